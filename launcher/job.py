@@ -17,6 +17,7 @@ from launcher import run_folder
 from launcher.known import known_names
 from launcher.node import environment, topology
 from launcher.node.agent import Agent
+from launcher.node.coordinator import CoordinatorKeeper
 from launcher.node.local_node import LocalNode, placement_faults
 from launcher.node.machine import on_this_machine
 from launcher.node.supervisor import Child, Supervisor
@@ -24,7 +25,6 @@ from launcher.node.topology import ProcessSpec
 from launcher.view import View
 from launcher.warm_up import warm_up
 from runtime import run_files, timeouts
-from runtime.cluster.restarts import Allowance
 from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
@@ -62,11 +62,11 @@ class Job(ABC, Generic[Result]):
         self._here = here
         self.folder = Path(config.run.dir)
         self.supervisor: Supervisor
+        self._coordinator: CoordinatorKeeper
         self._lock: IO[bytes]
         self._signals = 0
         self._signalled = 0.0
         self._twice = asyncio.Event()
-        self._coordinator: Child | None = None
         self._agent: Agent
         self._told_startup = False
         self._began = False  # whether it has come to have something to keep
@@ -84,6 +84,7 @@ class Job(ABC, Generic[Result]):
         try:
             logs, self._lock = run_folder.prepare(self.folder, self.config.run)
             self.supervisor = Supervisor(logs, self.view, self.config.logs)
+            self._coordinator = CoordinatorKeeper(self.supervisor, self.view.say)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._on_signal)
@@ -121,11 +122,10 @@ class Job(ABC, Generic[Result]):
         (self.folder / run_files.STARTUP).unlink(missing_ok=True)  # of the run that this one resumes
         reader, writer = os.pipe()
         try:
-            self._coordinator = await self.supervisor.start(self._spec(config, "--ready-fd", str(writer)), pass_fds=(writer,))
+            child = await self._coordinator.start(self._spec(config, "--ready-fd", str(writer)), (writer,))
         finally:
             os.close(writer)
-        address = await self.guarded(self._first_word(reader, config.deadlines.start))
-        self.supervisor.followed = (self._coordinator.spec.name,)
+        address = await self.guarded(self._first_word(child, reader, config.deadlines.start))
         node = self._here.registration(self.config, config)
         self._agent = Agent(node, config, address, self.supervisor, self._here.machine, sys.executable)
         return address
@@ -134,13 +134,12 @@ class Job(ABC, Generic[Result]):
         path, machine = self.folder / run_files.CONFIG, self._here.machine
         return topology.coordinator_spec(config, path, sys.executable, where, self.launched, self.trains, machine)
 
-    async def _first_word(self, descriptor: int, timeout: float) -> str:
+    async def _first_word(self, coordinator: Child, descriptor: int, timeout: float) -> str:
         """The coordinator's address. Raises what it ended with when it did not come to say one."""
-        assert self._coordinator is not None
         if line := await _read_line(descriptor, timeout):
             return line
-        await asyncio.wait_for(self._coordinator.process.wait(), timeout)
-        raise self._coordinator.fault()
+        await asyncio.wait_for(coordinator.process.wait(), timeout)
+        raise coordinator.fault()
 
     async def _until_done(self, address: str) -> None:
         watching = asyncio.create_task(self._watch(address))
@@ -154,21 +153,8 @@ class Job(ABC, Generic[Result]):
             await asyncio.gather(watching, following, return_exceptions=True)
 
     async def _finished(self, again: ProcessSpec) -> None:
-        """The coordinator ends first, having stopped the others. In place of one that is killed another comes, which takes them
-        up. Raises its fault when it fails, and when `services.coordinator.restarts` allow no further start."""
-        assert self._coordinator is not None
-        allowance = Allowance(self._agent.config.services.coordinator.restarts)
-        while code := await self._coordinator.process.wait():
-            former, fault = self._coordinator, self._coordinator.fault()
-            delay = allowance.delay(time.monotonic()) if code < 0 else None
-            if delay is None:
-                raise fault
-            self.view.say(f"{fault}; started again in {delay:g} s")
-            self.supervisor.let_go(former)
-            await asyncio.sleep(delay)
-            self._coordinator = await self.supervisor.start(again, incarnation=former.incarnation + 1)
-            if self._signals:
-                self._coordinator.signal_group(signal.SIGTERM)
+        """The coordinator ends first, having stopped the others."""
+        await self._coordinator.until_finished(again, self._agent.config.services.coordinator.restarts)
         self.supervisor.stop_restarts()
         await self.supervisor.wait_all(self.config.deadlines.stop)
 
@@ -186,7 +172,7 @@ class Job(ABC, Generic[Result]):
                     self.view.progress(progress)
                     if progress.phase in ("finished", "failed"):
                         return
-                    told = self._coordinator
+                    told = self._coordinator.child
             if told is not None:
                 why = f"is silent (deadlines.silence {silence:g} s)"
                 self.supervisor.give_up(told.spec.name, told.incarnation, why)
@@ -228,8 +214,8 @@ class Job(ABC, Generic[Result]):
             self._twice.set()
             return
         self.view.phase("stopping (again to stop now)")
-        if self._began and self._coordinator is not None:
-            self._coordinator.signal_group(signal.SIGTERM)  # if it is away, the next one gets it
+        if self._began:
+            self._coordinator.terminate()
             grace = max(timeouts.INTERRUPTED_GRACE, self.config.deadlines.stop)
             asyncio.get_running_loop().call_later(grace, self._twice.set)
         else:

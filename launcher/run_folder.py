@@ -68,6 +68,32 @@ def _take(lock: IO[bytes]) -> None:
     return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def under_way(folder: Path) -> bool:
+    """Whether a process has the folder locked. An address without one is that of a coordinator that was killed."""
+    if not (folder / run_files.ADDRESS).exists():
+        return False
+    try:
+        with (folder / run_files.LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a folder of which nothing more than this can be told
+        return False
+    return False
+
+
+def inherited(folder: Path) -> IO[bytes] | None:
+    """The lock of a run whose leader was lost with its coordinator; None for one that is led, or that has ended."""
+    with suppress(OSError):
+        lock = (folder / run_files.LOCK).open("ab")
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (folder / run_files.ADDRESS).exists():
+                return lock
+        lock.close()
+    return None
+
+
 def _alien(folder: Path) -> str:
     """What a run would replace in a folder that no run has had; "" for nothing."""
     if (folder / run_files.LOCK).exists() or (folder / run_files.LEDGER).is_dir():

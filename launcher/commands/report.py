@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 from datetime import datetime, timezone
 from pathlib import Path
 
+from launcher import run_folder
 from runtime import run_files
 from runtime.errors import UserError
-from runtime.run_files import LOCK
 from runtime.telemetry.report import lineages, panels, published, record, tables
 from runtime.telemetry.report.record import RunRecord
 
@@ -20,7 +19,7 @@ def report(folder: Path, output: Path | None) -> Path:
     cannot be written."""
     found = record.read(folder)
     path = output or folder / FILE
-    _write(path, text(found, _under_way(folder)))
+    _write(path, text(found, run_folder.under_way(folder)))
     return path
 
 
@@ -68,20 +67,6 @@ def _notes(found: RunRecord, history: lineages.LoggedHistory) -> list[str]:
     if history.done_again:
         notes.append(f"{history.done_again:,} steps were done again from a checkpoint, and are left out.")
     return notes
-
-
-def _under_way(folder: Path) -> bool:
-    """Whether a process has the folder locked. An address without one is that of a coordinator that was killed."""
-    if not (folder / run_files.ADDRESS).exists():
-        return False
-    try:
-        with (folder / LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a folder of which nothing more than this can be told
-        return False
-    return False
 
 
 def _write(path: Path, content: str) -> None:

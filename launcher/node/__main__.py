@@ -3,7 +3,8 @@
     torchrun --standalone --nproc-per-node 1 --max-restarts 0 -m sluice.node CONFIG [--name NAME] [key=value ...]
 
 The node that has the address `services.coordinator.host` runs the coordinator, as `sluice train` does; the others do what it
-says. Exit codes are those of `sluice`; torchrun makes 1 of whatever is not 0.
+says. Where that node is lost, `services.coordinator.standby` runs the next one. Exit codes are those of `sluice`; torchrun
+makes 1 of whatever is not 0.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ import asyncio
 import os
 import signal
 import sys
+import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, Any
 
 from msgspec.structs import replace
 from rich.console import Console
 
+from launcher import run_folder
 from launcher.cli import run_and_report, run_training
 from launcher.node import environment
 from launcher.node.agent import Agent
+from launcher.node.coordinator import CoordinatorKeeper
 from launcher.node.local_node import LocalNode
 from launcher.node.machine import on_this_machine
 from launcher.node.supervisor import Supervisor
+from launcher.node.topology import coordinator_spec
 from launcher.view import View
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import name_fault
@@ -45,12 +52,15 @@ class FollowerNode:
     def __init__(self, config: Config, here: LocalNode, verbose: bool):
         """Raises UserError."""
         own = on_this_machine(config, here.address)
-        coordinator = config.services.coordinator
-        self._address = network.host_port(coordinator.host, coordinator.port)
+        settings = config.services.coordinator
         self._deadlines = config.deadlines
-        view = View(Console(), verbose=verbose)
-        self._supervisor = Supervisor(Path(config.run.dir) / run_files.LOGS, view, config.logs)
-        self._agent = Agent(here.registration(config, own), own, self._address, self._supervisor, here.machine, sys.executable)
+        self._here = here
+        self._view = View(Console(), verbose=verbose)
+        self._supervisor = Supervisor(Path(config.run.dir) / run_files.LOGS, self._view, config.logs)
+        node, address = here.registration(config, own), network.host_port(settings.host, settings.port)
+        self._agent = Agent(node, own, address, self._supervisor, here.machine, sys.executable)
+        self._own_address = network.host_port(node.address, settings.port)
+        self._coordinator = CoordinatorKeeper(self._supervisor, self._view.say)
         self._told = asyncio.Event()  # to end
         self._stopping = asyncio.Event()  # the whole run is
 
@@ -58,7 +68,10 @@ class FollowerNode:
         """Until the run ends, or this node is told to leave it; no process is left. Raises UserError, ServiceFault."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._told.set)
-        works = {asyncio.create_task(work) for work in (self._agent.follow(), self._deaths(), self._course(), self._leaves())}
+        lives: list[Coroutine[Any, Any, None]] = [self._agent.follow(), self._deaths(), self._course(), self._leaves()]
+        if self._agent.config.services.coordinator.standby == self._here.name:
+            lives.append(self._stand_by())
+        works = {asyncio.create_task(life) for life in lives}
         try:
             done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
             for work in done:
@@ -72,6 +85,7 @@ class FollowerNode:
     async def _leaves(self) -> None:
         """Until this node is told to end: alone, or with all others, whose run then saves with what is here."""
         await self._told.wait()
+        self._coordinator.terminate()
         if await done_within(self._stopping.wait(), timeouts.LEAVE_NOTICE):
             await asyncio.sleep(max(timeouts.INTERRUPTED_GRACE, self._deadlines.stop))
 
@@ -86,14 +100,36 @@ class FollowerNode:
         """Until the run has ended, and with it this node's processes. Raises ServiceFault when it failed."""
         if await self._last_phase() == "failed":
             raise ServiceFault("coordinator", "run", "the run failed; the coordinator's node and its log say why")
+        await self._ended()
+
+    async def _ended(self) -> None:
         self._supervisor.stop_restarts()
         await self._supervisor.wait_all(self._deadlines.stop)
+
+    async def _stand_by(self) -> None:
+        """Once the node that leads the run is lost, this one starts the next coordinator, and leads it to its end."""
+        folder = Path(self._agent.config.run.dir)
+        lock: IO[bytes] | None = None
+        while lock is None:
+            await asyncio.sleep(timeouts.AGENT_RETRY)
+            if self._agent.began:
+                lock = await asyncio.to_thread(run_folder.inherited, folder)
+        with lock:
+            self._view.say(f"the coordinator's node is lost: {self._here.name} leads the run, at {self._own_address}")
+            config, where, machine = self._agent.config, ("--address", self._own_address), self._here.machine
+            spec = coordinator_spec(config, self._agent.path, sys.executable, where, time.monotonic(), machine=machine)
+            former = len(list((folder / run_files.LOGS).glob("coordinator*.log")))  # whose logs stay
+            await self._coordinator.start(spec, incarnation=former)
+            await self._coordinator.until_finished(spec, config.services.coordinator.restarts)
+            await self._ended()
 
     async def _last_phase(self) -> str:
         """Heed the run's progress until its end, in spite of a connection that breaks: `follow` says for how long."""
         while True:
             with suppress(ServiceFault):
-                async for progress in session.watch(self._address, self._deadlines.silence):
+                async for progress in session.watch(self._agent.coordinator, self._deadlines.silence):
+                    if self._coordinator.child is not None:
+                        self._view.progress(progress)
                     if progress.phase in ("finished", "failed"):
                         return progress.phase
                     self._agent.apply_progress(progress)
@@ -127,7 +163,8 @@ def run_node(options: argparse.Namespace) -> int:
     if fault := name_fault(config.cluster, here.name):
         raise UserError(fault)
     coordinator = config.services.coordinator
-    if not coordinator.host or network.is_own(coordinator.host):
+    led = bool(coordinator.standby) and run_folder.under_way(Path(config.run.dir))
+    if not led and (not coordinator.host or network.is_own(coordinator.host)):
         here = replace(here, echo=timeouts.SIGNAL_ECHO)
         return run_training(config, here, options.verbose)
     if not coordinator.port:

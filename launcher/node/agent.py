@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,12 +44,15 @@ class Agent:
         """`config`: what this node was started with, before the coordinator says it in full."""
         self._node = node
         self._config = config
-        self._coordinator = coordinator
+        self.coordinator = coordinator
+        """The newest one's address."""
         self._supervisor = supervisor
         self._machine, self._python = machine, python
-        self._path = Path(config.run.dir) / run_files.NODES / f"{node.name}.yaml"
+        self.path = Path(config.run.dir) / run_files.NODES / f"{node.name}.yaml"
+        """The configuration as this node's processes read it."""
         self._assignment = Assignment(config="")
-        self._began = False
+        self.began = False
+        """Whether the run is under way."""
         self._reports: set[asyncio.Task[None]] = set()
         supervisor.on_exit = self.report
 
@@ -62,17 +65,24 @@ class Agent:
             deadlines = self._config.deadlines
             timeout = deadlines.coordinator if self._assignment.launches else deadlines.start
             try:
-                async with session.open_channel(self._coordinator, self._config.deadlines.silence) as channel:
-                    await asyncio.wait_for(channel.channel_ready(), max(0.0, reached + timeout - loop.time()))
+                async with session.open_channel(self.coordinator, self._config.deadlines.silence) as channel:
+                    patience = max(0.0, reached + timeout - loop.time())
+                    if self._config.services.coordinator.standby:
+                        patience = min(patience, timeouts.CONTROL_CALL)  # it may have become another's
+                    await asyncio.wait_for(channel.channel_ready(), patience)
                     try:
                         await self._obey(channel)
                     finally:
                         reached = loop.time()
             except (ServiceFault, asyncio.TimeoutError) as error:
                 if loop.time() >= reached + timeout:
-                    message = f"not to be reached at {self._coordinator} from node {self._node.name}"
+                    message = f"not to be reached at {self.coordinator} from node {self._node.name}"
                     raise ServiceFault("coordinator", "join", message, timeout) from error
             await asyncio.sleep(timeouts.AGENT_RETRY)
+            if self._config.services.coordinator.standby:
+                with suppress(OSError):  # it is away too, for as long as there is none
+                    told = await asyncio.to_thread((Path(self._config.run.dir) / run_files.ADDRESS).read_text)
+                    self.coordinator = told or self.coordinator
 
     @property
     def config(self) -> Config:
@@ -82,8 +92,8 @@ class Agent:
     def apply_progress(self, progress: Progress) -> None:
         """What the run's progress means for this node's processes: once it is under way those that die are replaced, and those
         that it does without are ended."""
-        if not self._began and progress.phase != "starting":
-            self._began = True
+        if not self.began and progress.phase != "starting":
+            self.began = True
             self._replace()
         for loss in progress.lost:
             self._supervisor.give_up(loss.name, loss.incarnation, loss.reason)
@@ -113,7 +123,7 @@ class Agent:
             task.exception()  # a coordinator that cannot be told loses sight of the whole node
 
     async def _report(self, death: Death) -> None:
-        async with session.open_channel(self._coordinator) as channel:
+        async with session.open_channel(self.coordinator) as channel:
             method = contract.METHODS["Coordinator", "ReportDeath"]
             await session.call(channel, "coordinator", method, death, self._config.deadlines.coordinator)
 
@@ -139,17 +149,17 @@ class Agent:
         await asyncio.gather(
             *(self._supervisor.end(launch.name, timeouts.AGENT_END_GRACE) for launch in self._assignment.launches)
         )
-        self._assignment, self._began = replace(assignment, launches=[]), False
+        self._assignment, self.began = replace(assignment, launches=[]), False
 
     def _read(self, assignment: Assignment) -> None:
         """Write the configuration as this node's processes are to read it: the address is the node's own."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")  # a process that is started again may read it at any time
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_suffix(".partial")  # a process that is started again may read it at any time
         partial.write_text(assignment.config, encoding="utf-8")
         config = loading.load(partial, ())
         self._config = replace(config, network=replace(config.network, interface=self._node.address))
         partial.write_text(loading.to_yaml(self._config), encoding="utf-8")
-        partial.replace(self._path)
+        partial.replace(self.path)
 
     async def _tell_paths(self, channel: grpc.aio.Channel) -> None:
         paths = named_paths(self._config)
@@ -162,9 +172,9 @@ class Agent:
         specs = topology.service_specs(
             self._config,
             assignment.launches,
-            self._path,
+            self.path,
             self._python,
-            self._coordinator,
+            self.coordinator,
             len(os.sched_getaffinity(0)),
             self._machine,
         )
@@ -173,10 +183,11 @@ class Agent:
         ends = [name for name in former if name not in wanted or running.get(name, 0) < wanted[name].incarnation]
         await asyncio.gather(*(self._supervisor.end(name, timeouts.AGENT_END_GRACE) for name in ends))
         self._assignment = assignment
+        self._supervisor.respecify(specs)  # those that run, and are started again later, find the coordinator of now
         for name, launch in wanted.items():
             if name not in running:
                 await self._start(specs[name], launch)
-        if self._began:
+        if self.began:
             self._replace()
 
     async def _start(self, spec: topology.ProcessSpec, launch: Launch) -> None:

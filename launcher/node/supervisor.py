@@ -296,6 +296,11 @@ class Supervisor:
         await asyncio.sleep(delay)
         return await self.start(child.spec, incarnation=child.incarnation + 1)
 
+    def respecify(self, specs: Mapping[str, ProcessSpec]) -> None:
+        """By name, how whoever runs is started when it is started again."""
+        for child in self.children:
+            child.spec = specs.get(child.spec.name, child.spec)
+
     def let_go(self, child: Child) -> None:
         """Of one that is dead. What it left in its group ends in order: Python's resource tracker frees shared memory, and
         heeds no SIGTERM."""

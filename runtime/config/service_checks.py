@@ -41,7 +41,9 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
     for path, role in processes(config).items():
         if isinstance(role, Placed) and isinstance(role.placement, list):
             yield from _placement(f"{path}.placement", role.placement)
-    several = has_several_nodes(config.cluster)
+    several, standby = has_several_nodes(config.cluster), config.services.coordinator.standby
+    if standby and not several:
+        yield f"services.coordinator.standby: '{standby}', but the run has one node; needs cluster.nodes or cluster.min_nodes"
     if several:
         yield from _reachable(config)
     if config.network.port_range is not None:
@@ -86,6 +88,9 @@ def _reachable(config: Config) -> Iterator[str]:
             f"services.coordinator.host: '{coordinator.host}' is loopback; on several nodes it must be the address that all "
             "reach the coordinator by"
         )
+    nodes = config.cluster.nodes
+    if coordinator.standby and nodes != "auto" and coordinator.standby not in (names := [node.name for node in nodes]):
+        yield f"services.coordinator.standby: '{coordinator.standby}' is no node; must be one of {', '.join(names)}"
     if not coordinator.port:
         yield "services.coordinator.port: 0 is any free port, on one node; on several it must be named"
 

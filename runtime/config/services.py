@@ -83,6 +83,9 @@ class Coordinator(Process, frozen=True):
     `network.interface`."""
     port: Port = 0
     """0: any free port; on several nodes it has to be named."""
+    standby: str = ""
+    """On several nodes: the one that starts the next coordinator when the coordinator's node is lost, and leads the run from
+    then on. All share `run.dir`, on a file system whose locks hold between nodes (NFS 4, Lustre with `flock`). Empty: none."""
     restarts: Restarts = Restarts()
 
 

@@ -104,7 +104,7 @@ class Soak:
 
 def table(samples: Sequence[Sample]) -> str:
     """Markdown: medians of the second quarter of an hour and of the last."""
-    early, late = samples[QUARTER : 2 * QUARTER], samples[-QUARTER:]
+    early, late = samples[QUARTER : 2 * QUARTER] or samples, samples[-QUARTER:]
     lines = ["| what | minutes 15 to 30 | last 15 minutes |", "| --- | --- | --- |"]
     for what in sorted({what for one in samples for what in one}):
         medians = (statistics.median(one.get(what, 0.0) for one in part) for part in (early, late))

@@ -42,6 +42,20 @@ def test_a_coordinator_on_loopback_is_reached_by_its_own_node_alone(host: str) -
 
 
 @pytest.mark.parametrize(
+    ("cluster", "standby", "told"),
+    [
+        (TWO_NODES, "b", []),
+        ({"min_nodes": 2}, "anybody", []),
+        (TWO_NODES, "c", ["services.coordinator.standby: 'c' is no node; must be one of a, b"]),
+        ({}, "b", ["services.coordinator.standby: 'b', but the run has one node; needs cluster.nodes or cluster.min_nodes"]),
+    ],
+)
+def test_the_standby_is_a_node_of_several(cluster: dict[str, Any], standby: str, told: list[str]) -> None:
+    services = {"coordinator": REACHED["services"]["coordinator"] | {"standby": standby}}
+    assert faults(cluster=cluster, **REACHED | {"services": services}) == told
+
+
+@pytest.mark.parametrize(
     ("port_range", "fault"),
     [
         ([80, 90], "network.port_range: [80, 90] is not a range of ports from 1024 to 65535, first and last"),
