@@ -33,6 +33,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import LedgerWriter
+from runtime.process import disk
 from runtime.process.aio import first_error
 from runtime.status import Loss, Progress, Registration, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
@@ -72,6 +73,7 @@ class CoordinatorProcess:
         self._run: TrainingRun | None = None
         self._evaluation: EvaluationRun | None = None
         self._address = address
+        self._follows = bool(address)
         self._ledger: LedgerWriter | None = None
         self._term = 1
         self._left: Takeover | None = None  # by an earlier coordinator
@@ -104,7 +106,8 @@ class CoordinatorProcess:
         await server.set_serving(True)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
-        (self._folder / run_files.ADDRESS).write_text(self._address)
+        where = self._folder / run_files.ADDRESS
+        await disk.done(lambda: where.write_text(self._address), where)
         if ready_fd is not None:
             os.write(ready_fd, f"{self._address}\n".encode())
             os.close(ready_fd)
@@ -131,7 +134,8 @@ class CoordinatorProcess:
 
     async def _open_ledger(self) -> None:
         """And see whether an earlier coordinator of this run has left processes to go on with."""
-        self._ledger = await LedgerWriter.open(self._folder / run_files.LEDGER, self._config.ledger.segment_bytes)
+        folder, size = self._folder / run_files.LEDGER, self._config.ledger.segment_bytes
+        self._ledger = await (takeover.reopened if self._follows else LedgerWriter.open)(folder, size)
         self._term = self._peers.term = await self._ledger.begin_term()
         self._left = await takeover.left_by(self._ledger, run_files.run_id(self._folder))
         if self._left is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import aclosing, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegi
 from runtime.cluster.topology import named_paths, shares_devices
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault, UserError
+from runtime.process import disk
 from runtime.status import Progress
 from services.rpc import contract, session
 
@@ -134,7 +136,7 @@ class Agent:
         node = replace(self._node, running=running)
         async with aclosing(session.items(channel, "coordinator", JOIN, node)) as assignments:
             async for assignment in assignments:
-                self._read(assignment)
+                await disk.done(partial(self._read, assignment), self.path, self._supervisor.say)
                 if assignment.run != self._assignment.run:
                     await self._forget(assignment)
                 if told_paths:

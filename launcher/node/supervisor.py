@@ -26,7 +26,7 @@ from runtime import timeouts
 from runtime.cluster.restarts import Allowance
 from runtime.config import Logs, Restarts
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
-from runtime.process import os_process, progress
+from runtime.process import disk, os_process, progress
 from runtime.rollout.vllm import leftovers
 
 FAULT = "error: "  # how a process begins the line that says why it ends
@@ -135,7 +135,7 @@ class Supervisor:
         self._starved: dict[str, float] = {}  # when a process of this name was killed for want of memory last
         self._watch: asyncio.Task[None] | None = None  # for those that make no progress
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
         if self._view is not None:
             self._view.say(line)
 
@@ -193,7 +193,7 @@ class Supervisor:
         """Start one process; with `capture`, its standard output is the caller's to read. Raises UserError for an
         interpreter that is not there, or processors that are not."""
         path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
-        output = Log(path, self._settings, spec.name, self._view)
+        output = await disk.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)
         with output.writer() as out:
             try:
                 process = await asyncio.create_subprocess_exec(
@@ -266,17 +266,17 @@ class Supervisor:
             return False
         self.let_go(child)
         if name in self._decided_elsewhere:
-            self._say(str(child.fault()))
+            self.say(str(child.fault()))
             self.on_exit(child)
             return True
         delay = self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
         if delay is None:
             if self._restarts[name].attempts:
                 child.last = f"; services.{child.spec.role}.restarts allows no further start"
-            self._say(str(child.fault()))
+            self.say(str(child.fault()))
             self.on_exit(child)
         else:
-            self._say(f"{child.fault()}; started again in {delay:g} s")
+            self.say(f"{child.fault()}; started again in {delay:g} s")
             self._starting[asyncio.create_task(self._start_again(child, delay))] = name
         return True
 

@@ -235,7 +235,7 @@ class Attempt:
         self._report("training")
         if self.buffer.stop_reason:
             return
-        self._admission = self._tasks.create_task(self._groups.run(self._tasks))
+        self._admission = self._tasks.create_task(self._groups.run(self._tasks, self._taken_up))
         if history.evaluating is not None:  # as the coordinator was lost: from its beginning, with the weights as they are
             self._evaluating = self._tasks.create_task(self._evaluate_beside(history.evaluating))
         await self._training.run(tasks)

@@ -17,8 +17,10 @@ from runtime.algorithms.advantages import has_signal
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.devices import Devices
 from runtime.coordinator.group import Group
+from runtime.coordinator.register import member_of
 from runtime.coordinator.roles import RewardScoring, Roles, RolloutPool
 from runtime.coordinator.run_context import RunContext
+from runtime.coordinator.takeover import TakenUp
 from runtime.data.prompts import PromptStream
 from runtime.errors import Cancelled, Unreachable
 from runtime.ledger.records import Note, Ticket
@@ -70,14 +72,14 @@ class GroupStage:
         pool.subscribe(self._look)
         self._lives: set[asyncio.Task[None]] = set()
 
-    async def run(self, tasks: TaskGroup) -> None:
-        """Admit until cancelled, as far as the buffer's `last_step`."""
+    async def run(self, tasks: TaskGroup, taken_up: TakenUp | None = None) -> None:
+        """Admit until cancelled, as far as the buffer's `last_step`. `taken_up`: by which groups are under way already."""
         buffer = self._buffer
         for group in list(buffer):
             if group.state.phase == Phase.GENERATED:
                 self._spawn(tasks, self._resume(group))
             elif group.state.phase == Phase.GENERATING:
-                self._spawn(tasks, self._live(group, self._pool.find(group.replica)))
+                self._spawn(tasks, self._live(group, self._former(group, taken_up)))
         while True:
             buffer.room_changed.clear()
             waiting, together = buffer.waiting(), 0
@@ -93,6 +95,13 @@ class GroupStage:
                 buffer.dispatch(group.group_id, rollout.name)
                 self._spawn(tasks, self._live(group, rollout))
             await buffer.room_changed.wait()
+
+    def _former(self, group: Group, taken_up: TakenUp | None) -> RolePort | None:
+        """The rollout that was asked for a group before this coordinator came, unless it is lost, or another by now."""
+        rollout, bound = self._pool.find(group.replica), self._buffer.staleness
+        if rollout is None or taken_up is None or group.deadline is None:
+            return None
+        return rollout if taken_up.has_since(member_of(rollout), group.deadline - bound) else None
 
     async def close(self) -> None:
         """Withdraw every group that is on its way."""

@@ -22,11 +22,13 @@ trainer or critic is not what the course says, the run goes back to its newest c
 from __future__ import annotations
 
 import asyncio
+import logging
+from pathlib import Path
 from typing import Any, Protocol
 
 from msgspec import Struct
 
-from runtime import codec
+from runtime import codec, timeouts
 from runtime.cluster.placement import Seat
 from runtime.cluster.topology import Instance, takes_turns
 from runtime.commands import Level, Move, Offload
@@ -34,11 +36,13 @@ from runtime.config import Config
 from runtime.coordinator.history import COURSE, Course
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitState
 from runtime.coordinator.roles import UPDATED
-from runtime.errors import ServiceFault, SluiceError
+from runtime.errors import ServiceFault, SluiceError, StorageFull
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.records import Note
 from runtime.status import Registration
 from runtime.types import PolicyVersion
+
+log = logging.getLogger("sluice")
 
 MEMBERS = "members"  # the note
 
@@ -69,6 +73,20 @@ class Takeover(Struct):
 
     members: Members
     course: Course
+
+
+async def reopened(folder: Path, segment_bytes: int) -> LedgerWriter:
+    """The ledger of an earlier coordinator, once there is room and the file system does not fail. Raises UserError when another
+    process has it open."""
+    told = False
+    while True:
+        try:
+            return await LedgerWriter.open(folder, segment_bytes)
+        except (StorageFull, ServiceFault) as error:
+            if not told:
+                log.warning("waits until %s can be opened: %s", folder, error)
+            told = True
+        await asyncio.sleep(timeouts.DISK_RETRY)
 
 
 async def left_by(ledger: LedgerWriter, run: str) -> Takeover | None:
@@ -122,12 +140,22 @@ class MembersKeeper:
 
 
 class TakenUp(Struct, frozen=True):
-    """Where an attempt goes on: with the step after `version`, which the rollouts `having` it may generate with. `ahead`: the
-    trainer is past it already."""
+    """Where an attempt goes on: with the step after `version`. `told`: the version of each rollout. `ahead`: the trainer is
+    past it already."""
 
     version: PolicyVersion
-    having: tuple[Member, ...]
+    told: dict[Member, PolicyVersion]
     ahead: bool
+
+    @property
+    def having(self) -> list[Member]:
+        """The rollouts that may generate with `version`."""
+        return [member for member, theirs in self.told.items() if theirs >= self.version]
+
+    def has_since(self, who: Member, step: int) -> bool:
+        """Whether a rollout had the weights of `step` when it was asked. One that was started again meanwhile, under the name
+        of who was asked for a group, begins with those that all began with."""
+        return who in self.told and self.told[who].step >= step
 
 
 async def take_up(config: Config, register: Register, course: Course) -> TakenUp:
@@ -144,8 +172,8 @@ async def take_up(config: Config, register: Register, course: Course) -> TakenUp
         if takes_turns(config):
             await unit.port.call(Offload())  # nobody has the devices at first
         ahead |= unit.role == "trainer" and ordered > version.step
-    having = tuple(unit.member for unit, theirs in zip(rollouts, told, strict=True) if theirs is not None and theirs >= version)
-    return TakenUp(version, having, ahead)
+    known = {unit.member: theirs for unit, theirs in zip(rollouts, told, strict=True) if theirs is not None}
+    return TakenUp(version, known, ahead)
 
 
 async def _version(config: Config, register: Register, unit: Unit) -> PolicyVersion | None:

@@ -137,16 +137,16 @@ class LedgerWriter:
         ledger is no fault: those are none of this ledger's, and stay unknown to it.
         """
         await self.flush()
-        return await self._call("restore", lambda writer: writer.restore(step, trained, needs))
+        return await self._until_possible("restore", lambda writer: writer.restore(step, trained, needs))
 
     async def take_up(self, step: int) -> list[GroupRow]:
         """What an earlier coordinator left that had finished `step` steps, and whose processes live: every group that is live,
         and those of later batches, whatever has become of them. Changes nothing."""
-        return await self._call("take up", lambda writer: writer.from_step(step))
+        return await self._until_possible("take up", lambda writer: writer.from_step(step))
 
     async def begin_term(self) -> int:
         """One more than any coordinator of this ledger had before; durable."""
-        return await self._call("begin", lambda writer: writer.begin_term())
+        return await self._until_possible("begin", lambda writer: writer.begin_term())
 
     async def trim(self, step: int, retain_bytes: int) -> list[int]:
         """Delete the oldest segments, beyond `retain_bytes`, that no restart can need; returns their numbers.
@@ -174,7 +174,8 @@ class LedgerWriter:
     async def _write_pending(self) -> None:
         batch, self._pending = self._pending, []
         try:
-            await self._until_written(batch)
+            size = sum(len(part) for record in batch for part in parts(record).values())
+            await self._until_possible("write", lambda writer: writer.write(batch), size)
             self._written += len(batch)
             self._call_back()
         except BaseException:
@@ -183,13 +184,13 @@ class LedgerWriter:
         finally:
             self._writing = None
 
-    async def _until_written(self, batch: list[Record]) -> None:
+    async def _until_possible(self, phase: str, function: Callable[[_Writer], T], size: int = 0) -> T:
+        """As `_call`, until there is room and the file system does not fail: `waits` says so. `size`: bytes to be written."""
         while True:
             try:
-                await self._call("write", lambda writer: writer.write(batch))
+                result = await self._call(phase, function)
             except (StorageFull, ServiceFault) as error:
                 if not self.waits:
-                    size = sum(len(part) for record in batch for part in parts(record).values())
                     why = "no space left on device" if isinstance(error, StorageFull) else error.reason
                     self.waits = f"waits until {size:,} bytes can be written to {self.folder}: {why}"
                     log.warning("%s", self.waits)
@@ -198,7 +199,7 @@ class LedgerWriter:
                 if self.waits:
                     log.warning("%s can be written again", self.folder)
                 self.waits = ""
-                return
+                return result
 
     def _call_back(self) -> None:
         while self._afterwards and self._afterwards[0][0] <= self._written:

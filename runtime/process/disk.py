@@ -1,8 +1,8 @@
-"""Writing where there is no room for now, or a file system that fails: it waits, says once for what, and tries again. In a
-thread that may wait."""
+"""Writing where there is no room for now, or a file system that fails: it waits, says once for what, and tries again."""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import time
@@ -22,7 +22,7 @@ _PASSES = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, err
 
 
 def write(file: FileIO, data: bytes) -> None:
-    """All of `data`, once; `file` is not buffered. Raises ServiceFault."""
+    """All of `data`, once, from a thread that may wait; `file` is not buffered. Raises ServiceFault."""
     left = memoryview(data)
 
     def once() -> None:
@@ -40,10 +40,30 @@ def until_done(work: Callable[[], T], path: Path, nbytes: int = 0) -> T:
         try:
             return work()
         except OSError as error:
-            if error.errno not in _PASSES:
-                raise ServiceFault("coordinator", "write", f"{path}: {error}") from error
+            why = _waits(error, path, nbytes)
             if not told:
-                size = f"{nbytes} bytes can be written to " if nbytes else "there is room for "
-                log.warning("waits until %s%s: %s", size, path, error.strerror)
+                log.warning("%s", why)
             told = True
             time.sleep(timeouts.DISK_RETRY)
+
+
+async def done(work: Callable[[], T], path: Path, say: Callable[[str], None] = log.warning) -> T:
+    """The same from an event loop, which goes on meanwhile; given up when it is cancelled. `say`: shows a line."""
+    told = False
+    while True:
+        try:
+            return await asyncio.to_thread(work)
+        except OSError as error:
+            why = _waits(error, path, 0)
+            if not told:
+                say(why)
+            told = True
+            await asyncio.sleep(timeouts.DISK_RETRY)
+
+
+def _waits(error: OSError, path: Path, nbytes: int) -> str:
+    """Raises ServiceFault."""
+    if error.errno not in _PASSES:
+        raise ServiceFault("coordinator", "write", f"{path}: {error}") from error
+    size = f"{nbytes} bytes can be written to " if nbytes else "there is room for "
+    return f"waits until {size}{path}: {error.strerror}"

@@ -75,6 +75,31 @@ def test_a_run_whose_disk_fills_up_waits_and_goes_on_once_there_is_room(
     assert [point["step"] for point in steps(on_small_disk)] == list(range(1, len(steps(on_small_disk)) + 1))
 
 
+def test_processes_that_are_killed_while_there_is_no_room_come_back_once_there_is(
+    tiny: Path, small_disk: Path, on_small_disk: Path, tmp_path: Path
+) -> None:
+    """What a coordinator, an agent and the log of a process write when they begin anew waits too."""
+    config = write_config(tmp_path / "config.yaml", tiny, training={"steps": 100000})
+    with started(config, "checkpoint.every=0", folder=on_small_disk) as run:
+        run.reaches(2)
+        ballast = small_disk / "ballast"
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(1 << 12)):
+                pass
+        for name in ("coordinator", "rollout-0"):
+            run.member(name).kill()
+        run.says("no space left on device")
+        assert run.process.poll() is None, run.output + run.errors
+        before = run.steps()
+        ballast.unlink()
+        make_room(small_disk)
+        run.reaches(before + 3)
+        run.interrupt()
+        assert run.wait(STOP) == 0, run.output + run.errors
+    with LedgerReader(on_small_disk / "ledger") as ledger:
+        ledger.check_final(4)
+
+
 def test_a_checkpoint_without_room_is_left_out_and_the_last_one_waits_for_room(
     tiny: Path, small_disk: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from launcher import job
 from launcher.job import Job
 from launcher.node.agent import Agent
+from launcher.node.coordinator import CoordinatorKeeper
 from launcher.node.local_node import LocalNode
 from launcher.node.machine import Machine
 from launcher.node.supervisor import Supervisor
@@ -75,7 +76,9 @@ def watched(folder: Path, view: View, monkeypatch: pytest.MonkeyPatch, course: l
         found = Watching(config.Config(run=Run(name="a", dir=str(folder))), view, LocalNode("here", Machine()))
         coordinator: Any = Coordinator()
         heeding = Heeding(found.config, heeded.append)
-        found.supervisor, found._coordinator, found._agent = Supervisor(folder, view), coordinator, heeding
+        found.supervisor, found._agent = Supervisor(folder, view), heeding
+        found._coordinator = CoordinatorKeeper(found.supervisor, view.say)
+        found._coordinator.child = coordinator
 
         async def watch(address: str, silence: float) -> AsyncIterator[Progress]:
             for progress in course:
