@@ -127,7 +127,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="sluice-soak-") as name,
         started(QUICKSTART, *OVERRIDES, folder=Path(name) / "run") as run,
     ):
-        run.reaches(5)
+        run.reaches(5, STUCK)
         soak = Soak(run, arguments.every, random.Random(arguments.seed))
         try:
             soak.play(60.0 * arguments.minutes)
