@@ -14,8 +14,9 @@ from rich import table
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""C0 but for tab and line feed, DEL, C1; and surrogates, which no encoding of a terminal has."""
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""C0 but for tab and line feed, DEL, C1; what changes the direction of writing, so that a line reads other than it is, or ends
+it (Unicode's UAX 9, section 2); and surrogates, which no encoding of a terminal has."""
 
 
 def shown(text: str) -> str:

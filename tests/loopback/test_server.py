@@ -47,6 +47,21 @@ def test_unary_calls_reach_the_same_handlers() -> None:
     run(test())
 
 
+def test_what_is_compressed_is_refused_before_it_is_expanded() -> None:
+    """A few hundred bytes of it may be hundreds of megabytes."""
+
+    async def test() -> None:
+        peer = Peer()
+        async with serving(peer.logprobs) as address, grpc.aio.insecure_channel(address) as channel:
+            call = channel.unary_unary("/sluice.Reference/Logprobs")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(bytes(1 << 20), compression=grpc.Compression.Gzip, timeout=PATIENCE)
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert "ompress" in refused.value.details()
+
+    run(test())
+
+
 def test_a_unary_call_that_its_caller_gives_up_is_withdrawn() -> None:
     async def test() -> None:
         peer = Peer()
