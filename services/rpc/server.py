@@ -31,10 +31,8 @@ OPTIONS = (
     ("grpc.max_send_message_length", 64 << 20),
     ("grpc.so_reuseport", 0),
     ("grpc.enable_http_proxy", 0),
-    (
-        "grpc.compression_enabled_algorithms_bitset",
-        1,
-    ),  # none: what is compressed would be expanded before its size is looked at
+    # No algorithm at all: what is compressed would be expanded before anybody looks at its size.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
 )
 KEPT = 256 << 20  # bytes of a service's answers that are kept for callers who have not acknowledged them
 PING = 0.3  # a share, not seconds: a connection that is silent for this part of the silence that it is allowed is pinged

@@ -28,9 +28,8 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection cl
 HOSTILE = "\x1b]0;title\x07\x1b]52;c;aGk=\x1b\\\x1b[2J\x9b31m\x7f\r\x00"
 TEXTS = st.one_of(
     st.text(max_size=60),
-    st.text(
-        st.sampled_from("[]/\\= \x1b\x9b\u202e\u2066:a1#\n\t"), max_size=60
-    ),  # what markup, emoji codes and escapes are made of
+    # What markup, emoji codes, escapes and changes of direction are made of.
+    st.text(st.sampled_from("[]/\\= \x1b\x9b\u202e\u2066:a1#\n\t"), max_size=60),
     st.sampled_from([GLOO, HOSTILE, "[/]", "[bold]x[/bold]", ":smile:", "[link=x]", "\\[/x]"]),
 )
 FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
