@@ -353,11 +353,11 @@ class Attempt:
         self._checkpoints.take_up(self._incarnation)
         if takes_turns(self._config):
             # The rollouts were put to sleep, with what they generated: it is generated again, from the same seeds.
-            for group in list(self.buffer):
-                if group.state.phase == Phase.GENERATING:
-                    self.buffer.lose(group.group_id)
+            for group in [one for one in self.buffer if one.state.phase == Phase.GENERATING]:
+                self.buffer.lose(group.group_id)
         else:
             self._pool.take_up(found.version, found.having)
+            self.publisher.kept = found.version  # the trainer's buckets have it from the coordinator before
         self.publisher.waits_for_next = self._probes.given_before = found.ahead
 
     def _set_incarnation(self, incarnation: int) -> None:

@@ -137,13 +137,13 @@ class WeightPublisher:
         """
         if self.committed is not None and version <= self.committed:
             raise InvariantViolated(f"version {version} is published after {self.committed}")
-        self.waits_for_next = False
         if self._held:
             return await self._begun(version, None)
         await self._lock.acquire()
         return await self._begun(version, self._lock)
 
     async def _begun(self, version: PolicyVersion, lock: asyncio.Lock | None) -> Transaction:
+        self.waits_for_next = False
         try:
             if self._pool.membership.stale:
                 await self.group.open()
@@ -181,6 +181,7 @@ class WeightPublisher:
             transaction = Transaction(self, self.committed)
             try:
                 await transaction.finish()
+                self.waits_for_next = transaction.past
             finally:
                 transaction.close()
 
@@ -205,17 +206,19 @@ class Transaction:
         self._bytes = 0
         self._aborts = self._fruitless = 0
         self._behind = False  # whether the weights may have to be gathered anew
+        self.past = False
+        """The version counts already, and the trainer has neither it nor what it sent of it: there is nothing to send again."""
         self._post()
 
     async def finish(self) -> PublicationFigures:
         """See the publication through, once the trainer has made the version: the deadlines count from here.
 
-        Raises ServiceFault when the trainer is lost, when no rollout comes back, or after `TRIES` attempts that failed although
-        nobody was lost.
+        It is given up where it is `past`. Raises ServiceFault when the trainer is lost, when no rollout comes back, or after
+        `TRIES` attempts that failed although nobody was lost.
         """
         began = self._clock()
         # `_attempt` waits for the members' answers. After an abort, `open` connects a new epoch without the lost members.
-        while not await self._attempt():
+        while not await self._attempt() and not self.past:
             await self._group.open()
             self._post()
         return PublicationFigures(
@@ -323,8 +326,11 @@ class Transaction:
         except SluiceError as error:
             # What was sent once more is gathered anew: of several senders one may have found a bucket that changed in its
             # memory, and another, whose transfer failed for it, has answered first.
-            if isinstance(command, ResendWeights) or not (isinstance(error, ServiceFault) and error.phase == "transfer"):
+            phase = error.phase if isinstance(error, ServiceFault) else ""
+            if isinstance(command, ResendWeights) or phase != "transfer":
                 self._publisher.kept = None
+            counts = self._version == self._publisher.committed
+            self.past = counts and isinstance(command, SendWeights) and phase == "snapshot"
             raise
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import pytest
 
-from runtime.commands import WeightsHosted
-from runtime.errors import Unanswered, UserError
+from runtime.commands import WeightsHosted, WeightsSent
+from runtime.errors import ServiceFault, Unanswered, UserError
 from runtime.types import PolicyVersion
 from runtime.weights.plan import GroupAddress, Manifest
+from tests.loopback.model_fakes import FakeTrainer
 from tests.loopback.pipeline_fakes import Cast, FakeRollout
 from tests.loopback.publisher_cases import FIRST, SECOND, address_of, come, fault_of, kept, make, run, until, with_gate
 
@@ -34,6 +36,39 @@ def test_a_newcomer_gets_the_committed_version_before_it_serves_and_the_others_k
             assert cast.trainer.posted.count(("send_weights", 1)) == 2
             await publishing.publish(SECOND)
         assert [rollout.version for rollout in (cast.rollouts[0], late)] == [SECOND] * 2
+
+    run(test)
+
+
+class Ahead(FakeTrainer):
+    """Has made SECOND, and holds nothing that it sent before."""
+
+    def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
+        return self._past() if version < SECOND else super().send_weights(version, epoch)
+
+    async def _past(self) -> WeightsSent:
+        await asyncio.sleep(0)
+        self.calls.append(("past", FIRST))
+        raise ServiceFault(self.name, "snapshot", "version 0.1 was not kept: 0.2 is there")
+
+
+def test_a_newcomer_gets_the_next_version_where_the_trainer_is_past_the_one_that_counts() -> None:
+    """As a coordinator may find it that takes over: the one before has ordered a step of which it knows nothing."""
+
+    async def test() -> None:
+        cast = Cast.prompt()
+        cast.trainer = Ahead(cast.weights)
+        publishing = make(cast)
+        pool = publishing._pool
+        pool.take_up(FIRST, [pool.register.units("rollout")[0].member])
+        publishing.kept = FIRST
+        async with kept(publishing):
+            await until(lambda: publishing.waits_for_next)
+            assert cast.trainer.calls.count(("past", FIRST)) == 2  # once out of the buckets, once gathered anew
+            assert [rollout.name for rollout in pool.serving] == ["rollout-0"]
+            await publishing.publish(SECOND)
+            assert [rollout.version for rollout in cast.rollouts] == [SECOND] * 2
+        assert not publishing.waits_for_next
 
     run(test)
 
