@@ -209,7 +209,6 @@ class ServiceProcess:
         loop.add_signal_handler(signal.SIGINT, self._stop.set)
         # A scheduler that ends a job tells every process so: the coordinator among them, which says when all is saved.
         loop.add_signal_handler(signal.SIGTERM, loop.call_later, grace, self._stop.set)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # torchrun is kept from it
         try:
             await self._load()
             await self._register()

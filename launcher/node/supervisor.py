@@ -31,9 +31,6 @@ from runtime.rollout.vllm import leftovers
 
 FAULT = "error: "  # how a process begins the line that says why it ends
 MISTAKE = 2  # exit code of what the user can mend
-_RANK_ENDED = re.compile(
-    rf"^\s*exitcode\s*: {MISTAKE}\b", re.MULTILINE
-)  # as torchrun, which ends with 1 itself, tells of a rank
 
 
 class Child:
@@ -61,9 +58,8 @@ class Child:
 
     @property
     def mistaken(self) -> bool:
-        """Whether it, or a rank that it started, ended with what its user has to mend: it would only happen again."""
-        code = self.process.returncode
-        return code == MISTAKE or bool(self.advice) or (bool(code) and _RANK_ENDED.search(self.output.tail()) is not None)
+        """Whether it ended with what its user has to mend: it would only happen again."""
+        return self.process.returncode == MISTAKE or bool(self.advice)
 
     def give_up(self, reason: str) -> None:
         """End it, if it runs still. One whose end is only not known here yet says itself why it ended."""
@@ -204,8 +200,7 @@ class Supervisor:
                     env={**os.environ, **self._told(spec.name, incarnation), **spec.env},
                     pass_fds=pass_fds,
                     start_new_session=True,
-                    # torchrun does not ask by itself to end with its parent
-                    preexec_fn=partial(os_process.before_exec, spec.cpus, spec.is_torchrun),
+                    preexec_fn=partial(os_process.before_exec, spec.cpus),
                 )
             except (FileNotFoundError, PermissionError):
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +11,15 @@ from msgspec import Struct
 from launcher.node.environment import affinity, environment, hccl_ports
 from launcher.node.machine import Machine
 from runtime.cluster.nodes import Launch
-from runtime.cluster.topology import Instance, settings_of
+from runtime.cluster.topology import Instance, group_of, settings_of
 from runtime.config import Config, Restarts
 from runtime.config.service_checks import hccl_beside_workers
+from runtime.process.network import host_port
 from sluice import start
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
-    """One operating-system process that the launcher starts (a torchrun that starts several, for an SPMD role)."""
+    """One operating-system process that the launcher starts (one that starts the ranks, for an SPMD role)."""
 
     name: str
     role: str
@@ -27,11 +27,6 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     env: dict[str, str]
     cpus: tuple[int, ...] = ()  # that it may run on; () = all
     ends_by: int = signal.SIGTERM  # by which signal it is asked to end; a service waits at SIGTERM for the coordinator's word
-
-    @property
-    def is_torchrun(self) -> bool:
-        """It would end with 1 of a SIGTERM, whatever comes of its ranks."""
-        return "torch.distributed.run" in self.command
 
 
 def coordinator_spec(
@@ -79,7 +74,9 @@ def service_specs(
         specs[launch.name] = ProcessSpec(
             name=launch.name,
             role=launch.role,
-            command=_command(launch, role.python or python, *arguments),
+            command=_command(
+                launch, len(group_of(config, Instance(launch.role, launch.name))), role.python or python, arguments
+            ),
             env={**ports.get(launch.name, {}), **env},
             cpus=affinity(role),
             ends_by=signal.SIGINT,
@@ -93,16 +90,12 @@ def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:
     return {instance.name: settings_of(config, instance).restarts for instance in own}  # type: ignore[attr-defined]  # such roles' own
 
 
-def _command(launch: Launch, python: str, *arguments: str) -> tuple[str, ...]:
-    """Starts a process alone, or, by torchrun, the ranks of a group that are on this node."""
-    command = start.command(f"services.{launch.role}", "--name", launch.name, *arguments, python=python)
+def _command(launch: Launch, world: int, python: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """Starts a process alone, or the ranks of a group of `world` that are on this node."""
+    service = (f"services.{launch.role}", "--name", launch.name, *arguments)
     meeting = launch.rendezvous
     if len(launch.ranks) < 2 and meeting is None:
-        return command
-    where: tuple[str, ...] = ("--standalone",)
-    if meeting is not None:
-        where = ("--nnodes", str(meeting.nodes), "--node-rank", str(meeting.node_rank))
-        where += ("--master-addr", meeting.host, "--master-port", str(meeting.port))
-    ranks = ("--nproc-per-node", str(len(launch.ranks)), "--max-restarts", "0")
-    # What ranks print is in the group's log; a folder that torchrun makes for logs would stay in the temporary one.
-    return (python, "-m", "torch.distributed.run", *where, *ranks, "--log-dir", os.devnull, *command[1:])
+        return start.command(*service, python=python)
+    where = () if meeting is None else ("--at", host_port(meeting.host, meeting.port))
+    ranks = ("--ranks", ",".join(map(str, launch.ranks)), "--world", str(world))
+    return start.command("launcher.node.ranks", "--group", launch.name, *ranks, *where, start.__file__, *service, python=python)

@@ -119,7 +119,7 @@ def listen(host: str, ports: PortRange | None, backlog: int) -> socket.socket:
     """A listening socket on an address of this machine. Raises UserError when no port of the range is free."""
     for port in candidates(host, ports):
         try:
-            return _listener(host, port, backlog)
+            return listener(host, port, backlog)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or ports is None:
                 raise UserError(f"network.interface: cannot listen on {host_port(host, port)}: {error.strerror}") from error
@@ -127,13 +127,14 @@ def listen(host: str, ports: PortRange | None, backlog: int) -> socket.socket:
     raise none_free(host, ports)
 
 
-def _listener(host: str, port: int, backlog: int) -> socket.socket:
+def listener(host: str, port: int, backlog: int) -> socket.socket:
+    """On that port, 0 for any. Raises OSError."""
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog)
 
 
 def _is_free(host: str, port: int) -> bool:
     try:
-        _listener(host, port, 1).close()
+        listener(host, port, 1).close()
     except OSError as error:
         return error.errno != errno.EADDRINUSE  # any other reason is told by who listens
     return True

@@ -74,12 +74,9 @@ def lead_children() -> None:
     os.environ[_PARENT] = str(os.getpid())
 
 
-def before_exec(cpus: Sequence[int] = (), deaf: bool = False) -> None:
-    """Between fork and exec of a process that is not to outlive this one. It may run on `cpus` alone; empty = all of ours.
-    `deaf`: no SIGTERM reaches it, nor those that it starts, until they unblock it."""
+def before_exec(cpus: Sequence[int] = ()) -> None:
+    """Between fork and exec of a process that is not to outlive this one. It may run on `cpus` alone; empty = all of ours."""
     die_with_parent()
-    if deaf:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     if cpus:
         os.sched_setaffinity(0, cpus)
 

@@ -35,7 +35,7 @@ class ReferenceRank(GroupRank):
 
 
 def make(config: Config, rank: int, world_size: int) -> ReferenceRank:
-    """Build this rank's scorer; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
+    """Build this rank's scorer; with several ranks, join its group first. Raises UserError for a bad model."""
     device = join_group("reference", config.services.reference, world_size, config.deadlines.score)
     require_memory("reference", config, config.model.reference or config.model.path, device)
     use_megatron(config.services.reference, device)

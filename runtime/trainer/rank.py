@@ -53,7 +53,7 @@ class GroupRank:
 
 
 def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> torch.device:
-    """This rank's device; with several ranks, join torchrun's default group first. `timeout`: seconds of its collectives.
+    """This rank's device; with several ranks, join its group first. `timeout`: seconds of its collectives.
 
     Raises UserError when the role's `backend` does not work on that device.
     """
@@ -61,8 +61,17 @@ def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> 
     backend = backend_of(role, settings, device)
     if world_size > 1:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # of the newest collectives
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        limit, rank = timedelta(seconds=timeout), int(os.environ["RANK"])
+        dist.init_process_group(backend, store=_store(world_size, limit), rank=rank, world_size=world_size, timeout=limit)
     return device
+
+
+def _store(world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """Where the ranks meet. Rank 0 opens it on the socket that it was given, which listens already."""
+    host, port, given = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get("SLUICE_STORE")
+    if given is None:
+        return dist.TCPStore(host, port, world_size, timeout=timeout)
+    return dist.TCPStore(host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=int(given))
 
 
 def backend_of(role: str, settings: Spread, device: torch.device) -> platform.CollectiveBackend:
@@ -279,7 +288,7 @@ class TrainRank(UpdateRank):
 
 
 def make_train_rank(config: Config, rank: int, world_size: int) -> TrainRank:
-    """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
+    """Build this rank's engine; with several ranks, join its group first. Raises UserError for a bad model."""
     device = join_group("trainer", config.services.trainer, world_size, config.deadlines.train)
     require_memory("trainer", config, config.model.path, device)
     engine = policy_trainer(config, rank=rank, world_size=world_size, device=device)
@@ -315,7 +324,7 @@ class CriticRank(UpdateRank):
 
 
 def make_critic_rank(config: Config, rank: int, world_size: int) -> CriticRank:
-    """Build this rank's engine; with several ranks, join torchrun's default group first. Raises UserError for a bad model."""
+    """Build this rank's engine; with several ranks, join its group first. Raises UserError for a bad model."""
     device = join_group("critic", config.services.critic, world_size, config.deadlines.train)
     assert config.critic is not None
     require_memory("critic", config, config.critic.path or config.model.path, device)

@@ -18,6 +18,7 @@ from runtime.cluster.restarts import Allowance
 from runtime.config import Restarts
 from runtime.errors import UserError
 from runtime.process.os_process import INCARNATION
+from sluice import start
 from tests.loopback.line_views import Lines
 
 DEADLINE = 60.0
@@ -228,12 +229,11 @@ def test_what_its_user_has_to_mend_is_not_tried_again(tmp_path: Path) -> None:
 def test_a_mistake_that_one_rank_of_a_group_tells_is_the_groups(tmp_path: Path) -> None:
     rank = tmp_path / "rank.py"
     rank.write_text(FAULTS.format(code=2))
-    options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", os.devnull)
-    torchrun = ("-m", "torch.distributed.run", *options, str(rank))
+    command = start.command("launcher.node.ranks", "--group", "trainer-0", "--ranks", "0,1", "--world", "2", str(rank))
 
     async def test(supervisor: Supervisor) -> None:
         supervisor.enable_restarts({"trainer-0": Restarts()})
-        group = ProcessSpec(name="trainer-0", role="trainer", command=(sys.executable, *torchrun), env={})
+        group = ProcessSpec(name="trainer-0", role="trainer", command=command, env={})
         child = await supervisor.start(group)
         assert await supervisor.first_failure() is child
         fault = child.fault()

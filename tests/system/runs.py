@@ -104,7 +104,7 @@ class Live:
         for process in belonging(self.folder):
             with suppress(psutil.Error):
                 command = process.cmdline()
-                if module in command and (name == "coordinator" or name in command) and "torch.distributed.run" not in command:
+                if module in command and (name == "coordinator" or name in command) and "launcher.node.ranks" not in command:
                     found.append((int(process.environ().get("RANK", "0")), process))
         return dict(found)[rank]
 

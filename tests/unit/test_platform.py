@@ -79,7 +79,11 @@ def test_a_groups_backend_is_the_roles(
 ) -> None:
     seen = []
     monkeypatch.setattr(platform, "device", lambda index: types.SimpleNamespace(type=kind))
-    monkeypatch.setattr(rank.dist, "init_process_group", lambda name, timeout: seen.append((name, timeout.total_seconds())))
+    joins = lambda name, **how: seen.append((name, how["timeout"].total_seconds()))  # noqa: E731
+    monkeypatch.setattr(rank.dist, "init_process_group", joins)
+    monkeypatch.setattr(rank.dist, "TCPStore", lambda *_, **__: None)
+    for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     rank.join_group("critic", Trainer(engine=engine, backend=backend), 2, 7.0)
     assert seen == [(joined, 7.0)]
 

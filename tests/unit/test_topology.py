@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +64,8 @@ def test_a_reference_is_replicas_or_the_ranks_of_one_group() -> None:
         Instance("reference", "reference-1", 1),
     ]
     (spec,) = (spec for spec in specs(group) if spec.role == "reference")
-    assert spec.command[2:7] == ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts")
-    assert spec.command[8:12] == ("--log-dir", os.devnull, start.__file__, "services.reference")
+    assert spec.command[2:9] == ("launcher.node.ranks", "--group", "reference-0", "--ranks", "0,1", "--world", "2")
+    assert spec.command[9:11] == (start.__file__, "services.reference")
     assert spec.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
@@ -126,19 +125,18 @@ def test_a_part_of_a_group_that_spans_nodes_is_not_this_nodes_to_start_again() -
     part = Launch(role="trainer", name="trainer-1", ranks=[1], rendezvous=meeting)
     assert restarts(config, [part]) == {}
     spec = service_specs(config, [part], Path("c.yaml"), "python", "host:1", 8)["trainer-1"]
-    where = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "7001", "--nproc-per-node", "1")
-    assert spec.command[2 : 4 + len(where) - 1] == ("torch.distributed.run", *where)
+    where = ("--group", "trainer-1", "--ranks", "1", "--world", "2", "--at", "10.0.0.1:7001")
+    assert spec.command[2 : 3 + len(where)] == ("launcher.node.ranks", *where)
 
 
-def test_a_critic_of_several_ranks_is_started_by_torchrun() -> None:
+def test_the_ranks_of_a_critic_are_started_together() -> None:
     critic = {"processes": 2, "threads": 3, "python": "/own/python", "env": {"A": "1"}}
     config = make(critic={}, services={"critic": critic})
     (spec,) = (spec for spec in specs(config) if spec.role == "critic")
     assert spec.name == "critic-0"
-    options = ("--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", os.devnull)
-    torchrun = ("torch.distributed.run", "--standalone", *options, start.__file__)
+    ranks = ("launcher.node.ranks", "--group", "critic-0", "--ranks", "0,1", "--world", "2")
     arguments = ("--name", "critic-0", "--config", "c.yaml", "--coordinator", "host:1")
-    assert spec.command == ("/own/python", "-m", *torchrun, "services.critic", *arguments)
+    assert spec.command == ("/own/python", start.__file__, *ranks, start.__file__, "services.critic", *arguments)
     assert (spec.env["OMP_NUM_THREADS"], spec.env["A"]) == ("3", "1")
 
 

@@ -1,0 +1,105 @@
+"""The ranks of a group as real processes: where they meet, and how they end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from runtime.process import network
+from sluice import start
+
+DEADLINE = 60.0
+# Meets the others, adds up what all have, and says where it listens.
+MEETS = """
+import os, sys
+from datetime import timedelta
+import psutil, torch
+import torch.distributed as dist
+from runtime.trainer.rank import _store
+rank, world, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=60)
+store = _store(world, limit)
+store.add("there", 1)
+listens = {one.laddr.ip for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN}
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+value = torch.tensor(float(rank + 1))
+dist.all_reduce(value)
+sys.stdout.write(f"rank {rank} {os.environ['LOCAL_RANK']} {value.item():g} {sorted(listens)}\\n")
+sys.stdout.flush()
+dist.barrier()
+dist.destroy_process_group()
+"""
+# Rank 1 does what its argument says; the other waits for ever.
+ENDS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    exec(sys.argv[1])
+time.sleep(600)
+"""
+
+
+@contextmanager
+def ranks(
+    folder: Path, script: str, *arguments: str, here: str = "0,1", at: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    path = folder / "rank.py"
+    path.write_text(script)
+    options = ("--group", "trainer-0", "--ranks", here, "--world", "2", *at, str(path), *arguments)
+    command = start.command("launcher.node.ranks", *options)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=DEADLINE)
+
+
+def test_ranks_meet_on_loopback_alone(tmp_path: Path) -> None:
+    with ranks(tmp_path, MEETS) as group:
+        out, errors = group.communicate(timeout=DEADLINE)
+    assert group.returncode == 0, errors
+    assert sorted(out.splitlines()) == ["rank 0 0 3 ['127.0.0.1']", "rank 1 1 3 []"]
+
+
+def test_ranks_of_two_nodes_meet_at_the_address_that_they_were_given(tmp_path: Path) -> None:
+    with network.listen("127.0.0.1", None, 1) as free:
+        at = ("--at", network.host_port(*free.getsockname()[:2]))
+    with ranks(tmp_path, MEETS, here="1", at=at) as second, ranks(tmp_path, MEETS, here="0", at=at) as first:  # comes later
+        told = first.communicate(timeout=DEADLINE)[0] + second.communicate(timeout=DEADLINE)[0]
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert told.splitlines() == ["rank 0 0 3 ['127.0.0.1']", "rank 1 0 3 []"]
+
+
+@pytest.mark.parametrize(
+    ("does", "code", "told"),
+    [
+        ("sys.exit(2)", 2, ""),
+        ("sys.exit(7)", 7, ""),
+        ("os.kill(os.getpid(), 9)", 1, "error: trainer-0: run: rank 1 was killed by SIGKILL\n"),
+    ],
+)
+def test_one_that_ends_takes_the_others_along_and_says_how(tmp_path: Path, does: str, code: int, told: str) -> None:
+    with ranks(tmp_path, ENDS, does) as group:
+        below = psutil.Process(group.pid).children()
+        _, errors = group.communicate(timeout=DEADLINE)
+        assert (group.returncode, errors) == (code, told)
+        assert not psutil.wait_procs(below, DEADLINE)[1]
+
+
+def test_they_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    with ranks(tmp_path, "import sys, time\nsys.stdout.write('here\\n')\nsys.stdout.flush()\ntime.sleep(600)") as group:
+        assert group.stdout is not None
+        assert [group.stdout.readline() for _ in range(2)] == ["here\n"] * 2
+        below = psutil.Process(group.pid).children()
+        group.terminate()  # which a scheduler sends to all: each rank answers it for itself
+        assert group.poll() is None
+        group.kill()
+        assert len(below) == 2
+        assert not psutil.wait_procs(below, DEADLINE)[1]
