@@ -47,6 +47,6 @@ fi
 
 config=$1
 shift
-exec torchrun --standalone --nproc-per-node 1 --max-restarts 0 -m sluice.node \
+exec torchrun --rdzv-backend sluice --nproc-per-node 1 --max-restarts 0 -m sluice.node \
     --name "node-$NODE_RANK" --address "$CURRENT_IP" --devices "$NPUS_PER_NODE" "$config" \
     "cluster.min_nodes=$NNODES" "services.coordinator.host=$MASTER_ADDR" "services.coordinator.port=$MASTER_PORT" "$@"

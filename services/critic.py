@@ -1,4 +1,4 @@
-"""The critic role: an SPMD group of one or more ranks. `python -m services.critic`, or under torchrun."""
+"""The critic role: an SPMD group of one or more ranks. `python -m services.critic`, alone or as a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the services of models carry out commands: ranks of a group under one torchrun, processes around a frozen model, and
+"""How the services of models carry out commands: ranks of a group, processes around a frozen model, and
 actors, of which a rollout is one.
 
 the coordinator's session to this rank ──► event loop ──► the engine's thread, one command after the other

@@ -1,4 +1,4 @@
-"""The reference role: log-probabilities of a frozen model. `python -m services.reference`, or under torchrun.
+"""The reference role: log-probabilities of a frozen model. `python -m services.reference`, alone or as a rank.
 
 On torch each process is a replica of its own; on megatron-core the ranks are one group that shares the model.
 """

@@ -1,5 +1,5 @@
 """The trainer role: an SPMD group of one or more ranks, of which rank 0 opens each weight sync's rendezvous, and sends the
-weights, alone or with others. `python -m services.trainer`, or under torchrun.
+weights, alone or with others. `python -m services.trainer`, alone or as a rank.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 PACKAGES = ("sluice", "runtime", "services", "launcher")
+RENDEZVOUS = "sluice"  # torchrun's --rdzv-backend under which an agent is started (`sluice.rendezvous`)
 
 
 def command(module: str, *arguments: str, python: str = sys.executable) -> tuple[str, ...]:

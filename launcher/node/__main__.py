@@ -1,6 +1,6 @@
 """A machine's agent, one for each node of a run::
 
-    torchrun --standalone --nproc-per-node 1 --max-restarts 0 -m sluice.node CONFIG [--name NAME] [key=value ...]
+    torchrun --rdzv-backend sluice --nproc-per-node 1 --max-restarts 0 -m sluice.node CONFIG [--name NAME] [key=value ...]
 
 The node that has the address `services.coordinator.host` runs the coordinator, as `sluice train` does; the others do what it
 says. Where that node is lost, `services.coordinator.standby` runs the next one. Exit codes are those of `sluice`; torchrun
@@ -41,6 +41,7 @@ from runtime.process import network
 from runtime.process.aio import done_within
 from runtime.process.command_line import CommandParser
 from services.rpc import session
+from sluice.start import RENDEZVOUS
 
 # What torchrun gives its worker, which this node's own groups must not take for theirs.
 _OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
@@ -151,6 +152,9 @@ def _parser() -> CommandParser:
 
 def main() -> None:
     options = _parser().parse_intermixed_args()
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("MASTER_ADDR") != RENDEZVOUS:
+        told = f"this torchrun opened a store on every address, and may unpickle what is put there: --rdzv-backend {RENDEZVOUS}"
+        sys.stderr.write(f"warning: {told} opens none\n")
     for variable in [name for name in os.environ if name.startswith(_OF_TORCHRUN)]:
         del os.environ[variable]
     sys.exit(run_and_report(lambda: run_node(options)))

@@ -21,7 +21,7 @@ PORT = 29400  # the coordinator's, where the configuration leaves it open
 RETURNS = 3  # times that a node may come back by itself
 HOME = PurePosixPath("/home/sluice")  # the images' working folder
 CONFIG_PATH = "/etc/sluice/config.yaml"
-AGENT = ("--standalone", "--nproc-per-node", "1", "--max-restarts", "0", "-m", "sluice.node")
+AGENT = ("--rdzv-backend", "sluice", "--nproc-per-node", "1", "--max-restarts", "0", "-m", "sluice.node")
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 LONGEST_LABEL = 63
 

@@ -157,7 +157,7 @@ class Trainer(Computing, frozen=True):
     """The trainer, or the critic, which is used when there is a `critic` section."""
 
     processes: Processes = 1
-    """Ranks; above 1 they run under torchrun: with FSDP2, or as `parallel` says. Left out with engine megatron: `tensor` ×
+    """Ranks; above 1 they are one group: with FSDP2, or as `parallel` says. Left out with engine megatron: `tensor` ×
     `context` × `pipeline` × `data`."""
     engine: Literal["torch", "megatron"] = "torch"
     """`torch` is embedded; `megatron` is megatron-core, for models that are spread over many devices."""
@@ -196,7 +196,7 @@ class ReferenceScorer(Scorer, frozen=True):
     """The reference. Engine torch: `replicas` of one process each. Engine megatron: one group of `processes`."""
 
     processes: Processes = 1
-    """Engine megatron: ranks, under torchrun. Left out: `tensor` × `context` × `pipeline` × `data`."""
+    """Engine megatron: ranks of one group. Left out: `tensor` × `context` × `pipeline` × `data`."""
     engine: Literal["torch", "megatron"] = "torch"
     """`torch`, or `megatron`: one group of ranks that share the model, forward only."""
     parallel: Parallel = Parallel()

@@ -42,7 +42,7 @@ def test_the_run_is_told_by_overrides_and_the_machine_by_options(start: Start) -
     ended = start("my run.yaml", "training.steps=5", "run.name=a b")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == [
-        *("--standalone", "--nproc-per-node", "1", "--max-restarts", "0", "-m", "sluice.node"),
+        *("--rdzv-backend", "sluice", "--nproc-per-node", "1", "--max-restarts", "0", "-m", "sluice.node"),
         *("--name", "node-1", "--address", "10.1.0.2", "--devices", "8", "my run.yaml"),
         *("cluster.min_nodes=2", "services.coordinator.host=10.1.0.1", "services.coordinator.port=29777"),
         *("training.steps=5", "run.name=a b"),

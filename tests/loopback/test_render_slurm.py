@@ -110,7 +110,7 @@ def test_every_agent_is_told_its_name_and_the_same_run(submit: Callable[..., sub
     assert process.returncode == 0
     for node in ("n1", "n2"):
         assert (tmp_path / f"{node}.started").read_text().splitlines() == [
-            *("--standalone", "--nproc-per-node", "1", "--max-restarts", "0", "-m", "sluice.node"),
+            *("--rdzv-backend", "sluice", "--nproc-per-node", "1", "--max-restarts", "0", "-m", "sluice.node"),
             *("--name", node, "--devices", "8", str(tmp_path / "config.yaml")),
             *("services.coordinator.host=n1", f"services.coordinator.port={29400 + 123456 % 1000}"),
         ]

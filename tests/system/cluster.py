@@ -17,7 +17,7 @@ from tests.system.runs import ROOT, Live, steps
 
 NAMES = ("first", "second", "third")
 PORT = 7077  # the coordinator's: in a namespace all ports are free
-TORCHRUN = ("--standalone", "--nproc-per-node", "1", "--max-restarts", "0", "--log-dir", os.devnull)
+TORCHRUN = ("--rdzv-backend", "sluice", "--nproc-per-node", "1", "--max-restarts", "0", "--log-dir", os.devnull)
 AGENT = ("-m", "torch.distributed.run", *TORCHRUN, "-m", "sluice.node")
 
 # What a shell that is itself within a torchrun would hand on, which the agents must not take for theirs.

@@ -26,7 +26,7 @@ def own(text, label, context):
 
 
 def test_a_project_with_packages_of_our_names_trains(tiny: Path, tmp_path: Path) -> None:
-    """In the working folder, and on PYTHONPATH; with a group of ranks, which torchrun starts, and workers that score."""
+    """In the working folder, and on PYTHONPATH; with a group of ranks, and workers that score."""
     project, run = tmp_path / "project", tmp_path / "run"
     for name in set(PACKAGES) - {"sluice"}:
         (project / name).mkdir(parents=True)

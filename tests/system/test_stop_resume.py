@@ -56,7 +56,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_where_it_was(config: Path, tiny: Path,
 
 
 def test_a_sigterm_to_every_process_saves_as_well(config: Path, tmp_path: Path) -> None:
-    """As a scheduler gives it that ends a job: to the launcher, the services, torchrun and its ranks alike."""
+    """As a scheduler gives it that ends a job: to the launcher, the services, and what starts ranks and they alike."""
     with started(config, LONG, "services.trainer.processes=2", "deadlines.stop=60", folder=tmp_path / "run") as run:
         run.reaches(3)
         for process in belonging(run.folder):
