@@ -84,7 +84,7 @@ class Job(ABC, Generic[Result]):
         try:
             logs, self._lock = run_folder.prepare(self.folder, self.config.run)
             self.supervisor = Supervisor(logs, self.view, self.config.logs)
-            self._coordinator = CoordinatorKeeper(self.supervisor, self.view.say)
+            self._coordinator = CoordinatorKeeper(self.supervisor)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._on_signal)

@@ -1,8 +1,7 @@
 """torchrun's rendezvous of a node's agent, which meets nobody: `torchrun --rdzv-backend sluice … -m sluice.node`.
 
 Nothing is opened. Those of torchrun itself open a store on every address of the machine, and that of `--standalone` unpickles
-what anybody puts there (`torch/distributed/elastic/rendezvous/dynamic_rendezvous.py`). An entry point of the group
-"torchrun.handlers" makes it known.
+what anybody puts there (torch's `DynamicRendezvousHandler`). An entry point of the group "torchrun.handlers" makes it known.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from runtime.process import network
 from runtime.process.aio import done_within
 from runtime.process.command_line import CommandParser
 from services.rpc import session
-from sluice.start import RENDEZVOUS
+from sluice import start
 
 # What torchrun gives its worker, which this node's own groups must not take for theirs.
 _OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
@@ -61,7 +61,7 @@ class FollowerNode:
         node, address = here.registration(config, own), network.host_port(settings.host, settings.port)
         self._agent = Agent(node, own, address, self._supervisor, here.machine, sys.executable)
         self._own_address = network.host_port(node.address, settings.port)
-        self._coordinator = CoordinatorKeeper(self._supervisor, self._view.say)
+        self._coordinator = CoordinatorKeeper(self._supervisor)
         self._told = asyncio.Event()  # to end
         self._stopping = asyncio.Event()  # the whole run is
 
@@ -152,9 +152,9 @@ def _parser() -> CommandParser:
 
 def main() -> None:
     options = _parser().parse_intermixed_args()
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("MASTER_ADDR") != RENDEZVOUS:
-        told = f"this torchrun opened a store on every address, and may unpickle what is put there: --rdzv-backend {RENDEZVOUS}"
-        sys.stderr.write(f"warning: {told} opens none\n")
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("MASTER_ADDR") != start.RENDEZVOUS:
+        told = "this torchrun opened a store on every address, and may unpickle what is put there"
+        sys.stderr.write(f"warning: {told}: --rdzv-backend {start.RENDEZVOUS} opens none\n")
     for variable in [name for name in os.environ if name.startswith(_OF_TORCHRUN)]:
         del os.environ[variable]
     sys.exit(run_and_report(lambda: run_node(options)))

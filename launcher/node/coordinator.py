@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
@@ -17,11 +17,9 @@ from runtime.config import Restarts
 class CoordinatorKeeper:
     """Of the newest coordinator that this node has started, `child`; None before there is one."""
 
-    def __init__(self, supervisor: Supervisor, say: Callable[[str], None]):
-        """`say`: shows a line."""
+    def __init__(self, supervisor: Supervisor):
         self.child: Child | None = None
         self._supervisor = supervisor
-        self._say = say
         self._stopping = False
 
     async def start(self, spec: ProcessSpec, pass_fds: Sequence[int] = (), incarnation: int = 0) -> Child:
@@ -39,7 +37,7 @@ class CoordinatorKeeper:
             delay = allowance.delay(time.monotonic()) if code < 0 else None
             if delay is None:
                 raise fault
-            self._say(f"{fault}; started again in {delay:g} s")
+            self._supervisor.say(f"{fault}; started again in {delay:g} s")
             self._supervisor.let_go(former)
             await asyncio.sleep(delay)
             await self.start(again, incarnation=former.incarnation + 1)

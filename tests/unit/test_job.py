@@ -77,7 +77,7 @@ def watched(folder: Path, view: View, monkeypatch: pytest.MonkeyPatch, course: l
         coordinator: Any = Coordinator()
         heeding = Heeding(found.config, heeded.append)
         found.supervisor, found._agent = Supervisor(folder, view), heeding
-        found._coordinator = CoordinatorKeeper(found.supervisor, view.say)
+        found._coordinator = CoordinatorKeeper(found.supervisor)
         found._coordinator.child = coordinator
 
         async def watch(address: str, silence: float) -> AsyncIterator[Progress]:
