@@ -131,6 +131,7 @@ def main() -> None:
         soak = Soak(run, arguments.every, random.Random(arguments.seed))
         try:
             soak.play(60.0 * arguments.minutes)
+            run.reaches(run.steps() + 2, STUCK)  # a run that is stopped while its trainer is away ends at once
             run.interrupt()
             eventually((run.folder / "summary.json").exists, STUCK, "its end")
             assert run.wait(STOP) in (0, 130), run.output[-2000:]
