@@ -17,7 +17,6 @@ import sys
 
 from runtime.process import network, os_process
 
-STORE = "SLUICE_STORE"  # the variable that tells rank 0 the descriptor of the store's socket, which listens
 LOOPBACK = "127.0.0.1"
 
 
@@ -50,7 +49,7 @@ def start(options: argparse.Namespace) -> dict[int, tuple[int, subprocess.Popen[
         own = {**group, "RANK": rank, "LOCAL_RANK": index}
         passed: tuple[int, ...] = ()
         if store is not None and rank == 0:
-            own[STORE], passed = store.fileno(), (store.fileno(),)
+            own[os_process.STORE], passed = store.fileno(), (store.fileno(),)
         process = subprocess.Popen(
             (sys.executable, *options.program),
             env={**os.environ, **{name: str(value) for name, value in own.items()}},

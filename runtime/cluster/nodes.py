@@ -41,12 +41,10 @@ class NodePaths(Struct, kw_only=True, frozen=True):
 
 
 class Rendezvous(Struct, kw_only=True, frozen=True):
-    """Where the agents of an SPMD group that spans nodes meet, and which of them this is."""
+    """Where the ranks of an SPMD group that spans nodes meet: on the node of rank 0."""
 
     host: str
     port: int
-    nodes: int
-    node_rank: int
 
 
 class Launch(Struct, kw_only=True, frozen=True):
@@ -226,10 +224,8 @@ def _group(
 ) -> Iterator[tuple[str, Launch]]:
     """The launches of one group, whose nodes are in the order of its ranks. They meet at the first, at port number `place`."""
     first = roster[next(iter(parts))]
-    for node_rank, (node, seats) in enumerate(parts.items()):
-        meeting = None
-        if len(parts) > 1:
-            meeting = Rendezvous(host=first.address, port=first.ports[place], nodes=len(parts), node_rank=node_rank)
+    meeting = Rendezvous(host=first.address, port=first.ports[place]) if len(parts) > 1 else None
+    for node, seats in parts.items():
         yield (
             node,
             Launch(

@@ -16,6 +16,7 @@ from typing import NoReturn
 import psutil
 
 INCARNATION = "SLUICE_INCARNATION"  # the variable that tells a process how many were started under its name before
+STORE = "SLUICE_STORE"  # the variable that tells rank 0 the descriptor of its group's socket, which listens
 
 _PARENT = "SLUICE_PARENT"
 _PR_SET_PDEATHSIG = 1

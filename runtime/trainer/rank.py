@@ -26,7 +26,7 @@ from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.ledger import checkpoint
 from runtime.models import limits
 from runtime.models.hf_config import read_raw
-from runtime.process import platform
+from runtime.process import os_process, platform
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, roots
@@ -68,7 +68,7 @@ def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> 
 
 def _store(world_size: int, timeout: timedelta) -> dist.TCPStore:
     """Where the ranks meet. Rank 0 opens it on the socket that it was given, which listens already."""
-    host, port, given = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get("SLUICE_STORE")
+    host, port, given = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(os_process.STORE)
     if given is None:
         return dist.TCPStore(host, port, world_size, timeout=timeout)
     return dist.TCPStore(host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=int(given))

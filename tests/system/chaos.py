@@ -33,7 +33,7 @@ from tests.system.cluster import NAMES, Cluster, cluster
 from tests.system.conftest import make_tiny
 from tests.system.little_memory import little_memory
 from tests.system.namespaces import why_not
-from tests.system.runs import eventually, forgotten, points, shared_files, write_config
+from tests.system.runs import eventually, fill, forgotten, points, shared_files, write_config
 
 Measured = dict[str, list[tuple[float, bool]]]
 """By kind of fault, for each: seconds until the run went on, and whether it went back to a checkpoint."""
@@ -159,9 +159,7 @@ class Campaign:
     def _fill(self) -> None:
         """For some seconds there is no room for anything of the run."""
         ballast = self._disk / "ballast"
-        with ballast.open("wb", buffering=0) as file, suppress(OSError):
-            while file.write(bytes(1 << 16)):
-                pass
+        fill(ballast)
         self._wait(self.chance.uniform(1.0, 6.0))
         ballast.unlink()
 

@@ -150,6 +150,13 @@ def listening(processes: list[psutil.Process]) -> set[int]:
     return ports
 
 
+def fill(ballast: Path) -> None:
+    """Until there is no room on the file system of this file."""
+    with ballast.open("wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(1 << 12)):
+            pass
+
+
 def is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

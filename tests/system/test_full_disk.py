@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from runtime.ledger.reader import LedgerReader
-from tests.system.runs import STOP, check_gone, eventually, one_line, sluice, started, steps, write_config
+from tests.system.runs import STOP, check_gone, eventually, fill, one_line, sluice, started, steps, write_config
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -83,9 +82,7 @@ def test_processes_that_are_killed_while_there_is_no_room_come_back_once_there_i
     with started(config, "checkpoint.every=0", folder=on_small_disk) as run:
         run.reaches(2)
         ballast = small_disk / "ballast"
-        with ballast.open("wb", buffering=0) as file, suppress(OSError):
-            while file.write(bytes(1 << 12)):
-                pass
+        fill(ballast)
         for name in ("coordinator", "rollout-0"):
             run.member(name).kill()
         run.says("no space left on device")
@@ -124,9 +121,7 @@ def test_the_results_of_an_evaluation_wait_for_room(tiny: Path, small_disk: Path
     with started(config, folder=on_small_disk) as run:
         run.reaches(1)
         ballast = small_disk / "ballast"
-        with ballast.open("wb", buffering=0) as file, suppress(OSError):
-            while file.write(bytes(1 << 12)):
-                pass
+        fill(ballast)
         log = on_small_disk / "logs" / "coordinator.log"
         eventually(lambda: "waits until" in log.read_text() or run.process.poll() is not None, STOP, "that it waits")
         assert run.process.poll() is None, run.output + run.errors

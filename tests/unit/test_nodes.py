@@ -102,10 +102,10 @@ def test_a_group_over_two_nodes_meets_at_the_first_and_a_replica_keeps_its_incar
     told = launches(config, placed, there, {"rollout-0": 2, "trainer-0": 1})
     first, second = ({launch.name: launch for launch in told[name]} for name in ("a", "b"))
     assert (first["trainer-0"].ranks, first["trainer-0"].devices, first["trainer-0"].incarnation) == ([0, 1, 2], [0, 1, 2], 1)
-    assert first["trainer-0"].rendezvous == Rendezvous(host="10.0.0.1", port=7004, nodes=2, node_rank=0)
+    assert first["trainer-0"].rendezvous == Rendezvous(host="10.0.0.1", port=7004)
     assert (second["trainer-3"].ranks, second["trainer-3"].rendezvous) == (
         [3],
-        Rendezvous(host="10.0.0.1", port=7004, nodes=2, node_rank=1),
+        Rendezvous(host="10.0.0.1", port=7004),
     )
     assert (second["rollout-0"].devices, second["rollout-0"].incarnation, second["rollout-1"].incarnation) == ([1], 2, 0)
 

@@ -121,7 +121,7 @@ def test_everything_but_the_coordinator_is_started_again_a_group_by_the_name_of_
 
 def test_a_part_of_a_group_that_spans_nodes_is_not_this_nodes_to_start_again() -> None:
     config = make(services={"trainer": {"processes": 2}})
-    meeting = Rendezvous(host="10.0.0.1", port=7001, nodes=2, node_rank=1)
+    meeting = Rendezvous(host="10.0.0.1", port=7001)
     part = Launch(role="trainer", name="trainer-1", ranks=[1], rendezvous=meeting)
     assert restarts(config, [part]) == {}
     spec = service_specs(config, [part], Path("c.yaml"), "python", "host:1", 8)["trainer-1"]

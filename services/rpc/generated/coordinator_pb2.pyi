@@ -119,16 +119,12 @@ class NodePaths(_message.Message):
     def __init__(self, node: _Optional[str] = ..., found: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Rendezvous(_message.Message):
-    __slots__ = ("host", "port", "nodes", "node_rank")
+    __slots__ = ("host", "port")
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
-    NODES_FIELD_NUMBER: _ClassVar[int]
-    NODE_RANK_FIELD_NUMBER: _ClassVar[int]
     host: str
     port: int
-    nodes: int
-    node_rank: int
-    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., nodes: _Optional[int] = ..., node_rank: _Optional[int] = ...) -> None: ...
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ...) -> None: ...
 
 class Launch(_message.Message):
     __slots__ = ("role", "name", "ranks", "devices", "incarnation", "rendezvous")
