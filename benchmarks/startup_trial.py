@@ -60,7 +60,7 @@ async def sluice(count: int) -> None:
                 await supervisor.start(ProcessSpec(name=f"reward-{index}", role="reward", command=command, env={}))
             for _ in range(count):
                 one = await asyncio.wait_for(registered.get(), DEADLINE)
-                async with session.open_channel(one.address) as channel:
+                async with session.Channel(one.address) as channel:
                     await session.call(channel, one.name, contract.METHODS["Process", "Status"], None, DEADLINE)
             await _until_told()
         finally:

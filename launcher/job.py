@@ -29,7 +29,7 @@ from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
 from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
 from runtime.models import tiny_model
-from runtime.process import os_process
+from runtime.process import keys, os_process
 from runtime.process.aio import unless_failed
 from runtime.telemetry import startup
 from runtime.telemetry.startup import Startup
@@ -83,6 +83,9 @@ class Job(ABC, Generic[Result]):
         """Raises UserError for the user's mistakes, ServiceFault for a fault; no process is left either way."""
         try:
             logs, self._lock = run_folder.prepare(self.folder, self.config.run)
+            keys.begun(self.folder)
+            if self.config.network.security == "none":
+                self.view.say(keys.OPEN)
             self.supervisor = Supervisor(logs, self.view, self.config.logs)
             self._coordinator = CoordinatorKeeper(self.supervisor)
             loop = asyncio.get_running_loop()
@@ -164,7 +167,7 @@ class Job(ABC, Generic[Result]):
         while True:
             told: Child | None = None
             with suppress(SluiceError):  # the stream ends with the coordinator, whose exit code says how
-                async for progress in session.watch(address, silence):
+                async for progress in session.watch(address, silence, self._agent.keys):
                     self._began = self._began or progress.phase != "starting"
                     self._agent.apply_progress(progress)
                     if progress.phase == "training":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
 CONFIG = "config.yaml"
 ADDRESS = "coordinator.address"
+SECRET = ".secret"
 LOCK = ".lock"  # held while a run is under way; its content names the run
 LEDGER = "ledger"
 LOGS = "logs"
@@ -22,6 +24,15 @@ STARTUP = "startup.json"
 
 OF_ONE_RUN = (LEDGER, CHECKPOINTS, MODEL, EVALUATIONS, NONFINITE, METRICS, TENSORBOARD, SUMMARY, STARTUP)
 """What a new run must not find."""
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that its owner alone can read, in place of one that is there. Raises OSError."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
+    partial.replace(path)
 
 
 def run_id(folder: Path) -> str:

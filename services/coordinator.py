@@ -33,7 +33,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import LedgerWriter
-from runtime.process import disk
+from runtime.process import disk, keys
 from runtime.process.aio import first_error
 from runtime.status import Loss, Progress, Registration, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
@@ -66,7 +66,8 @@ class CoordinatorProcess:
         self._watchers: set[asyncio.Event] = set()
         self._register = Register()
         self._register.subscribe(self._look)
-        self._peers = Peers(config, self._register)
+        self._keys = keys.holder(config.network, keys.COORDINATOR, keys.known(self._folder))
+        self._peers = Peers(config, self._register, self._keys)
         self._nodes = Nodes(config, trains, self._register)
         self._failed: asyncio.Future[None]  # by what a node tells
         self._interrupted = False
@@ -87,6 +88,7 @@ class CoordinatorProcess:
             {"Process": self._process_handlers(), "Coordinator": self._coordinator_handlers()},
             {("Coordinator", "Watch"): self._watch, ("Coordinator", "Join"): self._nodes.join},
             silence=self._config.deadlines.silence,
+            keys=self._keys,
         )
         settings, network = self._config.services.coordinator, self._config.network
         try:

@@ -14,7 +14,11 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from runtime import timeouts
+from runtime.errors import UserError
+from runtime.process import keys, os_process
 from runtime.process.command_line import CommandParser
+from runtime.process.keys import Keys
+from services.rpc import security
 
 _OPTIONS = (("grpc.enable_http_proxy", 0),)  # services are reached directly, whatever the environment says
 _STATES = health_pb2.HealthCheckResponse.ServingStatus
@@ -23,6 +27,7 @@ _STATES = health_pb2.HealthCheckResponse.ServingStatus
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m sluice.health_check", description=__doc__.split("\n\n")[0])
     parser.add_argument("address", type=_address, help="host:port")
+    parser.add_argument("--run", default="", metavar="DIR", help="the run's folder, for where health needs a certificate too")
     parser.add_argument("--service", default="", metavar="NAME", help="such as sluice.v1.Trainer (default: the process)")
     parser.add_argument(
         "--timeout",
@@ -32,14 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="until an answer (default: %(default)g)",
     )
     options = parser.parse_args(arguments)
-    serves, word = check(options.address, options.service, options.timeout)
+    try:
+        own = keys.of_user(options.run or options.address)
+    except UserError as error:
+        os_process.say_errors(str(error).splitlines())
+        return 2
+    serves, word = check(options.address, options.service, options.timeout, own)
     print(f"{options.address}: {word}", file=sys.stdout if serves else sys.stderr)
     return 0 if serves else 1
 
 
-def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHECK) -> tuple[bool, str]:
+def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHECK, own: Keys | None = None) -> tuple[bool, str]:
     """Whether `service` of the process at `address` ("" = the process as a whole) serves, and what to say of it."""
-    with grpc.insecure_channel(address, options=_OPTIONS) as channel:
+    with security.connection(grpc, address, own, "", _OPTIONS) as channel:
         try:
             reply = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(service=service), timeout=timeout, wait_for_ready=True

@@ -12,6 +12,7 @@ from runtime.config import Config
 from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
 from runtime.coordinator.roles import wait_for
 from runtime.errors import DeadlineExceeded, SluiceError
+from runtime.process.keys import Keys
 from runtime.status import Registration, Stop
 from runtime.telemetry.startup import in_order
 from services.rpc.client import client, service_of
@@ -23,7 +24,8 @@ log = logging.getLogger("sluice")
 class Peers:
     """Whoever starts the processes, a unit is talked to once all of it has registered with one incarnation."""
 
-    def __init__(self, config: Config, register: Register):
+    def __init__(self, config: Config, register: Register, keys: Keys | None):
+        self._keys = keys
         self.term = 0
         """The coordinator's, under which it speaks."""
         self._config = config
@@ -107,7 +109,10 @@ class Peers:
         """Talk to the unit from now on. Raises DeadlineExceeded."""
         service, former = service_of(unit.role, self._config), self._sessions.get(unit.name, [])
         silence = self._config.deadlines.silence
-        sessions = [Session(one.address, one.name, service, one.machine, silence, self.term) for one in unit.processes]
+        sessions = [
+            Session(one.address, one.name, service, one.machine, silence, self.term, self._keys, one.incarnation)
+            for one in unit.processes
+        ]
         try:
             await asyncio.gather(*(session.open(timeout) for session in sessions))
             if self._register.connect(client(unit.role, sessions, self._config, unit.incarnation)):

@@ -27,7 +27,8 @@ from runtime import timeouts
 from runtime.commands import Priority
 from runtime.config import Config, loading
 from runtime.errors import SluiceError, Unreachable, UserError
-from runtime.process import os_process, progress
+from runtime.process import keys, os_process, progress
+from runtime.process.keys import Keys
 from runtime.process.network import transport_variables
 from runtime.status import CallStats, Registration, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
@@ -153,7 +154,7 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
         for name, value in transport_variables(config.network.interface).items():
             os.environ.setdefault(name, value)
         service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
-        return ServiceProcess(service, arguments.coordinator, phases).run()
+        return ServiceProcess(service, arguments.coordinator, phases, keys.given(config.network, service.name)).run()
 
     lead(arguments.config, work)
 
@@ -182,10 +183,11 @@ def lead(path: Path, work: Callable[[Config, Phases], Coroutine[Any, Any, None]]
 class ServiceProcess:
     """One service process, from binding its port to its end."""
 
-    def __init__(self, service: Service, coordinator: str, phases: Phases):
+    def __init__(self, service: Service, coordinator: str, phases: Phases, own_keys: Keys | None = None):
         """`phases`: of the start-up so far."""
         self._service = service
         self._coordinator = coordinator
+        self._keys = own_keys
         self._phases = phases
         self._started = phases.born
         self._state: State = "starting"
@@ -201,7 +203,7 @@ class ServiceProcess:
         service = self._service
         settings, handlers = service.config.network, {service.service: self._role_handlers()}
         handlers["Process"] = self._process_handlers()
-        server = Server(handlers, {}, service.config.deadlines.silence, self._fence)
+        server = Server(handlers, {}, service.config.deadlines.silence, self._fence, self._keys)
         self._address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()
         await server.set_serving(False)
@@ -251,7 +253,7 @@ class ServiceProcess:
             incarnation=int(os.environ.get(os_process.INCARNATION, "0")),
             machine=os_process.machine(),
         )
-        async with session.open_channel(self._coordinator) as channel:
+        async with session.Channel(self._coordinator, self._keys) as channel:
             method = contract.METHODS["Coordinator", "Register"]
             deadlines = self._service.config.deadlines
             until = time.monotonic() + max(deadlines.start, deadlines.coordinator)

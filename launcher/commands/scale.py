@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from launcher.commands.status import address_of
 from runtime.cluster.nodes import Scale, Scaled
-from runtime.errors import Unanswered, UserError
+from runtime.errors import Refused, Unanswered, UserError
+from runtime.process import keys
 from services.rpc import contract, session
 
 
@@ -16,9 +17,9 @@ async def scale(run: str, wanted: str) -> str:
     method = contract.METHODS["Coordinator", "Scale"]
     address = address_of(run, "scale")
     try:
-        async with session.open_channel(address) as channel:
+        async with session.Channel(address, keys.of_user(run)) as channel:
             done: Scaled = await session.call(channel, "coordinator", method, Scale(role=role, replicas=int(number)))
-    except Unanswered as error:
+    except (Unanswered, Refused) as error:
         raise UserError(f"scale: no coordinator at {address}: {error}") from None
     said = {"started": done.started, "stopped": done.stopped, "waiting for a node with room": done.pending}
     return "; ".join(f"{what}: {', '.join(names)}" for what, names in said.items() if names) or f"{wanted} already"

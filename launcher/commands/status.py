@@ -11,7 +11,9 @@ from rich.live import Live
 from rich.text import Text
 
 from runtime import run_files, timeouts
-from runtime.errors import SluiceError, UserError
+from runtime.errors import Refused, SluiceError, UserError
+from runtime.process import keys
+from runtime.process.keys import Keys
 from runtime.status import Registration, Status, Topology
 from runtime.telemetry.shown import LiteralTable, literal
 from services.rpc import contract, session
@@ -22,16 +24,16 @@ UNREACHABLE = "unreachable"
 
 async def show(run: str, watch: bool) -> None:
     """Print the tables once, or keep it up to date. Raises UserError when no coordinator answers."""
-    address = address_of(run, "status")
+    address, own = address_of(run, "status"), keys.of_user(run)
     console = Console()
-    tables = await _tables(address)
+    tables = await _tables(address, own)
     if not watch:
         console.print(tables)
         return
     with Live(tables, console=console, auto_refresh=False) as live:
         while True:
             await asyncio.sleep(timeouts.STATUS_REFRESH)
-            live.update(await _tables(address), refresh=True)
+            live.update(await _tables(address, own), refresh=True)
 
 
 def address_of(run: str, command: str) -> str:
@@ -48,14 +50,16 @@ def address_of(run: str, command: str) -> str:
         raise UserError(f"{command}: no run is under way in {folder}") from None
 
 
-async def _tables(address: str) -> Group:
+async def _tables(address: str, own: Keys | None) -> Group:
     try:
-        async with session.open_channel(address) as channel:
+        async with session.Channel(address, own) as channel:
             coordinator: Status = await session.call(channel, "coordinator", contract.METHODS["Process", "Status"])
             topology: Topology = await session.call(channel, "coordinator", contract.METHODS["Coordinator", "Processes"])
+    except Refused as error:
+        raise UserError(f"status: {address}: {error}; a run's folder has it, or {keys.SECRET}") from None
     except SluiceError as error:
         raise UserError(f"status: no coordinator at {address}: {error}") from None
-    answers = await asyncio.gather(*map(_status, topology.processes))
+    answers = await asyncio.gather(*(_status(process, own) for process in topology.processes))
     restarts = [0, *(process.incarnation for process in topology.processes)]
     return render([coordinator, *answers], restarts)
 
@@ -91,9 +95,9 @@ def _rates(rates: Mapping[str, float]) -> str:
     return ", ".join(told + [f"{name} {value:,.0f}/s" for name, value in rates.items() if not name.endswith("_seconds")])
 
 
-async def _status(process: Registration) -> Status:
+async def _status(process: Registration, own: Keys | None) -> Status:
     try:
-        async with session.open_channel(process.address) as channel:
+        async with session.Channel(process.address, own, keys.process(process.name, process.incarnation)) as channel:
             return await session.call(channel, process.name, contract.METHODS["Process", "Status"])
     except SluiceError as error:
         return Status(

@@ -128,7 +128,7 @@ class FollowerNode:
         """Heed the run's progress until its end, in spite of a connection that breaks: `follow` says for how long."""
         while True:
             with suppress(ServiceFault):
-                async for progress in session.watch(self._agent.coordinator, self._deadlines.silence):
+                async for progress in session.watch(self._agent.coordinator, self._deadlines.silence, self._agent.keys):
                     if self._coordinator.child is not None:
                         self._view.progress(progress)
                     if progress.phase in ("finished", "failed"):

@@ -7,7 +7,6 @@ import os
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import xxhash
 from msgspec.structs import replace
@@ -16,17 +15,14 @@ from launcher.node import topology
 from launcher.node.machine import Machine
 from launcher.node.supervisor import Child, Supervisor
 from runtime import run_files, timeouts
-from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration
+from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration, code
 from runtime.cluster.topology import named_paths, shares_devices
 from runtime.config import Config, loading
-from runtime.errors import ServiceFault, UserError
-from runtime.process import disk
+from runtime.errors import ConfigError, Refused, ServiceFault, UserError
+from runtime.process import disk, keys
+from runtime.process.keys import Keys
 from runtime.status import Progress
 from services.rpc import contract, session
-
-if TYPE_CHECKING:
-    import grpc
-
 
 JOIN = contract.METHODS["Coordinator", "Join"]
 
@@ -45,13 +41,15 @@ class Agent:
     ):
         """`config`: what this node was started with, before the coordinator says it in full."""
         self._node = node
-        self._config = config
+        self._own = self._config = config
         self.coordinator = coordinator
         """The newest one's address."""
         self._supervisor = supervisor
         self._machine, self._python = machine, python
         self.path = Path(config.run.dir) / run_files.NODES / f"{node.name}.yaml"
         """The configuration as this node's processes read it."""
+        self.keys: Keys | None = None
+        """Its own, once it has looked for the run's secret."""
         self._assignment = Assignment(config="")
         self.began = False
         """Whether the run is under way."""
@@ -67,24 +65,29 @@ class Agent:
             deadlines = self._config.deadlines
             timeout = deadlines.coordinator if self._assignment.launches else deadlines.start
             try:
-                async with session.open_channel(self.coordinator, self._config.deadlines.silence) as channel:
-                    patience = max(0.0, reached + timeout - loop.time())
-                    if self._config.services.coordinator.standby:
-                        patience = min(patience, timeouts.CONTROL_CALL)  # it may have become another's
-                    await asyncio.wait_for(channel.channel_ready(), patience)
+                await asyncio.to_thread(self.look_for_keys)
+                async with session.Channel(self.coordinator, self.keys, silence=deadlines.silence) as channel:
+                    patience = min(max(0.0, reached + timeout - loop.time()), timeouts.CONTROL_CALL)
+                    await channel.ready("coordinator", patience)  # which may have become another's, or have another secret
                     try:
                         await self._obey(channel)
                     finally:
                         reached = loop.time()
-            except (ServiceFault, asyncio.TimeoutError) as error:
+            except (ServiceFault, Refused) as error:
                 if loop.time() >= reached + timeout:
-                    message = f"not to be reached at {self.coordinator} from node {self._node.name}"
+                    message = f"not to be reached at {self.coordinator} from node {self._node.name}: {error}"
                     raise ServiceFault("coordinator", "join", message, timeout) from error
             await asyncio.sleep(timeouts.AGENT_RETRY)
             if self._config.services.coordinator.standby:
                 with suppress(OSError):  # it is away too, for as long as there is none
                     told = await asyncio.to_thread((Path(self._config.run.dir) / run_files.ADDRESS).read_text)
                     self.coordinator = told or self.coordinator
+
+    def look_for_keys(self) -> None:
+        """Each start of a run has a secret of its own. Raises Refused where it is not known, UserError for what is none."""
+        secret, party = keys.known(Path(self._own.run.dir)), keys.agent(self._node.name)
+        if self.keys is None or self.keys.secret != secret:
+            self.keys = self._supervisor.keys = keys.holder(self._own.network, party, secret)
 
     @property
     def config(self) -> Config:
@@ -125,11 +128,11 @@ class Agent:
             task.exception()  # a coordinator that cannot be told loses sight of the whole node
 
     async def _report(self, death: Death) -> None:
-        async with session.open_channel(self.coordinator) as channel:
+        async with session.Channel(self.coordinator, self.keys) as channel:
             method = contract.METHODS["Coordinator", "ReportDeath"]
             await session.call(channel, "coordinator", method, death, self._config.deadlines.coordinator)
 
-    async def _obey(self, channel: grpc.aio.Channel) -> None:
+    async def _obey(self, channel: session.Channel) -> None:
         """Until the stream ends."""
         told_paths, launches = False, [launch.name for launch in self._assignment.launches]
         running = {name: number for name, number in self._supervisor.incarnations.items() if name in launches}
@@ -159,11 +162,14 @@ class Agent:
         partial = self.path.with_suffix(".partial")  # a process that is started again may read it at any time
         partial.write_text(assignment.config, encoding="utf-8")
         config = loading.load(partial, ())
+        own, told = code(self._own), code(config)
+        if faults := [f"{key}: the coordinator says something else" for key in own | told if own.get(key) != told.get(key)]:
+            raise ConfigError([f"{fault} than this node was started with; must be the same" for fault in faults])
         self._config = replace(config, network=replace(config.network, interface=self._node.address))
         partial.write_text(loading.to_yaml(self._config), encoding="utf-8")
         partial.replace(self.path)
 
-    async def _tell_paths(self, channel: grpc.aio.Channel) -> None:
+    async def _tell_paths(self, channel: session.Channel) -> None:
         paths = named_paths(self._config)
         found = await asyncio.to_thread(lambda: {key: fingerprint(Path(path)) for key, path in paths.items()})
         method = contract.METHODS["Coordinator", "ReportPaths"]

@@ -26,7 +26,8 @@ from runtime import timeouts
 from runtime.cluster.restarts import Allowance
 from runtime.config import Logs, Restarts
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
-from runtime.process import disk, os_process, progress
+from runtime.process import disk, keys, os_process, progress
+from runtime.process.keys import Keys
 from runtime.rollout.vllm import leftovers
 
 FAULT = "error: "  # how a process begins the line that says why it ends
@@ -114,6 +115,8 @@ class Supervisor:
         self._outputs: list[Log] = []
         self.on_exit: Callable[[Child], None] = lambda child: None
         """Told of each that died and is not started again from here."""
+        self.keys: Keys | None = None
+        """Out of which those of the services are made; None where they need none."""
         self.children: list[Child] = []
         self._started = asyncio.Event()
         self.incarnations: dict[str, int] = {}
@@ -197,7 +200,7 @@ class Supervisor:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE if capture else out,
                     stderr=out,
-                    env={**os.environ, **self._told(spec.name, incarnation), **spec.env},
+                    env={**self._inherited(), **spec.env, **self._told(spec, incarnation)},
                     pass_fds=pass_fds,
                     start_new_session=True,
                     preexec_fn=partial(os_process.before_exec, spec.cpus),
@@ -215,8 +218,12 @@ class Supervisor:
         self._beats.began(spec.name, process.pid)
         return child
 
-    def _told(self, name: str, incarnation: int) -> dict[str, str]:
-        return {os_process.INCARNATION: str(incarnation), progress.AGENT: self._beats.variable(name)}
+    def _inherited(self) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name != keys.SECRET}
+
+    def _told(self, spec: ProcessSpec, incarnation: int) -> dict[str, str]:
+        own = keys.to_give(self.keys, spec.services, incarnation) if self.keys is not None and spec.services else {}
+        return {os_process.INCARNATION: str(incarnation), progress.AGENT: self._beats.variable(spec.name), **own}
 
     def cause_of_failure(self) -> Child | None:
         """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""

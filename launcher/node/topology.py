@@ -26,6 +26,7 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     env: dict[str, str]
     cpus: tuple[int, ...] = ()  # that it may run on; () = all
+    services: tuple[str, ...] = ()  # by name, those of the run in it, which are given keys
     ends_by: int = signal.SIGTERM  # by which signal it is asked to end; a service waits at SIGTERM for the coordinator's word
 
 
@@ -79,6 +80,7 @@ def service_specs(
             ),
             env={**ports.get(launch.name, {}), **env},
             cpus=affinity(role),
+            services=tuple(f"{launch.role}-{rank}" for rank in launch.ranks) or (launch.name,),
             ends_by=signal.SIGINT,
         )
     return specs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 
 from runtime.cluster.placement import NodeOffer, Placement, Seat
@@ -93,6 +94,24 @@ class Scaled(Struct, kw_only=True, frozen=True):
     started: list[str] = []
     stopped: list[str] = []
     pending: list[str] = []
+
+
+_CODE = ("python", "env", "jemalloc", "engine_args")  # keys that say what is executed, wherever they stand
+
+
+def code(config: Config) -> dict[str, object]:
+    """What a node executes by this configuration, by key: interpreters, their environment, libraries, engines' arguments, and
+    files of Python. A node takes it from the file that it was started with alone."""
+    return dict(_code(msgspec.to_builtins(config), ""))
+
+
+def _code(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if path.rpartition(".")[2] in _CODE or (isinstance(value, str) and ".py" in value):
+        yield path, value
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from _code(item, f"{path}.{key}" if path else str(key))
 
 
 class Roster:

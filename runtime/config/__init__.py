@@ -9,7 +9,7 @@ from msgspec import field
 
 from runtime.config.algorithm import Algorithm
 from runtime.config.base import UNIT, DType, NonNegative, Positive, Section
-from runtime.config.cluster import Cluster, Deadlines, Network, Node
+from runtime.config.cluster import Cluster, Deadlines, Network, Node, Tls
 from runtime.config.data import Curriculum, Data, Evaluation, EvaluationSet, RowFormat, RowFormatChoice, Sampling, Source
 from runtime.config.model import Lora, Model, Warmup
 from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule

@@ -28,8 +28,20 @@ class Cluster(Section, frozen=True):
     have no room start with the nodes that come later. 0: all that are named; with `auto`, one."""
 
 
+class Tls(Section, frozen=True):
+    """Certificates of your own, PEM. Each node has its own files at these paths; new connections take them as they are then."""
+
+    ca: str
+    """A file with the authorities whose certificates are believed."""
+    certificate: str
+    """A file with this node's certificate, for servers and clients, and for the addresses by which others reach it; after it
+    those between it and the authority."""
+    key: str
+    """A file with its private key, without a password."""
+
+
 class Network(Section, frozen=True):
-    """Addresses and ports. Connections are plain text and not authenticated."""
+    """Addresses and ports, and who may connect."""
 
     interface: str = "127.0.0.1"
     """The address that all services bind to, and by which they are reached; on several nodes a network (`10.1.0.0/16`) or an
@@ -43,6 +55,12 @@ class Network(Section, frozen=True):
     `services.ROLE.env` stands over them."""
     hccl_npu_ports: tuple[Port, Port] = (61000, 61999)
     """The same on the NPUs' own interfaces."""
+    security: Literal["auto", "token", "tls", "none"] = "auto"
+    """Who may call a process of the run. `token`: who knows the run's secret, or a key made of it; `tls`: the same, and both
+    ends show certificates and all is encrypted (TLS 1.3); `auto`: `token` where `interface` is loopback and there is no `tls`,
+    else `tls`; `none`: anybody who reaches it."""
+    tls: Tls | None = None
+    """Null: the run makes its own certificates."""
 
 
 StallPhase = Literal["loop", "decode", "forward", "backward", "reduce", "update", "command"]

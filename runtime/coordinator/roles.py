@@ -165,7 +165,7 @@ class RolloutLoads:
 
     def __init__(self, slots: Mapping[str, int]):
         self.samples = Counter[Member]()
-        self._slots = slots
+        self.slots = slots
         self._among: tuple[Member, ...] = ()
         self._places: dict[Member, int] = {}  # in `_among`
         self._heap: list[tuple[float, int]] = []  # a load, and the place of who has or had it
@@ -187,7 +187,7 @@ class RolloutLoads:
             heapq.heappop(self._heap)
 
     def _load(self, member: Member) -> float:
-        return self.samples[member] / self._slots[member.name]
+        return self.samples[member] / self.slots[member.name]
 
 
 class RolloutPool:
@@ -199,7 +199,6 @@ class RolloutPool:
         """`slots`: how many sequences each generates at once, by name. `patience`: seconds that a run goes on without any
         rollout. `term`: as of `Membership`."""
         self.register = register
-        self.slots = slots
         self.membership = Membership(register, term)
         self._loads = RolloutLoads(slots)
         self._patience = patience
@@ -208,6 +207,15 @@ class RolloutPool:
         self._lost = self._repeated = 0  # since `close_step`
         self._closed = False
         register.subscribe(self._look)
+
+    @property
+    def slots(self) -> Mapping[str, int]:
+        """Of each rollout that there may be; replaced when their number is to be another."""
+        return self._loads.slots
+
+    @slots.setter
+    def slots(self, slots: Mapping[str, int]) -> None:
+        self._loads.slots = slots
 
     # ------------------------------------------------------------------------------------------ who is there
 

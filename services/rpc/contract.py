@@ -2,8 +2,8 @@
 
 A protobuf message stands for a Struct with the same field names. A `bytes` field whose counterpart is not bytes holds
 msgpack (`runtime.codec`). Each method has one row: the Struct that asks for it, which says what it is answered with, the key
-of its deadline, its priority, and which ranks of a group are given it. The messages come from proto/, by the method's name; a
-role's servicer has a method of the same name in snake case.
+of its deadline, its priority, which ranks of a group are given it, and who may call it. The messages come from proto/, by the
+method's name; a role's servicer has a method of the same name in snake case.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from runtime.cluster import nodes
 from runtime.codec import Body, Parts, parts_of
 from runtime.commands import Priority
 from runtime.config import Config
+from runtime.process import keys
 from runtime.rewards.remote_messages import RemoteScoreReply, RemoteScoreRequest
 from runtime.trainer.rows import balance, balance_each
 from runtime.types import SCHEMA_VERSION, GroupRequest, LogprobRequest, ScoreRequest, ValueRequest, answer_of, snake
@@ -107,7 +108,8 @@ class Method:
     `deadline`: the configuration's key of the seconds until its answer; "" where its callers say. `command` is the Struct that
     asks for it. `gathered`: the one that is asked alone, many of which a command takes together. `key`: the command's fields
     that make a repeat the same call, which is not done twice: it outlives its stream, and its answer is kept until the caller
-    acknowledges it. Groups of evaluations and probes, whose ids are negative, are asked for anew instead.
+    acknowledges it. Groups of evaluations and probes, whose ids are negative, are asked for anew instead. `callers`: the kinds
+    of those who may call it (`keys.kind_of`). `speaker`: by the command, which one of them alone may say so.
     """
 
     service: str
@@ -121,6 +123,8 @@ class Method:
     share: Share | None = None
     gathered: type | None = None
     key: tuple[str, ...] = ()
+    callers: tuple[str, ...] = (keys.COORDINATOR,)
+    speaker: Callable[[Any], str] | None = None
 
     @property
     def path(self) -> str:
@@ -249,18 +253,32 @@ _JOIN, _COMMIT, _ABORT = "publication.join_timeout", "publication.commit_timeout
 _CONTROL: dict[str, Any] = {"priority": Priority.CONTROL}
 _ALL: dict[str, Any] = {"ranks": Ranks.ALL}
 _OF_GROUP = ("group_id", "attempt")
+_SEEN = (keys.COORDINATOR, keys.AGENT, keys.OPERATOR)
+
+
+def _called_by(kind: str, speaker: Callable[[Any], str]) -> dict[str, Any]:
+    return {"callers": (kind,), "speaker": speaker}
+
 
 _ROWS = (
-    _method("Process", "Status", None, status.Status, **_CONTROL),
+    _method("Process", "Status", None, status.Status, callers=_SEEN, **_CONTROL),
     _method("Process", "Stop", status.Stop, None, **_CONTROL),
-    _method("Coordinator", "Register", status.Registration, None),
-    _method("Coordinator", "Processes", None, status.Topology),
-    _method("Coordinator", "Watch", None, status.Progress),
-    _method("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment),
-    _method("Coordinator", "ReportPaths", nodes.NodePaths, None),
-    _method("Coordinator", "ReportDeath", nodes.Death, None),
-    _method("Coordinator", "Scale", nodes.Scale, nodes.Scaled),
-    _method("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply),  # served by a process of the user's
+    _method(
+        *("Coordinator", "Register", status.Registration, None),
+        **_called_by(keys.PROCESS, lambda said: keys.process(said.name, said.incarnation)),
+    ),
+    _method("Coordinator", "Processes", None, status.Topology, callers=_SEEN),
+    _method("Coordinator", "Watch", None, status.Progress, callers=_SEEN),
+    _method(
+        *("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment),
+        **_called_by(keys.AGENT, lambda said: keys.agent(said.name)),
+    ),
+    *(
+        _method("Coordinator", name, command, None, **_called_by(keys.AGENT, lambda said: keys.agent(said.node)))
+        for name, command in (("ReportPaths", nodes.NodePaths), ("ReportDeath", nodes.Death))
+    ),
+    _method("Coordinator", "Scale", nodes.Scale, nodes.Scaled, callers=(keys.OPERATOR,)),
+    _method("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply, callers=()),  # served by a process of the user's
     _command("Rollout", GroupRequest, "deadlines.generate", name="Generate", key=_OF_GROUP),
     _command("Rollout", commands.JoinWeights, _JOIN, **_CONTROL),
     _command("Rollout", commands.ReceiveWeights, PUBLICATION, **_CONTROL),
@@ -308,6 +326,21 @@ _ROWS = (
     ),
 )
 METHODS: dict[tuple[str, str], Method] = {(method.service, method.name): method for method in _ROWS}
+ANYBODY = ("",)  # also who has no key
+_CALLERS: dict[str, tuple[str, ...]] = {
+    "grpc.health.v1.Health": ANYBODY,
+    "grpc.reflection.v1alpha.ServerReflection": (keys.OPERATOR,),
+    **{method.path.lstrip("/"): method.callers for method in _ROWS},
+    **{f"{PACKAGE}.{service}/Session": (keys.COORDINATOR,) for service, _ in METHODS},
+}
+
+
+def callers_of(path: str) -> tuple[str, ...]:
+    """The kinds of those who may call what gRPC calls /SERVICE/METHOD: nobody, where there is none."""
+    name = path.lstrip("/")
+    return _CALLERS.get(name, _CALLERS.get(name.partition("/")[0], ()))
+
+
 _BY_COMMAND = {(method.service, kind): method for method in _ROWS for kind in (method.command, method.gathered) if kind}
 
 

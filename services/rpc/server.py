@@ -19,8 +19,9 @@ from grpc_reflection.v1alpha import reflection
 from runtime import errors, timeouts
 from runtime.codec import Body
 from runtime.process import network
+from runtime.process.keys import Keys
 from runtime.types import SCHEMA_VERSION
-from services.rpc import contract, stream
+from services.rpc import contract, security, stream
 from services.rpc.generated import common_pb2
 
 Handler = Callable[[Any], Awaitable[Any]]
@@ -44,6 +45,7 @@ _CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.UserError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Refused: grpc.StatusCode.PERMISSION_DENIED,
     errors.ServiceFault: grpc.StatusCode.UNAVAILABLE,
 }
 
@@ -68,7 +70,7 @@ def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
 class Server:
     """One process's gRPC server. Bind first, then `start`; `services` maps a role's service to its handlers by method.
 
-    `silence`: as of `options`. `fence`: whom it heeds.
+    `silence`: as of `options`. `fence`: whom it heeds. `keys`: those of its party; None: whoever reaches it may call it.
     """
 
     def __init__(
@@ -77,8 +79,11 @@ class Server:
         streams: Mapping[tuple[str, str], StreamHandler],
         silence: float = 0.0,
         fence: Fence | None = None,
+        keys: Keys | None = None,
     ):
-        self._server = grpc.aio.server(options=options(silence))
+        guards = () if keys is None else (security.Guard(keys),)
+        self._credentials = security.server_credentials(keys) if keys is not None and keys.tls else None
+        self._server = grpc.aio.server(options=options(silence), interceptors=guards)
         self._health = health.aio.HealthServicer()
         self._names = [f"{contract.PACKAGE}.{service}" for service in services]
         for service, handlers in services.items():
@@ -93,11 +98,17 @@ class Server:
         """
         for candidate in (port,) if port else network.candidates(host, port_range):
             with suppress(RuntimeError):  # taken, since it was looked at
-                return network.host_port(host, self._server.add_insecure_port(network.host_port(host, candidate)))
+                return network.host_port(host, self._listen(network.host_port(host, candidate)))
         if port_range is not None and not port:
             raise network.none_free(host, port_range)
         address = network.host_port(host, port)
         raise errors.UserError(f"cannot listen on {address}: the port is in use or the address is not ours")
+
+    def _listen(self, address: str) -> int:
+        """Returns the port. Raises RuntimeError."""
+        if self._credentials is None:
+            return int(self._server.add_insecure_port(address))
+        return int(self._server.add_secure_port(address, self._credentials))
 
     async def start(self) -> None:
         await self._server.start()
@@ -133,8 +144,9 @@ def _service_handlers(
 def _unary(method: contract.Method, handler: Handler) -> Any:
     async def call(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
-            reply = await handler(method.request.parse(data))
-            return method.reply.serialize(reply)
+            command = method.request.parse(data)
+            security.check_speaker(method, command)
+            return method.reply.serialize(await handler(command))
         except errors.SluiceError as error:
             await _refuse(error, context)
             raise AssertionError from error  # it has raised
@@ -145,7 +157,9 @@ def _unary(method: contract.Method, handler: Handler) -> Any:
 def _streaming(method: contract.Method, source: StreamHandler) -> Any:
     async def call(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         try:
-            async with aclosing(source(method.request.parse(data))) as items:
+            command = method.request.parse(data)
+            security.check_speaker(method, command)
+            async with aclosing(source(command)) as items:
                 async for item in items:
                     yield method.reply.serialize(item)
         except errors.SluiceError as error:

@@ -11,46 +11,76 @@ from typing import Any
 import grpc
 
 from runtime import errors, timeouts
+from runtime.process.keys import COORDINATOR, Keys, process
 from runtime.status import Progress
 from runtime.types import SCHEMA_VERSION
-from services.rpc import contract, stream
+from services.rpc import contract, security, stream
 from services.rpc.generated import common_pb2
 from services.rpc.server import ERROR_KEY, options
 
+HEALTH = "/grpc.health.v1.Health/Check"
 WATCH = contract.METHODS["Coordinator", "Watch"]
 LONGEST = (1 << 32) - 1  # milliseconds, as uint32 holds them
 
 
-def open_channel(address: str, silence: float = 0.0) -> grpc.aio.Channel:
-    """`silence`: as of `server.options`."""
-    return grpc.aio.insecure_channel(address, options=options(silence))
+class Channel:
+    """To `called`, a party of the run, by somebody who has `keys`; None where the run needs none."""
+
+    def __init__(self, address: str, keys: Keys | None = None, called: str = COORDINATOR, silence: float = 0.0):
+        """`silence`: as of `server.options`."""
+        self.address = address
+        self.grpc: grpc.aio.Channel = security.connection(grpc.aio, address, keys, called, options(silence))
+        self.metadata = security.shown_to(called, keys)
+
+    async def __aenter__(self) -> Channel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.grpc.close()
+
+    async def ready(self, name: str, timeout: float) -> None:
+        """Connect to the process called `name`. Raises DeadlineExceeded, which says what came of the last attempt."""
+        try:
+            await asyncio.wait_for(self.grpc.channel_ready(), timeout)
+        except asyncio.TimeoutError:
+            raise errors.DeadlineExceeded(name, "connect", await self.why(), timeout) from None
+
+    async def why(self) -> str:
+        """Why there is no answer, as far as gRPC says what came of its last attempt to connect."""
+        if self.grpc.get_state() is grpc.ChannelConnectivity.READY:
+            return "did not answer"
+        told = f"no connection to {self.address}"
+        try:
+            await self.grpc.unary_unary(HEALTH)(b"", timeout=timeouts.CONTROL_CALL)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                told += f": {security.in_words(error.details() or '')}"
+        return told
 
 
 async def call(
-    channel: grpc.aio.Channel, name: str, method: contract.Method, request: Any = None, timeout: float = timeouts.CONTROL_CALL
+    channel: Channel, name: str, method: contract.Method, request: Any = None, timeout: float = timeouts.CONTROL_CALL
 ) -> Any:
     """One unary call to the process called `name`. Raises what the other end raised, or DeadlineExceeded; Unreachable
     where the connection broke meanwhile."""
-    stub = channel.unary_unary(method.path, method.request.serialize, method.reply.parse)
+    stub = channel.grpc.unary_unary(method.path, method.request.serialize, method.reply.parse)
     try:
-        return await stub(request, timeout=timeout, wait_for_ready=True)
+        return await stub(request, timeout=timeout, wait_for_ready=True, metadata=channel.metadata)
     except grpc.aio.AioRpcError as error:
         if (told := _told(error, name, method.name)) is not None:
             raise told from None
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise errors.Unanswered(name, method.name, "did not answer", timeout) from None
+            raise errors.Unanswered(name, method.name, await channel.why(), timeout) from None
         lost = errors.Unreachable if error.code() is grpc.StatusCode.UNAVAILABLE else errors.ServiceFault
         raise lost(name, method.name, f"{error.code().name}: {error.details()}") from None
 
 
-async def items(
-    channel: grpc.aio.Channel, name: str, method: contract.Method, request: Any = None
-) -> AsyncGenerator[Any, None]:
+async def items(channel: Channel, name: str, method: contract.Method, request: Any = None) -> AsyncGenerator[Any, None]:
     """What the process called `name` streams in answer to one request, until it ends. Raises what the other end raised, or
     Unreachable."""
-    stub = channel.unary_stream(method.path, method.request.serialize, method.reply.parse)
+    stub = channel.grpc.unary_stream(method.path, method.request.serialize, method.reply.parse)
     try:
-        async for item in stub(request):
+        async for item in stub(request, metadata=channel.metadata):
             yield item
     except grpc.aio.AioRpcError as error:
         raise _told(error, name, method.name) or errors.Unreachable(
@@ -58,12 +88,13 @@ async def items(
         ) from None
 
 
-async def watch(address: str, silence: float = 0.0) -> AsyncGenerator[Progress, None]:
+async def watch(address: str, silence: float = 0.0, keys: Keys | None = None) -> AsyncGenerator[Progress, None]:
     """The coordinator's word on the run, until it ends. Raises ServiceFault when it cannot be reached.
 
     `silence`: as of `server.options`.
     """
-    async with open_channel(address, silence) as channel, aclosing(items(channel, "coordinator", WATCH)) as progress:
+    channel = Channel(address, keys, silence=silence)
+    async with channel, aclosing(items(channel, COORDINATOR, WATCH)) as progress:
         async for one in progress:
             yield one
 
@@ -73,6 +104,8 @@ def _told(error: grpc.aio.AioRpcError, name: str, phase: str) -> Exception | Non
     for key, value in error.trailing_metadata() or ():
         if key == ERROR_KEY:
             return contract.error_from_wire(common_pb2.Error.FromString(value), name, phase)
+    if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return errors.Refused(f"{name}: {phase}: {error.details()}")
     return None
 
 
@@ -82,14 +115,24 @@ class Session:
     When the stream breaks, every call under way and every later one raises ServiceFault. `machine` is where the peer runs.
     """
 
-    def __init__(self, address: str, name: str, service: str, machine: str = "", silence: float = 0.0, term: int = 0):
-        """`silence`: as of `server.options`. `term`: the coordinator's."""
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        service: str,
+        machine: str = "",
+        silence: float = 0.0,
+        term: int = 0,
+        keys: Keys | None = None,
+        incarnation: int = 0,
+    ):
+        """`silence`: as of `server.options`. `term`: the coordinator's, as are `keys`. `incarnation`: of the peer."""
         self.name = name
         self.machine = machine
         self.address = address
         self._service = service
         self._term = term
-        self._channel = open_channel(address, silence)
+        self._channel = Channel(address, keys, process(name, incarnation), silence)
         self._ids = itertools.count(1)
         self._outbox = stream.Outbox()
         self._waiting: dict[int, tuple[str, asyncio.Future[bytes]]] = {}  # the method's name, and the answer to come
@@ -101,15 +144,12 @@ class Session:
 
     async def open(self, timeout: float) -> None:
         """Connect. Raises DeadlineExceeded."""
-        try:
-            await asyncio.wait_for(self._channel.channel_ready(), timeout)
-        except asyncio.TimeoutError:
-            raise errors.DeadlineExceeded(self.name, "connect", f"no connection to {self.address}", timeout) from None
-        method = self._channel.stream_stream(
+        await self._channel.ready(self.name, timeout)
+        method = self._channel.grpc.stream_stream(
             f"/{contract.PACKAGE}.{self._service}/Session",
             response_deserializer=common_pb2.ReplyFrame.FromString,
         )
-        rpc = method()
+        rpc = method(metadata=self._channel.metadata)
         self._tasks = [asyncio.create_task(self._write(rpc)), asyncio.create_task(self._read(rpc))]
         for task in self._tasks:
             task.add_done_callback(self._ended)
@@ -198,7 +238,7 @@ class Session:
     async def close(self) -> None:
         self.give_up("was closed")
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close()
+        await self._channel.grpc.close()
 
     async def _write(self, rpc: Any) -> None:
         try:

@@ -14,7 +14,7 @@ from runtime.types import SCHEMA_VERSION, LogprobRequest
 from services.rpc import contract
 from services.rpc.generated import common_pb2, reference_pb2
 from services.rpc.server import OPTIONS, Handler, Server
-from services.rpc.session import Session, call, open_channel
+from services.rpc.session import Channel, Session, call
 
 DEADLINE = 100.0  # seconds that one test may take
 
@@ -86,7 +86,7 @@ async def connected(address: str, service: str = "Reference") -> AsyncIterator[S
 
 async def unary(address: str, message: LogprobRequest, timeout: float = PATIENCE) -> bytes:
     """One call without a session."""
-    async with open_channel(address) as channel:
+    async with Channel(address) as channel:
         answer: bytes = await call(channel, "reference-0", contract.METHODS["Reference", "Logprobs"], message, timeout)
         return answer
 
@@ -94,7 +94,7 @@ async def unary(address: str, message: LogprobRequest, timeout: float = PATIENCE
 @asynccontextmanager
 async def raw_stream(address: str) -> AsyncIterator[Any]:
     """The session stream without `Session`."""
-    async with open_channel(address) as channel:
+    async with Channel(address) as channel:
         rpc = channel.stream_stream(
             "/sluice.v1.Reference/Session", common_pb2.CallFrame.SerializeToString, common_pb2.ReplyFrame.FromString
         )()

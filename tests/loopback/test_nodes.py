@@ -74,7 +74,7 @@ class Agent:
     async def _live(self) -> None:
         first = True
         async with (
-            session.open_channel(self._desk.address) as channel,
+            session.Channel(self._desk.address) as channel,
             aclosing(session.items(channel, "coordinator", JOIN, self._node)) as assignments,
         ):
             async for assignment in assignments:

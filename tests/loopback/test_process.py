@@ -25,7 +25,7 @@ from runtime.status import Registration, Status, Stop
 from runtime.types import ScoreRequest, Scores
 from services.rpc import contract
 from services.rpc.server import OPTIONS, Server
-from services.rpc.session import Session, open_channel
+from services.rpc.session import Channel, Session
 from tests.unit.reward_cases import make_request
 
 ROOT = Path(__file__).parents[2]
@@ -137,14 +137,14 @@ async def registered(folder: Path, **sections: Any) -> AsyncIterator[tuple[Servi
 
 
 async def serving_status(address: str) -> str:
-    async with open_channel(address) as channel:
+    async with Channel(address) as channel:
         reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="sluice.v1.Reward"))
         return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
 
 
 async def until_serving(address: str) -> None:
     """Registration comes first, health a moment later: `Watch` tells of the change."""
-    async with open_channel(address) as channel:
+    async with Channel(address) as channel:
         async for reply in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=END):
             if reply.status == health_pb2.HealthCheckResponse.SERVING:
                 return

@@ -16,7 +16,7 @@ from runtime import commands, errors
 from runtime.status import Progress, Status
 from runtime.types import LogprobRequest, PolicyVersion
 from services.rpc.server import OPTIONS, Server
-from services.rpc.session import open_channel, watch
+from services.rpc.session import Channel, watch
 from tests.loopback.session_peers import (
     PATIENCE,
     Peer,
@@ -115,7 +115,7 @@ def test_health_is_told_for_the_process_and_each_service() -> None:
         address = server.bind("127.0.0.1", 0)
         await server.start()
         try:
-            async with open_channel(address) as channel:
+            async with Channel(address) as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
                 for serving_, status in ((False, "NOT_SERVING"), (True, "SERVING"), (False, "NOT_SERVING")):
                     await server.set_serving(serving_)

@@ -16,7 +16,7 @@ from runtime.types import LogprobRequest
 from services.rpc import contract
 from services.rpc.generated import common_pb2
 from services.rpc.server import Server
-from services.rpc.session import Session, call, open_channel, watch
+from services.rpc.session import Channel, Session, call, watch
 from tests.loopback.session_peers import (
     LOGPROBS,
     PATIENCE,
@@ -129,7 +129,7 @@ def test_what_the_peer_raises_is_raised_here_over_the_stream_and_unary(error: Ex
                 assert type(raised.value) is type(error)
                 assert str(raised.value) == str(error)
                 assert vars(raised.value) == vars(error)
-            async with open_channel(address) as channel:
+            async with Channel(address) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as failed:
                     await channel.unary_unary("/sluice.v1.Reference/Logprobs")(logprobs(1, b"").body)
             assert failed.value.code() is code
@@ -197,7 +197,7 @@ def test_nobody_there_is_a_deadline_that_names_the_address() -> None:
         ):
             await session.open(0.2)
         await session.close()
-        async with open_channel(address) as channel:
+        async with Channel(address) as channel:
             with pytest.raises(errors.DeadlineExceeded, match=r"x: Status: did not answer \(deadline 0.2 s\)"):
                 await call(channel, "x", contract.METHODS["Process", "Status"], None, 0.2)
         with pytest.raises(errors.ServiceFault, match="coordinator: Watch: UNAVAILABLE"):

@@ -1,0 +1,113 @@
+"""TLS's certificates (X.509): those that a run makes for itself, and those of the user's.
+
+Whoever knows the run's secret can make its CA's private key out of it, and so certificates that all the others believe: there
+is nothing to hand out, and no file. A certificate names the process, and its incarnation; its private key is in that process
+alone, and ends with it. So it is valid whatever a machine's clock says.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from runtime.config import Tls
+from runtime.errors import ConfigError
+from runtime.process.keys import Certificates
+
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the group of NIST P-256, FIPS 186-4 D.1.2.3
+_SINCE, _UNTIL = (datetime.datetime(year, 1, 1, tzinfo=datetime.timezone.utc) for year in (2000, 2100))
+_NAME = 64  # characters of a common name, RFC 5280 appendix A
+
+
+def server_name(party: str) -> str:
+    """By which host name a caller knows that it has reached `party`: `3.rollout-0.sluice`; "": anybody of the run."""
+    return ".".join(filter(None, (*reversed(party.split("/")), "sluice")))
+
+
+def issued(authority: bytes, party: str) -> Certificates:
+    """A new certificate for `party`, of the CA whose key is made of `authority`."""
+    ca, ca_certificate, key = _key(authority), _authority(authority), ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        _builder(party, key, ca_certificate.subject)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(server_name(name)) for name in (party, "")]), critical=False)
+        .add_extension(
+            x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
+        )
+        .sign(ca, hashes.SHA256())
+    )
+    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return Certificates(_pem(ca_certificate), _pem(certificate), private)
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key(authority: bytes) -> ec.EllipticCurvePrivateKey:
+    """As FIPS 186-5 A.2.1 maps random bits to a key, of as many bits: of 2^32 values one is drawn twice as often."""
+    return ec.derive_private_key(int.from_bytes(authority, "big") % (_ORDER - 1) + 1, ec.SECP256R1())
+
+
+@functools.cache
+def _authority(authority: bytes) -> x509.Certificate:
+    key = _key(authority)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "sluice run")])
+    constraints = x509.BasicConstraints(ca=True, path_length=0)
+    return _builder("sluice run", key, name).add_extension(constraints, critical=True).sign(key, hashes.SHA256())
+
+
+def _builder(name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:_NAME])]))
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_SINCE)
+        .not_valid_after(_UNTIL)
+    )
+
+
+def read(files: Tls) -> Certificates:
+    """As they are now: who renews them replaces the files. Raises OSError."""
+    return Certificates(*(Path(path).read_bytes() for path in (files.ca, files.certificate, files.key)))
+
+
+def check(files: Tls) -> None:
+    """Raises ConfigError for files that are no certificate, one that is not valid now, or that belong not together."""
+    faults: list[str] = []
+    for key, path in (("ca", files.ca), ("certificate", files.certificate), ("key", files.key)):
+        if not Path(path).is_file():
+            faults.append(f"network.tls.{key}: {path} is not a file")
+    if faults:
+        raise ConfigError(faults)
+    pem, where = read(files), f"network.tls.certificate: {files.certificate}"
+    try:
+        authorities, own = x509.load_pem_x509_certificates(pem.ca), x509.load_pem_x509_certificates(pem.own)[0]
+        private = serialization.load_pem_private_key(pem.key, None)
+    except (ValueError, TypeError) as error:
+        raise ConfigError([f"network.tls: a file is not PEM, or its key has a password: {error}"]) from None
+    now = datetime.datetime.now(datetime.timezone.utc)
+    if not own.not_valid_before_utc <= now <= own.not_valid_after_utc:
+        span = f"from {own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        faults.append(f"{where} is valid {span}, and it is {now:%Y-%m-%d %H:%M}")
+    if own.public_key() != private.public_key():
+        faults.append(f"network.tls.key: {files.key} is not the key of {files.certificate}")
+    if not any(_issued_by(own, one) for one in authorities) and len(x509.load_pem_x509_certificates(pem.own)) == 1:
+        faults.append(f"{where} was not issued by one of {files.ca}")
+    if faults:
+        raise ConfigError(faults)
+
+
+def _issued_by(own: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        own.verify_directly_issued_by(authority)
+    except Exception:  # noqa: BLE001 - it raises what OpenSSL does, which differs
+        return False
+    return True

@@ -1,0 +1,226 @@
+"""The keys of a run, by which its processes, agents and commands know each other::
+
+    secret: 32 bytes, RUN/.secret or SLUICE_SECRET ─── launcher, agents, coordinator, the user's commands
+       └── a process's key = HMAC(secret, "rollout-0/3") ─── that process, to which its agent gave it, and it knows no other
+
+A caller says who it is, with an HMAC (SHA-256, RFC 2104) over its name and that of whom it calls. The HMAC's key is that of the
+process among the two, or the secret where neither is one. So a process can be called by those alone who know the secret, and it
+can call those alone; what it was shown is of no use with any other; and the next of its name has another key.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from runtime import run_files
+from runtime.config import Network, Tls, loading
+from runtime.errors import Refused, UserError
+from runtime.process.network import is_loopback
+
+SECRET = "SLUICE_SECRET"  # the variable that tells the secret where the run's folder is not shared: 64 hexadecimal digits
+GIVEN = "SLUICE_KEYS"  # the variable in which an agent gives a process its keys, or the ranks of a group theirs
+BYTES = 32
+OPEN = "warning: network.security is none: whoever reaches a process of this run can stop it, read its weights and replies, \
+and write where it can"
+COORDINATOR = "coordinator"
+OPERATOR = "operator"  # whoever runs the user's commands
+AGENT = "agent"
+PROCESS = "process"
+OTHERS = 0o077  # the rights of everybody but a file's owner
+
+
+def agent(node: str) -> str:
+    """What the agent of a node is called."""
+    return f"{AGENT}/{quote(node, safe='')}"
+
+
+def process(name: str, incarnation: int) -> str:
+    """What a process of a role is called."""
+    return f"{name}/{incarnation}"
+
+
+def kind_of(party: str) -> str:
+    """COORDINATOR, OPERATOR, AGENT or PROCESS."""
+    first = party.partition("/")[0]
+    return first if first in (COORDINATOR, OPERATOR, AGENT) else PROCESS
+
+
+class Certificates(Struct, frozen=True):
+    """PEM: whom to believe, one's own certificate, and its private key."""
+
+    ca: bytes
+    own: bytes
+    key: bytes
+
+    def __repr__(self) -> str:
+        return "Certificates(...)"
+
+
+class Keys(Struct, frozen=True, kw_only=True):
+    """Those of one party, `name`. `secret`: the run's, or of a process its own key. Without TLS there are neither
+    `certificates`, which are of the run's own, nor `files`, which are the user's."""
+
+    name: str
+    secret: bytes
+    certificates: Certificates | None = None
+    files: Tls | None = None
+
+    def __repr__(self) -> str:
+        return f"Keys({self.name})"
+
+    @property
+    def tls(self) -> bool:
+        return self.certificates is not None or self.files is not None
+
+    def token(self, called: str) -> str:
+        """What a call to `called` carries."""
+        return f"{self.name}:{self._tag(self.name, called, called)}"
+
+    def caller(self, token: str) -> str:
+        """Who made the call that carries `token`; "" for one that was not made for this party by somebody of the run."""
+        name, _, tag = token.rpartition(":")
+        return name if name and hmac.compare_digest(tag.encode(), self._tag(name, self.name, name).encode()) else ""
+
+    def _tag(self, caller: str, called: str, other: str) -> str:
+        key = self.secret
+        if kind_of(self.name) != PROCESS and kind_of(other) == PROCESS:
+            key = _derived(self.secret, other)
+        return hmac.digest(key, f"call {caller} {called}".encode(), "sha256").hex()
+
+    def of_process(self, name: str, incarnation: int) -> Keys:
+        """What a process that this party starts is given."""
+        party = process(name, incarnation)
+        return replace(self._with_name(party), secret=_derived(self.secret, party))
+
+    def _with_name(self, party: str) -> Keys:
+        if self.certificates is None:
+            return replace(self, name=party)
+        from runtime.process import certificates
+
+        return replace(self, name=party, certificates=certificates.issued(authority(self.secret), party))
+
+
+def _derived(secret: bytes, party: str) -> bytes:
+    return hmac.digest(secret, f"key {party}".encode(), "sha256")
+
+
+def authority(secret: bytes) -> bytes:
+    """The number from which the private key of the run's own CA is made: whoever knows the secret can issue certificates."""
+    return hmac.digest(secret, b"certificate authority", "sha256")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who has which.
+
+
+def security(network: Network) -> str:
+    """`none`, `token` or `tls`: what `network.security` says, or what `auto` means at the address `network.interface`."""
+    if network.security != "auto":
+        return network.security
+    return "token" if is_loopback(network.interface) and network.tls is None else "tls"
+
+
+def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
+    """The keys of one who knows the secret; None where nobody needs any. `network`: with the node's own address.
+
+    Raises Refused where there is no secret, and ConfigError for certificates that cannot be used.
+    """
+    mode = security(network)
+    if mode == "none":
+        return None
+    if secret is None:
+        raise Refused(
+            f"{party}: the run's secret is not known here: neither by {run_files.SECRET} in its folder nor by {SECRET}"
+        )
+    keys = Keys(name=party, secret=secret)
+    if mode == "token":
+        return keys
+    from runtime.process import certificates
+
+    if network.tls is not None:
+        certificates.check(network.tls)
+        return replace(keys, files=network.tls)
+    return replace(keys, certificates=certificates.issued(authority(secret), party))
+
+
+def of_user(run: str) -> Keys | None:
+    """Those of the user's commands, for a run's folder or an address of it, by which nobody knows more than the environment.
+
+    None where nobody needs any, or the user has none. Raises UserError.
+    """
+    folder = Path(run)
+    if (folder / run_files.CONFIG).exists():
+        network = loading.load(folder / run_files.CONFIG).network
+    elif SECRET in os.environ:
+        network = Network(interface=run.rpartition(":")[0].strip("[]"))
+    else:
+        return None
+    try:
+        return holder(network, OPERATOR, known(folder))
+    except Refused as error:
+        raise UserError(str(error)) from None
+
+
+def given(network: Network, name: str) -> Keys | None:
+    """What its agent gave this process, and what it starts does not inherit; None where nobody needs any. Raises UserError."""
+    text = os.environ.pop(GIVEN, "{}")
+    if security(network) == "none":
+        return None
+    try:
+        return msgspec.json.decode(text, type=dict[str, Keys])[name]
+    except (msgspec.DecodeError, KeyError):
+        raise UserError(f"{GIVEN}: has no keys for {name}; agents set it") from None
+
+
+def to_give(keys: Keys, names: tuple[str, ...], incarnation: int) -> dict[str, str]:
+    """The variable for processes that an agent starts together."""
+    return {GIVEN: msgspec.json.encode({name: keys.of_process(name, incarnation) for name in names}).decode()}
+
+
+def begun(folder: Path) -> bytes:
+    """The secret of a run that begins: that of the environment, or a new one. Other nodes may read it in the run's folder.
+
+    Raises UserError.
+    """
+    secret = _of_environment() or secrets.token_bytes(BYTES)
+    run_files.write_private(folder / run_files.SECRET, secret.hex())
+    return secret
+
+
+def known(folder: Path) -> bytes | None:
+    """The secret of a run that has begun, if this user is told. Raises UserError for one that others are told too."""
+    if (secret := _of_environment()) is not None:
+        return secret
+    path = folder / run_files.SECRET
+    try:
+        with path.open() as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}; it can be read by who started the run") from None
+    if mode & OTHERS:
+        raise UserError(f"{path}: has mode {mode:04o}, by which others can read it; must be 0600")
+    return _parsed(text, str(path))
+
+
+def _of_environment() -> bytes | None:
+    text = os.environ.get(SECRET, "")
+    return _parsed(text, SECRET) if text else None
+
+
+def _parsed(text: str, where: str) -> bytes:
+    if not re.fullmatch(rf"[0-9a-f]{{{2 * BYTES}}}\s*", text):
+        raise UserError(f"{where}: is no secret; must be {2 * BYTES} hexadecimal digits, as `openssl rand -hex {BYTES}` writes")
+    return bytes.fromhex(text.strip())

@@ -1,0 +1,123 @@
+"""Who may call what: the two ends of every connection of a run.
+
+A caller's `connection` shows a certificate where there is TLS, and each call a key; a server's `Guard` looks at that key before
+anything of a call's body is read. What each may call is a column of `contract.METHODS`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+
+from runtime.errors import Refused
+from runtime.process.keys import Certificates, Keys, kind_of
+from services.rpc import contract
+
+log = logging.getLogger("sluice")
+
+HEADER = "authorization"
+SCHEME = "Bearer "
+MOST_TOLD = 64  # different refusals that a server writes into its log
+
+_CALLER: ContextVar[str | None] = ContextVar("caller", default=None)
+
+
+def check_speaker(method: contract.Method, command: Any) -> None:
+    """Raises Refused when the caller of the call that is served says what is another's to say."""
+    caller = _CALLER.get()
+    if caller is not None and method.speaker is not None and caller != (speaker := method.speaker(command)):
+        raise Refused(f"{method.name}: {caller} may not speak for {speaker}")
+
+
+class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
+    """Of the server of the party that has `keys`."""
+
+    def __init__(self, keys: Keys):
+        self._keys = keys
+        self._told: set[tuple[str, str, str]] = set()
+
+    async def intercept_service(self, go_on: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
+        allowed = contract.callers_of(call.method)
+        token = next((str(value) for key, value in call.invocation_metadata if key == HEADER), "")
+        caller = self._keys.caller(token.removeprefix(SCHEME))
+        if allowed == contract.ANYBODY or (caller and kind_of(caller) in allowed):
+            _CALLER.set(caller)
+            return await go_on(call)
+        return grpc.stream_stream_rpc_method_handler(self._refusal(call.method, caller))  # nothing is read
+
+    def _refusal(self, path: str, caller: str) -> Any:
+        async def refuse(_: Any, context: Any) -> None:
+            host = context.peer().rpartition(":")[0]
+            if len(self._told) < MOST_TOLD and (host, path, caller) not in self._told:
+                self._told.add((host, path, caller))
+                log.warning("refused %s of %s at %s", path, caller or "somebody without a key of this run", host)
+            if caller:
+                await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{caller} may not call {path}")
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{path} needs a key of this run")
+
+        return refuse
+
+
+def server_credentials(keys: Keys) -> Any:
+    """TLS where both ends show certificates; the user's own are taken as they are when somebody connects."""
+    if keys.files is None:
+        assert keys.certificates is not None
+        return grpc.ssl_server_credentials(*_of_server(keys.certificates), require_client_auth=True)
+    from runtime.process import certificates
+
+    files, known = keys.files, certificates.read(keys.files)
+
+    def newer() -> Any:
+        nonlocal known
+        try:
+            found = certificates.read(files)
+        except OSError as error:
+            log.warning("network.tls: %s; those from before are used", error)
+            return None
+        if found == known:
+            return None
+        known = found
+        return grpc.ssl_server_certificate_configuration(*_of_server(found))
+
+    first = grpc.ssl_server_certificate_configuration(*_of_server(known))
+    return grpc.dynamic_ssl_server_credentials(first, newer, require_client_authentication=True)
+
+
+def _of_server(pem: Certificates) -> tuple[Any, bytes]:
+    return [(pem.key, pem.own)], pem.ca
+
+
+def connection(kind: Any, address: str, keys: Keys | None, called: str, options: Sequence[tuple[str, Any]] = ()) -> Any:
+    """A channel of `kind`, grpc or grpc.aio, to `called`, a party of the run. A certificate of the run's names that; one of the
+    user's has to be for the address."""
+    if keys is None or not keys.tls:
+        return kind.insecure_channel(address, options=options)
+    from runtime.process import certificates
+
+    pem = certificates.read(keys.files) if keys.files is not None else keys.certificates
+    assert pem is not None
+    if keys.files is None:
+        options = (*options, ("grpc.ssl_target_name_override", certificates.server_name(called)))
+    return kind.secure_channel(address, grpc.ssl_channel_credentials(pem.ca, pem.key, pem.own), options=options)
+
+
+def shown_to(called: str, keys: Keys | None) -> tuple[tuple[str, str], ...]:
+    """The metadata of each call to `called`."""
+    return () if keys is None else ((HEADER, SCHEME + keys.token(called)),)
+
+
+_IN_WORDS = {
+    "WRONG_VERSION_NUMBER": "it does not speak TLS, or what lies between does not pass it on",
+    "handshake": "the certificates do not fit: of another run, of a secret from before, of another network.tls.ca, or not valid now",
+    "Peer name": "it is another process of the run, or its certificate is not for this address",
+    "Socket closed": "it closed the connection at once, as one does that wants TLS",
+}
+
+
+def in_words(details: str) -> str:
+    """What gRPC says of an attempt to connect, where it is known; else as gRPC says it."""
+    return next((words for sign, words in _IN_WORDS.items() if sign in details), details)
