@@ -4,7 +4,7 @@ SluiceError
 ├── UserError                 the user can mend it: one line, exit code 2
 │   ├── ConfigError           one line per fault, each with its YAML path
 │   └── StorageFull           no room on the device
-├── Refused                   the caller is not of the run, or may not call this
+├── Forbidden                   the caller is not of the run, or may not call this
 ├── Fenced                    another coordinator has come in the speaker's place
 ├── InvalidMessage            a message of an unknown version, a wrong dtype or shape
 ├── Cancelled                 the caller withdrew the request
@@ -51,7 +51,7 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-class Refused(SluiceError):
+class Forbidden(SluiceError):
     """The caller is not of the run, or may not call this."""
 
 

@@ -24,7 +24,7 @@ log = logging.getLogger("sluice")
 class Peers:
     """Whoever starts the processes, a unit is talked to once all of it has registered with one incarnation."""
 
-    def __init__(self, config: Config, register: Register, keys: Keys | None):
+    def __init__(self, config: Config, register: Register, keys: Keys | None = None):
         self._keys = keys
         self.term = 0
         """The coordinator's, under which it speaks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launcher.commands.status import address_of
 from runtime.cluster.nodes import Scale, Scaled
-from runtime.errors import Refused, Unanswered, UserError
+from runtime.errors import Forbidden, Unanswered, UserError
 from runtime.process import keys
 from services.rpc import contract, session
 
@@ -19,7 +19,7 @@ async def scale(run: str, wanted: str) -> str:
     try:
         async with session.Channel(address, keys.of_user(run)) as channel:
             done: Scaled = await session.call(channel, "coordinator", method, Scale(role=role, replicas=int(number)))
-    except (Unanswered, Refused) as error:
+    except (Unanswered, Forbidden) as error:
         raise UserError(f"scale: no coordinator at {address}: {error}") from None
     said = {"started": done.started, "stopped": done.stopped, "waiting for a node with room": done.pending}
     return "; ".join(f"{what}: {', '.join(names)}" for what, names in said.items() if names) or f"{wanted} already"

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from runtime import run_files, timeouts
-from runtime.errors import Refused, SluiceError, UserError
+from runtime.errors import Forbidden, SluiceError, UserError
 from runtime.process import keys
 from runtime.process.keys import Keys
 from runtime.status import Registration, Status, Topology
@@ -55,7 +55,7 @@ async def _tables(address: str, own: Keys | None) -> Group:
         async with session.Channel(address, own) as channel:
             coordinator: Status = await session.call(channel, "coordinator", contract.METHODS["Process", "Status"])
             topology: Topology = await session.call(channel, "coordinator", contract.METHODS["Coordinator", "Processes"])
-    except Refused as error:
+    except Forbidden as error:
         raise UserError(f"status: {address}: {error}; a run's folder has it, or {keys.SECRET}") from None
     except SluiceError as error:
         raise UserError(f"status: no coordinator at {address}: {error}") from None

@@ -18,7 +18,7 @@ from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration, code
 from runtime.cluster.topology import named_paths, shares_devices
 from runtime.config import Config, loading
-from runtime.errors import ConfigError, Refused, ServiceFault, UserError
+from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
 from runtime.process import disk, keys
 from runtime.process.keys import Keys
 from runtime.status import Progress
@@ -73,7 +73,7 @@ class Agent:
                         await self._obey(channel)
                     finally:
                         reached = loop.time()
-            except (ServiceFault, Refused) as error:
+            except (ServiceFault, Forbidden) as error:
                 if loop.time() >= reached + timeout:
                     message = f"not to be reached at {self.coordinator} from node {self._node.name}: {error}"
                     raise ServiceFault("coordinator", "join", message, timeout) from error
@@ -84,7 +84,7 @@ class Agent:
                     self.coordinator = told or self.coordinator
 
     def look_for_keys(self) -> None:
-        """Each start of a run has a secret of its own. Raises Refused where it is not known, UserError for what is none."""
+        """Each start of a run has a secret of its own. Raises Forbidden where it is not known, UserError for what is none."""
         secret, party = keys.known(Path(self._own.run.dir)), keys.agent(self._node.name)
         if self.keys is None or self.keys.secret != secret:
             self.keys = self._supervisor.keys = keys.holder(self._own.network, party, secret)

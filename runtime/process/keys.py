@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from runtime import run_files
 from runtime.config import Network, Tls, loading
-from runtime.errors import Refused, UserError
+from runtime.errors import Forbidden, UserError
 from runtime.process.network import is_loopback
 
 SECRET = "SLUICE_SECRET"  # the variable that tells the secret where the run's folder is not shared: 64 hexadecimal digits
@@ -133,13 +133,13 @@ def security(network: Network) -> str:
 def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
     """The keys of one who knows the secret; None where nobody needs any. `network`: with the node's own address.
 
-    Raises Refused where there is no secret, and ConfigError for certificates that cannot be used.
+    Raises Forbidden where there is no secret, and ConfigError for certificates that cannot be used.
     """
     mode = security(network)
     if mode == "none":
         return None
     if secret is None:
-        raise Refused(
+        raise Forbidden(
             f"{party}: the run's secret is not known here: neither by {run_files.SECRET} in its folder nor by {SECRET}"
         )
     keys = Keys(name=party, secret=secret)
@@ -167,7 +167,7 @@ def of_user(run: str) -> Keys | None:
         return None
     try:
         return holder(network, OPERATOR, known(folder))
-    except Refused as error:
+    except Forbidden as error:
         raise UserError(str(error)) from None
 
 

@@ -109,7 +109,7 @@ class Method:
     asks for it. `gathered`: the one that is asked alone, many of which a command takes together. `key`: the command's fields
     that make a repeat the same call, which is not done twice: it outlives its stream, and its answer is kept until the caller
     acknowledges it. Groups of evaluations and probes, whose ids are negative, are asked for anew instead. `callers`: the kinds
-    of those who may call it (`keys.kind_of`). `speaker`: by the command, which one of them alone may say so.
+    of those who may call it (`keys.kind_of`). `speaker`: the command's fields that name the one of them who alone may say it.
     """
 
     service: str
@@ -124,7 +124,7 @@ class Method:
     gathered: type | None = None
     key: tuple[str, ...] = ()
     callers: tuple[str, ...] = (keys.COORDINATOR,)
-    speaker: Callable[[Any], str] | None = None
+    speaker: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -140,6 +140,11 @@ class Method:
         if not self.key or getattr(command, "group_id", 0) < 0:
             return ""
         return "/".join((self.name, *(str(getattr(command, field)) for field in self.key)))
+
+    def speaker_of(self, command: Any) -> str:
+        """Who alone may say it; "" where any of the callers may."""
+        named = [getattr(command, field) for field in self.speaker]
+        return (keys.agent if keys.AGENT in self.callers else keys.process)(*named) if named else ""
 
     def seconds(self, config: Config) -> float:
         """How long its answer may take. A weight sync is posted before the step that makes its weights has ended, and may wait
@@ -256,27 +261,15 @@ _OF_GROUP = ("group_id", "attempt")
 _SEEN = (keys.COORDINATOR, keys.AGENT, keys.OPERATOR)
 
 
-def _called_by(kind: str, speaker: Callable[[Any], str]) -> dict[str, Any]:
-    return {"callers": (kind,), "speaker": speaker}
-
-
 _ROWS = (
     _method("Process", "Status", None, status.Status, callers=_SEEN, **_CONTROL),
     _method("Process", "Stop", status.Stop, None, **_CONTROL),
-    _method(
-        *("Coordinator", "Register", status.Registration, None),
-        **_called_by(keys.PROCESS, lambda said: keys.process(said.name, said.incarnation)),
-    ),
+    _method("Coordinator", "Register", status.Registration, None, callers=(keys.PROCESS,), speaker=("name", "incarnation")),
     _method("Coordinator", "Processes", None, status.Topology, callers=_SEEN),
     _method("Coordinator", "Watch", None, status.Progress, callers=_SEEN),
-    _method(
-        *("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment),
-        **_called_by(keys.AGENT, lambda said: keys.agent(said.name)),
-    ),
-    *(
-        _method("Coordinator", name, command, None, **_called_by(keys.AGENT, lambda said: keys.agent(said.node)))
-        for name, command in (("ReportPaths", nodes.NodePaths), ("ReportDeath", nodes.Death))
-    ),
+    _method("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment, callers=(keys.AGENT,), speaker=("name",)),
+    _method("Coordinator", "ReportPaths", nodes.NodePaths, None, callers=(keys.AGENT,), speaker=("node",)),
+    _method("Coordinator", "ReportDeath", nodes.Death, None, callers=(keys.AGENT,), speaker=("node",)),
     _method("Coordinator", "Scale", nodes.Scale, nodes.Scaled, callers=(keys.OPERATOR,)),
     _method("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply, callers=()),  # served by a process of the user's
     _command("Rollout", GroupRequest, "deadlines.generate", name="Generate", key=_OF_GROUP),
@@ -326,21 +319,6 @@ _ROWS = (
     ),
 )
 METHODS: dict[tuple[str, str], Method] = {(method.service, method.name): method for method in _ROWS}
-ANYBODY = ("",)  # also who has no key
-_CALLERS: dict[str, tuple[str, ...]] = {
-    "grpc.health.v1.Health": ANYBODY,
-    "grpc.reflection.v1alpha.ServerReflection": (keys.OPERATOR,),
-    **{method.path.lstrip("/"): method.callers for method in _ROWS},
-    **{f"{PACKAGE}.{service}/Session": (keys.COORDINATOR,) for service, _ in METHODS},
-}
-
-
-def callers_of(path: str) -> tuple[str, ...]:
-    """The kinds of those who may call what gRPC calls /SERVICE/METHOD: nobody, where there is none."""
-    name = path.lstrip("/")
-    return _CALLERS.get(name, _CALLERS.get(name.partition("/")[0], ()))
-
-
 _BY_COMMAND = {(method.service, kind): method for method in _ROWS for kind in (method.command, method.gathered) if kind}
 
 
@@ -360,6 +338,7 @@ TOLD = (
     errors.ConfigError,
     errors.InvalidMessage,
     errors.Cancelled,
+    errors.Forbidden,
     errors.ServiceFault,
     errors.DeadlineExceeded,
     errors.InvariantViolated,
@@ -388,10 +367,10 @@ def error_from_wire(error: common_pb2.Error, service: str, phase: str) -> Except
     kind = getattr(errors, error.kind, None)
     if kind is errors.ConfigError:
         return errors.ConfigError(error.message.splitlines())
-    if kind in (errors.InvalidMessage, errors.Cancelled, errors.UserError, errors.StorageFull, errors.InvariantViolated):
-        return kind(error.message)
     if kind in (errors.ServiceFault, errors.DeadlineExceeded):
         return kind(error.service, error.phase, error.message, error.deadline or None)
+    if kind in TOLD:
+        return kind(error.message)
     return errors.ServiceFault(service, phase, f"{error.kind}: {error.message}")
 
 

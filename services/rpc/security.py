@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
-from runtime.errors import Refused
-from runtime.process.keys import Certificates, Keys, kind_of
+from runtime.errors import Forbidden
+from runtime.process.keys import COORDINATOR, OPERATOR, Certificates, Keys, kind_of
 from services.rpc import contract
 
 log = logging.getLogger("sluice")
@@ -23,14 +23,29 @@ HEADER = "authorization"
 SCHEME = "Bearer "
 MOST_TOLD = 64  # different refusals that a server writes into its log
 
+ANYBODY = ("",)  # also who has no key
+_CALLERS: dict[str, tuple[str, ...]] = {
+    "grpc.health.v1.Health": ANYBODY,
+    "grpc.reflection.v1alpha.ServerReflection": (OPERATOR,),
+    **{method.path.lstrip("/"): method.callers for method in contract.METHODS.values()},
+    **{f"{contract.PACKAGE}.{service}/Session": (COORDINATOR,) for service, _ in contract.METHODS},
+}
+
+
+def callers_of(path: str) -> tuple[str, ...]:
+    """The kinds of those who may call what gRPC calls /SERVICE/METHOD: nobody, where there is none."""
+    name = path.lstrip("/")
+    return _CALLERS.get(name, _CALLERS.get(name.partition("/")[0], ()))
+
+
 _CALLER: ContextVar[str | None] = ContextVar("caller", default=None)
 
 
 def check_speaker(method: contract.Method, command: Any) -> None:
-    """Raises Refused when the caller of the call that is served says what is another's to say."""
+    """Raises Forbidden when the caller of the call that is served says what is another's to say."""
     caller = _CALLER.get()
-    if caller is not None and method.speaker is not None and caller != (speaker := method.speaker(command)):
-        raise Refused(f"{method.name}: {caller} may not speak for {speaker}")
+    if caller is not None and (speaker := method.speaker_of(command)) not in ("", caller):
+        raise Forbidden(f"{method.name}: {caller} may not speak for {speaker}")
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
@@ -41,10 +56,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no 
         self._told: set[tuple[str, str, str]] = set()
 
     async def intercept_service(self, go_on: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
-        allowed = contract.callers_of(call.method)
+        allowed = callers_of(call.method)
         token = next((str(value) for key, value in call.invocation_metadata if key == HEADER), "")
         caller = self._keys.caller(token.removeprefix(SCHEME))
-        if allowed == contract.ANYBODY or (caller and kind_of(caller) in allowed):
+        if allowed == ANYBODY or (caller and kind_of(caller) in allowed):
             _CALLER.set(caller)
             return await go_on(call)
         return grpc.stream_stream_rpc_method_handler(self._refusal(call.method, caller))  # nothing is read
@@ -112,9 +127,10 @@ def shown_to(called: str, keys: Keys | None) -> tuple[tuple[str, str], ...]:
 
 _IN_WORDS = {
     "WRONG_VERSION_NUMBER": "it does not speak TLS, or what lies between does not pass it on",
-    "handshake": "the certificates do not fit: of another run, of a secret from before, of another network.tls.ca, or not valid now",
+    "handshake": "the certificates do not fit: another run's, a former secret's, another network.tls.ca's, or not valid now",
     "Peer name": "it is another process of the run, or its certificate is not for this address",
-    "Socket closed": "it closed the connection at once, as one does that wants TLS",
+    "Connection refused": "nobody listens there",
+    "Socket closed": "it closed the connection, as one that wants TLS does",
 }
 
 

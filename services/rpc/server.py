@@ -45,7 +45,7 @@ _CODES: dict[type[BaseException], grpc.StatusCode] = {
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.UserError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.Refused: grpc.StatusCode.PERMISSION_DENIED,
+    errors.Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     errors.ServiceFault: grpc.StatusCode.UNAVAILABLE,
 }
 

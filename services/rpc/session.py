@@ -105,7 +105,7 @@ def _told(error: grpc.aio.AioRpcError, name: str, phase: str) -> Exception | Non
         if key == ERROR_KEY:
             return contract.error_from_wire(common_pb2.Error.FromString(value), name, phase)
     if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return errors.Refused(f"{name}: {phase}: {error.details()}")
+        return errors.Forbidden(f"{name}: {phase}: {error.details()}")
     return None
 
 

@@ -95,7 +95,7 @@ async def unary(address: str, message: LogprobRequest, timeout: float = PATIENCE
 async def raw_stream(address: str) -> AsyncIterator[Any]:
     """The session stream without `Session`."""
     async with Channel(address) as channel:
-        rpc = channel.stream_stream(
+        rpc = channel.grpc.stream_stream(
             "/sluice.v1.Reference/Session", common_pb2.CallFrame.SerializeToString, common_pb2.ReplyFrame.FromString
         )()
         yield rpc

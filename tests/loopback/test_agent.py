@@ -59,6 +59,7 @@ def run(tmp_path: Path, test: Callable[[Coordinator, Agent], Awaitable[None]]) -
         "run": {"name": "a", "dir": str(tmp_path)},
         "model": {"path": str(tmp_path / "none")},
         "deadlines": {"start": START},
+        "network": {"security": "none"},
     }
     config = msgspec.convert(given, Config)
 

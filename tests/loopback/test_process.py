@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from msgspec import structs
 
-from runtime.config import Config, Deadlines, Model, Rewards, Rule, Run, loading
+from runtime.config import Config, Deadlines, Model, Network, Rewards, Rule, Run, loading
 from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.models.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
 from runtime.status import Registration, Status, Stop
@@ -73,6 +73,7 @@ def write_config(folder: Path, **sections: Any) -> Path:
         "model": Model(path=str(model)),
         "rewards": Rewards(rules=[Rule(name="gsm8k", weight=2.0)]),
         "deadlines": Deadlines(start=START, stop=5.0),
+        "network": Network(security="none"),  # no agent is there to give keys
     }
     path = folder / "config.yaml"
     path.write_text(loading.to_yaml(loading.resolve(Config(**settings | sections))))
@@ -138,14 +139,14 @@ async def registered(folder: Path, **sections: Any) -> AsyncIterator[tuple[Servi
 
 async def serving_status(address: str) -> str:
     async with Channel(address) as channel:
-        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="sluice.v1.Reward"))
+        reply = await health_pb2_grpc.HealthStub(channel.grpc).Check(health_pb2.HealthCheckRequest(service="sluice.v1.Reward"))
         return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
 
 
 async def until_serving(address: str) -> None:
     """Registration comes first, health a moment later: `Watch` tells of the change."""
     async with Channel(address) as channel:
-        async for reply in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=END):
+        async for reply in health_pb2_grpc.HealthStub(channel.grpc).Watch(health_pb2.HealthCheckRequest(), timeout=END):
             if reply.status == health_pb2.HealthCheckResponse.SERVING:
                 return
 

@@ -116,7 +116,7 @@ def test_health_is_told_for_the_process_and_each_service() -> None:
         await server.start()
         try:
             async with Channel(address) as channel:
-                stub = health_pb2_grpc.HealthStub(channel)
+                stub = health_pb2_grpc.HealthStub(channel.grpc)
                 for serving_, status in ((False, "NOT_SERVING"), (True, "SERVING"), (False, "NOT_SERVING")):
                     await server.set_serving(serving_)
                     for name in ("", "sluice.v1.Reference"):

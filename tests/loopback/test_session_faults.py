@@ -131,7 +131,7 @@ def test_what_the_peer_raises_is_raised_here_over_the_stream_and_unary(error: Ex
                 assert vars(raised.value) == vars(error)
             async with Channel(address) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as failed:
-                    await channel.unary_unary("/sluice.v1.Reference/Logprobs")(logprobs(1, b"").body)
+                    await channel.grpc.unary_unary("/sluice.v1.Reference/Logprobs")(logprobs(1, b"").body)
             assert failed.value.code() is code
             assert failed.value.details() == str(error)
 
@@ -193,7 +193,8 @@ def test_nobody_there_is_a_deadline_that_names_the_address() -> None:
             pass
         session = Session(address, "reference-0", "Reference")
         with pytest.raises(
-            errors.DeadlineExceeded, match=rf"reference-0: connect: no connection to {address} \(deadline 0.2 s\)"
+            errors.DeadlineExceeded,
+            match=rf"reference-0: connect: no connection to {address}: nobody listens there \(deadline 0.2 s\)",
         ):
             await session.open(0.2)
         await session.close()

@@ -50,6 +50,7 @@ class Heeding(Agent):
     """Follows nobody; hears."""
 
     def __init__(self, config: Config, hear: Callable[[Progress], None]):
+        self.keys = None
         self._config = config
         self.apply_progress = hear  # type: ignore[method-assign]
 

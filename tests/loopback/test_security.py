@@ -1,0 +1,241 @@
+"""Who may call what: every kind of caller at every method, with a key and with TLS, and strangers at each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from msgspec.structs import replace
+
+from runtime import errors
+from runtime.cluster.nodes import Death, NodeRegistration
+from runtime.commands import Move
+from runtime.process import certificates, keys
+from runtime.process.keys import Keys
+from runtime.status import Registration
+from services.rpc import contract
+from services.rpc.server import Server
+from services.rpc.session import Channel, Session, call
+
+PATIENCE = 30.0
+SHORT = 0.5  # seconds, of what cannot come about
+SECRET, ANOTHER = bytes(range(32)), bytes(range(1, 33))
+ROLES = ("rollout", "reward", "reference", "trainer", "critic")
+SERVICES = {"rollout": "Rollout", "reward": "Reward", "reference": "Reference", "trainer": "Trainer", "critic": "Critic"}
+
+
+def holder(party: str, secret: bytes = SECRET, tls: bool = False) -> Keys:
+    found = Keys(name=party, secret=secret)
+    return replace(found, certificates=certificates.issued(keys.authority(secret), party)) if tls else found
+
+
+def of_process(name: str, incarnation: int = 0, tls: bool = False) -> Keys:
+    return holder(keys.agent("a"), tls=tls).of_process(name, incarnation)
+
+
+CALLERS: Mapping[str, Keys] = {
+    "coordinator": holder(keys.COORDINATOR),
+    "operator": holder(keys.OPERATOR),
+    "agent": holder(keys.agent("a")),
+    **{role: of_process(f"{role}-0") for role in ROLES},
+}
+
+
+@asynccontextmanager
+async def served(own: Keys | None, service: str = "") -> AsyncIterator[tuple[str, list[str]]]:
+    """A server of that party, which notes what it is asked and answers nothing useful."""
+    asked: list[str] = []
+
+    def handlers_of(owner: str) -> dict[str, Any]:
+        def handler(name: str) -> Any:
+            async def answer(_: Any) -> None:
+                asked.append(name)
+                raise errors.InvalidMessage("asked")
+
+            return answer
+
+        return {name: handler(name) for of, name in contract.METHODS if of == owner}
+
+    server = Server({owner: handlers_of(owner) for owner in ("Process", service) if owner}, {}, keys=own)
+    address = server.bind("127.0.0.1", 0)
+    await server.start()
+    try:
+        yield address, asked
+    finally:
+        await server.stop(0)
+
+
+async def refusal(channel: Channel, path: str) -> str:
+    """Why an empty call is refused before anybody looks at it; "" for one that is not."""
+    try:
+        await channel.grpc.unary_unary(path)(b"", timeout=PATIENCE, metadata=channel.metadata)
+    except grpc.aio.AioRpcError as error:
+        denied = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+        told = error.details() or ""
+        return told if error.code() in denied and "may not speak" not in told else ""
+    return ""
+
+
+SERVED = {
+    "coordinator": (CALLERS["coordinator"], "Coordinator", "coordinator"),
+    **{role: (CALLERS[role], SERVICES[role], f"{role}-0/0") for role in ROLES},
+}
+ALLOWED = {
+    "Process/Status": {"coordinator", "agent", "operator"},
+    "Coordinator/Register": set(ROLES),
+    "Coordinator/Processes": {"coordinator", "agent", "operator"},
+    "Coordinator/Watch": {"coordinator", "agent", "operator"},
+    "Coordinator/Join": {"agent"},
+    "Coordinator/ReportPaths": {"agent"},
+    "Coordinator/ReportDeath": {"agent"},
+    "Coordinator/Scale": {"operator"},
+}
+"""Of every other method: the coordinator alone."""
+
+
+@pytest.mark.parametrize("party", SERVED)
+def test_every_caller_at_every_method(party: str) -> None:
+    own, service, called = SERVED[party]
+    names = [f"{owner}/{name}" for owner, name in contract.METHODS if owner in ("Process", service)]
+    if party != "coordinator":
+        names.append(f"{service}/Session")
+
+    async def test() -> None:
+        async with served(own, service) as (address, asked):
+            for who, caller in CALLERS.items():
+                async with Channel(address, caller, called) as channel:
+                    for name in names:
+                        before = len(asked)
+                        told = await refusal(channel, f"/sluice.v1.{name}")
+                        assert (who in ALLOWED.get(name, {"coordinator"})) is not bool(told), (who, name, told)
+                        assert not told or len(asked) == before, (who, name)
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+STRANGERS = {
+    "without a key": None,
+    "with another run's": holder(keys.COORDINATOR, ANOTHER),
+    "a process as the coordinator": Keys(name=keys.COORDINATOR, secret=CALLERS["reward"].secret),
+    "the process of its name before": of_process("rollout-0", 1),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+@pytest.mark.parametrize("party", ["coordinator", "rollout"])
+def test_a_stranger_at_every_method(party: str, stranger: str) -> None:
+    own, service, called = SERVED[party]
+
+    async def test() -> None:
+        async with served(own, service) as (address, asked), Channel(address, STRANGERS[stranger], called) as channel:
+            names = [f"{owner}/{name}" for owner, name in contract.METHODS if owner in ("Process", service)]
+            for name in (*names, f"{service}/Session", f"{service}/Unknown"):
+                if (stranger, name) != ("the process of its name before", "Coordinator/Register"):
+                    assert await refusal(channel, f"/sluice.v1.{name}"), name
+            assert await refusal(channel, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+            assert not await refusal(channel, "/grpc.health.v1.Health/Check")
+            assert not asked
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+def test_a_token_shown_to_one_is_of_no_use_with_another() -> None:
+    async def test() -> None:
+        async with served(CALLERS["trainer"], "Trainer") as (address, _):
+            for called in ("rollout-0/0", "trainer-0/1", "coordinator"):
+                async with Channel(address, CALLERS["coordinator"], called) as channel:
+                    assert await refusal(channel, "/sluice.v1.Trainer/Export")
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+REGISTRATION = Registration(role="rollout", name="rollout-0", address="127.0.0.1:1", pid=1, host="a")
+
+
+@pytest.mark.parametrize(
+    ("caller", "method", "said", "refused"),
+    [
+        (of_process("rollout-0"), "Register", REGISTRATION, ""),
+        (of_process("rollout-0"), "Register", replace(REGISTRATION, incarnation=7), "may not speak for rollout-0/7"),
+        (of_process("rollout-1"), "Register", REGISTRATION, "rollout-1/0 may not speak for rollout-0/0"),
+        (CALLERS["agent"], "Join", NodeRegistration(name="a", address="127.0.0.1"), ""),
+        (CALLERS["agent"], "Join", NodeRegistration(name="b", address="127.0.0.1"), "agent/a may not speak for agent/b"),
+        (CALLERS["agent"], "ReportDeath", Death(node="b", name="rollout-0"), "agent/a may not speak for agent/b"),
+    ],
+)
+def test_everybody_speaks_for_themselves(caller: Keys, method: str, said: Any, refused: str) -> None:
+    async def test() -> None:
+        async with served(CALLERS["coordinator"], "Coordinator") as (address, _), Channel(address, caller) as channel:
+            with pytest.raises(errors.Forbidden if refused else errors.InvalidMessage, match=refused or "asked"):
+                await call(channel, "coordinator", contract.METHODS["Coordinator", method], said)
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+def test_nothing_of_a_stranger_is_read() -> None:
+    """A body of more than the server takes would be refused as it is read."""
+    huge = bytes(65 << 20)
+
+    async def test() -> None:
+        async with served(CALLERS["rollout"], "Rollout") as (address, _):
+            for own, code in (
+                (None, grpc.StatusCode.UNAUTHENTICATED),
+                (CALLERS["coordinator"], grpc.StatusCode.RESOURCE_EXHAUSTED),
+            ):
+                async with Channel(address, own, "rollout-0/0") as channel:
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        options = [("grpc.max_send_message_length", -1)]
+                        async with grpc.aio.insecure_channel(address, options=options) as large:
+                            await large.unary_unary("/sluice.v1.Rollout/Generate")(huge, metadata=channel.metadata)
+                    assert refused.value.code() is code
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# TLS.
+
+
+async def status_of(address: str, caller: Keys | None, called: str = "rollout-0/0", timeout: float = PATIENCE) -> None:
+    async with Channel(address, caller, called) as channel:
+        await channel.ready("rollout-0", timeout)
+        await call(channel, "rollout-0", contract.METHODS["Process", "Status"])
+
+
+def test_with_tls_each_end_knows_the_other() -> None:
+    async def test() -> None:
+        async with served(of_process("rollout-0", 3, tls=True)) as (address, asked):
+            with pytest.raises(errors.InvalidMessage, match="asked"):
+                await status_of(address, holder(keys.COORDINATOR, tls=True), "rollout-0/3")
+            assert asked == ["Status"]
+            for told, caller, called in (
+                ("certificates do not fit", holder(keys.COORDINATOR, ANOTHER, tls=True), "rollout-0/3"),
+                ("another process of the run", holder(keys.COORDINATOR, tls=True), "rollout-0/2"),
+                ("another process of the run", holder(keys.COORDINATOR, tls=True), "trainer-0/3"),
+                ("wants TLS", holder(keys.COORDINATOR), "rollout-0/3"),
+            ):
+                with pytest.raises(errors.DeadlineExceeded, match=told):
+                    await status_of(address, caller, called, SHORT)
+            assert asked == ["Status"]
+        async with served(of_process("rollout-0")) as (address, _):
+            with pytest.raises(errors.DeadlineExceeded, match="does not speak TLS"):
+                await status_of(address, holder(keys.COORDINATOR, tls=True), "rollout-0/0", SHORT)
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+def test_a_session_over_tls() -> None:
+    async def test() -> None:
+        async with served(of_process("rollout-0", 3, tls=True), "Rollout") as (address, asked):
+            session = Session(address, "rollout-0", "Rollout", keys=holder(keys.COORDINATOR, tls=True), incarnation=3)
+            await session.open(PATIENCE)
+            with pytest.raises(errors.InvalidMessage, match="asked"):
+                await session.call("Move", Move(level=0), PATIENCE)
+            await session.close()
+            assert asked == ["Move"]
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
