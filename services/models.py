@@ -14,11 +14,12 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runtime.commands import Apply, Priority
+from runtime.commands import Apply, Export, Priority, Restore, Save
 from runtime.config import Config, Spread
-from runtime.errors import Cancelled, ServiceFault
+from runtime.errors import Cancelled, Forbidden, ServiceFault
 from runtime.process import os_process, progress
 from runtime.types import PolicyVersion
 from services import process
@@ -86,10 +87,21 @@ class SpmdService(process.Service):
     def execute(self, command: Any) -> asyncio.Future[Any]:
         """Put it in line now. The engine's answer; of one that goes on beside the next commands, what comes of it."""
         loop = asyncio.get_running_loop()
+        self._require_own_folder(command)
         self._commands += 1
         if isinstance(command, Apply):
             self._ordered = command.step + 1
         return loop.create_task(self._answer(loop.run_in_executor(self._thread, self._carry_out, command)))
+
+    def _require_own_folder(self, command: Any) -> None:
+        """Raises Forbidden: whoever gives orders may have files read and written in the run's folder alone, and a checkpoint
+        read that the run was started from."""
+        run = self.config.run
+        known = [run.dir, run.resume] if isinstance(command, Restore) else [run.dir]
+        if isinstance(command, (Save, Export, Restore)):
+            folder, places = Path(command.folder).resolve(), [Path(place).resolve() for place in known if place]
+            if not any(place in (folder, *folder.parents) for place in places):
+                raise Forbidden(f"{self.name}: {type(command).__name__}: {command.folder} is not below run.dir, {run.dir}")
 
     async def _answer(self, carried_out: asyncio.Future[Any]) -> Any:
         try:

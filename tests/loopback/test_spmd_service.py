@@ -11,12 +11,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from runtime import codec
-from runtime.commands import Accumulate, Apply, BeginStep, Offload, Onload, Restore, Save
+from runtime.commands import Accumulate, Apply, BeginStep, Export, Offload, Onload, Restore, Save
 from runtime.config import Config, Deadlines, Run
 from runtime.data.prompts import StreamState
-from runtime.errors import InvalidMessage
+from runtime.errors import Forbidden, InvalidMessage
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.trainer.rank import CriticRank
@@ -78,7 +79,7 @@ class Group:
         self.services: list[SpmdService] = []
         self.sessions: list[Session] = []
         self.client: GroupClient
-        self._config = Config(run=Run(name="test", resume=""), deadlines=deadlines)
+        self._config = Config(run=Run(name="test", dir="/", resume=""), deadlines=deadlines)
 
     def make_rank(self, config: Config, rank: int, world_size: int) -> CriticRank:
         return CriticRank(self.engines[rank], config, rank, RANKS)
@@ -271,3 +272,28 @@ def test_a_command_that_is_withdrawn_is_carried_out_by_every_rank() -> None:
             await value
 
     run(test())
+
+
+def test_it_writes_and_reads_in_the_runs_folder_alone(tmp_path: Path) -> None:
+    run_dir, base, elsewhere = tmp_path / "run", tmp_path / "base", tmp_path / "elsewhere"
+    config = Config(run=Run(name="a", dir=str(run_dir), resume=str(base)))
+    service = SpmdService("critic", "Critic", lambda *_: CriticRank(config, 0, 1, NotingEngine()), config, "critic-0", 0)
+    foreign = (
+        Save(str(elsewhere)),
+        Export(str(run_dir / ".." / "elsewhere")),
+        Export("/"),
+        Restore(str(elsewhere)),
+        Save(str(base)),
+    )
+    own = (Save(str(run_dir / "checkpoints")), Restore(str(base)), Restore(str(run_dir)))
+
+    async def test() -> None:
+        for command in foreign:
+            with pytest.raises(Forbidden, match=f"critic-0: {type(command).__name__}: .* is not below run.dir"):
+                service.execute(command)
+        outcomes = await asyncio.gather(*map(service.execute, own), return_exceptions=True)
+        assert not [
+            outcome for outcome in outcomes if isinstance(outcome, Forbidden)
+        ]  # nothing is loaded: each fails otherwise
+
+    asyncio.run(test())
