@@ -127,10 +127,12 @@ def _manifest() -> Manifest:
 
 @contextmanager
 def _receiver(device: str, folder: Path, address: GroupAddress) -> Iterator[subprocess.Popen[str]]:
-    other = msgspec.json.encode(msgspec.structs.replace(address, rank=1)).decode()
-    command = start.command("launcher.accept.worker", "receiver", device, str(folder), other)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = start.command("launcher.accept.worker", "receiver", device, str(folder))
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
     try:
+        process.stdin.write(msgspec.json.encode(msgspec.structs.replace(address, rank=1)).decode() + "\n")  # with the key
+        process.stdin.flush()
         yield process
     finally:
         process.kill()
@@ -143,7 +145,7 @@ def _heard(process: subprocess.Popen[str], word: str) -> None:
         raise AssertionError(f"the receiver said {line!r}, not {word!r}")
 
 
-def receiver(device: str, folder: Path, address: str) -> None:
+def receiver(device: str) -> None:
     """The other process of `publication`, on the second device where there are several."""
     import torch
 
@@ -154,7 +156,7 @@ def receiver(device: str, folder: Path, address: str) -> None:
     from runtime.weights.receiver import WeightReceiver
 
     own.device(device, 0 if device == "cpu" else 1)
-    group = rendezvous.join(msgspec.json.decode(address, type=GroupAddress))
+    group = rendezvous.join(msgspec.json.decode(sys.stdin.readline(), type=GroupAddress))
     receiving = WeightReceiver(_manifest())
     for version in range(VERSIONS + 1):
         coming = receiving.receive(group, PolicyVersion(0, version), timeouts.ACCEPT_TRANSFER)
@@ -266,7 +268,7 @@ CHECKS: dict[str, Callable[[str, Path], Figures]] = {
 def main(arguments: list[str]) -> None:
     name, device, folder = arguments[:3]
     if name == "receiver":
-        receiver(device, Path(folder), arguments[3])
+        receiver(device)
         return
     try:
         print(json.dumps(CHECKS[name](device, Path(folder))), flush=True)

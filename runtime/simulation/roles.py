@@ -314,6 +314,7 @@ class SimulatedTrainer(SimulatedModel):
             timeout=timeout,
             transport=command.transport,
             names=command.names,
+            key=b"",
         )
         return WeightsHosted(address, _MANIFEST)
 

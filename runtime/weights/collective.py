@@ -189,7 +189,9 @@ def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str,
     meet(store, address.rank, "", labels, name, address.timeout)
     left = max(give_up - time.monotonic(), timeouts.RENDEZVOUS_LEAST)
     try:
-        return DeviceLink(store, address.rank, address.world_size, address.backend, left, timeouts.GLOO_BACKSTOP)
+        return DeviceLink(
+            store.unauthenticated(), address.rank, address.world_size, address.backend, left, timeouts.GLOO_BACKSTOP
+        )
     except RuntimeError as error:
         message = f"{address.backend} could not connect the members: {reason(error)}"
         raise ServiceFault(name, "rendezvous", message, address.timeout) from error

@@ -29,6 +29,7 @@ from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.types import PolicyVersion
 from runtime.weights import shared_folder
+from runtime.weights.authentication import new_key
 from runtime.weights.delta import DeltaDecoder, DeltaEncoder
 from runtime.weights.group import PendingGroup, Transfer, WeightGroup, clear, tensors_in
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec, plan_buckets
@@ -382,6 +383,7 @@ def host(
         folder=str(root),
         full_every=full_every,
         names=tuple(names),
+        key=new_key(),
     )
     return PendingFilesGroup(address, name)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from runtime import timeouts
 from runtime.errors import ServiceFault
+from runtime.weights.authentication import ForgedValue
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What of its own sockets a process can find and shut down.
@@ -169,6 +170,8 @@ def _cards(
             store.set(f"member/{own[0]}", own[1])
         store.wait(keys, timedelta(seconds=timeout))
         return [bytes(value).decode() for value in store.multi_get(keys)]
+    except ForgedValue as error:
+        raise ServiceFault(name, "rendezvous", str(error), timeout) from error
     except RuntimeError as error:
         called = [labels[rank] for rank in ranks]
         raise ServiceFault(name, "rendezvous", _missing(store, keys, called, labels[0], error), timeout) from error
@@ -210,7 +213,7 @@ class GlooMesh:
         options._threads = 2 * connections
         options._timeout = timedelta(seconds=max((give_up - time.monotonic()) / TIMEOUTS_OF_FIRST_WORD, timeouts.GLOO_LEAST))
         try:
-            self.pg: Any = gloo(dist.PrefixStore("gloo", store), rank, len(labels), options)
+            self.pg: Any = gloo(store.within("gloo"), rank, len(labels), options)
         except RuntimeError as error:
             raise ServiceFault(name, "rendezvous", f"a member was lost while connecting: {reason(error)}", timeout) from error
         self.pg._set_default_timeout(timedelta(seconds=timeouts.GLOO_BACKSTOP))

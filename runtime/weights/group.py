@@ -19,11 +19,11 @@ from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import xxhash
 
 from runtime.errors import UserError
 from runtime.types import PolicyVersion
-from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, aligned
+from runtime.weights.authentication import BucketTags
+from runtime.weights.plan import Bucket, GroupAddress, Manifest, aligned
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The buffers of buckets: those that a trainer publishes, and those of a staged version, which an engine's workers may read.
@@ -179,18 +179,6 @@ def clear(bucket: Bucket, buffer: torch.Tensor) -> None:
         buffer[gap] = 0
 
 
-def checksum(bucket: Bucket, buffer: torch.Tensor) -> int:
-    """xxh3-64 of everything before the trailer."""
-    return xxhash.xxh3_64_intdigest(buffer.numpy()[: bucket.data_bytes].data)
-
-
-def stamp(bucket: Bucket, buffer: torch.Tensor, version: PolicyVersion) -> int:
-    """Write the trailer; returns the checksum in it."""
-    digest = checksum(bucket, buffer)
-    TRAILER.pack_into(buffer.numpy().data, bucket.data_bytes, digest, version.pack())
-    return digest
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -200,7 +188,7 @@ class Transfer(Protocol):
     def wait(self, timeout: float) -> int | None:
         """Return when the buffer may be reused (sender) or is filled (receiver). Raises RuntimeError, also after `timeout`.
 
-        A receiver gets the xxh3-64 of its buffer's data before the trailer if the transport computed it on the way, else None.
+        A receiver gets its buffer's digest (`BucketTags.digest`) if the transport computed it on the way, else None.
         """
 
 
@@ -239,6 +227,7 @@ class WeightGroup(ABC):
         self.epoch = address.epoch
         self.rank = address.rank
         self.world_size = address.world_size
+        self.tags = BucketTags(address.key)
         self.aborted = False
 
     @property

@@ -1,7 +1,7 @@
 """The publication plan: which tensor lies where in which flat bucket, and who sends it. Pure; all members derive the same.
 
 A bucket is one flat uint8 buffer: the tensors one after the other, each aligned to 64 bytes, then, aligned likewise, a trailer
-of 16 bytes: xxh3-64 of everything before the trailer, and the packed policy version, both little-endian.
+of 16 bytes: a tag by the group's key (`authentication.BucketTags`), and the packed policy version, both little-endian.
 """
 
 from __future__ import annotations
@@ -67,11 +67,16 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
     world_size: int
     backend: str
     timeout: float  # of the rendezvous, in seconds
+    key: bytes  # of the group
     transport: str = "collective"
     folder: str = ""  # of transport files
     full_every: int = 0  # of encoding delta; 0: every version is whole
     names: tuple[str, ...] = ()  # what the members are called, by rank; () where nobody said
     senders: int = 1  # how many, of the manifest's number
+
+    def __repr__(self) -> str:
+        """Without the key, which no log is to hold."""
+        return f"GroupAddress({self.label(self.rank)} of epoch {self.epoch} at {self.host}:{self.port})"
 
     def label(self, rank: int) -> str:
         """How messages call a member: "rank 2 (rollout-1)"."""

@@ -22,7 +22,7 @@ import torch
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault, SluiceError
 from runtime.types import PolicyVersion
 from runtime.weights.gloo_mesh import reason
-from runtime.weights.group import Transfer, WeightGroup, allocate, checksum, views
+from runtime.weights.group import Transfer, WeightGroup, allocate, views
 from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets
 from runtime.weights.sender import DEPTH, in_thread, wait_until
 
@@ -91,12 +91,12 @@ class Reception:
         return (DeadlineExceeded if late else ServiceFault)(group.name, "transfer", message, self._deadline)
 
     def _faults(self, index: int, buffer: torch.Tensor, digest: int | None) -> list[str]:
-        """`digest`: the checksum of what `buffer` holds, unless it is still to be taken."""
+        """`digest`: of what `buffer` holds, unless it is still to be taken."""
         bucket = self._buckets[index]
-        sent, packed = TRAILER.unpack_from(buffer.numpy().data, bucket.data_bytes)
         where = f"bucket {index} of {len(self._buckets)}"
-        if sent != (checksum(bucket, buffer) if digest is None else digest):
+        if not self._group.tags.verify(index, bucket, buffer, digest):
             return [f"{where}: the checksum does not match"]
+        _, packed = TRAILER.unpack_from(buffer.numpy().data, bucket.data_bytes)
         if packed != self.version.pack():
             return [f"{where} is of version {PolicyVersion.unpack(packed)}"]
         return []

@@ -22,6 +22,7 @@ from runtime.errors import ServiceFault, UserError
 from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.types import PolicyVersion
 from runtime.weights import collective, files, shared_memory
+from runtime.weights.authentication import AuthenticatedStore, new_key
 from runtime.weights.delta import DeltaLink
 from runtime.weights.gloo_mesh import SocketAddress, drop_frames, meet, reason, shut_down
 from runtime.weights.group import Link, PendingGroup, Transfer, WeightGroup
@@ -39,12 +40,19 @@ LINKS: dict[str, Callable[[Any, GroupAddress, Sequence[str], str, str], Link]] =
 
 
 class StoreGroup(WeightGroup):
-    def __init__(self, address: GroupAddress, name: str, store: Any, links: Sequence[Link], paths: frozenset[SocketAddress]):
+    def __init__(
+        self,
+        address: GroupAddress,
+        name: str,
+        store: AuthenticatedStore,
+        links: Sequence[Link],
+        paths: frozenset[SocketAddress],
+    ):
         """`links`: a receiver has one from each sender, by the sender's rank; a sender has its own one alone."""
         super().__init__(address, name)
         self._senders = address.senders
         self._label = address.label
-        self._store = store
+        self._store: AuthenticatedStore | None = store
         self._links = links
         self._paths = paths
         self._transfers = 0
@@ -60,7 +68,7 @@ class StoreGroup(WeightGroup):
 
     def await_announcement(self, version: PolicyVersion) -> None:
         self._transfers += 1
-        self._running_store().wait([f"transfer/{self._transfers}"], timedelta(seconds=timeouts.GLOO_BACKSTOP))
+        self._running_store().await_value(f"transfer/{self._transfers}", timeouts.GLOO_BACKSTOP)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         return self._links[0].send(index, buffer)
@@ -89,8 +97,7 @@ class StoreGroup(WeightGroup):
         """The bytes of the sender's part, once the receivers have it."""
         store, label = self._running_store(), self._label(sender)
         try:
-            store.wait([self._part(sender)], timedelta(seconds=max(give_up - time.monotonic(), timeouts.TORCH_LEAST)))
-            said = bytes(store.get(self._part(sender))).decode()
+            said = store.await_value(self._part(sender), max(give_up - time.monotonic(), timeouts.TORCH_LEAST)).decode()
         except RuntimeError as error:
             self._running_store()
             late = time.monotonic() >= give_up
@@ -110,7 +117,7 @@ class StoreGroup(WeightGroup):
         shut_down(frozenset(), self._paths)
         self._store = None
 
-    def _running_store(self) -> Any:
+    def _running_store(self) -> AuthenticatedStore:
         store = self._store
         if store is None:
             raise RuntimeError("the group was aborted")
@@ -118,10 +125,10 @@ class StoreGroup(WeightGroup):
 
 
 class PendingStoreGroup(PendingGroup):
-    def __init__(self, address: GroupAddress, name: str, store: Any, interface: str):
+    def __init__(self, address: GroupAddress, name: str, store: AuthenticatedStore, interface: str):
         self.address = address
         self._name = name
-        self._store = store
+        self._store: Any = store
         self._interface = interface
 
     def connect(self) -> WeightGroup:
@@ -143,7 +150,7 @@ class PendingStoreGroup(PendingGroup):
         links: list[Link] = []
         try:
             if address.senders > 1:  # meet first: otherwise messages would name members that only wait
-                meet(dist.PrefixStore("all", store), address.rank, "", labels, self._name, address.timeout)
+                meet(store.within("all"), address.rank, "", labels, self._name, address.timeout)
             mine = [address.rank] if address.rank < address.senders else range(address.senders)
             for sender in mine:
                 timeout = _left(give_up) if address.senders > 1 else address.timeout
@@ -154,7 +161,7 @@ class PendingStoreGroup(PendingGroup):
             raise
         return StoreGroup(address, self._name, store, links, frozenset({(address.host, address.port)}))
 
-    def _link_from(self, sender: int, store: Any, labels: Sequence[str], timeout: float) -> Link:
+    def _link_from(self, sender: int, store: AuthenticatedStore, labels: Sequence[str], timeout: float) -> Link:
         """The link from `sender`, which is rank 0 of it; the receivers follow."""
         address, first = self.address, self.address.senders
         part = structs.replace(
@@ -163,7 +170,7 @@ class PendingStoreGroup(PendingGroup):
             world_size=address.world_size - first + 1,
             timeout=timeout,
         )
-        apart = dist.PrefixStore(f"sender/{sender}", store)
+        apart = store.within(f"sender/{sender}")
         link = LINKS[address.transport](apart, part, [labels[sender], *labels[first:]], self._name, self._interface)
         return DeltaLink(link, address.full_every) if address.full_every else link
 
@@ -218,8 +225,9 @@ def host(
         full_every=full_every,
         names=tuple(names),
         senders=senders,
+        key=new_key(),
     )
-    return PendingStoreGroup(address, name, dist.PrefixStore(f"epoch/{epoch}", store), ip)
+    return PendingStoreGroup(address, name, _members_store(store, address), ip)
 
 
 def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGroup:
@@ -238,4 +246,8 @@ def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGr
         raise ServiceFault(name, "rendezvous", message, address.timeout) from error
     ip = own_address(interface or AUTO, address.host)
     left = structs.replace(address, timeout=_left(give_up))
-    return PendingStoreGroup(left, name, dist.PrefixStore(f"epoch/{address.epoch}", store), ip).connect()
+    return PendingStoreGroup(left, name, _members_store(store, address), ip).connect()
+
+
+def _members_store(store: Any, address: GroupAddress) -> AuthenticatedStore:
+    return AuthenticatedStore(store, address.key).within(f"epoch/{address.epoch}")

@@ -15,8 +15,9 @@ from msgspec import Struct
 from runtime import timeouts
 from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError
 from runtime.types import PolicyVersion
+from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import drop_frames, reason
-from runtime.weights.group import AVAILABLE, Transfer, WeightGroup, allocate, stamp, tensors_of
+from runtime.weights.group import AVAILABLE, Transfer, WeightGroup, allocate, tensors_of
 from runtime.weights.plan import Manifest, plan_buckets
 
 T = TypeVar("T")
@@ -57,7 +58,8 @@ class WeightSender:
         self._views = [found[tensor] for tensor in self._tensors]
         self._changed = threading.Condition()  # guards what follows
         self._missing = [len(bucket.entries) for bucket in own]  # how many tensors each still lacks
-        self._digests: dict[int, int] = {}  # checksums of this version's buckets, from their first send
+        self._digests: dict[int, int] = {}  # of this version's buckets, from their first send, by `_first`
+        self._first: BucketTags | None = None
         self.intact = True
         """False once a bucket is found to have changed since it was gathered."""
         self._group: WeightGroup | None = None  # of the transfer under way
@@ -70,7 +72,7 @@ class WeightSender:
         """
         with self._changed:
             self._await_idle("snapshot", timeout)
-            self._digests, self.intact = {}, True
+            self._digests, self._first, self.intact = {}, None, True
             self._missing = [len(bucket.entries) for _, bucket in self._own]
 
     @torch.no_grad()
@@ -150,9 +152,13 @@ class WeightSender:
 
     def _send_all(self, group: WeightGroup, version: PolicyVersion, give_up: float) -> None:
         pending: list[Transfer] = []
+        first = self._first = self._first or group.tags
         for place, ((index, bucket), buffer) in enumerate(zip(self._own, self._buffers, strict=True)):
             self._await_whole(place, group, give_up)
-            self._require_same(index, stamp(bucket, buffer, version), group.name)
+            digest = group.tags.stamp(index, bucket, buffer, version)
+            if first is not group.tags:  # whose seed is another
+                digest = first.digest(bucket, buffer)
+            self._require_same(index, digest, group.name)
             pending.append(group.send(index, buffer))
             self._take(pending, DEPTH - 1, give_up)
         self._take(pending, 0, give_up)

@@ -26,10 +26,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
+from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import card_of, meet
 from runtime.weights.group import AVAILABLE, Link, Transfer, file_of, memory_file
 from runtime.weights.plan import TRAILER, GroupAddress
@@ -161,11 +161,12 @@ class _Copy:
 class ReceivingLink(_SocketLink):
     """Copies up to `LANES` buckets at once, in threads that end when nothing is posted any more."""
 
-    def __init__(self, sender: socket.socket, label: str):
-        """`label` is what the sender is called."""
+    def __init__(self, sender: socket.socket, label: str, tags: BucketTags):
+        """`label` is what the sender is called; `tags` are those of its buckets."""
         super().__init__((sender,))
         self.label = label
         self._sender = sender
+        self._tags = tags
         self._inode = 0
         self._memory: Any = None  # the sender's memory file, uint8, read-only
         self._changed = threading.Lock()  # guards what follows, and what is told; taken inside `_using`
@@ -216,7 +217,7 @@ class ReceivingLink(_SocketLink):
                     copy.fail(self._gone(error) if isinstance(error, OSError) else error)
                     continue
             try:
-                copy.digest.set_result(copy_and_hash(source, copy.buffer.numpy(), self._check))
+                copy.digest.set_result(copy_and_hash(source, copy.buffer.numpy(), self._tags.hasher(), self._check))
             except RuntimeError as error:
                 copy.fail(error)
 
@@ -257,21 +258,20 @@ class ReceivingLink(_SocketLink):
             self._memory = None
 
 
-def copy_and_hash(source: Any, target: Any, check: Callable[[], None]) -> int:
-    """Copy a bucket, uint8 both; xxh3-64 of what `target` then holds before the trailer.
+def copy_and_hash(source: Any, target: Any, hasher: Any, check: Callable[[], None]) -> int:
+    """Copy a bucket, uint8 both; the digest, by `hasher`, of what `target` then holds before the trailer.
 
     Each piece is hashed while it is in the processor's cache, which spares a pass over the memory. `check` is called before
     each, and ends the copy with what it raises.
     """
-    state = xxhash.xxh3_64()
     end = len(target) - TRAILER.size
     for start in range(0, end, _PIECE):
         check()
         piece = slice(start, min(start + _PIECE, end))
         np.copyto(target[piece], source[piece])
-        state.update(target[piece].data)
+        hasher.update(target[piece].data)
     target[end:] = source[end:]
-    return state.intdigest()
+    return int(hasher.intdigest())
 
 
 def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str, interface: str) -> Link:
@@ -343,7 +343,7 @@ def _enter(store: Any, address: GroupAddress, labels: Sequence[str], name: str) 
     except BaseException:
         sender.close()
         raise
-    return ReceivingLink(sender, labels[0])
+    return ReceivingLink(sender, labels[0], BucketTags(address.key))
 
 
 def user_of(peer: socket.socket) -> int:

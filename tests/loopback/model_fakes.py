@@ -135,6 +135,7 @@ class FakeTrainer(FakeModel):
             world_size=len(names),
             backend="gloo",
             timeout=1.0,
+            key=b"",
             transport=transport,
         )
         return WeightsHosted(address, MANIFEST)

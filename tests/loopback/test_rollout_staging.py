@@ -18,7 +18,7 @@ from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Priority,
 from runtime.errors import InvalidMessage, SluiceError
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, PolicyVersion
-from runtime.weights.group import WeightGroup, stamp
+from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, TensorSpec
 from runtime.weights.rendezvous import host
 from runtime.weights.sender import WeightSender, in_thread
@@ -129,7 +129,7 @@ class Site:
         def send() -> None:
             self.group.announce(version(step))
             for index, bucket in enumerate(self.sender.buckets[:buckets]):
-                stamp(bucket, self.sender._buffers[index], version(step))
+                self.group.tags.stamp(index, bucket, self.sender._buffers[index], version(step))
                 self.group.send(index, self.sender._buffers[index]).wait(DEADLINE)
 
         await asyncio.wrap_future(in_thread("send", send))

@@ -16,7 +16,7 @@ import torch
 
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
-from runtime.weights.group import WeightGroup, stamp
+from runtime.weights.group import WeightGroup
 from runtime.weights.plan import GroupAddress, Manifest, roots
 from runtime.weights.receiver import Staged, WeightReceiver
 from runtime.weights.rendezvous import host, join
@@ -175,7 +175,7 @@ def test_a_corrupted_bucket_of_either_is_told(groups: list[WeightGroup]) -> None
         sender.fill(share(SHARED, number, 1))
         groups[number].announce(VERSION)
         for (index, bucket), buffer in zip(sender._own, sender._buffers, strict=True):
-            stamp(bucket, buffer, VERSION)
+            groups[number].tags.stamp(index, bucket, buffer, VERSION)
             buffer[0] ^= number
             groups[number].send(index, buffer).wait(DEADLINE)
 

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import xxhash
 
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights import shared_memory
+from runtime.weights.authentication import AuthenticatedStore, BucketTags
 from runtime.weights.group import Link, arena, file_of, memory_file
-from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
+from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import WeightSender, in_thread
@@ -33,14 +33,23 @@ from tests.loopback.weight_members import ROOT, Member, connect, leave, post
 from tests.system.runs import shared_files
 
 LABELS = ("trainer", "rollout-0", "rollout-1")
+KEY = bytes(32)
 
 
 def meeting(world_size: int = 2, timeout: float = PATIENCE) -> list[Future[Link]]:
     """The members of a group, that meet in a store of this process."""
     torch.set_num_threads(1)
-    store = dist.HashStore()
+    store = AuthenticatedStore(dist.HashStore(), KEY)
     address = GroupAddress(
-        epoch=1, host="", port=1, rank=0, world_size=world_size, backend="gloo", timeout=timeout, transport="shared_memory"
+        epoch=1,
+        host="",
+        port=1,
+        rank=0,
+        world_size=world_size,
+        backend="gloo",
+        timeout=timeout,
+        key=KEY,
+        transport="shared_memory",
     )
     return [
         in_thread(
@@ -154,13 +163,17 @@ def test_the_checksum_is_of_what_the_receiver_has(pair: list[Link], monkeypatch:
     bucket.copy_(torch.arange(bucket.numel()) % 251)
     arrived = torch.zeros_like(bucket)
     pair[0].send(0, bucket)
-    assert pair[1].receive(0, arrived).wait(PATIENCE) == xxhash.xxh3_64_intdigest(bucket.numpy()[:-16].data)
+    assert pair[1].receive(0, arrived).wait(PATIENCE) == digest_of(bucket)
     with monkeypatch.context() as patch:
         patch.setattr(np, "copyto", faulty)
         pair[0].send(1, bucket)
         digest = pair[1].receive(1, arrived).wait(PATIENCE)
     assert not torch.equal(arrived, bucket)
-    assert digest == xxhash.xxh3_64_intdigest(arrived.numpy()[:-16].data)
+    assert digest == digest_of(arrived)
+
+
+def digest_of(buffer: torch.Tensor) -> int:
+    return BucketTags(KEY).digest(Bucket((), buffer.numel() - TRAILER.size), buffer)
 
 
 class Held:
@@ -170,11 +183,11 @@ class Held:
         self.begun, self.go = threading.Event(), threading.Event()
         copy_and_hash = shared_memory.copy_and_hash
 
-        def hold(source: Any, target: Any, check: Any) -> int:
+        def hold(source: Any, target: Any, hasher: Any, check: Any) -> int:
             if len(target) == nbytes:
                 self.begun.set()
                 assert self.go.wait(PATIENCE)
-            return copy_and_hash(source, target, check)
+            return copy_and_hash(source, target, hasher, check)
 
         patch.setattr(shared_memory, "copy_and_hash", hold)
 
@@ -273,19 +286,19 @@ SENDER = """
 import sys, time
 import msgspec
 from runtime.types import PolicyVersion
-from runtime.weights import sender
+from runtime.weights import authentication, sender
 from runtime.weights.rendezvous import host
 from tests.loopback.weight_cases import MANIFEST, gather
 pending = host(1, 2, "127.0.0.1", "gloo", 60.0, "trainer", "shared_memory", names=("trainer", "rollout-0"))
 print(msgspec.json.encode(pending.address).decode(), flush=True)
 group = pending.connect()
-stamp = sender.stamp
-def stamp_one(bucket, buffer, version):
+stamp = authentication.BucketTags.stamp
+def stamp_one(tags, index, bucket, buffer, version):
     if bucket is one.buckets[1]:
         print("under way", flush=True)
         time.sleep(600)
-    return stamp(bucket, buffer, version)
-sender.stamp = stamp_one
+    return stamp(tags, index, bucket, buffer, version)
+authentication.BucketTags.stamp = stamp_one
 one = sender.WeightSender(MANIFEST)
 gather(one, 1)
 one.send(group, PolicyVersion(0, 1), 600.0).result()

@@ -13,7 +13,7 @@ import torch
 
 from runtime.errors import DeadlineExceeded
 from runtime.types import PolicyVersion
-from runtime.weights import sender as sender_module
+from runtime.weights.authentication import BucketTags
 from runtime.weights.sender import WeightSender
 from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, PATIENCE, WAYS, gather, settles, threads_and_files
 from tests.loopback.weight_members import Member, connect, leave, post
@@ -51,16 +51,16 @@ def test_a_corrupted_bucket_is_caught_and_named(
 ) -> None:
     group = connect(members, 2, transport=transport, folder=str(tmp_path))
     sender = WeightSender(MANIFEST)
-    stamp = sender_module.stamp
+    stamp = BucketTags.stamp
 
-    def stamp_then_flip(bucket: Any, buffer: torch.Tensor, version: PolicyVersion) -> int:
-        digest = stamp(bucket, buffer, version)
+    def stamp_then_flip(tags: BucketTags, index: int, bucket: Any, buffer: torch.Tensor, version: PolicyVersion) -> int:
+        digest = stamp(tags, index, bucket, buffer, version)
         if bucket is sender.buckets[2]:
             buffer[5] ^= 1
         return digest
 
     with monkeypatch.context() as patch:
-        patch.setattr(sender_module, "stamp", stamp_then_flip)
+        patch.setattr(BucketTags, "stamp", stamp_then_flip)
         post(members, 1, PATIENCE)
         gather(sender, 1)
         sender.send(group, PolicyVersion(0, 1), PATIENCE).result(PATIENCE)

@@ -174,6 +174,7 @@ def test_a_sender_killed_within_a_write_leaves_only_whole_files_and_the_next_hos
                 world_size=2,
                 backend="",
                 timeout=PATIENCE,
+                key=b"",
                 transport="files",
                 folder=str(tmp_path),
             )

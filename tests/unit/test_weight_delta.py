@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.types import PolicyVersion
+from runtime.weights.authentication import BucketTags
 from runtime.weights.delta import ENTRY_BYTES, HEADER, DeltaLink, decode, encode
-from runtime.weights.group import Link, allocate, stamp, views
+from runtime.weights.group import Link, allocate, views
 from runtime.weights.plan import ITEM_BYTES, Manifest, TensorSpec, plan_buckets
 
 
@@ -40,6 +41,9 @@ class Done:
         assert timeout > 0
 
 
+TAGS = BucketTags(bytes(32))
+
+
 class Pair:
     """Sender and receiver of one manifest, and the bytes that went from one to the other."""
 
@@ -59,7 +63,7 @@ class Pair:
         """One version, which has to arrive as it is; the bytes that it took. Not `taken`: it does not reach the receiver."""
         before = self.sender.sent_bytes
         for index, (bucket, buffer) in enumerate(zip(self.buckets, self.sent, strict=True)):
-            stamp(bucket, buffer, PolicyVersion(0, step))
+            TAGS.stamp(index, bucket, buffer, PolicyVersion(0, step))
             self.sender.send(index, buffer).wait(1.0)
             if taken:
                 self.receiver.receive(index, self.received[index]).wait(1.0)
@@ -170,7 +174,7 @@ def test_a_delta_that_does_not_lead_to_its_version_is_refused() -> None:
     pair = Pair((of("bfloat16", 1000),))
     pair.publish(0)
     pair.tensors[0][5] = 5
-    stamp(pair.buckets[0], pair.sent[0], PolicyVersion(0, 1))
+    TAGS.stamp(0, pair.buckets[0], pair.sent[0], PolicyVersion(0, 1))
     pair.sender.send(0, pair.sent[0])
     wire = pair.receiver._inner.on_it  # type: ignore[attr-defined]
     wire[1][8] ^= 1  # after the change and three fillers the entries are those of the trailer

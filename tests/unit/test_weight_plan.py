@@ -88,9 +88,18 @@ def test_padding_is_all_that_no_tensor_covers() -> None:
 
 def test_messages_call_a_member_by_its_rank_and_name() -> None:
     address = GroupAddress(
-        epoch=1, host="h", port=1, rank=0, world_size=3, backend="gloo", timeout=1.0, names=("trainer-0", "rollout-1")
+        epoch=1,
+        host="h",
+        port=1,
+        rank=0,
+        world_size=3,
+        backend="gloo",
+        timeout=1.0,
+        key=b"0123",
+        names=("trainer-0", "rollout-1"),
     )
     assert [address.label(rank) for rank in range(3)] == ["rank 0 (trainer-0)", "rank 1 (rollout-1)", "rank 2"]
+    assert repr(address) == "GroupAddress(rank 0 (trainer-0) of epoch 1 at h:1)"  # without the key
 
 
 def test_a_bucket_may_be_exactly_full() -> None:

@@ -11,7 +11,8 @@ import torch
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights import sender as sender_module
-from runtime.weights.group import WeightGroup, checksum
+from runtime.weights.authentication import new_key
+from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Bucket, BucketEntry, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import WeightSender
 
@@ -25,7 +26,8 @@ class Memory(WeightGroup):
     """Keeps what is sent. `gone[i]` is set once bucket i is on its way, and it is taken only if `may_take`."""
 
     def __init__(self, buckets: tuple[Bucket, ...]) -> None:
-        super().__init__(GroupAddress(epoch=1, host="", port=0, rank=0, world_size=2, backend="gloo", timeout=1.0), "trainer")
+        address = GroupAddress(epoch=1, host="", port=0, rank=0, world_size=2, backend="gloo", timeout=1.0, key=new_key())
+        super().__init__(address, "trainer")
         self.buckets = buckets
         self.gone = [threading.Event() for _ in buckets]
         self.may_take = threading.Event()
@@ -79,8 +81,8 @@ def tensors(version: int = 1) -> list[torch.Tensor]:
 
 def assert_sent(group: Memory, sender: WeightSender, version: int = 1) -> None:
     assert len(group.sent) == len(sender.buckets)
-    for bucket, buffer in zip(sender.buckets, group.sent, strict=True):
-        assert checksum(bucket, buffer) == int.from_bytes(buffer.numpy()[bucket.data_bytes :][:8].tobytes(), "little")
+    for index, (bucket, buffer) in enumerate(zip(sender.buckets, group.sent, strict=True)):
+        assert group.tags.verify(index, bucket, buffer)
         for entry in bucket.entries:
             found = buffer[entry.offset : entry.offset + entry.nbytes].view(torch.float32).view(3, 5)
             assert torch.equal(found, tensor(entry.tensor, version))

@@ -63,6 +63,7 @@ ADDRESS = GroupAddress(
     timeout=12.5,
     names=("trainer-0", "trainer-2", "rollout-0"),
     senders=2,
+    key=bytes(range(32)),
 )
 
 
