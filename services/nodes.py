@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -37,6 +38,7 @@ class Nodes:
         self._yaml = loading.to_yaml(config)
         self.run = uuid.uuid4().hex
         """Another whenever all begin anew: agents end then what they ran before."""
+        self._secret = secrets.token_bytes(32)  # of the keys of groups that span nodes
         self._trains = trains
         self._register = register
         self.roster = Roster(config)
@@ -269,7 +271,7 @@ class Nodes:
     def _tell(self) -> None:
         assert self._placement is not None
         nodes, incarnations = self.roster.nodes, {unit.name: unit.incarnation for unit in self._register.units()}
-        for name, started in launches(self._config, self._placement, nodes, incarnations).items():
+        for name, started in launches(self._config, self._placement, nodes, incarnations, self._secret).items():
             self._assignments[name] = Assignment(run=self.run, config=self._yaml, launches=started)
             if name in self._streams:  # it is not, once all are closed
                 self._streams[name].set()

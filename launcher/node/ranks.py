@@ -4,12 +4,15 @@
 
 Where all ranks are on this node that address is loopback, and the port any free one. Nobody unpickles what the store holds. A
 rendezvous of torchrun listens on every address of the machine, and that of `--standalone` unpickles what anybody puts there.
+The ranks get the key of their group in the environment, whose variables no other user reads: that of `os_process.STORE_KEY`, or
+a new one where all ranks are on this node.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -43,7 +46,14 @@ def start(options: argparse.Namespace) -> dict[int, tuple[int, subprocess.Popen[
     if store is not None:
         at = network.host_port(*store.getsockname()[:2])
     host, _, port = at.rpartition(":")
-    group = {"WORLD_SIZE": options.world, "LOCAL_WORLD_SIZE": len(ranks), "MASTER_ADDR": host.strip("[]"), "MASTER_PORT": port}
+    key = os.environ.get(os_process.STORE_KEY) or secrets.token_hex(32)
+    group = {
+        os_process.STORE_KEY: key,
+        "WORLD_SIZE": options.world,
+        "LOCAL_WORLD_SIZE": len(ranks),
+        "MASTER_ADDR": host.strip("[]"),
+        "MASTER_PORT": port,
+    }
     started = {}
     for index, rank in enumerate(ranks):
         own = {**group, "RANK": rank, "LOCAL_RANK": index}

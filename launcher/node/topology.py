@@ -14,6 +14,7 @@ from runtime.cluster.nodes import Launch
 from runtime.cluster.topology import Instance, group_of, settings_of
 from runtime.config import Config, Restarts
 from runtime.config.service_checks import hccl_beside_workers
+from runtime.process import os_process
 from runtime.process.network import host_port
 from sluice import start
 
@@ -78,7 +79,7 @@ def service_specs(
             command=_command(
                 launch, len(group_of(config, Instance(launch.role, launch.name))), role.python or python, arguments
             ),
-            env={**ports.get(launch.name, {}), **env},
+            env={**ports.get(launch.name, {}), **env, **_key(launch)},
             cpus=affinity(role),
             services=tuple(f"{launch.role}-{rank}" for rank in launch.ranks) or (launch.name,),
             ends_by=signal.SIGINT,
@@ -90,6 +91,11 @@ def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:
     """By name, for what this node starts again by itself: all but its parts of groups that span nodes."""
     own = [Instance(launch.role, launch.name) for launch in launches if launch.rendezvous is None]
     return {instance.name: settings_of(config, instance).restarts for instance in own}  # type: ignore[attr-defined]  # such roles' own
+
+
+def _key(launch: Launch) -> dict[str, str]:
+    """The variable with the key of a group that spans nodes. Command lines anybody reads, another's environment nobody."""
+    return {} if launch.rendezvous is None else {os_process.STORE_KEY: launch.rendezvous.key.hex()}
 
 
 def _command(launch: Launch, world: int, python: str, arguments: Sequence[str]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -46,6 +47,11 @@ class Rendezvous(Struct, kw_only=True, frozen=True):
 
     host: str
     port: int
+    key: bytes  # of the group
+
+    def __repr__(self) -> str:
+        """Without the key, which no log is to hold."""
+        return f"Rendezvous({self.host}, {self.port})"
 
 
 class Launch(Struct, kw_only=True, frozen=True):
@@ -210,11 +216,16 @@ def path_faults(reference: NodePaths, other: NodePaths, paths: Mapping[str, str]
 
 
 def launches(
-    config: Config, placement: Placement, roster: Mapping[str, NodeRegistration], incarnations: Mapping[str, int]
+    config: Config,
+    placement: Placement,
+    roster: Mapping[str, NodeRegistration],
+    incarnations: Mapping[str, int],
+    secret: bytes,
 ) -> dict[str, list[Launch]]:
     """By node, what it is to run; a group only while all its nodes are there.
 
-    `incarnations`: the lowest allowed, by the name of a replica or of a group's first rank.
+    `incarnations`: the lowest allowed, by the name of a replica or of a group's first rank. `secret`, at most 64 bytes: each
+    incarnation of a group has a key that is derived from it.
     """
     out: dict[str, list[Launch]] = {name: [] for name in roster}
     absent = {seat.instance.role for seat in placement.seats if seat.node not in roster}
@@ -233,17 +244,23 @@ def launches(
     for role, parts in groups.items():
         incarnation = incarnations.get(f"{role}-0", 0)
         place = SPANNING_ROLES.index(role) + len(SPANNING_ROLES) * (incarnation % PORTS_PER_ROLE)
-        for node, launch in _group(role, parts, roster, place, incarnation):
+        for node, launch in _group(role, parts, roster, place, incarnation, secret):
             out[node].append(launch)
     return out
 
 
 def _group(
-    role: str, parts: Mapping[str, Sequence[Seat]], roster: Mapping[str, NodeRegistration], place: int, incarnation: int
+    role: str,
+    parts: Mapping[str, Sequence[Seat]],
+    roster: Mapping[str, NodeRegistration],
+    place: int,
+    incarnation: int,
+    secret: bytes,
 ) -> Iterator[tuple[str, Launch]]:
     """The launches of one group, whose nodes are in the order of its ranks. They meet at the first, at port number `place`."""
     first = roster[next(iter(parts))]
-    meeting = Rendezvous(host=first.address, port=first.ports[place]) if len(parts) > 1 else None
+    key = hashlib.blake2b(f"{role}/{incarnation}".encode(), key=secret, digest_size=32).digest()
+    meeting = Rendezvous(host=first.address, port=first.ports[place], key=key) if len(parts) > 1 else None
     for node, seats in parts.items():
         yield (
             node,

@@ -17,6 +17,7 @@ import psutil
 
 INCARNATION = "SLUICE_INCARNATION"  # the variable that tells a process how many were started under its name before
 STORE = "SLUICE_STORE"  # the variable that tells rank 0 the descriptor of its group's socket, which listens
+STORE_KEY = "SLUICE_STORE_KEY"  # the variable that tells the ranks of a group its key, in hexadecimal digits
 
 _PARENT = "SLUICE_PARENT"
 _PR_SET_PDEATHSIG = 1

@@ -29,6 +29,7 @@ from runtime.models.hf_config import read_raw
 from runtime.process import os_process, platform
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import PolicyVersion, StepResult, snake
+from runtime.weights.authentication import AuthenticatedStore
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, roots
 from runtime.weights.sender import SendingMember, SendResult, WeightSender, in_thread
 
@@ -62,16 +63,26 @@ def join_group(role: str, settings: Spread, world_size: int, timeout: float) -> 
     if world_size > 1:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # of the newest collectives
         limit, rank = timedelta(seconds=timeout), int(os.environ["RANK"])
-        dist.init_process_group(backend, store=_store(world_size, limit), rank=rank, world_size=world_size, timeout=limit)
+        _stores.append(store := _store(world_size, limit, backend))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     return device
 
 
-def _store(world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Where the ranks meet. Rank 0 opens it on the socket that it was given, which listens already."""
+_stores: list[dist.Store] = []  # of the default group, which torch calls for each further group
+
+
+def _store(world_size: int, timeout: timedelta, backend: platform.CollectiveBackend) -> dist.Store:
+    """Where the ranks meet. Rank 0 opens it on the socket that it was given, which listens already.
+
+    NCCL and HCCL call a store from threads of their own, which may not wait for Python's lock: theirs has no tags.
+    """
+    key = bytes.fromhex(os.environ.pop(os_process.STORE_KEY))
     host, port, given = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ.get(os_process.STORE)
     if given is None:
-        return dist.TCPStore(host, port, world_size, timeout=timeout)
-    return dist.TCPStore(host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=int(given))
+        store = dist.TCPStore(host, port, world_size, timeout=timeout)
+    else:
+        store = dist.TCPStore(host, port, world_size, is_master=True, timeout=timeout, master_listen_fd=int(given))
+    return AuthenticatedStore(store, key) if backend == "gloo" else store
 
 
 def backend_of(role: str, settings: Spread, device: torch.device) -> platform.CollectiveBackend:

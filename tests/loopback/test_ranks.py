@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from runtime.process import network
 from sluice import start
@@ -24,7 +28,7 @@ import psutil, torch
 import torch.distributed as dist
 from runtime.trainer.rank import _store
 rank, world, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=60)
-store = _store(world, limit)
+store = _store(world, limit, "gloo")
 store.add("there", 1)
 listens = {one.laddr.ip for one in psutil.Process().net_connections("inet") if one.status == psutil.CONN_LISTEN}
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
@@ -46,13 +50,15 @@ time.sleep(600)
 
 @contextmanager
 def ranks(
-    folder: Path, script: str, *arguments: str, here: str = "0,1", at: Sequence[str] = ()
+    folder: Path, script: str, *arguments: str, here: str = "0,1", at: Sequence[str] = (), name: str = "rank.py"
 ) -> Iterator[subprocess.Popen[str]]:
-    path = folder / "rank.py"
+    path = folder / name
     path.write_text(script)
     options = ("--group", "trainer-0", "--ranks", here, "--world", "2", *at, str(path), *arguments)
     command = start.command("launcher.node.ranks", *options)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         yield process
     finally:
@@ -68,9 +74,29 @@ def test_ranks_meet_on_loopback_alone(tmp_path: Path) -> None:
     assert sorted(out.splitlines()) == ["rank 0 0 3 ['127.0.0.1']", "rank 1 1 3 []"]
 
 
-def test_ranks_of_two_nodes_meet_at_the_address_that_they_were_given(tmp_path: Path) -> None:
+def test_an_address_that_a_stranger_planted_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLUICE_STORE_KEY", "5e" * 32)
+    with network.listen("127.0.0.1", None, 1) as free:
+        host, port = free.getsockname()[:2]
+    at, waits = ("--at", network.host_port(host, port)), MEETS.replace('store.add("there", 1)', "sys.stdin.readline()")
+    with ranks(tmp_path, MEETS, here="0", at=at) as first:
+        stranger = dist.TCPStore(host, port, 2, is_master=False, timeout=timedelta(seconds=DEADLINE), wait_for_workers=False)
+        with ranks(tmp_path, waits, here="1", at=at, name="waits.py") as second:
+            give_up = time.monotonic() + DEADLINE
+            while len(left := [name for name in stranger.list_keys() if "init/" not in name]) < 2:  # a counter and an address
+                assert time.monotonic() < give_up and first.poll() is None
+            for name in left:
+                stranger.set(name, b"planted")
+            errors = second.communicate("go\n", timeout=DEADLINE)[1]
+    assert second.returncode and re.search(r"RuntimeError|ForgedValue", errors)
+    assert "0/0 in the group's store was written by somebody who does not have the group's key" in errors
+    assert "5e5e" not in errors
+
+
+def test_ranks_of_two_nodes_meet_at_the_address_that_they_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with network.listen("127.0.0.1", None, 1) as free:
         at = ("--at", network.host_port(*free.getsockname()[:2]))
+    monkeypatch.setenv("SLUICE_STORE_KEY", "5e" * 32)
     with ranks(tmp_path, MEETS, here="1", at=at) as second, ranks(tmp_path, MEETS, here="0", at=at) as first:  # comes later
         told = first.communicate(timeout=DEADLINE)[0] + second.communicate(timeout=DEADLINE)[0]
     assert (first.returncode, second.returncode) == (0, 0)

@@ -32,7 +32,7 @@ def npus(count: int, **others: Any) -> Machine:
 def environments(machine: Machine, **sections: Any) -> dict[str, dict[str, str]]:
     config, here = make(**sections), NodeRegistration(name="here", address="127.0.0.1")
     placement = place(config, [NodeOffer("here", len(machine.devices))])
-    started = launches(config, placement, {"here": here}, {})["here"]
+    started = launches(config, placement, {"here": here}, {}, b"")["here"]
     specs = service_specs(config, started, Path("c.yaml"), "python", "host:1", 8, machine)
     return {name: spec.env for name, spec in specs.items()}
 

@@ -99,19 +99,30 @@ def test_a_group_over_two_nodes_meets_at_the_first_and_a_replica_keeps_its_incar
     config = make(services={"trainer": {"processes": 4}, "rollout": {"replicas": 2}})
     there = {"a": node("a", devices=3), "b": node("b", address="10.0.0.2", devices=3)}
     placed = place(config, [NodeOffer("a", 3), NodeOffer("b", 3)])
-    told = launches(config, placed, there, {"rollout-0": 2, "trainer-0": 1})
+    told = launches(config, placed, there, {"rollout-0": 2, "trainer-0": 1}, b"secret")
     first, second = ({launch.name: launch for launch in told[name]} for name in ("a", "b"))
     assert (first["trainer-0"].ranks, first["trainer-0"].devices, first["trainer-0"].incarnation) == ([0, 1, 2], [0, 1, 2], 1)
-    assert first["trainer-0"].rendezvous == Rendezvous(host="10.0.0.1", port=7004)
-    assert (second["trainer-3"].ranks, second["trainer-3"].rendezvous) == (
-        [3],
-        Rendezvous(host="10.0.0.1", port=7004),
-    )
+    meeting = first["trainer-0"].rendezvous
+    assert meeting == Rendezvous(host="10.0.0.1", port=7004, key=b"" if meeting is None else meeting.key)
+    assert (second["trainer-3"].ranks, second["trainer-3"].rendezvous) == ([3], meeting)
     assert (second["rollout-0"].devices, second["rollout-0"].incarnation, second["rollout-1"].incarnation) == ([1], 2, 0)
+
+
+def test_each_incarnation_of_a_group_has_a_key_that_nobody_foretells_and_no_log_shows() -> None:
+    config = make(services={"trainer": {"processes": 4}, "rollout": {"replicas": 2}})
+    there = {"a": node("a", devices=3), "b": node("b", address="10.0.0.2", devices=3)}
+    placed = place(config, [NodeOffer("a", 3), NodeOffer("b", 3)])
+    keys = []
+    for incarnation, secret in ((0, b"one"), (1, b"one"), (0, b"other"), (0, b"one")):
+        told = launches(config, placed, there, {"trainer-0": incarnation}, secret)
+        (meeting,) = {launch.rendezvous for each in told.values() for launch in each if launch.role == "trainer"}
+        assert meeting is not None and len(meeting.key) == 32 and repr(meeting.key) not in repr(told)
+        keys.append(meeting.key)
+    assert len(set(keys[:3])) == 3 and keys[3] == keys[0]
 
 
 def test_a_group_waits_for_all_its_nodes_and_a_replica_for_its_own() -> None:
     config = make(services={"trainer": {"processes": 4}, "rollout": {"replicas": 2}})
     placed = place(config, [NodeOffer("a", 3), NodeOffer("b", 3)])
-    assert [launch.role for launch in launches(config, placed, {"a": node("a")}, {})["a"]] == ["reward"]
-    assert {launch.name for launch in launches(config, placed, {"b": node("b")}, {})["b"]} == {"rollout-0", "rollout-1"}
+    assert [launch.role for launch in launches(config, placed, {"a": node("a")}, {}, b"")["a"]] == ["reward"]
+    assert {launch.name for launch in launches(config, placed, {"b": node("b")}, {}, b"")["b"]} == {"rollout-0", "rollout-1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 from typing import Any
 
@@ -82,10 +83,11 @@ def test_a_groups_backend_is_the_roles(
     joins = lambda name, **how: seen.append((name, how["timeout"].total_seconds()))  # noqa: E731
     monkeypatch.setattr(rank.dist, "init_process_group", joins)
     monkeypatch.setattr(rank.dist, "TCPStore", lambda *_, **__: None)
-    for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for name, value in {"SLUICE_STORE_KEY": "00", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     rank.join_group("critic", Trainer(engine=engine, backend=backend), 2, 7.0)
     assert seen == [(joined, 7.0)]
+    assert "SLUICE_STORE_KEY" not in os.environ, "no child of a rank is told the key"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def started(config: Config, trains: bool = True) -> list[Launch]:
     """On a machine without accelerators, which is the only one."""
     here = NodeRegistration(name="here", address="127.0.0.1")
     placement = place(config, [NodeOffer("here")], trains=trains)
-    return launches(config, placement, {"here": here}, {})["here"]
+    return launches(config, placement, {"here": here}, {}, b"")["here"]
 
 
 def specs(config: Config, trains: bool = True) -> list[ProcessSpec]:
@@ -121,12 +121,13 @@ def test_everything_but_the_coordinator_is_started_again_a_group_by_the_name_of_
 
 def test_a_part_of_a_group_that_spans_nodes_is_not_this_nodes_to_start_again() -> None:
     config = make(services={"trainer": {"processes": 2}})
-    meeting = Rendezvous(host="10.0.0.1", port=7001)
+    meeting = Rendezvous(host="10.0.0.1", port=7001, key=b"\x01\xff")
     part = Launch(role="trainer", name="trainer-1", ranks=[1], rendezvous=meeting)
     assert restarts(config, [part]) == {}
     spec = service_specs(config, [part], Path("c.yaml"), "python", "host:1", 8)["trainer-1"]
     where = ("--group", "trainer-1", "--ranks", "1", "--world", "2", "--at", "10.0.0.1:7001")
     assert spec.command[2 : 3 + len(where)] == ("launcher.node.ranks", *where)
+    assert spec.env["SLUICE_STORE_KEY"] == "01ff" and "01ff" not in " ".join(spec.command)
 
 
 def test_the_ranks_of_a_critic_are_started_together() -> None:

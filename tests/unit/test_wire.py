@@ -134,7 +134,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
                     name="trainer-2",
                     ranks=[2, 3],
                     devices=[2, 3],
-                    rendezvous=nodes.Rendezvous(host="10.0.0.1", port=5),
+                    rendezvous=nodes.Rendezvous(host="10.0.0.1", port=5, key=bytes(range(32))),
                 ),
             ],
         ),

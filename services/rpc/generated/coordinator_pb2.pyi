@@ -119,12 +119,14 @@ class NodePaths(_message.Message):
     def __init__(self, node: _Optional[str] = ..., found: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Rendezvous(_message.Message):
-    __slots__ = ("host", "port")
+    __slots__ = ("host", "port", "key")
     HOST_FIELD_NUMBER: _ClassVar[int]
     PORT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     host: str
     port: int
-    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ...) -> None: ...
+    key: bytes
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., key: _Optional[bytes] = ...) -> None: ...
 
 class Launch(_message.Message):
     __slots__ = ("role", "name", "ranks", "devices", "incarnation", "rendezvous")
