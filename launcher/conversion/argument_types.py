@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from launcher.conversion.plain_pickle import told
 from runtime.errors import UserError
+from runtime.weights.plain_pickle import told
 
 _MOST = 1 << 31
 _LISTED = 10_000  # layers, or experts of a layer: there are lists of them

@@ -21,9 +21,9 @@ import msgspec
 from launcher.conversion.argument_types import require_types
 from launcher.conversion.arguments import DECISIVE, noop_layers
 from launcher.conversion.classic_ranks import ClassicGrid, Coordinates, grid_of
-from launcher.conversion.plain_pickle import Attributes, told
 from launcher.conversion.torch_archive import ArchiveTensor, read_archive
 from runtime.errors import UserError
+from runtime.weights.plain_pickle import Attributes, told
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

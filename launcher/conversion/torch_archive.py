@@ -19,10 +19,9 @@ from typing import Any
 import msgspec
 import torch
 
-from launcher.conversion import plain_pickle
-from launcher.conversion.plain_pickle import Attributes, Function, Inert, Malformed, Refused, told
 from runtime.errors import UserError
-from runtime.weights import tensor_files
+from runtime.weights import plain_pickle, tensor_files
+from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Inert, Malformed, Refused, line, told
 from runtime.weights.plan import ITEM_BYTES
 
 _LIMIT = 1 << 63
@@ -126,11 +125,8 @@ def read_archive(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except Refused as error:
         raise UserError(f"{path}: its pickle wants {error}, which no checkpoint needs; nothing of it was run") from error
-    except (zipfile.BadZipFile, EOFError, struct.error, Malformed) as error:
-        raise UserError(f"{path}: is not a whole file of torch.save: {_line(error)}") from error
-    except (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as error:
-        # RuntimeError: also what zipfile does not know, and a recursion.
-        raise UserError(f"{path}: is not a whole file of torch.save: {type(error).__name__}: {_line(error)}") from error
+    except (zipfile.BadZipFile, struct.error, *FAULTS) as error:  # RuntimeError: also what zipfile does not know
+        raise UserError(f"{path}: is not a whole file of torch.save: {line(error)}") from error
 
 
 class _Memory(msgspec.Struct, frozen=True):
@@ -205,12 +201,6 @@ class _Archive:
         return _Memory(self._path, start, elements, dtype)
 
 
-def _line(error: Exception) -> str:
-    """Of what is not of this module, and may quote the file."""
-    text = str(error)
-    return text if text.isprintable() and len(text) <= 300 else told(text)
-
-
 def _tensor(memory: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> ArchiveTensor | Inert:
     if isinstance(memory, Inert):
         return memory
@@ -249,8 +239,8 @@ _KNOWN: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter_with_state": _same,
     "torch._tensor._rebuild_from_type_v2": _of_type,
     "torch.Size": _sizes,
-    "argparse.Namespace": lambda *_: Attributes(),
-    "types.SimpleNamespace": lambda *_: Attributes(),
+    "argparse.Namespace": lambda *_: Attributes("argparse.Namespace", {}),
+    "types.SimpleNamespace": lambda *_: Attributes("types.SimpleNamespace", {}),
     "collections.OrderedDict": lambda *_: {},
     # MindSpeed-LLM's converter saves a model as one of these.
     "collections.defaultdict": lambda *_: {},

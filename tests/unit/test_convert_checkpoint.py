@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from torch.distributed import checkpoint
 from runtime.errors import InvariantViolated
 from runtime.models.families import Layout
 from runtime.trainer.megatron.core_checkpoint import CoreCheckpoint
+from runtime.trainer.megatron.core_index import read_index
 from tests.unit.family_cases import CONFIGS, make_family, make_tensors
 from tests.unit.test_convert import refused, same, sluice
 
@@ -87,6 +92,34 @@ def test_a_part_of_a_parameter_is_not_read(tmp_path: Path) -> None:
         core.get(name)[1:]
 
 
+class Running:
+    """What makes a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self._path}",)
+
+
+def places(index: Any, **changed: object) -> None:
+    """All tensors lie elsewhere."""
+    for place in index.storage_data.values():
+        vars(place).update(changed)
+
+
+def of_norm(index: Any) -> Any:
+    return index.state_dict_metadata["decoder.final_layernorm.weight"]
+
+
+def test_what_is_read_of_an_index_is_what_torch_reads(tmp_path: Path) -> None:
+    saved = save(tmp_path / "saved", "qwen2", stored("qwen2", make_tensors(make_family("qwen2"))))
+    index = saved / "megatron" / ".metadata"
+    expected, found = pickle.loads(index.read_bytes()), read_index(index)
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.storage_data == expected.storage_data
+
+
 class TestRefused:
     def refuse(self, folder: Path, capsys: pytest.CaptureFixture[str], saved: Path, *told: str) -> None:
         assert convert(saved, folder / "hf") == 2
@@ -116,7 +149,44 @@ class TestRefused:
     def test_a_torn_index(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         saved = save(tmp_path / "saved", "qwen2", stored("qwen2", make_tensors(make_family("qwen2"))))
         (saved / "megatron" / ".metadata").write_bytes((saved / "megatron" / ".metadata").read_bytes()[:100])
-        self.refuse(tmp_path, capsys, saved, "megatron: cannot be read: ")
+        self.refuse(tmp_path, capsys, saved, "megatron/.metadata: is not a whole index of a checkpoint: ")
+
+    def test_an_index_that_runs_something(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        saved = save(tmp_path / "saved", "qwen2", stored("qwen2", make_tensors(make_family("qwen2"))))
+        (saved / "megatron" / ".metadata").write_bytes(pickle.dumps(Running(tmp_path / "run")))
+        self.refuse(tmp_path, capsys, saved, "megatron/.metadata: its pickle wants posix.system", "nothing of it was run")
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            (lambda index: setattr(index, "planner_data", Running(Path("run"))), "wants posix.system"),
+            (lambda index: places(index, relative_path="../../elsewhere"), "it wants '../../elsewhere'"),
+            (lambda index: places(index, transform_descriptors=("zstd",)), "it wants '__0_0.distcp'"),
+            (lambda index: places(index, offset="0"), "has '0' in the place of a int"),
+            (lambda index: index.storage_data.clear(), "more parts of tensors than places for them"),
+            (lambda index: of_norm(index).chunks.clear(), r"parts of a tensor [32] do not fill it"),
+            (lambda index: of_norm(index).chunks.extend(of_norm(index).chunks * 10**5), "more parts of tensors than places"),
+            (lambda index: setattr(of_norm(index).chunks[0], "offsets", torch.Size([1])), "lies beyond its tensor [32]"),
+            (lambda index: setattr(of_norm(index).chunks[0], "offsets", torch.Size([0, 0])), "lies beyond its tensor [32]"),
+            (lambda index: setattr(of_norm(index), "properties", None), "has None in the place of a TensorProperties"),
+            (lambda index: setattr(index, "storage_data", None), "has None in the place of a dict"),
+            (lambda index: index.__dict__.pop("storage_data"), "KeyError: 'storage_data'"),
+        ],
+    )
+    def test_an_index_of_other_things(
+        self, change: Callable[[Any], object], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        saved = save(tmp_path / "saved", "qwen2", stored("qwen2", make_tensors(make_family("qwen2"))))
+        index = pickle.loads((saved / "megatron" / ".metadata").read_bytes())
+        change(index)
+        (saved / "megatron" / ".metadata").write_bytes(pickle.dumps(index))
+        self.refuse(tmp_path, capsys, saved, "megatron/.metadata: ", told)
+
+    def test_a_torn_file_of_tensors(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        saved = save(tmp_path / "saved", "qwen2", stored("qwen2", make_tensors(make_family("qwen2"))))
+        (saved / "megatron" / "__0_0.distcp").write_bytes(bytes(100))
+        self.refuse(tmp_path, capsys, saved, "megatron: ", "cannot be read: ")
 
     def test_neither_kind_of_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "saved").mkdir()

@@ -29,7 +29,7 @@ PURE = (
     "runtime/data/order.py",
     *(f"runtime/rewards/{name}.py" for name in ("accuracy", "extraction", "format", "numeric", "rules")),
     "runtime/models/families/",
-    "launcher/conversion/plain_pickle.py",
+    "runtime/weights/plain_pickle.py",
     "runtime/telemetry/report/lineages.py",
     "runtime/telemetry/report/thinning.py",
     "runtime/weights/plan.py",

@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 import torch
 
-from launcher.conversion import plain_pickle
-from launcher.conversion.plain_pickle import Attributes, Inert
 from launcher.conversion.torch_archive import ArchiveTensor, read_archive
 from runtime.errors import UserError
+from runtime.weights import plain_pickle
+from runtime.weights.plain_pickle import Attributes, Inert
 
 BUFFER = torch.arange(100.0)
 TENSORS = {

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -28,6 +27,7 @@ from runtime.models.families import Family, Layout
 from runtime.models.families.family import HEAD, require_same
 from runtime.models.families.naming import FUSED
 from runtime.trainer.megatron.core_folder import CoreFile, columns
+from runtime.trainer.megatron.core_index import CoreReader
 from runtime.weights.plan import TensorSpec
 
 FOLDER = "megatron"
@@ -50,12 +50,9 @@ class CoreCheckpoint:
         """Raises UserError when the checkpoint is another engine's, or cannot be read."""
         self.path = folder / FOLDER
         _require_engine(folder)
-        self._reader = FileSystemReader(self.path)
-        try:
-            self._metadata = self._reader.read_metadata()
-            self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        except Exception as error:  # whatever a torn pickle raises
-            raise UserError(f"{self.path}: cannot be read: {error}") from error
+        self._reader = CoreReader(self.path)
+        self._metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._stored = {
             key: tensor
             for key, tensor in self._metadata.state_dict_metadata.items()
@@ -94,14 +91,17 @@ class CoreCheckpoint:
         return StoredParameter(self, name)
 
     def read(self, name: str) -> torch.Tensor:
-        """A new tensor."""
+        """A new tensor. Raises UserError when it cannot be read."""
         (key, index), spec = self._place(name), self.specs[name]
         tensor = torch.empty((*(1,) * len(index), *spec.shape), dtype=getattr(torch, spec.dtype))
         offsets = torch.Size((*index, *(0,) * len(spec.shape)))
         chunk = ChunkStorageMetadata(offsets=offsets, sizes=tensor.size())
         items = create_read_items_for_chunk_list(key, self._stored[key], [chunk])
         planner: Any = _Into(tensor)
-        self._reader.read_data(LoadPlan(items), planner).wait()
+        try:
+            self._reader.read_data(LoadPlan(items), planner).wait()
+        except Exception as error:  # whatever torch raises at what is torn, or wants more than tensors; it advises to trust it
+            raise UserError(f"{self.path}: {key} cannot be read: {type(error).__name__}") from error
         return tensor.view(spec.shape)
 
     def _place(self, name: str) -> tuple[str, tuple[int, ...]]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from runtime.errors import UserError
 from runtime.models.limits import MEGATRON_NEEDS_CORE
+from runtime.trainer.megatron.core_index import CoreReader
 
 _USED = (
     "dist_checkpointing",
@@ -57,6 +58,10 @@ def prepare(device: torch.device) -> None:
         warnings.filterwarnings("ignore", told)  # its own affair, or none of a CPU's
     # A name that 0.16.1 asks for whenever it routes to experts, and has only with Transformer Engine.
     vars(sys.modules["megatron.core.transformer.moe.moe_utils"]).setdefault("te_general_gemm", None)
+    # Its readers unpickle a checkpoint's index.
+    checkpoints: Any = sys.modules["megatron.core.dist_checkpointing.strategies.torch"]
+    checkpoints.FileSystemReader = checkpoints.CachedMetadataFileSystemReader = CoreReader
+    checkpoints._get_filesystem_reader = lambda folder, *_, **__: CoreReader(folder)
     if device.type == "cpu":
         _put_on_cpu()
     # Version 0.12 asks Transformer Engine to quantise those parameters that are of 8 bits, also where there are none.

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies import torch as core
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
@@ -65,11 +66,14 @@ def prepare(
 def load(folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
     """Restore what `save` wrote, whatever the layout was. Collective. Raises UserError when it does not fit the model."""
     description = _description(folder)
-    target = str(folder / FOLDER)
+    target, sharded = folder / FOLDER, core.TorchDistLoadShardedStrategy()
     wanted = _described(updates, lambda parameter, _: {kind: torch.empty(parameter.shape) for kind in KINDS})
-    _require_same(folder, wanted, dist_checkpointing.load_tensors_metadata(target))
-    found = dist_checkpointing.load(wanted, target)
-    updates.model.module.load_state_dict(found["model"])
+    model = wanted["model"]
+    # What modules keep for Transformer Engine, which is none of ours.
+    objects = {name: model.pop(name).data for name in list(model) if isinstance(model[name], ShardedObject)}
+    _require_same(folder, wanted, sharded.load_tensors_metadata(target))
+    found = dist_checkpointing.load(wanted, str(target), sharded, _NothingInCommon())
+    updates.model.module.load_state_dict(found["model"] | objects)
     for name, parameter in updates.model.module.named_parameters():
         updates.scatter(parameter, {kind: found["optimizer"][kind][name] for kind in KINDS})
     updates.count = description["optimizer_updates"]
@@ -146,6 +150,13 @@ def _tensors(tree: Any) -> Iterator[ShardedTensor]:
     elif isinstance(tree, (dict, list)):
         for each in tree.values() if isinstance(tree, dict) else tree:
             yield from _tensors(each)
+
+
+class _NothingInCommon(TorchCommonLoadStrategy):
+    """common.pt, in which our checkpoints have nothing, is not read: version 0.12 unpickles it."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        return {}
 
 
 class Writer(core.TorchDistSaveShardedStrategy):

@@ -27,6 +27,10 @@ class Malformed(Exception):
     """What no pickle of plain values has."""
 
 
+# What a file raises that is not as it should be. RuntimeError: a recursion.
+FAULTS = (Malformed, ArithmeticError, EOFError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+
+
 class Function:
     """What a name stands for that may be called. `work` returns plain values, or what a pickle can neither open nor change."""
 
@@ -50,12 +54,13 @@ class Inert:
 
 
 class Attributes:
-    """An `argparse.Namespace`."""
+    """What has attributes, such as an `argparse.Namespace`. `name` is its class's; `values` are a dict, or a tuple."""
 
-    __slots__ = ("values",)
+    __slots__ = ("name", "values")
 
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
+    def __init__(self, name: str, values: Any):
+        self.name = name
+        self.values = values
 
 
 def told(value: Any) -> str:
@@ -69,6 +74,13 @@ def told(value: Any) -> str:
     return f"an {kind}" if kind[0] in "AEIOUaeiou" else f"a {kind}"
 
 
+def line(error: Exception) -> str:
+    """Of what was raised for a stranger's file, and may quote it: for a message, on one line."""
+    text = str(error)
+    text = text if text.isprintable() and len(text) <= 300 else told(text)
+    return f"{type(error).__name__}: {text}" if type(error).__module__ == "builtins" else text  # such as KeyError
+
+
 class Surroundings(Protocol):
     """What a pickle refers to."""
 
@@ -79,18 +91,17 @@ class Surroundings(Protocol):
         """What a persistent identity stands for."""
 
 
-def load(code: bytes, surroundings: Surroundings) -> Any:
-    """The value of a pickle.
+def load(code: bytes, surroundings: Surroundings, scale: int = 1) -> Any:
+    """The value of a pickle, which may be `scale` times as long as others.
 
-    Raises Refused as `surroundings` do, and Malformed, ArithmeticError, LookupError, TypeError and ValueError for what is no
-    pickle, or is too long.
+    Raises Refused as `surroundings` do, and what `FAULTS` lists for what is no pickle, or is too long.
     """
-    if len(code) > MOST_BYTES:
-        raise Malformed(f"its pickle has {len(code)} bytes; must be at most {MOST_BYTES}")
+    if len(code) > MOST_BYTES * scale:
+        raise Malformed(f"its pickle has {len(code)} bytes; must be at most {MOST_BYTES * scale}")
     machine = _Machine(surroundings)
     for step, (opcode, argument, _) in zip(count(1), pickletools.genops(code), strict=False):
-        if step > MOST_STEPS:
-            raise Malformed(f"its pickle has more than {MOST_STEPS} steps")
+        if step > MOST_STEPS * scale:
+            raise Malformed(f"its pickle has more than {MOST_STEPS * scale} steps")
         if opcode.name == "STOP":
             break
         if opcode.name in _ARGUMENTS:
@@ -220,7 +231,7 @@ class _Machine:
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, Attributes):
-            if not isinstance(state, dict):
+            if type(state) is not type(target.values):
                 raise Malformed(f"its pickle has {told(state)} as attributes")
             target.values = state
         elif not isinstance(target, (Inert, dict)):
@@ -244,7 +255,7 @@ def _key(key: Any) -> Any:
     elif isinstance(key, (str, bytes)):
         good = len(key) <= _LONGEST
     else:
-        good = key is None or isinstance(key, Inert) or (isinstance(key, int) and abs(key) < 1 << 31)
+        good = key is None or isinstance(key, (Inert, Attributes)) or (isinstance(key, int) and abs(key) < 1 << 31)
     if not good:
         raise Malformed(f"its pickle has {told(key)} as a key")
     return key
