@@ -15,6 +15,7 @@ import yaml
 
 from runtime.errors import ConfigError
 
+MOST_VALUES = 100_000  # of a file, those that aliases repeat each time
 _SHOWN_CHARACTERS = 60
 
 _MERGE = "tag:yaml.org,2002:merge"
@@ -29,6 +30,28 @@ _CORE_SCHEMA = (
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str | None, list[Any]] = {}
+
+    def __init__(self, stream: str | bytes):
+        super().__init__(stream)
+        self._count = 0
+        self._counts: dict[yaml.Node, int] = {}  # how many values each node is, itself among them
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Counted before anything is made: a few bytes of aliases of aliases are gigabytes of values."""
+        mark, before = self.peek_event().start_mark, self._count
+        node: Any = super().compose_node(parent, index)
+        self._count += self._counts.get(node, 1)
+        self._counts.setdefault(node, self._count - before)
+        if self._count > MOST_VALUES:
+            raise yaml.composer.ComposerError(None, None, f"more than {MOST_VALUES} values, with what aliases repeat", mark)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # PyYAML's, for `!!int x`
+            told = f"{show(str(node.value))} is not of the type {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, told, node.start_mark) from error
 
     def compose_mapping_node(self, anchor: dict[Any, Any]) -> yaml.MappingNode:
         # Checked here and not in construct_mapping, where merged keys legitimately repeat those they are merged into.
@@ -61,23 +84,37 @@ for _tag, _pattern, _first in _CORE_SCHEMA:
     _Dumper.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), _first)
 
 
-def read_value(text: str) -> Any:
+class _TextLoader(_Loader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        return node.value if isinstance(node, yaml.ScalarNode) else super().construct_object(node, deep)
+
+
+def read_value(text: str | bytes) -> Any:
     """Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=_Loader)
+    return _read(text, _Loader)
+
+
+def read_texts(text: str) -> Any:
+    """All scalars as they are written, so that a run may be called `on`. Raises yaml.YAMLError."""
+    return _read(text, _TextLoader)
+
+
+def _read(text: str | bytes, loader: type[_Loader]) -> Any:
+    try:
+        # Aliased nodes are one object; copied, an override of one place does not show in another.
+        return msgspec.to_builtins(yaml.load(text, Loader=loader))
+    except RecursionError as error:
+        raise yaml.YAMLError("nested too deeply, or an alias that contains itself") from error
 
 
 def read_mapping(path: Path, needed: str = "at least run.name is needed") -> dict[Any, Any]:
     """A YAML file that holds a mapping. Raises ConfigError; `needed` says what an empty one lacks."""
     try:
-        raw = yaml.load(path.read_bytes(), Loader=_Loader)
-        # Aliased nodes are one object; copied, an override of one place does not show in another.
-        raw = msgspec.to_builtins(raw)
+        raw = read_value(path.read_bytes())
     except OSError as error:
         raise ConfigError([f"{path}: {(error.strerror or str(error)).lower()}"]) from error
     except yaml.YAMLError as error:
         raise ConfigError([f"{path}{_yaml_fault(error)}"]) from error
-    except RecursionError as error:
-        raise ConfigError([f"{path}: nested too deeply, or an alias that contains itself"]) from error
     if raw is None:
         raise ConfigError([f"{path}: empty; {needed}"])
     if not isinstance(raw, dict):

@@ -146,6 +146,12 @@ def test_all_faults_at_once_each_with_path_and_what_is_allowed(loading: Loading)
     )
 
 
+def repeated(begin: str, end: str) -> str:
+    """Few bytes of aliases, of which each repeats the one before ten times: 10 to the power of 10 values."""
+    lines = [f"a{depth}: &a{depth} {begin}{', '.join([f'*a{depth - 1}'] * 10)}{end}" for depth in range(1, 10)]
+    return "\n".join(["a0: &a0 {x: 1}", *lines])
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -157,6 +163,17 @@ def test_all_faults_at_once_each_with_path_and_what_is_allowed(loading: Loading)
         ("run: !!python/object:os.system {}", "not valid YAML: could not determine a constructor"),
         ("run: &a [*a]", "an alias that contains itself"),
         (b"\x00\xff\xfe", "not valid YAML"),
+        (
+            repeated("[", "]"),
+            "not valid YAML: more than 100000 values, with what aliases repeat",
+        ),
+        (
+            repeated("{<<: [", "]}"),
+            "not valid YAML: more than 100000 values, with what aliases repeat",
+        ),
+        ("run: !!int x", ":1:6: not valid YAML: 'x' is not of the type int"),
+        ("run: !!timestamp x", ":1:6: not valid YAML: 'x' is not of the type timestamp"),
+        ("run: " + "9" * 5000, "is not of the type int"),
     ],
 )
 def test_file_faults_are_one_line(loading: Loading, text: str | bytes, said: str) -> None:

@@ -12,6 +12,7 @@ import yaml
 from msgspec import Struct
 
 from runtime import run_files
+from runtime.config.yaml_text import read_texts
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
@@ -125,7 +126,7 @@ def _text(path: Path) -> str:
 
 def _without_secrets(text: str) -> str:
     """Names of environment variables stay, of their values nothing: keys of trackers and proxies lie there."""
-    raw = yaml.load(text, yaml.BaseLoader) or {}
+    raw = read_texts(text) or {}
     _hide(raw)
     return yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, width=120) if raw else ""
 
@@ -139,9 +140,8 @@ def _hide(node: Any) -> None:
 
 
 def _settings(path: Path, text: str) -> RecordedSettings:
-    """All scalars are read as text, so that a run may be called `on`."""
     try:
-        return msgspec.convert(yaml.load(text, yaml.BaseLoader) or {}, RecordedSettings, strict=False)
+        return msgspec.convert(read_texts(text) or {}, RecordedSettings, strict=False)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not YAML: {str(error).splitlines()[0]}") from error
     except msgspec.ValidationError as error:
