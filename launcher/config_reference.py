@@ -65,8 +65,9 @@ def schema() -> dict[str, Any]:
     for section, definition in found["$defs"].items():
         kind = getattr(config, section)
         definition["description"] = purpose(kind)
-        for key, said in meanings(kind).items():
-            definition["properties"][key]["description"] = said
+        said = meanings(kind)
+        for field in (field for field in msgspec.structs.fields(kind) if field.name in said):
+            definition["properties"][field.encode_name]["description"] = said[field.name]
     return found
 
 

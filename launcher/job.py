@@ -92,7 +92,7 @@ class Job(ABC, Generic[Result]):
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._on_signal)
             config = on_this_machine(tiny_model.made(await self.prepared()), self._here.address)
-            (self.folder / run_files.CONFIG).write_text(loading.to_yaml(config))
+            run_files.write_private(self.folder / run_files.CONFIG, loading.to_yaml(config))
             await self._until_done(await self._start(config))
             return await self.outcome()
         finally:

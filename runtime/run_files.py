@@ -1,4 +1,4 @@
-"""The names of what lies in a run's folder."""
+"""The names of what lies in a run's folder, and how a file is written that is nobody else's to read."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class RewardService(process.Service):
     def load(self) -> None:
         self._tokenizer = Tokenizer(self.config.model.path)
         if self.config.rewards.rules:
-            self._rules = RewardScorer(self.config.rewards, self._tokenizer)
+            self._rules = RewardScorer(self.config.rewards, self._tokenizer, self.config.services.reward.env)
             self._scorers.append(self._rules)
 
     async def start(self) -> None:

@@ -159,15 +159,15 @@ class Agent:
     def _read(self, assignment: Assignment) -> None:
         """Write the configuration as this node's processes are to read it: the address is the node's own."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")  # a process that is started again may read it at any time
-        partial.write_text(assignment.config, encoding="utf-8")
-        config = loading.load(partial, ())
-        own, told = code(self._own), code(config)
-        if faults := [f"{key}: the coordinator says something else" for key in own | told if own.get(key) != told.get(key)]:
+        told = self.path.with_suffix(".told")  # a process that is started again may read the other one at any time
+        run_files.write_private(told, assignment.config)
+        config = loading.load(told, ())
+        own, others = code(self._own), code(config)
+        if faults := [f"{key}: the coordinator says something else" for key in own | others if own.get(key) != others.get(key)]:
             raise ConfigError([f"{fault} than this node was started with; must be the same" for fault in faults])
         self._config = replace(config, network=replace(config.network, interface=self._node.address))
-        partial.write_text(loading.to_yaml(self._config), encoding="utf-8")
-        partial.replace(self.path)
+        run_files.write_private(self.path, loading.to_yaml(self._config))
+        told.unlink()
 
     async def _tell_paths(self, channel: session.Channel) -> None:
         paths = named_paths(self._config)

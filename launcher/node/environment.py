@@ -9,7 +9,8 @@ from launcher.node import cpus
 from launcher.node.machine import VISIBLE, Machine
 from runtime import timeouts
 from runtime.cluster.topology import processes
-from runtime.config import Computing, Config, Network, Process, Spread
+from runtime.config import Computing, Config, FromEnvironment, Network, Process, Spread
+from runtime.config.secret_values import missing, references
 
 HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
 # torch's TCPStore looks up the name of every address that it connects to. Where no name server answers, that takes 5 s of each
@@ -17,7 +18,7 @@ HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 
 _SHORT_LOOKUPS = {"RES_OPTIONS": f"timeout:{timeouts.NAME_LOOKUP} attempts:1"}
 
 
-def environment(role: Process, threads: int, machine: Machine, devices: Sequence[int] = ()) -> dict[str, str]:
+def environment(role: Process, threads: int, machine: Machine, devices: Sequence[int] = ()) -> dict[str, str | FromEnvironment]:
     """The role's own variables over Sluice's. `devices`: which of the machine's it gets; empty = those that it inherits.
 
     Several pools of threads on the same cores slow each other down severely.
@@ -28,7 +29,7 @@ def environment(role: Process, threads: int, machine: Machine, devices: Sequence
         own["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # kernels run in the order of their launch, which megatron-core relies on
     if devices:
         own[VISIBLE[machine.kind]] = ",".join(machine.devices[device] for device in devices)
-    made = {
+    made: dict[str, str | FromEnvironment] = {
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
@@ -37,8 +38,8 @@ def environment(role: Process, threads: int, machine: Machine, devices: Sequence
         **own,
         **role.env,
     }
-    if library := _jemalloc(role, machine):
-        others = made.get("LD_PRELOAD", machine.preload)
+    others = made.get("LD_PRELOAD", machine.preload)
+    if (library := _jemalloc(role, machine)) and isinstance(others, str):
         made["LD_PRELOAD"] = f"{library}:{others}" if others else library
     return made
 
@@ -90,6 +91,8 @@ def faults(config: Config, machine: Machine) -> Iterator[str]:
     for path, role in processes(config).items():
         yield from _jemalloc_faults(f"{path}.jemalloc", role, machine)
         yield from _cpu_faults(f"{path}.cpus", role, machine)
+        if not config.services.coordinator.host:  # with it there may be other nodes, and the role on one of them
+            yield from (missing(key, name) for key, name in references(role, path).items() if name not in machine.variables)
 
 
 def _jemalloc_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:

@@ -26,13 +26,14 @@ _FILES: dict[Kind, re.Pattern[str]] = {"npu": re.compile(r"davinci\d+"), "cuda":
 class Machine(Struct, frozen=True, kw_only=True):
     """`devices`: its accelerators of one kind, by the names that the kind's variable knows them by (indices as a rule): those
     which the launcher's own environment leaves. `cpus`: those that processes may be given. `jemalloc`: the library's path, or
-    ""."""
+    "". `variables`: the names of what is in the environment."""
 
     kind: Kind = "cpu"
     devices: tuple[str, ...] = ()
     cpus: frozenset[int] = frozenset()
     jemalloc: str = ""
     preload: str = ""  # LD_PRELOAD of the launcher
+    variables: frozenset[str] = frozenset()
 
 
 def this_machine(root: Path = Path("/")) -> Machine:
@@ -47,6 +48,7 @@ def this_machine(root: Path = Path("/")) -> Machine:
         cpus=frozenset(os.sched_getaffinity(0)),
         jemalloc=found[0] if found else "",
         preload=os.environ.get("LD_PRELOAD", ""),
+        variables=frozenset(os.environ),
     )
 
 

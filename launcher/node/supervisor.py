@@ -25,6 +25,7 @@ from launcher.node.topology import ProcessSpec
 from runtime import timeouts
 from runtime.cluster.restarts import Allowance
 from runtime.config import Logs, Restarts
+from runtime.config.secret_values import resolved
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 from runtime.process import disk, keys, os_process, progress
 from runtime.process.keys import Keys
@@ -190,8 +191,9 @@ class Supervisor:
         self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False, incarnation: int = 0
     ) -> Child:
         """Start one process; with `capture`, its standard output is the caller's to read. Raises UserError for an
-        interpreter that is not there, or processors that are not."""
+        interpreter that is not there, or processors or variables that are not."""
         path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
+        own = resolved(spec.env, os.environ, f"services.{spec.role}.env")
         output = await disk.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)
         with output.writer() as out:
             try:
@@ -200,7 +202,7 @@ class Supervisor:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE if capture else out,
                     stderr=out,
-                    env={**self._inherited(), **spec.env, **self._told(spec, incarnation)},
+                    env={**self._inherited(), **own, **self._told(spec, incarnation)},
                     pass_fds=pass_fds,
                     start_new_session=True,
                     preexec_fn=partial(os_process.before_exec, spec.cpus),

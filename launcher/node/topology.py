@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -12,7 +12,7 @@ from launcher.node.environment import affinity, environment, hccl_ports
 from launcher.node.machine import Machine
 from runtime.cluster.nodes import Launch
 from runtime.cluster.topology import Instance, group_of, settings_of
-from runtime.config import Config, Restarts
+from runtime.config import Config, FromEnvironment, Restarts
 from runtime.config.service_checks import hccl_beside_workers
 from runtime.process import os_process
 from runtime.process.network import host_port
@@ -25,7 +25,7 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     name: str
     role: str
     command: tuple[str, ...]
-    env: dict[str, str]
+    env: Mapping[str, str | FromEnvironment]
     cpus: tuple[int, ...] = ()  # that it may run on; () = all
     services: tuple[str, ...] = ()  # by name, those of the run in it, which are given keys
     ends_by: int = signal.SIGTERM  # by which signal it is asked to end; a service waits at SIGTERM for the coordinator's word

@@ -60,6 +60,7 @@ def _service(plan: Plan, name: str, coordinator: str, devices: range) -> dict[st
         "security_opt": ["no-new-privileges:true"],
         "shm_size": "16gb",
         "networks": ["nodes"],
+        **({"environment": plan.variables} if plan.variables else {}),  # with the values that the shell has, or .env
         "configs": [{"source": "sluice", "target": CONFIG_PATH}],
         "volumes": volumes,
         # A node is well while it reaches the coordinator.

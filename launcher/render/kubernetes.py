@@ -61,8 +61,14 @@ def render(plan: Plan, claim: str = "") -> dict[str, str]:
         _network_policy(plan),
         *(_job(plan, group, f"{host}:{plan.port}", claim or _claim_name(plan)) for group in groups),
     ]
+    given = " ".join(f"{name}=..." for name in plan.variables)
     header = [
         "Written by `sluice render kubernetes`: the nodes of a run as pods, in the namespace of whoever applies it.",
+        *(
+            [f"  kubectl create secret generic {_secret_name(plan)} --from-env-file FILE      of lines {given}"]
+            if given
+            else []
+        ),
         "  kubectl apply --filename sluice.yaml",
         f"  kubectl exec job/{first} -- sluice status {host}:{plan.port}",
         f"  kubectl delete job {first}      the run drains, saves a checkpoint and ends, and so do the other nodes",
@@ -93,6 +99,11 @@ def _labels(plan: Plan) -> dict[str, str]:
 
 def _metadata(plan: Plan, name: str) -> dict[str, Any]:
     return {"name": name, "labels": _labels(plan)}
+
+
+def _secret_name(plan: Plan) -> str:
+    """Of the Secret, made by the user, whose keys are the variables that the configuration reads."""
+    return f"{plan.name}-env"
 
 
 def _claim_name(plan: Plan) -> str:
@@ -211,6 +222,10 @@ def _container(plan: Plan, group: _JobNodes, coordinator: str) -> dict[str, Any]
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "NODE_INDEX", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+            *(
+                {"name": name, "valueFrom": {"secretKeyRef": {"name": _secret_name(plan), "key": name}}}
+                for name in plan.variables
+            ),
         ],
         **({"resources": {"limits": {RESOURCES[plan.device]: group.devices}}} if group.devices else {}),
         **(_coordinator_probes(plan) if group.leads else _node_probe(coordinator)),

@@ -11,7 +11,9 @@ import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 
+from runtime.cluster.topology import processes
 from runtime.config import Config
+from runtime.config.secret_values import references
 from runtime.config.service_checks import cluster_faults
 from runtime.errors import ConfigError
 
@@ -62,6 +64,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     def restartable(self) -> bool:
         """Whether a coordinator that is started again goes on; otherwise it would refuse the folder, or begin anew in it."""
         return self.config.run.resume == "auto"
+
+    @property
+    def variables(self) -> list[str]:
+        """What the configuration reads of the nodes' environment, by `{from: NAME}`."""
+        return sorted({name for path, role in processes(self.config).items() for name in references(role, path).values()})
 
     def placed_at(self, host: str) -> Config:
         """The configuration for all nodes, whose coordinator is reached at `host`."""

@@ -17,6 +17,7 @@ from runtime.config.run import Checkpoint, Ledger, Logs, MetricNames, Mismatch, 
 from runtime.config.services import (
     Computing,
     Coordinator,
+    FromEnvironment,
     Parallel,
     Placed,
     Process,

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from runtime.cluster.topology import block_size
 from runtime.config import Algorithm, Config, Parallel, Section, Services
 from runtime.config.model import TINY_PREFIX
+from runtime.config.secret_values import refused
 from runtime.config.yaml_text import dump, read_mapping, read_value, show
 from runtime.errors import ConfigError
 
@@ -58,6 +59,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             [f"{path}: has MindSpeed-RL's section {theirs[0]}; sluice import-mindspeed makes a configuration of it"]
         )
     raw, faults = _overridden(raw, overrides, _ROOT)
+    faults += refused(raw.get("services"), "services")
     faults += mismatches(raw, _ROOT)
     for key in _PRESETS:
         faults += _fill_preset(raw, key)
@@ -131,8 +133,9 @@ def _fill_preset(raw: dict[Any, Any], key: str) -> list[str]:
         return [f"{key}: {fault}" for fault in error.faults]
     if own_key in preset:
         return [f"{key}: {path}: names a preset itself; they do not nest"]
+    faults = [*refused(preset, section), *mismatches(preset, kind, "", _ROOT)]
     raw[section] = _filled(given, preset)
-    return [f"{key}: {path}: {fault}" for fault in mismatches(preset, kind, "", _ROOT)]
+    return [f"{key}: {path}: {fault}" for fault in faults]
 
 
 def _is_whole(given: object, kind: inspect.Type) -> bool:
@@ -201,11 +204,11 @@ def _apply(raw: dict[Any, Any], override: str, root: inspect.Type) -> None:
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError([f"override '{override}': not of the form key.path=value"])
+        raise ConfigError([f"override '{key}': not of the form key.path=value"])
     try:
         value = read_value(text) if text.strip() else ""
     except yaml.YAMLError as error:
-        raise ConfigError([f"override '{override}': the value is not valid YAML"]) from error
+        raise ConfigError([f"override '{key}': the value is not valid YAML"]) from error
     node: Any = raw
     kind: inspect.Type | None = root
     for depth, part in enumerate(parts):
@@ -275,8 +278,7 @@ def mismatches(value: object, kind: inspect.Type, path: str = "", root: inspect.
         if isinstance(value, str) and (now := _REPLACED.get(path, {}).get(value)):
             yield f"{path}: {value} is no longer a value: {now}"
             return
-        hint = "; put it in quotes" if isinstance(kind, inspect.StrType) and isinstance(value, (bool, int, float)) else ""
-        yield f"{path}: {show(value)} is not {_wanted(kind)}{hint}"
+        yield _misfit(value, kind, path)
 
 
 def _union_faults(value: object, kind: inspect.UnionType, path: str, root: inspect.Type) -> Iterator[str]:
@@ -284,7 +286,13 @@ def _union_faults(value: object, kind: inspect.UnionType, path: str, root: inspe
     if all(found):
         container = isinstance(value, (dict, list))  # of the right kind as a whole, whatever is wrong within
         meant = [each for variant, each in zip(kind.types, found, strict=True) if container and _is_plain(value, variant)]
-        yield from meant[0] if meant else [f"{path}: {show(value)} is not {_wanted(kind)}"]
+        yield from meant[0] if meant else [_misfit(value, kind, path)]
+
+
+def _misfit(value: object, kind: inspect.Type, path: str) -> str:
+    is_text = any(isinstance(variant, inspect.StrType) for variant in _variants(kind))
+    hint = "; put it in quotes" if is_text and isinstance(value, (bool, int, float)) else ""
+    return f"{path}: {show(value)} is not {_wanted(kind)}{hint}"
 
 
 def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str, root: inspect.Type) -> Iterator[str]:

@@ -21,14 +21,22 @@ from runtime.config.base import (
 )
 
 
+class FromEnvironment(Section, frozen=True, rename={"variable": "from"}):
+    """`{from: NAME}`: what the environment variable NAME has on the machine where the process runs. So a secret is given."""
+
+    variable: str
+    """Its name."""
+
+
 class Process(Section, frozen=True):
     """What every role's process can be given."""
 
     python: str = ""
     """An interpreter of its own: a role may live in another environment, in which Sluice is installed too. Empty: the
     launcher's."""
-    env: dict[str, str] = {}
-    """Environment variables, over those inherited."""
+    env: dict[str, str | FromEnvironment] = {}
+    """Environment variables, over those inherited. A secret is `{from: NAME}`: the variable NAME of the machine's own
+    environment."""
     threads: NonNegative = 0
     """OMP and MKL threads; 0: the cores shared out among rollouts, reward models, references, and the ranks of trainer and
     critic. Coordinator and reward get one."""
@@ -106,7 +114,7 @@ class Rollout(Computing, frozen=True):
     """Engine vllm: devices (processes, on CPUs) that one engine is spread over."""
     engine_args: dict[str, Any] = {}
     """Engine vllm: further arguments of vLLM's `AsyncEngineArgs`, such as `gpu_memory_utilization: 0.8`. What Sluice sets
-    itself is refused."""
+    itself is refused. A secret is `{from: NAME}`: the variable NAME of the process's environment."""
 
 
 class Reward(Placed, frozen=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from runtime.errors import Cancelled, ServiceFault
 from runtime.rewards.rules import RuleOutcome
@@ -63,15 +63,18 @@ FIRST_PACE = 0.001  # seconds that a task is expected to take before one was run
 class KillablePool:
     """`workers` processes for the rules named `rules`, started at `start` or at the first task.
 
-    The last `cache_entries` values are kept, and equal tasks that wait at the same time are evaluated once. All methods belong
-    to one event loop.
+    The last `cache_entries` values are kept, and equal tasks that wait at the same time are evaluated once. `variables`: what
+    the rules get of this process's environment besides what every program needs. All methods belong to one event loop.
     """
 
-    def __init__(self, rules: Sequence[str], workers: int, limits: Limits, cache_entries: int = 0):
+    def __init__(
+        self, rules: Sequence[str], workers: int, limits: Limits, cache_entries: int = 0, variables: Container[str] = ()
+    ):
         self.lost = 0  # workers killed at a limit or found dead
         self._rules = tuple(rules)
         self._workers = workers
         self._limits = limits
+        self._variables = variables
         self._cache = OutcomeCache(cache_entries)
         self._pace = FIRST_PACE  # seconds that a task takes, lately
         self._jobs: dict[bytes, WorkerTask] = {}  # by key: those that wait, and those that are being worked on
@@ -207,7 +210,7 @@ class KillablePool:
 
     async def _hire(self) -> WorkerProcess:
         """Start a process. Cancelled half-way it would be left behind: it is among `_alive` however this ends."""
-        starting = asyncio.ensure_future(WorkerProcess.start(self._rules, self._limits, self))
+        starting = asyncio.ensure_future(WorkerProcess.start(self._rules, self._limits, self, self._variables))
         try:
             return await asyncio.shield(starting)
         finally:

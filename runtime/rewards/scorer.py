@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Protocol
 
 import msgspec
@@ -44,8 +44,9 @@ class _Reply(msgspec.Struct):
 class RewardScorer:
     """The reward service's engine. `score` may be called concurrently, from one event loop."""
 
-    def __init__(self, settings: config.Rewards, tokenizer: ReplyDecoder):
-        """Raises UserError when no rule is configured, one is unknown or one is named twice."""
+    def __init__(self, settings: config.Rewards, tokenizer: ReplyDecoder, variables: Container[str] = ()):
+        """`variables`: as `KillablePool` says. Raises UserError when no rule is configured, one is unknown or one is named
+        twice."""
         if not settings.rules:
             raise UserError("rewards.rules: at least one rule is needed")
         self._rules = [
@@ -57,7 +58,8 @@ class RewardScorer:
         self._tokenizer = tokenizer
         self._fail = settings.on_error == "fail"
         limits = Limits(settings.timeout, settings.cpu_seconds, settings.memory_bytes)
-        self.pool = KillablePool([entry.name for entry in settings.rules], settings.workers, limits, settings.cache_entries)
+        names = [entry.name for entry in settings.rules]
+        self.pool = KillablePool(names, settings.workers, limits, settings.cache_entries, variables)
 
     def start(self) -> None:
         """Start the pool in the background when a rule always needs it; otherwise its first use starts it."""

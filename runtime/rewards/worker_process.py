@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, cast
 
@@ -20,6 +21,18 @@ from runtime.rewards.worker import LENGTH, Task, Verdict, frame
 from sluice import start
 
 _decode = msgspec.msgpack.Decoder(Verdict).decode
+_INHERITED = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|PYTHON\w*|LD_LIBRARY_PATH|LD_PRELOAD|"
+    r"\w+_NUM_THREADS|\w+_VISIBLE_DEVICES"
+)
+
+
+def worker_environment(named: Container[str]) -> dict[str, str]:
+    """What the code of rules gets of this process's environment, in which there may be secrets: what programs in general need,
+    and the variables `named`, but none of Sluice's own."""
+    wanted = (name for name in os.environ if _INHERITED.fullmatch(name) or (name in named and not name.startswith("SLUICE_")))
+    modules = os.pathsep.join(path for path in sys.path if path)
+    return {name: os.environ[name] for name in wanted} | {"PYTHONPATH": modules}
 
 
 def withdraw(futures: Iterable[asyncio.Future[Verdict]]) -> None:
@@ -115,8 +128,11 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self.jobs: deque[WorkerTask] = deque()
 
     @classmethod
-    async def start(cls, rules: Sequence[str], limits: Limits, employer: Employer) -> WorkerProcess:
-        """Start a process that finds modules where this one does. Raises OSError when the system gives none."""
+    async def start(
+        cls, rules: Sequence[str], limits: Limits, employer: Employer, variables: Container[str] = ()
+    ) -> WorkerProcess:
+        """Start a process that finds modules where this one does, with `variables` of its environment. Raises OSError when the
+        system gives none."""
         _, worker = await asyncio.get_running_loop().subprocess_exec(
             lambda: cls(limits, employer),
             *start.command("runtime.rewards.worker", str(os.getpid())),
@@ -124,7 +140,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=None,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env=worker_environment(variables),
             start_new_session=True,  # a group of its own: killed whole, and Ctrl-C on the terminal passes it by
         )
         return worker

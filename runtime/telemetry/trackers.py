@@ -26,6 +26,7 @@ import msgspec
 
 from runtime import run_files, timeouts
 from runtime.config import Config, Tracker
+from runtime.config.secret_values import without_secrets
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.process import disk
 from runtime.telemetry import metric_names
@@ -304,4 +305,4 @@ def _backend(tracker: Tracker, run_dir: Path, config: Config) -> Backend:
     if tracker.name == "tensorboard":
         return TensorBoard(run_dir / run_files.TENSORBOARD)
     make = WandB if tracker.name == "wandb" else SwanLab
-    return make(tracker, run_dir, config.run.name, msgspec.to_builtins(config))
+    return make(tracker, run_dir, config.run.name, without_secrets(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import stat
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
@@ -82,6 +83,8 @@ def test_it_says_what_it_has_and_writes_the_configuration_with_its_own_address(t
         assert (await coordinator.told.get()).found == {"run.dir": (await asyncio.to_thread(of_run)), "model.path": ""}
         written = loading.load(tmp_path / run_files.NODES / "b.yaml")
         assert written.network.interface == "127.0.0.7"
+        assert [path.name for path in await asyncio.to_thread(lambda: list(agent.path.parent.iterdir()))] == ["b.yaml"]
+        assert stat.S_IMODE(agent.path.stat().st_mode) == 0o600
         following.cancel()
 
     def of_run() -> str:

@@ -63,6 +63,10 @@ def hostile(text, label, context):
             file.write(str(child.pid))
         while True:
             pass
+    if text == "environment":
+        with open(label, "w") as file:
+            file.write("\\n".join(os.environ))
+        return True
     if text == "meet":
         open(os.path.join(label, str(os.getpid())), "w").close()
         while len(os.listdir(label)) < 3:
@@ -122,6 +126,24 @@ def ended(pid: int) -> bool:
         return False
     finally:
         os.close(handle)
+
+
+def test_a_rule_sees_no_variable_that_it_was_not_given(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = ("WANDB_API_KEY", "HTTPS_PROXY", "JUDGE_KEY", "SLUICE_KEY", "SLUICE_SECRET")
+    for name in (*secrets, "OMP_NUM_THREADS", "LC_ALL"):
+        monkeypatch.setenv(name, "C")
+
+    async def use() -> list[RuleOutcome]:
+        pool = KillablePool([rule], 1, Limits(60.0, 30.0, MEMORY), variables=("JUDGE_KEY", "SLUICE_KEY", "NOT_SET"))
+        try:
+            return await asyncio.wait_for(pool.run(tasks(rule, "environment", label=str(tmp_path / "seen"))), 100)
+        finally:
+            await pool.close()
+
+    assert asyncio.run(use()) == [RuleOutcome(True)]
+    seen = set((tmp_path / "seen").read_text().splitlines())
+    assert seen & set(secrets) == {"JUDGE_KEY"}
+    assert {"PATH", "PYTHONPATH", "OMP_NUM_THREADS", "LC_ALL"} <= seen
 
 
 def tasks(rule: str, *texts: str, label: str = "ok") -> list[Task]:

@@ -15,7 +15,7 @@ from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from runtime import timeouts
 from runtime.cluster.restarts import Allowance
-from runtime.config import Restarts
+from runtime.config import FromEnvironment, Restarts
 from runtime.errors import UserError
 from runtime.process.os_process import INCARNATION
 from sluice import start
@@ -56,6 +56,36 @@ def supervised(tmp_path: Path, test: Callable[[Supervisor], Awaitable[None]]) ->
 
     asyncio.run(within())
     return said
+
+
+def test_a_reference_becomes_a_variable_of_the_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "s3cr3t")
+    path = tmp_path / "found"
+    code = f"import os, pathlib; pathlib.Path({str(path)!r}).write_text(os.environ['HF_TOKEN'])"
+    env = {"HF_TOKEN": FromEnvironment(variable="MINE")}
+
+    async def test(supervisor: Supervisor) -> None:
+        child = await supervisor.start(replace(spec("trainer-0", code), env=env))
+        await child.process.wait()
+        assert "s3cr3t" not in repr(child.spec)
+
+    assert supervised(tmp_path, test) == []
+    assert path.read_text() == "s3cr3t"
+    assert "s3cr3t" not in (tmp_path / "trainer-0.log").read_text()
+
+
+def test_a_variable_that_is_not_there_is_said_before_the_process_is_started(tmp_path: Path) -> None:
+    env = {"HF_TOKEN": FromEnvironment(variable="NOT_SET_ANYWHERE")}
+
+    async def test(supervisor: Supervisor) -> None:
+        said = (
+            r"services\.trainer\.env\.HF_TOKEN: \{from: NOT_SET_ANYWHERE\}: this machine's environment has no NOT_SET_ANYWHERE"
+        )
+        with pytest.raises(UserError, match=said):
+            await supervisor.start(replace(spec("trainer-0", LIVES), env=env))
+        assert supervisor.children == []
+
+    supervised(tmp_path, test)
 
 
 async def started_again(supervisor: Supervisor, name: str, incarnation: int) -> Child:

@@ -123,7 +123,7 @@ def test_all_faults_at_once_each_with_path_and_what_is_allowed(loading: Loading)
         [
             "override 'nonsense': not of the form key.path=value",
             "rewards.rules.4: no such item; the list has 1, counted from 0",
-            "override 'training.steps=[': the value is not valid YAML",
+            "override 'training.steps': the value is not valid YAML",
             "services.trainer.threads: services.trainer is 5, which has no keys",
             "run: missing; needs a section of keys",
             "trianing: unknown key; nearest is 'training'",
@@ -133,7 +133,7 @@ def test_all_faults_at_once_each_with_path_and_what_is_allowed(loading: Loading)
             "training.optimizer.betas: has 1 items, not 2",
             "services.rollout.slots: 'many' is not an integer >= 1",
             "services.rollout.dtype: 'fp32' is not one of auto, bfloat16, float32",
-            "services.rollout.env.A: 1 is not a string; put it in quotes",
+            "services.rollout.env.A: 1 is not a string or a section of keys; put it in quotes",
             "services.trainer: 5 is not a section of keys",
             "evaluation.before: 'yes' is not true or false",
             "evaluation.top_p: 2 is not a finite number > 0 and <= 1",

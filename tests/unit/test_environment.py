@@ -29,12 +29,12 @@ def npus(count: int, **others: Any) -> Machine:
     return Machine(kind="npu", devices=tuple(map(str, range(count))), **others)
 
 
-def environments(machine: Machine, **sections: Any) -> dict[str, dict[str, str]]:
+def environments(machine: Machine, **sections: Any) -> dict[str, dict[str, Any]]:
     config, here = make(**sections), NodeRegistration(name="here", address="127.0.0.1")
     placement = place(config, [NodeOffer("here", len(machine.devices))])
     started = launches(config, placement, {"here": here}, {}, b"")["here"]
     specs = service_specs(config, started, Path("c.yaml"), "python", "host:1", 8, machine)
-    return {name: spec.env for name, spec in specs.items()}
+    return {name: dict(spec.env) for name, spec in specs.items()}
 
 
 class TestPorts:
@@ -199,7 +199,9 @@ class TestMachine:
 
     def test_a_machine_without_either(self, tmp_path: Path) -> None:
         assert this_machine(tmp_path) == Machine(
-            cpus=frozenset(os.sched_getaffinity(0)), preload=os.environ.get("LD_PRELOAD", "")
+            cpus=frozenset(os.sched_getaffinity(0)),
+            preload=os.environ.get("LD_PRELOAD", ""),
+            variables=frozenset(os.environ),
         )
 
     def test_gpus_are_found_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,12 @@ def test_every_node_is_a_service_that_reaches_the_first(plan: Plan, tmp_path: Pa
         assert service["volumes"][0] == {"type": "volume", "source": "shared", "target": "/home/sluice/runs"}
 
 
+def test_variables_that_the_configuration_reads_are_the_shells() -> None:
+    plan = made(**auto(2), services={"trainer": {"env": {"B": {"from": "HF_TOKEN"}, "A": "x"}}})
+    assert [service["environment"] for service in services(plan).values()] == [["HF_TOKEN"], ["HF_TOKEN"]]
+    assert not any("environment" in service for service in services(PLANS["one"]).values())
+
+
 def test_the_coordinators_node_is_stopped_before_the_others() -> None:
     """Compose stops a service before those that it depends on."""
     first, *others = services(PLANS["cuda"]).values()

@@ -42,6 +42,26 @@ def test_manifests_are_valid(plan: Plan, version: str) -> None:
         kubernetes_validate.validate(document, version, strict=True)
 
 
+SECRETS: dict[str, Any] = {
+    "rollout": {"engine_args": {"hf_token": {"from": "HF_TOKEN"}}},
+    "trainer": {"env": {"HF_TOKEN": {"from": "HF_TOKEN"}, "WANDB_API_KEY": {"from": "WANDB"}}},
+}
+
+
+def test_variables_that_the_configuration_reads_are_of_a_secret(tmp_path: Path) -> None:
+    plan = made(**auto(2), services=SECRETS)
+    (text,) = render(plan).values()
+    assert "kubectl create secret generic sluice-a-run-env --from-env-file FILE      of lines HF_TOKEN=... WANDB=..." in text
+    for container in containers(plan):
+        kept = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"] if "secretKeyRef" in one["valueFrom"]}
+        assert kept == {name: {"name": "sluice-a-run-env", "key": name} for name in ("HF_TOKEN", "WANDB")}
+    for document in documents(plan):
+        kubernetes_validate.validate(document, "1.31", strict=True)
+    (config_map,) = of_kind("ConfigMap", plan)
+    assert reloaded(config_map["data"]["config.yaml"], tmp_path).services.trainer == plan.config.services.trainer
+    assert "secret" not in next(iter(render(PLANS["one"]).values()))
+
+
 def test_the_schemas_are_asked() -> None:
     (job,) = of_kind("Job", PLANS["one"])
     job["spec"]["completions"] = "one"

@@ -208,9 +208,12 @@ def test_the_configuration_of_another_version_is_shown_as_it_is(tmp_path: Path) 
 
 def test_values_of_environment_variables_stay_where_they_are(tmp_path: Path) -> None:
     env = {"WANDB_API_KEY": "secret-1"}
-    roles = config.Services(rollout=[config.Rollout(env=env), config.Rollout()], trainer=config.Trainer(env=env))
+    reference = config.FromEnvironment(variable="HF_TOKEN")
+    fleet = config.Rollout(env={**env, "TOKEN": reference}, engine_args={"hf_token": "secret-2", "block_size": 16})
+    roles = config.Services(rollout=[fleet, config.Rollout()], trainer=config.Trainer(env={**env}))
     found = report(made(tmp_path, [step(1)], services=roles), None).read_text(encoding="utf-8")
-    assert found.count("WANDB_API_KEY: (not shown)") == 2 and "secret-1" not in found
+    assert found.count("WANDB_API_KEY: (not shown)") == 2 and "secret-" not in found
+    assert "hf_token: (not shown)" in found and "from: HF_TOKEN" in found and "block_size:" in found
 
 
 def test_groups_are_those_of_the_ledger(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import struct
+import sys
 import threading
 from io import FileIO
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import pytest
 
 from runtime import run_files, timeouts
-from runtime.config import Config, Critic, MetricNames, Run, Tracker, Training
+from runtime.config import Config, Critic, FromEnvironment, MetricNames, Rollout, Run, Services, Tracker, Training
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.telemetry import trackers
 from runtime.telemetry.event_file import EventFile, masked_crc32c
@@ -226,6 +227,38 @@ def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     run([Tracker(name="swanlab", mode="offline")], tmp_path, timeout=60)
     content = b"".join(path.read_bytes() for path in (tmp_path / "swanlab").rglob("*") if path.is_file())
     assert b"score/mean" in content and b"staleness/histogram/2" in content
+
+
+FAKE = """
+import json, pathlib
+
+class Settings:
+    def __init__(self, **arguments): pass
+
+class Run:
+    def log(self, point, step): pass
+    def finish(self): pass
+
+def init(**arguments):
+    pathlib.Path(__file__).with_suffix(".json").write_text(json.dumps(arguments["config"]))
+    return Run()
+"""
+
+
+@pytest.mark.parametrize("name", ["wandb", "swanlab"])
+def test_no_secret_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Literal["wandb", "swanlab"]) -> None:
+    (tmp_path / f"{name}.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    env = {"WANDB_API_KEY": "secret-1", "HTTPS_PROXY": "http://user:secret-2@proxy", "A": FromEnvironment(variable="MINE")}
+    services = Services(rollout=Rollout(env=env, engine_args={"hf_token": "secret-3", "block_size": 16}))
+    run([Tracker(name=name)], tmp_path / "run", services=services)
+    uploaded = (tmp_path / f"{name}.json").read_text()
+    monkeypatch.delitem(sys.modules, name)
+    assert "secret-" not in uploaded
+    rollout = json.loads(uploaded)["services"]["rollout"]
+    assert rollout["env"] == {"WANDB_API_KEY": "(not shown)", "HTTPS_PROXY": "(not shown)", "A": {"from": "MINE"}}
+    assert rollout["engine_args"] == {"hf_token": "(not shown)", "block_size": 16}
 
 
 def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ import torch
 
 from runtime.config import loading
 from runtime.config.checks import semantic_faults
-from runtime.errors import InvalidMessage
-from runtime.rollout.vllm import arguments, relay
+from runtime.errors import InvalidMessage, UserError
+from runtime.rollout.vllm import arguments, relay, shim
 from runtime.types import GroupRequest, SamplingParams
 from runtime.weights.group import Location, locate, memory_file
 
@@ -24,6 +26,45 @@ from runtime.weights.group import Location, locate, memory_file
 def request(temperature: float) -> GroupRequest:
     chosen = SamplingParams(max_new_tokens=4, temperature=temperature)
     return GroupRequest(group_id=7, prompt=np.array([1], np.int32), n=1, seed=3, sampling=chosen)
+
+
+def test_a_fault_that_vllm_finds_shows_no_arguments_values() -> None:
+    text = "1 validation error\n  Value error, too many [type=value_error, input_value=ArgsKwargs({'hf_token': 's3cr3t'})]\n"
+    assert relay.OutputRelay().reason(ValueError(text)) == "ValueError: too many"
+    assert relay.OutputRelay().reason(ValueError("Value error, [type] is missing\nmore")) == "ValueError: [type] is missing"
+
+
+def test_secrets_reach_vllm_from_the_processs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for vLLM refuses to start once it has its arguments."""
+
+    @dataclasses.dataclass
+    class AsyncEngineArgs:
+        hf_token: str = ""
+        model: str = ""
+
+        def create_engine_config(self) -> None:
+            found.append(self.hf_token)
+            raise ValueError("that is all")
+
+    found: list[str] = []
+    for name, content in {
+        "vllm.engine.arg_utils": AsyncEngineArgs,
+        "vllm.v1.engine.async_llm": type("AsyncLLM", (), {}),
+    }.items():
+        module = types.ModuleType(name)
+        setattr(module, content.__name__, content)
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            parent = ".".join(parts[:depth])
+            monkeypatch.setitem(sys.modules, parent, sys.modules.get(parent) or types.ModuleType(parent))
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setenv("MINE", "s3cr3t")
+    with pytest.raises(UserError, match="that is all"):
+        shim.Core({"model": "m"}, {"hf_token": {"from": "MINE"}})
+    with pytest.raises(UserError, match=r"engine_args.hf_token: \{from: NONE\}: this machine's environment has no NONE"):
+        shim.Core({"model": "m"}, {"hf_token": {"from": "NONE"}})
+    assert found == ["s3cr3t"]
 
 
 def test_sampling_options_keep_their_meaning() -> None:

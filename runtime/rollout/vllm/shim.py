@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from runtime.config.secret_values import resolved
 from runtime.errors import UserError
-from runtime.rollout.vllm.arguments import own_faults, unknown_faults
+from runtime.rollout.vllm.arguments import KEY, own_faults, unknown_faults
 from runtime.rollout.vllm.leftovers import Leftovers
 from runtime.rollout.vllm.relay import OutputRelay
 from runtime.weights.group import Location
@@ -76,11 +77,12 @@ class Core:
         faults = [*own_faults(engine_args), *unknown_faults(engine_args, known)]
         if faults:
             raise UserError("\n".join(faults))
+        theirs = resolved(engine_args, os.environ, KEY)
         method = os.environ[_METHOD]
         self._relay = OutputRelay()
         self._leftovers = Leftovers()
         try:
-            config = AsyncEngineArgs(**{**arguments, **engine_args}).create_engine_config()
+            config = AsyncEngineArgs(**{**arguments, **theirs}).create_engine_config()
             os.environ[_METHOD] = method  # vLLM's platform for CPUs overwrites it
             with self._relay, self._leftovers.starting():
                 self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=True)

@@ -12,6 +12,7 @@ import yaml
 from msgspec import Struct
 
 from runtime import run_files
+from runtime.config.secret_values import without_secrets
 from runtime.config.yaml_text import read_texts
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
@@ -76,7 +77,7 @@ class RunRecord(Struct, kw_only=True):
     ledger's, None where there is none to read. `described`: the model's config.json."""
 
     folder: Path
-    configuration: str  # as YAML, without the values of environment variables, which may be secrets; "" when there is none
+    configuration: str  # as YAML, `without_secrets`; "" when there is none
     settings: RecordedSettings
     points: list[Point]  # as they were logged
     torn: bool  # the last line of the metrics is not whole
@@ -101,7 +102,7 @@ def read(folder: Path) -> RunRecord:
     started = startup.Startup.read(folder)
     return RunRecord(
         folder=folder,
-        configuration=_without_secrets(configuration),
+        configuration=_shown(configuration),
         settings=settings,
         points=points,
         torn=torn,
@@ -124,19 +125,9 @@ def _text(path: Path) -> str:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
 
 
-def _without_secrets(text: str) -> str:
-    """Names of environment variables stay, of their values nothing: keys of trackers and proxies lie there."""
-    raw = read_texts(text) or {}
-    _hide(raw)
+def _shown(text: str) -> str:
+    raw = without_secrets(read_texts(text) or {})
     return yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, width=120) if raw else ""
-
-
-def _hide(node: Any) -> None:
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        if key == "env" and isinstance(value, dict):
-            node[key] = dict.fromkeys(value, "(not shown)")
-        else:
-            _hide(value)
 
 
 def _settings(path: Path, text: str) -> RecordedSettings:

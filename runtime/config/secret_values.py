@@ -1,0 +1,106 @@
+"""Secrets of the roles' `env` and `engine_args`. The configuration has their names, `{from: NAME}`: the environment variable
+NAME of the machine that needs one has its value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from runtime.config.services import Process
+from runtime.errors import UserError
+
+NOT_SHOWN = "(not shown)"
+_WORDS = {"token", "key", "secret", "password", "passwd"}  # a key with one of these words has a secret as its value
+_BETWEEN_WORDS = re.compile(r"[-_.]|(?<=[a-z])(?=[A-Z])")
+_URL_WITH_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/@:]*:[^\s/@]+@")
+_HOLDERS = ("env", "engine_args")
+
+
+class _Entry(NamedTuple):
+    """One value of a role's `env` or `engine_args`."""
+
+    holder: Any  # the mapping or list that it is in
+    key: Any
+    path: str
+    within: str  # of _HOLDERS
+    is_secret: bool  # by its key, or one above it, or by itself
+
+    @property
+    def value(self) -> Any:
+        return self.holder[self.key]
+
+
+def refused(section: Any, path: str) -> list[str]:
+    """One line for each secret whose value stands in `section`, part of a file, at `path`. None of them shows it, and no later
+    fault does: a reference takes its place."""
+    found = [entry for entry in _entries(section, path) if entry.is_secret and _is_text(entry)]
+    for entry in found:
+        entry.holder[entry.key] = {"from": "NAME"}
+    must = "must be {from: NAME}, the environment variable that has it"
+    return [f"{entry.path}: a secret, whose value must not stand in the configuration; {must}" for entry in found]
+
+
+def without_secrets(config: Any) -> Any:
+    """A configuration, decoded or not, as plain values that may be shown to anybody: no value of `env`, and none of the secrets
+    of `engine_args`. References stay."""
+    shown = msgspec.to_builtins(config)
+    for entry in list(_entries(shown)):
+        if not _is_reference(entry.value) and (entry.within == "env" or (entry.is_secret and _is_text(entry))):
+            entry.holder[entry.key] = NOT_SHOWN
+    return shown
+
+
+def references(role: Process, path: str) -> dict[str, str]:
+    """By path, the variables that the role at `path` reads of its machine's environment."""
+    given = msgspec.to_builtins(role)
+    found = [entry for entry in _entries(given, path) if _is_reference(entry.value)]
+    return {one.path: one.value["from"] for one in found if one.within == "env" or one.value["from"] not in given["env"]}
+
+
+def resolved(value: Any, environment: Mapping[str, str], path: str) -> Any:
+    """`value`, at `path`, as plain values, with what `environment` has in the place of references. Raises UserError for a
+    variable that is not there."""
+    value = msgspec.to_builtins(value)
+    if _is_reference(value):
+        if (name := value["from"]) not in environment:
+            raise UserError(missing(path, name))
+        return environment[name]
+    if isinstance(value, dict):
+        return {key: resolved(one, environment, f"{path}.{key}") for key, one in value.items()}
+    return [resolved(one, environment, f"{path}.{index}") for index, one in enumerate(value)] if _is_list(value) else value
+
+
+def missing(path: str, name: str) -> str:
+    """The fault of a reference at `path` to the variable `name`."""
+    return f"{path}: {{from: {name}}}: this machine's environment has no {name}"
+
+
+def _entries(node: Any, path: str = "", within: str = "", is_secret: bool = False) -> Iterator[_Entry]:
+    """All below `node`; what holds others is none. `within` and `is_secret` are of the node."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if _is_list(node) else ():
+        named = is_secret or (bool(within) and not _WORDS.isdisjoint(_words(str(key))))
+        if isinstance(value, dict | list) and not _is_reference(value):
+            yield from _entries(value, f"{path}.{key}", within or (key if key in _HOLDERS else ""), named)
+        elif within:
+            yield _Entry(node, key, f"{path}.{key}", within, named or bool(_URL_WITH_PASSWORD.search(str(value))))
+
+
+def _words(key: str) -> list[str]:
+    return [word.lower() for word in _BETWEEN_WORDS.split(key)]
+
+
+def _is_text(entry: _Entry) -> bool:
+    """Whether there is a value to hide. A number of `engine_args` is no secret: it may be the number of a token."""
+    value = entry.value
+    return isinstance(value, str | int | float if entry.within == "env" else str) and value != ""
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, dict) and list(value) == ["from"] and isinstance(value["from"], str)
