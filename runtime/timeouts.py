@@ -13,7 +13,8 @@ MEMORY_INTERVAL = 4.0  # between two samples of the processes' memory, each of s
 STATUS_INTERVAL = 0.5  # poll of the rollouts' status, which tells of one that is silent
 AGENT_STREAM_POLL = 0.1  # poll whether a node's former stream has ended
 FRAME_WINDOW = 0.002  # that a data message waits for company: a frame costs its sender about 0.4 ms
-PING_LEAST = 1.0  # the least time between two pings that a server takes from an idle connection
+PING_LEAST = 1.0  # the least time between two pings of a peer, half of its interval if that is less: others end its connection
+HANDSHAKE = 10.0  # deadline by which a new connection has said that it speaks HTTP/2
 LEDGER_LOCK = 5.0  # deadline of a write that waits for another process's lock
 
 # ------------------------------------------------------------------------------------------------ processes and nodes

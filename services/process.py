@@ -164,6 +164,7 @@ def lead(path: Path, work: Callable[[Config, Phases], Coroutine[Any, Any, None]]
     with its exit code when that fails."""
     os_process.die_with_parent()
     os_process.stacks_on_signal()
+    os_process.raise_descriptor_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     phases = Phases()
     phases.mark("interpreter", services.BEGAN)

@@ -110,6 +110,7 @@ class Supervisor:
         settings: Logs = Logs(),  # noqa: B008  immutable
     ):
         """`view`: shows what became of processes, and, if it is verbose, every line that they write."""
+        os_process.raise_descriptor_limit()  # every child takes some of ours
         self._logs = logs
         self._view = view
         self._settings = settings

@@ -6,10 +6,12 @@ import asyncio
 import ctypes
 import faulthandler
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -42,6 +44,13 @@ def age() -> float:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     born = int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - born
+
+
+def raise_descriptor_limit() -> None:
+    """As many open files and connections as this process may have; often fewer are set at first. Its children have it too."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # macOS gives less than it tells
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def say_errors(lines: Sequence[str]) -> None:

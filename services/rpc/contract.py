@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from google.protobuf import message_factory
@@ -42,6 +42,7 @@ from services.rpc.generated import (
 )
 
 PACKAGE = "sluice.v1"
+_M = TypeVar("_M", bound=Message)
 _PLAIN = (bytes, list[bytes])  # what a message holds as it is
 
 
@@ -82,10 +83,14 @@ class MethodSide:
 
     def parse(self, data: bytes) -> Any:
         """The value in a serialized message. Raises InvalidMessage."""
-        try:
-            return self.unpack(self.message.FromString(data))
-        except DecodeError as error:
-            raise errors.InvalidMessage(f"not a {self.message.DESCRIPTOR.full_name}: {error}") from error
+        return self.unpack(_parsed(self.message, data))
+
+
+def _parsed(message: type[_M], data: bytes) -> _M:
+    try:
+        return message.FromString(data)
+    except DecodeError as error:
+        raise errors.InvalidMessage(f"not a {message.DESCRIPTOR.full_name}: {error}") from error
 
 
 class Ranks(enum.Enum):
@@ -374,7 +379,12 @@ def error_from_wire(error: common_pb2.Error, service: str, phase: str) -> Except
     return errors.ServiceFault(service, phase, f"{error.kind}: {error.message}")
 
 
-def check_schema(schema: int) -> None:
-    """Raises InvalidMessage for frames of another schema than ours."""
-    if schema != SCHEMA_VERSION:
-        raise errors.InvalidMessage(f"message schema {schema} is not supported; this process speaks {SCHEMA_VERSION}")
+_F = TypeVar("_F", common_pb2.CallFrame, common_pb2.ReplyFrame)
+
+
+def frame_of(kind: type[_F], data: bytes) -> _F:
+    """A serialized frame. Raises InvalidMessage for what is none, and for one of another schema than ours."""
+    frame = _parsed(kind, data)
+    if frame.schema != SCHEMA_VERSION:
+        raise errors.InvalidMessage(f"message schema {frame.schema} is not supported; this process speaks {SCHEMA_VERSION}")
+    return frame

@@ -21,7 +21,7 @@ from runtime.codec import Body
 from runtime.process import network
 from runtime.process.keys import Keys
 from runtime.types import SCHEMA_VERSION
-from services.rpc import contract, security, stream
+from services.rpc import contract, refusals, security, stream
 from services.rpc.generated import common_pb2
 
 Handler = Callable[[Any], Awaitable[Any]]
@@ -34,7 +34,10 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     # No algorithm at all: what is compressed would be expanded before anybody looks at its size.
     ("grpc.compression_enabled_algorithms_bitset", 1),
+    ("grpc.max_concurrent_streams", 256),  # of one connection; a peer has one or two, and its calls of a moment
+    ("grpc.server_handshake_timeout_ms", int(1000 * timeouts.HANDSHAKE)),
 )
+RPCS = 1 << 14  # calls and streams at the same time of a server: 1,000 nodes have two each, and up to 8 processes that register
 KEPT = 256 << 20  # bytes of a service's answers that are kept for callers who have not acknowledged them
 PING = 0.3  # a share, not seconds: a connection that is silent for this part of the silence that it is allowed is pinged
 ERROR_KEY = "sluice-error-bin"
@@ -62,8 +65,9 @@ def options(silence: float = 0.0) -> tuple[tuple[str, int], ...]:
         ("grpc.http2.ping_timeout_ms", int(silence * 1000) - ping),  # else a minute, also where keepalive says less
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_ping_interval_without_data_ms", int(1000 * timeouts.PING_LEAST)),
-        ("grpc.http2.max_ping_strikes", 0),
+        # Of the peers' pings, which come as seldom as ours; after two that come earlier the connection is closed.
+        ("grpc.http2.min_ping_interval_without_data_ms", min(int(1000 * timeouts.PING_LEAST), ping // 2)),
+        ("grpc.http2.max_ping_strikes", 2),
     )
 
 
@@ -83,7 +87,7 @@ class Server:
     ):
         guards = () if keys is None else (security.Guard(keys),)
         self._credentials = security.server_credentials(keys) if keys is not None and keys.tls else None
-        self._server = grpc.aio.server(options=options(silence), interceptors=guards)
+        self._server = grpc.aio.server(options=options(silence), interceptors=guards, maximum_concurrent_rpcs=RPCS)
         self._health = health.aio.HealthServicer()
         self._names = [f"{contract.PACKAGE}.{service}" for service in services]
         for service, handlers in services.items():
@@ -135,9 +139,7 @@ def _service_handlers(
             out[name] = grpc.unary_stream_rpc_method_handler(_streaming(contract.METHODS[owner, name], source))
     if any(owner == service for owner, _ in contract.METHODS if owner not in ("Process", "Coordinator")):
         session = _SessionHandler(service, handlers, fence)
-        out["Session"] = grpc.stream_stream_rpc_method_handler(
-            session.serve, request_deserializer=common_pb2.CallFrame.FromString
-        )
+        out["Session"] = grpc.stream_stream_rpc_method_handler(session.serve)
     return grpc.method_handlers_generic_handler(f"{contract.PACKAGE}.{service}", out)
 
 
@@ -170,6 +172,8 @@ def _streaming(method: contract.Method, source: StreamHandler) -> Any:
 
 async def _refuse(error: errors.SluiceError, context: grpc.aio.ServicerContext) -> None:
     """End a call with `error`: its code and its words for whoever speaks gRPC, and itself for `session`."""
+    if isinstance(error, errors.InvalidMessage):
+        refusals.tell(context.peer(), str(error))
     code = next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
     details = contract.error_to_wire(error)
     details.message = details.message[:SHOWN]
@@ -202,8 +206,9 @@ class _SessionHandler:
         self._fence = fence
         self._running: dict[str, asyncio.Future[Any]] = {}  # calls that have a key, by it
         self._kept = KeptAnswers(KEPT)
+        self._held = stream.Held()
 
-    async def serve(self, frames: AsyncIterator[common_pb2.CallFrame], context: grpc.aio.ServicerContext) -> None:
+    async def serve(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         outbox = stream.Outbox()
         answering: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # of each call its key, and the answer to come
         reader = asyncio.create_task(self._read(frames, outbox, answering))
@@ -212,6 +217,7 @@ class _SessionHandler:
                 await context.write(stream.frame(common_pb2.ReplyFrame(schema=SCHEMA_VERSION), "replies", replies))
             await reader
         except (errors.InvalidMessage, errors.Fenced) as error:
+            refusals.tell(context.peer(), str(error))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             reader.cancel()
@@ -221,14 +227,14 @@ class _SessionHandler:
 
     async def _read(
         self,
-        frames: AsyncIterator[common_pb2.CallFrame],
+        frames: AsyncIterator[bytes],
         outbox: stream.Outbox,
         answering: dict[int, tuple[str, asyncio.Future[Any]]],
     ) -> None:
-        joiner = stream.Joiner()
+        joiner = stream.Joiner(self._held)
         try:
-            async for frame in frames:
-                contract.check_schema(frame.schema)
+            async for data in frames:
+                frame = contract.frame_of(common_pb2.CallFrame, data)
                 self._fence.check(frame.term)
                 for key in frame.acknowledged:
                     self._kept.forget(key)
@@ -239,6 +245,7 @@ class _SessionHandler:
                     elif (body := joiner.add(call.id, call.body, call.more)) is not None:
                         self._begin(call, body, outbox, answering)
         finally:
+            joiner.close()
             outbox.close()
 
     def _withdraw(self, call: common_pb2.Call, answering: dict[int, tuple[str, asyncio.Future[Any]]]) -> None:

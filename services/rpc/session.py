@@ -145,10 +145,7 @@ class Session:
     async def open(self, timeout: float) -> None:
         """Connect. Raises DeadlineExceeded."""
         await self._channel.ready(self.name, timeout)
-        method = self._channel.grpc.stream_stream(
-            f"/{contract.PACKAGE}.{self._service}/Session",
-            response_deserializer=common_pb2.ReplyFrame.FromString,
-        )
+        method = self._channel.grpc.stream_stream(f"/{contract.PACKAGE}.{self._service}/Session")
         rpc = method(metadata=self._channel.metadata)
         self._tasks = [asyncio.create_task(self._write(rpc)), asyncio.create_task(self._read(rpc))]
         for task in self._tasks:
@@ -252,9 +249,8 @@ class Session:
     async def _read(self, rpc: Any) -> None:
         joiner = stream.Joiner()
         try:
-            async for frame in rpc:
-                contract.check_schema(frame.schema)
-                for reply in frame.replies:
+            async for data in rpc:
+                for reply in contract.frame_of(common_pb2.ReplyFrame, data).replies:
                     self._settle(reply, joiner)
             self._break("closed the connection")
         except grpc.aio.AioRpcError as error:

@@ -15,6 +15,9 @@ CHUNK = 1 << 20  # bytes of one body that one frame carries
 FRAME = 4 << 20  # bytes after which a frame is full
 COMPANY = 32  # messages that fill one too: it leaves at once, and its peer works on them while the next are made
 LARGEST = 1 << 30  # bytes of one body
+UNFINISHED = 4  # bodies of one stream: who sends one puts all of it on its way before the next
+HELD = LARGEST + (64 << 20)  # bytes of unfinished bodies that one stream may leave here
+HELD_IN_ALL = 2 * HELD  # ... and all streams of a service: the coordinator's, and that of the one before it
 
 
 def size_of(body: Body) -> int:
@@ -77,31 +80,51 @@ def split(body: Body) -> Iterator[tuple[Body, bool]]:
     yield chunk, False
 
 
-class Joiner:
-    """Puts cut-up bodies together again, by their id."""
+class Held:
+    """Bytes of unfinished bodies that a service holds for all its streams."""
 
-    def __init__(self) -> None:
-        self._parts: dict[int, list[bytes]] = {}
-        self._sizes: dict[int, int] = {}
+    size = 0
+
+
+class Joiner:
+    """Puts cut-up bodies together again, by their id. `held` counts what it holds, until `close`."""
+
+    def __init__(self, held: Held | None = None):
+        self._held = held or Held()
+        self._bodies: dict[int, bytearray] = {}  # the unfinished ones
 
     def add(self, id_: int, chunk: bytes, more: bool) -> bytes | None:
-        """The whole body once its last chunk is in. Raises InvalidMessage when it grows beyond `LARGEST`."""
-        if not more and id_ not in self._parts:
+        """The whole body once its last chunk is in. Raises InvalidMessage when it grows beyond `LARGEST`, and when more is
+        unfinished than may be."""
+        if not more and id_ not in self._bodies:
             return chunk
-        self._parts.setdefault(id_, []).append(chunk)
-        size = self._sizes[id_] = self._sizes.get(id_, 0) + len(chunk)
-        if size > LARGEST:
-            self.forget(id_)
-            raise InvalidMessage(f"a message of more than {LARGEST} bytes")
+        body = self._bodies.setdefault(id_, bytearray())
+        body += chunk
+        self._held.size += len(chunk)
+        self._check(len(body))
         if more:
             return None
-        body = b"".join(self._parts[id_])
         self.forget(id_)
-        return body
+        return bytes(body)
 
     def forget(self, id_: int) -> None:
-        self._parts.pop(id_, None)
-        self._sizes.pop(id_, None)
+        self._held.size -= len(self._bodies.pop(id_, b""))
+
+    def close(self) -> None:
+        """The stream has ended: nothing more will come."""
+        for id_ in list(self._bodies):
+            self.forget(id_)
+
+    def _check(self, size: int) -> None:
+        """`size`: of the body that has grown."""
+        if size > LARGEST:
+            raise InvalidMessage(f"a message of more than {LARGEST} bytes")
+        if len(self._bodies) > UNFINISHED:
+            raise InvalidMessage(f"more than {UNFINISHED} unfinished messages")
+        if sum(map(len, self._bodies.values())) > HELD:
+            raise InvalidMessage(f"unfinished messages of more than {HELD} bytes")
+        if self._held.size > HELD_IN_ALL:
+            raise InvalidMessage(f"unfinished messages of more than {HELD_IN_ALL} bytes, over all streams")
 
 
 def _fitting(messages: list[Any]) -> list[Any]:

@@ -56,6 +56,49 @@ def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert joiner.add(2, bytes(4), False) == bytes(10)
 
 
+def test_a_stream_leaves_few_bodies_unfinished() -> None:
+    joiner = stream.Joiner()
+    for number in range(stream.UNFINISHED):
+        joiner.add(number, b"a", True)
+    assert joiner.add(0, b"b", False) == b"ab"
+    assert joiner.add(9, b"whole", False) == b"whole"
+    joiner.add(10, b"a", True)
+    with pytest.raises(errors.InvalidMessage, match=f"^more than {stream.UNFINISHED} unfinished messages$"):
+        joiner.add(11, b"a", True)
+
+
+def test_a_stream_has_a_budget_of_unfinished_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "HELD", 10)
+    joiner = stream.Joiner()
+    joiner.add(1, bytes(6), True)
+    assert joiner.add(3, bytes(100), False) == bytes(100)  # what is whole at once is not held
+    joiner.add(2, bytes(4), True)
+    joiner.forget(1)
+    joiner.add(3, bytes(6), True)
+    assert joiner.add(3, b"", False) == bytes(6)
+    joiner.add(4, bytes(6), True)
+    with pytest.raises(errors.InvalidMessage, match=r"^unfinished messages of more than 10 bytes$"):
+        joiner.add(5, bytes(1), True)
+
+
+def test_the_streams_of_a_service_share_one_too_and_a_stream_that_ends_gives_back_its_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "HELD_IN_ALL", 10)
+    held = stream.Held()
+    one, other = stream.Joiner(held), stream.Joiner(held)
+    one.add(1, bytes(6), True)
+    with pytest.raises(errors.InvalidMessage, match=r"^unfinished messages of more than 10 bytes, over all streams$"):
+        other.add(1, bytes(6), True)
+    other.close()
+    one.add(2, bytes(4), True)
+    one.close()
+    assert held.size == 0
+    other.add(1, bytes(10), True)
+    assert other.add(1, b"", False) == bytes(10)
+    assert held.size == 0
+
+
 # --------------------------------------------------------------------------------------------------------------- frames
 
 

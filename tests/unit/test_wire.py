@@ -451,10 +451,21 @@ def test_no_bytes_do_worse_than_InvalidMessage(key: tuple[str, str], data: bytes
         contract.METHODS[key].request.parse(data)
 
 
+def frame(schema: int) -> bytes:
+    return common_pb2.CallFrame(schema=schema, term=3).SerializeToString()
+
+
 def test_another_schema_is_refused() -> None:
-    contract.check_schema(SCHEMA_VERSION)
+    assert contract.frame_of(common_pb2.CallFrame, frame(SCHEMA_VERSION)).term == 3
     for schema in (0, SCHEMA_VERSION - 1, SCHEMA_VERSION + 1):
         with pytest.raises(
             errors.InvalidMessage, match=f"schema {schema} is not supported; this process speaks {SCHEMA_VERSION}"
         ):
-            contract.check_schema(schema)
+            contract.frame_of(common_pb2.CallFrame, frame(schema))
+
+
+@given(st.binary(max_size=24))
+def test_no_bytes_as_a_frame_do_worse_than_InvalidMessage(data: bytes) -> None:
+    for kind in (common_pb2.CallFrame, common_pb2.ReplyFrame):
+        with pytest.raises(errors.InvalidMessage):  # bytes so few are of our schema by chance alone
+            contract.frame_of(kind, b"\xff" + data)

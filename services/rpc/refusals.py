@@ -1,0 +1,41 @@
+"""What the log says of messages that are refused: little, however many a stranger sends."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+log = logging.getLogger("sluice")
+
+PEERS = 256  # that are told apart
+
+_counts: Counter[str] = Counter()  # of refusals, by the peer's host
+
+
+def tell(peer: str, why: str) -> None:
+    """Log the first message of a host that is refused, the tenth, the hundredth and so on. `peer`: as gRPC names it,
+    `ipv4:HOST:PORT`."""
+    host = peer.rpartition(":")[0] or peer
+    if count := _counted(host):
+        log.warning("%s: %d refused so far: %s", host, count, why)
+
+
+class OneLine(logging.Filter):
+    """Of gRPC's log: no traceback of a message that is none, as health and reflection may be sent, and as few lines."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.exc_info or getattr(record.exc_info[0], "__name__", "") != "DecodeError":
+            return True
+        record.exc_info = None
+        return bool(_counted(record.getMessage()))
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(OneLine())
+
+
+def _counted(whom: str) -> int:
+    """How many there are now, where that is to be told: a power of ten; else 0."""
+    whom = whom if whom in _counts or len(_counts) < PEERS else "others"
+    _counts[whom] += 1
+    count = _counts[whom]
+    return count if str(count).strip("0") == "1" else 0
