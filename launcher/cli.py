@@ -191,7 +191,7 @@ def _tell(*lines: str) -> None:
     from runtime.telemetry.shown import shown
 
     for line in lines:
-        print(f"error: {shown(line)}", file=sys.stderr)
+        print(shown(f"error: {line}"), file=sys.stderr)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -227,7 +227,7 @@ def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
         console.print(render([found[0], *found[1:][-1:]]))
     say(console, f"run folder: {config.run.dir}")
     if result.mismatch_alarm:
-        print(f"alarm: {shown(summary.alarm(result))}", file=sys.stderr)
+        print(shown(f"alarm: {summary.alarm(result)}"), file=sys.stderr)
     return 0
 
 

@@ -18,6 +18,7 @@ from runtime.errors import UserError
 from runtime.process import keys, os_process
 from runtime.process.command_line import CommandParser
 from runtime.process.keys import Keys
+from runtime.telemetry.shown import shown
 from services.rpc import security
 
 _OPTIONS = (("grpc.enable_http_proxy", 0),)  # services are reached directly, whatever the environment says
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os_process.say_errors(str(error).splitlines())
         return 2
     serves, word = check(options.address, options.service, options.timeout, own)
-    print(f"{options.address}: {word}", file=sys.stdout if serves else sys.stderr)
+    print(shown(f"{options.address}: {word}"), file=sys.stdout if serves else sys.stderr)
     return 0 if serves else 1
 
 

@@ -6,6 +6,7 @@ from launcher.commands.status import address_of
 from runtime.cluster.nodes import Scale, Scaled
 from runtime.errors import Forbidden, Unanswered, UserError
 from runtime.process import keys
+from runtime.telemetry.shown import shown
 from services.rpc import contract, session
 
 
@@ -22,4 +23,4 @@ async def scale(run: str, wanted: str) -> str:
     except (Unanswered, Forbidden) as error:
         raise UserError(f"scale: no coordinator at {address}: {error}") from None
     said = {"started": done.started, "stopped": done.stopped, "waiting for a node with room": done.pending}
-    return "; ".join(f"{what}: {', '.join(names)}" for what, names in said.items() if names) or f"{wanted} already"
+    return shown("; ".join(f"{what}: {', '.join(names)}" for what, names in said.items() if names) or f"{wanted} already")

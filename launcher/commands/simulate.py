@@ -18,7 +18,7 @@ from runtime.ledger.reader import LedgerReader
 from runtime.simulation.calibration import LEAST, Calibration, assumed, calibrate
 from runtime.simulation.costs import Costs, Fixed
 from runtime.simulation.prediction import Prediction, refuse, simulated, variations
-from runtime.telemetry.shown import LiteralTable
+from runtime.telemetry.shown import LiteralTable, say
 from runtime.telemetry.startup import Startup, collect_rarely
 from runtime.telemetry.trackers import read_jsonl
 from services.rpc.client import ContractDeadlines
@@ -64,11 +64,12 @@ def simulate(
     others = _sweep(path, overrides, sweep, costs) if sweep else variations(config, costs)
     rows = [base, *(_row(name, tried, own, steps) for name, tried, own in others)]
     console.print(_table(rows))
-    print(*_sure(calibration, source), _NOT_MODELLED, sep="\n")
+    for line in (*_sure(calibration, source), _NOT_MODELLED):
+        say(console, line)
     if picture is not None:
         _draw(rows, picture)
-        print(f"picture: {picture}")
-    print(f"{steps} steps of {len(rows)} configurations in {time.monotonic() - began:.1f} s")
+        say(console, f"picture: {picture}")
+    say(console, f"{steps} steps of {len(rows)} configurations in {time.monotonic() - began:.1f} s")
 
 
 def calibrated(source: Path) -> Calibration:

@@ -19,6 +19,7 @@ from runtime.config.checks import semantic_faults
 from runtime.config.model_checks import kv_caches, memory_of_ranks, spread_models
 from runtime.errors import ConfigError
 from runtime.models import tiny_model
+from runtime.telemetry.shown import say
 
 
 def validate(path: Path, overrides: Sequence[str]) -> None:
@@ -34,15 +35,17 @@ def validate(path: Path, overrides: Sequence[str]) -> None:
         raise ConfigError(faults)
     if not has_several_nodes(config.cluster):  # where there are several, this machine may be none of them
         on_this_machine(config)
-    print(f"{path}: valid")
+    console = Console()
+    say(console, f"{path}: valid")
     for key, model in topology.named_paths(config).items():
         if model.startswith(tiny_model.PREFIX):
-            print(f"{key}: {model}, small and random, is made when a run starts")
-    Console().print(placement_table(config, here.offer))
-    _tell_memory(config, memory)
+            say(console, f"{key}: {model}, small and random, is made when a run starts")
+    console.print(placement_table(config, here.offer))
+    for line in _memory(config, memory):
+        say(console, line)
 
 
-def _tell_memory(config: Config, available: int | None) -> None:
+def _memory(config: Config, available: int | None) -> list[str]:
     """What processes are known to hold. `available`: what they have, on CPUs; None where that is not known."""
     caches = kv_caches(config, on_cpus=available is not None)
     lines = [f"{path}: about {size / 1e9:.1f} GB of KV cache a replica" for path, size in caches.items()]
@@ -51,4 +54,4 @@ def _tell_memory(config: Config, available: int | None) -> None:
         lines.append(f"{role}: about {held.total / 1e9:.1f} GB a rank ({parts})")
     if lines and available is None:
         lines.append("How much memory the devices have is not known here: each process compares when it starts")
-    print(*lines, sep="\n", end="\n" if lines else "")
+    return lines

@@ -14,7 +14,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2. `message` names the argument, and the value that cannot be."""
-        self.exit(2, f"error: {message}; see {self.prog} --help\n")
+        from runtime.telemetry.shown import shown
+
+        self.exit(2, shown(f"error: {message}; see {self.prog} --help\n"))
 
 
 @contextmanager

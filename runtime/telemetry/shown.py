@@ -30,8 +30,8 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def literal(text: str, style: str = "") -> Text:
-    """For rich: the text as it is, without markup, emoji codes or highlights."""
-    return Text(shown(text), style)
+    """For rich: the text as it is, without markup, emoji codes or highlights. Tabs are spaces: rich measures them as less."""
+    return Text(shown(text).expandtabs(), style)
 
 
 def say(console: Console, line: str) -> None:

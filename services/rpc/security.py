@@ -15,13 +15,12 @@ import grpc
 
 from runtime.errors import Forbidden
 from runtime.process.keys import COORDINATOR, OPERATOR, Certificates, Keys, kind_of
-from services.rpc import contract
+from services.rpc import contract, refusals
 
 log = logging.getLogger("sluice")
 
 HEADER = "authorization"
 SCHEME = "Bearer "
-MOST_TOLD = 64  # different refusals that a server writes into its log
 
 ANYBODY = ("",)  # also who has no key
 _CALLERS: dict[str, tuple[str, ...]] = {
@@ -53,7 +52,6 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no 
 
     def __init__(self, keys: Keys):
         self._keys = keys
-        self._told: set[tuple[str, str, str]] = set()
 
     async def intercept_service(self, go_on: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
         allowed = callers_of(call.method)
@@ -66,10 +64,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no 
 
     def _refusal(self, path: str, caller: str) -> Any:
         async def refuse(_: Any, context: Any) -> None:
-            host = context.peer().rpartition(":")[0]
-            if len(self._told) < MOST_TOLD and (host, path, caller) not in self._told:
-                self._told.add((host, path, caller))
-                log.warning("refused %s of %s at %s", path, caller or "somebody without a key of this run", host)
+            refusals.tell(context.peer(), f"{path} of {caller or 'somebody without a key of this run'}")
             if caller:
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{caller} may not call {path}")
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{path} needs a key of this run")

@@ -31,9 +31,10 @@ from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.states import Mark
 from runtime.run_files import LOCK
 from runtime.telemetry.report import published, record
+from runtime.telemetry.shown import shown
 from tests.unit.model_dimensions import CONFIGS
 from tests.unit.test_buffer import ticket
-from tests.unit.test_shown import TEXTS
+from tests.unit.test_shown import FORBIDDEN, TEXTS
 
 HOSTILE = "</script><script>alert(1)</script><b>&amp;"
 
@@ -147,7 +148,17 @@ def test_whatever_a_run_says_of_its_end_is_shown_as_it_is(tmp_path: Path, said: 
     ended = record.Ended(stop_reason=f"<{said}>", groups={"dropped": 1}, dropped={said: 1})
     page = Elements(launcher_report.text(structs.replace(found, ended=ended, startup=said), under_way=False))
     assert len([kind for kind, _ in page.scripts if kind == "text/javascript"]) == 2
-    assert f"Stopped: <{said}>" in "".join(page.words)
+    assert f"Stopped: <{shown(said)}>" in "".join(page.words)
+    assert not FORBIDDEN.search("".join(page.words))
+
+
+def test_control_characters_of_a_name_are_shown_as_escapes_in_curves_too(tmp_path: Path) -> None:
+    name = "\u202ea\x1b[2J\u2066"
+    points = [step(n, **{f"{name}_rewards/mean": 1.0, "acc_rewards/mean": 0.5, f"score/errors/{name}": 1.0}) for n in (1, 2)]
+    page = read(made(tmp_path, points))
+    names = "".join(trace.get("name") or "" for figure in page.figures() for trace in figure["data"])
+    assert shown(name) in names and not FORBIDDEN.search(names)
+    assert not FORBIDDEN.search("".join(page.words))
 
 
 def test_a_run_that_was_resumed(tmp_path: Path) -> None:

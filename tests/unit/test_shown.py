@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import ast
 import io
 import re
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -12,17 +16,21 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from launcher import cli
-from launcher.commands import samples
+from launcher.commands import samples, scale, simulate
 from launcher.commands.status import UNREACHABLE
 from launcher.commands.status import render as status_tables
 from launcher.view import View
+from runtime.cluster.nodes import Scaled
 from runtime.errors import ServiceFault, UserError
 from runtime.evaluation import table
 from runtime.evaluation.results import EvaluationResult, Lengths, SetResult
+from runtime.process.command_line import CommandParser
 from runtime.status import Progress, Status
 from runtime.telemetry import summary
 from runtime.telemetry.shown import shown
 from runtime.types import PolicyVersion
+from services import health_check
+from tests.unit.test_rules import FILES, TREES, imports_of
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:10982"
 HOSTILE = "\x1b]0;title\x07\x1b]52;c;aGk=\x1b\\\x1b[2J\x9b31m\x7f\r\x00"
@@ -143,6 +151,57 @@ def evaluated(text: str) -> EvaluationResult:
     )
     version = PolicyVersion()
     return EvaluationResult(model="", step=1, accuracy=1.0, seconds=1.0, oldest=version, newest=version, sets=[found])
+
+
+@given(TEXTS)
+def test_mistakes_faults_and_what_a_health_check_is_told(text: str) -> None:
+    def work() -> int:
+        raise ServiceFault("rollout-0", "Generate", text)
+
+    output = io.StringIO()
+    with redirect_stderr(output):
+        assert cli.run_and_report(work) == 1
+        with suppress(SystemExit):
+            CommandParser(prog="sluice").error(text)
+        with mock.patch.object(health_check, "check", lambda *_: (False, text)):
+            health_check.main(["localhost:1"])
+    check(text, output.getvalue())
+    assert output.getvalue().count(shown(text)) >= 3
+
+
+@given(TEXTS)
+def test_what_a_simulation_says(text: str) -> None:
+    prediction = mock.Mock(roles=[mock.Mock(role=text, processes=1, busy=0.5, waits=text)])
+    seen = prediction.observed
+    seen.samples_per_second, seen.staleness = 1.0, 0.0
+    seen.idle, seen.seconds = {"trainer": 0.0, "rollout": 0.0}, {"step": 1.0}
+    rows = [simulate.Row(text, prediction), simulate.Row("other", None, text)]
+    check(text, printed(lambda console: console.print(simulate._roles(prediction), simulate._table(rows))))
+
+
+@given(TEXTS)
+def test_what_was_scaled(text: str) -> None:
+    async def answer(*_: object) -> Scaled:
+        return Scaled(started=[text])
+
+    with mock.patch.object(scale.session, "call", answer), redirect_stdout(io.StringIO()) as output:
+        assert cli._scale(argparse.Namespace(run="localhost:1", wanted="rollout=1")) == 0
+    check(text, output.getvalue())
+
+
+def test_whatever_is_composed_is_printed_as_text() -> None:
+    """An f-string goes to a terminal by `say`, `literal` or `shown`. What a check prints, `sluice accept` reads."""
+    bare = [
+        f"{file}:{node.lineno}"
+        for file, tree in TREES.items()
+        if file not in ("launcher/accept/worker.py", "runtime/telemetry/shown.py")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).rpartition(".")[2] == "print"
+        and any(isinstance(argument, (ast.JoinedStr, ast.Starred)) for argument in node.args)
+    ]
+    tables = [file for file in FILES if "rich.table.Table" in imports_of(file)]
+    assert (bare, tables) == ([], [])
 
 
 @pytest.mark.parametrize(("error", "code"), [(UserError(f"{GLOO} {HOSTILE}"), 2), (ServiceFault("a", "b", GLOO + HOSTILE), 1)])

@@ -18,6 +18,7 @@ from plotly.offline import get_plotlyjs
 from runtime.telemetry.report import tables
 from runtime.telemetry.report.panels import Panel
 from runtime.telemetry.report.tables import Fact, Table
+from runtime.telemetry.shown import shown
 
 _FOLDER = Path(__file__).parent
 
@@ -42,7 +43,12 @@ class Page:
 def render(page: Page) -> str:
     """The file's text."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        autoescape=True,
+        finalize=lambda told: shown(told) if type(told) is str else told,  # what is safe has a type of its own
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     template = environment.from_string((_FOLDER / "page.html").read_text(encoding="utf-8"))
     scripts = [script(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
@@ -64,6 +70,11 @@ def render(page: Page) -> str:
 def _in_script(data: str) -> str:
     """JSON that cannot end the script element it stands in."""
     return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _label(name: str) -> str:
+    """As plotly takes it, for which some tags are styles."""
+    return html.escape(shown(name))
 
 
 def _hash(script: str) -> str:
@@ -118,7 +129,7 @@ def _curves(figure: go.Figure, panel: Panel) -> None:
     drawn = list(zip(panel.series, cycle(_COLOURS), strict=False))[::-1]
     few = _FEW_SPARSE if panel.kind == "sparse" else _FEW
     for rank, (series, colour) in zip(range(len(drawn), 0, -1), drawn, strict=True):
-        name, covered = html.escape(series.name), series.smooth is not None
+        name, covered = _label(series.name), series.smooth is not None
         points = _points(series.steps, series.values, panel.log)
         figure.add_scatter(
             **points,
@@ -134,8 +145,8 @@ def _curves(figure: go.Figure, panel: Panel) -> None:
         if series.smooth is not None:
             figure.add_scatter(
                 **_points(series.steps, series.smooth, panel.log),
-                name=html.escape(series.name),
-                legendgroup=html.escape(series.name),
+                name=_label(series.name),
+                legendgroup=_label(series.name),
                 legendrank=rank,
                 mode="lines",
                 line={"color": colour, "width": 2.2},
@@ -147,14 +158,14 @@ def _stack(figure: go.Figure, panel: Panel) -> None:
     for series, colour in zip(layers, cycle(_COLOURS), strict=False):
         figure.add_scatter(
             **_points(series.steps, series.values),
-            name=html.escape(series.name),
+            name=_label(series.name),
             stackgroup="phases",
             mode="lines",
             line={"color": colour, "width": 0},
             fillcolor=colour,
         )
     line = {"width": 1.8, "dash": "dash"}
-    figure.add_scatter(**_points(wall.steps, wall.values), name=html.escape(wall.name), mode="lines", line=line)
+    figure.add_scatter(**_points(wall.steps, wall.values), name=_label(wall.name), mode="lines", line=line)
 
 
 def _bars(figure: go.Figure, panel: Panel) -> None:
