@@ -20,7 +20,7 @@ import pytest
 from runtime import errors
 from services.rpc import refusals, server, stream
 from services.rpc.server import Server
-from services.rpc.session import Session, open_channel
+from services.rpc.session import Channel, Session
 from tests.loopback.session_peers import (
     PATIENCE,
     answer,
@@ -77,7 +77,7 @@ def test_all_streams_together_are_held_to_a_budget_which_their_ends_free(monkeyp
     monkeypatch.setattr(stream, "HELD_IN_ALL", 1000)
 
     async def test() -> None:
-        async with serving(echo) as address, open_channel(address):
+        async with serving(echo) as address, Channel(address):
             for _ in range(5):  # each has as much as all may
                 async with raw_stream(address) as first, raw_stream(address) as second:
                     await first.write(frame(logprobs(1, b"", body=bytes(900), more=True), logprobs(2, b"whole")))
@@ -98,12 +98,12 @@ def warnings(log: Log) -> list[str]:
 
 
 async def send(address: str, path: str, data: bytes, stream_: bool) -> grpc.StatusCode:
-    async with open_channel(address) as channel:
+    async with Channel(address) as channel:
         try:
             if not stream_:
-                await channel.unary_unary(path)(data, timeout=PATIENCE)
+                await channel.grpc.unary_unary(path)(data, timeout=PATIENCE)
             else:
-                rpc = channel.stream_stream(path)(timeout=PATIENCE)
+                rpc = channel.grpc.stream_stream(path)(timeout=PATIENCE)
                 await rpc.write(data)
                 await rpc.read()
         except grpc.aio.AioRpcError as error:
@@ -181,9 +181,9 @@ def test_a_server_takes_so_many_calls_at_once_and_no_more(monkeypatch: pytest.Mo
             for rpc in (one, other):
                 await rpc.write(frame(logprobs(1, b"x")))
                 await replies(rpc, 1)
-            async with open_channel(address) as channel:
+            async with Channel(address) as channel:
                 with pytest.raises(grpc.aio.AioRpcError) as error:
-                    await channel.unary_unary("/sluice.v1.Reference/Logprobs")(b"", timeout=PATIENCE)
+                    await channel.grpc.unary_unary("/sluice.v1.Reference/Logprobs")(b"", timeout=PATIENCE)
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
     run(test())
