@@ -61,6 +61,7 @@ def _add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     status = commands.add_parser("status", help="how each process of a run is doing")
     status.add_argument("run", help="a run's folder, or the coordinator's host:port")
     status.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
+    status.add_argument("--grpcurl", metavar="NAME", default="", help="print what grpcurl needs to call this process instead")
 
     scale = commands.add_parser("scale", help="change the number of a run's rollouts while it goes on")
     scale.add_argument("wanted", metavar="rollout=N", help="how many there are to be")
@@ -104,10 +105,7 @@ def _add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 def _add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Commands that measure or check this machine."""
-    bench = commands.add_parser(
-        "bench",
-        help="measure this machine, or the cost of staleness",
-    )
+    bench = commands.add_parser("bench", help="measure this machine, or the cost of staleness")
     bench.add_argument(
         "name",
         choices=(
@@ -297,7 +295,7 @@ def _render(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     from launcher.commands import status
 
-    asyncio.run(status.show(options.run, options.watch))
+    asyncio.run(status.show(options.run, options.watch, options.grpcurl))
     return 0
 
 

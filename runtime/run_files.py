@@ -9,6 +9,7 @@ from pathlib import Path
 CONFIG = "config.yaml"
 ADDRESS = "coordinator.address"
 SECRET = ".secret"
+CERTIFICATES = ".certificates"
 LOCK = ".lock"  # held while a run is under way; its content names the run
 LEDGER = "ledger"
 LOGS = "logs"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -16,16 +17,22 @@ from runtime.process import keys
 from runtime.process.keys import Keys
 from runtime.status import Registration, Status, Topology
 from runtime.telemetry.shown import LiteralTable, literal
-from services.rpc import contract, session
+from services.rpc import contract, security, session
 
 LAST_PORT = 65535
 UNREACHABLE = "unreachable"
 
 
-async def show(run: str, watch: bool) -> None:
-    """Print the tables once, or keep it up to date. Raises UserError when no coordinator answers."""
+async def show(run: str, watch: bool, grpcurl: str = "") -> None:
+    """Print the tables once, or keep it up to date; or what `grpcurl` needs to call the process of this name.
+
+    Raises UserError when no coordinator answers.
+    """
     address, own = address_of(run, "status"), keys.of_user(run)
     console = Console()
+    if grpcurl:
+        print(*_arguments(await _processes(address, own), grpcurl, own, Path(run) / run_files.CERTIFICATES))
+        return
     tables = await _tables(address, own)
     if not watch:
         console.print(tables)
@@ -34,6 +41,39 @@ async def show(run: str, watch: bool) -> None:
         while True:
             await asyncio.sleep(timeouts.STATUS_REFRESH)
             live.update(await _tables(address, own), refresh=True)
+
+
+async def _processes(address: str, own: Keys | None) -> list[Registration]:
+    """The coordinator first. Raises UserError."""
+    with _told(address):
+        async with session.Channel(address, own) as channel:
+            topology: Topology = await session.call(channel, "coordinator", contract.METHODS["Coordinator", "Processes"])
+    coordinator = Registration(role="coordinator", name="coordinator", address=address, pid=0, host="")
+    return [coordinator, *topology.processes]
+
+
+def _party(process: Registration) -> str:
+    name, incarnation = process.name, process.incarnation
+    return name if name == keys.COORDINATOR else keys.process(name, incarnation)
+
+
+def _arguments(processes: Sequence[Registration], name: str, own: Keys | None, folder: Path) -> list[str]:
+    """Of grpcurl, none with a space. With TLS the user's certificate, and its key, lie in `folder` afterwards. Raises
+    UserError."""
+    found = next((one for one in processes if one.name == name), None)
+    if found is None:
+        raise UserError(f"--grpcurl: '{name}' is not one of {', '.join(one.name for one in processes)}")
+    header = [] if own is None else ["-H", f"{security.HEADER}:{own.token(_party(found))}"]
+    if own is None or not own.tls:
+        return ["-plaintext", *header, found.address]
+    files, name_of_peer = own.files, []
+    if files is None:
+        from runtime.process import certificates
+
+        if not folder.parent.is_dir():
+            raise UserError("--grpcurl: with TLS certificates are written: name the run's folder, not an address")
+        files, name_of_peer = certificates.written(own, folder), ["-authority", certificates.server_name(_party(found))]
+    return ["-cacert", files.ca, "-cert", files.certificate, "-key", files.key, *name_of_peer, *header, found.address]
 
 
 def address_of(run: str, command: str) -> str:
@@ -50,18 +90,22 @@ def address_of(run: str, command: str) -> str:
         raise UserError(f"{command}: no run is under way in {folder}") from None
 
 
-async def _tables(address: str, own: Keys | None) -> Group:
+@contextmanager
+def _told(address: str) -> Iterator[None]:
+    """What comes of the coordinator's not answering, as a UserError."""
     try:
-        async with session.Channel(address, own) as channel:
-            coordinator: Status = await session.call(channel, "coordinator", contract.METHODS["Process", "Status"])
-            topology: Topology = await session.call(channel, "coordinator", contract.METHODS["Coordinator", "Processes"])
+        yield
     except Forbidden as error:
         raise UserError(f"status: {address}: {error}; a run's folder has it, or {keys.SECRET}") from None
     except SluiceError as error:
         raise UserError(f"status: no coordinator at {address}: {error}") from None
-    answers = await asyncio.gather(*(_status(process, own) for process in topology.processes))
-    restarts = [0, *(process.incarnation for process in topology.processes)]
-    return render([coordinator, *answers], restarts)
+
+
+async def _tables(address: str, own: Keys | None) -> Group:
+    coordinator, *others = await _processes(address, own)
+    with _told(address):
+        answers = [await _asked(coordinator, own), *await asyncio.gather(*(_status(process, own) for process in others))]
+    return render(answers, [process.incarnation for process in (coordinator, *others)])
 
 
 def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
@@ -95,10 +139,15 @@ def _rates(rates: Mapping[str, float]) -> str:
     return ", ".join(told + [f"{name} {value:,.0f}/s" for name, value in rates.items() if not name.endswith("_seconds")])
 
 
+async def _asked(process: Registration, own: Keys | None) -> Status:
+    async with session.Channel(process.address, own, _party(process)) as channel:
+        answer: Status = await session.call(channel, process.name, contract.METHODS["Process", "Status"])
+        return answer
+
+
 async def _status(process: Registration, own: Keys | None) -> Status:
     try:
-        async with session.Channel(process.address, own, keys.process(process.name, process.incarnation)) as channel:
-            return await session.call(channel, process.name, contract.METHODS["Process", "Status"])
+        return await _asked(process, own)
     except SluiceError as error:
         return Status(
             role=process.role,

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import secrets
 from pathlib import Path
 
 from launcher.render import compose, kubernetes, slurm
 from launcher.render.plan import plan
+from runtime import run_files
 from runtime.config import loading
 from runtime.errors import UserError
+from runtime.process import keys
 
 
 def render(options: argparse.Namespace) -> list[Path]:
     """Write the files, and return them. Raises UserError."""
     config = loading.resolve(loading.load(options.config, options.overrides))
     made = plan(config, options.device, options.devices, getattr(options, "image", ""))
+    private: dict[str, str] = {}
     if options.target == "slurm":
         files = slurm.render(made)
     elif options.target == "kubernetes":
-        files = kubernetes.render(made, options.claim)
+        files, private = kubernetes.render(made, options.claim), kubernetes.secret(made, secrets.token_hex(keys.BYTES))
     else:
         files = compose.render(made)
-    return _write(files, options.output or Path("rendered") / options.target)
+    return _write(files, private, options.output or Path("rendered") / options.target)
 
 
-def _write(files: dict[str, str], folder: Path) -> list[Path]:
-    """What somebody may have changed is not written over."""
+def _write(files: dict[str, str], private: dict[str, str], folder: Path) -> list[Path]:
+    """What somebody may have changed is not written over; what is `private` stays as it was made first."""
     paths = {folder / name: text for name, text in files.items()}
     try:
         for path, text in paths.items():
@@ -34,6 +38,9 @@ def _write(files: dict[str, str], folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in paths.items():
             path.write_text(text)
+        for name, text in private.items():
+            if not (folder / name).exists():
+                run_files.write_private(folder / name, text)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--output: cannot write to {folder}: {error}") from error
-    return list(paths)
+    return [*paths, *(folder / name for name in private)]

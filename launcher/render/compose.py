@@ -47,7 +47,7 @@ def render(plan: Plan) -> dict[str, str]:
 
 def _service(plan: Plan, name: str, coordinator: str, devices: range) -> dict[str, Any]:
     leads = name == coordinator
-    health = ["CMD", "python3", "-m", "sluice.health_check", f"{coordinator}:{plan.port}"]
+    health = ["CMD", *plan.health, f"{coordinator}:{plan.port}"]
     volumes: list[dict[str, Any]] = [{"type": "volume", "source": "shared", "target": shared_folder(plan.config)}]
     service: dict[str, Any] = {
         "image": plan.image,

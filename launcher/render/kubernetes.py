@@ -31,6 +31,7 @@ from launcher.render.plan import (
 from runtime import timeouts
 from runtime.config import loading
 from runtime.errors import ConfigError
+from runtime.process.keys import SECRET
 
 RESOURCES: dict[Device, str] = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
 STORAGE = "100Gi"
@@ -69,7 +70,7 @@ def render(plan: Plan, claim: str = "") -> dict[str, str]:
             if given
             else []
         ),
-        "  kubectl apply --filename sluice.yaml",
+        "  kubectl apply --filename secret.yaml --filename sluice.yaml",
         f"  kubectl exec job/{first} -- sluice status {host}:{plan.port}",
         f"  kubectl delete job {first}      the run drains, saves a checkpoint and ends, and so do the other nodes",
     ]
@@ -104,6 +105,12 @@ def _metadata(plan: Plan, name: str) -> dict[str, Any]:
 def _secret_name(plan: Plan) -> str:
     """Of the Secret, made by the user, whose keys are the variables that the configuration reads."""
     return f"{plan.name}-env"
+
+
+def secret(plan: Plan, digits: str) -> dict[str, str]:
+    """Text by file name: that by which the pods know each other, hexadecimal `digits`."""
+    document = {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(plan, plan.name), "stringData": {SECRET: digits}}
+    return {"secret.yaml": to_yaml(["The run's secret: whoever has it can call, and stop, each process of the run."], document)}
 
 
 def _claim_name(plan: Plan) -> str:
@@ -222,13 +229,14 @@ def _container(plan: Plan, group: _JobNodes, coordinator: str) -> dict[str, Any]
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "NODE_INDEX", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+            {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": plan.name, "key": SECRET}}},
             *(
                 {"name": name, "valueFrom": {"secretKeyRef": {"name": _secret_name(plan), "key": name}}}
                 for name in plan.variables
             ),
         ],
         **({"resources": {"limits": {RESOURCES[plan.device]: group.devices}}} if group.devices else {}),
-        **(_coordinator_probes(plan) if group.leads else _node_probe(coordinator)),
+        **(_coordinator_probes(plan, coordinator) if group.leads else _node_probe(plan, coordinator)),
         "securityContext": _UNPRIVILEGED,
         "volumeMounts": [
             {"name": "config", "mountPath": str(PurePosixPath(CONFIG_PATH).parent), "readOnly": True},
@@ -238,21 +246,25 @@ def _container(plan: Plan, group: _JobNodes, coordinator: str) -> dict[str, Any]
     }
 
 
-def _coordinator_probes(plan: Plan) -> dict[str, Any]:
+def _probe(plan: Plan, coordinator: str) -> dict[str, Any]:
+    """Not Kubernetes' own of gRPC, which has no certificate to show."""
+    return {"exec": {"command": [*plan.health, coordinator]}, "timeoutSeconds": 10}
+
+
+def _coordinator_probes(plan: Plan, coordinator: str) -> dict[str, Any]:
     """The coordinator serves grpc.health.v1 at its port from its start to its end."""
-    grpc = {"grpc": {"port": plan.port}, "timeoutSeconds": 5}
+    probe = _probe(plan, coordinator)
     return {
-        "startupProbe": {**grpc, "periodSeconds": 5, "failureThreshold": math.ceil(plan.start_seconds / 5)},
-        "livenessProbe": {**grpc, "periodSeconds": 10, "failureThreshold": 6},
-        "readinessProbe": {**grpc, "periodSeconds": 10, "failureThreshold": 3},
+        "startupProbe": {**probe, "periodSeconds": 10, "failureThreshold": math.ceil(plan.start_seconds / 10)},
+        "livenessProbe": {**probe, "periodSeconds": 30, "failureThreshold": 3},
+        "readinessProbe": {**probe, "periodSeconds": 30, "failureThreshold": 3},
     }
 
 
-def _node_probe(coordinator: str) -> dict[str, Any]:
+def _node_probe(plan: Plan, coordinator: str) -> dict[str, Any]:
     """Another node is ready while it reaches the coordinator.
 
     There is no liveness of its own: its services' ports are known to the coordinator alone, which notices their silence, and to
     restart a node because the coordinator is away would take from the run what it needs to go on.
     """
-    probe = ["python3", "-m", "sluice.health_check", coordinator]
-    return {"readinessProbe": {"exec": {"command": probe}, "periodSeconds": 30, "timeoutSeconds": 10, "failureThreshold": 3}}
+    return {"readinessProbe": {**_probe(plan, coordinator), "periodSeconds": 30, "failureThreshold": 3}}

@@ -66,6 +66,11 @@ class Plan(Struct, frozen=True, kw_only=True):
         return self.config.run.resume == "auto"
 
     @property
+    def health(self) -> tuple[str, ...]:
+        """The command that asks a process for its health, at the address that is to follow."""
+        return ("python3", "-m", "sluice.health_check", "--run", str(HOME / self.config.run.dir))
+
+    @property
     def variables(self) -> list[str]:
         """What the configuration reads of the nodes' environment, by `{from: NAME}`."""
         return sorted({name for path, role in processes(self.config).items() for name in references(role, path).values()})

@@ -12,6 +12,7 @@ from launcher.render.plan import AGENT, Plan
 from runtime import timeouts
 from runtime.config import loading
 from runtime.errors import ConfigError
+from runtime.process.keys import BYTES, SECRET
 
 _CANN = ("/usr/local/Ascend/ascend-toolkit/set_env.sh", "/usr/local/Ascend/nnal/atb/set_env.sh")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -119,6 +120,8 @@ def _settings(plan: Plan) -> str:
         # Jobs that share a machine, or follow each other on it, get different ports.
         f"MASTER_PORT={fixed or f'$(({plan.port} + SLURM_JOB_ID % 1000))'}",
         f"OPTIONS=({f'--devices {devices}' if devices else ''})",
+        # All agents of the job know it, and nobody else: whoever has no key made of it may not call the run's processes.
+        f"export {SECRET}; {SECRET}=$(od -An -v -tx1 -N{BYTES} /dev/urandom | tr -d ' \\n')",
         f"GRACE={timeouts.CONTAINER_GRACE} # seconds that the other agents have to end after the first",
         "# Each node's own shell puts in the node's name, hence the single quotes.",
         "# shellcheck disable=SC2016",

@@ -11,14 +11,16 @@ import datetime
 import functools
 from pathlib import Path
 
+import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from runtime import run_files
 from runtime.config import Tls
 from runtime.errors import ConfigError
-from runtime.process.keys import Certificates
+from runtime.process.keys import Certificates, Keys
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the group of NIST P-256, FIPS 186-4 D.1.2.3
 _SINCE, _UNTIL = (datetime.datetime(year, 1, 1, tzinfo=datetime.timezone.utc) for year in (2000, 2100))
@@ -77,6 +79,16 @@ def _builder(name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name) -> x
 def read(files: Tls) -> Certificates:
     """As they are now: who renews them replaces the files. Raises OSError."""
     return Certificates(*(Path(path).read_bytes() for path in (files.ca, files.certificate, files.key)))
+
+
+def written(keys: Keys, folder: Path) -> Tls:
+    """The run's own certificates of `keys` as files in `folder`, for another program. Raises OSError."""
+    assert keys.certificates is not None
+    folder.mkdir(mode=0o700, exist_ok=True)
+    names = ("ca.pem", "certificate.pem", "key.pem")
+    for name, pem in zip(names, msgspec.structs.astuple(keys.certificates), strict=True):
+        run_files.write_private(folder / name, pem.decode())
+    return Tls(**{key: str(folder / name) for key, name in zip(("ca", "certificate", "key"), names, strict=True)})
 
 
 def check(files: Tls) -> None:

@@ -81,7 +81,7 @@ def watched(folder: Path, view: View, monkeypatch: pytest.MonkeyPatch, course: l
         found._coordinator = CoordinatorKeeper(found.supervisor)
         found._coordinator.child = coordinator
 
-        async def watch(address: str, silence: float, own: Keys | None) -> AsyncIterator[Progress]:
+        async def watch(address: str, silence: float, own: object) -> AsyncIterator[Progress]:
             for progress in course:
                 yield progress
             coordinator.over.set()

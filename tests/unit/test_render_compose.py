@@ -32,7 +32,9 @@ def test_every_node_is_a_service_that_reaches_the_first(plan: Plan, tmp_path: Pa
     assert len(services(plan)) == len(plan.nodes)
     for name, service in services(plan).items():
         assert service["hostname"] == name == service["command"][service["command"].index("--name") + 1]
-        assert service["healthcheck"]["test"] == ["CMD", "python3", "-m", "sluice.health_check", f"{first}:29400"]
+        _, *command, folder, address = service["healthcheck"]["test"]
+        assert command == ["python3", "-m", "sluice.health_check", "--run"] and address == f"{first}:29400"
+        assert folder == f"/home/sluice/{config.run.dir}"
         assert service["user"] == "1000:1000"
         assert service["volumes"][0] == {"type": "volume", "source": "shared", "target": "/home/sluice/runs"}
 

@@ -9,6 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from launcher.render import kubernetes
 from launcher.render.kubernetes import render
 from launcher.render.plan import Plan
 from runtime.errors import ConfigError
@@ -54,12 +55,13 @@ def test_variables_that_the_configuration_reads_are_of_a_secret(tmp_path: Path) 
     assert "kubectl create secret generic sluice-a-run-env --from-env-file FILE      of lines HF_TOKEN=... WANDB=..." in text
     for container in containers(plan):
         kept = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"] if "secretKeyRef" in one["valueFrom"]}
+        assert kept.pop("SLUICE_SECRET") == {"name": "sluice-a-run", "key": "SLUICE_SECRET"}
         assert kept == {name: {"name": "sluice-a-run-env", "key": name} for name in ("HF_TOKEN", "WANDB")}
     for document in documents(plan):
         kubernetes_validate.validate(document, "1.31", strict=True)
     (config_map,) = of_kind("ConfigMap", plan)
     assert reloaded(config_map["data"]["config.yaml"], tmp_path).services.trainer == plan.config.services.trainer
-    assert "secret" not in next(iter(render(PLANS["one"]).values()))
+    assert "create secret" not in next(iter(render(PLANS["one"]).values()))
 
 
 def test_the_schemas_are_asked() -> None:
@@ -89,16 +91,21 @@ def test_agents_find_the_coordinator_by_the_name_of_the_first_pod(plan: Plan, tm
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_the_coordinators_node_is_probed_by_grpc_and_the_others_ask_for_it(plan: Plan) -> None:
+def test_every_node_is_probed_by_asking_the_coordinator_with_the_runs_secret(plan: Plan) -> None:
     first, *others = containers(plan)
-    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        assert first[probe]["grpc"] == {"port": plan.port}
+    commands = {tuple(first[probe]["exec"]["command"]) for probe in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert {tuple(other["readinessProbe"]["exec"]["command"]) for other in others} <= commands and len(commands) == 1
+    given = yaml.safe_load(kubernetes.secret(plan, "ab")["secret.yaml"])
+    for node in (first, *others):
+        (variable,) = [entry for entry in node["env"] if entry["name"] == "SLUICE_SECRET"]
+        assert variable["valueFrom"]["secretKeyRef"] == {"name": given["metadata"]["name"], "key": "SLUICE_SECRET"}
+    assert given["stringData"] == {"SLUICE_SECRET": "ab"}
     startup = first["startupProbe"]
     assert startup["failureThreshold"] * startup["periodSeconds"] >= plan.config.deadlines.start
     (config_map,) = of_kind("ConfigMap", plan)
     for other in others:
         *asks, address = other["readinessProbe"]["exec"]["command"]
-        assert asks == ["python3", "-m", "sluice.health_check"]
+        assert asks[:4] == ["python3", "-m", "sluice.health_check", "--run"]
         assert f"host: {address.rpartition(':')[0]}\n" in config_map["data"]["config.yaml"]
         assert "livenessProbe" not in other
 
@@ -123,7 +130,7 @@ def test_nodes_get_their_devices_and_names() -> None:
     assert others["args"][-7:] == [
         *("--name", "other-$(NODE_INDEX)", "--address", "$(POD_IP)", "--devices", "8", "/etc/sluice/config.yaml")
     ]
-    assert {"NODE_INDEX", "POD_IP"} == {variable["name"] for variable in others["env"]}
+    assert {"NODE_INDEX", "POD_IP", "SLUICE_SECRET"} == {variable["name"] for variable in others["env"]}
     trains, generates = containers(PLANS["named"])
     assert trains["resources"] == {"limits": {"huawei.com/Ascend910": 8}}
     assert generates["resources"] == {"limits": {"huawei.com/Ascend910": 4}}
