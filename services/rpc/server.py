@@ -34,7 +34,8 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     # No algorithm at all: what is compressed would be expanded before anybody looks at its size.
     ("grpc.compression_enabled_algorithms_bitset", 1),
-    ("grpc.max_concurrent_streams", 256),  # of one connection; a peer has one or two, and its calls of a moment
+    # Of one connection; a peer has one or two. Near the limit gRPC refuses calls that it might let wait, so that it is far off.
+    ("grpc.max_concurrent_streams", 4096),
     ("grpc.server_handshake_timeout_ms", int(1000 * timeouts.HANDSHAKE)),
 )
 RPCS = 1 << 14  # calls and streams at the same time of a server: 1,000 nodes have two each, and up to 8 processes that register

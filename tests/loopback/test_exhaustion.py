@@ -18,9 +18,9 @@ import grpc
 import pytest
 
 from runtime import errors
-from services.rpc import refusals, server, stream
+from services.rpc import contract, refusals, server, stream
 from services.rpc.server import Server
-from services.rpc.session import Channel, Session
+from services.rpc.session import Channel, Session, call
 from tests.loopback.session_peers import (
     PATIENCE,
     answer,
@@ -185,6 +185,16 @@ def test_a_server_takes_so_many_calls_at_once_and_no_more(monkeypatch: pytest.Mo
                 with pytest.raises(grpc.aio.AioRpcError) as error:
                     await channel.grpc.unary_unary("/sluice.v1.Reference/Logprobs")(b"", timeout=PATIENCE)
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(test())
+
+
+def test_a_thousand_calls_of_a_moment_over_one_connection_are_all_answered() -> None:
+    async def test() -> None:
+        async with serving(echo) as address, Channel(address) as channel:
+            path = contract.METHODS["Reference", "Logprobs"]
+            answers = [call(channel, "reference-0", path, request(b"x"), PATIENCE) for _ in range(1000)]
+            assert await asyncio.gather(*answers) == [b"x"] * 1000
 
     run(test())
 
