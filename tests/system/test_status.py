@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -12,7 +13,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tests.system.runs import ROOT, Live, check_gone, one_line, sluice, started, write_config
+from tests.system.runs import ROOT, Live, check_gone, eventually, one_line, sluice, started, write_config
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -67,10 +68,37 @@ def test_status_shows_every_process(live: Live) -> None:
         assert int(rows[name][2].partition(".")[2]) >= 1  # it has come to a version of its own
 
 
-def test_status_takes_an_address_too(live: Live) -> None:
+def test_status_takes_an_address_too_with_the_runs_secret(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     address = (live.folder / "coordinator.address").read_text().strip()
-    ended = sluice("status", address, timeout=PATIENCE)
-    assert table(ended.stdout).keys() == MEMBERS.keys()
+    asked = "needs a key of this run"
+    for secret, said in ((None, asked), ("00" * 32, asked), ("1", "64 hexadecimal digits")):
+        (None, "needs a key of this run"),
+        ("00" * 32, "needs a key of this run"),
+        ("1", "64 hexadecimal digits"),
+    ):
+        if secret is not None:
+            monkeypatch.setenv("SLUICE_SECRET", secret)
+        ended = sluice("status", address, timeout=PATIENCE)
+        assert ended.returncode == 2 and said in one_line(ended.stderr)
+    monkeypatch.setenv("SLUICE_SECRET", (live.folder / ".secret").read_text())
+    assert table(sluice("status", address, timeout=PATIENCE).stdout).keys() == MEMBERS.keys()
+
+
+class Shown(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
+    """Adds a header, as grpcurl does."""
+
+    def __init__(self, header: str):
+        key, _, value = header.partition(":")
+        self._metadata = ((key, value),)
+
+    def _with(self, details: Any) -> Any:
+        return details._replace(metadata=self._metadata)
+
+    def intercept_unary_unary(self, go_on: Any, details: Any, request: Any) -> Any:
+        return go_on(self._with(details), request)
+
+    def intercept_stream_stream(self, go_on: Any, details: Any, requests: Any) -> Any:
+        return go_on(self._with(details), requests)
 
 
 def test_every_process_answers_health_and_reflection(live: Live) -> None:
@@ -81,7 +109,11 @@ def test_every_process_answers_health_and_reflection(live: Live) -> None:
             grpc.channel_ready_future(channel).result(PATIENCE)
             health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
             assert health.status == health_pb2.HealthCheckResponse.SERVING
-            database = ProtoReflectionDescriptorDatabase(channel)
+            plain, _, header, asked = sluice("status", str(live.folder), "--grpcurl", name, timeout=PATIENCE).stdout.split()
+            assert (plain, asked) == ("-plaintext", address)
+            with pytest.raises(grpc.RpcError, match="needs a key of this run"):
+                ProtoReflectionDescriptorDatabase(channel).get_services()
+            database = ProtoReflectionDescriptorDatabase(grpc.intercept_channel(channel, Shown(header)))
             assert {f"sluice.v1.{MEMBERS[name]}", "sluice.v1.Process", "grpc.health.v1.Health"} <= set(database.get_services())
             service = DescriptorPool(database).FindServiceByName(f"sluice.v1.{MEMBERS[name]}")
             assert service.methods
@@ -126,3 +158,18 @@ def test_the_schema_describes_every_section() -> None:
 def test_help_names_the_commands() -> None:
     said = sluice("--help", timeout=PATIENCE).stdout
     assert all(command in said for command in ("train", "validate", "schema", "status", "samples", "bench"))
+
+
+def test_a_run_is_scaled_up_and_down_while_it_trains(tiny: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "config.yaml", tiny, training={"steps": 100000})
+    with started(config, folder=tmp_path / "run") as run:
+        run.reaches(3)
+        assert sluice("scale", "rollout=3", str(run.folder), timeout=PATIENCE).stdout == "started: rollout-2\n"
+
+        def serves() -> bool:
+            row = table(sluice("status", str(run.folder), timeout=PATIENCE).stdout).get("rollout-2", [""] * 3)
+            return row[1] == "ready" and int(row[2].partition(".")[2]) > 0  # it has weights of a step, and groups to make
+
+        eventually(serves, PATIENCE, "rollout-2 serves")
+        assert sluice("scale", "rollout=1", str(run.folder), timeout=PATIENCE).stdout == "stopped: rollout-1, rollout-2\n"
+        run.reaches(run.steps() + 3)
