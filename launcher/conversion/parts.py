@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import msgspec
 import torch
 
 from runtime.errors import UserError
+from runtime.json_file import read_object
 from runtime.models.families import Family, Parameter, family_for
 from runtime.models.families.family import EMBEDDING
 from runtime.models.families.parameter import Sliceable
@@ -113,15 +113,9 @@ class ConversionProgress:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json. Raises UserError."""
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{folder}: is not a model folder: config.json: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: is not a JSON object")
-    return config
+    if not path.exists():
+        raise UserError(f"{folder}: is not a model folder: config.json: No such file or directory")
+    return read_object(path, str(path))
 
 
 def require_new(folder: Path) -> None:

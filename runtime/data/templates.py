@@ -37,6 +37,8 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{origin}: not a chat template: line {error.lineno}: {error.message}") from error
+        except Exception as error:  # whatever Python's compiler raises at what jinja2 makes of it
+            raise UserError(f"{origin}: not a chat template: {_line(error)}") from error
 
     @property
     def identity(self) -> str:
@@ -56,8 +58,12 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise UserError(f"{self.origin}: the chat template cannot render the messages: {error}") from error
+        except Exception as error:  # whatever a stranger's template does: divide by zero, call itself without end
+            raise UserError(f"{self.origin}: the chat template cannot render the messages: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 class _Generation(Extension):

@@ -15,6 +15,7 @@ import xxhash
 from runtime.data.prompt_types import MODEL, SlotTemplate, slot_template
 from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import UserError
+from runtime.json_file import read_object
 
 
 class Tokenizer:
@@ -147,12 +148,4 @@ class Tokenizer:
 
     def _json(self, name: str) -> dict[str, Any]:
         file = self.folder / name
-        if not file.is_file():
-            return {}
-        try:
-            value = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{self._key}: {file} is not JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise UserError(f"{self._key}: {file} is not a JSON object")
-        return value
+        return read_object(file, f"{self._key}: {file}") if file.is_file() else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import msgspec
 
 from runtime.errors import UserError
+from runtime.json_file import read_object
 from runtime.models.families import family_for
 from runtime.models.families.shape import ExpertShape
 
@@ -61,13 +61,9 @@ def read_raw(folder: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise UserError(f"model {folder}: no such folder")
     path = folder / "config.json"
-    try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"model {folder}: has no config.json") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"model {path}: not valid JSON: {error}") from error
-    return raw
+    if not path.exists():
+        raise UserError(f"model {folder}: has no config.json")
+    return read_object(path, f"model {path}")
 
 
 def parse(raw: Mapping[str, Any], where: str, families: Collection[str] = DECODED) -> ModelConfig:

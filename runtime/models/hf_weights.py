@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from runtime.errors import UserError
+from runtime.json_file import read_object
 
 
 def weight_paths(folder: str | Path) -> list[Path]:
@@ -21,11 +21,11 @@ def weight_paths(folder: str | Path) -> list[Path]:
         return [single]
     if not index.is_file():
         raise UserError(f"model {folder}: has neither model.safetensors nor model.safetensors.index.json")
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, KeyError) as error:
-        raise UserError(f"model {index}: not an index of safetensors shards: {error!r}") from error
-    return [index.with_name(name) for name in sorted(set(weight_map.values()))]
+    weight_map = read_object(index, f"model {index}").get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else [""]
+    if not all(isinstance(name, str) and name.isprintable() and Path(name).name == name for name in names) or "" in names:
+        raise UserError(f"model {index}: not an index of safetensors shards, which are files beside it")
+    return [index.with_name(name) for name in sorted(set(names))]
 
 
 class WeightFiles:

@@ -72,10 +72,6 @@ def test_status_takes_an_address_too_with_the_runs_secret(live: Live, monkeypatc
     address = (live.folder / "coordinator.address").read_text().strip()
     asked = "needs a key of this run"
     for secret, said in ((None, asked), ("00" * 32, asked), ("1", "64 hexadecimal digits")):
-        (None, "needs a key of this run"),
-        ("00" * 32, "needs a key of this run"),
-        ("1", "64 hexadecimal digits"),
-    ):
         if secret is not None:
             monkeypatch.setenv("SLUICE_SECRET", secret)
         ended = sluice("status", address, timeout=PATIENCE)

@@ -70,7 +70,7 @@ class TestCheckpoint:
         with pytest.raises(UserError, match=r"another model; 1 tensors differ, such as lm_head\.weight"):
             engine.load(str(tmp_path / "save"))
         assert_same(weights(engine), before)
-        with pytest.raises(UserError, match=r"trainer\.json cannot be read"):
+        with pytest.raises(UserError, match=r"trainer\.json: cannot be read"):
             engine.load(str(tmp_path / "other"))
 
 

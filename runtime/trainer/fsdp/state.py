@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from runtime.errors import UserError
+from runtime.json_file import read_object
 from runtime.models import hf_policy
 from runtime.process import platform
 from runtime.trainer.backend import RankInfo, TrainingPosition
@@ -120,10 +121,7 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
 
 
 def _description(folder: Path) -> dict[str, Any]:
-    try:
-        description = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"checkpoint {folder}: trainer.json cannot be read: {error}") from error
+    description = read_object(folder / "trainer.json", f"checkpoint {folder}: trainer.json")
     if "engine" in description:
         raise UserError(
             f"checkpoint {folder}: is of engine {description['engine']}, whose checkpoints engine torch does not read"

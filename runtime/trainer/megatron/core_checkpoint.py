@@ -11,7 +11,6 @@ them. What the optimizer has is named `optimizer.*`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from runtime.errors import InvariantViolated, UserError
+from runtime.json_file import read_object
 from runtime.models.families import Family, Layout
 from runtime.models.families.family import HEAD, require_same
 from runtime.models.families.naming import FUSED
@@ -155,10 +155,7 @@ def _parameters(family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _require_engine(folder: Path) -> None:
     path = folder / TRAINER
-    try:
-        description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+    description = read_object(path, str(path))
     if "engine" not in description:
         raise UserError(f"{folder}: is a checkpoint of engine torch, whose folder model is a Hugging Face folder already")
     if description["engine"] != "megatron":

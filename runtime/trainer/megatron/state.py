@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
+from runtime.json_file import read_object
 from runtime.models import hf_policy
 from runtime.trainer.backend import TrainingPosition
 from runtime.trainer.megatron.core_checkpoint import FOLDER, OWN, TRAINER
@@ -118,10 +119,7 @@ def _described(
 
 
 def _description(folder: Path) -> dict[str, Any]:
-    try:
-        description: dict[str, Any] = json.loads((folder / TRAINER).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"checkpoint {folder}: {TRAINER} cannot be read: {error}") from error
+    description = read_object(folder / TRAINER, f"checkpoint {folder}: {TRAINER}")
     if (description.get("engine"), description.get("format")) != (ENGINE, FORMAT):
         raise UserError(
             f"checkpoint {folder}: is of engine {description.get('engine', 'torch')!r}, format {description.get('format')!r}; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import groupby, repeat
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from runtime.errors import UserError
+from runtime.json_file import read_object
 from runtime.models.families import Family, Parameter, family_for
 from runtime.models.hf_weights import WeightFiles
 from runtime.trainer.megatron.grid import ProcessGrid
@@ -20,10 +19,7 @@ from runtime.trainer.megatron.grid import ProcessGrid
 def read_family(path: str, value_head: bool) -> Family:
     """The mapping of the model in folder `path`. Raises UserError."""
     file = Path(path) / "config.json"
-    try:
-        return family_for(json.loads(file.read_text(encoding="utf-8")), str(file), value_head=value_head)
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"model {file}: cannot be read: {error}") from error
+    return family_for(read_object(file, f"model {file}"), str(file), value_head=value_head)
 
 
 class ModelWeights:
