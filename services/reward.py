@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import grpc
 
 from runtime import config, timeouts
 from runtime.config import Config
+from runtime.config.secret_values import resolved
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage, UserError
 from runtime.rewards.combination import combine
@@ -19,6 +22,7 @@ from runtime.rewards.scorer import RewardScorer
 from runtime.types import ScoreRequest, Scores
 from services import process
 from services.rpc import contract
+from services.rpc.security import HEADER, SCHEME
 from services.rpc.server import OPTIONS
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -33,11 +37,18 @@ RECONNECT = (
 
 
 class RemoteRewardClient:
-    """Implements `runtime.rewards.remote.RemotePort`. Made on the event loop; plain text."""
+    """Implements `runtime.rewards.remote.RemotePort`. Made on the event loop."""
 
-    def __init__(self, settings: config.RemoteReward):
+    def __init__(self, settings: config.RemoteReward, key: str = "rewards.remote"):
+        """Raises UserError for a token that the environment has not. `key`: of the settings."""
         self._settings = settings
-        self._channel = grpc.aio.insecure_channel(settings.address, options=(*OPTIONS, *RECONNECT))
+        options, token = (*OPTIONS, *RECONNECT), resolved(settings.token, os.environ, f"{key}.token")
+        self._metadata = () if token is None else ((HEADER, SCHEME + token),)
+        if settings.ca:
+            roots = None if settings.ca == "system" else Path(settings.ca).read_bytes()
+            self._channel = grpc.aio.secure_channel(settings.address, grpc.ssl_channel_credentials(roots), options)
+        else:
+            self._channel = grpc.aio.insecure_channel(settings.address, options)
         # The reply is parsed here: gRPC would only log what its deserializer raises.
         self._call = self._channel.unary_unary(SCORE.path, SCORE.request.serialize)
 
@@ -57,7 +68,8 @@ class RemoteRewardClient:
         deadline, delay = time.monotonic() + timeout, timeouts.REMOTE_REWARD_RETRY
         while True:
             try:
-                data = await self._call(request, timeout=max(deadline - time.monotonic(), timeouts.REMOTE_REWARD_RETRY))
+                left = max(deadline - time.monotonic(), timeouts.REMOTE_REWARD_RETRY)
+                data = await self._call(request, timeout=left, metadata=self._metadata)
                 reply: RemoteScoreReply = SCORE.reply.parse(data)
                 return reply.results
             except InvalidMessage as error:
@@ -100,8 +112,8 @@ class RewardService(process.Service):
     async def start(self) -> None:
         """Raises UserError for a remote reward that does not answer."""
         fail = self.config.rewards.on_error == "fail"
-        for settings in self.config.rewards.remote:
-            client = RemoteRewardClient(settings)
+        for index, settings in enumerate(self.config.rewards.remote):
+            client = RemoteRewardClient(settings, f"rewards.remote.{index}")
             self._clients.append(client)
             self._scorers.append(RemoteScorer(settings, self._tokenizer, client, fail))
         await asyncio.gather(*(client.check() for client in self._clients))

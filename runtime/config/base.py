@@ -50,3 +50,10 @@ Layers = Annotated[int, in_unit("layers", ge=1)]
 
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every section: immutable, and unknown keys are errors. The string under a field is its meaning."""
+
+
+class FromEnvironment(Section, frozen=True, rename={"variable": "from"}):
+    """`{from: NAME}`: what the environment variable NAME has on the machine where the process runs. So a secret is given."""
+
+    variable: str
+    """Its name."""

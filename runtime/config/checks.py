@@ -254,11 +254,18 @@ def _address(path: str, remote: RemoteReward) -> Iterator[str]:
     found = _ADDRESS.fullmatch(remote.address)
     if found is None or not 0 < int(found["port"]) < 65536:
         yield f"{path}.address: '{remote.address}' is not HOST:PORT, with a port from 1 to 65535"
-    elif not remote.plaintext and not _is_loopback(found["host"].strip("[]")):
+    elif remote.ca or _is_loopback(found["host"].strip("[]")):
+        if remote.plaintext and remote.ca:
+            yield f"{path}.plaintext: true, but there is {path}.ca; must be one of the two"
+        if remote.ca not in ("", "system") and not Path(remote.ca).is_file():
+            yield f"{path}.ca: '{remote.ca}' is not a file; must be one with certificates, or system"
+    elif not remote.plaintext:
         yield (
             f"{path}.address: '{remote.address}' is not this machine, and what goes there is not encrypted; "
-            f"set {path}.plaintext to true if you trust the network"
+            f"set {path}.ca, or {path}.plaintext to true if you trust the network"
         )
+    elif remote.token is not None:
+        yield f"{path}.token: would be sent to '{remote.address}' as plain text; needs {path}.ca"
 
 
 def _is_loopback(host: str) -> bool:

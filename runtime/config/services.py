@@ -7,6 +7,7 @@ from typing import Any, Literal
 from runtime.config.base import (
     Bytes,
     DType,
+    FromEnvironment,
     GroupBackend,
     Layers,
     NonNegative,
@@ -19,13 +20,6 @@ from runtime.config.base import (
     Tokens,
     Versions,
 )
-
-
-class FromEnvironment(Section, frozen=True, rename={"variable": "from"}):
-    """`{from: NAME}`: what the environment variable NAME has on the machine where the process runs. So a secret is given."""
-
-    variable: str
-    """Its name."""
 
 
 class Process(Section, frozen=True):

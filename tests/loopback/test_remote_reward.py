@@ -31,6 +31,7 @@ from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResul
 from runtime.types import ScoreRequest, Scores
 from services.reward import SCORE, RemoteRewardClient
 from services.rpc import contract
+from tests.loopback.certificate_files import write_certificates
 from tests.unit.reward_cases import make_request
 
 ROOT = Path(__file__).parents[2]
@@ -59,18 +60,24 @@ async def lengths(request: RemoteScoreRequest) -> RemoteScoreReply:
 class Judge:
     """A server of RemoteReward on a port of this machine; `calls` are what it was asked, the check at the start aside."""
 
-    def __init__(self, answer: Answer, port: int = 0):
+    def __init__(self, answer: Answer, port: int = 0, credentials: grpc.ServerCredentials | None = None):
         self.calls: list[list[RemoteItem]] = []
+        self.metadata: dict[str, str | bytes] = {}
         self._answer = answer
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         handler = grpc.unary_unary_rpc_method_handler(self._score)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler("sluice.v1.RemoteReward", {"Score": handler}),)
         )
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        address = f"127.0.0.1:{port}"
+        if credentials is None:
+            self.port = self._server.add_insecure_port(address)
+        else:
+            self.port = self._server.add_secure_port(address, credentials)
 
     async def _score(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         request: RemoteScoreRequest = SCORE.request.parse(data)
+        self.metadata = dict(context.invocation_metadata() or ())
         if request.items:
             self.calls.append(request.items)
         return SCORE.reply.serialize(await self._answer(request))
@@ -346,3 +353,31 @@ def test_the_guide_names_every_field_of_the_messages() -> None:
     fields = [field.name for field in request.fields_by_name["items"].message_type.fields]
     told = re.findall(r"^\| `(\w+)` \|", GUIDE.read_text(), re.MULTILINE)
     assert told == fields
+
+
+def test_over_tls_the_server_is_known_and_knows_us(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, others = (write_certificates(tmp_path / name, "127.0.0.1") for name in ("own", "others"))
+    credentials = grpc.ssl_server_credentials([(Path(own.key).read_bytes(), Path(own.certificate).read_bytes())])
+    monkeypatch.setenv("JUDGE", "a token")
+    token = config.FromEnvironment(variable="JUDGE")
+
+    async def scenario() -> None:
+        async with Judge(lengths, credentials=credentials) as judge:
+            async with scorer(tokenizer, judge.port, ca=own.ca, token=token) as known:
+                assert (await known.score(question(1, "four"))).rewards.tolist() == [4.0]
+            assert judge.metadata["authorization"] == "Bearer a token"
+            for ca in (others.ca, ""):
+                client = RemoteRewardClient(
+                    config.RemoteReward(name="a", address=f"127.0.0.1:{judge.port}", ca=ca, timeout=0.5)
+                )
+                with pytest.raises(UserError, match=r"no RemoteReward at 127\.0\.0\.1"):
+                    await client.check()
+                await client.close()
+            assert len(judge.calls) == 1
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    monkeypatch.delenv("JUDGE")
+    with pytest.raises(UserError, match=r"rewards.remote.token: \{from: JUDGE\}: this machine's environment has no JUDGE"):
+        RemoteRewardClient(config.RemoteReward(name="a", address="127.0.0.1:1", token=token))

@@ -74,6 +74,19 @@ def test_another_machine_has_to_be_allowed(policy: Path, address: str) -> None:
     assert fault.startswith(f"rewards.remote.1.address: '{address}' is not this machine")
     assert "rewards.remote.1.plaintext" in fault
     assert faults(policy, {"rules": [RULE], "remote": [remote | {"plaintext": True}]}) == []
+    assert faults(policy, {"rules": [RULE], "remote": [remote | {"ca": "system"}]}) == []
+    for more, said in (
+        ({"ca": "none.pem"}, "rewards.remote.0.ca: 'none.pem' is not a file; must be one with certificates, or system"),
+        (
+            {"ca": "system", "plaintext": True},
+            "rewards.remote.0.plaintext: true, but there is rewards.remote.0.ca; must be one of the two",
+        ),
+        (
+            {"plaintext": True, "token": {"from": "JUDGE"}},
+            f"rewards.remote.0.token: would be sent to '{address}' as plain text; needs rewards.remote.0.ca",
+        ),
+    ):
+        assert faults(policy, {"rules": [RULE], "remote": [remote | more]}) == [said]
 
 
 @pytest.mark.parametrize("name", ["taste", "gsm8k", "own", "reward_model"])
