@@ -46,6 +46,8 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
         yield f"services.coordinator.standby: '{standby}', but the run has one node; needs cluster.nodes or cluster.min_nodes"
     if several:
         yield from _reachable(config)
+    if config.network.tls is not None and config.network.security not in ("auto", "tls"):
+        yield f"network.tls: is not used with network.security {config.network.security}; must be left out, or that be tls or auto"
     if config.network.port_range is not None:
         yield from _port_range(config, config.network.port_range, 0 if several else _listeners(config, trains))
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import socket
+import ssl
+import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,6 +25,7 @@ from runtime.status import Registration
 from services.rpc import contract
 from services.rpc.server import Server
 from services.rpc.session import Channel, Session, call
+from tests.loopback.certificate_files import Authority, write_certificates
 
 PATIENCE = 30.0
 SHORT = 0.5  # seconds, of what cannot come about
@@ -237,5 +243,82 @@ def test_a_session_over_tls() -> None:
                 await session.call("Move", Move(level=0), PATIENCE)
             await session.close()
             assert asked == ["Move"]
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+def test_certificates_of_ones_own_are_renewed_while_connections_stay(tmp_path: Path) -> None:
+    """Another authority's: the strictest renewal there is."""
+    files = write_certificates(tmp_path / "node", "127.0.0.1")
+    caller, own = (replace(each, files=files) for each in (CALLERS["coordinator"], CALLERS["rollout"]))
+    former = write_certificates(tmp_path / "former", "127.0.0.1")
+
+    async def test() -> None:
+        async with served(own) as (address, asked), Channel(address, caller, "rollout-0/0") as connected:
+            status = contract.METHODS["Process", "Status"]
+            with pytest.raises(errors.InvalidMessage, match="asked"):
+                await call(connected, "rollout-0", status)
+            await asyncio.to_thread(shutil.copytree, tmp_path / "node", tmp_path / "former", dirs_exist_ok=True)
+            write_certificates(tmp_path / "node", "127.0.0.1")
+            with pytest.raises(errors.InvalidMessage, match="asked"):
+                await call(connected, "rollout-0", status)
+            with pytest.raises(errors.InvalidMessage, match="asked"):
+                await status_of(address, caller)
+            with pytest.raises(errors.DeadlineExceeded, match="certificates do not fit"):
+                await status_of(address, replace(caller, files=former), timeout=SHORT)
+            assert asked == ["Status"] * 3
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
+    authority = Authority()
+    here = write_certificates(tmp_path / "here", "127.0.0.1", authority)
+    elsewhere = write_certificates(tmp_path / "elsewhere", "127.0.0.7", authority)
+
+    async def test() -> None:
+        async with served(replace(CALLERS["rollout"], files=elsewhere)) as (address, asked):
+            with pytest.raises(errors.DeadlineExceeded, match="its certificate is not for this address"):
+                await status_of(address, replace(CALLERS["coordinator"], files=here), timeout=SHORT)
+            assert not asked
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+def test_what_lies_between_and_ends_tls_is_named() -> None:
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(16)  # the beginning of the client's word
+        writer.close()
+
+    async def test() -> None:
+        proxy = await asyncio.start_server(cut, "127.0.0.1", 0)
+        host, port = proxy.sockets[0].getsockname()
+        with pytest.raises(errors.DeadlineExceeded, match=rf"no connection to {host}:{port}: "):
+            await status_of(f"{host}:{port}", holder(keys.COORDINATOR, tls=True), timeout=SHORT)
+        proxy.close()
+        await proxy.wait_closed()
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+def test_tls_is_of_version_1_3() -> None:
+    own = holder(keys.COORDINATOR, tls=True).certificates
+    assert own is not None
+
+    def negotiated(address: str, folder: Path) -> str | None:
+        for name, pem in (("ca", own.ca), ("own", own.own), ("key", own.key)):
+            (folder / name).write_bytes(pem)
+        context = ssl.create_default_context(cafile=str(folder / "ca"))
+        context.load_cert_chain(folder / "own", folder / "key")
+        context.set_alpn_protocols(["h2"])
+        host, _, port = address.rpartition(":")
+        plain = socket.create_connection((host, int(port)), PATIENCE)
+        with plain, context.wrap_socket(plain, server_hostname="0.rollout-0.sluice") as tls:
+            return tls.version()
+
+    async def test() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            async with served(of_process("rollout-0", tls=True)) as (address, _):
+                assert await asyncio.to_thread(negotiated, address, Path(folder)) == "TLSv1.3"
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE))
