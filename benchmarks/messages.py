@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from statistics import median, quantiles
 
 import grpc
@@ -20,15 +21,17 @@ from msgspec import Struct
 from benchmarks.process import end
 from runtime.commands import CommitWeights
 from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.process import keys
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 from services.rpc import contract
-from services.rpc.session import Session, call
+from services.rpc.session import Channel, Session, call
 from sluice import start
 
 START = 60.0  # seconds
 TIMEOUT = 30.0  # seconds of any call
-PLAIN, STREAM, UNARY = "grpc.aio unary, plain bytes", "ours, over the session's stream", "ours, a unary call"
+PLAIN, UNARY = "grpc.aio unary, plain bytes", "ours, a unary call: none"
+STREAM, TOKEN, TLS = (f"ours, by stream: {mode}" for mode in ("none", "token", "tls"))
 COMMIT = CommitWeights(PolicyVersion(0, 1), 1)
 PROMPT = np.arange(16, dtype=np.int32)
 
@@ -36,7 +39,7 @@ Ask = Callable[[int], Awaitable[object]]
 
 
 class MessagesSettings(Struct, frozen=True):
-    rounds: int = 5
+    rounds: int = 10
     pings: int = 400  # of a way in a round, one after the other
     calls: int = 4000  # of a way in a round, many at once
     in_flight: tuple[int, ...] = (100, 1000)
@@ -50,32 +53,40 @@ class Pings(Struct):
 
 
 class MessagesReport(Struct):
-    """`rates`: calls per second by way, the median of the rounds; `ratios`: ours over plain, round by round, the median."""
+    """`rates`: calls per second by way, the median of the rounds. The ratios are of our ways, round by round, the median:
+    without security to the plain way, with it to that without."""
 
     pings: dict[str, Pings]
-    ping_ratio: float
+    ping_ratios: dict[str, float]
     rates: dict[int, dict[str, float]]
-    ratios: dict[int, float]
+    ratios: dict[int, dict[str, float]]
 
 
 class _Peer:
     """The other end, by each way."""
 
-    def __init__(self, session: Session, plain: grpc.aio.Channel, ours: grpc.aio.Channel, trial: str):
+    def __init__(self, sessions: dict[str, Session], plain: grpc.aio.Channel, ours: Channel, trial: str):
         stub = plain.unary_unary(trial)
         message = contract.METHODS["Rollout", "CommitWeights"].request.serialize(COMMIT)
-        self._session = session
         self.pings: dict[str, Ask] = {
             PLAIN: lambda _: stub(message, timeout=TIMEOUT),
-            STREAM: lambda _: session.call("CommitWeights", COMMIT, TIMEOUT),
             UNARY: lambda _: call(ours, "rollout-0", contract.METHODS["Rollout", "CommitWeights"], COMMIT, TIMEOUT),
+            **{way: partial(_commit, session) for way, session in sessions.items()},
         }
-        self.rates: dict[str, Ask] = {PLAIN: self.pings[PLAIN], STREAM: self._generate}
+        self.rates: dict[str, Ask] = {
+            PLAIN: self.pings[PLAIN],
+            **{way: partial(_generate, session) for way, session in sessions.items()},
+        }
 
-    async def _generate(self, number: int) -> object:
-        sampling = SamplingParams(max_new_tokens=16)
-        request = GroupRequest(group_id=number, prompt=PROMPT, n=1, seed=number, sampling=sampling)
-        return await self._session.call("Generate", request, TIMEOUT)
+
+async def _commit(session: Session, _: int) -> object:
+    return await session.call("CommitWeights", COMMIT, TIMEOUT)
+
+
+async def _generate(session: Session, number: int) -> object:
+    sampling = SamplingParams(max_new_tokens=16)
+    request = GroupRequest(group_id=number, prompt=PROMPT, n=1, seed=number, sampling=sampling)
+    return await session.call("Generate", request, TIMEOUT)
 
 
 def run(settings: MessagesSettings, show: Callable[[str], None] = lambda line: None) -> MessagesReport:
@@ -88,27 +99,42 @@ async def measure(settings: MessagesSettings, show: Callable[[str], None]) -> Me
         for ask in (*peer.pings.values(), *peer.rates.values()):  # connections are made with the first call
             await ask(0)
         seconds: dict[str, list[float]] = {way: [] for way in peer.pings}
-        ratios: list[float] = []
+        medians: dict[str, list[float]] = {way: [] for way in peer.pings}
         for number in range(settings.rounds):
             show(f"round {number + 1} of {settings.rounds}: one call after the other")
-            found = {way: await _pings(ask, settings.pings) for way, ask in peer.pings.items()}
-            ratios.append(median(found[STREAM]) / median(found[PLAIN]))
-            for way, each in found.items():
-                seconds[way] += each
-        report = MessagesReport({way: _summary(each) for way, each in seconds.items()}, median(ratios), {}, {})
+            for way, ask in _in_turn(peer.pings, number):
+                found = await _pings(ask, settings.pings)
+                medians[way].append(median(found))
+                seconds[way] += found
+        report = MessagesReport({way: _summary(each) for way, each in seconds.items()}, _ratios(medians), {}, {})
         for in_flight in settings.in_flight:
             rates: dict[str, list[float]] = {way: [] for way in peer.rates}
             for number in range(settings.rounds):
                 show(f"round {number + 1} of {settings.rounds}: {in_flight} calls at once")
-                for way, ask in peer.rates.items():
+                for way, ask in _in_turn(peer.rates, number):
                     rates[way].append(await _rate(ask, settings.calls, in_flight))
             report.rates[in_flight] = {way: median(each) for way, each in rates.items()}
-            report.ratios[in_flight] = median(ours / plain for ours, plain in zip(rates[STREAM], rates[PLAIN], strict=True))
+            report.ratios[in_flight] = _ratios(rates)
     return report
+
+
+def _in_turn(ways: dict[str, Ask], number: int) -> list[tuple[str, Ask]]:
+    """Another way begins each round: what comes later finds the machine otherwise."""
+    found = list(ways.items())
+    return found[number % len(found) :] + found[: number % len(found)]
+
+
+def _ratios(measured: dict[str, list[float]]) -> dict[str, float]:
+    beside = {way: STREAM if way in (TOKEN, TLS) else PLAIN for way in measured if way != PLAIN}
+    return {
+        way: median(ours / theirs for ours, theirs in zip(measured[way], measured[other], strict=True))
+        for way, other in beside.items()
+    }
 
 
 @asynccontextmanager
 async def _peer() -> AsyncIterator[_Peer]:
+    from benchmarks.messages_trial import NETWORKS, SECRET
     from benchmarks.messages_trial import PLAIN as PATH
 
     process = await asyncio.create_subprocess_exec(
@@ -119,14 +145,17 @@ async def _peer() -> AsyncIterator[_Peer]:
     assert process.stdin is not None and process.stdout is not None
     try:
         line = await asyncio.wait_for(process.stdout.readline(), START)
-        ours, _, plain = line.decode().strip().partition(" ")
-        if not plain:
+        plain, *ours = line.decode().split()
+        if not ours:
             raise ServiceFault("messages_trial", "start", "ended without its addresses; its standard error says why")
-        session = Session(ours, "rollout-0", "Rollout")
-        await session.open(START)
-        async with grpc.aio.insecure_channel(plain) as raw, grpc.aio.insecure_channel(ours) as channel:
-            yield _Peer(session, raw, channel, PATH)
-            await session.close()
+        own = [keys.holder(network, keys.COORDINATOR, SECRET) for network in NETWORKS.values()]
+        sessions = [Session(address, "rollout-0", "Rollout", keys=each) for address, each in zip(ours, own, strict=True)]
+        for session in sessions:
+            await session.open(START)
+        async with grpc.aio.insecure_channel(plain) as raw, Channel(ours[0]) as channel:
+            yield _Peer(dict(zip((STREAM, TOKEN, TLS), sessions, strict=True)), raw, channel, PATH)
+            for session in sessions:
+                await session.close()
     except asyncio.TimeoutError:
         raise DeadlineExceeded("messages_trial", "start", "did not begin to serve", START) from None
     finally:
@@ -159,13 +188,16 @@ def _summary(seconds: list[float]) -> Pings:
 
 
 def render(report: MessagesReport) -> list[LiteralTable]:
-    pings = LiteralTable("way", "p50, µs", "p90, µs", title="One call after the other", title_justify="left")
+    pings = LiteralTable("way", "p50, µs", "p90, µs", "ratio of p50", title="One call after the other", title_justify="left")
     for way, each in report.pings.items():
-        pings.add_row(way, f"{each.p50:.0f}", f"{each.p90:.0f}")
-    pings.caption = f"the stream's p50 is {report.ping_ratio:.2f} of plain grpc.aio's"
-    rates = LiteralTable(
-        "calls at once", "plain, calls/s", "stream, calls/s", "ratio", title="Many calls at once", title_justify="left"
-    )
+        pings.add_row(way, f"{each.p50:.0f}", f"{each.p90:.0f}", _shown(report.ping_ratios, way))
+    rates = LiteralTable("calls at once", "way", "calls/s", "ratio", title="Many calls at once", title_justify="left")
     for in_flight, rate in report.rates.items():
-        rates.add_row(str(in_flight), f"{rate[PLAIN]:,.0f}", f"{rate[STREAM]:,.0f}", f"{report.ratios[in_flight]:.2f}")
+        for way, calls in rate.items():
+            rates.add_row(str(in_flight), way, f"{calls:,.0f}", _shown(report.ratios[in_flight], way))
+    rates.caption = "ratios: without security to plain grpc.aio, with it to that without"
     return [pings, rates]
+
+
+def _shown(ratios: dict[str, float], way: str) -> str:
+    return f"{ratios[way]:.3f}" if way in ratios else ""

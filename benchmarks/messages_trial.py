@@ -1,6 +1,7 @@
 """The other end of `sluice bench messages`: a service that answers at once, and a plain grpc.aio server, in one process.
 
-`python -m benchmarks.messages_trial` prints both addresses, ours first, and ends with its standard input.
+`python -m benchmarks.messages_trial` prints the addresses, the plain one first, then ours with each `network.security`, and
+ends with its standard input.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import grpc
 import uvloop
 
 from runtime.commands import CommitWeights, WeightsCommitted
-from runtime.process import os_process
+from runtime.config import Network
+from runtime.process import keys, os_process
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 from services.models import Actor, Request
 from services.rpc import contract
 from services.rpc.server import Server
 
 HOST = "127.0.0.1"
+NETWORKS = {mode: Network(security=mode) for mode in ("none", "token", "tls")}
+SECRET = bytes(keys.BYTES)  # that both ends know, and nobody has to guess
 PLAIN = "/plain.Plain/Echo"
 
 
@@ -73,16 +77,18 @@ async def serve() -> None:
     handlers = {
         name: partial(actor.send, priority=contract.METHODS["Rollout", name].priority) for name in ("Generate", "CommitWeights")
     }
-    ours = Server({"Rollout": handlers}, {})
+    agents = [keys.holder(network, keys.agent("a"), SECRET) for network in NETWORKS.values()]
+    of_rollout = [None if agent is None else agent.of_process("rollout-0", 0) for agent in agents]
+    ours = [Server({"Rollout": handlers}, {}, keys=own) for own in of_rollout]
     plain = grpc.aio.server()
     plain.add_generic_rpc_handlers((_Plain(),))
-    print(ours.bind(HOST, 0), f"{HOST}:{plain.add_insecure_port(f'{HOST}:0')}", flush=True)
-    await ours.start()
-    await plain.start()
+    print(f"{HOST}:{plain.add_insecure_port(f'{HOST}:0')}", *(server.bind(HOST, 0) for server in ours), flush=True)
+    for server in (plain, *ours):
+        await server.start()
     await asyncio.to_thread(sys.stdin.read)
     working.cancel()
-    await ours.stop(0.0)
-    await plain.stop(0.0)
+    for server in (plain, *ours):
+        await server.stop(0.0)
 
 
 if __name__ == "__main__":

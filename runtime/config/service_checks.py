@@ -47,7 +47,8 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
     if several:
         yield from _reachable(config)
     if config.network.tls is not None and config.network.security not in ("auto", "tls"):
-        yield f"network.tls: is not used with network.security {config.network.security}; must be left out, or that be tls or auto"
+        mode = config.network.security
+        yield f"network.tls: is not used with network.security {mode}; must be left out, or that be tls or auto"
     if config.network.port_range is not None:
         yield from _port_range(config, config.network.port_range, 0 if several else _listeners(config, trains))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import coordinator, messages
-from benchmarks.messages import PLAIN, STREAM, UNARY
+from benchmarks.messages import PLAIN, STREAM, TLS, TOKEN, UNARY
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -18,9 +18,12 @@ SAMPLES = 4096  # some 400 ms of the coordinator's, which the system counts in t
 
 def test_messages_are_answered_by_every_way() -> None:
     report = messages.run(messages.MessagesSettings(rounds=2, pings=5, calls=40, in_flight=(4, 16)))
-    assert report.pings.keys() == {PLAIN, STREAM, UNARY}
+    assert report.pings.keys() == {PLAIN, STREAM, TOKEN, TLS, UNARY}
     assert all(0 < each.p50 <= each.p90 for each in report.pings.values())
-    assert {in_flight: rates.keys() for in_flight, rates in report.rates.items()} == {4: {PLAIN, STREAM}, 16: {PLAIN, STREAM}}
+    assert {in_flight: set(rates) for in_flight, rates in report.rates.items()} == dict.fromkeys(
+        (4, 16), {PLAIN, STREAM, TOKEN, TLS}
+    )
+    assert report.ratios.keys() == {4, 16} and report.ping_ratios.keys() == {STREAM, TOKEN, TLS, UNARY}
     assert len(messages.render(report)) == 2
 
 

@@ -41,6 +41,13 @@ def test_a_coordinator_on_loopback_is_reached_by_its_own_node_alone(host: str) -
     assert fault.startswith(f"services.coordinator.host: '{host}' is loopback; on several nodes it must be the address")
 
 
+@pytest.mark.parametrize(("security", "used"), [("auto", True), ("tls", True), ("token", False), ("none", False)])
+def test_certificates_that_are_not_used_are_told(security: str, used: bool) -> None:
+    told = faults(network={"security": security, "tls": {"ca": "a", "certificate": "b", "key": "c"}})
+    fault = f"network.tls: is not used with network.security {security}; must be left out, or that be tls or auto"
+    assert told == ([] if used else [fault])
+
+
 @pytest.mark.parametrize(
     ("cluster", "standby", "told"),
     [
