@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from benchmarks.inputs import bench_config
 from benchmarks.process import end
 from runtime import run_files
-from runtime.config import Config, Evaluation, Rollout, loading
+from runtime.config import Config, Evaluation, Network, Rollout, loading
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.telemetry.shown import LiteralTable
 from services.rpc import session
@@ -83,6 +83,7 @@ def _configured(config: Config, replicas: int, settings: CoordinatorBenchSetting
         run=replace(config.run, dir=str(folder), resume=""),
         training=replace(config.training, groups_per_step=groups, steps=steps),
         evaluation=Evaluation(before=False, after=False),
+        network=Network(security="none"),  # no agent gives keys; streams cost the same with them
         services=replace(
             config.services, rollout=Rollout(replicas=replicas, slots=settings.groups * config.sampling.group_size)
         ),

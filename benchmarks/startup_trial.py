@@ -51,7 +51,7 @@ async def sluice(count: int) -> None:
     await server.start()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
-        config.write_text("run: {name: startup}\n")
+        config.write_text("run: {name: startup}\nnetwork: {security: none}\n")
         supervisor = Supervisor(Path(folder))
         try:
             for index in range(count):

@@ -20,9 +20,8 @@ def test_messages_are_answered_by_every_way() -> None:
     report = messages.run(messages.MessagesSettings(rounds=2, pings=5, calls=40, in_flight=(4, 16)))
     assert report.pings.keys() == {PLAIN, STREAM, TOKEN, TLS, UNARY}
     assert all(0 < each.p50 <= each.p90 for each in report.pings.values())
-    assert {in_flight: set(rates) for in_flight, rates in report.rates.items()} == dict.fromkeys(
-        (4, 16), {PLAIN, STREAM, TOKEN, TLS}
-    )
+    assert report.rates.keys() == {4, 16}
+    assert all(rates.keys() == {PLAIN, STREAM, TOKEN, TLS} for rates in report.rates.values())
     assert report.ratios.keys() == {4, 16} and report.ping_ratios.keys() == {STREAM, TOKEN, TLS, UNARY}
     assert len(messages.render(report)) == 2
 
