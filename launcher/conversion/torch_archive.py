@@ -124,7 +124,7 @@ def read_archive(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except Refused as error:
-        raise UserError(f"{path}: its pickle wants {error}, which no checkpoint needs; nothing of it was run") from error
+        raise UserError(f"{path}: {error}") from error
     except (zipfile.BadZipFile, struct.error, *FAULTS) as error:  # RuntimeError: also what zipfile does not know
         raise UserError(f"{path}: is not a whole file of torch.save: {line(error)}") from error
 
@@ -177,7 +177,7 @@ class _Archive:
             return name
         if full in _INERT or full.partition(".")[0] in _INERT_PACKAGES:
             return Function(full, lambda *_: Inert(full))
-        raise Refused(full if full.isprintable() and len(full) <= 200 else told(full))
+        raise Refused(full)
 
     def outside(self, identity: Any) -> _Memory | Inert:
         """A tensor's, by a persistent identity. That of a dtype which no model here has is `Inert`."""

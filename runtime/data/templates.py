@@ -24,6 +24,9 @@ from runtime.errors import UserError
 Message = Mapping[str, Any]
 
 
+_MOST_CHARACTERS = 1 << 22  # of a conversation
+
+
 class ChatTemplate:
     """A compiled template with the model's special tokens (`bos_token`, `eos_token` ...) as its variables."""
 
@@ -51,7 +54,7 @@ class ChatTemplate:
         Raises UserError when the template refuses the messages.
         """
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=messages,
                 tools=None,
                 documents=None,
@@ -60,6 +63,9 @@ class ChatTemplate:
             )
         except Exception as error:  # whatever a stranger's template does: divide by zero, call itself without end
             raise UserError(f"{self.origin}: the chat template cannot render the messages: {_line(error)}") from error
+        if len(text) > _MOST_CHARACTERS:
+            raise UserError(f"{self.origin}: the chat template makes {len(text)} characters of the messages")
+        return text
 
 
 def _line(error: Exception) -> str:
@@ -76,11 +82,17 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Nothing interrupts Python within a power, and a few characters can name one that takes years."""
+        raise jinja2.TemplateError("has a power, which no conversation needs")
+
+
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -62,17 +62,17 @@ class Tokenizer:
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """Every id that ends a reply, ascending: of generation_config.json, config.json and the tokenizer's eos_token."""
-        found: set[int] = set()
+        ids: list[Any] = []
         for name in ("generation_config.json", "config.json"):
             value = self._json(name).get("eos_token_id")
-            found.update(value if isinstance(value, list) else [] if value is None else [value])
+            ids += value if isinstance(value, list) else [] if value is None else [value]
         token = self.special_tokens.get("eos_token")
         own = None if token is None else self._tokenizer.token_to_id(token)
         if own is not None:
-            found.add(own)
-        if not found:
+            ids.append(own)
+        if not ids or not all(type(each) is int for each in ids):
             raise UserError(f"{self._key}: {self.folder} names no end-of-sequence token (eos_token_id in config.json)")
-        return tuple(sorted(found))
+        return tuple(sorted(set(ids)))
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
@@ -110,7 +110,8 @@ class Tokenizer:
             return self._compile(beside, self._key)
         source = self._json("tokenizer_config.json").get("chat_template")
         if isinstance(source, list):
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+            named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+            source = named[-1].get("template") if named else None
         if not isinstance(source, str):
             raise UserError(
                 f"{self._section}prompt_type: {self.folder} has no chat template for 'model'; name another type, "
@@ -128,8 +129,12 @@ class Tokenizer:
         return self.encode_texts([self.template.render(messages, add_generation_prompt=False) for messages in conversations])
 
     def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 [P] of each rendered conversation; the library spreads them over its threads."""
-        return [np.array(item.ids, np.int32) for item in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        """int32 [P] of each rendered conversation; the library spreads them over its threads. Raises UserError."""
+        try:
+            found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # the Rust library's, such as for a text without tokens where there is none for unknown text
+            raise UserError(f"{self._key}: {self.folder / 'tokenizer.json'} cannot encode a text: {error}") from error
+        return [np.array(item.ids, np.int32) for item in found]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """The text of `ids`; ids that the tokenizer does not know are left out."""

@@ -22,6 +22,10 @@ _LONGEST = 1000  # characters of a key, or a name
 class Refused(Exception):
     """A name that is in no table."""
 
+    def __init__(self, full: str):
+        full = full if full.isprintable() and len(full) <= 200 else told(full)
+        super().__init__(f"its pickle wants {full}, which no checkpoint needs; nothing of it was run")
+
 
 class Malformed(Exception):
     """What no pickle of plain values has."""

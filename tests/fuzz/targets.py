@@ -265,7 +265,7 @@ TARGETS = {
         lambda _: [text.encode() for text in TEMPLATES],
         read_template,
         (
-            *(b"{{ ''.__class__.__mro__ }}", b"| attr('x')", b"* 99999999", b"** 9999", b"{% for a in range(9999) %}", b"% 0"),
+            *(b"{{ ''.__class__.__mro__ }}", b"| attr('x')", b"* 99999999", b"** 9999", b"{% for a in range(999) %}", b"% 0"),
             *(b"{% endfor %}", b"{% include 'x' %}", b"{% import '/etc/passwd' as x %}", b"| center(99999999)", b"lipsum(99)"),
             *(b"self", b"cycler", b"messages.append(1)", b"'%099999999d' % 1", b"'{:>999999999}'.format(1)", b"{% raw %}"),
         ),

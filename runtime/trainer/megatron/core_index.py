@@ -1,14 +1,14 @@
 """The index of torch's distributed checkpoint, `.metadata`: a pickle, of which nothing is run.
 
-torch unpickles it, and whatever a checkpoint has beside tensors. Here `plain_pickle` reads the index, and
-tensors alone are read. For an object of torch's there are `Attributes` first; torch's own is made once they are checked.
+torch unpickles it, and whatever a checkpoint has beside tensors. Here `plain_pickle` reads the index, and tensors alone are
+read. For an object of torch's there are `Attributes` first; torch's own is made once they are checked.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, Metadata
@@ -28,10 +28,9 @@ from runtime.weights import plain_pickle
 from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Inert, Malformed, Refused
 
 INDEX = ".metadata"
-Value = TypeVar("Value")
 _SCALE = 8  # a part of a tensor takes about 85 steps, and 205 bytes: 370,000 parts
-_STATES: dict[str, type] = {  # by which each class sets its attributes
-    f"{kind.__module__}.{kind.__qualname__}": tuple if kind is TensorProperties else dict
+_STATES: dict[str, tuple[type, Any]] = {  # each class, and what its attributes are before they are set
+    f"{kind.__module__}.{kind.__qualname__}": (kind, () if kind is TensorProperties else {})
     for kind in (
         *(Metadata, MetadataIndex, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, StorageMeta),
         *(TensorProperties, _StorageInfo),
@@ -75,7 +74,7 @@ def read_index(path: Path) -> Metadata:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except Refused as error:
-        raise UserError(f"{path}: its pickle wants {error}, which no checkpoint needs; nothing of it was run") from error
+        raise UserError(f"{path}: {error}") from error
     except FAULTS as error:
         raise UserError(f"{path}: is not a whole index of a checkpoint: {plain_pickle.line(error)}") from error
 
@@ -87,14 +86,14 @@ class _Names:
         """Raises Refused."""
         module, _, name = full.rpartition(".")
         if full in _STATES:
-            return Function(full, lambda *_: Attributes(full, _STATES[full]()))
+            return Function(full, lambda *_: Attributes(full, _STATES[full][1]))
         if full == "torch.Size":
             return Function(full, _sizes)
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return name
         if full in _UNUSED:
             return Function(full, lambda *_: Inert(full))
-        raise Refused(full if full.isprintable() and len(full) <= 200 else plain_pickle.told(full))
+        raise Refused(full)
 
     def outside(self, identity: Any) -> Any:
         raise Malformed(f"it wants {plain_pickle.told(identity)} from outside")
@@ -117,7 +116,7 @@ def _metadata(found: Any) -> Metadata:
 
 def _tensor(entry: Any, most_parts: int) -> TensorStorageMetadata | BytesStorageMetadata:
     """Its parts fill it: none of its elements is left as memory was."""
-    if isinstance(entry, Attributes) and entry.name == _name(BytesStorageMetadata):
+    if isinstance(entry, Attributes) and _STATES[entry.name][0] is BytesStorageMetadata:
         return BytesStorageMetadata()
     state = _state(entry, TensorStorageMetadata)
     dtype = getattr(torch, _typed(_state(state["properties"], TensorProperties)[0], str))
@@ -161,18 +160,14 @@ def _sizes(sizes: Any = ()) -> torch.Size:
     return torch.Size(sizes)
 
 
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _state(value: Any, kind: type) -> Any:
     """The attributes of what stands for an object of `kind`."""
-    if not isinstance(value, Attributes) or value.name != _name(kind):
+    if not isinstance(value, Attributes) or _STATES[value.name][0] is not kind:
         raise Malformed(f"it has {plain_pickle.told(value)} in the place of a {kind.__name__}")
     return value.values
 
 
-def _typed(value: Any, kind: type[Value]) -> Value:
+def _typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise Malformed(f"it has {plain_pickle.told(value)} in the place of a {kind.__name__}")
     return value
