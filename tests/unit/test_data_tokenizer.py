@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,33 @@ def test_mistakes_are_user_errors(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="is not a tokenizer"):
         Tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ 9 ** 9 ** 9 ** 9 }}", "has a power, which no conversation needs"),
+        ("{{ 1 // 0 }}", "cannot render the messages: integer division or modulo by zero"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "cannot render the messages: maximum recursion depth exceeded"),
+        ("{{ 'x' * 5000000 }}", "makes 5000000 characters"),
+        ("{{ '}'.format(1) }}", "cannot render the messages: Single '}' encountered"),
+    ],
+)
+def test_a_template_that_fails_is_one_line(folder: Path, template: str, told: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(UserError, match=re.escape(told)) as error:
+        Tokenizer(str(folder)).encode_chats([USER])
+    assert "\n" not in str(error.value)
+
+
+def test_what_the_library_cannot_encode_is_a_user_error(folder: Path) -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))
+    words.save(str(folder / "tokenizer.json"))
+    with pytest.raises(UserError, match="cannot encode a text: WordLevel error: Missing"):
+        Tokenizer(str(folder)).encode_texts(["b"])
+
+
+def test_of_names_that_are_no_ids_no_reply_ends(folder: Path) -> None:
+    write(folder / "config.json", eos_token_id=["258", {}])
+    with pytest.raises(UserError, match="end-of-sequence"):
+        _ = Tokenizer(str(folder)).eos_ids
