@@ -29,7 +29,7 @@ OF_ONE_RUN = (LEDGER, CHECKPOINTS, MODEL, EVALUATIONS, NONFINITE, METRICS, TENSO
 
 def write_private(path: Path, text: str) -> None:
     """Write a file that its owner alone can read, in place of one that is there. Raises OSError."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f"{path.name}.partial")
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(text)

@@ -16,7 +16,7 @@ from runtime.errors import Forbidden, SluiceError, UserError
 from runtime.process import keys
 from runtime.process.keys import Keys
 from runtime.status import Registration, Status, Topology
-from runtime.telemetry.shown import LiteralTable, literal
+from runtime.telemetry.shown import LiteralTable, literal, shown
 from services.rpc import contract, security, session
 
 LAST_PORT = 65535
@@ -31,7 +31,8 @@ async def show(run: str, watch: bool, grpcurl: str = "") -> None:
     address, own = address_of(run, "status"), keys.of_user(run)
     console = Console()
     if grpcurl:
-        print(*_arguments(await _processes(address, own), grpcurl, own, Path(run) / run_files.CERTIFICATES))
+        found = _arguments(await _processes(address, own), grpcurl, own, Path(run) / run_files.CERTIFICATES)
+        print(shown(" ".join(found)))
         return
     tables = await _tables(address, own)
     if not watch:

@@ -69,12 +69,16 @@ class Agent:
                 async with session.Channel(self.coordinator, self.keys, silence=deadlines.silence) as channel:
                     patience = min(max(0.0, reached + timeout - loop.time()), timeouts.CONTROL_CALL)
                     await channel.ready("coordinator", patience)  # which may have become another's, or have another secret
+                    refused = False
                     try:
                         await self._obey(channel)
+                    except Forbidden:
+                        refused = True
+                        raise
                     finally:
-                        reached = loop.time()
+                        reached = reached if refused else loop.time()
             except (ServiceFault, Forbidden) as error:
-                if loop.time() >= reached + timeout:
+                if loop.time() + timeouts.AGENT_RETRY >= reached + timeout:
                     message = f"not to be reached at {self.coordinator} from node {self._node.name}: {error}"
                     raise ServiceFault("coordinator", "join", message, timeout) from error
             await asyncio.sleep(timeouts.AGENT_RETRY)

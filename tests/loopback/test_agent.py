@@ -10,14 +10,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from launcher.node.agent import Agent
 from launcher.node.machine import Machine
 from launcher.node.supervisor import Supervisor
 from runtime import run_files
 from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration
-from runtime.config import Config, loading
+from runtime.config import Config, Network, loading
 from runtime.errors import ServiceFault, UserError
+from runtime.process import keys
+from runtime.process.keys import Keys
 from services.rpc.server import Server
 
 PATIENCE = 100.0
@@ -27,14 +30,14 @@ START = 1.0  # seconds for which a coordinator that is not there is tried
 class Coordinator:
     """`joins` has what each stream is given besides its first word, until `ends` is set."""
 
-    def __init__(self, config: Config, port: int = 0):
+    def __init__(self, config: Config, port: int = 0, own: Keys | None = None):
         self._yaml = loading.to_yaml(config)
         self.joined: asyncio.Queue[NodeRegistration] = asyncio.Queue()
         self.told: asyncio.Queue[NodePaths] = asyncio.Queue()
         self.ends = asyncio.Event()
         self.refuses = ""
         self.name = "first"
-        self._server = Server({"Coordinator": {"ReportPaths": self._paths}}, {("Coordinator", "Join"): self._join})
+        self._server = Server({"Coordinator": {"ReportPaths": self._paths}}, {("Coordinator", "Join"): self._join}, keys=own)
         self.address = self._server.bind("127.0.0.1", port)
 
     async def _paths(self, found: NodePaths) -> None:
@@ -128,3 +131,53 @@ def test_a_node_that_is_refused_says_why(tmp_path: Path) -> None:
             await agent.follow()
 
     run(tmp_path, test)
+
+
+def of_secret(network: Network, party: str, secret: bytes) -> Keys:
+    found = keys.holder(network, party, secret)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("security", "said"), [("token", "needs a key of this run"), ("tls", "the certificates do not fit: another run's")]
+)
+def test_a_node_with_the_secret_of_another_start_waits_for_this_ones(tmp_path: Path, security: str, said: str) -> None:
+    """Yesterday's lies in the folder until the run's first node writes today's."""
+    network = Network(security=security)
+    given = {
+        "run": {"name": "a", "dir": str(tmp_path)},
+        "deadlines": {"start": START},
+        "model": {"path": str(tmp_path / "none")},
+    }
+    config = replace(msgspec.convert(given, Config), network=network)
+    node = NodeRegistration(name="b", address="127.0.0.1")
+
+    async def test() -> None:
+        keys.begun(tmp_path)
+        today = keys.known(tmp_path)
+        assert today is not None
+        coordinator = Coordinator(config, own=of_secret(network, keys.COORDINATOR, today))
+        await coordinator.start()
+        keys.begun(tmp_path)  # as if it were yesterday's
+        agent = Agent(node, config, coordinator.address, Supervisor(tmp_path), Machine(), sys.executable)
+        with pytest.raises(ServiceFault, match=rf"not to be reached at {coordinator.address} from node b: .*{said}"):
+            await agent.follow()
+        assert coordinator.joined.empty()
+        following = asyncio.create_task(agent.follow())
+        run_files.write_private(tmp_path / run_files.SECRET, today.hex())
+        assert (await coordinator.joined.get()).name == "b"
+        following.cancel()
+        await coordinator.stop()
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+def test_a_node_whose_secret_is_not_there_says_where_it_looked(tmp_path: Path) -> None:
+    given = {"run": {"name": "a", "dir": str(tmp_path)}, "deadlines": {"start": START}}
+    node = NodeRegistration(name="b", address="127.0.0.1")
+    agent = Agent(node, msgspec.convert(given, Config), "127.0.0.1:1", Supervisor(tmp_path), Machine(), sys.executable)
+    with pytest.raises(
+        ServiceFault, match=r"agent/b: the run's secret is not known here: neither by \.secret in its folder nor"
+    ):
+        asyncio.run(agent.follow())

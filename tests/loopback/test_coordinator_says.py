@@ -14,12 +14,14 @@ import pytest
 from runtime.cluster.nodes import Death
 from runtime.config import Config
 from runtime.errors import UserError
+from runtime.process import keys
 from runtime.status import Loss, Progress
 from runtime.telemetry.startup import Phases
 from services.coordinator import CoordinatorProcess
 
 
 def coordinator(folder: Path, **sections: Any) -> CoordinatorProcess:
+    keys.begun(folder)
     given = {"run": {"name": "a", "dir": str(folder)}, "rewards": {"rules": [{"name": "gsm8k"}]}, "model": {"path": "/m"}}
     return CoordinatorProcess(msgspec.convert({**given, **sections}, Config), Phases())
 
