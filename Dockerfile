@@ -93,7 +93,7 @@ ENV PATH=/opt/trainer/bin:$PATH
 # No address, nothing to ask.
 ENV SLUICE_HEALTH=""
 HEALTHCHECK --interval=30s --timeout=10s --start-period=120s --retries=3 \
-    CMD ["sh", "-c", "[ -z \"$SLUICE_HEALTH\" ] || exec python3 -m sluice.health_check \"$SLUICE_HEALTH\""]
+    CMD ["sh", "-c", "[ -z \"$SLUICE_HEALTH\" ] || exec python3 -m sluice.health_check ${SLUICE_RUN:+--run \"$SLUICE_RUN\"} \"$SLUICE_HEALTH\""]
 
 ENTRYPOINT ["with-cann", "sluice"]
 CMD ["--help"]
@@ -137,7 +137,7 @@ WORKDIR /home/sluice
 # No address, nothing to ask.
 ENV SLUICE_HEALTH=""
 HEALTHCHECK --interval=30s --timeout=10s --start-period=120s --retries=3 \
-    CMD ["sh", "-c", "[ -z \"$SLUICE_HEALTH\" ] || exec python3 -m sluice.health_check \"$SLUICE_HEALTH\""]
+    CMD ["sh", "-c", "[ -z \"$SLUICE_HEALTH\" ] || exec python3 -m sluice.health_check ${SLUICE_RUN:+--run \"$SLUICE_RUN\"} \"$SLUICE_HEALTH\""]
 
 ENTRYPOINT ["sluice"]
 CMD ["--help"]

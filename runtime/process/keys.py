@@ -100,14 +100,8 @@ class Keys(Struct, frozen=True, kw_only=True):
     def of_process(self, name: str, incarnation: int) -> Keys:
         """What a process that this party starts is given."""
         party = process(name, incarnation)
-        return replace(self._with_name(party), secret=_derived(self.secret, party))
-
-    def _with_name(self, party: str) -> Keys:
-        if self.certificates is None:
-            return replace(self, name=party)
-        from runtime.process import certificates
-
-        return replace(self, name=party, certificates=certificates.issued(authority(self.secret), party))
+        made = None if self.certificates is None else _issued(self.secret, party)
+        return replace(self, name=party, secret=_derived(self.secret, party), certificates=made)
 
 
 def _derived(secret: bytes, party: str) -> bytes:
@@ -117,6 +111,12 @@ def _derived(secret: bytes, party: str) -> bytes:
 def authority(secret: bytes) -> bytes:
     """The number from which the private key of the run's own CA is made: whoever knows the secret can issue certificates."""
     return hmac.digest(secret, b"certificate authority", "sha256")
+
+
+def _issued(secret: bytes, party: str) -> Certificates:
+    from runtime.process import certificates  # which takes 50 ms to import
+
+    return certificates.issued(authority(secret), party)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -145,12 +145,12 @@ def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
     keys = Keys(name=party, secret=secret)
     if mode == "token":
         return keys
+    if network.tls is None:
+        return replace(keys, certificates=_issued(secret, party))
     from runtime.process import certificates
 
-    if network.tls is not None:
-        certificates.check(network.tls)
-        return replace(keys, files=network.tls)
-    return replace(keys, certificates=certificates.issued(authority(secret), party))
+    certificates.check(network.tls)
+    return replace(keys, files=network.tls)
 
 
 def of_user(run: str) -> Keys | None:
