@@ -36,11 +36,12 @@ number NNODES 1
 number NPUS_PER_NODE 0
 number MASTER_PORT 1
 number NODE_RANK 0
-host MASTER_ADDR '^[A-Za-z0-9][A-Za-z0-9.-]*$' "a host's name or address"
-host CURRENT_IP '^[0-9]{1,3}(\.[0-9]{1,3}){3}$' "this machine's address, such as 10.1.0.2"
+ipv6='[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f.]*'
+host MASTER_ADDR "^([A-Za-z0-9][A-Za-z0-9.-]*|$ipv6)$" "a host's name or address"
+host CURRENT_IP "^([0-9]{1,3}(\.[0-9]{1,3}){3}|$ipv6)$" "this machine's address, such as 10.1.0.2 or fd00:1::2"
 ((MASTER_PORT < 65536)) || fail "MASTER_PORT: '$MASTER_PORT' is not a port; the largest is 65535"
 ((NODE_RANK < NNODES)) || fail "NODE_RANK: '$NODE_RANK' is not below NNODES, which is $NNODES"
-if ((NNODES > 1)) && [[ $MASTER_ADDR == localhost || $MASTER_ADDR == 127.* ]]; then
+if ((NNODES > 1)) && [[ $MASTER_ADDR == localhost || $MASTER_ADDR == 127.* || $MASTER_ADDR == ::1 ]]; then
     fail "MASTER_ADDR: '$MASTER_ADDR' is not reached from other machines, of which NNODES says there are $((NNODES - 1))"
 fi
 [[ $# -ge 1 ]] || fail "CONFIG: not given; bash launcher/node.sh CONFIG [key=value ...]"

@@ -82,6 +82,7 @@ def publication(device: str, folder: Path) -> Figures:
     """Weights from this process to another over the device's own backend, and an end by deadline when the other stops."""
     import torch
 
+    from runtime.process import network
     from runtime.process import platform as own
     from runtime.types import PolicyVersion
     from runtime.weights import rendezvous
@@ -89,7 +90,7 @@ def publication(device: str, folder: Path) -> Figures:
 
     where = own.device(device)
     backend = own.collective_backend("auto", where)
-    pending = rendezvous.host(1, 2, "127.0.0.1", backend, timeouts.ACCEPT_TRANSFER)
+    pending = rendezvous.host(1, 2, network.loopback(), backend, timeouts.ACCEPT_TRANSFER)
     manifest = _manifest()
     sender = WeightSender(manifest, pin=where.type == "cuda")
     with _receiver(device, folder, pending.address) as receiver:

@@ -20,8 +20,6 @@ import sys
 
 from runtime.process import network, os_process
 
-LOOPBACK = "127.0.0.1"
-
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
@@ -35,7 +33,7 @@ def arguments() -> argparse.Namespace:
 
 def opened(at: str, world: int) -> socket.socket:
     """The socket of the store. Raises OSError."""
-    host, _, port = at.rpartition(":") if at else (LOOPBACK, "", "0")
+    host, _, port = at.rpartition(":") if at else (network.loopback(), "", "0")
     return network.listener(host.strip("[]"), int(port), world)
 
 

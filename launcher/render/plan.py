@@ -16,6 +16,7 @@ from runtime.config import Config
 from runtime.config.secret_values import references
 from runtime.config.service_checks import cluster_faults
 from runtime.errors import ConfigError
+from runtime.process.network import is_loopback
 
 Device = Literal["cpu", "cuda", "npu"]
 
@@ -27,7 +28,6 @@ AGENT = ("--rdzv-backend", "sluice", "--nproc-per-node", "1", "--max-restarts", 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 LONGEST_LABEL = 63
 
-_LOOPBACK = ("127.0.0.1", "localhost")
 _IMAGES: dict[Device, str] = {"cpu": "sluice", "cuda": "sluice:cuda", "npu": "sluice:ascend"}
 
 
@@ -97,7 +97,7 @@ def plan(config: Config, device: Device | None = None, devices: int | None = Non
         nodes = [PlannedNode("", devices or 0)] * cluster.min_nodes
     else:
         nodes = [PlannedNode(node.name, (devices if node.devices is None else node.devices) or 0) for node in cluster.nodes]
-    if network.interface in _LOOPBACK:
+    if is_loopback(network.interface):
         network = replace(network, interface="auto")
     return Plan(
         name=f"sluice-{label(config.run.name)}",

@@ -16,7 +16,6 @@ from runtime.errors import UserError
 PortRange = tuple[int, int]  # first and last
 
 AUTO = "auto"
-LOOPBACK = "127.0.0.1"
 
 _NOWHERE = 9  # a port to ask for a route to: a datagram socket that is connected sends nothing
 
@@ -29,7 +28,7 @@ def own_address(interface: str, towards: str = "", key: str = "network.interface
     when there is none.
     """
     if interface == AUTO:
-        return _route_to(towards) if towards else LOOPBACK
+        return _route_to(towards) if towards else loopback()
     with suppress(ValueError):
         if ipaddress.ip_address(interface).is_unspecified:
             raise UserError(f"{key}: '{interface}' is no address that others reach; must be one of {_known()}")
@@ -49,6 +48,11 @@ def own_address(interface: str, towards: str = "", key: str = "network.interface
         f"{key}: '{interface}' is neither an address, nor a network, nor auto, nor one of this machine's devices; "
         f"it has {_known()}"
     )
+
+
+def loopback() -> str:
+    """The address by which only this machine reaches itself: that of IPv4, unless the machine has IPv6 alone."""
+    return "::1" if is_own("::1") and not is_own("127.0.0.1") else "127.0.0.1"
 
 
 def interface_of(address: str) -> str:

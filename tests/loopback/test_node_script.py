@@ -73,7 +73,7 @@ def test_one_machine_may_be_its_own_master(start: Start) -> None:
         ("MASTER_ADDR", None, "not set; must be a host's name or address"),
         ("MASTER_ADDR", "a b", "'a b' is not a host's name or address"),
         ("MASTER_ADDR", "127.0.0.1", "'127.0.0.1' is not reached from other machines, of which NNODES says there are 1"),
-        ("CURRENT_IP", "eth0", "'eth0' is not this machine's address, such as 10.1.0.2"),
+        ("CURRENT_IP", "eth0", "'eth0' is not this machine's address, such as 10.1.0.2 or fd00:1::2"),
     ],
 )
 def test_a_wrong_variable_is_one_line_that_names_it(start: Start, name: str, value: str | None, said: str) -> None:

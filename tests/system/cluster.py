@@ -78,7 +78,7 @@ class Cluster:
 
     def registered(self) -> list[tuple[str, str]]:
         """(name, address) of every process, in the order in which they came."""
-        return re.findall(r" (\S+) registered: pid \d+ at ([\d.]+):", self.log("coordinator"))
+        return re.findall(r" (\S+) registered: pid \d+ at \[?([\d.]+|[\da-f:]+)\]?:\d+,", self.log("coordinator"))
 
     def where(self, name: str) -> list[str]:
         """The addresses at which processes called `name` registered, in this order."""
@@ -94,13 +94,15 @@ class Cluster:
 
 
 @contextmanager
-def cluster(config: Path, *overrides: str, folder: Path, count: int = 3, start: int | None = None) -> Iterator[Cluster]:
+def cluster(
+    config: Path, *overrides: str, folder: Path, count: int = 3, start: int | None = None, network: str = namespaces.NETWORK
+) -> Iterator[Cluster]:
     """A run over `count` nodes, on the first `start` of which an agent is started at once; nothing of it stays."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with namespaces.joined(count) as network:
-        first = network.nodes[0].address
+    with namespaces.joined(count, network) as made_of:
+        first = made_of.nodes[0].address
         where = (f"run.dir={folder}", f"services.coordinator.host={first}", f"services.coordinator.port={PORT}")
-        made = Cluster(network, config, (*where, "network.interface=auto", *overrides), folder)
+        made = Cluster(made_of, config, (*where, "network.interface=auto", *overrides), folder)
         for name in NAMES[: count if start is None else start]:
             made.start(name)
         yield made

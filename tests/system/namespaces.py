@@ -7,6 +7,7 @@ removed by the next one.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ import psutil
 
 DEVICE = "eth0"
 NETWORK = "10.203.0.0/24"  # of every maker: their bridges are not connected
+NETWORK_6 = "fd00:203::/64"  # of nodes that have no address of IPv4, not even loopback
 DEADLINE = 20.0  # seconds that the end of a namespace's processes is waited for
 
 _HUB = "hub"
@@ -92,11 +94,11 @@ def why_not() -> str:
 
 
 @contextmanager
-def joined(count: int) -> Iterator[Network]:
+def joined(count: int, network: str = NETWORK) -> Iterator[Network]:
     """A network of `count` nodes, gone with all their processes at the end."""
     sweep()
     hub = _name(os.getpid(), _HUB)
-    nodes = [Node(_name(os.getpid(), f"node{index}"), _address(index)) for index in range(count)]
+    nodes = [Node(_name(os.getpid(), f"node{index}"), _address(network, index)) for index in range(count)]
     with ExitStack() as stack:
         for namespace in (hub, *(node.namespace for node in nodes)):
             stack.callback(_remove, namespace)
@@ -120,7 +122,11 @@ def _connect(hub: str, port: str, node: Node) -> None:
     _ip("-n", hub, "link", "set", port, "master", "bridge")
     _ip("-n", hub, "link", "set", port, "up")
     _ip("-n", node.namespace, "link", "set", "lo", "up")
-    _ip("-n", node.namespace, "address", "add", f"{node.address}/24", "dev", DEVICE)
+    if ":" in node.address:
+        _ip("-n", node.namespace, "address", "delete", "127.0.0.1/8", "dev", "lo")
+        _ip("-n", node.namespace, "address", "add", f"{node.address}/64", "dev", DEVICE, "nodad")
+    else:
+        _ip("-n", node.namespace, "address", "add", f"{node.address}/24", "dev", DEVICE)
     _ip("-n", node.namespace, "link", "set", DEVICE, "up")
 
 
@@ -158,5 +164,5 @@ def _port(index: int) -> str:
     return f"port{index}"
 
 
-def _address(index: int) -> str:
-    return f"{NETWORK.rpartition('.')[0]}.{index + 1}"
+def _address(network: str, index: int) -> str:
+    return str(ipaddress.ip_network(network)[index + 1])
