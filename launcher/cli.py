@@ -59,13 +59,13 @@ def _parser() -> CommandParser:
 def _add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Commands that look at a run, also while it is under way."""
     status = commands.add_parser("status", help="how each process of a run is doing")
-    status.add_argument("run", help="a run's folder, or the coordinator's host:port")
+    status.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
     status.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
     status.add_argument("--grpcurl", metavar="NAME", default="", help="print what grpcurl needs to call this process instead")
 
     scale = commands.add_parser("scale", help="change the number of a run's rollouts while it goes on")
     scale.add_argument("wanted", metavar="rollout=N", help="how many there are to be")
-    scale.add_argument("run", help="a run's folder, or the coordinator's host:port")
+    scale.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
 
     samples = commands.add_parser("samples", help="prompts, replies, rewards and versions of a run")
     samples.add_argument("run", type=Path, help="a run's folder")

@@ -18,6 +18,7 @@ from runtime.errors import UserError
 from runtime.process import keys, os_process
 from runtime.process.command_line import CommandParser
 from runtime.process.keys import Keys
+from runtime.process.network import is_host_port
 from runtime.telemetry.shown import shown
 from services.rpc import security
 
@@ -27,7 +28,7 @@ _STATES = health_pb2.HealthCheckResponse.ServingStatus
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m sluice.health_check", description=__doc__.split("\n\n")[0])
-    parser.add_argument("address", type=_address, help="host:port")
+    parser.add_argument("address", type=_address, help="host:port, or [IPv6]:port")
     parser.add_argument("--run", default="", metavar="DIR", help="the run's folder, for where health needs a certificate too")
     parser.add_argument("--service", default="", metavar="NAME", help="such as sluice.v1.Trainer (default: the process)")
     parser.add_argument(
@@ -65,9 +66,8 @@ def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHEC
 
 
 def _address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"'{text}' is not host:port")
+    if not is_host_port(text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not host:port or [IPv6]:port")
     return text
 
 

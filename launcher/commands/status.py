@@ -15,11 +15,11 @@ from runtime import run_files, timeouts
 from runtime.errors import Forbidden, SluiceError, UserError
 from runtime.process import keys
 from runtime.process.keys import Keys
+from runtime.process.network import is_host_port
 from runtime.status import Registration, Status, Topology
 from runtime.telemetry.shown import LiteralTable, literal, shown
 from services.rpc import contract, security, session
 
-LAST_PORT = 65535
 UNREACHABLE = "unreachable"
 
 
@@ -81,10 +81,9 @@ def address_of(run: str, command: str) -> str:
     """Of the coordinator of a run, given its folder or host:port. Raises UserError."""
     folder = Path(run)
     if not folder.is_dir():
-        host, _, port = run.rpartition(":")
-        if host and port.isdecimal() and 0 < int(port) <= LAST_PORT:
+        if is_host_port(run):
             return run
-        raise UserError(f"{command}: {run!r} is neither a run's folder nor host:port")
+        raise UserError(f"{command}: {run!r} is neither a run's folder nor host:port or [IPv6]:port")
     try:
         return (folder / run_files.ADDRESS).read_text().strip()
     except FileNotFoundError:

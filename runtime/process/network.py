@@ -16,6 +16,7 @@ from runtime.errors import UserError
 PortRange = tuple[int, int]  # first and last
 
 AUTO = "auto"
+LAST_PORT = 65535
 
 _NOWHERE = 9  # a port to ask for a route to: a datagram socket that is connected sends nothing
 
@@ -97,6 +98,13 @@ def is_own(host: str) -> bool:
 def host_port(host: str, port: int) -> str:
     """HOST:PORT, with brackets around IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_host_port(text: str) -> bool:
+    """Whether it is HOST:PORT, with brackets around IPv6."""
+    host, _, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    return bool(host) and (bracketed == (":" in host)) and port.isdecimal() and 0 < int(port) <= LAST_PORT
 
 
 def candidates(host: str, ports: PortRange | None) -> Iterator[int]:

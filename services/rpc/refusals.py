@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from urllib.parse import unquote
 
 log = logging.getLogger("sluice")
 
@@ -14,8 +15,8 @@ _counts: Counter[str] = Counter()  # of refusals, by the peer's host
 
 def tell(peer: str, why: str) -> None:
     """Log the first message of a host that is refused, the tenth, the hundredth and so on. `peer`: as gRPC names it,
-    `ipv4:HOST:PORT`."""
-    host = peer.rpartition(":")[0] or peer
+    `ipv4:HOST:PORT` or `ipv6:%5BHOST%5D:PORT`."""
+    host = unquote(peer.rpartition(":")[0] or peer)
     if count := _counted(host):
         log.warning("%s: %d refused so far: %s", host, count, why)
 

@@ -145,7 +145,7 @@ def test_refusals_are_told_at_powers_of_ten_for_each_host(caplog: Log, monkeypat
     assert [line for line in warnings(caplog) if "10.0.0.1" in line] == [
         f"ipv4:10.0.0.1: {count} refused so far: why" for count in counts
     ]
-    assert len([line for line in warnings(caplog) if "::1" in line]) == 4
+    assert len([line for line in warnings(caplog) if "ipv6:[::1]: " in line]) == 4
     assert len(warnings(caplog)) == 4 + 4 + 4  # more hosts than are told apart are one
 
 

@@ -59,8 +59,9 @@ def test_whoever_does_not_answer_does_not_serve(listens: bool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("localhost",), "'localhost' is not host:port"),
-        (("host:70000",), "'host:70000' is not host:port"),
+        (("localhost",), "'localhost' is not host:port or [IPv6]:port"),
+        (("::1:7077",), "'::1:7077' is not host:port or [IPv6]:port"),
+        (("host:70000",), "'host:70000' is not host:port or [IPv6]:port"),
         (("host:1", "--timeout", "0"), "'0' is not a number of seconds above 0"),
     ],
 )

@@ -55,6 +55,13 @@ def test_the_port_has_a_default_and_a_machine_need_not_have_accelerators(start: 
     assert said[said.index("--devices") + 1] == "0"
 
 
+@pytest.mark.parametrize("address", ["fd00:1::2", "FD00::", "2001:db8:0:1:2:3:4:5", "::ffff:10.1.0.2"])
+def test_machines_may_have_ipv6_alone(start: Start, address: str) -> None:
+    said = start("c.yaml", MASTER_ADDR="fd00:1::1", CURRENT_IP=address).stdout.splitlines()
+    assert said[said.index("--address") + 1] == address
+    assert "services.coordinator.host=fd00:1::1" in said
+
+
 def test_one_machine_may_be_its_own_master(start: Start) -> None:
     assert start("c.yaml", NNODES="1", NODE_RANK="0", MASTER_ADDR="localhost", CURRENT_IP="127.0.0.1").returncode == 0
 
@@ -73,6 +80,9 @@ def test_one_machine_may_be_its_own_master(start: Start) -> None:
         ("MASTER_ADDR", None, "not set; must be a host's name or address"),
         ("MASTER_ADDR", "a b", "'a b' is not a host's name or address"),
         ("MASTER_ADDR", "127.0.0.1", "'127.0.0.1' is not reached from other machines, of which NNODES says there are 1"),
+        ("MASTER_ADDR", "::1", "'::1' is not reached from other machines, of which NNODES says there are 1"),
+        ("MASTER_ADDR", "[fd00::1]", "'[fd00::1]' is not a host's name or address"),
+        ("CURRENT_IP", "fe80::1%eth0", "'fe80::1%eth0' is not this machine's address, such as 10.1.0.2 or fd00:1::2"),
         ("CURRENT_IP", "eth0", "'eth0' is not this machine's address, such as 10.1.0.2 or fd00:1::2"),
     ],
 )

@@ -44,11 +44,12 @@ def test_a_run_on_the_loopback_of_ipv6(config: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.usefixtures("namespaces")
 def test_nodes_without_ipv4(tiny: Path, tmp_path: Path) -> None:
-    """A group of ranks over two of them, by TLS; a rollout on the third is killed and comes back."""
+    """The trainer has ranks on two of them, the critic two on one; a rollout is killed and comes back. All with TLS."""
     config = write_config(tmp_path / "config.yaml", tiny, **NODES)
     group = ("services.trainer.processes=2", "services.trainer.placement=[first, second]", "deadlines.stop=60")
     where = (f"network.interface={NETWORK_6}", "training.steps=100000")
-    with cluster(config, *group, *where, folder=tmp_path / "run", network=NETWORK_6) as run:
+    critic = ("critic={}", "algorithm.preset=ppo", "services.critic.processes=2", "services.critic.placement=[first]")
+    with cluster(config, *group, *critic, *where, folder=tmp_path / "run", network=NETWORK_6) as run:
         run.run.reaches(2, START)
         os.kill(run.pids("rollout-1")[0], signal.SIGKILL)
         eventually(lambda: len(run.pids("rollout-1")) == 2, START, "the rollout's return")
@@ -56,5 +57,6 @@ def test_nodes_without_ipv4(tiny: Path, tmp_path: Path) -> None:
         first, second, third = (node.address for node in run.network.nodes)
         assert run.where("trainer-0") + run.where("trainer-1") == [first, second]
         assert run.where("rollout-1") == [third] * 2
-        assert "by collective" in run.log("coordinator")
+        assert run.where("critic-0") + run.where("critic-1") == [first] * 2
+        assert "trainer-0 to rollout-0, rollout-1 by collective" in run.log("coordinator")
         ends_well(run, *NAMES)

@@ -8,7 +8,16 @@ import psutil
 import pytest
 
 from runtime.errors import UserError
-from runtime.process.network import candidates, interface_of, is_loopback, is_own, own_address, transport_variables
+from runtime.process import network
+from runtime.process.network import (
+    candidates,
+    interface_of,
+    is_host_port,
+    is_loopback,
+    is_own,
+    own_address,
+    transport_variables,
+)
 
 NOT_OURS = "198.51.100.7"  # of a block for documentation, RFC 5737
 
@@ -31,6 +40,27 @@ def outer() -> tuple[str, str]:
 @pytest.mark.parametrize("interface", ["127.0.0.1", "127.0.0.0/8", "127.0.0.1/32", "auto"])
 def test_loopback_by_address_network_and_default(interface: str) -> None:
     assert own_address(interface) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("own", "address"),
+    [({"127.0.0.1"}, "127.0.0.1"), ({"127.0.0.1", "::1"}, "127.0.0.1"), ({"::1"}, "::1"), (set(), "127.0.0.1")],
+)
+def test_loopback_is_of_ipv6_where_there_is_no_other(own: set[str], address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "is_own", own.__contains__)
+    assert network.loopback() == own_address("auto") == address
+
+
+@pytest.mark.parametrize("text", ["host:1", "10.1.0.7:65535", "[::1]:7077", "[fd00:1::2]:7077"])
+def test_what_has_host_and_port(text: str) -> None:
+    assert is_host_port(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["host", ":1", "host:0", "host:65536", "host:x", "::1", "::1:7077", "[::1]", "[::1:7077", "[host]:1"]
+)
+def test_what_has_not(text: str) -> None:
+    assert not is_host_port(text)
 
 
 def test_a_device_by_its_name() -> None:

@@ -53,9 +53,9 @@ def test_an_address_is_told_by_the_option_that_gave_it() -> None:
         on_this_machine(make(network={"interface": "lo0nowhere"}))
 
 
-@pytest.mark.parametrize("run", ["host", "host:", "host:x", "host:0", "host:65536", ":7000"])
+@pytest.mark.parametrize("run", ["host", "host:", "host:x", "host:0", "host:65536", ":7000", "::1:7000"])
 def test_what_is_neither_a_folder_nor_an_address(run: str) -> None:
-    with pytest.raises(UserError, match=f"^scale: '{run}' is neither a run's folder nor host:port$"):
+    with pytest.raises(UserError, match=f"^scale: '{run}' is neither a run's folder nor host:port or .IPv6.:port$"):
         address_of(run, "scale")
 
 

@@ -37,6 +37,7 @@ def test_the_device_follows_from_the_environment_unless_it_is_said() -> None:
 
 def test_loopback_is_left_for_an_address_that_others_reach() -> None:
     assert made().config.network.interface == "auto"
+    assert made(network={"interface": "::1"}).config.network.interface == "auto"
     assert made(network={"interface": "eth1"}).config.network.interface == "eth1"
 
 
