@@ -1,0 +1,321 @@
+"""What a run listens on, and what strangers of it get there: those on the network, and other users of the machine. Nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import os
+import pwd
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from runtime import run_files
+from runtime.cluster.nodes import NodeRegistration
+from runtime.commands import Export
+from runtime.config import loading
+from runtime.errors import Forbidden
+from runtime.status import Registration, Stop
+from services.rpc import contract, session
+from tests.system.cluster import NAMES, PORT, Cluster, cluster
+from tests.system.conftest import make_tiny
+from tests.system.listeners import Listener, documented, is_store, listeners
+from tests.system.namespaces import Node, joined
+from tests.system.runs import (
+    ROOT,
+    VLLM_PYTHON,
+    Live,
+    belonging,
+    check_gone,
+    eventually,
+    needs_vllm,
+    one_line,
+    started,
+    steps,
+    summary,
+    write_config,
+)
+from tests.system.strangers import Found, Targets
+from tests.system.test_cluster import END, LONG, NODES, START, ends_well, goes_on, needs_megatron
+
+pytestmark = pytest.mark.timeout(600)
+
+PATIENCE = 150.0  # seconds that a stranger takes at most
+LOOPBACK = "127.0.0.1"
+TWO = "services.trainer.processes=2"
+VLLM: dict[str, Any] = {"services": {"rollout": {"engine": "vllm", "replicas": 1, "slots": 8, "python": str(VLLM_PYTHON)}}}
+TOPOLOGIES = {
+    "two ranks": ({}, [TWO, "publication.transport=collective"]),
+    "critic": (
+        {"algorithm": {"preset": "ppo"}, "critic": {"optimizer": {"learning_rate": 1e-3}}},
+        ["services.critic.processes=2"],
+    ),
+    "megatron": ({}, [TWO, "services.trainer.engine=megatron", "services.trainer.parallel.tensor=2"]),
+    "vllm": ({**VLLM, "deadlines": {"start": 300.0}}, []),
+}
+MARKS = {"megatron": [needs_megatron], "vllm": [needs_vllm, pytest.mark.vllm]}
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A run on one node, in the middle of its training, that has to end well after all that strangers do to it."""
+    folder = tmp_path_factory.mktemp("live")
+    tiny = make_tiny(folder / "tiny", kv_heads=2)
+    with started(write_config(folder / "config.yaml", tiny), *LONG, TWO, folder=folder / "run") as run:
+        run.reaches(2)
+        yield run
+        run.interrupt()
+        assert run.wait(PATIENCE) == 0, run.output + run.errors
+        check_gone(run.folder)
+
+
+def places(ip: str, interface: str) -> set[str]:
+    """What the table calls an address of a node whose `network.interface` is at `interface`."""
+    address = ipaddress.ip_address(ip)
+    names = {"interface": ip == interface, "loopback": address.is_loopback, "all": address.is_unspecified}
+    return {name for name, holds in names.items() if holds}
+
+
+def check_documented(found: list[Listener], grpc: set[str], stores: set[str], interface: str) -> None:
+    """Each of them is in the guide's table. `grpc` and `stores`: the addresses of those."""
+    table = {(role, what.split(" ")[0].rstrip(":"), place) for role, what, place in documented()}
+    unknown = []
+    for one in found:
+        what = "gRPC" if one.address in grpc else "store" if one.address in stores else "gloo"
+        if one.protocol != "tcp" or not any((one.role, what, place) in table for place in places(one.ip, interface)):
+            unknown.append((what, one))
+    assert unknown == []
+
+
+def addresses(folder: Path) -> dict[str, str]:
+    """HOST:PORT of every process that answers over gRPC, by its name."""
+    log = (folder / run_files.LOGS / "coordinator.log").read_text().splitlines()
+    words = [line.split() for line in log if " registered: pid " in line]
+    found = {line[line.index("registered:") - 1]: line[line.index("at") + 1].rstrip(",") for line in words}
+    return {"coordinator": (folder / run_files.ADDRESS).read_text().strip(), **found}
+
+
+@pytest.mark.parametrize("topology", [pytest.param(name, marks=MARKS.get(name, [])) for name in TOPOLOGIES])
+def test_what_listens_is_what_the_guide_lists(tmp_path: Path, topology: str) -> None:
+    sections, overrides = TOPOLOGIES[topology]
+    tiny = make_tiny(tmp_path / "tiny", kv_heads=2, hidden_size=64)
+    config = write_config(tmp_path / "config.yaml", tiny, **sections)
+    with started(config, *LONG, *overrides, folder=tmp_path / "run") as run:
+        run.reaches(2, 2 * START)
+        found, grpc = listeners(belonging(run.folder)), set(addresses(run.folder).values())
+        stores = {one.address for one in found if one.address not in grpc and is_store(one.address)}
+        assert grpc <= {one.address for one in found}
+        assert stores
+        check_documented(found, grpc, stores, LOOPBACK)
+        run.interrupt()
+        assert run.wait(END) == 0, run.output + run.errors
+
+
+# ------------------------------------------------------------------------------------------ on the machine
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_another_user_of_the_machine_gets_nothing(live: Live) -> None:
+    pids = [process.pid for process in belonging(live.folder)]
+    nodes = list((live.folder / run_files.NODES).iterdir())
+    private = [str(path) for path in (live.folder / run_files.SECRET, live.folder / run_files.CONFIG, *nodes)]
+    assert len(private) == 3 and all(Path(path).exists() for path in private)
+    for folder in live.folder.parents:  # not the rights of pytest's folders are looked at
+        if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o001:
+            folder.chmod(folder.stat().st_mode | 0o011)
+    visible = [str(live.folder / run_files.METRICS)]
+    targets = Targets(addresses(live.folder), [], [*private, *visible], pids, pwd.getpwnam("nobody").pw_uid)
+    found = tried(subprocess.Popen([sys.executable, *program(targets)], cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    assert found.served == []
+    assert found.codes.keys() == {"UNAUTHENTICATED", "UNAVAILABLE"}
+    assert found.read == visible, "it looked, and could read what is for everybody"
+    live.reaches(live.steps() + 2)
+    assert "is lost" not in (live.folder / run_files.LOGS / "coordinator.log").read_text()
+    assert "stalled" not in live.output
+
+
+def program(targets: Targets) -> list[str]:
+    return ["-m", "tests.system.strangers", json.dumps(msgspec.to_builtins(targets))]
+
+
+def tried(process: subprocess.Popen[str]) -> Found:
+    """What the stranger says in the end."""
+    try:
+        said, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    return msgspec.json.decode(said, type=Found)
+
+
+async def asked(address: str, method: tuple[str, str], request: Any) -> None:
+    async with session.Channel(address) as channel:
+        await session.call(channel, "peer", contract.METHODS[method], request)
+
+
+def refused(address: str, method: tuple[str, str], request: Any) -> None:
+    """A call that is whole, but has no key, is refused, and is told no more than that."""
+    with pytest.raises(Forbidden) as error:
+        asyncio.run(asyncio.wait_for(asked(address, method, request), PATIENCE))
+    assert str(error.value) == f"peer: {method[1]}: /sluice.v1.{'/'.join(method)} needs a key of this run"
+
+
+def test_a_stranger_exports_nothing_over_a_folder_of_the_user(live: Live, tmp_path: Path) -> None:
+    book = tmp_path / "book" / "chapter1.tex"
+    book.parent.mkdir()
+    book.write_text("Once upon a time")
+    for name in ("trainer-0", "trainer-1"):
+        refused(addresses(live.folder)[name], ("Trainer", "Export"), Export(folder=str(book.parent)))
+    assert [path.name for path in book.parent.iterdir()] == ["chapter1.tex"]
+    live.reaches(live.steps() + 1)
+
+
+def test_a_stranger_joins_as_no_node_and_is_told_nothing_of_the_configuration(live: Live) -> None:
+    async def join() -> None:
+        node = NodeRegistration(name="evil", address=LOOPBACK)
+        method = contract.METHODS["Coordinator", "Join"]
+        channel = session.Channel(addresses(live.folder)["coordinator"])
+        async with channel, aclosing(session.items(channel, "coordinator", method, node)) as assignments:
+            async for assignment in assignments:
+                pytest.fail(f"was told {assignment.config}")
+
+    with pytest.raises(Forbidden, match=r"^coordinator: Join: /sluice\.v1\.Coordinator/Join needs a key of this run$"):
+        asyncio.run(asyncio.wait_for(join(), PATIENCE))
+
+
+def test_a_stranger_does_not_take_the_place_of_a_rollout(live: Live) -> None:
+    false = Registration(role="rollout", name="rollout-0", address=f"{LOOPBACK}:1", pid=1, host="evil", incarnation=7)
+    refused(addresses(live.folder)["coordinator"], ("Coordinator", "Register"), false)
+    live.reaches(live.steps() + 2)
+    assert steps(live.folder)[-1]["rollout/serving"] == 2
+    log = (live.folder / run_files.LOGS / "coordinator.log").read_text()
+    assert log.count(" rollout-0 registered: ") == 1
+
+
+def test_a_stranger_stops_nothing(live: Live) -> None:
+    before = {process.pid for process in belonging(live.folder)}
+    for address in addresses(live.folder).values():
+        refused(address, ("Process", "Stop"), Stop(term=1 << 30))
+    live.reaches(live.steps() + 2)
+    assert before == {process.pid for process in belonging(live.folder)}
+
+
+# ------------------------------------------------------------------------------------------ on the network
+
+
+def test_a_stranger_on_the_network_gets_nothing_and_the_run_goes_on(tiny: Path, tmp_path: Path) -> None:
+    """Three nodes, a trainer with ranks on two of them, and a fourth that is nobody's."""
+    config = write_config(tmp_path / "config.yaml", tiny, **NODES)
+    group = (TWO, "services.trainer.placement=[first, second]", "services.trainer.restarts.backoff=0.5", "deadlines.stop=60")
+    with cluster(config, *LONG, *group, "checkpoint.every=2", folder=tmp_path / "run", count=4, start=3) as run:
+        run.run.reaches(3, START)
+        found = [one for node in run.network.nodes[:3] for one in listeners(node.processes())]
+        grpc = addresses(run.folder)
+        targets = Targets(grpc, [one.address for one in found if one.address not in grpc.values()])
+        seen = tried(stranger(run, targets))
+        assert seen.served == []
+        assert seen.codes.keys() == {"UNAVAILABLE"}, "over TLS nobody is heard who has no certificate"
+        assert {address.partition(":")[0] for address in seen.stores} == {run.node("first").address}
+        assert len(seen.stores) == 2, "that of the ranks, and that of the epoch"
+        assert all(seen.stores.values()), "a stranger finds names, and spoils them"
+        for name in NAMES:
+            node = run.node(name)
+            own = [one for one in found if one.ip == node.address]
+            assert {one.pid for one in own} <= {process.pid for process in node.processes()}
+            check_documented(own, set(grpc.values()), set(seen.stores), node.address)
+        assert {one.ip for one in found} == {run.node(name).address for name in NAMES}
+        goes_on(run)
+        eventually(lambda: run.serving() == 2, START, "both rollouts")
+        ends_well(run, *NAMES)
+        assert summary(run.folder)["stop_reason"] == "interrupted", run.said()
+
+
+def stranger(run: Cluster, targets: Targets) -> subprocess.Popen[str]:
+    return run.network.nodes[3].start([sys.executable, *program(targets)], cwd=ROOT, stdout=subprocess.PIPE)
+
+
+# A coordinator that has a secret of its own, or none, and wants its programs executed.
+FALSE = """
+import asyncio, os, sys
+from runtime.cluster.nodes import Assignment, Launch
+from runtime.config import loading
+from runtime.process import keys
+from services.rpc.server import Server
+
+config, address, own = sys.argv[1:4]
+
+async def told(node):
+    launches = [Launch(role="rollout", name="rollout-0")]
+    yield Assignment(run="false", config=open(config).read())
+    yield Assignment(run="false", config=open(config).read(), launches=launches)
+    await asyncio.Event().wait()
+
+async def paths(found):
+    pass
+
+async def main():
+    network = loading.load(config).network
+    held = keys.holder(network, keys.COORDINATOR, bytes.fromhex(own)) if own else None
+    server = Server({"Coordinator": {"ReportPaths": paths}}, {("Coordinator", "Join"): told}, keys=held)
+    server.bind(*address.split(":")[:1], int(address.split(":")[1]))
+    await server.start()
+    print("listening", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+OWN, OTHER = "11" * 32, "22" * 32
+SAID = {
+    "": (1, "does not speak TLS"),
+    OTHER: (1, "the certificates do not fit"),
+    OWN: (2, "services.rollout.python: the coordinator says something else than this node was started with; must be the same"),
+}
+
+
+@pytest.mark.parametrize("secret", SAID, ids=["no secret", "another secret", "the secret, but another program"])
+@pytest.mark.usefixtures("namespaces")
+def test_an_agent_executes_nothing_for_a_false_coordinator(tiny: Path, tmp_path: Path, secret: str) -> None:
+    config = write_config(tmp_path / "config.yaml", tiny, cluster={"nodes": [{"name": name} for name in NAMES[:2]]})
+    program, mark = tmp_path / "python", tmp_path / "executed"
+    program.write_text(f"#!/bin/sh\ntouch {mark}\n")
+    program.chmod(0o755)
+    with joined(2) as network:
+        first, second = network.nodes
+        false = tmp_path / "false.yaml"
+        false.write_text(told(config, first, f"services.rollout.python={program}"))
+        command = [sys.executable, "-c", FALSE, str(false), f"{first.address}:{PORT}", secret]
+        server = first.start(command, cwd=ROOT, stdout=subprocess.PIPE)
+        assert server.stdout is not None and server.stdout.readline() == "listening\n"
+        where = overrides(first, tmp_path)
+        agent = second.start(
+            [sys.executable, "-m", "launcher.node", str(config), "--name", "second", *where],
+            {"SLUICE_SECRET": OWN},
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        _, errors = agent.communicate(timeout=PATIENCE)
+        code, said = SAID[secret]
+        assert agent.returncode == code, errors
+        assert said in one_line(errors)
+        assert not mark.exists()
+
+
+def overrides(first: Node, folder: Path) -> list[str]:
+    where = [f"services.coordinator.host={first.address}", f"services.coordinator.port={PORT}", "network.interface=auto"]
+    return [f"run.dir={folder / 'run'}", "deadlines.start=3", *where]
+
+
+def told(config: Path, first: Node, *changes: str) -> str:
+    """The configuration as a coordinator on the first node tells it."""
+    loaded = loading.resolve(loading.load(config, [*overrides(first, config.parent), *changes]))
+    network = msgspec.structs.replace(loaded.network, interface=first.address)
+    return loading.to_yaml(msgspec.structs.replace(loaded, network=network))
