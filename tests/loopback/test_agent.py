@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 import stat
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import yaml
 from msgspec.structs import replace
 
 from launcher.node.agent import Agent
@@ -18,7 +21,7 @@ from launcher.node.supervisor import Supervisor
 from runtime import run_files
 from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration
 from runtime.config import Config, Network, loading
-from runtime.errors import ServiceFault, UserError
+from runtime.errors import ConfigError, ServiceFault, UserError
 from runtime.process import keys
 from runtime.process.keys import Keys
 from services.rpc.server import Server
@@ -31,7 +34,7 @@ class Coordinator:
     """`joins` has what each stream is given besides its first word, until `ends` is set."""
 
     def __init__(self, config: Config, port: int = 0, own: Keys | None = None):
-        self._yaml = loading.to_yaml(config)
+        self.yaml = loading.to_yaml(config)
         self.joined: asyncio.Queue[NodeRegistration] = asyncio.Queue()
         self.told: asyncio.Queue[NodePaths] = asyncio.Queue()
         self.ends = asyncio.Event()
@@ -47,7 +50,7 @@ class Coordinator:
         self.joined.put_nowait(node)
         if self.refuses:
             raise UserError(self.refuses)
-        yield Assignment(run=self.name, config=self._yaml)
+        yield Assignment(run=self.name, config=self.yaml)
         await self.ends.wait()
 
     async def start(self) -> None:
@@ -181,3 +184,30 @@ def test_a_node_whose_secret_is_not_there_says_where_it_looked(tmp_path: Path) -
         ServiceFault, match=r"agent/b: the run's secret is not known here: neither by \.secret in its folder nor"
     ):
         asyncio.run(agent.follow())
+
+
+CODE = {
+    "services.trainer.python": "/tmp/python",
+    "services.reward.env": "{LD_PRELOAD: /tmp/a.so}",
+    "services.critic.jemalloc": "/tmp/a.so",
+    "services.rollout.engine_args": "{additional_config: {worker: a}}",
+    "rewards.rules": "[{name: '/tmp/rules.py:a'}]",
+    "data.handler": "/tmp/handlers.py:a",
+}
+
+
+@pytest.mark.parametrize("key", CODE)
+def test_what_a_node_executes_is_not_the_coordinators_to_say(tmp_path: Path, key: str) -> None:
+    async def test(coordinator: Coordinator, agent: Agent) -> None:
+        said = yaml.safe_load(coordinator.yaml)
+        *above, last = key.split(".")
+        place = functools.reduce(operator.getitem, above, said)
+        place[last] = yaml.safe_load(CODE[key])
+        coordinator.yaml = yaml.safe_dump(said)
+        fault = "the coordinator says something else than this node was started with; must be the same"
+        with pytest.raises(ConfigError, match=rf"^{key}[\w.]*: {fault}$"):
+            await agent.follow()
+        assert not await asyncio.to_thread(agent.path.exists)
+        assert coordinator.told.empty()
+
+    run(tmp_path, test)
