@@ -210,6 +210,7 @@ def test_a_stranger_stops_nothing(live: Live) -> None:
 # ------------------------------------------------------------------------------------------ on the network
 
 
+@pytest.mark.usefixtures("namespaces")
 def test_a_stranger_on_the_network_gets_nothing_and_the_run_goes_on(tiny: Path, tmp_path: Path) -> None:
     """Three nodes, a trainer with ranks on two of them, and a fourth that is nobody's."""
     config = write_config(tmp_path / "config.yaml", tiny, **NODES)
@@ -241,7 +242,7 @@ def stranger(run: Cluster, targets: Targets) -> subprocess.Popen[str]:
     return run.network.nodes[3].start([sys.executable, *program(targets)], cwd=ROOT, stdout=subprocess.PIPE)
 
 
-# A coordinator that has a secret of its own, or none, and wants its programs executed.
+# A coordinator that has a secret of its own, none, or the run's, and wants its programs executed.
 FALSE = """
 import asyncio, os, sys
 from runtime.cluster.nodes import Assignment, Launch
