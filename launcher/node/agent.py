@@ -166,12 +166,12 @@ class Agent:
         told = self.path.with_suffix(".told")  # a process that is started again may read the other one at any time
         run_files.write_private(told, assignment.config)
         config = loading.load(told, ())
+        told.unlink()
         own, others = code(self._own), code(config)
         if faults := [f"{key}: the coordinator says something else" for key in own | others if own.get(key) != others.get(key)]:
             raise ConfigError([f"{fault} than this node was started with; must be the same" for fault in faults])
         self._config = replace(config, network=replace(config.network, interface=self._node.address))
         run_files.write_private(self.path, loading.to_yaml(self._config))
-        told.unlink()
 
     async def _tell_paths(self, channel: session.Channel) -> None:
         paths = named_paths(self._config)
