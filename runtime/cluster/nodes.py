@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
@@ -103,6 +104,7 @@ class Scaled(Struct, kw_only=True, frozen=True):
 
 
 _CODE = ("python", "env", "jemalloc", "engine_args")  # keys that say what is executed, wherever they stand
+_FILE = re.compile(r"\.py(:|$)")  # what names a file of Python, or FILE.py:NAME
 
 
 def code(config: Config) -> dict[str, object]:
@@ -112,7 +114,7 @@ def code(config: Config) -> dict[str, object]:
 
 
 def _code(value: object, path: str) -> Iterator[tuple[str, object]]:
-    if path.rpartition(".")[2] in _CODE or (isinstance(value, str) and ".py" in value):
+    if path.rpartition(".")[2] in _CODE or (isinstance(value, str) and _FILE.search(value)):
         yield path, value
         return
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

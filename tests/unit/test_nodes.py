@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from runtime.cluster.nodes import NodePaths, NodeRegistration, Rendezvous, Roster, launches, path_faults
+from runtime.cluster.nodes import NodePaths, NodeRegistration, Rendezvous, Roster, code, launches, path_faults
 from runtime.cluster.placement import NodeOffer, place
 from runtime.config import Config
 from runtime.errors import UserError
@@ -126,3 +126,16 @@ def test_a_group_waits_for_all_its_nodes_and_a_replica_for_its_own() -> None:
     placed = place(config, [NodeOffer("a", 3), NodeOffer("b", 3)])
     assert [launch.role for launch in launches(config, placed, {"a": node("a")}, {}, b"")["a"]] == ["reward"]
     assert {launch.name for launch in launches(config, placed, {"b": node("b")}, {}, b"")["b"]} == {"rollout-0", "rollout-1"}
+
+
+def test_what_a_node_executes_is_known_by_its_key_or_as_a_file_of_python() -> None:
+    given = {
+        "run": {"name": "a"},
+        "model": {"path": "/home/me/.pyenv/models/a.pyramid"},  # which a warm-up may say otherwise
+        "rewards": {"rules": [{"name": "own.py:judge"}, {"name": "gsm8k"}]},
+        "services": {"rollout": {"engine_args": {"x": 1}}, "trainer": {"env": {"A": "b"}}},
+    }
+    found = code(msgspec.convert(given, Config))
+    assert found["rewards.rules.0.name"] == "own.py:judge"
+    assert found["services.trainer.env"] == {"A": "b"} and found["services.rollout.engine_args"] == {"x": 1}
+    assert {key.rpartition(".")[2] for key in found} == {"name", "python", "env", "jemalloc", "engine_args"}
