@@ -210,12 +210,12 @@ class RolloutPool:
 
     @property
     def slots(self) -> Mapping[str, int]:
-        """Of each rollout that there may be; replaced when their number is to be another."""
+        """Of each rollout that there may be, or has been: one that is to go may serve for a moment yet."""
         return self._loads.slots
 
     @slots.setter
     def slots(self, slots: Mapping[str, int]) -> None:
-        self._loads.slots = slots
+        self._loads.slots = {**self._loads.slots, **slots}
 
     # ------------------------------------------------------------------------------------------ who is there
 
