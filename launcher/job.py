@@ -145,6 +145,7 @@ class Job(ABC, Generic[Result]):
         raise coordinator.fault()
 
     async def _until_done(self, address: str) -> None:
+        await asyncio.to_thread(self._agent.look_for_keys)
         watching = asyncio.create_task(self._watch(address))
         following = asyncio.create_task(self._agent.follow())
         try:

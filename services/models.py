@@ -99,7 +99,8 @@ class SpmdService(process.Service):
         run = self.config.run
         known = [run.dir, run.resume] if isinstance(command, Restore) else [run.dir]
         if isinstance(command, (Save, Export, Restore)):
-            folder, places = Path(command.folder).resolve(), [Path(place).resolve() for place in known if place]
+            # As they are written: a link that the user has put into the folder, to another disk say, is the user's word.
+            folder, *places = (Path(os.path.abspath(each)) for each in (command.folder, *known) if each)  # noqa: PTH100
             if not any(place in (folder, *folder.parents) for place in places):
                 raise Forbidden(f"{self.name}: {type(command).__name__}: {command.folder} is not below run.dir, {run.dir}")
 

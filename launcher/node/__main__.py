@@ -36,7 +36,7 @@ from launcher.view import View
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import name_fault
 from runtime.config import Config, loading
-from runtime.errors import ConfigError, ServiceFault, UserError
+from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
 from runtime.process import network
 from runtime.process.aio import done_within
 from runtime.process.command_line import CommandParser
@@ -127,7 +127,7 @@ class FollowerNode:
     async def _last_phase(self) -> str:
         """Heed the run's progress until its end, in spite of a connection that breaks: `follow` says for how long."""
         while True:
-            with suppress(ServiceFault):
+            with suppress(ServiceFault, Forbidden):  # it has not come yet, or this node has not seen its secret
                 async for progress in session.watch(self._agent.coordinator, self._deadlines.silence, self._agent.keys):
                     if self._coordinator.child is not None:
                         self._view.progress(progress)

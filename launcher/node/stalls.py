@@ -92,6 +92,8 @@ class Beats:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             self._socket.bind(f"\0{self._address}")
+            for heard in [each for ranks in self._heard.values() for each in ranks.values()]:
+                heard.when = time.monotonic()  # nobody listened before
             asyncio.get_running_loop().add_reader(self._socket, self.take)  # as it comes: Linux holds ten for who does not read
 
     def close(self) -> None:
