@@ -54,6 +54,9 @@ class Heeding(Agent):
         self._config = config
         self.apply_progress = hear  # type: ignore[method-assign]
 
+    def look_for_keys(self) -> None:
+        """Nobody needs any."""
+
     async def follow(self) -> None:
         await asyncio.Event().wait()
 
