@@ -10,10 +10,10 @@ from tests.system import chaos
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("namespaces")]
 
-FAULTS = 30
+FAULTS = 20
 
 
-def test_a_run_outlives_thirty_faults(tmp_path: Path) -> None:
+def test_a_run_outlives_twenty_faults(tmp_path: Path) -> None:
     measured = chaos.play(FAULTS, 7, tmp_path)
     assert sum(map(len, measured.values())) == FAULTS
 
