@@ -60,7 +60,7 @@ def role_of(process: psutil.Process) -> str:
         if word.startswith("services."):
             return word.removeprefix("services.")
     above = [role for parent in process.parents() if (role := role_of(parent))]
-    return f"{above[0]}'s child" if above else ""
+    return above[0].partition("'")[0] + "'s child" if above else ""
 
 
 def is_store(address: str, seconds: float = 2.0) -> bool:
