@@ -168,8 +168,9 @@ class Agent:
         config = loading.load(told, ())
         told.unlink()
         own, others = code(self._own), code(config)
-        if faults := [f"{key}: the coordinator says something else" for key in own | others if own.get(key) != others.get(key)]:
-            raise ConfigError([f"{fault} than this node was started with; must be the same" for fault in faults])
+        if differing := [key for key in own | others if own.get(key) != others.get(key)]:
+            said = "the coordinator says something else than this node was started with; must be the same"
+            raise ConfigError([f"{key}: {said}" for key in differing])
         self._config = replace(config, network=replace(config.network, interface=self._node.address))
         run_files.write_private(self.path, loading.to_yaml(self._config))
 
