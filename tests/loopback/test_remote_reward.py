@@ -332,7 +332,7 @@ def printed(folder: Path) -> Iterator[int]:
 
 def test_the_guides_example_scores(tokenizer: Tokenizer, tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools", reason="needs grpcio-tools, to compile the guide's messages: make install-dev")
-    (text,) = blocks("yaml")
+    text, _ = blocks("yaml")
     (entry,) = convert(yaml.safe_load(text)["rewards"], config.Rewards).remote
     assert entry.address == "127.0.0.1:50051"
 

@@ -249,12 +249,12 @@ def init(**arguments):
 def test_no_secret_is_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Literal["wandb", "swanlab"]) -> None:
     (tmp_path / f"{name}.py").write_text(FAKE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, name, None)  # the test's end puts back what was there
+    del sys.modules[name]
     env = {"WANDB_API_KEY": "secret-1", "HTTPS_PROXY": "http://user:secret-2@proxy", "A": FromEnvironment(variable="MINE")}
     services = Services(rollout=Rollout(env=env, engine_args={"hf_token": "secret-3", "block_size": 16}))
     run([Tracker(name=name)], tmp_path / "run", services=services)
     uploaded = (tmp_path / f"{name}.json").read_text()
-    monkeypatch.delitem(sys.modules, name)
     assert "secret-" not in uploaded
     rollout = json.loads(uploaded)["services"]["rollout"]
     assert rollout["env"] == {"WANDB_API_KEY": "(not shown)", "HTTPS_PROXY": "(not shown)", "A": {"from": "MINE"}}
