@@ -6,6 +6,7 @@ n the number of samples in a group. The coordinator forwards `GeneratedGroup.pay
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import typing
@@ -18,7 +19,7 @@ import numpy as np
 
 from runtime.errors import InvalidMessage
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 FinishReason = Literal["stop", "length", "abort"]
 Purpose = Literal["train", "eval", "probe"]
@@ -88,10 +89,34 @@ class GroupRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
     first: int = 0  # where a prompt's replies are asked for in parts, what came before this one
     sampling: SamplingParams
     purpose: Purpose = "train"
+    keep: bool = False  # a request that goes on where this one's replies end is likely: what was computed is worth keeping
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What an episode is about, as who plays it is told: a row of the data."""
+
+    messages: list[dict[str, Any]] = []  # how the conversation begins
+    label: str = ""
+    source: str = ""
+    extra: dict[str, Any] = {}  # as of ScoreRequest
+
+
+class PlayRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
+    """Have `n` episodes of one task played. What the policy says in episode i draws on the random streams of `seed`."""
+
+    group_id: int
+    task: Task
+    n: int
+    seed: int
+    attempt: int = 0  # as in GroupRequest
+    first: int = 0  # as in GroupRequest
+    sampling: SamplingParams
+    purpose: Purpose = "train"
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One reply. Of tokens that an environment inserted, mask and log-probability are 0."""
+    """One reply; or a branch of an episode, from behind its group's common prompt to one of its ends. Mask and log-probability
+    are 0 of tokens that an environment wrote, and of those that are trained in a branch before."""
 
     tokens: np.ndarray  # int32 [R]; ends with the stop token when finish_reason is "stop"
     loss_mask: np.ndarray  # uint8 [R]
@@ -118,6 +143,14 @@ class Runs(msgspec.Struct, frozen=True, array_like=True):
         return int(self.lengths.sum(dtype=np.int64))
 
 
+class TurnReward(msgspec.Struct, frozen=True, array_like=True):
+    """What a turn of an episode earned: at `token`, the last one that the model wrote in it, of the branch `row`."""
+
+    row: int
+    token: int  # index in the row's reply
+    value: float
+
+
 class TokenColumns(NamedTuple):
     """One entry for each token of a group's replies, which follow one another: the arrays of `Sample`, concatenated."""
 
@@ -130,22 +163,33 @@ class TokenColumns(NamedTuple):
 class GroupPayload(msgspec.Struct, kw_only=True):
     """The bulk of a group: what reward, reference and trainer decode and the coordinator does not. T is the sum of R.
 
-    A token takes 8 bytes when the model sampled it and 4 when an environment inserted it; masks and versions are runs.
-    Raises InvalidMessage for columns that do not fit one another.
+    A group has n episodes of one or several rows; a reply is an episode of one row. A token takes 8 bytes when the model sampled
+    it and 4 when an environment wrote it; masks and versions are runs. `prompt` is what all rows begin with, and may be empty
+    where the model wrote no row's first token. Raises InvalidMessage for columns that do not fit one another.
     """
 
     group_id: int
     prompt: np.ndarray  # int32 [P]
-    lengths: np.ndarray  # uint32 [n]: R of each reply
+    lengths: np.ndarray  # uint32 [rows]: R of each
     tokens: np.ndarray  # int32 [T]
     logprobs: np.ndarray  # float32, of those tokens whose mask is 1
     loss_mask: Runs  # uint8 [T]
     versions: Runs  # int64 [T]
-    finish_reasons: list[FinishReason]
+    finish_reasons: list[FinishReason]  # [rows]
+    rows: np.ndarray  # uint32 [n]: of each episode
+    turn_rewards: list[TurnReward] = []
 
     @classmethod
-    def of(cls, group_id: int, prompt: np.ndarray, samples: Sequence[Sample]) -> GroupPayload:
-        """Raises InvalidMessage for a sample whose arrays differ in length, or with log-probabilities where its mask is 0."""
+    def of(
+        cls,
+        group_id: int,
+        prompt: np.ndarray,
+        samples: Sequence[Sample],
+        rows: Sequence[int] | None = None,
+        turn_rewards: Sequence[TurnReward] = (),
+    ) -> GroupPayload:
+        """`samples`: the rows. `rows`: how many each episode has; None: one each. Raises InvalidMessage for a sample whose
+        arrays differ in length, or with log-probabilities where its mask is 0."""
         columns = {name: [getattr(sample, name) for sample in samples] for name in _DTYPES}
         for name, dtype in _DTYPES.items():
             for index, (array, tokens) in enumerate(zip(columns[name], columns["tokens"], strict=True)):
@@ -166,6 +210,8 @@ class GroupPayload(msgspec.Struct, kw_only=True):
             loss_mask=Runs.of(mask),
             versions=Runs.of(versions),
             finish_reasons=[sample.finish_reason for sample in samples],
+            rows=np.ones(len(samples), np.uint32) if rows is None else np.array(rows, np.uint32),
+            turn_rewards=list(turn_rewards),
         )
 
     def __post_init__(self) -> None:
@@ -177,11 +223,24 @@ class GroupPayload(msgspec.Struct, kw_only=True):
             len(self.logprobs),
             len(self.loss_mask),
             len(self.versions),
+            int(self.rows.sum(dtype=np.int64)),
         )
-        needed = (len(self.finish_reasons), total, sampled, total, total)
+        needed = (len(self.finish_reasons), total, sampled, total, total, len(self.lengths))
         dtypes = (self.tokens.dtype, self.loss_mask.values.dtype, self.logprobs.dtype, self.versions.values.dtype)
         if given != needed or dtypes != tuple(_DTYPES.values()):
             raise InvalidMessage(f"group {self.group_id}: its columns have {given} entries of {dtypes}, not {needed}")
+        if len(self.rows) and not self.rows.min():
+            raise InvalidMessage(f"group {self.group_id}: an episode has no rows")
+        for turn in self.turn_rewards:
+            if not (
+                0 <= turn.row < len(self.lengths) and 0 <= turn.token < self.lengths[turn.row] and math.isfinite(turn.value)
+            ):
+                raise InvalidMessage(f"group {self.group_id}: {turn} is of no token, or not finite")
+
+    @property
+    def n(self) -> int:
+        """Its episodes."""
+        return len(self.rows)
 
     def columns(self) -> TokenColumns:
         """Tokens and, where all of them are the model's, log-probabilities are views."""
@@ -194,7 +253,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
 
     @property
     def samples(self) -> list[Sample]:
-        """The replies, as views into `columns`."""
+        """The rows, as views into `columns`."""
         ends = np.cumsum(self.lengths, dtype=np.int64)[:-1]
         parts = zip(*(np.split(column, ends) for column in self.columns()), self.finish_reasons, strict=False)
         return [
@@ -203,9 +262,11 @@ class GroupPayload(msgspec.Struct, kw_only=True):
         ]
 
     def check(self, vocabulary: int) -> None:
-        """Raises InvalidMessage for a group without a prompt, or with token ids outside of a vocabulary of so many."""
+        """Raises InvalidMessage for rows whose first token nothing predicts, or token ids outside of a vocabulary of so many."""
         if not len(self.prompt):
-            raise InvalidMessage(f"group {self.group_id}: the prompt is empty")
+            mask, begins = self.loss_mask.expand(), np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+            if mask[begins[self.lengths > 0]].any() or not self.lengths.all():
+                raise InvalidMessage(f"group {self.group_id}: the prompt is empty")
         if outside(self.prompt, vocabulary) or outside(self.tokens, vocabulary):
             raise InvalidMessage(f"group {self.group_id}: token ids outside of 0..{vocabulary - 1}")
 
@@ -220,10 +281,11 @@ class GeneratedGroup(msgspec.Struct, kw_only=True):
 
     group_id: int
     prompt_tokens: int
-    response_tokens: list[int]  # [n]
-    truncated: int  # samples that ended by length
+    response_tokens: list[int]  # [rows]
+    truncated: int  # rows that ended by length
     oldest: PolicyVersion  # over all model tokens of the group
     newest: PolicyVersion
+    rewards: list[float] = []  # [n], what who played the episodes gave; NaN: nothing. Empty: replies, which nobody played
     payload: bytes
 
 
@@ -291,7 +353,7 @@ class TrainGroup(msgspec.Struct, kw_only=True):
     """One group with everything that trainer and critic need. `payload`, `reference` and `values` are still encoded."""
 
     group_id: int
-    tokens: int  # of all its samples, prompts included: what balances the load over ranks
+    tokens: int  # of all its rows, prompts included: what balances the load over ranks
     rewards: np.ndarray  # float32 [n]
     valid: np.ndarray  # uint8 [n]
     reference: bytes | None = None  # codec.encode(Logprobs)

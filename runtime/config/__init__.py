@@ -11,12 +11,14 @@ from runtime.config.algorithm import Algorithm
 from runtime.config.base import UNIT, DType, FromEnvironment, NonNegative, Positive, Section
 from runtime.config.cluster import Cluster, Deadlines, Network, Node, Tls
 from runtime.config.data import Curriculum, Data, Evaluation, EvaluationSet, RowFormat, RowFormatChoice, Sampling, Source
+from runtime.config.gateway import Gateway, Player
 from runtime.config.model import Lora, Model, Warmup
 from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule
 from runtime.config.run import Checkpoint, Ledger, Logs, MetricNames, Mismatch, Run, StopConditions, Tracker
 from runtime.config.services import (
     Computing,
     Coordinator,
+    GatewayService,
     Parallel,
     Placed,
     Process,
@@ -45,6 +47,8 @@ class Config(Section, frozen=True):
     sampling: Sampling = Sampling()
     evaluation: Evaluation = Evaluation()
     rewards: Rewards = Rewards()
+    gateway: Gateway | None = None
+    """Null: the policy answers each prompt with one reply; `{}`: episodes of agents, with the defaults below."""
     algorithm: Algorithm = Algorithm()
     training: Training = Training()
     critic: Critic | None = None

@@ -27,6 +27,8 @@ class Algorithm(Section, frozen=True):
     """Added to the deviation."""
     gamma: Fraction = 1.0
     """Discount per token of `reinforce_plus_plus` and `gae`."""
+    turn_discount: Fraction = 1.0
+    """Of a reward that a turn of an episode earned, for each turn before it."""
     gae_lambda: Fraction = 1.0
     """λ of `gae`."""
     gae_whitened: bool = True
@@ -51,7 +53,8 @@ class Algorithm(Section, frozen=True):
     """Of a loss of your own: what its function takes besides its two arguments, by name."""
     aggregation: str = "token_mean"
     """Over the whole step: `token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum` or `dr_grpo` (sum / (samples ·
-    `aggregation_norm`)). `gspo` needs `seq_mean_token_mean`."""
+    `aggregation_norm`)); `episode_mean_token_mean`: every episode weighs the same, however many branches it has. `gspo` needs
+    `seq_mean_token_mean`."""
     aggregation_norm: TokensOr0 = 0
     """The constant length of `dr_grpo`. 0: `sampling.max_new_tokens`."""
     clip_low: Rate = 0.2

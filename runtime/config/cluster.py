@@ -84,6 +84,8 @@ class Deadlines(Section, frozen=True):
     """The return of a coordinator that was lost: until then agents keep their processes, and these what they have."""
     generate: Seconds = 600.0
     """A group's generation, waiting for a slot included."""
+    episode: Seconds = 1800.0
+    """An episode, from its task's dispatch to its end; then it is closed with what is there. A call within it has `generate`."""
     score: Seconds = 120.0
     """A group's scores, by rules or model, and its reference log-probabilities; on engine megatron those of all groups that
     were asked for together."""

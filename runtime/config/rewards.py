@@ -67,6 +67,8 @@ class Rewards(Section, frozen=True):
     """Processes of your own that give rewards."""
     model: RewardModel | None = None
     """Null: none."""
+    environment: float = 1.0
+    """Factor of the reward that whoever played an episode gave it."""
     workers: Positive = 1
     """Worker processes of each reward service."""
     timeout: Seconds = 10.0

@@ -102,6 +102,9 @@ class Rollout(Computing, frozen=True):
     slots: Positive = 64
     """Sequences that an engine decodes at once; each slot holds `data.max_prompt_tokens` plus the longest reply in its KV
     cache."""
+    kv_for_waiting: Bytes = 256 << 20
+    """Engine torch, with a `gateway`: keys and values of conversations that wait for their next turn, the least recently used of
+    which leave first. vLLM keeps them in its prefix cache."""
     dtype: DType = "auto"
     """`auto`: bfloat16 on accelerators, float32 on CPUs."""
     tensor_parallel: Processes = 1
@@ -109,6 +112,16 @@ class Rollout(Computing, frozen=True):
     engine_args: dict[str, Any] = {}
     """Engine vllm: further arguments of vLLM's `AsyncEngineArgs`, such as `gpu_memory_utilization: 0.8`. What Sluice sets
     itself is refused. A secret is `{from: NAME}`: the variable NAME of the process's environment."""
+
+
+class GatewayService(Placed, frozen=True):
+    """Gateways, which agents call; used when there is a `gateway` section."""
+
+    replicas: Processes = 1
+    """Services, among which groups of episodes are shared out."""
+    restarts: Restarts = Restarts()
+    port: Port = 0
+    """Of HTTP; of each further gateway on the same node the next one. 0: any free one."""
 
 
 class Reward(Placed, frozen=True):
@@ -223,6 +236,7 @@ class Services(Section, frozen=True):
     rollout: Rollout | list[Rollout] = Rollout()
     """One fleet, or a list of several that differ. Rollouts are named over all of them, `rollout-0` and on, and get the same
     versions; overrides count fleets from 0 (`services.rollout.1.slots=8`)."""
+    gateway: GatewayService = GatewayService()
     reward: Reward = Reward()
     reward_model: Scorer = Scorer()
     reference: ReferenceScorer = ReferenceScorer()

@@ -1,0 +1,38 @@
+"""Episodes of agents that speak OpenAI's or Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from runtime.config.base import Bytes, FromEnvironment, Positive, Processes, Section, TokensOr0
+
+
+class Player(Section, frozen=True):
+    """A program of your own that plays episodes (docs/guides/agents.md): each gateway starts it beside itself, and again when it
+    ends. It finds the gateway's URL and key in its environment, as `SLUICE_GATEWAY_URL` and `SLUICE_GATEWAY_KEY`."""
+
+    run: str
+    """Its Python file."""
+    python: str = ""
+    """Its interpreter, which need not know Sluice. Empty: the gateway's."""
+    processes: Processes = 1
+    """How many each gateway starts."""
+    env: dict[str, str | FromEnvironment] = {}
+    """Environment variables of its own, over those that every program needs; it inherits no others."""
+
+
+class Gateway(Section, frozen=True):
+    """With this section, tasks are played as episodes: whoever plays one calls the gateway as it would call OpenAI or Anthropic."""
+
+    player: Player | None = None
+    """Null: programs that you start yourself ask for tasks."""
+    context: TokensOr0 = 0
+    """Tokens of a conversation, prompt and reply; a call that needs more is refused. 0: `data.max_prompt_tokens` +
+    `sampling.max_new_tokens`."""
+    episodes: Positive = 4096
+    """Episodes that one gateway has at once; more are answered 429."""
+    max_body: Bytes = 8 << 20
+    """Of a request; a larger one is answered 413."""
+    tools: Literal["auto", "hermes", "json", "none"] = "auto"
+    """How the model writes calls of tools: `hermes`: JSON in `<tool_call>`; `json`: its whole reply, as Llama 3 does; `none`: it
+    has none, and requests with tools are refused. `auto`: what its family or its chat template says."""
