@@ -163,9 +163,9 @@ class TokenColumns(NamedTuple):
 class GroupPayload(msgspec.Struct, kw_only=True):
     """The bulk of a group: what reward, reference and trainer decode and the coordinator does not. T is the sum of R.
 
-    A group has n episodes of one or several rows; a reply is an episode of one row. A token takes 8 bytes when the model sampled
-    it and 4 when an environment wrote it; masks and versions are runs. `prompt` is what all rows begin with, and may be empty
-    where the model wrote no row's first token. Raises InvalidMessage for columns that do not fit one another.
+    A group has n episodes of one or several rows; a reply is an episode of one row. A token takes 8 bytes when the model
+    sampled it and 4 when an environment wrote it; masks and versions are runs. `prompt` is what all rows begin with, and may be
+    empty where the model wrote no row's first token. Raises InvalidMessage for columns that do not fit one another.
     """
 
     group_id: int
@@ -262,7 +262,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
         ]
 
     def check(self, vocabulary: int) -> None:
-        """Raises InvalidMessage for rows whose first token nothing predicts, or token ids outside of a vocabulary of so many."""
+        """Raises InvalidMessage for rows whose first token nothing predicts, and token ids outside of a vocabulary of so many."""
         if not len(self.prompt):
             mask, begins = self.loss_mask.expand(), np.cumsum(self.lengths, dtype=np.int64) - self.lengths
             if mask[begins[self.lengths > 0]].any() or not self.lengths.all():

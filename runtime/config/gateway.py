@@ -8,8 +8,8 @@ from runtime.config.base import Bytes, FromEnvironment, Positive, Processes, Sec
 
 
 class Player(Section, frozen=True):
-    """A program of your own that plays episodes (docs/guides/agents.md): each gateway starts it beside itself, and again when it
-    ends. It finds the gateway's URL and key in its environment, as `SLUICE_GATEWAY_URL` and `SLUICE_GATEWAY_KEY`."""
+    """A program of your own that plays episodes: each gateway starts it beside itself, and again when it ends. It finds the
+    gateway's URL and key in its environment, as `SLUICE_GATEWAY_URL` and `SLUICE_GATEWAY_KEY`."""
 
     run: str
     """Its Python file."""
@@ -22,7 +22,7 @@ class Player(Section, frozen=True):
 
 
 class Gateway(Section, frozen=True):
-    """With this section, tasks are played as episodes: whoever plays one calls the gateway as it would call OpenAI or Anthropic."""
+    """With this section, tasks are played as episodes: whoever plays one calls the gateway as it would OpenAI or Anthropic."""
 
     player: Player | None = None
     """Null: programs that you start yourself ask for tasks."""
@@ -34,5 +34,5 @@ class Gateway(Section, frozen=True):
     max_body: Bytes = 8 << 20
     """Of a request; a larger one is answered 413."""
     tools: Literal["auto", "hermes", "json", "none"] = "auto"
-    """How the model writes calls of tools: `hermes`: JSON in `<tool_call>`; `json`: its whole reply, as Llama 3 does; `none`: it
-    has none, and requests with tools are refused. `auto`: what its family or its chat template says."""
+    """How the model writes calls of tools: `hermes`: JSON in `<tool_call>`; `json`: its whole reply, as Llama 3 does; `none`:
+    not at all, and requests with tools are refused. `auto`: what its family or its chat template says."""

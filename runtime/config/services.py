@@ -103,8 +103,8 @@ class Rollout(Computing, frozen=True):
     """Sequences that an engine decodes at once; each slot holds `data.max_prompt_tokens` plus the longest reply in its KV
     cache."""
     kv_for_waiting: Bytes = 256 << 20
-    """Engine torch, with a `gateway`: keys and values of conversations that wait for their next turn, the least recently used of
-    which leave first. vLLM keeps them in its prefix cache."""
+    """Engine torch, with a `gateway`: keys and values of conversations that wait for their next turn, the least recently used
+    of which leave first. vLLM keeps them in its prefix cache."""
     dtype: DType = "auto"
     """`auto`: bfloat16 on accelerators, float32 on CPUs."""
     tensor_parallel: Processes = 1
