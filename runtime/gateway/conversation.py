@@ -1,0 +1,94 @@
+"""A call of the policy and what comes of it, whichever API's words it was made in.
+
+HTTP ── dialects ──► PolicyCall ──► episodes, which keep the graph ──► Completion ── dialects ──► HTTP
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from msgspec import Struct
+
+from runtime.errors import SluiceError
+
+ReplyEnd = Literal["stop", "length", "tool_calls"]
+Choice = Literal["auto", "none", "required"]
+
+
+class Refused(SluiceError):
+    """A request that is answered with an error: its HTTP `status`, and the field `param` where one is at fault. `retry_after`:
+    seconds until another try may succeed."""
+
+    def __init__(self, status: int, message: str, param: str = "", retry_after: float | None = None):
+        super().__init__(message)
+        self.status, self.param, self.retry_after = status, param, retry_after
+
+
+class ToolCall(Struct, frozen=True):
+    """`arguments` are JSON text, as they were written."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Message(Struct, frozen=True):
+    """`reasoning` is what the assistant thought, where that is told apart; clients may leave it out when they send it back."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""  # of a tool's message: the call that it answers
+    name: str = ""
+    reasoning: str = ""
+
+
+class Tool(Struct, frozen=True):
+    """`parameters` is a JSON schema."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+class PolicyCall(Struct, frozen=True, kw_only=True):
+    """What the policy is asked. The prompt is `messages`, or `tokens`, or `text`. None: the run's own."""
+
+    messages: tuple[Message, ...] = ()
+    tokens: tuple[int, ...] | None = None
+    text: str | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: Choice | str = "auto"  # or "function:NAME"
+    parallel_tool_calls: bool = True
+    n: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repeats: str = ""  # what makes another request the same call: its idempotency key, else a digest of its body
+
+
+class PolicyReply(Struct, frozen=True):
+    """One of the n replies to a call. `tokens` int32 and `logprobs` float32 are as they were sampled, a stop token included;
+    `stop` is the stop text that ended it."""
+
+    message: Message
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    end: ReplyEnd
+    stop: str = ""
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """The answer to a call. `id` is what a reward may name. `prompt`: int32, what the engine was given."""
+
+    id: str
+    created: float  # seconds since the epoch
+    model: str
+    prompt: np.ndarray
+    replies: tuple[PolicyReply, ...]
