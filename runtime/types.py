@@ -92,7 +92,7 @@ class GroupRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
     keep: bool = False  # a request that goes on where this one's replies end is likely: what was computed is worth keeping
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """What an episode is about, as who plays it is told: a row of the data."""
 
     messages: list[dict[str, Any]] = []  # how the conversation begins
@@ -105,7 +105,7 @@ class PlayRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
     """Have `n` episodes of one task played. What the policy says in episode i draws on the random streams of `seed`."""
 
     group_id: int
-    task: Task
+    task: EpisodeTask
     n: int
     seed: int
     attempt: int = 0  # as in GroupRequest
