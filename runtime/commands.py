@@ -39,6 +39,29 @@ class Offload(Command[None], frozen=True):
     """Give the device up for a while, as far as the configuration says: what is taken off it comes back with Onload."""
 
 
+# ------------------------------------------------------------------------------------------------------- gateways
+
+
+class RolloutAddress(Struct, frozen=True):
+    """A rollout that serves, and how one gateway calls it: `token` is what its calls carry."""
+
+    name: str
+    incarnation: int
+    address: str
+    machine: str
+    slots: int
+    token: str = ""
+
+
+class UseRollouts(Command[None], frozen=True):
+    """Have calls answered by these rollouts from now on, under the coordinator's `term`. `key`: by which programs ask for
+    tasks; empty where nobody needs one."""
+
+    rollouts: tuple[RolloutAddress, ...]
+    term: int
+    key: str = ""
+
+
 # ------------------------------------------------------------------------------------------------------- weight sync
 
 

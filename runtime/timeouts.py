@@ -70,6 +70,8 @@ FOLDER_REMOVAL = 5.0  # deadline of removing an epoch's files
 
 # ------------------------------------------------------------------------------------------------ rewards and vLLM
 
+LOOP_LOOK = 0.05  # between two looks of a gateway at how late its event loop is
+EPISODE_END = 5.0  # that a gateway has to close a group's episodes after `deadlines.episode`
 REWARD_WORKER_START = 60.0  # deadline of a worker until its rules are imported
 REWARD_WORKER_REAP = 10.0  # deadline from SIGKILL until a worker is gone
 REWARD_TASK_PATIENCE = 0.25  # of one task, until those behind it in its batch may go to another worker

@@ -262,7 +262,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
         ]
 
     def check(self, vocabulary: int) -> None:
-        """Raises InvalidMessage for rows whose first token nothing predicts, and token ids outside of a vocabulary of so many."""
+        """Raises InvalidMessage for rows whose first token nothing predicts, or token ids outside a vocabulary of so many."""
         if not len(self.prompt):
             mask, begins = self.loss_mask.expand(), np.cumsum(self.lengths, dtype=np.int64) - self.lengths
             if mask[begins[self.lengths > 0]].any() or not self.lengths.all():

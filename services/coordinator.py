@@ -189,6 +189,7 @@ class CoordinatorProcess:
             text=tokenizer,
             stop_token_ids=tokenizer.stop_ids,
             supervisor=self,
+            keys=self._keys,
         )
         try:
             await self._peers.connect(placed)
@@ -227,6 +228,7 @@ class CoordinatorProcess:
             text=tokenizer,
             stop_token_ids=tokenizer.stop_ids,
             supervisor=self,
+            keys=self._keys,
             epoch=time.time() - time.monotonic(),
             launched=self._launched,
             startup=began or Startup(phases=phases, processes={"coordinator": self._phases.seconds}),

@@ -54,6 +54,7 @@ class Service(ABC):
     service: str  # in proto/
     libraries: Sequence[str] = ()  # modules that `load` needs and that take seconds to import, which is told apart
     background: asyncio.Future[None] | None = None  # work whose end is the end of the process
+    keys: Keys | None = None  # its own
 
     def __init__(self, config: Config, name: str, rank: int):
         self.config = config
@@ -154,7 +155,8 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
         for name, value in transport_variables(config.network.interface).items():
             os.environ.setdefault(name, value)
         service = make(config, arguments.name, int(os.environ.get("RANK", "0")))
-        return ServiceProcess(service, arguments.coordinator, phases, keys.given(config.network, service.name)).run()
+        service.keys = keys.given(config.network, service.name)
+        return ServiceProcess(service, arguments.coordinator, phases, service.keys).run()
 
     lead(arguments.config, work)
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 import msgspec
 
 from runtime.config import Publication
+from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register
-from runtime.coordinator.roles import RolloutPool
 from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ports import TrainerPort

@@ -33,6 +33,7 @@ def _has(config: Config, role: str, trains: bool) -> bool:
     """Whether a run has processes of `role`; any that is not named here, where its section is there."""
     needed = {
         "coordinator": False,  # it is what the others register with
+        "gateway": config.gateway is not None,
         "reward": bool(config.rewards.rules or config.rewards.remote),
         "reward_model": config.rewards.model is not None,
         "reference": trains and uses_reference(config),
@@ -58,6 +59,12 @@ def replicas(config: Config) -> dict[str, Rollout]:
     """Every rollout by its name, with the settings of its fleet. Names count over all fleets: rollout-0 and on."""
     each = [fleet for fleet in fleets(config).values() for _ in range(fleet.replicas)]
     return {f"rollout-{index}": fleet for index, fleet in enumerate(each)}
+
+
+def longest_sequence(config: Config) -> int:
+    """Tokens of prompt and reply that a rollout generates at most; with a gateway, of a conversation."""
+    context = 0 if config.gateway is None else config.gateway.context
+    return context or config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
 
 
 def slots(config: Config) -> dict[str, int]:

@@ -33,6 +33,8 @@ class Gateway(Section, frozen=True):
     """Episodes that one gateway has at once; more are answered 429."""
     max_body: Bytes = 8 << 20
     """Of a request; a larger one is answered 413."""
+    serve: bool = False
+    """Calls need no episode, and sample as they say: `sluice serve` sets it."""
     tools: Literal["auto", "hermes", "json", "none"] = "auto"
     """How the model writes calls of tools: `hermes`: JSON in `<tool_call>`; `json`: its whole reply, as Llama 3 does; `none`:
     not at all, and requests with tools are refused. `auto`: what its family or its chat template says."""

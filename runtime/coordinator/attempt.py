@@ -36,8 +36,9 @@ from runtime.coordinator.evaluation import Evaluator
 from runtime.coordinator.groups import STREAM, DynamicSampling, GroupStage
 from runtime.coordinator.history import RunHistory, write_course
 from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes, gap, line
+from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.recovery import Checkpoints, Recovery
-from runtime.coordinator.roles import Roles, RolloutPool
+from runtime.coordinator.roles import Roles
 from runtime.coordinator.run_context import RunContext, needs
 from runtime.coordinator.takeover import TakenUp
 from runtime.coordinator.train_loop import AlternatingUpdates, ModelUpdates, TrainedStep, TrainLoop

@@ -44,8 +44,9 @@ from runtime.coordinator.device_schedule import (
 )
 from runtime.coordinator.group import Group
 from runtime.coordinator.metrics_recorder import Probes
+from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import LIVING, ROLLOUT, Member, UnitChange, UnitState
-from runtime.coordinator.roles import Roles, RolloutPool
+from runtime.coordinator.roles import Roles
 from runtime.coordinator.weight_sync import Transaction, WeightPublisher
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.ledger.states import Mark

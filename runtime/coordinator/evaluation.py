@@ -23,8 +23,10 @@ from pathlib import Path
 from runtime import codec
 from runtime.cluster.topology import slots
 from runtime.coordinator.devices import wake_without_trainer
+from runtime.coordinator.gateways import GatewayPool, request_for
+from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register, Unit, UnitChange, UnitState
-from runtime.coordinator.roles import EvaluationRoles, RewardScoring, RolloutPool
+from runtime.coordinator.roles import EvaluationRoles, RewardScoring
 from runtime.coordinator.run_context import EvaluationContext
 from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
@@ -35,7 +37,7 @@ from runtime.evaluation.results import EvaluatedProblem, EvaluationResult
 from runtime.process import disk
 from runtime.process.aio import TaskGroup, now
 from runtime.status import Progress
-from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, SamplingParams, ScoreRequest, Scores
+from runtime.types import GeneratedGroup, GroupPayload, SamplingParams, ScoreRequest, Scores
 
 SHARE = 4  # of the rollouts' slots, an evaluation during training takes at most one in so many
 
@@ -94,7 +96,7 @@ class Evaluator:
         self._config = context.config
         self._folder = context.folder
         self._sets = context.held_out
-        self._pool = pool
+        self._pool = pool.players
         self._scoring = RewardScoring(roles)
         self._text = context.text
         self._judge = context.config.rewards.rules[0]
@@ -161,9 +163,11 @@ class Evaluator:
         prompts = self._sets[which].prompts
         problem = prompts.problems[index]
         async with under_way.places.taken(samples):
-            request = GroupRequest(
+            request = request_for(
+                self._config,
+                problem,
+                prompts.tokens[index],
                 group_id=next(self._ids),
-                prompt=prompts.tokens[index],
                 n=samples,
                 seed=group_seed(self._config.run.seed, index),
                 first=first,
@@ -219,6 +223,8 @@ class EvaluationRun:
         self._context = context
         self._register = register
         self._pool = RolloutPool(register, slots(config), config.deadlines.start)
+        if config.gateway is not None:
+            GatewayPool(self._pool, config, context.keys, term=1)
         self._serving = {asyncio.ensure_future(self._serve(unit)) for unit in register.units(ROLLOUT, UnitState.CONNECTED)}
         register.subscribe(self._look)
         self._evaluator = Evaluator(context, EvaluationRoles(register, config.deadlines.start), self._pool)

@@ -16,9 +16,11 @@ from runtime import codec
 from runtime.algorithms.advantages import has_signal
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.devices import Devices
+from runtime.coordinator.gateways import request_for
 from runtime.coordinator.group import Group
+from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import member_of
-from runtime.coordinator.roles import RewardScoring, Roles, RolloutPool
+from runtime.coordinator.roles import RewardScoring, Roles
 from runtime.coordinator.run_context import RunContext
 from runtime.coordinator.takeover import TakenUp
 from runtime.data.prompts import PromptStream
@@ -28,7 +30,7 @@ from runtime.ledger.states import Mark, Phase
 from runtime.ports import RolePort
 from runtime.process.aio import TaskGroup
 from runtime.telemetry.metrics import SpanClock
-from runtime.types import GroupRequest, LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
+from runtime.types import LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
 
 STREAM = "stream"  # the ledger's note of where the prompt stream is
 
@@ -54,7 +56,7 @@ class GroupStage:
         sampling = context.config.sampling
         self._size = sampling.group_size
         self._roles = roles
-        self._pool = pool
+        self._pool, self._config = pool.players, context.config
         self._devices = devices
         self._buffer = buffer
         self._ledger = context.ledger
@@ -69,7 +71,7 @@ class GroupStage:
             stop_token_ids=context.stop_token_ids,
         )
         self._most: int | None = None  # groups that all rollouts may hold, until one comes or goes
-        pool.subscribe(self._look)
+        self._pool.subscribe(self._look)
         self._lives: set[asyncio.Task[None]] = set()
 
     async def run(self, tasks: TaskGroup, taken_up: TakenUp | None = None) -> None:
@@ -101,6 +103,8 @@ class GroupStage:
         rollout, bound = self._pool.find(group.replica), self._buffer.staleness
         if rollout is None or taken_up is None or group.deadline is None:
             return None
+        if self._config.gateway is not None:
+            return rollout  # a gateway of another incarnation plays it anew
         return rollout if taken_up.has_since(member_of(rollout), group.deadline - bound) else None
 
     async def close(self) -> None:
@@ -154,9 +158,12 @@ class GroupStage:
     async def _live(self, group: Group, rollout: RolePort | None) -> None:
         """From its dispatch to `rollout`, which may have it since before this coordinator came. None: that one is lost."""
         ticket = group.ticket
-        request = GroupRequest(
+        problem = ticket.problem
+        request = request_for(
+            self._config,
+            self._prompts.problems[problem],
+            self._prompts.tokens[problem],
             group_id=ticket.group_id,
-            prompt=self._prompts.tokens[ticket.problem],
             n=self._size,
             seed=ticket.seed,
             attempt=group.attempt,

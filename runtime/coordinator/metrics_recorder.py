@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from runtime import timeouts
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.history import RunHistory
+from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import Member, member_of
-from runtime.coordinator.roles import RolloutPool
 from runtime.coordinator.run_context import RunContext, accelerators
 from runtime.data.prompts import group_seed
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError

@@ -8,10 +8,12 @@ from runtime.cluster.topology import slots
 from runtime.coordinator import takeover
 from runtime.coordinator.attempt import INTERRUPTED, Attempt
 from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.gateways import GatewayPool
 from runtime.coordinator.history import Course, RunHistory
+from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.recovery import models_back
 from runtime.coordinator.register import Register
-from runtime.coordinator.roles import Roles, RolloutPool
+from runtime.coordinator.roles import Roles
 from runtime.coordinator.run_context import RunContext
 from runtime.coordinator.takeover import TakenUp
 from runtime.errors import SluiceError
@@ -33,6 +35,8 @@ class TrainingRun:
         self._context, self._config, self._register = context, config, register
         self._started = now()
         self._pool = RolloutPool(register, slots(config), config.deadlines.start, context.term)
+        if config.gateway is not None:
+            GatewayPool(self._pool, config, context.keys, context.term)
         self._history = history or RunHistory(config.run.resume)
         self._attempt = self._begin(taken_up)
         self._interrupted = False

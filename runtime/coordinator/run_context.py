@@ -15,6 +15,7 @@ from runtime.evaluation.generations import TextDecoder
 from runtime.evaluation.held_out import HeldOut
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.states import Mark
+from runtime.process.keys import Keys
 from runtime.status import Progress
 from runtime.telemetry.startup import Startup
 from runtime.telemetry.trackers import Trackers
@@ -42,6 +43,7 @@ class EvaluationContext:
     text: TextDecoder
     stop_token_ids: tuple[int, ...]
     supervisor: RunSupervisor
+    keys: Keys | None = None  # the coordinator's
 
     @property
     def folder(self) -> Path:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from runtime.commands import AbortWeights, HostWeights, JoinWeights
 from runtime.config import Publication as Settings
-from runtime.coordinator.roles import RolloutPool
+from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.weight_sync_protocol import Epoch
 from runtime.errors import SluiceError, Unanswered, Unreachable
 from runtime.ports import RolePort, TrainerPort

@@ -40,7 +40,7 @@ from runtime.commands import (
     WeightsSent,
 )
 from runtime.config import Publication as Settings
-from runtime.coordinator.roles import RolloutPool
+from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.sync_group import TRIES, SyncGroup, seen
 from runtime.coordinator.weight_sync_protocol import (
     Abort,

@@ -36,6 +36,7 @@ COORDINATOR = "coordinator"
 OPERATOR = "operator"  # whoever runs the user's commands
 AGENT = "agent"
 PROCESS = "process"
+GATEWAY = "gateway"  # a process, which calls rollouts with tokens that the coordinator gave it
 OTHERS = 0o077  # the rights of everybody but a file's owner
 
 
@@ -50,9 +51,11 @@ def process(name: str, incarnation: int) -> str:
 
 
 def kind_of(party: str) -> str:
-    """COORDINATOR, OPERATOR, AGENT or PROCESS."""
+    """COORDINATOR, OPERATOR, AGENT, GATEWAY or PROCESS."""
     first = party.partition("/")[0]
-    return first if first in (COORDINATOR, OPERATOR, AGENT) else PROCESS
+    if first in (COORDINATOR, OPERATOR, AGENT):
+        return first
+    return GATEWAY if first.rpartition("-")[0] == GATEWAY else PROCESS
 
 
 class Certificates(Struct, frozen=True):
@@ -86,6 +89,11 @@ class Keys(Struct, frozen=True, kw_only=True):
         """What a call to `called` carries."""
         return f"{self.name}:{self._tag(self.name, called, called)}"
 
+    def token_of(self, caller: str, called: str) -> str:
+        """What a call of the process `caller` to the process `called` carries, for who knows the secret to give it."""
+        key = _derived(self.secret, called)
+        return f"{caller}:{hmac.digest(key, _call(caller, called), 'sha256').hex()}"
+
     def caller(self, token: str) -> str:
         """Who made the call that carries `token`; "" for one that was not made for this party by somebody of the run."""
         name, _, tag = token.rpartition(":")
@@ -93,9 +101,9 @@ class Keys(Struct, frozen=True, kw_only=True):
 
     def _tag(self, caller: str, called: str, other: str) -> str:
         key = self.secret
-        if kind_of(self.name) != PROCESS and kind_of(other) == PROCESS:
+        if not _is_process(self.name) and _is_process(other):
             key = _derived(self.secret, other)
-        return hmac.digest(key, f"call {caller} {called}".encode(), "sha256").hex()
+        return hmac.digest(key, _call(caller, called), "sha256").hex()
 
     def of_process(self, name: str, incarnation: int) -> Keys:
         """What a process that this party starts is given."""
@@ -104,8 +112,21 @@ class Keys(Struct, frozen=True, kw_only=True):
         return replace(self, name=party, secret=_derived(self.secret, party), certificates=made)
 
 
+def _is_process(party: str) -> bool:
+    return kind_of(party) in (PROCESS, GATEWAY)
+
+
+def _call(caller: str, called: str) -> bytes:
+    return f"call {caller} {called}".encode()
+
+
 def _derived(secret: bytes, party: str) -> bytes:
     return hmac.digest(secret, f"key {party}".encode(), "sha256")
+
+
+def of_programs(secret: bytes) -> str:
+    """The key by which programs ask the run's gateways for tasks."""
+    return _derived(secret, "programs").hex()
 
 
 def authority(secret: bytes) -> bytes:

@@ -20,7 +20,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
-from runtime import codec, commands, errors, status
+from runtime import codec, commands, errors, status, timeouts
 from runtime.cluster import nodes
 from runtime.codec import Body, Parts, parts_of
 from runtime.commands import Priority
@@ -28,12 +28,22 @@ from runtime.config import Config
 from runtime.process import keys
 from runtime.rewards.remote_messages import RemoteScoreReply, RemoteScoreRequest
 from runtime.trainer.rows import balance, balance_each
-from runtime.types import SCHEMA_VERSION, GroupRequest, LogprobRequest, ScoreRequest, ValueRequest, answer_of, snake
+from runtime.types import (
+    SCHEMA_VERSION,
+    GroupRequest,
+    LogprobRequest,
+    PlayRequest,
+    ScoreRequest,
+    ValueRequest,
+    answer_of,
+    snake,
+)
 from services.rpc import stream
 from services.rpc.generated import (
     common_pb2,
     coordinator_pb2,
     critic_pb2,
+    gateway_pb2,
     reference_pb2,
     remote_reward_pb2,
     reward_pb2,
@@ -158,7 +168,7 @@ class Method:
             return 2 * (config.deadlines.train + config.publication.transfer_timeout)
         section, key = self.deadline.split(".")
         seconds: float = getattr(getattr(config, section), key)
-        return seconds
+        return seconds + timeouts.EPISODE_END * (self.command is PlayRequest)  # the gateway ends its episodes at the deadline
 
 
 def _field(message: type[Message], name: str, body: Body) -> Parts:
@@ -226,7 +236,17 @@ def _side(descriptor: Descriptor, kind: Any) -> MethodSide:
 _SERVICES = {
     service.name: service
     for module in (
-        *(common_pb2, coordinator_pb2, critic_pb2, reference_pb2, remote_reward_pb2, reward_pb2, rollout_pb2, trainer_pb2),
+        *(
+            common_pb2,
+            coordinator_pb2,
+            critic_pb2,
+            gateway_pb2,
+            reference_pb2,
+            remote_reward_pb2,
+            reward_pb2,
+            rollout_pb2,
+            trainer_pb2,
+        ),
     )
     for service in module.DESCRIPTOR.services_by_name.values()
 }
@@ -264,12 +284,13 @@ _CONTROL: dict[str, Any] = {"priority": Priority.CONTROL}
 _ALL: dict[str, Any] = {"ranks": Ranks.ALL}
 _OF_GROUP = ("group_id", "attempt")
 _SEEN = (keys.COORDINATOR, keys.AGENT, keys.OPERATOR)
+_PROCESSES = (keys.PROCESS, keys.GATEWAY)
 
 
 _ROWS = (
     _method("Process", "Status", None, status.Status, callers=_SEEN, **_CONTROL),
     _method("Process", "Stop", status.Stop, None, **_CONTROL),
-    _method("Coordinator", "Register", status.Registration, None, callers=(keys.PROCESS,), speaker=("name", "incarnation")),
+    _method("Coordinator", "Register", status.Registration, None, callers=_PROCESSES, speaker=("name", "incarnation")),
     _method("Coordinator", "Processes", None, status.Topology, callers=_SEEN),
     _method("Coordinator", "Watch", None, status.Progress, callers=_SEEN),
     _method("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment, callers=(keys.AGENT,), speaker=("name",)),
@@ -277,7 +298,14 @@ _ROWS = (
     _method("Coordinator", "ReportDeath", nodes.Death, None, callers=(keys.AGENT,), speaker=("node",)),
     _method("Coordinator", "Scale", nodes.Scale, nodes.Scaled, callers=(keys.OPERATOR,)),
     _method("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply, callers=()),  # served by a process of the user's
-    _command("Rollout", GroupRequest, "deadlines.generate", name="Generate", key=_OF_GROUP),
+    _command("Gateway", PlayRequest, "deadlines.episode", name="Play", key=_OF_GROUP),
+    _command("Gateway", commands.UseRollouts, _JOIN, **_CONTROL),
+    _command(
+        *("Rollout", GroupRequest, "deadlines.generate"),
+        name="Generate",
+        key=_OF_GROUP,
+        callers=(keys.COORDINATOR, keys.GATEWAY),
+    ),
     _command("Rollout", commands.JoinWeights, _JOIN, **_CONTROL),
     _command("Rollout", commands.ReceiveWeights, PUBLICATION, **_CONTROL),
     _command("Rollout", commands.CommitWeights, _COMMIT, **_CONTROL),
@@ -333,50 +361,6 @@ def method_of(service: str, command: Any) -> Method:
         return _BY_COMMAND[service, type(command)]
     except KeyError:
         raise errors.InvalidMessage(f"{service} takes no {type(command).__name__}") from None
-
-
-# The errors that arrive as they were. Unreachable and Unanswered are not among them: they are what a caller finds out about
-# its own peer, and the caller's caller must not take them for its.
-TOLD = (
-    errors.UserError,
-    errors.StorageFull,
-    errors.ConfigError,
-    errors.InvalidMessage,
-    errors.Cancelled,
-    errors.Forbidden,
-    errors.ServiceFault,
-    errors.DeadlineExceeded,
-    errors.InvariantViolated,
-)
-
-
-def error_to_wire(error: BaseException) -> common_pb2.Error:
-    """Any exception as a message; what is not Sluice's own becomes a ServiceFault at the other end."""
-    kind = next((kind for kind in type(error).__mro__ if kind in TOLD), type(error))
-    out = common_pb2.Error(kind=kind.__name__, message=text(str(error)))
-    if isinstance(error, errors.ServiceFault):
-        out.service, out.phase, out.message = error.service, error.phase, text(error.reason)
-        out.deadline = error.deadline or 0.0
-    if isinstance(error, errors.StorageFull):
-        out.message = text(error.path)
-    return out
-
-
-def text(text: str) -> str:
-    """What protobuf takes as a string: the name of a file, say, need not be UTF-8."""
-    return text.encode(errors="replace").decode()
-
-
-def error_from_wire(error: common_pb2.Error, service: str, phase: str) -> Exception:
-    """The exception that `error_to_wire` saw; `service` and `phase` say where, when the message does not."""
-    kind = getattr(errors, error.kind, None)
-    if kind is errors.ConfigError:
-        return errors.ConfigError(error.message.splitlines())
-    if kind in (errors.ServiceFault, errors.DeadlineExceeded):
-        return kind(error.service, error.phase, error.message, error.deadline or None)
-    if kind in TOLD:
-        return kind(error.message)
-    return errors.ServiceFault(service, phase, f"{error.kind}: {error.message}")
 
 
 _F = TypeVar("_F", common_pb2.CallFrame, common_pb2.ReplyFrame)

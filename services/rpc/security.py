@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from runtime.errors import Forbidden
-from runtime.process.keys import COORDINATOR, OPERATOR, Certificates, Keys, kind_of
+from runtime.process.keys import OPERATOR, Certificates, Keys, kind_of
 from services.rpc import contract, refusals
 
 log = logging.getLogger("sluice")
@@ -27,7 +27,12 @@ _CALLERS: dict[str, tuple[str, ...]] = {
     "grpc.health.v1.Health": ANYBODY,
     "grpc.reflection.v1alpha.ServerReflection": (OPERATOR,),
     **{method.path.lstrip("/"): method.callers for method in contract.METHODS.values()},
-    **{f"{contract.PACKAGE}.{service}/Session": (COORDINATOR,) for service, _ in contract.METHODS},
+    **{
+        f"{contract.PACKAGE}.{service}/Session": tuple(
+            {kind for row in contract.METHODS.values() if row.service == service for kind in row.callers}
+        )
+        for service, _ in contract.METHODS
+    },
 }
 
 
@@ -45,6 +50,13 @@ def check_speaker(method: contract.Method, command: Any) -> None:
     caller = _CALLER.get()
     if caller is not None and (speaker := method.speaker_of(command)) not in ("", caller):
         raise Forbidden(f"{method.name}: {caller} may not speak for {speaker}")
+
+
+def check_caller(method: contract.Method) -> None:
+    """Raises Forbidden when the caller, whose session this is, may not call `method`."""
+    caller = _CALLER.get()
+    if caller is not None and kind_of(caller) not in method.callers:
+        raise Forbidden(f"{caller} may not call {method.path}")
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
@@ -115,9 +127,9 @@ def connection(kind: Any, address: str, keys: Keys | None, called: str, options:
     return kind.secure_channel(address, grpc.ssl_channel_credentials(pem.ca, pem.key, pem.own), options=options)
 
 
-def shown_to(called: str, keys: Keys | None) -> tuple[tuple[str, str], ...]:
-    """The metadata of each call to `called`."""
-    return () if keys is None else ((HEADER, SCHEME + keys.token(called)),)
+def shown_to(called: str, keys: Keys | None, token: str = "") -> tuple[tuple[str, str], ...]:
+    """The metadata of each call to `called`; with the `token` that was given for it, if there is one."""
+    return () if keys is None else ((HEADER, SCHEME + (token or keys.token(called))),)
 
 
 _IN_WORDS = {

@@ -21,7 +21,7 @@ from runtime.codec import Body
 from runtime.process import network
 from runtime.process.keys import Keys
 from runtime.types import SCHEMA_VERSION
-from services.rpc import contract, refusals, security, stream
+from services.rpc import contract, refusals, security, stream, wire_errors
 from services.rpc.generated import common_pb2
 
 Handler = Callable[[Any], Awaitable[Any]]
@@ -176,9 +176,9 @@ async def _refuse(error: errors.SluiceError, context: grpc.aio.ServicerContext) 
     if isinstance(error, errors.InvalidMessage):
         refusals.tell(context.peer(), str(error))
     code = next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
-    details = contract.error_to_wire(error)
+    details = wire_errors.error_to_wire(error)
     details.message = details.message[:SHOWN]
-    await context.abort(code, contract.text(str(error))[:SHOWN], ((ERROR_KEY, details.SerializeToString()),))
+    await context.abort(code, wire_errors.text(str(error))[:SHOWN], ((ERROR_KEY, details.SerializeToString()),))
 
 
 class Fence:
@@ -272,6 +272,7 @@ class _SessionHandler:
         try:
             if method is None or call.method not in self._handlers:
                 raise errors.InvalidMessage(f"{self._service} has no method {call.method!r}")
+            security.check_caller(method)
             answer = self._running.get(call.key) or asyncio.ensure_future(
                 self._handlers[method.name](method.request.parse(body))
             )
@@ -314,7 +315,7 @@ def _put(outbox: stream.Outbox, id_: int, body: Body, urgent: bool) -> None:
 
 
 def _put_error(outbox: stream.Outbox, id_: int, error: BaseException) -> None:
-    outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
+    outbox.put(common_pb2.Reply(id=id_, error=wire_errors.error_to_wire(error)), urgent=True)
 
 
 class KeptAnswers:

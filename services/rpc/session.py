@@ -14,7 +14,7 @@ from runtime import errors, timeouts
 from runtime.process.keys import COORDINATOR, Keys, process
 from runtime.status import Progress
 from runtime.types import SCHEMA_VERSION
-from services.rpc import contract, security, stream
+from services.rpc import contract, security, stream, wire_errors
 from services.rpc.generated import common_pb2
 from services.rpc.server import ERROR_KEY, options
 
@@ -26,11 +26,13 @@ LONGEST = (1 << 32) - 1  # milliseconds, as uint32 holds them
 class Channel:
     """To `called`, a party of the run, by somebody who has `keys`; None where the run needs none."""
 
-    def __init__(self, address: str, keys: Keys | None = None, called: str = COORDINATOR, silence: float = 0.0):
-        """`silence`: as of `server.options`."""
+    def __init__(
+        self, address: str, keys: Keys | None = None, called: str = COORDINATOR, silence: float = 0.0, token: str = ""
+    ):
+        """`silence`: as of `server.options`. `token`: what the coordinator gave a process to show to another."""
         self.address = address
         self.grpc: grpc.aio.Channel = security.connection(grpc.aio, address, keys, called, options(silence))
-        self.metadata = security.shown_to(called, keys)
+        self.metadata = security.shown_to(called, keys, token)
 
     async def __aenter__(self) -> Channel:
         return self
@@ -103,7 +105,7 @@ def _told(error: grpc.aio.AioRpcError, name: str, phase: str) -> Exception | Non
     """What the other end raised, if it came to say so."""
     for key, value in error.trailing_metadata() or ():
         if key == ERROR_KEY:
-            return contract.error_from_wire(common_pb2.Error.FromString(value), name, phase)
+            return wire_errors.error_from_wire(common_pb2.Error.FromString(value), name, phase)
     if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return errors.Forbidden(f"{name}: {phase}: {error.details()}")
     return None
@@ -125,14 +127,15 @@ class Session:
         term: int = 0,
         keys: Keys | None = None,
         incarnation: int = 0,
+        token: str = "",
     ):
-        """`silence`: as of `server.options`. `term`: the coordinator's, as are `keys`. `incarnation`: of the peer."""
+        """`silence`, `token`: as of `Channel`. `term`: the coordinator's. `incarnation`: of the peer."""
         self.name = name
         self.machine = machine
         self.address = address
         self._service = service
         self._term = term
-        self._channel = Channel(address, keys, process(name, incarnation), silence)
+        self._channel = Channel(address, keys, process(name, incarnation), silence, token)
         self._ids = itertools.count(1)
         self._outbox = stream.Outbox()
         self._waiting: dict[int, tuple[str, asyncio.Future[bytes]]] = {}  # the method's name, and the answer to come
@@ -270,7 +273,7 @@ class Session:
         if future is None or future.done():
             return
         if failed:
-            future.set_exception(contract.error_from_wire(reply.error, self.name, method_name))
+            future.set_exception(wire_errors.error_from_wire(reply.error, self.name, method_name))
         elif body is not None:
             future.set_result(body)
 

@@ -11,8 +11,8 @@ import pytest
 
 from runtime import config
 from runtime.commands import WeightsCommitted
+from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register
-from runtime.coordinator.roles import RolloutPool
 from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.errors import ServiceFault
 from runtime.types import PolicyVersion

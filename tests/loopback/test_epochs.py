@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from runtime import config
 from runtime.commands import Apply
+from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
-from runtime.coordinator.roles import RolloutPool
 from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.errors import Unreachable
 from runtime.process import os_process

@@ -18,8 +18,8 @@ import msgspec
 
 from runtime import config as settings
 from runtime.commands import AbortWeights, CommitWeights, HostWeights, JoinWeights, ResendWeights, SendWeights
+from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import Register, Unit, UnitChange
-from runtime.coordinator.roles import RolloutPool
 from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.status import Registration
 from services.rpc.client import GroupClient, RoleClient

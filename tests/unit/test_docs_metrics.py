@@ -20,7 +20,7 @@ from runtime.config import Critic, RowFormat
 from runtime.coordinator.devices import TO_INFER, TO_TRAIN
 from runtime.coordinator.groups import DynamicSampling
 from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes
-from runtime.coordinator.roles import RolloutPool
+from runtime.coordinator.pools import RolloutPool
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluatedProblem
 from runtime.evaluation.sets import EvaluationData

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from runtime.coordinator.pools import RolloutLoads
 from runtime.coordinator.register import Member
-from runtime.coordinator.roles import RolloutLoads
 
 
 def test_the_least_loaded_is_the_one_that_a_search_finds() -> None:

@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from runtime import errors
-from services.rpc import contract
+from services.rpc import wire_errors
 from services.rpc.generated import common_pb2
 
 
 def over_the_wire(error: BaseException) -> Exception:
-    message = common_pb2.Error.FromString(contract.error_to_wire(error).SerializeToString())
-    return contract.error_from_wire(message, "rollout-0", "Generate")
+    message = common_pb2.Error.FromString(wire_errors.error_to_wire(error).SerializeToString())
+    return wire_errors.error_from_wire(message, "rollout-0", "Generate")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_any_other_error_is_a_fault_of_the_service(error: BaseException, message
 
 @pytest.mark.parametrize("kind", ["", "Sequence", "annotations", "SluiceError", "__name__", "Exception"])
 def test_an_unknown_kind_is_a_fault_of_the_service(kind: str) -> None:
-    arrived = contract.error_from_wire(common_pb2.Error(kind=kind, message="m"), "reward-0", "Score")
+    arrived = wire_errors.error_from_wire(common_pb2.Error(kind=kind, message="m"), "reward-0", "Score")
     assert type(arrived) is errors.ServiceFault
     assert (arrived.service, arrived.phase) == ("reward-0", "Score")
 

@@ -1,0 +1,108 @@
+"""The gateways: who has tasks played, and by which rollouts.
+
+GroupStage, Evaluator ── PlayRequest ──► GatewayPool ──► gateway 0   which calls those rollouts that serve,
+                                                   └──► gateway 1   as GatewayPool tells it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from runtime.commands import RolloutAddress, UseRollouts
+from runtime.config import Config
+from runtime.coordinator.pools import RolloutPool, WorkPool
+from runtime.coordinator.register import Member, UnitChange, UnitState, member_of
+from runtime.data.handlers import Problem
+from runtime.errors import SluiceError
+from runtime.ports import RolePort
+from runtime.process import keys
+from runtime.process.keys import GATEWAY, Keys, process
+from runtime.types import EpisodeTask, GroupRequest, PlayRequest
+
+
+def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: Any) -> GroupRequest | PlayRequest:
+    """What has a group generated: replies to `prompt`, or episodes of the task where the run has gateways. `rest`: their other
+    fields."""
+    if config.gateway is None:
+        return GroupRequest(prompt=prompt, **rest)
+    task = EpisodeTask(messages=problem.messages, label=problem.label, source=problem.source, extra=problem.extra)
+    return PlayRequest(task=task, **rest)
+
+
+class GatewayPool(WorkPool):
+    """Groups of episodes go to the gateway with the fewest under way, and every gateway is told which rollouts serve. What a
+    gateway that is lost had is another's to play."""
+
+    def __init__(self, rollouts: RolloutPool, config: Config, own_keys: Keys | None, term: int):
+        """`own_keys`, `term`: the coordinator's."""
+        share = max(1, sum(rollouts.slots.values()) // config.services.gateway.replicas)
+        super().__init__(rollouts.register, {f"{GATEWAY}-{index}": share for index in range(config.services.gateway.replicas)})
+        self._rollouts, self._keys, self._term = rollouts, own_keys, term
+        self._told: dict[Member, UseRollouts] = {}
+        self._telling: dict[Member, asyncio.Task[None]] = {}
+        rollouts.players = self
+        rollouts.subscribe(self._notify)
+        self.subscribe(self._tell_all)
+        self.register.subscribe(self._look)
+        self._tell_all()
+
+    @property
+    def admitting(self) -> Sequence[RolePort]:
+        serving = self.register.units(GATEWAY, UnitState.SERVING)
+        return [unit.port for unit in serving] if self._rollouts.admits else []
+
+    def least_loaded(self) -> RolePort:
+        gateway: RolePort = self.register.port(self._loads.least(self.register.members(GATEWAY, UnitState.SERVING)))
+        return gateway
+
+    def repeat(self) -> None:
+        self._rollouts.repeat()
+
+    def _look(self, change: UnitChange) -> None:
+        if change.unit.role == GATEWAY:
+            self._notify()
+
+    # ------------------------------------------------------------------------------------------ which rollouts serve
+
+    def _tell_all(self) -> None:
+        for unit in self.register.units(GATEWAY, UnitState.SERVING):
+            if unit.member not in self._telling and self._told.get(unit.member) != self._news_for(unit.member):
+                self._telling[unit.member] = asyncio.create_task(self._tell(unit.port))
+
+    async def _tell(self, gateway: RolePort) -> None:
+        """Until it knows what is so now. One that does not take it is lost."""
+        member = member_of(gateway)
+        try:
+            while (news := self._news_for(member)) != self._told.get(member):
+                await gateway.call(news)
+                self._told[member] = news
+        except SluiceError as error:
+            self._told.pop(member, None)
+            self.register.lose(member, str(error))
+        finally:
+            self._telling.pop(member, None)
+
+    def _news_for(self, gateway: Member) -> UseRollouts:
+        serving = tuple(
+            self._address(gateway, unit.processes[0])
+            for unit in self.register.units("rollout", UnitState.SERVING)
+            if unit.processes[0] is not None
+        )
+        key = "" if self._keys is None else keys.of_programs(self._keys.secret)
+        return UseRollouts(rollouts=serving, term=self._term, key=key)
+
+    def _address(self, gateway: Member, rollout: Any) -> RolloutAddress:
+        """`rollout`: its Registration."""
+        parties = process(gateway.name, gateway.incarnation), process(rollout.name, rollout.incarnation)
+        return RolloutAddress(
+            name=rollout.name,
+            incarnation=rollout.incarnation,
+            address=rollout.address,
+            machine=rollout.machine,
+            slots=self._rollouts.slots[rollout.name],
+            token="" if self._keys is None else self._keys.token_of(*parties),
+        )

@@ -1,0 +1,207 @@
+"""One call of the policy: its prompt from the episode's graph, its replies from a rollout, and both into the graph.
+
+    PolicyCall ── extend (thread) ──► prompt ── generate ──► tokens ── parse (thread) ──► graph.add ──► Completion
+
+A reply is generated in pieces where its client reads it as it comes, or a stop text has to be looked for: each piece goes on
+where the one before ended, with the keys and values that the rollout kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from msgspec.structs import replace
+
+from runtime.errors import DeadlineExceeded, Unreachable
+from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Refused, ReplyEnd
+from runtime.gateway.episodes import Episode, mixed
+from runtime.gateway.graph import EpisodeGraph, Extension
+from runtime.types import GroupRequest, Sample, SamplingParams
+
+T = TypeVar("T")
+Told = Callable[[int, str], None]
+
+PIECES = (16, 32, 64, 128)  # tokens of the first pieces of a reply, and of all further ones
+RETRY = 1.0  # seconds after which one that was answered 503 is to ask again
+
+
+class PolicyPort(Protocol):
+    """The rollouts, as the gateway calls them."""
+
+    async def generate(self, request: GroupRequest, kept: str) -> tuple[list[Sample], str]:
+        """The replies, and the rollout that made them: the one called `kept`, if it serves, else another. Raises
+        DeadlineExceeded, and Unreachable where none serves."""
+
+
+class PolicyCalls:
+    """Has calls answered, of episodes and of none."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        renderer: Any,
+        tokenizer: Any,
+        port: PolicyPort,
+        context: int,
+        run: SamplingParams | None,
+    ):
+        """`context`: tokens of a conversation at most. `run`: how a run samples, which its loss is computed for, so that what a
+        call says of it is not heeded; None: as each call says, where there is no run."""
+        self._model, self._renderer, self._tokenizer, self._port = model, renderer, tokenizer, port
+        self._context, self._run = context, run
+        self._threads = ThreadPoolExecutor(2, "conversations")
+        self.counts: Counter[str] = Counter()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    async def answer(self, episode: Episode | None, call: PolicyCall, told: Told | None = None) -> Completion:
+        """Raises Refused: 400 for what does not fit, 408 at the deadline, 503 where no rollout serves."""
+        graph = EpisodeGraph(self._renderer) if episode is None else episode.graph
+        began = time.time()
+        extension: Extension = await self._in_thread(graph.extend, call)
+        sampling = self._sampling(episode, call, len(extension.prompt))
+        number, seed = 0, call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
+        if episode is not None:
+            number, episode.calls = episode.calls, episode.calls + 1
+            if episode.group is not None:
+                seed = episode.seed
+        request = GroupRequest(
+            group_id=0,
+            prompt=extension.prompt,
+            n=call.n,
+            seed=mixed(seed, number),
+            sampling=sampling,
+            purpose="train" if episode is None or episode.group is None else episode.group.request.purpose,
+            keep=True,
+        )
+        stops = (*call.stop, *self._renderer.stops_of(call))
+        try:
+            if stops or told is not None:
+                work = (self._in_pieces(episode, replace(request, n=1, first=i), stops, told) for i in range(call.n))
+                replies = await asyncio.gather(*work)
+            else:
+                samples = await self._generate(episode, request)
+                replies = [(sample, "") for sample in samples]
+        except DeadlineExceeded as error:
+            raise Refused(408, str(error)) from None
+        except Unreachable as error:
+            raise Refused(503, f"no rollout serves: {error.reason}", retry_after=RETRY) from None
+        made = await asyncio.gather(*(self._in_thread(self._reply, call, extension, *each) for each in replies))
+        completion = Completion(
+            id=f"call-{secrets.token_hex(12)}", created=began, model=self._model, prompt=extension.prompt, replies=tuple(made)
+        )
+        if episode is None or not episode.over:
+            graph.add(extension, completion, [sample.versions for sample, _ in replies], began, time.time())
+        return completion
+
+    def _sampling(self, episode: Episode | None, call: PolicyCall, prompt: int) -> SamplingParams:
+        """Raises Refused where the conversation is too long."""
+        room = self._context - prompt
+        if room < 1:
+            raise Refused(
+                400,
+                f"the conversation is {prompt} tokens, and the model's context {self._context}, its reply included",
+                "messages",
+            )
+        run = self._run if episode is None or episode.group is None else episode.sampling
+        asked = [call.temperature, call.top_p, call.top_k, call.min_p]
+        if run is None:
+            defaults = (1.0, 1.0, 0, 0.0)
+            temperature, top_p, top_k, min_p = (b if a is None else a for a, b in zip(asked, defaults, strict=True))
+            run = SamplingParams(
+                max_new_tokens=self._context, temperature=temperature, top_p=top_p, top_k=int(top_k), min_p=min_p
+            )
+        else:
+            own = (run.temperature, run.top_p, run.top_k, run.min_p)
+            self.counts["overridden"] += any(a not in (None, b) for a, b in zip(asked, own, strict=True))
+        most = min(room, run.max_new_tokens, room if call.max_tokens is None else call.max_tokens)
+        stop = (*self._renderer.stop_ids, *call.stop_token_ids)
+        return replace(run, max_new_tokens=most, stop_token_ids=tuple(dict.fromkeys(stop)))
+
+    async def _generate(self, episode: Episode | None, request: GroupRequest) -> list[Sample]:
+        """With an id that no other call has: they are below those of evaluations, and above those of probes."""
+        own = replace(request, group_id=-(1 << 32) - secrets.randbits(60))
+        samples, rollout = await self._port.generate(own, "" if episode is None else episode.rollout)
+        if episode is not None:
+            episode.rollout = rollout
+        return samples
+
+    async def _in_pieces(
+        self, episode: Episode | None, request: GroupRequest, stops: Sequence[str], told: Told | None
+    ) -> tuple[Sample, str]:
+        """One reply, and the stop text that ended it."""
+        index, left, parts = request.first, request.sampling.max_new_tokens, list[Sample]()
+        for number, size in enumerate(_sizes()):
+            grown = np.concatenate([request.prompt, *(part.tokens for part in parts)])
+            piece = replace(
+                request,
+                prompt=grown,
+                seed=mixed(request.seed, number),
+                sampling=replace(request.sampling, max_new_tokens=min(size, left)),
+            )
+            (part,) = await self._generate(episode, piece)
+            parts.append(part)
+            left -= len(part.tokens)
+            whole = _joined(parts)
+            cut, stop = (await self._in_thread(self._cut, whole, stops)) if stops else (whole, "")
+            if told is not None:
+                told(index, (await self._in_thread(partial(self._visible, cut, stop, stops))))
+            if stop or part.finish_reason == "stop" or not left:
+                return cut, stop
+        raise AssertionError("pieces have no end")
+
+    def _cut(self, sample: Sample, stops: Sequence[str]) -> tuple[Sample, str]:
+        """Up to the token with which the first stop text is there whole."""
+        text = self._tokenizer.decode(sample.tokens)
+        found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
+        if not found:
+            return sample, ""
+        _, stop = min(found)
+        low, high = 1, len(sample.tokens)  # the text of more tokens has it if that of fewer has
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if stop in self._tokenizer.decode(sample.tokens[:middle]) else (middle + 1, high)
+        ends = {name: getattr(sample, name)[:low] for name in ("tokens", "loss_mask", "logprobs", "versions")}
+        return replace(sample, **ends, finish_reason="stop"), stop
+
+    def _visible(self, sample: Sample, stop: str, stops: Sequence[str]) -> str:
+        """Of a reply so far, what its client may see: nothing that may be the beginning of a stop text."""
+        text: str = self._renderer.visible(sample.tokens)
+        if stop:
+            return text.partition(stop)[0]
+        held = max((size for each in stops for size in range(1, len(each)) if text.endswith(each[:size])), default=0)
+        return text[: len(text) - held]
+
+    def _reply(self, call: PolicyCall, extension: Extension, sample: Sample, stop: str) -> PolicyReply:
+        message = self._renderer.parse(extension.forced, sample.tokens, call.tools)
+        if stop and stop in call.stop:
+            message = replace(message, content=message.content.partition(stop)[0])
+        end: ReplyEnd = "length" if sample.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
+        return PolicyReply(message=message, tokens=sample.tokens, logprobs=sample.logprobs, end=end, stop=stop)
+
+
+def _sizes() -> Iterator[int]:
+    yield from PIECES
+    while True:
+        yield PIECES[-1]
+
+
+def _joined(parts: Sequence[Sample]) -> Sample:
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("tokens", "loss_mask", "logprobs", "versions")
+    }
+    return Sample(**columns, finish_reason=parts[-1].finish_reason)

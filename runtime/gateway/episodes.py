@@ -1,0 +1,291 @@
+"""The episodes of one gateway: who plays which task, each one's graph, and the group that comes of them.
+
+    coordinator ── play(group) ──► tasks that wait ◄── begin ── a program     which plays an episode: calls, rewards, end
+                                        │
+                     a group's n episodes, each with its graph ── all ended ──► GeneratedGroup
+
+Used on one event loop. What takes longer than a millisecond is done in threads: `PolicyCalls` sees to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import math
+import secrets
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import xxhash
+from msgspec import Struct
+
+from runtime import codec
+from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
+from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused
+from runtime.gateway.graph import EpisodeGraph, finished
+from runtime.process.aio import now
+from runtime.types import EpisodeTask, GeneratedGroup, PlayRequest, SamplingParams
+
+RETRY = 1.0  # seconds after which one that was answered 429 is to ask again
+MOST_WAIT = 60.0  # seconds that a request for a task waits at most
+KEY_BYTES = 24
+
+
+class Begun(Struct, frozen=True, kw_only=True):
+    """An episode that a program plays now. `path`: below the gateway's URL, for those who cannot set a key of their own."""
+
+    id: str
+    key: str
+    path: str
+    task: EpisodeTask | None = None
+
+
+class Episode:
+    """One that is open, or was; `seed` is that of its random streams."""
+
+    def __init__(self, renderer: Any, group: Playing | None, index: int, sampling: SamplingParams, seed: int):
+        self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(KEY_BYTES)
+        self.graph = EpisodeGraph(renderer)
+        self.group, self.index, self.sampling, self.seed = group, index, sampling, seed
+        self.reward: float | None = None
+        self.stop_reason = ""  # of one that is over
+        self.rollout = ""  # that it keeps to
+        self.calls = 0  # so far
+        self.under_way: dict[str, SharedCall] = {}  # by what makes a request the same
+        self.answered: dict[str, Completion] = {}  # to those that had an idempotency key
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def over(self) -> bool:
+        return bool(self.stop_reason)
+
+
+class Playing:
+    """A group whose episodes are played."""
+
+    def __init__(self, request: PlayRequest, done: asyncio.Future[GeneratedGroup]):
+        self.request, self.done = request, done
+        self.episodes: dict[int, Episode] = {}  # by their index
+        self.left = request.n  # that are not over
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class SharedCall:
+    """A call under way, for which repeats of the same request wait too. It is withdrawn when nobody does."""
+
+    def __init__(self, work: asyncio.Task[Completion]):
+        self._work, self._waiting = work, 0
+
+    async def answer(self) -> Completion:
+        self._waiting += 1
+        try:
+            return await asyncio.shield(self._work)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._work.cancel()
+
+    def withdraw(self) -> None:
+        self._work.cancel()
+
+
+Answer = Callable[[Episode | None, PolicyCall, Callable[[int, str], None] | None], Any]
+
+
+class Episodes:
+    """Implements `runtime.gateway.http.GatewayBackend`."""
+
+    def __init__(
+        self, *, model: str, renderer: Any, answer: Answer, most: int, seconds: float, name: str, serves: bool, rewarded: bool
+    ):
+        """`answer`: has a call answered. `most`: episodes at once. `seconds`: `deadlines.episode`. `serves`: there is no run,
+        and calls need no episode. `rewarded`: the run has rewards besides those of whoever plays."""
+        self.model, self.key = model, ""
+        self._renderer, self._answer, self._most, self._seconds = renderer, answer, most, seconds
+        self._name, self._serves, self._rewarded = name, serves, rewarded
+        self._waiting: deque[tuple[Playing, int]] = deque()  # tasks that nobody plays yet
+        self._came = asyncio.Event()  # one of them
+        self._open: dict[str, Episode] = {}
+        self._by_key: dict[str, Episode] = {}
+        self.counts: Counter[str] = Counter()
+        self.forks: Counter[str] = Counter()
+
+    # ------------------------------------------------------------------------------------------ groups, from the coordinator
+
+    async def play(self, request: PlayRequest) -> GeneratedGroup:
+        """Answered once all its episodes are over. Raises DeadlineExceeded when no program asked for one of them in time."""
+        group = Playing(request, asyncio.get_running_loop().create_future())
+        group.timer = asyncio.get_running_loop().call_later(self._seconds, self._expire, group)
+        self._waiting.extend((group, index) for index in range(request.n))
+        self._came.set()
+        try:
+            return await group.done
+        finally:  # also where the coordinator withdraws it
+            group.timer.cancel()
+            self._waiting = deque(each for each in self._waiting if each[0] is not group)
+            for episode in group.episodes.values():
+                self._close(episode, "cancelled")
+
+    def _expire(self, group: Playing) -> None:
+        unasked = group.request.n - len(group.episodes)
+        if unasked and not group.done.done():
+            why = f"no program has asked for {unasked} of {group.request.n} episodes of group {group.request.group_id}"
+            group.done.set_exception(DeadlineExceeded(self._name, "Play", why, self._seconds))
+        for episode in list(group.episodes.values()):
+            self._close(episode, "timeout")
+
+    def _finish(self, group: Playing) -> None:
+        """All its episodes are over."""
+        episodes = [group.episodes[index] for index in range(group.request.n)]
+        rewards = [math.nan if episode.reward is None else episode.reward for episode in episodes]
+        given = not self._rewarded or not all(map(math.isnan, rewards))
+        task = group.request.task.messages
+        try:
+            found = finished(group.request.group_id, [episode.graph for episode in episodes], task, rewards if given else [])
+        except SluiceError as error:
+            group.done.set_exception(error)
+        else:
+            group.done.set_result(found)
+
+    # ------------------------------------------------------------------------------------------ what programs ask
+
+    async def begin(self, key: str, wait: float) -> Begun:
+        """The next task's episode, once there is one, for `wait` seconds. Raises Refused."""
+        if not self._is_own(key):
+            raise Refused(401, "needs the gateway's key")
+        if len(self._open) >= self._most:
+            raise Refused(429, f"{self._most} episodes are open (gateway.episodes)", retry_after=RETRY)
+        if self._serves:
+            return self._begun(Episode(self._renderer, None, 0, SamplingParams(max_new_tokens=0), 0))
+        until = now() + min(wait, MOST_WAIT)
+        while not self._waiting:
+            self._came.clear()
+            try:
+                await asyncio.wait_for(self._came.wait(), until - now())
+            except asyncio.TimeoutError:
+                raise Refused(429, "no task waits", retry_after=RETRY) from None
+        group, index = self._waiting.popleft()
+        request = group.request
+        seed = mixed(request.seed, request.first + index)
+        episode = Episode(self._renderer, group, index, request.sampling, seed)
+        group.episodes[index] = episode
+        return self._begun(episode)
+
+    def _begun(self, episode: Episode) -> Begun:
+        self._open[episode.id] = self._by_key[episode.key] = episode
+        self.counts["episodes"] += 1
+        if episode.group is None:
+            episode.timer = asyncio.get_running_loop().call_later(self._seconds, self._close, episode, "timeout")
+        task = None if episode.group is None else episode.group.request.task
+        return Begun(id=episode.id, key=episode.key, path=f"/episodes/{episode.id}", task=task)
+
+    def episode(self, id: str, key: str) -> Episode | None:
+        """By its key, and by its id where there is one. None: a call that belongs to no episode, where that may be."""
+        found = self._open.get(id) if id else self._by_key.get(key)
+        if id and found is None:
+            raise Refused(404, f"there is no episode {id!r}, or it is over")
+        if found is not None and hmac.compare_digest(found.key.encode(), key.encode()):
+            return found
+        if not id and self._serves and self._is_own(key):
+            return None
+        raise Refused(401, "the key is that of no episode which is open" if key else "needs the key of an episode")
+
+    def _is_own(self, key: str) -> bool:
+        return not self.key or hmac.compare_digest(self.key.encode(), key.encode())
+
+    async def call(
+        self, episode: Episode | None, call: PolicyCall, told: Callable[[int, str], None] | None = None
+    ) -> Completion:
+        """The policy's answer. A request that is made again gets that of the first."""
+        if episode is None:
+            return await self._counted(None, call, told)
+        if episode.over:
+            raise Refused(404, f"episode {episode.id} is over ({episode.stop_reason})")
+        if (known := episode.answered.get(call.repeats)) is not None:
+            return known
+        shared = episode.under_way.get(call.repeats)
+        if shared is None:
+            work = asyncio.get_running_loop().create_task(self._counted(episode, call, told))
+            shared = SharedCall(work)
+            if call.repeats:
+                episode.under_way[call.repeats] = shared
+                work.add_done_callback(lambda _: episode.under_way.pop(call.repeats, None))
+        try:
+            return await shared.answer()
+        except asyncio.CancelledError:
+            if episode.over:  # its end has withdrawn the call
+                raise Refused(404, f"episode {episode.id} is over ({episode.stop_reason})") from None
+            raise
+
+    async def _counted(self, episode: Episode | None, call: PolicyCall, told: Callable[[int, str], None] | None) -> Completion:
+        self.counts["calls"] += 1
+        self.counts["under_way"] += 1
+        try:
+            completion: Completion = await self._answer(episode, call, told)
+        except Refused as error:
+            self.counts[f"refused_{error.status}"] += 1
+            raise
+        finally:
+            self.counts["under_way"] -= 1
+        if episode is not None and call.repeats.startswith("key:"):
+            episode.answered[call.repeats] = completion
+        return completion
+
+    def history(self, episode: Episode | None, completion_id: str) -> tuple[Message, ...]:
+        if episode is None:
+            raise Refused(404, f"there is no completion {completion_id!r}: only an episode keeps what was said in it")
+        return episode.graph.history(completion_id)
+
+    def reward(self, episode: Episode, value: float, completion: str = "") -> None:
+        if not math.isfinite(value):
+            raise Refused(400, f"reward: {value} is not a finite number", "reward")
+        if completion:
+            episode.graph.reward(completion, value)
+            episode.reward = episode.reward or 0.0
+        else:
+            episode.reward = value
+
+    async def end(self, episode: Episode, stop_reason: str = "") -> None:
+        self._close(episode, stop_reason or "completed")
+
+    def _close(self, episode: Episode, stop_reason: str) -> None:
+        """Idempotent."""
+        if episode.over:
+            return
+        episode.stop_reason = stop_reason
+        self._open.pop(episode.id, None)
+        self._by_key.pop(episode.key, None)
+        self.counts[f"ended_{stop_reason}"] += 1
+        self.forks.update(episode.graph.forks)
+        if episode.timer is not None:
+            episode.timer.cancel()
+        for shared in list(episode.under_way.values()):
+            shared.withdraw()
+        if (group := episode.group) is not None:
+            group.left -= 1
+            if not group.left and not group.done.done():
+                self._finish(group)
+
+    # ------------------------------------------------------------------------------------------ what is told of them
+
+    @property
+    def waiting(self) -> int:
+        """Tasks that no program has asked for."""
+        return len(self._waiting)
+
+    @property
+    def open(self) -> int:
+        return len(self._open)
+
+    def close(self) -> None:
+        for episode in list(self._open.values()):
+            self._close(episode, "cancelled")
+        for group in {id(group): group for group, _ in self._waiting}.values():
+            if not group.done.done():
+                group.done.set_exception(Cancelled("the gateway was stopped"))
+
+
+def mixed(seed: int, *parts: int) -> int:
+    """A seed in [0, 2^63) for one part of what has `seed`."""
+    return xxhash.xxh3_64_intdigest(codec.encode([seed, *parts])) >> 1

@@ -1,0 +1,77 @@
+"""The programs that play: started beside the gateway, and again when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from runtime import run_files
+from runtime.cluster.restarts import Allowance
+from runtime.config import Config, Player
+from runtime.config.secret_values import resolved
+from runtime.errors import ServiceFault
+from runtime.process import os_process
+from runtime.process.aio import now
+from runtime.rewards.worker_process import worker_environment
+
+log = logging.getLogger("sluice")
+
+
+class Players:
+    """`player.processes` of them, each in a process group of its own. What they print goes to the gateway's log."""
+
+    def __init__(self, config: Config, player: Player, url: str, key: str):
+        """`url`, `key`: the gateway's. Raises UserError for a variable that is not there."""
+        self._player, self._restarts = player, config.services.gateway.restarts
+        given = resolved(player.env, os.environ, "gateway.player.env")
+        self._environment = worker_environment(()) | {"SLUICE_GATEWAY_URL": url, "SLUICE_GATEWAY_KEY": key}
+        if not player.python:
+            self._environment.pop("PYTHONPATH", None)
+        ca = Path(config.run.dir) / run_files.GATEWAYS_CA
+        if ca.exists():
+            self._environment["SSL_CERT_FILE"] = str(ca.absolute())
+        self._environment |= given
+        self._alive: set[asyncio.subprocess.Process] = set()
+
+    async def run(self) -> None:
+        """Until cancelled. Raises ServiceFault when one has ended more often than `services.gateway.restarts` allow."""
+        await asyncio.gather(*(self._keep(index) for index in range(self._player.processes)))
+
+    async def _keep(self, index: int) -> None:
+        allowance, name = Allowance(self._restarts), f"gateway.player.run: {self._player.run} ({index})"
+        while True:
+            process = await asyncio.create_subprocess_exec(
+                self._player.python or sys.executable,
+                self._player.run,
+                env=self._environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr,
+                preexec_fn=os_process.before_exec,
+                start_new_session=True,
+            )
+            self._alive.add(process)
+            try:
+                code = await process.wait()
+            finally:
+                self._end(process)
+            pause = allowance.delay(now())
+            if pause is None:
+                raise ServiceFault("gateway", "play", f"{name}: ended again, with exit code {code}")
+            log.warning("%s: ended with exit code %d; it is started again", name, code)
+            await asyncio.sleep(pause)
+
+    def _end(self, process: asyncio.subprocess.Process) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        self._alive.discard(process)
+
+    async def close(self) -> None:
+        alive = list(self._alive)
+        for process in alive:
+            self._end(process)
+        await asyncio.gather(*(process.wait() for process in alive))

@@ -1,0 +1,261 @@
+"""The gateway's role: agents call it as they would call OpenAI or Anthropic. `python -m services.gateway`.
+
+programs ── HTTP ──► application (runtime/gateway/http.py) ──► Episodes ──► PolicyCalls ──► RolloutSessions ──► rollouts
+                                                                  ▲
+coordinator ── Play, UseRollouts ─────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import ssl
+from collections import Counter, deque
+from pathlib import Path
+
+from aiohttp import web
+from runtime.gateway.http import application
+from runtime.gateway.rendering import renderer_of
+
+from runtime import codec, run_files, timeouts
+from runtime.cluster.topology import longest_sequence
+from runtime.commands import RolloutAddress, UseRollouts
+from runtime.config import Config
+from runtime.data.tokenizer import Tokenizer
+from runtime.errors import ServiceFault, Unreachable, UserError
+from runtime.gateway.calls import PolicyCalls
+from runtime.gateway.episodes import Episodes
+from runtime.gateway.players import Players
+from runtime.process import certificates
+from runtime.process.aio import now
+from runtime.process.keys import Keys
+from runtime.process.network import host_port
+from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PlayRequest, Sample, SamplingParams
+from services import process
+from services.rpc import contract
+from services.rpc.session import Session
+
+log = logging.getLogger("sluice")
+
+GENERATE = contract.METHODS["Rollout", "Generate"]
+LAGS = 1024  # of the newest looks at the event loop
+
+
+class RolloutSessions:
+    """The rollouts that serve, as the coordinator says. A conversation keeps to one; another goes to the least loaded."""
+
+    def __init__(self, config: Config, own_keys: Keys | None):
+        self._config, self._keys = config, own_keys
+        self._sessions: dict[RolloutAddress, Session] = {}
+        self._calls: Counter[str] = Counter()  # samples under way by rollout
+        self._changed = asyncio.Event()
+
+    async def use(self, command: UseRollouts) -> None:
+        """Raises DeadlineExceeded for one that is not to be reached."""
+        for address in [each for each in self._sessions if each not in command.rollouts]:
+            await self._sessions.pop(address).close()
+        for address in command.rollouts:
+            if address not in self._sessions:
+                await self._open(address, command.term)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _open(self, to: RolloutAddress, term: int) -> None:
+        silence = self._config.deadlines.silence
+        session = Session(to.address, to.name, "Rollout", to.machine, silence, term, self._keys, to.incarnation, to.token)
+        try:
+            await session.open(silence)
+        except ServiceFault as error:  # the coordinator will hear of it too
+            log.warning("%s is not used: %s", to.name, error)
+            await session.close()
+        else:
+            self._sessions[to] = session
+            session.when_broken(lambda why: self._lose(to, session, why))
+
+    def _lose(self, to: RolloutAddress, session: Session, why: str) -> None:
+        if self._sessions.get(to) is session:
+            log.warning("%s (incarnation %d) is lost: %s", to.name, to.incarnation, why)
+            del self._sessions[to]
+
+    @property
+    def count(self) -> int:
+        return len(self._sessions)
+
+    async def generate(self, request: GroupRequest, kept: str) -> tuple[list[Sample], str]:
+        """Implements `runtime.gateway.calls.PolicyPort`. One that is lost meanwhile is followed by another."""
+        until = now() + self._config.deadlines.generate
+        while True:
+            to, session = await self._choose(kept, until)
+            self._calls[to.name] += request.n
+            try:
+                done: GeneratedGroup = await session.call(
+                    GENERATE.name, request, max(until - now(), timeouts.REMOTE_REWARD_LEAST)
+                )
+            except Unreachable:
+                self._lose(to, session, "the connection is lost")
+                continue
+            finally:
+                self._calls[to.name] -= request.n
+            return codec.decode(GroupPayload, done.payload).samples, to.name
+
+    async def _choose(self, kept: str, until: float) -> tuple[RolloutAddress, Session]:
+        """Raises Unreachable when none serves within `deadlines.silence`."""
+        until = min(until, now() + self._config.deadlines.silence)
+        while not self._sessions:
+            try:
+                await asyncio.wait_for(self._changed.wait(), until - now())
+            except asyncio.TimeoutError:
+                raise Unreachable("rollout", "Generate", "the coordinator has named none that can be reached") from None
+        same = next((each for each in self._sessions if each.name == kept), None)
+        to = same or min(self._sessions, key=lambda each: (self._calls[each.name] / each.slots, each.name))
+        return to, self._sessions[to]
+
+    async def close(self) -> None:
+        for session in self._sessions.values():
+            await session.close()
+
+
+class LoopLag:
+    """How late the event loop comes to what is due: seconds, of the newest looks at it."""
+
+    def __init__(self) -> None:
+        self._lags: deque[float] = deque([0.0], LAGS)
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + timeouts.LOOP_LOOK
+            await asyncio.sleep(timeouts.LOOP_LOOK)
+            self._lags.append(max(0.0, loop.time() - due))
+
+    def quantile(self, share: float) -> float:
+        ordered = sorted(self._lags)
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+class GatewayService(process.Service):
+    """Answers `Play` once the episodes of a group are over, and programs all the while."""
+
+    role = "gateway"
+    service = "Gateway"
+
+    def __init__(self, config: Config, name: str, rank: int):
+        super().__init__(config, name, rank)
+        assert config.gateway is not None
+        self._settings = config.gateway
+        self._lag = LoopLag()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._players: Players | None = None
+        self._runner: web.AppRunner | None = None
+        self._rollouts: RolloutSessions
+        self._calls: PolicyCalls
+        self._episodes: Episodes
+        self.url = ""
+
+    def load(self) -> None:
+        config, data = self.config, self.config.data
+        self._tokenizer = Tokenizer(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
+        self._renderer = renderer_of(self._tokenizer, self._settings.tools)
+
+    async def start(self) -> None:
+        """Raises UserError where the port is taken."""
+        config, serves = self.config, self._settings.serve
+        sampling, rewards = config.sampling, config.rewards
+        self._rollouts = RolloutSessions(config, self.keys)
+        self._calls = PolicyCalls(
+            model=config.model.path,
+            renderer=self._renderer,
+            tokenizer=self._tokenizer,
+            port=self._rollouts,
+            context=longest_sequence(config),
+            run=None if serves else SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature),
+        )
+        self._episodes = Episodes(
+            model=config.model.path,
+            renderer=self._renderer,
+            answer=self._calls.answer,
+            most=self._settings.episodes,
+            seconds=config.deadlines.episode,
+            name=self.name,
+            serves=serves,
+            rewarded=bool(rewards.rules or rewards.remote or rewards.model),
+        )
+        self._episodes.key = "" if self.keys is None else secrets.token_hex()  # until the coordinator tells it
+        await self._listen()
+        self._tasks = [asyncio.create_task(self._lag.run())]
+
+    async def _listen(self) -> None:
+        host, port = self.config.network.interface, self.config.services.gateway.port
+        if port:
+            port += int(self.name.rpartition("-")[2])
+        self._runner = web.AppRunner(application(self._episodes, self._settings.max_body), access_log=None)
+        await self._runner.setup()
+        context = self._tls()
+        try:
+            await web.TCPSite(self._runner, host, port, ssl_context=context).start()
+        except OSError as error:
+            raise UserError(f"services.gateway.port: cannot listen on {host_port(host, port)}: {error.strerror}") from None
+        self.url = f"{'https' if context else 'http'}://{host_port(host, self._runner.addresses[0][1])}"
+        folder = Path(self.config.run.dir) / run_files.GATEWAYS
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / self.name).write_text(self.url, encoding="utf-8")
+        log.info("%s listens for agents on %s", self.name, self.url)
+
+    def _tls(self) -> ssl.SSLContext | None:
+        """Where the run has TLS, its certificates; programs believe in them by `CA` in the run's folder."""
+        if self.keys is None or not self.keys.tls:
+            return None
+        folder, files = Path(self.config.run.dir), self.keys.files
+        if files is None:
+            own = folder / run_files.CERTIFICATES
+            own.mkdir(mode=0o700, exist_ok=True)
+            files = certificates.written(self.keys, own / self.name)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(files.certificate, files.key)
+        (folder / run_files.GATEWAYS_CA).write_bytes(Path(files.ca).read_bytes())
+        return context
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._players is not None:
+            await self._players.close()
+        if hasattr(self, "_episodes"):
+            self._episodes.close()
+            self._calls.close()
+            await self._rollouts.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def play(self, request: PlayRequest) -> GeneratedGroup:
+        return await self._episodes.play(request)
+
+    async def use_rollouts(self, command: UseRollouts) -> None:
+        if command.key or self.keys is None:
+            self._episodes.key = command.key
+        await self._rollouts.use(command)
+        if self._players is None and self._settings.player is not None and self._rollouts.count:
+            self._players = Players(self.config, self._settings.player, self.url, command.key)
+            self.background = asyncio.create_task(self._players.run())
+
+    def gauges(self) -> dict[str, float]:
+        episodes, counts = self._episodes, self._episodes.counts
+        return {
+            "episodes": episodes.open,
+            "waiting": episodes.waiting,
+            "calls": counts["under_way"],
+            "calls_total": counts["calls"],
+            "episodes_total": counts["episodes"],
+            "forks_total": episodes.forks.total(),
+            "overridden_total": self._calls.counts["overridden"],
+            "rollouts": self._rollouts.count,
+            "loop_lag_p99": self._lag.quantile(0.99),
+            "loop_lag_max": self._lag.quantile(1.0),
+            **{name: number for name, number in counts.items() if name.startswith(("ended_", "refused_"))},
+        }
+
+
+if __name__ == "__main__":
+    process.main(GatewayService)
