@@ -70,6 +70,7 @@ FOLDER_REMOVAL = 5.0  # deadline of removing an epoch's files
 
 # ------------------------------------------------------------------------------------------------ rewards and vLLM
 
+CALL_LEAST = 0.2  # the least that another rollout is given for a call whose first one was lost
 LOOP_LOOK = 0.05  # between two looks of a gateway at how late its event loop is
 EPISODE_END = 5.0  # that a gateway has to close a group's episodes after `deadlines.episode`
 REWARD_WORKER_START = 60.0  # deadline of a worker until its rules are imported

@@ -89,9 +89,8 @@ class RolloutSessions:
             to, session = await self._choose(kept, until)
             self._calls[to.name] += request.n
             try:
-                done: GeneratedGroup = await session.call(
-                    GENERATE.name, request, max(until - now(), timeouts.REMOTE_REWARD_LEAST)
-                )
+                left = max(until - now(), timeouts.CALL_LEAST)
+                done: GeneratedGroup = await session.call(GENERATE.name, request, left)
             except Unreachable:
                 self._lose(to, session, "the connection is lost")
                 continue
@@ -168,7 +167,7 @@ class GatewayService(process.Service):
             renderer=self._renderer,
             tokenizer=self._tokenizer,
             port=self._rollouts,
-            context=longest_sequence(config),
+            context=self._settings.context or longest_sequence(config),
             run=None if serves else SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature),
         )
         self._episodes = Episodes(

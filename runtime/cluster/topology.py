@@ -64,7 +64,7 @@ def replicas(config: Config) -> dict[str, Rollout]:
 def longest_sequence(config: Config) -> int:
     """Tokens of prompt and reply that a rollout generates at most; with a gateway, of a conversation."""
     context = 0 if config.gateway is None else config.gateway.context
-    return context or config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
+    return max(context, config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens))
 
 
 def slots(config: Config) -> dict[str, int]:
