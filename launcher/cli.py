@@ -41,14 +41,17 @@ def _parser() -> CommandParser:
     for command in (train, evaluate, validate, simulate):
         command.add_argument("config", type=Path, help="a YAML file")
         command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-    for command in (train, evaluate):
+    serve = commands.add_parser("serve", help="an endpoint for agents, in OpenAI's and Anthropic's API; train nothing")
+    serve.add_argument("model", help="a Hugging Face folder, or a run's")
+    serve.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
+    for command in (train, evaluate, serve):
         command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
 
     of_command.add_simulate(simulate)
 
     commands.add_parser("schema", help="print the configuration's JSON Schema")
 
-    _add_render(commands.add_parser("render", help="write the files that start a run on several machines"))
+    of_command.add_render(commands.add_parser("render", help="write the files that start a run on several machines"))
 
     _add_looking(commands)
     _add_files(commands)
@@ -61,6 +64,7 @@ def _add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     status = commands.add_parser("status", help="how each process of a run is doing")
     status.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
     status.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
+    status.add_argument("--gateway", action="store_true", help="print how agents reach the run's gateways instead")
     status.add_argument("--grpcurl", metavar="NAME", default="", help="print what grpcurl needs to call this process instead")
 
     scale = commands.add_parser("scale", help="change the number of a run's rollouts while it goes on")
@@ -133,33 +137,6 @@ def _add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     accept.add_argument("--out", type=Path, metavar="FOLDER", help="of the report (default: accept/DEVICE)")
     accept.add_argument("--config", type=Path, metavar="FILE", default=Path("configs/quickstart.yaml"), help="what is trained")
     accept.add_argument("--steps", type=int, metavar="N", default=20, help="of that training (default: 20)")
-
-
-def _add_render(parser: CommandParser) -> None:
-    targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
-    for name, what in {
-        "slurm": "a batch script, and the configuration beside it",
-        "kubernetes": "manifests, the configuration among them",
-        "compose": "a Compose file for containers of one machine, and the configuration beside it",
-    }.items():
-        target = targets.add_parser(name, help=what, description=f"Write {what}.")
-        target.add_argument("config", type=Path, help="a YAML file")
-        target.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-        target.add_argument("--output", type=Path, metavar="FOLDER", help=f"of the files (default: rendered/{name})")
-        target.add_argument(
-            "--device",
-            choices=("cpu", "cuda", "npu"),
-            help="what the nodes compute on (default: npu where services.environment is ascend, otherwise cpu)",
-        )
-        target.add_argument(
-            "--devices", type=int, metavar="N", help="accelerators of each node for which cluster.nodes has none"
-        )
-        if name != "slurm":
-            target.add_argument("--image", default="", help="(default: sluice, sluice:cuda or sluice:ascend)")
-        if name == "kubernetes":
-            target.add_argument(
-                "--claim", default="", metavar="NAME", help="of shared storage that is there (default: a new one)"
-            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -253,6 +230,24 @@ def _eval(options: argparse.Namespace) -> int:
     return 0
 
 
+def _serve(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from launcher.commands.serve import serve
+    from launcher.job import Interrupted
+    from launcher.view import View
+    from runtime.telemetry.shown import say
+
+    console = Console()
+    try:
+        with View(console, verbose=options.verbose) as view:
+            serve(options.model, options.overrides, view)
+    except Interrupted as how:
+        say(console, str(how))
+        return how.code
+    return 0
+
+
 def _validate(options: argparse.Namespace) -> int:
     from launcher.commands.validate import validate
 
@@ -295,7 +290,7 @@ def _render(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     from launcher.commands import status
 
-    asyncio.run(status.show(options.run, options.watch, options.grpcurl))
+    asyncio.run(status.show(options.run, options.watch, options.grpcurl, options.gateway))
     return 0
 
 
@@ -378,6 +373,7 @@ def _accept(options: argparse.Namespace) -> int:
 _COMMANDS = {
     "train": _train,
     "eval": _eval,
+    "serve": _serve,
     "validate": _validate,
     "simulate": _simulate,
     "schema": _schema,

@@ -164,7 +164,7 @@ class Job(ABC, Generic[Result]):
 
     async def _watch(self, address: str) -> None:
         """Until the run has ended. A coordinator that is silent, and lives, is ended: another comes in its place."""
-        silence = self._agent.config.deadlines.silence
+        silence, phase = self._agent.config.deadlines.silence, ""
         while True:
             told: Child | None = None
             with suppress(SluiceError):  # the stream ends with the coordinator, whose exit code says how
@@ -173,6 +173,9 @@ class Job(ABC, Generic[Result]):
                     self._agent.apply_progress(progress)
                     if progress.phase == "training":
                         self._tell_startup()
+                    if progress.phase != phase:
+                        phase = progress.phase
+                        self.began(phase)
                     self.view.progress(progress)
                     if progress.phase in ("finished", "failed"):
                         return
@@ -181,6 +184,9 @@ class Job(ABC, Generic[Result]):
                 why = f"is silent (deadlines.silence {silence:g} s)"
                 self.supervisor.give_up(told.spec.name, told.incarnation, why)
             await asyncio.sleep(timeouts.AGENT_RETRY)
+
+    def began(self, phase: str) -> None:
+        """A phase of the run has begun."""
 
     def _tell_startup(self) -> None:
         """Once, when it is known."""

@@ -23,7 +23,7 @@ from runtime.cluster.topology import is_group, shares_devices, slots
 from runtime.config import Config
 from runtime.coordinator import takeover
 from runtime.coordinator.attempt import INTERRUPTED
-from runtime.coordinator.evaluation import EvaluationRun
+from runtime.coordinator.evaluation import EvaluationRun, ServingRun
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
 from runtime.coordinator.run_context import EvaluationContext, RunContext
@@ -72,7 +72,7 @@ class CoordinatorProcess:
         self._failed: asyncio.Future[None]  # by what a node tells
         self._interrupted = False
         self._run: TrainingRun | None = None
-        self._evaluation: EvaluationRun | None = None
+        self._evaluation: EvaluationRun | ServingRun | None = None
         self._address = address
         self._follows = bool(address)
         self._ledger: LedgerWriter | None = None
@@ -177,10 +177,11 @@ class CoordinatorProcess:
         summary.write(self._folder)
 
     async def _evaluate(self) -> None:
-        config = self._config
+        """Or, where the gateway serves, only have it served."""
+        config, serves = self._config, self._config.gateway is not None and self._config.gateway.serve
         placed = await self._place()
         tokenizer = _tokenizer(config)
-        held_out = load_held_out(config, tokenizer)
+        held_out = [] if serves else load_held_out(config, tokenizer)
         trackers = Trackers(self._config, self._folder)
         context = EvaluationContext(
             config=config,
@@ -193,7 +194,7 @@ class CoordinatorProcess:
         )
         try:
             await self._peers.connect(placed)
-            self._evaluation = EvaluationRun(context, self._register)
+            self._evaluation = (ServingRun if serves else EvaluationRun)(context, self._register)
             if self._interrupted:
                 self._evaluation.stop()
             await self._evaluation.execute()
@@ -314,20 +315,8 @@ class CoordinatorProcess:
         if self._ledger is not None and self._ledger.waits:
             detail += f"; {self._ledger.waits}"
         if self._run is not None:
-            gauges |= {name: float(number) for name, number in self._run.buffer.counts().items()}
-            if (wait := self._run.buffer.oldest_wait()) is not None:
-                detail += f"; waits for group {wait.group_id} ({wait.phase}, {wait.service}, {wait.seconds:.1f} s)"
-            membership = self._run.pool.membership
-            gauges |= {"epoch": membership.epoch.number, "rollouts": len(membership.serving)}
-            detail += f"; {self._run.pool}"
-            if self._run.transport:
-                detail += f"; weights by {self._run.transport}"
-            if self._run.gap:
-                detail += f"; {self._run.gap}"
-            if self._run.alarm:
-                detail += f"; ALARM: {self._run.alarm}"
-            if self._run.last_abort:
-                detail += f"; last abort: {self._run.last_abort}"
+            gauges |= self._run.gauges()
+            detail += "".join(f"; {each}" for each in self._run.told())
         return Status(
             role="coordinator",
             name="coordinator",

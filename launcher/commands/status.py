@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from launcher.commands.serve import endpoint
 from runtime import run_files, timeouts
 from runtime.errors import Forbidden, SluiceError, UserError
 from runtime.process import keys
@@ -23,13 +24,18 @@ from services.rpc import contract, security, session
 UNREACHABLE = "unreachable"
 
 
-async def show(run: str, watch: bool, grpcurl: str = "") -> None:
-    """Print the tables once, or keep it up to date; or what `grpcurl` needs to call the process of this name.
+async def show(run: str, watch: bool, grpcurl: str = "", gateway: bool = False) -> None:
+    """Print the tables once, or keep it up to date; or what `grpcurl` needs to call the process of this name; or how agents
+    reach the run's gateways.
 
     Raises UserError when no coordinator answers.
     """
     address, own = address_of(run, "status"), keys.of_user(run)
     console = Console()
+    if gateway:
+        for line in endpoint(Path(run)):
+            print(shown(line))
+        return
     if grpcurl:
         found = _arguments(await _processes(address, own), grpcurl, own, Path(run) / run_files.CERTIFICATES)
         print(shown(" ".join(found)))

@@ -17,7 +17,14 @@ from pathlib import Path
 from runtime.cluster.topology import data_leaders, fleets, processes
 from runtime.config import Algorithm, Config, RemoteReward, Sampling
 from runtime.config.model_checks import kv_faults, megatron_faults, model_faults, policy_model, rank_faults, spread_models
-from runtime.config.service_checks import colocation_faults, device_faults, network_faults, publication_faults, rollout_faults
+from runtime.config.service_checks import (
+    colocation_faults,
+    device_faults,
+    gateway_faults,
+    network_faults,
+    publication_faults,
+    rollout_faults,
+)
 from runtime.data.chosen import sources
 from runtime.data.prompt_types import MODEL, names
 from runtime.errors import UserError
@@ -48,12 +55,13 @@ def semantic_faults(
     memory is not known. With a `warmup` section, paths that the warm-up will name may be empty. `trains`: False for an
     evaluation alone, which needs problems to evaluate on, and nothing that only training does.
     """
-    policy = policy_model(config)
+    policy, serves = policy_model(config), config.gateway is not None and config.gateway.serve
     faults = [
         *_run(config),
         *_names(config, known or {}),
-        *reward_faults(config, trains),
-        *evaluation_faults(config, trains),
+        *(() if serves else reward_faults(config, trains)),
+        *(() if serves else evaluation_faults(config, trains)),
+        *gateway_faults(config),
         *data_faults(config, trains),
         *model_faults(config, trains),
         *kv_faults(config, available_bytes),

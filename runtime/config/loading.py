@@ -48,12 +48,13 @@ _PRESETS = {
 }
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read `path`, apply `key.path=value` overrides, fill in the presets and what layouts imply, and decode.
+def load(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Read `path`, or take a file's content, apply `key.path=value` overrides, fill in the presets and what layouts imply, and
+    decode.
 
     Raises ConfigError with every fault found.
     """
-    raw = read_mapping(Path(path))
+    raw = dict(path) if isinstance(path, Mapping) else read_mapping(Path(path))
     if theirs := [section for section in _MINDSPEED if section in raw]:
         raise ConfigError(
             [f"{path}: has MindSpeed-RL's section {theirs[0]}; sluice import-mindspeed makes a configuration of it"]

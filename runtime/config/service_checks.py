@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -51,6 +52,20 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
         yield f"network.tls: is not used with network.security {mode}; must be left out, or that be tls or auto"
     if config.network.port_range is not None:
         yield from _port_range(config, config.network.port_range, 0 if several else _listeners(config, trains))
+
+
+def gateway_faults(config: Config) -> Iterator[str]:
+    """One line per fault."""
+    if config.gateway is None:
+        return
+    if takes_turns(config):
+        yield "services.rollout.colocate: trainer is not for a run with a gateway, whose episodes go on between two calls"
+    player = config.gateway.player
+    if player is not None and not Path(player.run).is_file():
+        yield f"gateway.player.run: '{player.run}' is not a file; must be a program that plays episodes"
+    if player is not None and player.python and shutil.which(player.python) is None:
+        how = "; run make install-agents" if ".venv-agents" in Path(player.python).parts else ""
+        yield f"gateway.player.python: '{player.python}' is not an executable{how}"
 
 
 def cluster_faults(cluster: Cluster) -> Iterator[str]:

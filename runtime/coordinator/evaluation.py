@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from runtime import codec
 from runtime.cluster.topology import slots
@@ -215,8 +216,9 @@ def _sampling(context: EvaluationContext, held_out: HeldOut) -> SamplingParams:
     )
 
 
-class EvaluationRun:
-    """`sluice eval`: one evaluation of the weights that the rollouts loaded, and nothing else. `stop` cuts it short."""
+class ServingRun:
+    """`sluice serve`: the rollouts and gateways of a run that does not train, with the weights that they loaded, until
+    `stop`."""
 
     def __init__(self, context: EvaluationContext, register: Register):
         config = context.config
@@ -227,9 +229,7 @@ class EvaluationRun:
             GatewayPool(self._pool, config, context.keys, term=1)
         self._serving = {asyncio.ensure_future(self._serve(unit)) for unit in register.units(ROLLOUT, UnitState.CONNECTED)}
         register.subscribe(self._look)
-        self._evaluator = Evaluator(context, EvaluationRoles(register, config.deadlines.start), self._pool)
-        self._stopped = False
-        self._evaluating: asyncio.Task[EvaluationResult] | None = None
+        self._stopped = asyncio.Event()
 
     def _look(self, change: UnitChange) -> None:
         if change.unit.role == ROLLOUT and change.unit.state is UnitState.CONNECTED:
@@ -245,13 +245,42 @@ class EvaluationRun:
                 self._pool.serve_as_loaded()
 
     def stop(self) -> None:
-        self._stopped = True
+        self._stopped.set()
+
+    async def execute(self) -> Any:
+        """Raises ServiceFault, UserError."""
+        self._context.supervisor.report(Progress(phase="serving"))
+        stopped = asyncio.create_task(self._stopped.wait())
+        await self._until_done(stopped)
+
+    async def _until_done(self, work: asyncio.Task[Any]) -> None:
+        """Raises ServiceFault once no rollout has served for too long."""
+        guard = asyncio.create_task(self._pool.guard())
+        try:
+            await asyncio.wait([work, guard], return_when=asyncio.FIRST_COMPLETED)
+            if guard.done():
+                guard.result()
+        finally:
+            guard.cancel()
+            work.cancel()
+
+
+class EvaluationRun(ServingRun):
+    """`sluice eval`: one evaluation of the weights that the rollouts loaded, and nothing else. `stop` cuts it short."""
+
+    def __init__(self, context: EvaluationContext, register: Register):
+        super().__init__(context, register)
+        self._evaluator = Evaluator(context, EvaluationRoles(register, context.config.deadlines.start), self._pool)
+        self._evaluating: asyncio.Task[EvaluationResult] | None = None
+
+    def stop(self) -> None:
+        super().stop()
         if self._evaluating is not None:
             self._evaluating.cancel()
 
     async def execute(self) -> EvaluationResult | None:
         """The results, which also lie in the run's folder; None when it was stopped before. Raises ServiceFault, UserError."""
-        if self._stopped:
+        if self._stopped.is_set():
             return None
 
         def report(done: int, total: int) -> None:
@@ -259,14 +288,7 @@ class EvaluationRun:
 
         report(0, 0)
         self._evaluating = asyncio.create_task(self._evaluator.run(0, alone=True, progress=report))
-        guard = asyncio.create_task(self._pool.guard())
-        try:
-            await asyncio.wait([self._evaluating, guard], return_when=asyncio.FIRST_COMPLETED)
-            if guard.done():
-                guard.result()
-        finally:
-            guard.cancel()
-            self._evaluating.cancel()
+        await self._until_done(self._evaluating)
         if self._evaluating.cancelled():
             return None
         found = self._evaluating.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from runtime.cluster.topology import slots
 from runtime.coordinator import takeover
@@ -81,24 +82,30 @@ class TrainingRun:
         return self._pool
 
     @property
-    def last_abort(self) -> str:
-        """Why the newest publication that was aborted was, or ""."""
-        return self._attempt.publisher.abort
-
-    @property
-    def transport(self) -> str:
-        """Which one the weights of the newest epoch take, or "" before the first."""
-        return self._attempt.publisher.group.transport
-
-    @property
-    def gap(self) -> str:
-        """How far rollouts and trainer were apart in the newest step; "" where nothing was compared."""
-        return self._attempt.gap
-
-    @property
     def alarm(self) -> str:
         """Of the newest rollout that was too far from the trainer, or ""."""
         return self._history.alarm
+
+    def gauges(self) -> dict[str, float]:
+        """Figures for the status call."""
+        membership = self._pool.membership
+        counts = {name: float(number) for name, number in self.buffer.counts().items()}
+        return counts | {"epoch": membership.epoch.number, "rollouts": len(membership.serving)}
+
+    def told(self) -> Iterator[str]:
+        """What there is to say of it now: what it waits for, who is there, how weights travel, and what is wrong."""
+        if (wait := self.buffer.oldest_wait()) is not None:
+            yield f"waits for group {wait.group_id} ({wait.phase}, {wait.service}, {wait.seconds:.1f} s)"
+        yield str(self._pool)
+        publisher = self._attempt.publisher
+        if publisher.group.transport:
+            yield f"weights by {publisher.group.transport}"
+        if self._attempt.gap:
+            yield self._attempt.gap
+        if self.alarm:
+            yield f"ALARM: {self.alarm}"
+        if publisher.abort:
+            yield f"last abort: {publisher.abort}"
 
     async def execute(self) -> Summary:
         """The whole run. Raises ServiceFault, UserError (a full disk), InvariantViolated."""

@@ -1,0 +1,72 @@
+"""`sluice serve`: an endpoint that speaks OpenAI's and Anthropic's API, of a model as it is: gateways and rollouts, no training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher import run_folder
+from launcher.job import Job
+from launcher.node.local_node import LocalNode
+from launcher.view import View
+from runtime import run_files
+from runtime.config import Config, loading
+from runtime.process import keys
+
+PORT = 8000
+
+
+def config_for(model: str, overrides: Sequence[str]) -> Config:
+    """A configuration that serves `model`, a Hugging Face folder or a run's. Raises ConfigError."""
+    trained = Path(model) / run_files.MODEL
+    raw = {
+        "run": {"name": "serve", "overwrite": True},
+        "model": {"path": str(trained if trained.is_dir() else model)},
+        "gateway": {"serve": True},
+        "services": {"gateway": {"port": PORT}},
+    }
+    return loading.resolve(loading.load(raw, overrides))
+
+
+class Serving(Job[None]):
+    """Until Ctrl-C."""
+
+    trains = False
+    stopped_early = "stopped before it served"
+    stopped_late = "stopped at once"
+
+    @classmethod
+    def of(cls, config: Config, view: View) -> Serving:
+        return cls(config, view, LocalNode.of(config))
+
+    async def prepared(self) -> Config:
+        self.check(self.config)
+        run_folder.begin(self.folder, self.config)
+        return self.config
+
+    def began(self, phase: str) -> None:
+        """Once it serves: where, and with which key."""
+        if phase == "serving":
+            for line in endpoint(self.folder):
+                self.view.say(line)
+
+    async def outcome(self) -> None:
+        return
+
+
+def endpoint(folder: Path) -> list[str]:
+    """What a program needs to reach the gateways of the run in `folder`, as lines of a shell. Raises UserError."""
+    places = sorted((folder / run_files.GATEWAYS).glob("*"))
+    own = keys.of_user(str(folder))
+    key = "" if own is None else keys.of_programs(own.secret)
+    lines = [f"export SLUICE_GATEWAY_URL={place.read_text()}" for place in places]
+    lines.append(f"export SLUICE_GATEWAY_KEY={key or 'none'}")
+    if (ca := folder / run_files.GATEWAYS_CA).exists():
+        lines.append(f"export SSL_CERT_FILE={ca.absolute()}")
+    return lines
+
+
+def serve(model: str, overrides: Sequence[str], view: View) -> None:
+    """Raises UserError for the user's mistakes, ServiceFault for a fault, Interrupted; no process is left either way."""
+    asyncio.run(Serving.of(config_for(model, overrides), view).run())
