@@ -1,4 +1,4 @@
-"""`sluice serve`: an endpoint that speaks OpenAI's and Anthropic's API, of a model as it is: gateways and rollouts, no training."""
+"""`sluice serve`: an endpoint that speaks OpenAI's and Anthropic's API, of a model as it is: gateways and rollouts alone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher import run_folder
+from launcher.commands.status import endpoint
 from launcher.job import Job
 from launcher.node.local_node import LocalNode
 from launcher.view import View
 from runtime import run_files
 from runtime.config import Config, loading
-from runtime.process import keys
 
 PORT = 8000
 
@@ -53,18 +53,6 @@ class Serving(Job[None]):
 
     async def outcome(self) -> None:
         return
-
-
-def endpoint(folder: Path) -> list[str]:
-    """What a program needs to reach the gateways of the run in `folder`, as lines of a shell. Raises UserError."""
-    places = sorted((folder / run_files.GATEWAYS).glob("*"))
-    own = keys.of_user(str(folder))
-    key = "" if own is None else keys.of_programs(own.secret)
-    lines = [f"export SLUICE_GATEWAY_URL={place.read_text()}" for place in places]
-    lines.append(f"export SLUICE_GATEWAY_KEY={key or 'none'}")
-    if (ca := folder / run_files.GATEWAYS_CA).exists():
-        lines.append(f"export SSL_CERT_FILE={ca.absolute()}")
-    return lines
 
 
 def serve(model: str, overrides: Sequence[str], view: View) -> None:

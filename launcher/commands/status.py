@@ -11,7 +11,6 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from launcher.commands.serve import endpoint
 from runtime import run_files, timeouts
 from runtime.errors import Forbidden, SluiceError, UserError
 from runtime.process import keys
@@ -81,6 +80,18 @@ def _arguments(processes: Sequence[Registration], name: str, own: Keys | None, f
             raise UserError("--grpcurl: with TLS certificates are written: name the run's folder, not an address")
         files, name_of_peer = certificates.written(own, folder), ["-authority", certificates.server_name(_party(found))]
     return ["-cacert", files.ca, "-cert", files.certificate, "-key", files.key, *name_of_peer, *header, found.address]
+
+
+def endpoint(folder: Path) -> list[str]:
+    """What a program needs to reach the gateways of the run in `folder`, as lines of a shell. Raises UserError."""
+    places = sorted((folder / run_files.GATEWAYS).glob("*"))
+    own = keys.of_user(str(folder))
+    key = "" if own is None else keys.of_programs(own.secret)
+    lines = [f"export SLUICE_GATEWAY_URL={place.read_text()}" for place in places]
+    lines.append(f"export SLUICE_GATEWAY_KEY={key or 'none'}")
+    if (ca := folder / run_files.GATEWAYS_CA).exists():
+        lines.append(f"export SSL_CERT_FILE={ca.absolute()}")
+    return lines
 
 
 def address_of(run: str, command: str) -> str:
