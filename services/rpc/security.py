@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from runtime.errors import Forbidden
-from runtime.process.keys import OPERATOR, Certificates, Keys, kind_of
+from runtime.process.keys import COORDINATOR, GATEWAY, OPERATOR, Certificates, Keys, kind_of
 from services.rpc import contract, refusals
 
 log = logging.getLogger("sluice")
@@ -27,12 +27,8 @@ _CALLERS: dict[str, tuple[str, ...]] = {
     "grpc.health.v1.Health": ANYBODY,
     "grpc.reflection.v1alpha.ServerReflection": (OPERATOR,),
     **{method.path.lstrip("/"): method.callers for method in contract.METHODS.values()},
-    **{
-        f"{contract.PACKAGE}.{service}/Session": tuple(
-            {kind for row in contract.METHODS.values() if row.service == service for kind in row.callers}
-        )
-        for service, _ in contract.METHODS
-    },
+    **{f"{contract.PACKAGE}.{service}/Session": (COORDINATOR,) for service, _ in contract.METHODS},
+    f"{contract.PACKAGE}.Rollout/Session": (COORDINATOR, GATEWAY),
 }
 
 

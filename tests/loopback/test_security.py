@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -22,6 +23,7 @@ from runtime.commands import Move
 from runtime.process import certificates, keys
 from runtime.process.keys import Keys
 from runtime.status import Registration
+from runtime.types import GroupRequest, SamplingParams
 from services.rpc import contract
 from services.rpc.server import Server
 from services.rpc.session import Channel, Session, call
@@ -30,8 +32,8 @@ from tests.loopback.certificate_files import Authority, write_certificates
 PATIENCE = 30.0
 SHORT = 0.5  # seconds, of what cannot come about
 SECRET, ANOTHER = bytes(range(32)), bytes(range(1, 33))
-ROLES = ("rollout", "reward", "reference", "trainer", "critic")
-SERVICES = {"rollout": "Rollout", "reward": "Reward", "reference": "Reference", "trainer": "Trainer", "critic": "Critic"}
+ROLES = ("rollout", "gateway", "reward", "reference", "trainer", "critic")
+SERVICES = {"rollout": "Rollout", "gateway": "Gateway", "reward": "Reward", "reference": "Reference", "trainer": "Trainer", "critic": "Critic"}
 
 
 def holder(party: str, secret: bytes = SECRET, tls: bool = False) -> Keys:
@@ -156,6 +158,45 @@ def test_a_token_shown_to_one_is_of_no_use_with_another() -> None:
                 async with Channel(address, CALLERS["coordinator"], called) as channel:
                     assert await refusal(channel, "/sluice.v1.Trainer/Export")
 
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_gateway_calls_the_rollout_that_the_coordinator_names_and_generates_alone(tls: bool) -> None:
+    gateway, another = of_process("gateway-0", 1, tls), of_process("reward-0", 1, tls)
+    coordinator = holder(keys.COORDINATOR)
+    token = coordinator.token_of("gateway-0/1", "rollout-0/3")
+    prompt = np.array([1, 2], np.int32)
+    generate = GroupRequest(group_id=-5, prompt=prompt, n=1, seed=1, sampling=SamplingParams(max_new_tokens=1))
+
+    async def told(own: Keys, shown: str) -> list[str]:
+        """What the session answers to a call for replies, and to one of the coordinator's."""
+        session = Session(address, "rollout-0", "Rollout", keys=own, incarnation=3, token=shown)
+        answers = []
+        try:
+            await session.open(PATIENCE)
+            for method, command in (("Generate", generate), ("Move", Move(0))):
+                with pytest.raises(errors.SluiceError) as refused:
+                    await session.call(method, command, PATIENCE)
+                answers.append(str(refused.value))
+        finally:
+            await session.close()
+        return answers
+
+    async def test() -> None:
+        nonlocal address
+        async with served(of_process("rollout-0", 3, tls), "Rollout") as (address, asked):
+            assert await told(gateway, token) == ["asked", "gateway-0/1 may not call /sluice.v1.Rollout/Move"]
+            assert asked == ["Generate"]
+            for own, shown in (
+                (gateway, ""),  # its own key says who it is to the coordinator alone
+                (gateway, coordinator.token_of("gateway-0/1", "rollout-0/2")),
+                (another, coordinator.token_of("reward-0/1", "rollout-0/3")),
+            ):
+                assert all("may not call" in each or "needs a key" in each for each in await told(own, shown)), shown
+            assert asked == ["Generate"]
+
+    address = ""
     asyncio.run(asyncio.wait_for(test(), PATIENCE))
 
 
