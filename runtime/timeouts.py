@@ -71,6 +71,9 @@ FOLDER_REMOVAL = 5.0  # deadline of removing an epoch's files
 # ------------------------------------------------------------------------------------------------ rewards and vLLM
 
 CALL_LEAST = 0.2  # the least that another rollout is given for a call whose first one was lost
+GATEWAY_RETRY = 1.0  # after which whoever is answered 429 or 503 is to ask again
+TASK_WAIT = 60.0  # the most that a program which asks for a task is let wait
+NOBODY_ASKS = 30.0  # without any program that asks for a task, until the log says so
 LOOP_LOOK = 0.05  # between two looks of a gateway at how late its event loop is
 EPISODE_END = 5.0  # that a gateway has to close a group's episodes after `deadlines.episode`
 REWARD_WORKER_START = 60.0  # deadline of a worker until its rules are imported

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 
 _COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total")
+_OF_GATEWAYS = ("episodes", "calls", "forks", "overridden")
 
 
 class BusyMeter:
@@ -54,24 +55,37 @@ class BusyMeter:
         if steps := grown["decode_steps_total"]:
             figures["rollout/batch"] = grown["tokens_total"] / steps
             figures["rollout/decode_seconds"] = grown["busy_seconds_total"] / steps
+        if grown["gateways"]:
+            figures |= {f"gateway/{name}": grown[f"{name}_total"] for name in _OF_GATEWAYS}
+            figures["gateway/loop_lag_p99"] = grown["loop_lag_p99"]
         return figures
 
     async def run(self) -> None:
-        """Measure until cancelled, over the rollouts that answered at both ends of an interval."""
+        """Measure until cancelled, over the rollouts and gateways that answered at both ends of an interval."""
         then = now()
         while True:
             before, self._counts = self._counts, await self._ask()
             asked = now()
-            for rollout in before.keys() & self._counts.keys():
-                self._grown["there"] += asked - then
-                for name in _COUNTED:
-                    self._grown[name] += self._counts[rollout][name] - before[rollout][name]
+            for who in before.keys() & self._counts.keys():
+                self._add(before[who], self._counts[who], asked - then)
             then = asked
             await asyncio.sleep(timeouts.STATUS_INTERVAL)
 
+    def _add(self, before: dict[str, float], counts: dict[str, float], seconds: float) -> None:
+        """What one has done in an interval."""
+        if "loop_lag_p99" in counts:
+            self._grown["gateways"] += 1
+            self._grown["loop_lag_p99"] = max(self._grown["loop_lag_p99"], counts["loop_lag_p99"])
+            counted: Sequence[str] = [f"{name}_total" for name in _OF_GATEWAYS]
+        else:
+            self._grown["there"] += seconds
+            counted = _COUNTED
+        for name in counted:
+            self._grown[name] += counts[name] - before[name]
+
     async def _ask(self) -> dict[RolePort, dict[str, float]]:
         """The counts of each that answers."""
-        rollouts, asked = self._pool.serving, now()
+        rollouts, asked = [*self._pool.serving, *self._pool.gateways], now()
         self._heard = {rollout: self._heard.get(rollout, asked) for rollout in rollouts}
         answers = await asyncio.gather(*(rollout.status() for rollout in rollouts), return_exceptions=True)
         told = {rollout: self._told(rollout, answer) for rollout, answer in zip(rollouts, answers, strict=True)}

@@ -13,6 +13,7 @@ from runtime.coordinator.weight_sync_protocol import Epoch, Membership
 from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.ports import RolePort
 from runtime.process.aio import done_within
+from runtime.process.keys import GATEWAY
 from runtime.types import GeneratedGroup, GroupRequest, PlayRequest, PolicyVersion
 
 
@@ -186,6 +187,11 @@ class RolloutPool(WorkPool):
     @property
     def serving(self) -> list[RolePort]:
         return [unit.port for unit in self.register.units(ROLLOUT, UnitState.SERVING)]
+
+    @property
+    def gateways(self) -> list[RolePort]:
+        """Those that have the rollouts' episodes played, where there are any."""
+        return [unit.port for unit in self.register.units(GATEWAY, UnitState.SERVING)]
 
     @property
     def admitting(self) -> list[RolePort]:

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from msgspec.structs import replace
 
+from runtime import timeouts
 from runtime.errors import DeadlineExceeded, Unreachable
 from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Refused, ReplyEnd
 from runtime.gateway.episodes import Episode, mixed
@@ -30,7 +31,6 @@ T = TypeVar("T")
 Told = Callable[[int, str], None]
 
 PIECES = (16, 32, 64, 128)  # tokens of the first pieces of a reply, and of all further ones
-RETRY = 1.0  # seconds after which one that was answered 503 is to ask again
 
 
 class PolicyPort(Protocol):
@@ -98,7 +98,7 @@ class PolicyCalls:
         except DeadlineExceeded as error:
             raise Refused(408, str(error)) from None
         except Unreachable as error:
-            raise Refused(503, f"no rollout serves: {error.reason}", retry_after=RETRY) from None
+            raise Refused(503, f"no rollout serves: {error.reason}", retry_after=timeouts.GATEWAY_RETRY) from None
         made = await asyncio.gather(*(self._in_thread(self._reply, call, extension, *each) for each in replies))
         completion = Completion(
             id=f"call-{secrets.token_hex(12)}", created=began, model=self._model, prompt=extension.prompt, replies=tuple(made)

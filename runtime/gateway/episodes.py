@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import math
 import secrets
 from collections import Counter, deque
@@ -20,15 +21,18 @@ from typing import Any
 import xxhash
 from msgspec import Struct
 
-from runtime import codec
+from runtime import codec, timeouts
 from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
 from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused
 from runtime.gateway.graph import EpisodeGraph, finished
 from runtime.process.aio import now
 from runtime.types import EpisodeTask, GeneratedGroup, PlayRequest, SamplingParams
 
-RETRY = 1.0  # seconds after which one that was answered 429 is to ask again
-MOST_WAIT = 60.0  # seconds that a request for a task waits at most
+log = logging.getLogger("sluice")
+
+STOP_REASONS = (
+    *("completed", "max_turns", "max_tokens", "context_overflow", "parse_error", "tool_failed", "timeout", "cancelled"),
+)
 KEY_BYTES = 24
 
 
@@ -106,6 +110,7 @@ class Episodes:
         self._name, self._serves, self._rewarded = name, serves, rewarded
         self._waiting: deque[tuple[Playing, int]] = deque()  # tasks that nobody plays yet
         self._came = asyncio.Event()  # one of them
+        self._asked = False  # whether a program ever asked for one
         self._open: dict[str, Episode] = {}
         self._by_key: dict[str, Episode] = {}
         self.counts: Counter[str] = Counter()
@@ -119,6 +124,8 @@ class Episodes:
         group.timer = asyncio.get_running_loop().call_later(self._seconds, self._expire, group)
         self._waiting.extend((group, index) for index in range(request.n))
         self._came.set()
+        if not self._asked:
+            asyncio.get_running_loop().call_later(timeouts.NOBODY_ASKS, self._tell_of_nobody)
         try:
             return await group.done
         finally:  # also where the coordinator withdraws it
@@ -126,6 +133,10 @@ class Episodes:
             self._waiting = deque(each for each in self._waiting if each[0] is not group)
             for episode in group.episodes.values():
                 self._close(episode, "cancelled")
+
+    def _tell_of_nobody(self) -> None:
+        if not self._asked and self._waiting:
+            log.warning("%d episodes wait, and no program has asked for one (POST /v1/episodes)", len(self._waiting))
 
     def _expire(self, group: Playing) -> None:
         unasked = group.request.n - len(group.episodes)
@@ -154,17 +165,18 @@ class Episodes:
         """The next task's episode, once there is one, for `wait` seconds. Raises Refused."""
         if not self._is_own(key):
             raise Refused(401, "needs the gateway's key")
+        self._asked = True
         if len(self._open) >= self._most:
-            raise Refused(429, f"{self._most} episodes are open (gateway.episodes)", retry_after=RETRY)
+            raise Refused(429, f"{self._most} episodes are open (gateway.episodes)", retry_after=timeouts.GATEWAY_RETRY)
         if self._serves:
             return self._begun(Episode(self._renderer, None, 0, SamplingParams(max_new_tokens=0), 0))
-        until = now() + min(wait, MOST_WAIT)
+        until = now() + min(wait, timeouts.TASK_WAIT)
         while not self._waiting:
             self._came.clear()
             try:
                 await asyncio.wait_for(self._came.wait(), until - now())
             except asyncio.TimeoutError:
-                raise Refused(429, "no task waits", retry_after=RETRY) from None
+                raise Refused(429, "no task waits", retry_after=timeouts.GATEWAY_RETRY) from None
         group, index = self._waiting.popleft()
         request = group.request
         seed = mixed(request.seed, request.first + index)
@@ -246,8 +258,10 @@ class Episodes:
         else:
             episode.reward = value
 
-    async def end(self, episode: Episode, stop_reason: str = "") -> None:
-        self._close(episode, stop_reason or "completed")
+    async def end(self, episode: Episode, stop_reason: str = "completed") -> None:
+        if stop_reason not in STOP_REASONS:
+            raise Refused(400, f"stop_reason: '{stop_reason}' is not one of {', '.join(STOP_REASONS)}", "stop_reason")
+        self._close(episode, stop_reason)
 
     def _close(self, episode: Episode, stop_reason: str) -> None:
         """Idempotent."""

@@ -33,7 +33,14 @@ PATIENCE = 30.0
 SHORT = 0.5  # seconds, of what cannot come about
 SECRET, ANOTHER = bytes(range(32)), bytes(range(1, 33))
 ROLES = ("rollout", "gateway", "reward", "reference", "trainer", "critic")
-SERVICES = {"rollout": "Rollout", "gateway": "Gateway", "reward": "Reward", "reference": "Reference", "trainer": "Trainer", "critic": "Critic"}
+SERVICES = {
+    "rollout": "Rollout",
+    "gateway": "Gateway",
+    "reward": "Reward",
+    "reference": "Reference",
+    "trainer": "Trainer",
+    "critic": "Critic",
+}
 
 
 def holder(party: str, secret: bytes = SECRET, tls: bool = False) -> Keys:
