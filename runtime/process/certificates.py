@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import datetime
 import functools
+import ipaddress
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -32,12 +34,13 @@ def server_name(party: str) -> str:
     return ".".join(filter(None, (*reversed(party.split("/")), "sluice")))
 
 
-def issued(authority: bytes, party: str) -> Certificates:
-    """A new certificate for `party`, of the CA whose key is made of `authority`."""
+def issued(authority: bytes, party: str, address: str = "") -> Certificates:
+    """A new certificate for `party`, of the CA whose key is made of `authority`; for its IP `address` too, by which programs
+    that are none of the run's call it."""
     ca, ca_certificate, key = _key(authority), _authority(authority), ec.generate_private_key(ec.SECP256R1())
     certificate = (
         _builder(party, key, ca_certificate.subject)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(server_name(name)) for name in (party, "")]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(_names(party, address)), critical=False)
         .add_extension(
             x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False
         )
@@ -45,6 +48,13 @@ def issued(authority: bytes, party: str) -> Certificates:
     )
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     return Certificates(_pem(ca_certificate), _pem(certificate), private)
+
+
+def _names(party: str, address: str) -> list[x509.GeneralName]:
+    names: list[x509.GeneralName] = [x509.DNSName(server_name(name)) for name in (party, "")]
+    with suppress(ValueError):
+        names.append(x509.IPAddress(ipaddress.ip_address(address)))
+    return names
 
 
 def _pem(certificate: x509.Certificate) -> bytes:

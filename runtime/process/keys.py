@@ -71,10 +71,11 @@ class Certificates(Struct, frozen=True):
 
 class Keys(Struct, frozen=True, kw_only=True):
     """Those of one party, `name`. `secret`: the run's, or of a process its own key. Without TLS there are neither
-    `certificates`, which are of the run's own, nor `files`, which are the user's."""
+    `certificates`, which are of the run's own, nor `files`, which are the user's. `address`: of its node."""
 
     name: str
     secret: bytes
+    address: str = ""
     certificates: Certificates | None = None
     files: Tls | None = None
 
@@ -108,7 +109,7 @@ class Keys(Struct, frozen=True, kw_only=True):
     def of_process(self, name: str, incarnation: int) -> Keys:
         """What a process that this party starts is given."""
         party = process(name, incarnation)
-        made = None if self.certificates is None else _issued(self.secret, party)
+        made = None if self.certificates is None else _issued(self.secret, party, self.address)
         return replace(self, name=party, secret=_derived(self.secret, party), certificates=made)
 
 
@@ -134,10 +135,10 @@ def authority(secret: bytes) -> bytes:
     return hmac.digest(secret, b"certificate authority", "sha256")
 
 
-def _issued(secret: bytes, party: str) -> Certificates:
+def _issued(secret: bytes, party: str, address: str) -> Certificates:
     from runtime.process import certificates  # which takes 50 ms to import
 
-    return certificates.issued(authority(secret), party)
+    return certificates.issued(authority(secret), party, address)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -163,11 +164,11 @@ def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
         raise Forbidden(
             f"{party}: the run's secret is not known here: neither by {run_files.SECRET} in its folder nor by {SECRET}"
         )
-    keys = Keys(name=party, secret=secret)
+    keys = Keys(name=party, secret=secret, address=network.interface)
     if mode == "token":
         return keys
     if network.tls is None:
-        return replace(keys, certificates=_issued(secret, party))
+        return replace(keys, certificates=_issued(secret, party, network.interface))
     from runtime.process import certificates
 
     certificates.check(network.tls)
