@@ -48,7 +48,7 @@ def _parser() -> CommandParser:
 
     commands.add_parser("schema", help="print the configuration's JSON Schema")
 
-    _add_render(commands.add_parser("render", help="write the files that start a run on several machines"))
+    of_command.add_render(commands.add_parser("render", help="write the files that start a run on several machines"))
 
     _add_looking(commands)
     _add_files(commands)
@@ -100,6 +100,9 @@ def _add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
     of_command.add_convert(commands.add_parser("convert", help="model folders between Hugging Face's layout and megatron's"))
 
+    check = commands.add_parser("check-template", help="whether agents' conversations go on token for token with a model")
+    check.add_argument("model", type=Path, metavar="MODEL", help="a folder with tokenizer and chat template")
+
     of_command.add_import(commands.add_parser("import-mindspeed", help="a configuration of MindSpeed-RL's as one of Sluice's"))
 
 
@@ -133,33 +136,6 @@ def _add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     accept.add_argument("--out", type=Path, metavar="FOLDER", help="of the report (default: accept/DEVICE)")
     accept.add_argument("--config", type=Path, metavar="FILE", default=Path("configs/quickstart.yaml"), help="what is trained")
     accept.add_argument("--steps", type=int, metavar="N", default=20, help="of that training (default: 20)")
-
-
-def _add_render(parser: CommandParser) -> None:
-    targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
-    for name, what in {
-        "slurm": "a batch script, and the configuration beside it",
-        "kubernetes": "manifests, the configuration among them",
-        "compose": "a Compose file for containers of one machine, and the configuration beside it",
-    }.items():
-        target = targets.add_parser(name, help=what, description=f"Write {what}.")
-        target.add_argument("config", type=Path, help="a YAML file")
-        target.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-        target.add_argument("--output", type=Path, metavar="FOLDER", help=f"of the files (default: rendered/{name})")
-        target.add_argument(
-            "--device",
-            choices=("cpu", "cuda", "npu"),
-            help="what the nodes compute on (default: npu where services.environment is ascend, otherwise cpu)",
-        )
-        target.add_argument(
-            "--devices", type=int, metavar="N", help="accelerators of each node for which cluster.nodes has none"
-        )
-        if name != "slurm":
-            target.add_argument("--image", default="", help="(default: sluice, sluice:cuda or sluice:ascend)")
-        if name == "kubernetes":
-            target.add_argument(
-                "--claim", default="", metavar="NAME", help="of shared storage that is there (default: a new one)"
-            )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -334,6 +310,12 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_template(options: argparse.Namespace) -> int:
+    from launcher.commands import check_template
+
+    return check_template.check(options.model)
+
+
 def _import_mindspeed(options: argparse.Namespace) -> int:
     from launcher.commands import import_mindspeed
 
@@ -389,6 +371,7 @@ _COMMANDS = {
     "data": _data,
     "score": _score,
     "convert": _convert,
+    "check-template": _check_template,
     "import-mindspeed": _import_mindspeed,
     "bench": _bench,
     "accept": _accept,

@@ -1,4 +1,4 @@
-"""The options of `sluice convert`, `import-mindspeed` and `simulate`."""
+"""The options of `sluice convert`, `import-mindspeed`, `render` and `simulate`."""
 
 from __future__ import annotations
 
@@ -74,3 +74,31 @@ def add_simulate(simulate: CommandParser) -> None:
     simulate.add_argument("--sweep", default="", metavar="key=a,b,c", help="these values, instead of the usual what-ifs")
     simulate.add_argument("--steps", type=int, default=40, metavar="N", help="of each configuration (default: 40)")
     simulate.add_argument("--picture", type=Path, metavar="FILE.html", help="bars of all rows, also there")
+
+
+def add_render(parser: CommandParser) -> None:
+    """Add the targets to the parser of `sluice render`."""
+    targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
+    for name, what in {
+        "slurm": "a batch script, and the configuration beside it",
+        "kubernetes": "manifests, the configuration among them",
+        "compose": "a Compose file for containers of one machine, and the configuration beside it",
+    }.items():
+        target = targets.add_parser(name, help=what, description=f"Write {what}.")
+        target.add_argument("config", type=Path, help="a YAML file")
+        target.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
+        target.add_argument("--output", type=Path, metavar="FOLDER", help=f"of the files (default: rendered/{name})")
+        target.add_argument(
+            "--device",
+            choices=("cpu", "cuda", "npu"),
+            help="what the nodes compute on (default: npu where services.environment is ascend, otherwise cpu)",
+        )
+        target.add_argument(
+            "--devices", type=int, metavar="N", help="accelerators of each node for which cluster.nodes has none"
+        )
+        if name != "slurm":
+            target.add_argument("--image", default="", help="(default: sluice, sluice:cuda or sluice:ascend)")
+        if name == "kubernetes":
+            target.add_argument(
+                "--claim", default="", metavar="NAME", help="of shared storage that is there (default: a new one)"
+            )
