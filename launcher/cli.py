@@ -55,7 +55,7 @@ def _parser() -> CommandParser:
 
     _add_looking(commands)
     _add_files(commands)
-    _add_measuring(commands)
+    of_command.add_measuring(commands)
     return parser
 
 
@@ -104,39 +104,10 @@ def _add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
     of_command.add_convert(commands.add_parser("convert", help="model folders between Hugging Face's layout and megatron's"))
 
+    check = commands.add_parser("check-template", help="whether agents' conversations go on token for token with a model")
+    check.add_argument("model", type=Path, metavar="MODEL", help="a folder with tokenizer and chat template")
+
     of_command.add_import(commands.add_parser("import-mindspeed", help="a configuration of MindSpeed-RL's as one of Sluice's"))
-
-
-def _add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Commands that measure or check this machine."""
-    bench = commands.add_parser("bench", help="measure this machine, or the cost of staleness")
-    bench.add_argument(
-        "name",
-        choices=(
-            *("coordinator", "engine", "engines", "learning", "messages", "packing"),
-            *("publication", "rewards", "rollout", "scale", "simulation", "staleness", "startup", "train"),
-        ),
-    )
-    bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
-    bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards, scale: what holds cases/ and data/")
-    bench.add_argument(
-        "--vllm-python",
-        type=Path,
-        metavar="PATH",
-        help="rollout: the interpreter that has vLLM (default: .venv-vllm/bin/python)",
-    )
-    bench.add_argument(
-        "--trl-python", type=Path, metavar="PATH", help="train: one that has TRL (default: .venv-trl/bin/python)"
-    )
-    bench.add_argument("--sizes", metavar="MB,MB,...", help="publication: of the weights (default: 64,512,2048)")
-    bench.add_argument("--receivers", type=int, metavar="N", help="publication: rollouts (default: 1)")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-
-    accept = commands.add_parser("accept", help="check this machine with its devices, and write a report to send back")
-    accept.add_argument("--device", choices=("cpu", "cuda", "npu"), required=True)
-    accept.add_argument("--out", type=Path, metavar="FOLDER", help="of the report (default: accept/DEVICE)")
-    accept.add_argument("--config", type=Path, metavar="FILE", default=Path("configs/quickstart.yaml"), help="what is trained")
-    accept.add_argument("--steps", type=int, metavar="N", default=20, help="of that training (default: 20)")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -329,6 +300,12 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_template(options: argparse.Namespace) -> int:
+    from launcher.commands import check_template
+
+    return check_template.check(options.model)
+
+
 def _import_mindspeed(options: argparse.Namespace) -> int:
     from launcher.commands import import_mindspeed
 
@@ -385,6 +362,7 @@ _COMMANDS = {
     "data": _data,
     "score": _score,
     "convert": _convert,
+    "check-template": _check_template,
     "import-mindspeed": _import_mindspeed,
     "bench": _bench,
     "accept": _accept,

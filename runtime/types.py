@@ -112,6 +112,7 @@ class PlayRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
     first: int = 0  # as in GroupRequest
     sampling: SamplingParams
     purpose: Purpose = "train"
+    version: PolicyVersion = PolicyVersion()  # that counts now: what a group is of in which the policy says nothing
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from aiohttp import web
 from runtime.gateway.http import application
-from runtime.gateway.rendering import renderer_of
 
 from runtime import codec, run_files, timeouts
 from runtime.cluster.topology import longest_sequence
@@ -27,6 +26,7 @@ from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.gateway.calls import PolicyCalls
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.players import Players
+from runtime.gateway.rendering import renderer_of
 from runtime.process import certificates
 from runtime.process.aio import now
 from runtime.process.keys import Keys
@@ -155,7 +155,7 @@ class GatewayService(process.Service):
     def load(self) -> None:
         config, data = self.config, self.config.data
         self._tokenizer = Tokenizer(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
-        self._renderer = renderer_of(self._tokenizer, self._settings.tools)
+        self._renderer = renderer_of(self._tokenizer, self._settings.tools, config.model.path)
 
     async def start(self) -> None:
         """Raises UserError where the port is taken."""

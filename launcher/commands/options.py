@@ -1,7 +1,8 @@
-"""The options of `sluice convert`, `import-mindspeed`, `simulate` and `render`."""
+"""The options of `sluice convert`, `import-mindspeed`, `render`, `simulate`, `bench`, `accept` and `check-template`."""
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from runtime.process.command_line import CommandParser
@@ -77,7 +78,7 @@ def add_simulate(simulate: CommandParser) -> None:
 
 
 def add_render(parser: CommandParser) -> None:
-    """Those of `sluice render`."""
+    """Add the targets to the parser of `sluice render`."""
     targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
     for name, what in {
         "slurm": "a batch script, and the configuration beside it",
@@ -102,3 +103,35 @@ def add_render(parser: CommandParser) -> None:
             target.add_argument(
                 "--claim", default="", metavar="NAME", help="of shared storage that is there (default: a new one)"
             )
+
+
+def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    """Commands that measure or check this machine."""
+    bench = commands.add_parser("bench", help="measure this machine, or the cost of staleness")
+    bench.add_argument(
+        "name",
+        choices=(
+            *("coordinator", "engine", "engines", "learning", "messages", "packing"),
+            *("publication", "rewards", "rollout", "scale", "simulation", "staleness", "startup", "train"),
+        ),
+    )
+    bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
+    bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards, scale: what holds cases/ and data/")
+    bench.add_argument(
+        "--vllm-python",
+        type=Path,
+        metavar="PATH",
+        help="rollout: the interpreter that has vLLM (default: .venv-vllm/bin/python)",
+    )
+    bench.add_argument(
+        "--trl-python", type=Path, metavar="PATH", help="train: one that has TRL (default: .venv-trl/bin/python)"
+    )
+    bench.add_argument("--sizes", metavar="MB,MB,...", help="publication: of the weights (default: 64,512,2048)")
+    bench.add_argument("--receivers", type=int, metavar="N", help="publication: rollouts (default: 1)")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+
+    accept = commands.add_parser("accept", help="check this machine with its devices, and write a report to send back")
+    accept.add_argument("--device", choices=("cpu", "cuda", "npu"), required=True)
+    accept.add_argument("--out", type=Path, metavar="FOLDER", help="of the report (default: accept/DEVICE)")
+    accept.add_argument("--config", type=Path, metavar="FILE", default=Path("configs/quickstart.yaml"), help="what is trained")
+    accept.add_argument("--steps", type=int, metavar="N", default=20, help="of that training (default: 20)")

@@ -7,10 +7,11 @@ GroupStage, Evaluator ── PlayRequest ──► GatewayPool ──► gateway
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from runtime.commands import RolloutAddress, UseRollouts
 from runtime.config import Config
@@ -21,7 +22,7 @@ from runtime.errors import SluiceError
 from runtime.ports import RolePort
 from runtime.process import keys
 from runtime.process.keys import GATEWAY, Keys, process
-from runtime.types import EpisodeTask, GroupRequest, PlayRequest
+from runtime.types import EpisodeTask, GeneratedGroup, GroupRequest, PlayRequest, PolicyVersion
 
 
 def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: Any) -> GroupRequest | PlayRequest:
@@ -58,6 +59,13 @@ class GatewayPool(WorkPool):
     def least_loaded(self) -> RolePort:
         gateway: RolePort = self.register.port(self._loads.least(self.register.members(GATEWAY, UnitState.SERVING)))
         return gateway
+
+    async def generate(
+        self, who: RolePort, request: GroupRequest | PlayRequest, first: Awaitable[None] | None = None
+    ) -> GeneratedGroup:
+        assert isinstance(request, PlayRequest)
+        version = self._rollouts.membership.committed or PolicyVersion()
+        return await super().generate(who, replace(request, version=version), first)
 
     def repeat(self) -> None:
         self._rollouts.repeat()

@@ -34,7 +34,7 @@ class ChatTemplate:
         """`origin` names the template in errors. Raises UserError when `source` is not a template."""
         self.origin = origin
         self.stop_words: tuple[str, ...] = ()
-        self._source = source
+        self.source = source
         self._variables = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
@@ -46,17 +46,23 @@ class ChatTemplate:
     @property
     def identity(self) -> str:
         """Equal where every conversation is rendered alike."""
-        return xxhash.xxh3_64_hexdigest(json.dumps([self._source, self._variables], sort_keys=True).encode())
+        return xxhash.xxh3_64_hexdigest(json.dumps([self.source, self._variables], sort_keys=True).encode())
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The conversation as text, special tokens included, up to where the reply begins (`add_generation_prompt`).
 
-        Raises UserError when the template refuses the messages.
+        `tools`: functions as OpenAI describes them, which some templates list. Raises UserError when the template refuses the
+        messages.
         """
         try:
             text = self._template.render(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,

@@ -60,6 +60,11 @@ class Tokenizer:
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     @cached_property
+    def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
+        """Those by id that are split off before any other text is encoded, the special ones among them."""
+        return self._tokenizer.get_added_tokens_decoder()
+
+    @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """Every id that ends a reply, ascending: of generation_config.json, config.json and the tokenizer's eos_token."""
         ids: list[Any] = []

@@ -21,10 +21,12 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime import timeouts
+from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, Unreachable
 from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Refused, ReplyEnd
 from runtime.gateway.episodes import Episode, mixed
-from runtime.gateway.graph import EpisodeGraph, Extension
+from runtime.gateway.graph import EpisodeGraph, Extension, SampledReply
+from runtime.gateway.rendering import ConversationRenderer
 from runtime.types import GroupRequest, Sample, SamplingParams
 
 T = TypeVar("T")
@@ -48,8 +50,8 @@ class PolicyCalls:
         self,
         *,
         model: str,
-        renderer: Any,
-        tokenizer: Any,
+        renderer: ConversationRenderer,
+        tokenizer: Tokenizer,
         port: PolicyPort,
         context: int,
         run: SamplingParams | None,
@@ -87,7 +89,8 @@ class PolicyCalls:
             purpose="train" if episode is None or episode.group is None else episode.group.request.purpose,
             keep=True,
         )
-        stops = (*call.stop, *self._renderer.stops_of(call))
+        stops = call.stop if call.parallel_tool_calls else (*call.stop, self._renderer.end_of_call())
+        stops = tuple(filter(None, stops))
         try:
             if stops or told is not None:
                 work = (self._in_pieces(episode, replace(request, n=1, first=i), stops, told) for i in range(call.n))
@@ -103,8 +106,12 @@ class PolicyCalls:
         completion = Completion(
             id=f"call-{secrets.token_hex(12)}", created=began, model=self._model, prompt=extension.prompt, replies=tuple(made)
         )
-        if episode is None or not episode.over:
-            graph.add(extension, completion, [sample.versions for sample, _ in replies], began, time.time())
+        if episode is not None and not episode.over:
+            sampled = [
+                SampledReply(reply.tokens, reply.logprobs, sample.versions, reply.end, reply.message)
+                for reply, (sample, _) in zip(made, replies, strict=True)
+            ]
+            graph.add(extension, completion.id, sampled, began, time.time())
         return completion
 
     def _sampling(self, episode: Episode | None, call: PolicyCall, prompt: int) -> SamplingParams:

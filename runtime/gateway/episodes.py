@@ -15,16 +15,18 @@ import logging
 import math
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import xxhash
 from msgspec import Struct
 
 from runtime import codec, timeouts
 from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
 from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused
-from runtime.gateway.graph import EpisodeGraph, finished
+from runtime.gateway.graph import EpisodeGraph, payload_of
+from runtime.gateway.rendering import ConversationRenderer
 from runtime.process.aio import now
 from runtime.types import EpisodeTask, GeneratedGroup, PlayRequest, SamplingParams
 
@@ -48,7 +50,7 @@ class Begun(Struct, frozen=True, kw_only=True):
 class Episode:
     """One that is open, or was; `seed` is that of its random streams."""
 
-    def __init__(self, renderer: Any, group: Playing | None, index: int, sampling: SamplingParams, seed: int):
+    def __init__(self, renderer: ConversationRenderer, group: Playing | None, index: int, sampling: SamplingParams, seed: int):
         self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(KEY_BYTES)
         self.graph = EpisodeGraph(renderer)
         self.group, self.index, self.sampling, self.seed = group, index, sampling, seed
@@ -101,7 +103,16 @@ class Episodes:
     """Implements `runtime.gateway.http.GatewayBackend`."""
 
     def __init__(
-        self, *, model: str, renderer: Any, answer: Answer, most: int, seconds: float, name: str, serves: bool, rewarded: bool
+        self,
+        *,
+        model: str,
+        renderer: ConversationRenderer,
+        answer: Answer,
+        most: int,
+        seconds: float,
+        name: str,
+        serves: bool,
+        rewarded: bool,
     ):
         """`answer`: has a call answered. `most`: episodes at once. `seconds`: `deadlines.episode`. `serves`: there is no run,
         and calls need no episode. `rewarded`: the run has rewards besides those of whoever plays."""
@@ -151,9 +162,9 @@ class Episodes:
         episodes = [group.episodes[index] for index in range(group.request.n)]
         rewards = [math.nan if episode.reward is None else episode.reward for episode in episodes]
         given = not self._rewarded or not all(map(math.isnan, rewards))
-        task = group.request.task.messages
+        graphs = [episode.graph for episode in episodes]
         try:
-            found = finished(group.request.group_id, [episode.graph for episode in episodes], task, rewards if given else [])
+            found = finished(group.request, graphs, self._renderer, rewards if given else [])
         except SluiceError as error:
             group.done.set_exception(error)
         else:
@@ -298,6 +309,27 @@ class Episodes:
         for group in {id(group): group for group, _ in self._waiting}.values():
             if not group.done.done():
                 group.done.set_exception(Cancelled("the gateway was stopped"))
+
+
+def finished(
+    request: PlayRequest, graphs: Sequence[EpisodeGraph], renderer: ConversationRenderer, rewards: list[float]
+) -> GeneratedGroup:
+    """What leaves the gateway: header and encoded payload. A group of which nothing is trained is as if it were of no version
+    yet."""
+    messages = tuple(Message(each["role"], each["content"]) for each in request.task.messages)
+    task = np.array(renderer.render(messages, ()), np.int32)
+    payload, versions = payload_of(request.group_id, graphs, task)
+    oldest, newest = versions or (request.version, request.version)
+    return GeneratedGroup(
+        group_id=request.group_id,
+        prompt_tokens=len(payload.prompt),
+        response_tokens=payload.lengths.tolist(),
+        truncated=payload.finish_reasons.count("length"),
+        oldest=oldest,
+        newest=newest,
+        rewards=rewards,
+        payload=codec.encode(payload),
+    )
 
 
 def mixed(seed: int, *parts: int) -> int:

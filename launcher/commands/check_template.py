@@ -1,0 +1,88 @@
+"""`sluice check-template MODEL`: how conversations go on with a model, or where and why they would be rendered anew."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+from rich.console import Console
+
+from runtime.data.tokenizer import Tokenizer
+from runtime.gateway.conversation import Message, PolicyCall, Refused
+from runtime.gateway.family_rendering import FamilyRenderer
+from runtime.gateway.graph import EpisodeGraph, Extension, SampledReply
+from runtime.gateway.probes import ProbeConversation, conversations
+from runtime.gateway.rendering import TemplateRenderer, renderer_of
+from runtime.telemetry.shown import LiteralTable, say
+
+
+class Outcome(Struct, frozen=True):
+    """What became of a conversation: how its replies were continued, where they were not, and what was refused."""
+
+    name: str
+    ways: Counter[str]
+    forks: list[str]
+    refused: str
+
+
+def check(model: Path) -> int:
+    """Print what becomes of each conversation. 1 where one forks. Raises UserError for a folder that is no model's."""
+    renderer = renderer_of(Tokenizer(str(model), key="check-template"), "auto", model)
+    outcomes = [play(renderer, conversation) for conversation in conversations()]
+    table = LiteralTable("conversation", "how it goes on", "where it would be rendered anew, or is refused")
+    for outcome in outcomes:
+        how = ", ".join(f"{way} x {count}" for way, count in outcome.ways.items())
+        table.add_row(outcome.name, how, "\n".join([*outcome.forks, outcome.refused]).strip())
+    console = Console()
+    console.print(table)
+    forked = sum(bool(outcome.forks) for outcome in outcomes)
+    refused = sum(bool(outcome.refused) for outcome in outcomes)
+    calls = renderer.form if renderer.takes_tools else "none"
+    say(console, f"calls of tools: {calls}; {'tells' if renderer.thinks else 'does not tell'} reasoning apart")
+    say(
+        console,
+        f"{len(outcomes)} conversations: {len(outcomes) - forked - refused} go on token for token, {forked} would be "
+        f"rendered anew, {refused} are refused",
+    )
+    return 1 if forked else 0
+
+
+def play(renderer: TemplateRenderer, probe: ProbeConversation) -> Outcome:
+    """A conversation whose replies are as the model would write them, and whose client drops what was reasoned."""
+    graph, ways, forks = EpisodeGraph(renderer), Counter[str](), list[str]()
+    for index, message in enumerate(probe.messages):
+        if message.role == "assistant":
+            try:
+                extension = graph.extend(PolicyCall(messages=_sent(probe.messages[:index]), tools=probe.tools))
+            except Refused as refused:
+                return Outcome(probe.name, ways, forks, f"message {index}: {refused}")
+            if extension.fork:
+                forks.append(f"message {index}: {extension.fork}")
+            elif extension.parent is not None:
+                ways[_way(renderer, extension)] += 1
+            graph.add(extension, str(index), [_reply(renderer, message)], 0.0, 0.0)
+    return Outcome(probe.name, ways, forks, "")
+
+
+def _sent(messages: Sequence[Message]) -> tuple[Message, ...]:
+    return tuple(replace(message, reasoning="") for message in messages)
+
+
+def _reply(renderer: TemplateRenderer, message: Message) -> SampledReply:
+    said = message if renderer.thinks else replace(message, reasoning="")
+    tokens = np.array(renderer.write(said), np.int32)
+    size = len(tokens)
+    return SampledReply(tokens, np.zeros(size, np.float32), np.zeros(size, np.int64), "stop", said)
+
+
+def _way(renderer: TemplateRenderer, extension: Extension) -> str:
+    parent = extension.parent
+    if parent is not None and isinstance(renderer, FamilyRenderer):
+        new = extension.conversation[len(parent.conversation) :]
+        if renderer.bridge_of_family(parent.tokens(), len(parent.reply.tokens), new, extension.tools) is not None:
+            return "renderers"
+    return "difference"

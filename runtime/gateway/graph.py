@@ -1,0 +1,345 @@
+"""An episode as a graph of messages: what each call of the policy was given, and what it sampled. Pure.
+
+A node is one reply with the tokens that were put before it, behind its parent: along a path from a root they are, bit for bit,
+what the engine was given and sampled. A call goes on behind the deepest reply that its history contains. Where it cannot, or
+where another call went on there before, the graph forks, which is counted by reason. A leaf ends a branch: a row to train on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import xxhash
+from msgspec import Struct
+
+from runtime.gateway.conversation import Message, PolicyCall, Refused, ReplyEnd, Tool, ToolCall
+from runtime.types import FinishReason, GroupPayload, PolicyVersion, Sample, TurnReward
+
+if TYPE_CHECKING:
+    from runtime.gateway.rendering import ConversationRenderer
+
+NEW, EDITED, TOOLS = "new conversation", "history edited", "tools changed"
+TWICE, NO_PREFIX = "two calls from one message", "not a prefix"
+
+
+class SampledReply(Struct, frozen=True):
+    """What the engine sampled, a stop token included, and the message that the caller was answered."""
+
+    tokens: np.ndarray  # int32
+    logprobs: np.ndarray  # float32
+    versions: np.ndarray  # int64, PolicyVersion.pack()
+    end: ReplyEnd
+    message: Message
+
+
+@dataclass(eq=False)
+class Node:
+    """One reply. `given`: int32, what was put before it, the tokens it was forced to begin with included. Times in seconds."""
+
+    parent: Node | None
+    given: np.ndarray
+    reply: SampledReply
+    conversation: tuple[Message, ...]  # up to and with the reply; empty where tokens or text were asked
+    tools: tuple[Tool, ...]
+    began: float
+    ended: float
+    children: list[Node] = field(default_factory=list)
+
+    def path(self) -> list[Node]:
+        """From the root to this node."""
+        nodes = [self]
+        while nodes[-1].parent is not None:
+            nodes.append(nodes[-1].parent)
+        return nodes[::-1]
+
+    def tokens(self) -> np.ndarray:
+        """int32, along the path: what the engine was given for this reply, and the reply."""
+        return np.concatenate([part for node in self.path() for part in (node.given, node.reply.tokens)])
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Where a call goes on. `prompt`: int32, all that the engine is given; `given`: its end, which is put behind `parent`;
+    `forced`: the end of that, by which the reply is made to begin. `fork`: why the graph forks; "" where it does not."""
+
+    parent: Node | None
+    prompt: np.ndarray
+    given: np.ndarray
+    forced: tuple[int, ...]
+    fork: str
+    conversation: tuple[Message, ...]
+    digests: tuple[bytes, ...]
+    tools: tuple[Tool, ...]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A path to a leaf: arrays of `Sample` over all its tokens. `sampled`: index of the first one that the model wrote;
+    `rewards`: those of the turns that are trained here, by the index of a turn's last token."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: FinishReason
+    sampled: int
+    rewards: dict[int, float]
+
+    def behind(self, size: int) -> Sample:
+        """Without its first `size` tokens."""
+        return Sample(
+            tokens=self.tokens[size:],
+            loss_mask=self.loss_mask[size:],
+            logprobs=self.logprobs[size:],
+            versions=self.versions[size:],
+            finish_reason=self.finish_reason,
+        )
+
+
+class EpisodeGraph:
+    """`extend` changes nothing and may run in a thread beside others; everything else is called by one thread alone."""
+
+    def __init__(self, renderer: ConversationRenderer):
+        self.forks: Counter[str] = Counter()  # by what stands before the colon of the reason
+        self.nodes: list[Node] = []
+        self._renderer = renderer
+        self._replies: dict[bytes, list[Node]] = {}  # by the digest of the conversation up to and with each
+        self._prefixes: set[bytes] = set()  # digests of all conversations up to each of their messages
+        self._completions: dict[str, list[Node]] = {}
+        self._rewards: dict[Node, float] = {}
+
+    def extend(self, call: PolicyCall) -> Extension:
+        """Raises Refused for what the model's template cannot render, and for a tool choice that is none of the tools."""
+        if call.tokens is not None or call.text is not None:
+            ids = call.tokens if call.tokens is not None else self._renderer.encode(call.text or "")
+            return self._by_tokens(np.array(ids, np.int32))
+        forced = self._renderer.forced(call.tool_choice, call.tools)
+        digests = tuple(_digests(call.messages))
+        parent, fork = self._parent(call, digests)
+        added: list[int] | str = ""
+        if parent is not None:
+            added = self._behind(parent, call)
+            if isinstance(added, str):
+                parent, fork = None, fork or f"{NO_PREFIX}: {added}"
+        if isinstance(added, str):
+            added = self._renderer.render(call.messages, call.tools)
+        given = np.array([*added, *forced], np.int32)
+        prompt, conversation = given, call.messages
+        if parent is not None:
+            prompt = np.concatenate([parent.tokens(), given])
+            conversation = parent.conversation + call.messages[len(parent.conversation) :]  # what clients drop is kept
+        return Extension(parent, prompt, given, tuple(forced), fork, conversation, digests, call.tools)
+
+    def add(
+        self, extension: Extension, completion_id: str, replies: Sequence[SampledReply], began: float, ended: float
+    ) -> None:
+        """The replies to one call: siblings where there are several. One without tokens is no node."""
+        parent = extension.parent
+        beside = self.nodes if parent is None else parent.children  # what came since the call was extended, too
+        if fork := extension.fork or (beside and (NEW if parent is None else TWICE)) or "":
+            self.forks[fork.partition(":")[0]] += 1
+        conversation = extension.conversation
+        nodes = [
+            Node(
+                parent=parent,
+                given=extension.given,
+                reply=reply,
+                conversation=(*conversation, reply.message) if conversation else (),
+                tools=extension.tools,
+                began=began,
+                ended=ended,
+            )
+            for reply in replies
+            if len(reply.tokens)
+        ]
+        self._prefixes.update(extension.digests)
+        for node in nodes:
+            if conversation:
+                whole = _digests([node.reply.message], extension.digests[-1])[0]
+                self._prefixes.add(whole)
+                self._replies.setdefault(whole, []).append(node)
+        self.nodes += nodes
+        if parent is not None:
+            parent.children += nodes
+        self._completions[completion_id] = nodes
+
+    def reward(self, completion_id: str, value: float) -> None:
+        """What a completion earned: each of its replies. Replaces what it was given before. Raises Refused."""
+        if completion_id not in self._completions:
+            raise Refused(404, f"completion: '{completion_id}' is none of this episode", "completion")
+        if not math.isfinite(value):
+            raise Refused(400, f"reward: {value} is not finite", "reward")
+        self._rewards |= dict.fromkeys(self._completions[completion_id], value)
+
+    def history(self, completion_id: str) -> tuple[Message, ...]:
+        """The conversation up to and with the first reply of a completion. Raises Refused."""
+        nodes = self._completions.get(completion_id)
+        if not nodes:
+            raise Refused(404, f"completion: '{completion_id}' is none of this episode", "completion")
+        return nodes[0].conversation
+
+    def branches(self) -> list[Branch]:
+        """One for each leaf, in the order in which leaves were made. A reply is trained in the first branch that has it."""
+        trained: set[Node] = set()
+        found = []
+        for leaf in self.nodes:
+            if not leaf.children:
+                path = leaf.path()
+                found.append(self._branch(path, trained))
+                trained.update(path)
+        return found
+
+    def _branch(self, path: Sequence[Node], trained: set[Node]) -> Branch:
+        mask, logprobs, versions = [], [], []
+        rewards: dict[int, float] = {}
+        length = 0
+        for node in path:
+            given, reply = len(node.given), node.reply
+            length += given + len(reply.tokens)
+            new = node not in trained
+            if new and node in self._rewards:
+                rewards[length - 1] = self._rewards[node]
+            mask += [np.zeros(given, np.uint8), np.full(len(reply.tokens), new, np.uint8)]
+            logprobs += [np.zeros(given, np.float32), reply.logprobs if new else np.zeros_like(reply.logprobs)]
+            # Tokens that were given have the version of the one sampled next: long runs of equal versions take no room.
+            versions += [np.full(given, reply.versions[0], np.int64), reply.versions]
+        return Branch(
+            tokens=path[-1].tokens(),
+            loss_mask=np.concatenate(mask),
+            logprobs=np.concatenate(logprobs),
+            versions=np.concatenate(versions),
+            finish_reason="length" if path[-1].reply.end == "length" else "stop",
+            sampled=len(path[0].given),
+            rewards=rewards,
+        )
+
+    def _behind(self, parent: Node, call: PolicyCall) -> list[int] | str:
+        """What continues `parent`, or why nothing does."""
+        sampled, new = parent.reply.tokens, call.messages[len(parent.conversation) :]
+        ended = int(sampled[-1]) in self._renderer.stop_ids
+        return self._renderer.bridge(parent.tokens(), len(sampled), ended, parent.conversation, new, call.tools)
+
+    def _parent(self, call: PolicyCall, digests: Sequence[bytes]) -> tuple[Node | None, str]:
+        """The deepest reply, with the same tools, that the call's history contains; and why this is a fork."""
+        parent, other_tools = None, False
+        for message, digest in zip(reversed(call.messages), reversed(digests), strict=True):
+            known = self._replies.get(digest, ()) if message.role == "assistant" else ()
+            same = [node for node in known if node.tools == call.tools]
+            if same:  # several are alike to the letter: one that nobody went on from, else the last
+                parent = next((node for node in same if not node.children), same[-1])
+                break
+            other_tools = other_tools or bool(known)
+        if other_tools:
+            return parent, TOOLS
+        if not (self.nodes if parent is None else parent.children):
+            return parent, ""
+        unknown = next((at for at, digest in enumerate(digests) if digest not in self._prefixes), len(digests))
+        behind = call.messages[len(parent.conversation) if parent else 0 :]
+        if 0 < unknown < len(digests) and any(message.role == "assistant" for message in behind):
+            return parent, f"{EDITED}: message {unknown}"
+        return parent, NEW if parent is None and unknown < len(digests) else TWICE
+
+    def _by_tokens(self, prompt: np.ndarray) -> Extension:
+        """Behind the deepest reply whose path the prompt begins with."""
+        parent, at, edited = None, 0, -1
+        behind: list[tuple[int, Node]] = [(0, node) for node in self.nodes if node.parent is None]
+        while behind:
+            begin, node = behind.pop()
+            own = np.concatenate([node.given, node.reply.tokens])
+            alike = _common(own, prompt[begin:])
+            if alike == len(own):
+                if begin + alike > at or (begin + alike == at and not node.children):
+                    parent, at = node, begin + alike
+                behind += [(begin + alike, child) for child in node.children]
+            elif alike > len(node.given):
+                edited = max(edited, begin + alike)
+        fork = ""
+        if edited > at:
+            fork = f"{EDITED}: token {edited}"
+        elif parent is not None and parent.children:
+            fork = TWICE
+        elif parent is None and self.nodes:
+            roots = [node.given for node in self.nodes if node.parent is None]
+            fork = TWICE if any(np.array_equal(given, prompt) for given in roots) else NEW
+        return Extension(parent, prompt, prompt[at:], (), fork, (), (), ())
+
+
+def _common(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens both begin with."""
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(one[:size] != other[:size])
+    return int(differ[0]) if len(differ) else size
+
+
+def payload_of(
+    group_id: int, episodes: Sequence[EpisodeGraph], task: np.ndarray
+) -> tuple[GroupPayload, tuple[PolicyVersion, PolicyVersion] | None]:
+    """A group's episodes, and the oldest and newest version of the tokens to train on; None where there are none.
+
+    An episode that made no call is a row of `task` (int32, its rendered task), of which nothing is trained. What all rows begin
+    with is the prompt, short of every token that the model wrote, and of the last of every row.
+    """
+    played = [episode.branches() for episode in episodes]
+    sampled = [branch.versions[branch.loss_mask != 0] for branches in played for branch in branches]
+    versions = np.concatenate([np.zeros(0, np.int64), *sampled])
+    idle = _idle(task, int(versions.max(initial=0)))
+    branches = [branch for each in played for branch in each or [idle]]
+    size = min(min(branch.sampled, len(branch.tokens) - 1) for branch in branches)
+    for branch in branches:
+        size = _common(branches[0].tokens[:size], branch.tokens)
+    payload = GroupPayload.of(
+        group_id,
+        branches[0].tokens[:size],
+        [branch.behind(size) for branch in branches],
+        [len(each or [idle]) for each in played],
+        [
+            TurnReward(row, token - size, value)
+            for row, branch in enumerate(branches)
+            for token, value in branch.rewards.items()
+        ],
+    )
+    if not len(versions):
+        return payload, None
+    return payload, (PolicyVersion.unpack(int(versions.min())), PolicyVersion.unpack(int(versions.max())))
+
+
+def _idle(task: np.ndarray, version: int) -> Branch:
+    tokens = task if len(task) else np.zeros(1, np.int32)
+    size = len(tokens)
+    return Branch(
+        tokens=tokens,
+        loss_mask=np.zeros(size, np.uint8),
+        logprobs=np.zeros(size, np.float32),
+        versions=np.full(size, version, np.int64),
+        finish_reason="abort",
+        sampled=size,
+        rewards={},
+    )
+
+
+def _digests(messages: Sequence[Message], before: bytes = b"") -> list[bytes]:
+    """Of the conversation up to and with each message: equal where it is the same conversation, in whichever words of JSON.
+    `before`: of what goes before them."""
+    digests = []
+    for message in messages:
+        # Reasoning is left out: clients drop it; and so is white space around replies, which some of them trim.
+        content = message.content.strip() if message.role == "assistant" else message.content
+        calls = [(call.id, call.name, _arguments(call)) for call in message.tool_calls]
+        told = msgspec.json.encode((message.role, message.name, content, message.tool_call_id, calls))
+        before = xxhash.xxh3_128_digest(before + told)
+        digests.append(before)
+    return digests
+
+
+def _arguments(call: ToolCall) -> Any:
+    try:
+        return json.dumps(json.loads(call.arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return call.arguments

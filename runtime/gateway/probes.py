@@ -1,0 +1,38 @@
+"""Conversations by which templates are tried: tools, thinking, system prompts, parallel calls, Unicode, empty and long ones."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from runtime.gateway.conversation import Message, Tool
+
+_NUMBER = {"type": "number"}
+_TOOLS = (
+    Tool("add", "Adds two numbers.", {"type": "object", "properties": {"a": _NUMBER, "b": _NUMBER}, "required": ["a", "b"]}),
+    Tool(
+        "look_up", "Finds a fact.", {"type": "object", "properties": {"query": {"type": "string", "description": "Of what."}}}
+    ),
+)
+
+
+class ProbeConversation(Struct, frozen=True):
+    """One that begins with what is asked and ends with a reply."""
+
+    name: str
+    with_tools: bool
+    messages: tuple[Message, ...]
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return _TOOLS if self.with_tools else ()
+
+
+@lru_cache(maxsize=1)
+def conversations() -> list[ProbeConversation]:
+    """Forty, of the file beside this one."""
+    lines = Path(__file__).with_name("conversations.jsonl").read_bytes()
+    return msgspec.json.Decoder(ProbeConversation).decode_lines(lines)

@@ -1,0 +1,263 @@
+"""Conversations as tokens, and replies as messages: what is told apart by the model's family or by its chat template.
+
+A prompt that continues a reply is never rendered anew: what the model wrote stays as it is, and what follows is put behind it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from runtime.data.prompt_types import SlotTemplate
+from runtime.data.tokenizer import Tokenizer
+from runtime.errors import UserError
+from runtime.gateway import tool_calls
+from runtime.gateway.conversation import Message, Refused, Tool, ToolCall
+from runtime.gateway.probes import conversations
+from runtime.gateway.tool_calls import MARKS, THINK, THOUGHT, Format
+
+
+class ConversationRenderer(Protocol):
+    """Of one model. Every method may run in a thread beside others."""
+
+    stop_ids: tuple[int, ...]  # what ends a reply
+    takes_tools: bool
+
+    def encode(self, text: str) -> list[int]:
+        """Raises Refused."""
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """The conversation up to where the reply begins. Raises Refused for what the model's template cannot render."""
+
+    def bridge(
+        self,
+        tokens: np.ndarray,
+        reply: int,
+        ended: bool,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+    ) -> list[int] | str:
+        """What is put behind `tokens` (int32), which end with the `reply` tokens of the last of `history`, so that the model
+        answers to the messages `new`; or a reason why it cannot be proved that this continues the conversation as it would
+        have been rendered. `ended`: the reply ended with one of `stop_ids`."""
+
+    def forced(self, choice: str, tools: Sequence[Tool]) -> list[int]:
+        """What the reply is made to begin with: `choice` is a call's `tool_choice`. Raises Refused."""
+
+    def parse(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray, tools: Sequence[Tool]) -> Message:
+        """A reply, of which the tokens `given` were forced. What is not a call of a tool is text. Raises nothing."""
+
+    def visible(self, tokens: Sequence[int] | np.ndarray, given: Sequence[int] = ()) -> str:
+        """The text of a reply so far that cannot change any more: it begins the message's `content`, and only grows."""
+
+    def end_of_call(self) -> str:
+        """What a call of a tool ends with; "" where it ends with the reply."""
+
+
+class TemplateRenderer:
+    """By the model's own chat template. A conversation is continued by the difference between two renderings."""
+
+    def __init__(self, tokenizer: Tokenizer, tools: Literal["auto"] | Format = "auto"):
+        """`tools`: how calls are written; "auto": as the template writes one."""
+        self.tokenizer = tokenizer
+        self.template = tokenizer.template
+        self._close, self._close_id = self._closing()
+        found, self._lists_tools = self._tools_of_template()
+        self.form: Format = found if tools == "auto" else tools
+        self.takes_tools = self._lists_tools and self.form != "none"
+        closing = () if self._close_id is None else (self._close_id,)
+        self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *closing}))
+        generation = self._generation_prompt()
+        self._opened = generation.rstrip().endswith(THINK)
+        self.thinks = self._opened or THINK in tokenizer.vocabulary or THINK in getattr(self.template, "source", "")
+        self._hidden = {
+            id for id, token in tokenizer.added_tokens.items() if token.special and token.content not in MARKS
+        }  # neither text nor marks
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return self.tokenizer.encode_texts([text])[0].tolist()
+        except UserError as error:
+            raise Refused(400, str(error)) from error
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        if tools and not self.takes_tools:
+            why = "knows no tools" if not self._lists_tools else "does not write calls in a way that is known here"
+            raise Refused(400, f"tools: the model's chat template {why}", "tools")
+        if not self.takes_tools and any(message.tool_calls for message in messages):
+            raise Refused(400, "messages: calls of tools, which the model's chat template does not know", "messages")
+        try:
+            return self.encode(self.text(messages, tools))
+        except UserError as error:
+            raise Refused(400, f"messages: {error}", "messages") from error
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool], generate: bool = True) -> str:
+        """The conversation up to where a reply begins, or without that (`generate`). Raises UserError."""
+        shaped = [as_openai(message) for message in messages]
+        if isinstance(self.template, SlotTemplate):
+            return self.template.render(shaped)
+        return self.template.render(shaped, generate, [function(tool) for tool in tools] or None)
+
+    def bridge(
+        self,
+        tokens: np.ndarray,
+        reply: int,
+        ended: bool,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+    ) -> list[int] | str:
+        if self._doubt:
+            return self._doubt
+        last = history[-1]
+        if ended and tokens[-1] != self._close_id:
+            return f"the reply ended with {self.tokenizer.decode(tokens[-1:], skip_special=False)}, not {self._close}"
+        if not ended and last.reasoning and not last.content and not last.tool_calls:
+            return "the reply was cut off while it reasoned"
+        try:
+            asked = self.text(history[:-1], tools, generate=False) if history[1:] else ""
+            answered = self.text(history, tools, generate=False)
+            after = self.text([*history, *new], tools)
+        except UserError as error:
+            return str(error)
+        if not answered.startswith(asked) or not after.startswith(answered):
+            return "the template renders messages otherwise when others follow"
+        head, _, tail = answered.rpartition(self._close)
+        if not head or tail.strip():
+            return f"the template does not end the reply with {self._close}"
+        added = self.encode(self._close + after[len(answered) - len(tail) :])
+        return added[1:] if ended else added
+
+    def forced(self, choice: str, tools: Sequence[Tool]) -> list[int]:
+        kind, _, name = choice.partition(":")
+        if kind not in ("required", "function"):
+            return []
+        names = [tool.name for tool in tools]
+        if not names or (name and name not in names):
+            allowed = ", ".join(names) or "tools, of which the request has none"
+            raise Refused(400, f"tool_choice: '{name or choice}' is not one of {allowed}", "tool_choice")
+        name = name or (names[0] if len(names) == 1 else "")
+        return self.encode((f"{THOUGHT}\n\n" if self._opened else "") + tool_calls.begin(name, self.form))
+
+    def parse(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray, tools: Sequence[Tool]) -> Message:
+        reasoning, text = self._parted(given, tokens)
+        content, calls = tool_calls.read(text, self.form if tools else "none")
+        return Message("assistant", content, calls, reasoning=reasoning)
+
+    def visible(self, tokens: Sequence[int] | np.ndarray, given: Sequence[int] = ()) -> str:
+        reasoning, text = self._parted(given, tokens)
+        if self.thinks and not reasoning and THINK.startswith(text.rstrip(tool_calls.INCOMPLETE).strip()):
+            return ""
+        return tool_calls.settled(text, self.form)
+
+    def write(self, message: Message) -> list[int]:
+        """An assistant's message as the model would write it, with what ends it."""
+        prefix = f"{THOUGHT}\n\n" if self._opened and not message.reasoning else ""
+        text = tool_calls.write(message, self.form)
+        text = text.removeprefix(f"{THINK}\n") if self._opened else text
+        return [*self.encode(prefix + text), self.stop_ids[0] if self._close_id is None else self._close_id]
+
+    def end_of_call(self) -> str:
+        """What a call of a tool ends with; "" where it ends with the reply."""
+        return tool_calls.CLOSE if self.form == "hermes" else ""
+
+    def _parted(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray) -> tuple[str, str]:
+        """What a reply reasons, and its text."""
+        ids = [*given, *np.asarray(tokens).tolist()]
+        text = self.tokenizer.decode([id for id in ids if id not in self._hidden], skip_special=False)
+        return tool_calls.part_reasoning(text, self._opened) if self.thinks else ("", text)
+
+    def _closing(self) -> tuple[str, int | None]:
+        """The token by which the template ends a reply, as text and id; "" and None where it has none."""
+        try:
+            text = self.text(_ANSWERED, (), generate=False)
+        except UserError:
+            return "", None
+        _, answer, behind = text.rpartition(_ANSWERED[-1].content)
+        added = self.tokenizer.added_tokens.items()
+        fits = {token.content: id for id, token in added if answer and behind.lstrip().startswith(token.content)}
+        close = max(fits, key=len, default="")
+        return close, fits.get(close)
+
+    def _tools_of_template(self) -> tuple[Format, bool]:
+        """How it writes a call of a tool, and whether it tells the model of tools."""
+        try:
+            asked = self.text(_ANSWERED[:1], (_TOOL,))
+            told = self.text((_ANSWERED[0], _CALLING), (_TOOL,), generate=False)
+        except UserError:
+            return "none", False
+        lists = _TOOL.name in asked
+        replies: dict[Format, str] = {"hermes": told, "json": told.removeprefix(asked).partition(self._close or "\n")[0]}
+        for form, reply in replies.items():
+            calls = tool_calls.read(reply, form)[1]
+            if [(call.name, json.loads(call.arguments)) for call in calls] == [(_TOOL.name, {"x": 1})]:
+                return form, lists
+        return "none", lists
+
+    def _generation_prompt(self) -> str:
+        try:
+            return self.text(_ANSWERED[:1], ())
+        except UserError:
+            return ""
+
+    @cached_property
+    def _doubt(self) -> str:
+        """Why nothing can be put behind replies by this template and tokenizer; "" where it can: the token that ends a reply
+        parts the text, so that what stands before it and what follows are encoded alike by themselves and together."""
+        if self._close_id is None:
+            return "the template ends replies with no token of its own"
+        for probe in conversations():
+            try:
+                text = self.text(probe.messages, probe.tools if self.takes_tools else ())
+            except UserError:
+                continue
+            head, *rest = text.split(self._close)
+            parts = [self.encode(head), *(self.encode(self._close + part) for part in rest)]
+            if [id for part in parts for id in part] != self.encode(text) or any(
+                part[0] != self._close_id for part in parts[1:]
+            ):
+                return f"text around {self._close} is encoded otherwise by itself"
+        return ""
+
+
+_ANSWERED = (Message("user", "Is it 3?"), Message("assistant", "It is 8 instead."))
+_TOOL = Tool("tool_of_a_probe", "Tells.", {"type": "object", "properties": {"x": {"type": "integer"}}})
+_CALLING = Message("assistant", tool_calls=(ToolCall("call_0", _TOOL.name, '{"x": 1}'),))
+
+
+def as_openai(message: Message) -> dict[str, Any]:
+    """As Hugging Face's templates take it: OpenAI's shape, but arguments as a mapping where they are one."""
+    shaped: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        shaped["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _parsed(call.arguments)}}
+            for call in message.tool_calls
+        ]
+    rest = {"tool_call_id": message.tool_call_id, "name": message.name, "reasoning_content": message.reasoning}
+    return shaped | {key: value for key, value in rest.items() if value}
+
+
+def function(tool: Tool) -> dict[str, Any]:
+    """A tool in OpenAI's shape."""
+    described = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": described}
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def renderer_of(tokenizer: Tokenizer, tools: Literal["auto"] | Format, model_folder: Path | str) -> TemplateRenderer:
+    """By the `renderers` package where it knows the family of the model in `model_folder` and renders as its template does."""
+    from runtime.gateway.family_rendering import family_renderer
+
+    return family_renderer(tokenizer, tools, Path(model_folder)) or TemplateRenderer(tokenizer, tools)
