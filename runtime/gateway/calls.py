@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from runtime import timeouts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, Unreachable
+from runtime.gateway.backend import Told
 from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Refused, ReplyEnd
 from runtime.gateway.episodes import Episode, mixed
 from runtime.gateway.graph import EpisodeGraph, Extension, SampledReply
@@ -30,7 +31,6 @@ from runtime.gateway.rendering import ConversationRenderer
 from runtime.types import GroupRequest, Sample, SamplingParams
 
 T = TypeVar("T")
-Told = Callable[[int, str], None]
 
 PIECES = (16, 32, 64, 128)  # tokens of the first pieces of a reply, and of all further ones
 
@@ -72,7 +72,7 @@ class PolicyCalls:
     async def answer(self, episode: Episode | None, call: PolicyCall, told: Told | None = None) -> Completion:
         """Raises Refused: 400 for what does not fit, 408 at the deadline, 503 where no rollout serves."""
         graph = EpisodeGraph(self._renderer) if episode is None else episode.graph
-        began = time.time()
+        began, completion_id = time.time(), f"call-{secrets.token_hex(12)}"
         extension: Extension = await self._in_thread(graph.extend, call)
         sampling = self._sampling(episode, call, len(extension.prompt))
         number, seed = 0, call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
@@ -93,7 +93,8 @@ class PolicyCalls:
         stops = tuple(filter(None, stops))
         try:
             if stops or told is not None:
-                work = (self._in_pieces(episode, replace(request, n=1, first=i), stops, told) for i in range(call.n))
+                each = partial(told, completion_id) if told is not None else None
+                work = (self._in_pieces(episode, replace(request, n=1, first=i), stops, each) for i in range(call.n))
                 replies = await asyncio.gather(*work)
             else:
                 samples = await self._generate(episode, request)
@@ -104,7 +105,7 @@ class PolicyCalls:
             raise Refused(503, f"no rollout serves: {error.reason}", retry_after=timeouts.GATEWAY_RETRY) from None
         made = await asyncio.gather(*(self._in_thread(self._reply, call, extension, *each) for each in replies))
         completion = Completion(
-            id=f"call-{secrets.token_hex(12)}", created=began, model=self._model, prompt=extension.prompt, replies=tuple(made)
+            id=completion_id, created=began, model=self._model, prompt=extension.prompt, replies=tuple(made)
         )
         if episode is not None and not episode.over:
             sampled = [
@@ -122,6 +123,7 @@ class PolicyCalls:
                 400,
                 f"the conversation is {prompt} tokens, and the model's context {self._context}, its reply included",
                 "messages",
+                code="context_length_exceeded",
             )
         run = self._run if episode is None or episode.group is None else episode.sampling
         asked = [call.temperature, call.top_p, call.top_k, call.min_p]
@@ -147,7 +149,7 @@ class PolicyCalls:
         return samples
 
     async def _in_pieces(
-        self, episode: Episode | None, request: GroupRequest, stops: Sequence[str], told: Told | None
+        self, episode: Episode | None, request: GroupRequest, stops: Sequence[str], told: Callable[[int, str], None] | None
     ) -> tuple[Sample, str]:
         """One reply, and the stop text that ended it."""
         index, left, parts = request.first, request.sampling.max_new_tokens, list[Sample]()

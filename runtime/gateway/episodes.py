@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from msgspec import Struct
 
 from runtime import codec, timeouts
 from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
+from runtime.gateway.backend import BeginEpisode, Begun, Told
 from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused
 from runtime.gateway.graph import EpisodeGraph, payload_of
 from runtime.gateway.rendering import ConversationRenderer
 from runtime.process.aio import now
-from runtime.types import EpisodeTask, GeneratedGroup, PlayRequest, SamplingParams
+from runtime.types import GeneratedGroup, PlayRequest, SamplingParams
 
 log = logging.getLogger("sluice")
 
@@ -36,15 +36,6 @@ STOP_REASONS = (
     *("completed", "max_turns", "max_tokens", "context_overflow", "parse_error", "tool_failed", "timeout", "cancelled"),
 )
 KEY_BYTES = 24
-
-
-class Begun(Struct, frozen=True, kw_only=True):
-    """An episode that a program plays now. `path`: below the gateway's URL, for those who cannot set a key of their own."""
-
-    id: str
-    key: str
-    path: str
-    task: EpisodeTask | None = None
 
 
 class Episode:
@@ -96,11 +87,11 @@ class SharedCall:
         self._work.cancel()
 
 
-Answer = Callable[[Episode | None, PolicyCall, Callable[[int, str], None] | None], Any]
+Answer = Callable[[Episode | None, PolicyCall, Told | None], Any]
 
 
 class Episodes:
-    """Implements `runtime.gateway.http.GatewayBackend`."""
+    """Implements `runtime.gateway.backend.GatewayBackend`."""
 
     def __init__(
         self,
@@ -172,8 +163,8 @@ class Episodes:
 
     # ------------------------------------------------------------------------------------------ what programs ask
 
-    async def begin(self, key: str, wait: float) -> Begun:
-        """The next task's episode, once there is one, for `wait` seconds. Raises Refused."""
+    async def begin(self, key: str, body: BeginEpisode) -> Begun:
+        """The next task's episode, once there is one."""
         if not self._is_own(key):
             raise Refused(401, "needs the gateway's key")
         self._asked = True
@@ -181,7 +172,7 @@ class Episodes:
             raise Refused(429, f"{self._most} episodes are open (gateway.episodes)", retry_after=timeouts.GATEWAY_RETRY)
         if self._serves:
             return self._begun(Episode(self._renderer, None, 0, SamplingParams(max_new_tokens=0), 0))
-        until = now() + min(wait, timeouts.TASK_WAIT)
+        until = now() + min(body.wait, timeouts.TASK_WAIT)
         while not self._waiting:
             self._came.clear()
             try:
@@ -201,7 +192,7 @@ class Episodes:
         if episode.group is None:
             episode.timer = asyncio.get_running_loop().call_later(self._seconds, self._close, episode, "timeout")
         task = None if episode.group is None else episode.group.request.task
-        return Begun(id=episode.id, key=episode.key, path=f"/episodes/{episode.id}", task=task)
+        return Begun(id=episode.id, key=episode.key, base=f"/episodes/{episode.id}", task=task)
 
     def episode(self, id: str, key: str) -> Episode | None:
         """By its key, and by its id where there is one. None: a call that belongs to no episode, where that may be."""
@@ -217,9 +208,7 @@ class Episodes:
     def _is_own(self, key: str) -> bool:
         return not self.key or hmac.compare_digest(self.key.encode(), key.encode())
 
-    async def call(
-        self, episode: Episode | None, call: PolicyCall, told: Callable[[int, str], None] | None = None
-    ) -> Completion:
+    async def call(self, episode: Episode | None, call: PolicyCall, told: Told | None = None) -> Completion:
         """The policy's answer. A request that is made again gets that of the first."""
         if episode is None:
             return await self._counted(None, call, told)
@@ -241,7 +230,7 @@ class Episodes:
                 raise Refused(404, f"episode {episode.id} is over ({episode.stop_reason})") from None
             raise
 
-    async def _counted(self, episode: Episode | None, call: PolicyCall, told: Callable[[int, str], None] | None) -> Completion:
+    async def _counted(self, episode: Episode | None, call: PolicyCall, told: Told | None) -> Completion:
         self.counts["calls"] += 1
         self.counts["under_way"] += 1
         try:
@@ -269,10 +258,10 @@ class Episodes:
         else:
             episode.reward = value
 
-    async def end(self, episode: Episode, stop_reason: str = "completed") -> None:
-        if stop_reason not in STOP_REASONS:
+    async def end(self, episode: Episode, stop_reason: str = "") -> None:
+        if stop_reason and stop_reason not in STOP_REASONS:
             raise Refused(400, f"stop_reason: '{stop_reason}' is not one of {', '.join(STOP_REASONS)}", "stop_reason")
-        self._close(episode, stop_reason)
+        self._close(episode, stop_reason or "completed")
 
     def _close(self, episode: Episode, stop_reason: str) -> None:
         """Idempotent."""
