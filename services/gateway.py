@@ -31,7 +31,7 @@ from runtime.process import certificates
 from runtime.process.aio import now
 from runtime.process.keys import Keys
 from runtime.process.network import host_port
-from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PlayRequest, Sample, SamplingParams
+from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
 from services import process
 from services.rpc import contract
 from services.rpc.session import Session
@@ -77,13 +77,15 @@ class RolloutSessions:
         if self._sessions.get(to) is session:
             log.warning("%s (incarnation %d) is lost: %s", to.name, to.incarnation, why)
             del self._sessions[to]
+            session.give_up(why)
 
     @property
     def count(self) -> int:
         return len(self._sessions)
 
-    async def generate(self, request: GroupRequest, kept: str) -> tuple[list[Sample], str]:
-        """Implements `runtime.gateway.calls.PolicyPort`. One that is lost meanwhile is followed by another."""
+    async def generate(self, request: GroupRequest, kept: str, least: PolicyVersion) -> tuple[list[Sample], str]:
+        """Implements `runtime.gateway.calls.PolicyPort`. One that is lost meanwhile is followed by another; so is one that has
+        not heard of what was published since, as the coordinator has lost it."""
         until = now() + self._config.deadlines.generate
         while True:
             to, session = await self._choose(kept, until)
@@ -96,6 +98,9 @@ class RolloutSessions:
                 continue
             finally:
                 self._calls[to.name] -= request.n
+            if done.oldest < least:
+                self._lose(to, session, f"it has version {done.oldest}, and {least} is published")
+                continue
             return codec.decode(GroupPayload, done.payload).samples, to.name
 
     async def _choose(self, kept: str, until: float) -> tuple[RolloutAddress, Session]:

@@ -28,7 +28,7 @@ from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Re
 from runtime.gateway.episodes import Episode, mixed
 from runtime.gateway.graph import EpisodeGraph, Extension, SampledReply
 from runtime.gateway.rendering import ConversationRenderer
-from runtime.types import GroupRequest, Sample, SamplingParams
+from runtime.types import GroupRequest, PolicyVersion, Sample, SamplingParams
 
 T = TypeVar("T")
 
@@ -38,9 +38,9 @@ PIECES = (16, 32, 64, 128)  # tokens of the first pieces of a reply, and of all 
 class PolicyPort(Protocol):
     """The rollouts, as the gateway calls them."""
 
-    async def generate(self, request: GroupRequest, kept: str) -> tuple[list[Sample], str]:
-        """The replies, and the rollout that made them: the one called `kept`, if it serves, else another. Raises
-        DeadlineExceeded, and Unreachable where none serves."""
+    async def generate(self, request: GroupRequest, kept: str, least: PolicyVersion) -> tuple[list[Sample], str]:
+        """The replies, of which no token is older than `least`, and the rollout that made them: the one called `kept`, if it
+        serves, else another. Raises DeadlineExceeded, and Unreachable where none serves."""
 
 
 class PolicyCalls:
@@ -143,9 +143,10 @@ class PolicyCalls:
     async def _generate(self, episode: Episode | None, request: GroupRequest) -> list[Sample]:
         """With an id that no other call has: they are below those of evaluations, and above those of probes."""
         own = replace(request, group_id=-(1 << 32) - secrets.randbits(60))
-        samples, rollout = await self._port.generate(own, "" if episode is None else episode.rollout)
-        if episode is not None:
-            episode.rollout = rollout
+        if episode is None:
+            return (await self._port.generate(own, "", PolicyVersion()))[0]
+        least = PolicyVersion() if episode.group is None else episode.group.request.version
+        samples, episode.rollout = await self._port.generate(own, episode.rollout, least)
         return samples
 
     async def _in_pieces(
