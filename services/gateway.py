@@ -15,7 +15,7 @@ from collections import Counter, deque
 from pathlib import Path
 
 from aiohttp import web
-from runtime.gateway.http import application
+from runtime.gateway.http import runner
 
 from runtime import codec, run_files, timeouts
 from runtime.cluster.topology import longest_sequence
@@ -168,7 +168,7 @@ class GatewayService(process.Service):
         sampling, rewards = config.sampling, config.rewards
         self._rollouts = RolloutSessions(config, self.keys)
         self._calls = PolicyCalls(
-            model=config.model.path,
+            model=Path(config.model.path).name,
             renderer=self._renderer,
             tokenizer=self._tokenizer,
             port=self._rollouts,
@@ -176,7 +176,7 @@ class GatewayService(process.Service):
             run=None if serves else SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature),
         )
         self._episodes = Episodes(
-            model=config.model.path,
+            model=Path(config.model.path).name,
             renderer=self._renderer,
             answer=self._calls.answer,
             most=self._settings.episodes,
@@ -193,7 +193,7 @@ class GatewayService(process.Service):
         host, port = self.config.network.interface, self.config.services.gateway.port
         if port:
             port += int(self.name.rpartition("-")[2])
-        self._runner = web.AppRunner(application(self._episodes, self._settings.max_body), access_log=None)
+        self._runner = runner(self._episodes, self._settings.max_body)
         await self._runner.setup()
         context = self._tls()
         try:
