@@ -27,7 +27,6 @@ from runtime.gateway.calls import PolicyCalls
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.players import Players
 from runtime.gateway.rendering import renderer_of
-from runtime.process import certificates
 from runtime.process.aio import now
 from runtime.process.keys import Keys
 from runtime.process.network import host_port
@@ -212,6 +211,8 @@ class GatewayService(process.Service):
             return None
         folder, files = Path(self.config.run.dir), self.keys.files
         if files is None:
+            from runtime.process import certificates  # which takes 100 ms to import
+
             own = folder / run_files.CERTIFICATES
             own.mkdir(mode=0o700, exist_ok=True)
             files = certificates.written(self.keys, own / self.name)
