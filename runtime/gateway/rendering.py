@@ -118,18 +118,29 @@ class TemplateRenderer:
         if not ended and last.reasoning and not last.content and not last.tool_calls:
             return "the reply was cut off while it reasoned"
         try:
-            asked = self.text(history[:-1], tools, generate=False) if history[1:] else ""
-            answered = self.text(history, tools, generate=False)
-            after = self.text([*history, *new], tools)
+            tail = self._tail(self.tokenizer.decode(tokens, skip_special=False), ended, history, new, tools)
         except UserError as error:
             return str(error)
-        if not answered.startswith(asked) or not after.startswith(answered):
+        if tail is None:
             return "the template renders messages otherwise when others follow"
-        head, _, tail = answered.rpartition(self._close)
-        if not head or tail.strip():
-            return f"the template does not end the reply with {self._close}"
-        added = self.encode(self._close + after[len(answered) - len(tail) :])
+        added = self.encode(self._close + tail)
         return added[1:] if ended else added
+
+    def _tail(
+        self, so_far: str, ended: bool, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
+    ) -> str | None:
+        """What the template writes behind the token that ends the reply; None where what it writes before is not the same:
+        neither to the letter what the tokens say, nor what it writes of the conversation up to the reply. Raises UserError."""
+        after = self.text([*history, *new], tools)
+        said = so_far if ended else so_far + self._close
+        if after.startswith(said):
+            return after[len(said) :]
+        asked = self.text(history[:-1], tools, generate=False) if history[1:] else ""
+        answered = self.text(history, tools, generate=False)
+        head, _, blank = answered.rpartition(self._close)
+        if head and not blank.strip() and answered.startswith(asked) and after.startswith(answered):
+            return after[len(answered) - len(blank) :]
+        return None
 
     def forced(self, choice: str, tools: Sequence[Tool]) -> list[int]:
         kind, _, name = choice.partition(":")
