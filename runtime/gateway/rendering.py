@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -73,9 +72,9 @@ class TemplateRenderer:
         generation = self._generation_prompt()
         self._opened = generation.rstrip().endswith(THINK)
         self.thinks = self._opened or THINK in tokenizer.vocabulary or THINK in getattr(self.template, "source", "")
-        self._hidden = {
-            id for id, token in tokenizer.added_tokens.items() if token.special and token.content not in MARKS
-        }  # neither text nor marks
+        special = {id for id, token in tokenizer.added_tokens.items() if token.special and token.content not in MARKS}
+        self._hidden = special | set(self.stop_ids)  # neither text nor marks
+        self._doubt = self._why_not()
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -210,8 +209,7 @@ class TemplateRenderer:
         except UserError:
             return ""
 
-    @cached_property
-    def _doubt(self) -> str:
+    def _why_not(self) -> str:
         """Why nothing can be put behind replies by this template and tokenizer; "" where it can: the token that ends a reply
         parts the text, so that what stands before it and what follows are encoded alike by themselves and together."""
         if self._close_id is None:

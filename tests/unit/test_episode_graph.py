@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from runtime import codec
+from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage
 from runtime.gateway import graph as product
 from runtime.gateway.conversation import Message, PolicyCall, Refused, Tool, ToolCall
@@ -108,6 +109,11 @@ def test_a_conversation_is_one_branch(engine: Engine) -> None:
     assert engine.graph.forks == {}
     assert engine.renderer.tokenizer.decode(branch.tokens[branch.loss_mask != 0], skip_special=False) == "Yes.<|im_end|>" * 3
     assert branch.finish_reason == "stop" and branch.sampled == len(engine.served[0][0])
+    # What was given has the version of what was sampled next.
+    expected: list[int] = []
+    for node in engine.graph.nodes:
+        expected += [node.reply.versions[0]] * len(node.given) + node.reply.versions.tolist()
+    assert branch.versions.tolist() == expected and len(set(expected)) > 2
 
 
 def test_what_clients_change_on_the_way_is_the_same_conversation(engine: Engine) -> None:
@@ -180,6 +186,30 @@ def test_where_the_template_proves_nothing_the_prompt_is_rendered_anew(renderer:
     engine.call([*history, user("2?")])
     engine.check()
     assert engine.graph.forks == {"not a prefix": 1}
+
+
+def test_what_was_reasoned_stays_in_the_history(tmp_path: Path) -> None:
+    thinking = TemplateRenderer(Tokenizer(str(cases.qwen3(tmp_path))))
+    engine = Engine(thinking, EpisodeGraph(thinking))
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    history: tuple[Message, ...] = (user("1 + 2?"),)
+    for text in ("First.", "Then."):
+        *asked, reply = engine.call(history, f"<think>\n{text}\n</think>\n\n{call}", tools=TOOLS)
+        assert reply.reasoning == text
+        history = (*asked, replace(reply, reasoning=""), Message("tool", "3", tool_call_id=reply.tool_calls[0].id))
+    extension = engine.graph.extend(PolicyCall(messages=history, tools=TOOLS))
+    assert [message.reasoning for message in extension.conversation] == ["", "First.", "", "Then.", ""]
+    assert extension.prompt.tolist() == thinking.render(extension.conversation, TOOLS)
+
+
+def test_a_reply_without_tokens_is_no_node(engine: Engine) -> None:
+    extension = engine.graph.extend(PolicyCall(messages=(user("1?"),)))
+    nothing = SampledReply(
+        np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int64), "length", Message("assistant")
+    )
+    engine.graph.add(extension, "none", [nothing], 1.0, 2.0)
+    assert engine.graph.nodes == engine.graph.branches() == []
+    engine.graph.reward("none", 1.0)
 
 
 def test_several_replies_are_siblings_and_no_fork(engine: Engine) -> None:
@@ -443,8 +473,6 @@ def test_whatever_a_client_does_the_tokens_are_those_of_the_engine(renderer: Tem
 
 
 def test_whatever_a_client_does_where_thoughts_are_left_out(tmp_path: Path) -> None:
-    from runtime.data.tokenizer import Tokenizer
-
     try_histories(TemplateRenderer(Tokenizer(str(cases.qwen3(tmp_path)))), EpisodeGraph, 100)
 
 

@@ -6,11 +6,12 @@ import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from tokenizers import AddedToken
@@ -152,6 +153,8 @@ def test_what_cannot_be_proved_has_its_reason(folder: Path) -> None:
     assert reason(by, said(by, "5", OTHER_END), True, five) == "the reply ended with <|endoftext|>, not <|im_end|>"
     by = renderer(folder, cases.FORGETFUL)
     assert reason(by, said(by, "5"), True, five) == "the template renders messages otherwise when others follow"
+    by = renderer(folder, cases.FORGETFUL.replace("messages |", "messages | selectattr('role', 'eq', 'assistant') | list |"))
+    assert reason(by, said(by, "5"), True, five) == "the template renders messages otherwise when others follow"
     by = renderer(folder, cases.ENDLESS)
     assert reason(by, said(by, "5"), True, five) == "the template ends replies with no token of its own"
     by = TemplateRenderer(Tokenizer(str(cases.qwen3(folder / "cut"))))
@@ -192,6 +195,9 @@ def call(arguments: str, name: str = "add", key: str = "arguments") -> str:
     return f'<tool_call>\n{{"name": "{name}", "{key}": {arguments}}}\n</tool_call>'
 
 
+DEEP = '<tool_call>{"name": "add", "arguments": ' + "[" * 100_000
+
+
 @pytest.mark.parametrize(
     ("text", "content", "calls"),
     [
@@ -207,7 +213,7 @@ def call(arguments: str, name: str = "add", key: str = "arguments") -> str:
         (call("[2]"), call("[2]"), []),
         (f"{call('{')}{call('{}')}", call("{"), [("add", "{}")]),
         ('<tool_call>{"name": "add", "argu', '<tool_call>{"name": "add", "argu', []),
-        ("<tool_call>" + "[" * 100_000, "<tool_call>" + "[" * 100_000, []),
+        (DEEP, DEEP, []),
     ],
 )
 def test_calls_in_tags_are_told_from_text(folder: Path, text: str, content: str, calls: list[tuple[str, str]]) -> None:
@@ -227,6 +233,12 @@ def test_without_tools_nothing_is_a_call(folder: Path) -> None:
 
 def test_special_tokens_are_no_text(folder: Path) -> None:
     assert read(renderer(folder, cases.HERMES), "a<|user|>b") == ("ab", [])
+
+
+def test_what_ends_a_reply_is_no_text_whatever_kind_of_token_it_is(folder: Path) -> None:
+    plain = AddedToken("<end>", special=False, normalized=False)
+    by = renderer(folder, cases.PLAIN.replace("<|im_end|>", "<end>"), own=[plain], eos="<end>")
+    assert by.parse((), by.encode("5<end>"), ()).content == by.visible(by.encode("5<end>")) == "5"
 
 
 def test_what_was_reasoned_is_told_apart_where_the_model_does_so(folder: Path) -> None:
@@ -296,6 +308,9 @@ PIECES = [
     pieces=st.lists(st.one_of(st.sampled_from(PIECES), st.binary(max_size=3)), max_size=12),
     tools=st.sampled_from([(), (ADD,)]),
 )
+@example(template=cases.THINKING, pieces=["<think>", "a", "</think>", "\n", "b"], tools=())
+@example(template=cases.HERMES, pieces=["a", " ", *PIECES[:1], *PIECES[4:6], PIECES[1]], tools=(ADD,))
+@example(template=cases.HERMES, pieces=["a", "€".encode()[:2], "€".encode()[2:], "<"], tools=())
 def test_what_is_visible_only_grows_and_begins_the_text(
     folder: Path, template: str, pieces: list[str | bytes], tools: tuple[Tool, ...]
 ) -> None:
@@ -359,6 +374,19 @@ def test_a_family_is_taken_where_it_renders_as_the_template_does(folder: Path) -
     before = np.concatenate([np.array(by.render([ASKED], [ADD]), np.int32), cut])
     added = by.bridge(before, len(cut), False, [ASKED, Message("assistant", reasoning="Add")], [TOLD], [ADD])
     assert isinstance(added, list) and text_of(by, added).startswith("</think><|im_end|>\n<|im_start|>user\n<tool_response>")
+
+
+def test_what_a_family_says_of_other_tokens_than_those_that_are_there_is_not_taken(folder: Path) -> None:
+    class Forgetful:
+        def bridge_to_next_turn(self, before: list[int], reply: list[int], new: Any, tools: Any) -> Any:
+            return SimpleNamespace(token_ids=[*before, END, 65])
+
+    by = FamilyRenderer(cases.tokenizer_of(folder / "other", cases.HERMES), "auto", Forgetful())
+    reply = said(by, "5")
+    before = np.concatenate([np.array(by.render([ASKED], ()), np.int32), reply])
+    history, new = [ASKED, Message("assistant", "5")], [Message("user", "And?")]
+    added = by.bridge(before, len(reply), True, history, new, ())
+    assert isinstance(added, list) and [*before.tolist(), *added] == by.render([*history, *new], ())
 
 
 @pytest.mark.parametrize("change", [("# Tools", "# tools"), ("'\\n<tool_response>\\n'", "'\\n<tool_response>'")])
