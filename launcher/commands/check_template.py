@@ -20,12 +20,12 @@ from runtime.gateway.rendering import TemplateRenderer, renderer_of
 from runtime.telemetry.shown import LiteralTable, say
 
 
-class Outcome(Struct, frozen=True):
+class TemplateOutcome(Struct, frozen=True):
     """What became of a conversation: how its replies were continued, where they were not, and what was refused."""
 
     name: str
     ways: Counter[str]
-    forks: list[str]
+    forks: dict[str, list[str]]  # numbers of messages by reason
     refused: str
 
 
@@ -36,7 +36,8 @@ def check(model: Path) -> int:
     table = LiteralTable("conversation", "how it goes on", "where it would be rendered anew, or is refused")
     for outcome in outcomes:
         how = ", ".join(f"{way} x {count}" for way, count in outcome.ways.items())
-        table.add_row(outcome.name, how, "\n".join([*outcome.forks, outcome.refused]).strip())
+        where = [f"message{'s' * (len(at) > 1)} {', '.join(at)}: {why}" for why, at in outcome.forks.items()]
+        table.add_row(outcome.name, how, "\n".join([*where, outcome.refused]).strip())
     console = Console()
     console.print(table)
     forked = sum(bool(outcome.forks) for outcome in outcomes)
@@ -51,21 +52,21 @@ def check(model: Path) -> int:
     return 1 if forked else 0
 
 
-def play(renderer: TemplateRenderer, probe: ProbeConversation) -> Outcome:
+def play(renderer: TemplateRenderer, probe: ProbeConversation) -> TemplateOutcome:
     """A conversation whose replies are as the model would write them, and whose client drops what was reasoned."""
-    graph, ways, forks = EpisodeGraph(renderer), Counter[str](), list[str]()
+    graph, ways, forks = EpisodeGraph(renderer), Counter[str](), dict[str, list[str]]()
     for index, message in enumerate(probe.messages):
         if message.role == "assistant":
             try:
                 extension = graph.extend(PolicyCall(messages=_sent(probe.messages[:index]), tools=probe.tools))
             except Refused as refused:
-                return Outcome(probe.name, ways, forks, f"message {index}: {refused}")
+                return TemplateOutcome(probe.name, ways, forks, f"message {index}: {refused}")
             if extension.fork:
-                forks.append(f"message {index}: {extension.fork}")
+                forks.setdefault(extension.fork, []).append(str(index))
             elif extension.parent is not None:
                 ways[_way(renderer, extension)] += 1
             graph.add(extension, str(index), [_reply(renderer, message)], 0.0, 0.0)
-    return Outcome(probe.name, ways, forks, "")
+    return TemplateOutcome(probe.name, ways, forks, "")
 
 
 def _sent(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -40,19 +40,19 @@ class SampledReply(Struct, frozen=True):
 
 
 @dataclass(eq=False)
-class Node:
+class ReplyNode:
     """One reply. `given`: int32, what was put before it, the tokens it was forced to begin with included. Times in seconds."""
 
-    parent: Node | None
+    parent: ReplyNode | None
     given: np.ndarray
     reply: SampledReply
     conversation: tuple[Message, ...]  # up to and with the reply; empty where tokens or text were asked
     tools: tuple[Tool, ...]
     began: float
     ended: float
-    children: list[Node] = field(default_factory=list)
+    children: list[ReplyNode] = field(default_factory=list)
 
-    def path(self) -> list[Node]:
+    def path(self) -> list[ReplyNode]:
         """From the root to this node."""
         nodes = [self]
         while nodes[-1].parent is not None:
@@ -69,7 +69,7 @@ class Extension:
     """Where a call goes on. `prompt`: int32, all that the engine is given; `given`: its end, which is put behind `parent`;
     `forced`: the end of that, by which the reply is made to begin. `fork`: why the graph forks; "" where it does not."""
 
-    parent: Node | None
+    parent: ReplyNode | None
     prompt: np.ndarray
     given: np.ndarray
     forced: tuple[int, ...]
@@ -108,12 +108,12 @@ class EpisodeGraph:
 
     def __init__(self, renderer: ConversationRenderer):
         self.forks: Counter[str] = Counter()  # by what stands before the colon of the reason
-        self.nodes: list[Node] = []
+        self.nodes: list[ReplyNode] = []
         self._renderer = renderer
-        self._replies: dict[bytes, list[Node]] = {}  # by the digest of the conversation up to and with each
+        self._replies: dict[bytes, list[ReplyNode]] = {}  # by the digest of the conversation up to and with each
         self._prefixes: set[bytes] = set()  # digests of all conversations up to each of their messages
-        self._completions: dict[str, list[Node]] = {}
-        self._rewards: dict[Node, float] = {}
+        self._completions: dict[str, list[ReplyNode]] = {}
+        self._rewards: dict[ReplyNode, float] = {}
 
     def extend(self, call: PolicyCall) -> Extension:
         """Raises Refused for what the model's template cannot render, and for a tool choice that is none of the tools."""
@@ -147,7 +147,7 @@ class EpisodeGraph:
             self.forks[fork.partition(":")[0]] += 1
         conversation = extension.conversation
         nodes = [
-            Node(
+            ReplyNode(
                 parent=parent,
                 given=extension.given,
                 reply=reply,
@@ -187,7 +187,7 @@ class EpisodeGraph:
 
     def branches(self) -> list[Branch]:
         """One for each leaf, in the order in which leaves were made. A reply is trained in the first branch that has it."""
-        trained: set[Node] = set()
+        trained: set[ReplyNode] = set()
         found = []
         for leaf in self.nodes:
             if not leaf.children:
@@ -196,7 +196,7 @@ class EpisodeGraph:
                 trained.update(path)
         return found
 
-    def _branch(self, path: Sequence[Node], trained: set[Node]) -> Branch:
+    def _branch(self, path: Sequence[ReplyNode], trained: set[ReplyNode]) -> Branch:
         mask, logprobs, versions = [], [], []
         rewards: dict[int, float] = {}
         length = 0
@@ -220,13 +220,13 @@ class EpisodeGraph:
             rewards=rewards,
         )
 
-    def _behind(self, parent: Node, call: PolicyCall) -> list[int] | str:
+    def _behind(self, parent: ReplyNode, call: PolicyCall) -> list[int] | str:
         """What continues `parent`, or why nothing does."""
         sampled, new = parent.reply.tokens, call.messages[len(parent.conversation) :]
         ended = int(sampled[-1]) in self._renderer.stop_ids
         return self._renderer.bridge(parent.tokens(), len(sampled), ended, parent.conversation, new, call.tools)
 
-    def _parent(self, call: PolicyCall, digests: Sequence[bytes]) -> tuple[Node | None, str]:
+    def _parent(self, call: PolicyCall, digests: Sequence[bytes]) -> tuple[ReplyNode | None, str]:
         """The deepest reply, with the same tools, that the call's history contains; and why this is a fork."""
         parent, other_tools = None, False
         for message, digest in zip(reversed(call.messages), reversed(digests), strict=True):
@@ -249,7 +249,7 @@ class EpisodeGraph:
     def _by_tokens(self, prompt: np.ndarray) -> Extension:
         """Behind the deepest reply whose path the prompt begins with."""
         parent, at, edited = None, 0, -1
-        behind: list[tuple[int, Node]] = [(0, node) for node in self.nodes if node.parent is None]
+        behind: list[tuple[int, ReplyNode]] = [(0, node) for node in self.nodes if node.parent is None]
         while behind:
             begin, node = behind.pop()
             own = np.concatenate([node.given, node.reply.tokens])

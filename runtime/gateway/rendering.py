@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -76,9 +75,9 @@ class TemplateRenderer:
         generation = self._generation_prompt()
         self._opened = generation.rstrip().endswith(THINK)
         self.thinks = self._opened or THINK in tokenizer.vocabulary or THINK in getattr(self.template, "source", "")
-        self._hidden = {
-            id for id, token in tokenizer.added_tokens.items() if token.special and token.content not in MARKS
-        }  # neither text nor marks
+        special = {id for id, token in tokenizer.added_tokens.items() if token.special and token.content not in MARKS}
+        self._hidden = special | set(self.stop_ids)  # neither text nor marks
+        self._doubt = self._why_not()
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -121,18 +120,29 @@ class TemplateRenderer:
         if not ended and last.reasoning and not last.content and not last.tool_calls:
             return "the reply was cut off while it reasoned"
         try:
-            asked = self.text(history[:-1], tools, generate=False) if history[1:] else ""
-            answered = self.text(history, tools, generate=False)
-            after = self.text([*history, *new], tools)
+            tail = self._tail(self.tokenizer.decode(tokens, skip_special=False), ended, history, new, tools)
         except UserError as error:
             return str(error)
-        if not answered.startswith(asked) or not after.startswith(answered):
+        if tail is None:
             return "the template renders messages otherwise when others follow"
-        head, _, tail = answered.rpartition(self._close)
-        if not head or tail.strip():
-            return f"the template does not end the reply with {self._close}"
-        added = self.encode(self._close + after[len(answered) - len(tail) :])
+        added = self.encode(self._close + tail)
         return added[1:] if ended else added
+
+    def _tail(
+        self, so_far: str, ended: bool, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
+    ) -> str | None:
+        """What the template writes behind the token that ends the reply; None where what it writes before is not the same:
+        neither to the letter what the tokens say, nor what it writes of the conversation up to the reply. Raises UserError."""
+        after = self.text([*history, *new], tools)
+        said = so_far if ended else so_far + self._close
+        if after.startswith(said):
+            return after[len(said) :]
+        asked = self.text(history[:-1], tools, generate=False) if history[1:] else ""
+        answered = self.text(history, tools, generate=False)
+        head, _, blank = answered.rpartition(self._close)
+        if head and not blank.strip() and answered.startswith(asked) and after.startswith(answered):
+            return after[len(answered) - len(blank) :]
+        return None
 
     def forced(self, choice: str, tools: Sequence[Tool]) -> list[int]:
         kind, _, name = choice.partition(":")
@@ -206,8 +216,7 @@ class TemplateRenderer:
         except UserError:
             return ""
 
-    @cached_property
-    def _doubt(self) -> str:
+    def _why_not(self) -> str:
         """Why nothing can be put behind replies by this template and tokenizer; "" where it can: the token that ends a reply
         parts the text, so that what stands before it and what follows are encoded alike by themselves and together."""
         if self._close_id is None:
