@@ -18,11 +18,12 @@ Choice = Literal["auto", "none", "required"]
 
 class Refused(SluiceError):
     """A request that is answered with an error: its HTTP `status`, and the field `param` where one is at fault. `retry_after`:
-    seconds until another try may succeed."""
+    seconds until another try may succeed. `code`: OpenAI's, by which clients tell a context that is too long:
+    "context_length_exceeded"."""
 
-    def __init__(self, status: int, message: str, param: str = "", retry_after: float | None = None):
+    def __init__(self, status: int, message: str, param: str = "", retry_after: float | None = None, code: str = ""):
         super().__init__(message)
-        self.status, self.param, self.retry_after = status, param, retry_after
+        self.status, self.param, self.retry_after, self.code = status, param, retry_after, code
 
 
 class ToolCall(Struct, frozen=True):
@@ -70,7 +71,7 @@ class PolicyCall(Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    repeats: str = ""  # what makes another request the same call: its idempotency key, else a digest of its body
+    repeats: str = ""  # what makes another request the same call: "key:" and its idempotency key, else "body:" and a digest
 
 
 class PolicyReply(Struct, frozen=True):
