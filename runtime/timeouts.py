@@ -88,3 +88,8 @@ REMOTE_REWARD_RECONNECT = 0.1  # before gRPC connects to it a second time
 VLLM_POLL = 0.01  # poll whether a wait for outputs is interrupted
 VLLM_OUTPUT_POLL = 0.02  # poll for what vLLM printed
 VLLM_LAST_OUTPUT = 5.0  # deadline from vLLM's failure until what it printed is here
+
+# ------------------------------------------------------------------------------------------------ the gateway
+
+REQUEST_BODY = 60.0  # deadline of a request's body behind its head
+STREAM_SILENCE = 15.0  # between two events of a streamed answer, of which nothing is to be told yet: less than proxies wait

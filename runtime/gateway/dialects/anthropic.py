@@ -1,0 +1,256 @@
+"""Anthropic's messages: POST /v1/messages. https://docs.anthropic.com/en/api/messages, as its Python package 2.14 has it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec import Struct
+
+from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
+from runtime.gateway.dialects.answers import Events, event
+from runtime.gateway.dialects.fields import (
+    Count,
+    FieldTable,
+    NonNegative,
+    Share,
+    StopText,
+    Strict,
+    TopK,
+    decode,
+    one_of,
+    part_text,
+    read,
+    text_of,
+    wrong,
+)
+from runtime.gateway.dialects.openai import choice_of
+
+
+class _ToolChoice(Strict, frozen=True):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class _MessagesRequest(Struct, frozen=True, kw_only=True):
+    max_tokens: Count
+    messages: list[Any]
+    system: Any = None
+    stop_sequences: tuple[StopText, ...] = ()
+    stream: bool = False
+    temperature: NonNegative | None = None
+    top_p: Share | None = None
+    top_k: TopK | None = None
+    thinking: dict[str, Any] = {}
+    tools: list[Any] = []
+    tool_choice: _ToolChoice = _ToolChoice("auto")
+    thread: Any = None
+
+
+# One model is served, by whatever name. What concerns keeping, caching and billing changes no answer.
+_REQUEST = FieldTable(
+    _MessagesRequest,
+    "model metadata service_tier cache_control inference_geo user_profile_id workspace_id",
+    {"mcp_servers": ([],), "output_config": ({},), "speed": ("standard",)},
+)
+
+
+class _Turn(Strict, frozen=True):
+    role: str
+    content: Any
+
+
+class _Block(Strict, frozen=True, kw_only=True):
+    type: str
+    cache_control: Any = None
+    caller: Any = None
+    toolset_name: None = None
+
+
+class _ToolUse(_Block, frozen=True):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _ToolResult(_Block, frozen=True):
+    tool_use_id: str
+    content: Any = None
+    is_error: Any = None  # for the content to say, which is what the model reads
+
+
+class _Thinking(_Block, frozen=True):
+    thinking: str
+    signature: Any = None
+
+
+class _CustomTool(Strict, frozen=True):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: str | None = None
+    cache_control: Any = None
+    strict: Any = None
+    eager_input_streaming: Any = None
+    defer_loading: None = None
+    input_examples: None = None
+    allowed_callers: None = None
+
+
+class MessagesAsked(Struct, frozen=True):
+    call: PolicyCall
+    stream: bool
+
+    def answer(self, completion: Completion) -> dict[str, Any]:
+        reply = completion.replies[0]
+        head = {"id": completion.id, "type": "message", "role": "assistant", "model": completion.model}
+        return {**head, "content": _blocks(reply.message), **_end(reply), "usage": _usage(completion)}
+
+    def events(self, model: str, created: float) -> Events:
+        return _MessageEvents(model, created)
+
+
+class _MessageEvents(Events):
+    """Text goes out as it grows; what the model thought and its calls are known, and told, at the end."""
+
+    waiting: ClassVar[bytes] = event({"type": "ping"}, "ping")
+
+    def __init__(self, model: str, created: float):
+        super().__init__(model, created)
+        self._begun = self._writing = False  # the message, and its text, which is its first block then
+
+    def told(self, id: str, index: int, text: str) -> bytes:
+        parts = []
+        if not self._begun:
+            self._begun = True
+            message = {"id": id, "type": "message", "role": "assistant", "model": self._model, "content": []}
+            # The prompt's tokens are counted at the end, where `message_delta` has them.
+            end = {"stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": 0, "output_tokens": 0}}
+            parts.append(_say("message_start", message={**message, **end}))
+        if new := self._new(0, text):
+            if not self._writing:
+                self._writing = True
+                parts.append(_say("content_block_start", index=0, content_block={"type": "text", "text": ""}))
+            parts.append(_say("content_block_delta", index=0, delta={"type": "text_delta", "text": new}))
+        return b"".join(parts)
+
+    def end(self, completion: Completion) -> bytes:
+        reply = completion.replies[0]
+        parts = [self.told(completion.id, 0, reply.message.content if self._writing else "")]
+        for index, block in enumerate(_blocks(reply.message, self._writing)):
+            if index or not self._writing:
+                parts += _begin(index, block)
+            parts.append(_say("content_block_stop", index=index))
+        return b"".join([*parts, _say("message_delta", delta=_end(reply), usage=_usage(completion)), _say("message_stop")])
+
+
+def parse(body: bytes) -> MessagesAsked:
+    """Raises Refused, 400."""
+    request = _REQUEST.read(decode(body))
+    if request.thread is not None:  # by this code the client's tool runner sends whole conversations instead
+        raise Refused(400, "thread: is not implemented", "thread", code="thread_unsupported_request")
+    if not request.messages:
+        raise wrong("messages", [], "a conversation")
+    one_of("thinking.type", request.thinking.get("type", "disabled"), ("disabled", "adaptive"))  # the model thinks as it does
+    messages = [Message("system", text_of(request.system, "system"))] if request.system else []
+    for index, given in enumerate(request.messages):
+        messages += _turn(given, f"messages[{index}]")
+    tools = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools))
+    choice = request.tool_choice
+    if (choice.type == "tool") != (choice.name is not None):
+        raise wrong("tool_choice.name", choice.name, 'what a choice of type "tool" has, and no other')
+    call = PolicyCall(
+        messages=tuple(messages),
+        tools=tools,
+        tool_choice=choice_of(choice.type, choice.name, tools, {"auto": "auto", "any": "required", "none": "none"}),
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        max_tokens=request.max_tokens,
+        stop=request.stop_sequences,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k and max(0, request.top_k),
+    )
+    return MessagesAsked(call, request.stream)
+
+
+def _tool(given: Any, where: str) -> Tool:
+    if isinstance(given, dict):  # before its other fields, which those that Anthropic's servers run have
+        one_of(f"{where}.type", given.get("type") or "custom", ("custom",))
+    tool = read(_CustomTool, given, where)
+    return Tool(tool.name, tool.description or "", tool.input_schema)
+
+
+def _turn(given: Any, where: str) -> list[Message]:
+    """The messages of one of Anthropic's, in which a user's text and the results of several tools stand together."""
+    turn = read(_Turn, given, where)
+    role = one_of(f"{where}.role", turn.role, ("user", "assistant", "system"))
+    where = f"{where}.content"
+    if role == "system" or not isinstance(turn.content, list):
+        return [Message(role, text_of(turn.content, where))]
+    texts: list[str] = []  # of one message, so far
+    messages, reasoning, calls = [], [], []
+    for index, block in enumerate(turn.content):
+        kind, place = block.get("type") if isinstance(block, dict) else None, f"{where}[{index}]"
+        if role == "user" and kind == "tool_result":
+            if texts:
+                messages.append(Message("user", "\n".join(texts)))
+                texts = []
+            result = read(_ToolResult, block, place)
+            messages.append(Message("tool", text_of(result.content, f"{place}.content"), tool_call_id=result.tool_use_id))
+        elif role == "assistant" and kind == "tool_use":
+            use = read(_ToolUse, block, place)
+            calls.append(ToolCall(use.id, use.name, msgspec.json.encode(use.input).decode()))
+        elif role == "assistant" and kind == "thinking":
+            reasoning.append(read(_Thinking, block, place).thinking)
+        else:
+            texts.append(part_text(block, place))
+    if role == "assistant" or texts:
+        messages.append(Message(role, "\n".join(texts), tuple(calls), reasoning="\n".join(reasoning)))
+    return messages
+
+
+def _blocks(message: Message, text_first: bool = False) -> list[dict[str, Any]]:
+    """The content. What the model thought stands before its text, unless that was told first."""
+    text = [{"type": "text", "text": message.content}] if message.content else []
+    thinking = [{"type": "thinking", "thinking": message.reasoning, "signature": ""}] if message.reasoning else []
+    calls = [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments)} for call in message.tool_calls
+    ]
+    return [*(text + thinking if text_first else thinking + text), *calls]
+
+
+def _object(arguments: str) -> Any:
+    """Arguments as an object. Text that is none is one object's only field."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        value = None
+    return msgspec.Raw(arguments.encode()) if isinstance(value, dict) else {"arguments": arguments}
+
+
+def _begin(index: int, block: dict[str, Any]) -> list[bytes]:
+    """A block, but for its end."""
+    field = {"text": "text", "thinking": "thinking", "tool_use": "input"}[block["type"]]
+    if field == "input":
+        empty, delta = {**block, "input": {}}, {"partial_json": msgspec.json.encode(block["input"]).decode()}
+    else:
+        empty, delta = {**block, field: ""}, {field: block[field]}
+    kind = {"text": "text_delta", "thinking": "thinking_delta", "input": "input_json_delta"}[field]
+    start = _say("content_block_start", index=index, content_block=empty)
+    return [start, _say("content_block_delta", index=index, delta={"type": kind, **delta})]
+
+
+def _end(reply: PolicyReply) -> dict[str, Any]:
+    reason = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "stop_sequence" if reply.stop else "end_turn"}[
+        reply.end
+    ]
+    return {"stop_reason": reason, "stop_sequence": reply.stop or None}
+
+
+def _usage(completion: Completion) -> dict[str, int]:
+    return {"input_tokens": len(completion.prompt), "output_tokens": len(completion.replies[0].tokens)}
+
+
+def _say(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)

@@ -1,0 +1,190 @@
+"""OpenAI's chat completions: POST /v1/chat/completions.
+https://platform.openai.com/docs/api-reference/chat/create, as its Python package 3.57 has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Tool, ToolCall
+from runtime.gateway.dialects.answers import Events
+from runtime.gateway.dialects.fields import Count, FieldTable, Strict, decode, one_of, read, text_of, wrong
+from runtime.gateway.dialects.openai import (
+    OPENAI_WORDS,
+    PENALTIES,
+    UNUSED,
+    ChunkEvents,
+    Streamed,
+    called,
+    choice_of,
+    function_only,
+    function_tool,
+    head,
+    token_logprobs,
+    usage,
+)
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class _ChatRequest(Streamed, frozen=True, kw_only=True):
+    messages: list[Any]
+    max_completion_tokens: Count | None = None
+    tools: tuple[Any, ...] = ()
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+
+
+_NEUTRAL = {
+    **PENALTIES,
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+}
+_REQUEST = FieldTable(_ChatRequest, UNUSED, _NEUTRAL)
+
+
+class _ChatFunction(Strict, frozen=True):
+    name: str
+    arguments: str
+
+
+class _ChatToolCall(Strict, frozen=True):
+    id: str
+    function: _ChatFunction
+    type: str = "function"
+    index: Any = None  # this and what follows comes back with answers of this API, others, and litellm
+    provider_specific_fields: Any = None
+
+
+class _ChatMessage(Strict, frozen=True):
+    role: str
+    content: Any = None
+    name: str | None = None
+    tool_calls: list[_ChatToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    annotations: Any = None
+    provider_specific_fields: Any = None
+    cache_control: Any = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+
+
+class ChatAsked(Struct, frozen=True):
+    call: PolicyCall
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+
+    def answer(self, completion: Completion) -> dict[str, Any]:
+        choices = [
+            {"index": index, "message": _answered(reply.message), **self.end(reply)}
+            for index, reply in enumerate(completion.replies)
+        ]
+        start = head("chat.completion", completion.id, completion.model, completion.created)
+        return {**start, "choices": choices, "usage": usage(completion)}
+
+    def events(self, model: str, created: float) -> Events:
+        return _ChatEvents(self, model, created)
+
+    def end(self, reply: PolicyReply) -> dict[str, Any]:
+        return {"logprobs": token_logprobs(reply) if self.logprobs else None, "finish_reason": reply.end}
+
+
+class _ChatEvents(ChunkEvents):
+    """Of each reply: its role, its text as it grows, its calls, its end."""
+
+    def __init__(self, asked: ChatAsked, model: str, created: float):
+        super().__init__("chat.completion.chunk", asked.include_usage, model, created)
+        self._asked = asked
+
+    def told(self, id: str, index: int, text: str) -> bytes:
+        begin = b"" if index in self._sent else self._delta(id, index, role="assistant", content="" if text else None)
+        new = self._new(index, text)
+        return begin + (self._delta(id, index, content=new) if new else b"")
+
+    def rest(self, id: str, index: int, reply: PolicyReply) -> bytes:
+        message = reply.message
+        begin = self.told(id, index, "") if index not in self._sent else b""
+        reasoning = self._delta(id, index, reasoning_content=message.reasoning) if message.reasoning else b""
+        text = self.told(id, index, message.content)
+        calls = [
+            self._delta(id, index, tool_calls=[{"index": number, **called(call)}])
+            for number, call in enumerate(message.tool_calls)
+        ]
+        end = self.chunk(id, [{"index": index, "delta": {}, **self._asked.end(reply)}])
+        return b"".join([begin, reasoning, text, *calls, end])
+
+    def _delta(self, id: str, index: int, **delta: Any) -> bytes:
+        return self.chunk(id, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+
+def parse(body: bytes) -> ChatAsked:
+    """Raises Refused, 400."""
+    request = _REQUEST.read(decode(body))
+    if not request.messages:
+        raise wrong("messages", [], "a conversation")
+    sampling = request.sampling()
+    if (limit := request.max_completion_tokens) is not None:
+        if request.max_tokens not in (None, limit):
+            raise wrong("max_tokens", request.max_tokens, f"max_completion_tokens, which is {limit}")
+        sampling["max_tokens"] = limit
+    tools = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools))
+    call = PolicyCall(
+        messages=tuple(_message(message, f"messages[{index}]") for index, message in enumerate(request.messages)),
+        tools=tools,
+        tool_choice=choice_of(request.tool_choice, _named(request.tool_choice), tools, OPENAI_WORDS),
+        parallel_tool_calls=request.parallel_tool_calls,
+        **sampling,
+    )
+    return ChatAsked(call, request.stream, request.stream_options.include_usage, request.logprobs)
+
+
+def _message(given: Any, where: str) -> Message:
+    message = read(_ChatMessage, given, where)
+    role = one_of(f"{where}.role", message.role, ROLES)
+    if role != "assistant" and (message.tool_calls or message.reasoning_content):
+        raise wrong(f"{where}.role", role, '"assistant", which alone has tool_calls and reasoning_content')
+    if (role == "tool") != bool(message.tool_call_id):
+        raise wrong(f"{where}.tool_call_id", message.tool_call_id, 'what a message of role "tool" has, and no other')
+    calls = message.tool_calls or ()
+    for index, call in enumerate(calls):
+        one_of(f"{where}.tool_calls[{index}].type", call.type, ("function",))
+    return Message(
+        role="system" if role == "developer" else role,
+        content=text_of(message.content, f"{where}.content"),
+        tool_calls=tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in calls),
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+        reasoning=message.reasoning_content or "",
+    )
+
+
+def _tool(given: Any, where: str) -> Tool:
+    return function_tool(function_only(given, where).get("function"), f"{where}.function")
+
+
+class _ChatNamed(Strict, frozen=True):
+    name: str
+
+
+def _named(choice: str | dict[str, Any]) -> str | None:
+    if isinstance(choice, str):
+        return None
+    return read(_ChatNamed, function_only(choice, "tool_choice").get("function"), "tool_choice.function").name
+
+
+def _answered(message: Message) -> dict[str, Any]:
+    content = message.content or (None if message.tool_calls else "")
+    answered: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if message.reasoning:
+        answered["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        answered["tool_calls"] = [called(call) for call in message.tool_calls]
+    return answered

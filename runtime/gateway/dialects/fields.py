@@ -1,0 +1,141 @@
+"""From the JSON of a request to Structs; and what a client reads where its request is at fault. No I/O.
+
+A table of fields has three parts. `implemented`: a Struct. `unused`: fields that change nothing in the answer, whatever their
+value. `neutral`: fields that are not implemented, each with the values that ask for nothing. null is the same as absent.
+Everything else is refused, by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from runtime.gateway.conversation import Refused
+
+T = TypeVar("T")
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1)]  # 0 or -1: off, as in vLLM
+StopText = Annotated[str, Meta(min_length=1)]
+
+_FAULT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_NAMED = re.compile("Object (missing required|contains unknown) field `(.*)`")
+
+
+class Strict(Struct, frozen=True, forbid_unknown_fields=True):
+    """An object within a request. Its fields of type Any that nobody reads change nothing in the answer; those of type None are
+    not implemented."""
+
+
+class FieldTable(Struct, Generic[T], frozen=True):
+    """What an object of a request may have. `unused` are names with spaces between them."""
+
+    implemented: type[T]
+    unused: str = ""
+    neutral: Mapping[str, tuple[Any, ...]] = {}
+
+    def read(self, given: Any, where: str = "") -> T:
+        """The Struct of an object that stands at `where` in the request. Raises Refused, 400."""
+        if not isinstance(given, dict):
+            raise wrong(where or "the body", given, "an object")
+        fields: tuple[str, ...] = self.implemented.__struct_encode_fields__  # type: ignore[attr-defined]
+        kept = {name: value for name, value in given.items() if value is not None and name not in self.unused.split()}
+        for name in kept.keys() - set(fields):
+            param = _join(where, name)
+            if name not in self.neutral:
+                raise wrong(param, kept[name], "implemented")
+            if kept[name] not in self.neutral[name]:
+                raise wrong(param, kept[name], f"implemented; {_any_of((*self.neutral[name], None))} is")
+            del kept[name]
+        return read(self.implemented, kept, where)
+
+
+def decode(body: bytes) -> Any:
+    """The JSON of a body. Raises Refused, 400."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON: {error}") from None
+
+
+def read(struct: type[T], given: Any, where: str) -> T:
+    """The Struct of an object that stands at `where` in the request. Raises Refused, 400."""
+    try:
+        return msgspec.convert(given, struct)
+    except msgspec.ValidationError as error:
+        raise _refusal(str(error), given, where) from None
+
+
+def wrong(param: str, value: Any, allowed: str) -> Refused:
+    """A refusal of the field `param`."""
+    return Refused(400, f"{param}: {_brief(value)} is not {allowed}", param)
+
+
+def one_of(param: str, value: Any, allowed: Collection[str]) -> Any:
+    """The value. Raises Refused, 400, when it is another."""
+    if not isinstance(value, str) or value not in allowed:
+        raise wrong(param, value, _any_of(allowed))
+    return value
+
+
+def text_of(content: Any, where: str, kinds: Collection[str] = ("text",)) -> str:
+    """Of a text, or of parts of text, which are lines of one text as they are in vLLM (`parse_chat_messages`). Raises Refused,
+    400, for parts of any other kind."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise wrong(where, content, "a text or a list of parts")
+    return "\n".join(part_text(part, f"{where}[{index}]", kinds) for index, part in enumerate(content))
+
+
+class _TextPart(Strict, frozen=True):
+    text: str
+    type: str
+    annotations: Any = None  # with `citations` and `logprobs`, what comes back with an answer
+    citations: Any = None
+    logprobs: Any = None
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+def part_text(part: Any, where: str, kinds: Collection[str] = ("text",)) -> str:
+    """As `text_of`, of one part."""
+    if isinstance(part, dict) and part.get("type") not in kinds:
+        raise wrong(f"{where}.type", part.get("type"), f"{_any_of(kinds)}: the model reads text alone, no vision and no audio")
+    return read(_TextPart, part, where).text
+
+
+def _refusal(fault: str, given: Any, where: str) -> Refused:
+    """Of what msgspec says: "Expected `int`, got `str` - at `$.tools[0].name`"."""
+    found = _FAULT.fullmatch(fault)
+    assert found is not None
+    what, path = found["what"], (found["path"] or "").replace("[...]", "")
+    if named := _NAMED.fullmatch(what):
+        param = _join(where, _join(path, named[2]))
+        return Refused(400, f"{param}: is missing" if "missing" in named[1] else f"{param}: is not implemented", param)
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+        given = given[int(index)] if index else given[name]
+    param = _join(where, path)
+    return Refused(400, f"{param}: {_brief(given)}: {what[:1].lower()}{what[1:].replace('`', '')}", param)
+
+
+def _join(where: str, name: str) -> str:
+    return f"{where}.{name}" if where and name and not name.startswith("[") else where + name
+
+
+def _any_of(allowed: Collection[Any]) -> str:
+    return " or ".join(map(_brief, allowed))
+
+
+def _brief(value: Any) -> str:
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= 80 else f"{text[:77]}..."

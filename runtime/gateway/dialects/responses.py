@@ -1,0 +1,308 @@
+"""OpenAI's responses: POST /v1/responses. https://platform.openai.com/docs/api-reference/responses/create, as its Python
+package 3.57 has it.
+
+What the assistant says in one reply is one Message here, and several items there: what it thought, its text, its calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from runtime.gateway.conversation import Completion, Message, PolicyCall, ToolCall
+from runtime.gateway.dialects.answers import Events, event
+from runtime.gateway.dialects.fields import Count, FieldTable, NonNegative, Share, Strict, decode, one_of, read, text_of, wrong
+from runtime.gateway.dialects.openai import OPENAI_WORDS, UNUSED, choice_of, function_only, function_tool
+
+ROLES = ("system", "developer", "user", "assistant")
+TEXTS = ("input_text", "output_text", "text")
+
+
+class _ResponsesRequest(Struct, frozen=True, kw_only=True):
+    input: str | list[Any]
+    instructions: str = ""
+    max_output_tokens: Count | None = None
+    parallel_tool_calls: bool = True
+    previous_response_id: str = ""
+    stream: bool = False
+    temperature: NonNegative | None = None
+    top_p: Share | None = None
+    tools: list[Any] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    text: dict[str, Any] = {}
+    reasoning: dict[str, Any] = {}
+
+
+_NEUTRAL = {
+    "background": (False,),
+    "context_management": ([],),
+    "include": ([], ["reasoning.encrypted_content"]),  # nothing is encrypted: what the model thought is told as it is
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+_REQUEST = FieldTable(_ResponsesRequest, f"{UNUSED} stream_options", _NEUTRAL)
+_TEXT = FieldTable(Strict, neutral={"format": ({"type": "text"},), "verbosity": ("medium",)})
+_REASONING = FieldTable(Strict)
+
+
+class _InputItem(Strict, frozen=True, kw_only=True):
+    type: Any = None
+    id: Any = None
+    status: Any = None
+    phase: Any = None
+    caller: Any = None
+
+
+class _InputMessage(_InputItem, frozen=True):
+    role: str
+    content: Any
+
+
+class _FunctionCall(_InputItem, frozen=True):
+    call_id: str
+    name: str
+    arguments: str
+    namespace: None = None
+
+
+class _FunctionOutput(_InputItem, frozen=True):
+    call_id: str
+    output: Any
+
+
+class _ReasoningItem(_InputItem, frozen=True):
+    content: Any = None
+    summary: Any = None
+    encrypted_content: Any = None
+
+
+class _NamedFunction(Strict, frozen=True):
+    name: str
+    type: str
+
+
+class ResponseAsked(Struct, frozen=True):
+    call: PolicyCall
+    stream: bool
+    previous: str  # the completion whose conversation goes on here; empty: `call` has the whole conversation
+    request: dict[str, Any]  # what a response repeats of it
+
+    def continues(self, history: tuple[Message, ...]) -> PolicyCall:
+        """The call behind the conversation up to `previous`, whose instructions give way to new ones."""
+        instructions = 1 if self.request["instructions"] else 0
+        former = history[1:] if instructions and history and history[0].role == "system" else history
+        messages = self.call.messages
+        return replace(self.call, messages=(*messages[:instructions], *former, *messages[instructions:]))
+
+    def answer(self, completion: Completion) -> dict[str, Any]:
+        return self.response(completion.id, completion.model, int(completion.created), completion)
+
+    def events(self, model: str, created: float) -> Events:
+        return _ResponseEvents(self, model, created)
+
+    def response(
+        self, id: str, model: str, created: int, completion: Completion | None, text_first: bool = False
+    ) -> dict[str, Any]:
+        """The whole answer. None: it has only begun."""
+        status, output, used = "in_progress", [], None
+        if completion is not None:
+            reply = completion.replies[0]
+            status = "incomplete" if reply.end == "length" else "completed"
+            output = _items(id, reply.message, status, text_first)
+            used = {
+                "input_tokens": len(completion.prompt),
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": len(reply.tokens),
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": len(completion.prompt) + len(reply.tokens),
+            }
+        return {
+            "id": id,
+            "object": "response",
+            "created_at": created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": model,
+            "output": output,
+            "usage": used,
+            **self.request,
+        }
+
+
+class _ResponseEvents(Events):
+    """Text goes out as it grows; what the model thought and its calls are known, and told, at the end."""
+
+    def __init__(self, asked: ResponseAsked, model: str, created: float):
+        super().__init__(model, created)
+        self._asked = asked
+        self._number = 0
+        self._writing = False  # the text, which is the first item then
+
+    def told(self, id: str, index: int, text: str) -> bytes:
+        parts = []
+        if not self._number:
+            response = self._asked.response(id, self._model, self._created, None)
+            parts = [self._say("response.created", response=response), self._say("response.in_progress", response=response)]
+        if new := self._new(0, text):
+            at = {"item_id": f"msg_{id}", "output_index": 0, "content_index": 0}
+            if not self._writing:
+                self._writing = True
+                item = {**_message_item(id, "", "in_progress"), "content": []}
+                parts.append(self._say("response.output_item.added", output_index=0, item=item))
+                parts.append(self._say("response.content_part.added", **at, part=_output_text("")))
+            parts.append(self._say("response.output_text.delta", **at, delta=new, logprobs=[]))
+        return b"".join(parts)
+
+    def end(self, completion: Completion) -> bytes:
+        text = completion.replies[0].message.content
+        parts = [self.told(completion.id, 0, text if self._writing else "")]
+        response = self._asked.response(completion.id, self._model, self._created, completion, self._writing)
+        for index, item in enumerate(response["output"]):
+            parts.append(self._item(index, item, begun=self._writing and not index))
+        return b"".join([*parts, self._say(f"response.{response['status']}", response=response)])
+
+    def _item(self, index: int, item: dict[str, Any], begun: bool) -> bytes:
+        """A whole item, or the end of the one that is begun."""
+        said = []
+        at = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "function_call":
+            empty = {**item, "arguments": "", "status": "in_progress"}
+            said.append(self._say("response.output_item.added", output_index=index, item=empty))
+            said.append(self._say("response.function_call_arguments.delta", **at, delta=item["arguments"]))
+            said.append(self._say("response.function_call_arguments.done", **at, arguments=item["arguments"]))
+        else:
+            at["content_index"] = 0
+            (part,) = item["content"]
+            kind, text = part["type"], part["text"]
+            more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+            if not begun:
+                empty = {**item, "content": [], "status": "in_progress"}
+                said.append(self._say("response.output_item.added", output_index=index, item=empty))
+                said.append(self._say("response.content_part.added", **at, part={**part, "text": ""}))
+                said.append(self._say(f"response.{kind}.delta", **at, delta=text, **more))
+            said.append(self._say(f"response.{kind}.done", **at, text=text, **more))
+            said.append(self._say("response.content_part.done", **at, part=part))
+        return b"".join([*said, self._say("response.output_item.done", output_index=index, item=item)])
+
+    def _say(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+
+def parse(body: bytes) -> ResponseAsked:
+    """Raises Refused, 400."""
+    request = _REQUEST.read(decode(body))
+    _TEXT.read(request.text, "text")
+    _REASONING.read(request.reasoning, "reasoning")
+    messages = [Message("system", request.instructions)] if request.instructions else []
+    if isinstance(request.input, str):
+        messages.append(Message("user", request.input))
+    else:
+        for index, item in enumerate(request.input):
+            _add(messages, item, f"input[{index}]")
+    tools = tuple(function_tool(function_only(tool, f"tools[{at}]"), f"tools[{at}]") for at, tool in enumerate(request.tools))
+    named = None
+    if not isinstance(choice := request.tool_choice, str):
+        named = read(_NamedFunction, function_only(choice, "tool_choice"), "tool_choice").name
+    call = PolicyCall(
+        messages=tuple(messages),
+        tools=tools,
+        tool_choice=choice_of(choice, named, tools, OPENAI_WORDS),
+        parallel_tool_calls=request.parallel_tool_calls,
+        max_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+    )
+    repeated = {
+        "instructions": request.instructions or None,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": {},
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "previous_response_id": request.previous_response_id or None,
+        "temperature": request.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": request.tool_choice,
+        "tools": request.tools,
+        "top_p": request.top_p,
+        "truncation": "disabled",
+    }
+    return ResponseAsked(call, request.stream, request.previous_response_id, repeated)
+
+
+def _add(messages: list[Message], given: Any, where: str) -> None:
+    """Add an item to the conversation: to the assistant's last message where both are of one reply."""
+    if not isinstance(given, dict):
+        raise wrong(where, given, "an object")
+    kind = one_of(
+        f"{where}.type", given.get("type", "message"), ("message", "function_call", "function_call_output", "reasoning")
+    )
+    last = messages.pop() if messages and messages[-1].role == "assistant" else None
+    if kind == "function_call_output":
+        result = read(_FunctionOutput, given, where)
+        added = Message("tool", text_of(result.output, f"{where}.output", TEXTS), tool_call_id=result.call_id)
+    elif kind == "function_call":
+        call = read(_FunctionCall, given, where)
+        added = Message("assistant", tool_calls=(ToolCall(call.call_id, call.name, call.arguments),))
+    elif kind == "reasoning":
+        thought = read(_ReasoningItem, given, where)
+        text = text_of(thought.content, f"{where}.content", ("reasoning_text",))
+        added = Message("assistant", reasoning=text or text_of(thought.summary, f"{where}.summary", ("summary_text",)))
+    else:
+        item = read(_InputMessage, given, where)
+        role = one_of(f"{where}.role", item.role, ROLES)
+        content = text_of(item.content, f"{where}.content", TEXTS)
+        added = Message("system" if role == "developer" else role, content)
+    messages += _joined(last, added)
+
+
+def _joined(last: Message | None, added: Message) -> list[Message]:
+    """One message where both are the assistant's and `added` is what a reply has behind `last`: its calls, or what `last` has
+    nothing of while it has no calls."""
+    if last is None:
+        return [added]
+    twice = (last.content and added.content) or (last.reasoning and added.reasoning)
+    if added.role != "assistant" or twice or (last.tool_calls and not added.tool_calls):
+        return [last, added]
+    return [
+        Message(
+            "assistant",
+            last.content or added.content,
+            last.tool_calls + added.tool_calls,
+            reasoning=last.reasoning or added.reasoning,
+        )
+    ]
+
+
+def _items(id: str, message: Message, status: str, text_first: bool) -> list[dict[str, Any]]:
+    """The output. What the model thought stands before its text, unless that was told first."""
+    text = [_message_item(id, message.content, status)] if message.content or not message.tool_calls else []
+    thought = [{"type": "reasoning_text", "text": message.reasoning}]
+    reasoning: list[dict[str, Any]] = (
+        [{"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": thought, "status": status}]
+        if message.reasoning
+        else []
+    )
+    calls = [
+        {
+            "id": f"fc_{id}_{number}",
+            "type": "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": status,
+        }
+        for number, call in enumerate(message.tool_calls)
+    ]
+    return [*(text + reasoning if text_first else reasoning + text), *calls]
+
+
+def _message_item(id: str, text: str, status: str) -> dict[str, Any]:
+    content = [_output_text(text)]
+    return {"id": f"msg_{id}", "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _output_text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

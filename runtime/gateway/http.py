@@ -1,0 +1,248 @@
+"""The HTTP side of a gateway: routes, keys, limits, errors and streams, by aiohttp. What requests mean is in `dialects`, what
+comes of them behind `GatewayBackend`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+from aiohttp import web
+from msgspec import Struct
+from msgspec.structs import replace
+
+from runtime import timeouts
+from runtime.gateway.backend import BeginEpisode, GatewayBackend
+from runtime.gateway.conversation import Completion, PolicyCall, Refused
+from runtime.gateway.dialects import anthropic, chat, completions, responses
+from runtime.gateway.dialects.answers import Asked, Events, Parse, error_body
+from runtime.gateway.dialects.fields import FieldTable, decode
+
+log = logging.getLogger("sluice")
+T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+ASIDE = 1 << 16  # bytes of JSON that take the event loop less than a millisecond; more are read and written in a thread
+ANSWERED = 64  # bytes of JSON for each token of an answer, counted with its log-probability
+
+_DIALECTS: dict[str, Parse] = {
+    "/v1/chat/completions": chat.parse,
+    "/v1/responses": responses.parse,
+    "/v1/messages": anthropic.parse,
+    "/v1/completions": completions.parse,
+    "/inference/v1/generate": completions.parse_generate,
+}
+
+
+class _RewardBody(Struct, frozen=True):
+    reward: float
+    completion_id: str = ""
+
+
+class _EndBody(Struct, frozen=True):
+    stop_reason: str = ""
+
+
+_BEGIN, _REWARD, _END = FieldTable(BeginEpisode), FieldTable(_RewardBody), FieldTable(_EndBody)
+
+
+def runner(backend: GatewayBackend, max_body: int) -> web.AppRunner:
+    """The application, to be set up and given a site. A client that hangs up cancels what it has asked for."""
+    return web.AppRunner(application(backend, max_body), handler_cancellation=True, access_log=None)
+
+
+def application(backend: GatewayBackend, max_body: int) -> web.Application:
+    """`max_body`: bytes of a request."""
+    made = web.Application(middlewares=[_errors], client_max_size=max_body)
+    made.on_response_prepare.append(_sign)
+    routes = _GatewayRoutes(backend)
+    for prefix in ("", "/episodes/{episode}"):
+        for path, parse in _DIALECTS.items():
+            made.router.add_post(prefix + path, partial(routes.ask, parse))
+        made.router.add_get(prefix + "/v1/models", routes.models)
+    made.router.add_post("/v1/episodes", routes.begin)
+    made.router.add_post("/v1/episodes/{episode}/reward", routes.reward)
+    made.router.add_post("/v1/episodes/{episode}/end", routes.end)
+    made.router.add_get("/health", _health)
+    return made
+
+
+async def _health(_: web.Request) -> web.Response:
+    return _json(b'{"status":"ok"}')
+
+
+async def _sign(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "sluice"
+
+
+class _GatewayRoutes:
+    def __init__(self, backend: GatewayBackend):
+        self._backend = backend
+
+    async def begin(self, request: web.Request) -> web.Response:
+        begun = await self._backend.begin(_key(request), await _body(request, _BEGIN))
+        return _json(msgspec.json.encode(begun))
+
+    async def reward(self, request: web.Request) -> web.Response:
+        episode = self._episode(request)
+        body = await _body(request, _REWARD)
+        self._backend.reward(episode, body.reward, body.completion_id)
+        return _json(b"{}")
+
+    async def end(self, request: web.Request) -> web.Response:
+        episode = self._episode(request)
+        await self._backend.end(episode, (await _body(request, _END)).stop_reason)
+        return _json(b"{}")
+
+    async def models(self, request: web.Request) -> web.Response:
+        """The only model, in the words of both APIs."""
+        self._episode(request)
+        name = self._backend.model
+        openai = {"id": name, "object": "model", "created": 0, "owned_by": "sluice"}
+        model = {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        page = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+        return _json(msgspec.json.encode(page))
+
+    async def ask(self, parse: Parse, request: web.Request) -> web.StreamResponse:
+        episode = self._episode(request)  # before anything is read
+        body = await _read(request)
+        asked = await _aside(len(body), parse, body)
+        call = self._call(episode, asked)
+        key = request.headers.get("Idempotency-Key")
+        digest = xxhash.xxh3_128_hexdigest(f"{request.method} {request.path}\n".encode() + body)
+        call = replace(call, repeats=f"key:{key}" if key else f"body:{digest}")
+        if asked.stream:
+            return await self._stream(request, episode, call, asked.events(self._backend.model, time.time()))
+        completion = await self._backend.call(episode, call, None)
+        return _json(await _aside(_size(completion), lambda: msgspec.json.encode(asked.answer(completion))))
+
+    def _episode(self, request: web.Request) -> Any:
+        return self._backend.episode(request.match_info.get("episode", ""), _key(request))
+
+    def _call(self, episode: Any, asked: Asked) -> PolicyCall:
+        if isinstance(asked, responses.ResponseAsked) and asked.previous:
+            return asked.continues(self._backend.history(episode, asked.previous))
+        return asked.call
+
+    async def _stream(self, request: web.Request, episode: Any, call: PolicyCall, events: Events) -> web.StreamResponse:
+        """Until something is to be told, an error is answered as where nothing is streamed; from then on it is an event."""
+        news, texts = asyncio.Event(), dict[int, tuple[str, str]]()
+
+        def told(id: str, index: int, text: str) -> None:
+            texts[index] = (id, text)  # what the client was too slow for is told together
+            news.set()
+
+        calling = asyncio.ensure_future(self._backend.call(episode, call, told))
+        calling.add_done_callback(lambda _: news.set())
+        stream = _EventStream(request)
+        try:
+            while not calling.done():
+                try:
+                    await asyncio.wait_for(news.wait(), timeouts.STREAM_SILENCE)
+                except asyncio.TimeoutError:
+                    await stream.write(events.waiting)
+                news.clear()
+                await stream.write(b"".join(events.told(id, index, text) for index, (id, text) in sorted(texts.items())))
+                texts.clear()
+            try:
+                completion = await calling
+                await stream.write(await _aside(_size(completion), events.end, completion))
+            except Exception as error:
+                if stream.response is None or isinstance(error, ConnectionError):
+                    raise
+                await stream.write(events.failed(error_body(_refused(error, request), _is_anthropic(request))))
+        finally:
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
+        assert stream.response is not None  # events end with some
+        await stream.response.write_eof()
+        return stream.response
+
+
+class _EventStream:
+    """Server-sent events, whose head is sent with the first of them."""
+
+    def __init__(self, request: web.Request):
+        self._request = request
+        self.response: web.StreamResponse | None = None
+
+    async def write(self, data: bytes) -> None:
+        if not data:
+            return
+        if self.response is None:
+            head = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+            response = web.StreamResponse(headers=head)
+            await response.prepare(self._request)
+            self.response = response
+        await self.response.write(data)
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error as the API that was asked has it."""
+    try:
+        if (request.content_length or 0) > request.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(request.client_max_size)
+        return await handler(request)
+    except ConnectionError:
+        raise  # the client's, which has hung up
+    except Exception as error:  # noqa: BLE001 - the backend's faults, which are logged
+        refused = _refused(error, request)
+    response = _json(msgspec.json.encode(error_body(refused, _is_anthropic(request))), refused.status)
+    if refused.retry_after is not None:
+        response.headers["Retry-After"] = str(math.ceil(refused.retry_after))
+    return response
+
+
+def _refused(error: Exception, request: web.Request) -> Refused:
+    """What a client is told of an error. One that is not meant for it is logged."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return Refused(413, f"the body has more than {request.client_max_size} bytes, which gateway.max_body allows")
+    what = f"{request.method} {request.rel_url.raw_path}"
+    if isinstance(error, web.HTTPException):
+        return Refused(error.status, f"{what}: {error.reason}")
+    log.error("gateway: %s failed", what, exc_info=error)
+    return Refused(500, "the gateway failed; its log says how")
+
+
+def _is_anthropic(request: web.Request) -> bool:
+    return request.path.endswith("/v1/messages") or "anthropic-version" in request.headers
+
+
+def _key(request: web.Request) -> str:
+    """OpenAI's clients send it in the one header, Anthropic's in the other. Empty: none."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return request.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else "")
+
+
+async def _read(request: web.Request) -> bytes:
+    try:
+        return await asyncio.wait_for(request.read(), timeouts.REQUEST_BODY)
+    except asyncio.TimeoutError:
+        raise Refused(408, f"the body did not come within {timeouts.REQUEST_BODY:g} s") from None
+
+
+async def _body(request: web.Request, table: FieldTable[T]) -> T:
+    """An empty one is an empty object."""
+    return table.read(decode(await _read(request) or b"{}"))
+
+
+def _json(body: bytes, status: int = 200) -> web.Response:
+    return web.Response(body=body, status=status, content_type="application/json")
+
+
+def _size(completion: Completion) -> int:
+    return ANSWERED * sum(len(reply.tokens) for reply in completion.replies)
+
+
+async def _aside(size: int, function: Callable[..., T], *arguments: Any) -> T:
+    """The function's result, from a thread where it has so much to do that the event loop would wait."""
+    return await asyncio.to_thread(function, *arguments) if size > ASIDE else function(*arguments)

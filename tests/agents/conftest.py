@@ -1,0 +1,84 @@
+"""Tests with stock clients and agents, to be run by the interpreter of .venv-agents. The gateway is another process.
+
+SLUICE_TEST_GATEWAY_URL and SLUICE_TEST_GATEWAY_KEY name one that is running, in place of the scripted one; what holds of the
+script alone is skipped then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv" / "bin" / "python"
+MISSING = any(importlib.util.find_spec(name) is None for name in ("openai", "anthropic", "agents", "minisweagent"))
+collect_ignore_glob = ["test_*.py"] * MISSING
+
+
+def pytest_report_header() -> list[str]:
+    return ["tests/agents is left out: this interpreter has no agents; make install-agents"] * MISSING
+
+
+class Gateway(NamedTuple):
+    url: str
+    key: str
+    scripted: bool
+
+
+class Episode(NamedTuple):
+    """`url`: to which OpenAI's clients need "/v1" added, and Anthropic's nothing."""
+
+    url: str
+    key: str
+    id: str
+
+
+@pytest.fixture(scope="module")  # nothing may outlive a module: tests/conftest.py
+def gateway() -> Iterator[Gateway]:
+    if url := os.environ.get("SLUICE_TEST_GATEWAY_URL"):
+        yield Gateway(url, os.environ["SLUICE_TEST_GATEWAY_KEY"], scripted=False)
+        return
+    program = [str(PYTHON), "-m", "tests.agents.scripted_server"]
+    with subprocess.Popen(program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            yield Gateway(**json.loads(process.stdout.readline()), scripted=True)
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            process.wait()
+
+
+@pytest.fixture
+def scripted(gateway: Gateway) -> None:
+    if not gateway.scripted:
+        pytest.skip("needs the scripted gateway, which says what it is told")
+
+
+@pytest.fixture
+def post(gateway: Gateway) -> Callable[..., Any]:
+    def send(path: str, body: dict[str, Any], key: str = gateway.key) -> Any:
+        """The answer of one of the gateway's own routes."""
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(gateway.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
+
+    return send
+
+
+@pytest.fixture
+def episode(gateway: Gateway, post: Callable[..., Any]) -> Iterator[Episode]:
+    """Of one test; ended behind it."""
+    begun = post("/v1/episodes", {"wait": 60})
+    yield Episode(gateway.url + begun["base"], begun["key"], begun["id"])
+    post(f"/v1/episodes/{begun['id']}/end", {"stop_reason": "completed"}, begun["key"])
