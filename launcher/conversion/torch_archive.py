@@ -21,7 +21,7 @@ import torch
 
 from runtime.errors import UserError
 from runtime.weights import plain_pickle, tensor_files
-from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Inert, Malformed, Refused, line, told
+from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Inert, Malformed, RefusedPickle, line, told
 from runtime.weights.plan import ITEM_BYTES
 
 _LIMIT = 1 << 63
@@ -123,7 +123,7 @@ def read_archive(path: Path) -> Any:
             return _Archive(path, file, archive).load()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except Refused as error:
+    except RefusedPickle as error:
         raise UserError(f"{path}: {error}") from error
     except (zipfile.BadZipFile, struct.error, *FAULTS) as error:  # RuntimeError: also what zipfile does not know
         raise UserError(f"{path}: is not a whole file of torch.save: {line(error)}") from error
@@ -166,7 +166,7 @@ class _Archive:
         return self._archive.read(info)
 
     def named(self, full: str) -> Any:
-        """What a name of a pickle stands for. Raises Refused."""
+        """What a name of a pickle stands for. Raises RefusedPickle."""
         module, _, name = full.rpartition(".")
         if full in _KNOWN:
             return Function(full, _KNOWN[full])
@@ -177,7 +177,7 @@ class _Archive:
             return name
         if full in _INERT or full.partition(".")[0] in _INERT_PACKAGES:
             return Function(full, lambda *_: Inert(full))
-        raise Refused(full)
+        raise RefusedPickle(full)
 
     def outside(self, identity: Any) -> _Memory | Inert:
         """A tensor's, by a persistent identity. That of a dtype which no model here has is `Inert`."""

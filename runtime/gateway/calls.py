@@ -94,7 +94,10 @@ class PolicyCalls:
         try:
             if stops or told is not None:
                 each = partial(told, completion_id) if told is not None else None
-                work = (self._in_pieces(episode, replace(request, n=1, first=i), stops, each) for i in range(call.n))
+                work = (
+                    self._in_pieces(episode, replace(request, n=1, first=i), extension.forced, stops, each)
+                    for i in range(call.n)
+                )
                 replies = await asyncio.gather(*work)
             else:
                 samples = await self._generate(episode, request)
@@ -150,7 +153,12 @@ class PolicyCalls:
         return samples
 
     async def _in_pieces(
-        self, episode: Episode | None, request: GroupRequest, stops: Sequence[str], told: Callable[[int, str], None] | None
+        self,
+        episode: Episode | None,
+        request: GroupRequest,
+        forced: Sequence[int],
+        stops: Sequence[str],
+        told: Callable[[int, str], None] | None,
     ) -> tuple[Sample, str]:
         """One reply, and the stop text that ended it."""
         index, left, parts = request.first, request.sampling.max_new_tokens, list[Sample]()
@@ -168,14 +176,14 @@ class PolicyCalls:
             whole = _joined(parts)
             cut, stop = (await self._in_thread(self._cut, whole, stops)) if stops else (whole, "")
             if told is not None:
-                told(index, (await self._in_thread(partial(self._visible, cut, stop, stops))))
+                told(index, (await self._in_thread(partial(self._visible, cut, forced, stop, stops))))
             if stop or part.finish_reason == "stop" or not left:
                 return cut, stop
         raise AssertionError("pieces have no end")
 
     def _cut(self, sample: Sample, stops: Sequence[str]) -> tuple[Sample, str]:
         """Up to the token with which the first stop text is there whole."""
-        text = self._tokenizer.decode(sample.tokens)
+        text = self._tokenizer.decode(sample.tokens, skip_special=False)
         found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
         if not found:
             return sample, ""
@@ -183,20 +191,25 @@ class PolicyCalls:
         low, high = 1, len(sample.tokens)  # the text of more tokens has it if that of fewer has
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if stop in self._tokenizer.decode(sample.tokens[:middle]) else (middle + 1, high)
+            low, high = (
+                (low, middle)
+                if stop in self._tokenizer.decode(sample.tokens[:middle], skip_special=False)
+                else (middle + 1, high)
+            )
         ends = {name: getattr(sample, name)[:low] for name in ("tokens", "loss_mask", "logprobs", "versions")}
         return replace(sample, **ends, finish_reason="stop"), stop
 
-    def _visible(self, sample: Sample, stop: str, stops: Sequence[str]) -> str:
+    def _visible(self, sample: Sample, forced: Sequence[int], stop: str, stops: Sequence[str]) -> str:
         """Of a reply so far, what its client may see: nothing that may be the beginning of a stop text."""
-        text: str = self._renderer.visible(sample.tokens)
+        text: str = self._renderer.visible(sample.tokens, forced)
         if stop:
             return text.partition(stop)[0]
         held = max((size for each in stops for size in range(1, len(each)) if text.endswith(each[:size])), default=0)
         return text[: len(text) - held]
 
     def _reply(self, call: PolicyCall, extension: Extension, sample: Sample, stop: str) -> PolicyReply:
-        message = self._renderer.parse(extension.forced, sample.tokens, call.tools)
+        tools = () if call.tool_choice == "none" else call.tools
+        message = self._renderer.parse(extension.forced, sample.tokens, tools)
         if stop and stop in call.stop:
             message = replace(message, content=message.content.partition(stop)[0])
         end: ReplyEnd = "length" if sample.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"

@@ -19,7 +19,7 @@ MOST_NAMES = 10_000
 _LONGEST = 1000  # characters of a key, or a name
 
 
-class Refused(Exception):
+class RefusedPickle(Exception):
     """A name that is in no table."""
 
     def __init__(self, full: str):
@@ -89,7 +89,7 @@ class Surroundings(Protocol):
     """What a pickle refers to."""
 
     def named(self, full: str) -> Any:
-        """What a full name stands for. Raises Refused."""
+        """What a full name stands for. Raises RefusedPickle."""
 
     def outside(self, identity: Any) -> Any:
         """What a persistent identity stands for."""
@@ -98,7 +98,7 @@ class Surroundings(Protocol):
 def load(code: bytes, surroundings: Surroundings, scale: int = 1) -> Any:
     """The value of a pickle, which may be `scale` times as long as others.
 
-    Raises Refused as `surroundings` do, and what `FAULTS` lists for what is no pickle, or is too long.
+    Raises RefusedPickle as `surroundings` do, and what `FAULTS` lists for what is no pickle, or is too long.
     """
     if len(code) > MOST_BYTES * scale:
         raise Malformed(f"its pickle has {len(code)} bytes; must be at most {MOST_BYTES * scale}")

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from runtime.errors import UserError
 from runtime.weights import plain_pickle
-from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Inert, Malformed, Refused
+from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Inert, Malformed, RefusedPickle
 
 INDEX = ".metadata"
 _SCALE = 8  # a part of a tensor takes about 85 steps, and 205 bytes: 370,000 parts
@@ -73,7 +73,7 @@ def read_index(path: Path) -> Metadata:
         return _metadata(found)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except Refused as error:
+    except RefusedPickle as error:
         raise UserError(f"{path}: {error}") from error
     except FAULTS as error:
         raise UserError(f"{path}: is not a whole index of a checkpoint: {plain_pickle.line(error)}") from error
@@ -83,7 +83,7 @@ class _Names:
     """What an index mentions."""
 
     def named(self, full: str) -> Any:
-        """Raises Refused."""
+        """Raises RefusedPickle."""
         module, _, name = full.rpartition(".")
         if full in _STATES:
             return Function(full, lambda *_: Attributes(full, _STATES[full][1]))
@@ -93,7 +93,7 @@ class _Names:
             return name
         if full in _UNUSED:
             return Function(full, lambda *_: Inert(full))
-        raise Refused(full)
+        raise RefusedPickle(full)
 
     def outside(self, identity: Any) -> Any:
         raise Malformed(f"it wants {plain_pickle.told(identity)} from outside")
