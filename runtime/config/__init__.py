@@ -18,7 +18,7 @@ from runtime.config.run import Checkpoint, Ledger, Logs, MetricNames, Mismatch, 
 from runtime.config.services import (
     Computing,
     Coordinator,
-    GatewayService,
+    Gateways,
     Parallel,
     Placed,
     Process,

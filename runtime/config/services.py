@@ -114,7 +114,7 @@ class Rollout(Computing, frozen=True):
     itself is refused. A secret is `{from: NAME}`: the variable NAME of the process's environment."""
 
 
-class GatewayService(Placed, frozen=True):
+class Gateways(Placed, frozen=True):
     """Gateways, which agents call; used when there is a `gateway` section."""
 
     replicas: Processes = 1
@@ -236,7 +236,7 @@ class Services(Section, frozen=True):
     rollout: Rollout | list[Rollout] = Rollout()
     """One fleet, or a list of several that differ. Rollouts are named over all of them, `rollout-0` and on, and get the same
     versions; overrides count fleets from 0 (`services.rollout.1.slots=8`)."""
-    gateway: GatewayService = GatewayService()
+    gateway: Gateways = Gateways()
     reward: Reward = Reward()
     reward_model: Scorer = Scorer()
     reference: ReferenceScorer = ReferenceScorer()

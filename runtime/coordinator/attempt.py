@@ -56,8 +56,7 @@ from runtime.telemetry import startup
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import PolicyVersion
 
-WHY_ENDED = "run ended"
-INTERRUPTED = "interrupted"
+WHY_ENDED, INTERRUPTED = "run ended", "interrupted"
 
 
 class Attempt:

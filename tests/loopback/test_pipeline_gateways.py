@@ -99,9 +99,7 @@ class AgentCast(Cast):
 class AgentRun(RunFolder):
     def config(self, resume: str = "") -> Config:
         base = super().config(resume)
-        services = replace(
-            base.services, gateway=config.GatewayService(replicas=2), rollout=config.Rollout(replicas=2, slots=2)
-        )
+        services = replace(base.services, gateway=config.Gateways(replicas=2), rollout=config.Rollout(replicas=2, slots=2))
         return replace(base, gateway=Gateway(), services=services)
 
 
