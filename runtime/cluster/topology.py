@@ -33,6 +33,7 @@ def _has(config: Config, role: str, trains: bool) -> bool:
     """Whether a run has processes of `role`; any that is not named here, where its section is there."""
     needed = {
         "coordinator": False,  # it is what the others register with
+        "gateway": config.gateway is not None,
         "reward": bool(config.rewards.rules or config.rewards.remote),
         "reward_model": config.rewards.model is not None,
         "reference": trains and uses_reference(config),
