@@ -69,6 +69,7 @@ def choose(config: Config) -> ChosenAlgorithm:
             gamma=algorithm.gamma,
             gae_lambda=algorithm.gae_lambda,
             gae_whitened=algorithm.gae_whitened,
+            turn_discount=algorithm.turn_discount,
         ),
         loss=replace(loss, compute=lose),
         loss_options=LossOptions(

@@ -262,6 +262,12 @@ class GroupPayload(msgspec.Struct, kw_only=True):
             for tokens, mask, logprobs, versions, reason in parts
         ]
 
+    @property
+    def last_rows(self) -> list[Sample]:
+        """Of each episode the branch that was ended last, whole: a reply itself."""
+        samples = self.samples
+        return [samples[end - 1] for end in np.cumsum(self.rows, dtype=np.int64)]
+
     def check(self, vocabulary: int) -> None:
         """Raises InvalidMessage for rows whose first token nothing predicts, or token ids outside a vocabulary of so many."""
         if not len(self.prompt):
@@ -289,9 +295,14 @@ class GeneratedGroup(msgspec.Struct, kw_only=True):
     rewards: list[float] = []  # [n], what who played the episodes gave; NaN: nothing. Empty: replies, which nobody played
     payload: bytes
 
+    @property
+    def n(self) -> int:
+        """Its episodes."""
+        return len(self.rewards) or len(self.response_tokens)
+
 
 class ScoreRequest(Command["Scores"], frozen=True, kw_only=True):
-    """Score the replies of one group against its label."""
+    """Score the episodes of one group against its label."""
 
     group_id: int
     attempt: int = 0  # as in GroupRequest
@@ -304,10 +315,11 @@ class ScoreRequest(Command["Scores"], frozen=True, kw_only=True):
 
 
 REWARD_MODEL = "reward_model"  # the column of the reward model's scores
+ENVIRONMENT = "environment"  # the column of what who played the episodes gave
 
 
 class Scores(msgspec.Struct, kw_only=True):
-    """Rewards of one group. `valid[i]` is 0 when a rule failed on sample i: masked out of the loss, never a silent 0."""
+    """Rewards of one group. `valid[i]` is 0 when a rule failed on episode i: masked out of the loss, never a silent 0."""
 
     group_id: int
     rewards: np.ndarray  # float32 [n], the weighted sum

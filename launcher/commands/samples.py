@@ -6,12 +6,15 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import TypeVar
 
-from msgspec import Struct, structs
+import msgspec
+import numpy as np
+from msgspec import Struct
 from rich.console import Console
+from rich.text import Text
 
 from runtime import codec, run_files
 from runtime.config import loading
@@ -23,22 +26,36 @@ from runtime.evaluation.generations import Generation
 from runtime.ledger.payloads import PayloadLost
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
-from runtime.telemetry.shown import LiteralTable, shown
-from runtime.types import GroupPayload
+from runtime.telemetry.shown import LiteralTable, literal, shown
+from runtime.types import GroupPayload, Sample
 
 N = TypeVar("N", int, float)
 
+GIVEN = "⟦⟧"  # around what is not trained: terminals without colours show it too
+
+
+class Part(Struct):
+    """Of a branch, what one side said. `trained`: by the model, and trained in this branch; else what the environment said, or
+    an earlier branch has. `reward`: what a turn earned."""
+
+    text: str
+    trained: bool
+    reward: float | None = None
+
 
 class SampleRow(Struct, kw_only=True):
-    """One sample. `versions` are those of its oldest and newest token; `rules` each rule's value."""
+    """One reply, or branch of an episode. `versions` are those of its oldest and newest token; `rules` each rule's value.
+    `parts`: the reply in parts, where it is not all trained or a turn of it was rewarded."""
 
     group: int | str
-    sample: int
+    sample: int  # the episode
+    branch: int = 0  # of that episode
     step: int | None
     state: str
     why: str | None  # it was dropped
     prompt: str
     reply: str
+    parts: list[Part] = []
     label: str
     reward: float | None
     valid: bool | None
@@ -46,7 +63,7 @@ class SampleRow(Struct, kw_only=True):
     finish: str
     tokens: int
     versions: tuple[str, str]
-    logprob: float  # mean over the reply's model tokens
+    logprob: float | None  # mean over the tokens that are trained; None: there are none
 
 
 def show(options: argparse.Namespace) -> None:
@@ -73,7 +90,7 @@ def _print(rows: Iterator[SampleRow], jsonl: bool) -> None:
     for _, group in groupby(rows, lambda row: (row.step, row.group)):
         found = True
         if jsonl:
-            sys.stdout.writelines(json.dumps(structs.asdict(row)) + "\n" for row in group)
+            sys.stdout.writelines(json.dumps(msgspec.to_builtins(row)) + "\n" for row in group)
         else:
             console.print(_table(list(group)))
     if not found:
@@ -171,15 +188,19 @@ def _samples(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Ite
         return
     scores = group.scores
     prompt = tokenizer.decode(payload.prompt, skip_special=False)
-    for index, sample in enumerate(payload.samples):
+    places = [(episode, branch) for episode, rows in enumerate(payload.rows) for branch in range(rows)]
+    for number, ((index, branch), sample) in enumerate(zip(places, payload.samples, strict=True)):
+        turns = {turn.token: turn.value for turn in payload.turn_rewards if turn.row == number}
         yield SampleRow(
             group=group.group_id,
             sample=index,
+            branch=branch,
             step=group.step,
             state=str(group.phase.value),
             why=group.why,
             prompt=prompt,
             reply=tokenizer.decode(sample.tokens, skip_special=False),
+            parts=_parts(sample, turns, tokenizer),
             label=group.label,
             reward=None if scores is None else float(scores.rewards[index]),
             valid=None if scores is None else bool(scores.valid[index]),
@@ -191,13 +212,31 @@ def _samples(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Ite
         )
 
 
+def _parts(row: Sample, turns: Mapping[int, float], tokenizer: Tokenizer) -> list[Part]:
+    """Runs of tokens that are trained, and that are not. `turns`: what turns earned, by their last token."""
+    if row.loss_mask.all() and not turns:
+        return []
+    ends = [*(np.flatnonzero(np.diff(row.loss_mask)) + 1).tolist(), len(row.tokens)]
+    parts, begin = [], 0
+    for end in ends:
+        rewards = [value for token, value in turns.items() if begin <= token < end]
+        text = tokenizer.decode(row.tokens[begin:end], skip_special=False)
+        parts.append(Part(text, bool(row.loss_mask[begin:end].any()), sum(rewards) if rewards else None))
+        begin = end
+    return parts
+
+
 def _table(group: list[SampleRow]) -> LiteralTable:
     """The samples of one group: what they have in common above, what differs below."""
     first = group[0]
     step = "" if first.step is None else f", step {first.step}"
     state = first.state if first.why is None else f"{first.state}: {first.why}"
     title = f"group {first.group}{step}, {state}; label {first.label}\n{first.prompt}"
-    table = LiteralTable(title=title, title_justify="left", title_style="")
+    caption = f"{GIVEN[0]} {GIVEN[1]}: not trained in this branch" if any(row.parts for row in group) else ""
+    table = LiteralTable(title=title, title_justify="left", title_style="", caption=caption, caption_justify="left")
+    branches = any(row.branch for row in group)
+    if branches:
+        table.add_column("episode")
     rules = sorted({name for row in group for name in row.rules})
     table.add_column("reply", overflow="fold", min_width=16)
     for column in ("reward", *rules, "versions", "finish"):
@@ -205,7 +244,8 @@ def _table(group: list[SampleRow]) -> LiteralTable:
     for row in group:
         oldest, newest = row.versions
         cells = (
-            row.reply,
+            *([f"{row.sample}.{row.branch}"] if branches else []),
+            _conversation(row.parts) if row.parts else row.reply,
             "–" if row.reward is None else f"{row.reward:.2f}" if row.valid else "masked",
             *(_shown(row.rules.get(name)) for name in rules),
             oldest if oldest == newest else f"{oldest}–{newest}",
@@ -213,6 +253,15 @@ def _table(group: list[SampleRow]) -> LiteralTable:
         )
         table.add_row(*cells)
     return table
+
+
+def _conversation(parts: Sequence[Part]) -> Text:
+    text = Text()
+    for part in parts:
+        text += literal(part.text) if part.trained else literal(f"{GIVEN[0]}{part.text}{GIVEN[1]}", "dim")
+        if part.reward is not None:
+            text += literal(f" {GIVEN[0]}reward {part.reward:g}{GIVEN[1]}", "dim")
+    return text
 
 
 def _shown(value: float | None) -> str:

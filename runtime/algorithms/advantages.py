@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.algorithms.interfaces import AdvantageInputs, AdvantageOptions, advantage, own_part
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GroupSums:
-    """The rewards of B samples by group. Samples that are not valid count nowhere, whatever their reward.
+    """The rewards of B episodes by group. Those that are not valid count nowhere, whatever their reward.
 
     rewards [B], groups int64 [B] from 0, valid bool [B] or None for all.
     """
@@ -98,7 +98,11 @@ def token_gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (GAE, arXiv:1506.02438, equation 16).
 
-    `δ_t = r_t + γ V_{t+1} - V_t`, V after the last masked token being 0; `A_t = δ_t + γλ A_{t+1}`; returns `A + V`.
+    `δ_t = r_t + γ V_{t+1} - V_t`, V after the last masked token being 0; `A_t = δ_t + γλ A_{t+1}`; returns `A + V`; t + 1 is
+    the next masked token. The actions are the policy's own tokens. What an environment wrote between two of them belongs to the
+    transition from one state to the next: it has no δ, and neither γ nor λ discounts for it. (Search-R1, arXiv:2503.09516,
+    section 3.1, leaves such tokens out of PPO's loss for the same reason; verl's `compute_gae_advantage_return` steps over them
+    the same way.)
     """
     order = _trained_first(mask)
     reward, value = ((tensor * mask).gather(1, order) for tensor in (rewards, values))
@@ -171,36 +175,81 @@ def rloo(rewards: Tensor, groups: Tensor, valid: Tensor | None = None) -> Tensor
     return within.deviation() * (within.size / (within.size - 1).clamp(min=1)).clamp(min=1)
 
 
+# Rewards of turns, where an estimator has one advantage for a whole episode: process supervision of GRPO (DeepSeekMath,
+# arXiv:2402.03300, section 4.1.3). All turns of a group that were rewarded are normalised together, as its episodes are, and a
+# token's advantage is its episode's and the sum of those of its own turn and the later ones along its row.
+
+
+def rloo_turns(values: Tensor, groups: Tensor, episodes: Tensor) -> Tensor:
+    """`r - mean of the rewards of turns of the group's other episodes`, [K]; r where these have none. `groups` and `episodes`
+    int64 [K], from 0."""
+    deviation = GroupSums(values, groups, None).deviation()  # exactly 0 where all are equal
+    of_group, own = GroupSums(deviation, groups, None), GroupSums(deviation, episodes, None)
+    others = of_group.size - own.size
+    return (deviation - (of_group.sum - own.sum) / others.clamp(min=1)).where(others > 0, values)
+
+
+def with_turns(advantages: Tensor, normalised: Tensor, inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
+    """`A_t + Σ_{u >= turn of t} d^(u - turn of t) r_u`, [B, T], from advantages [B] and the turns' `normalised` rewards [K].
+
+    A turn is a run of trained tokens along a row, r_u the sum of what was given at its tokens, d `turn_discount`. Where no turn
+    was rewarded, [B, 1].
+    """
+    if inputs.turns is None or not len(inputs.turns.rows):
+        return advantages[:, None]
+    trained = inputs.mask > 0
+    begins = trained.clone()
+    begins[:, 1:] &= ~trained[:, :-1]
+    turn = begins.cumsum(1) - 1  # of each trained token
+    rows, tokens = inputs.turns.rows, inputs.turns.tokens
+    earned = advantages.new_zeros(len(turn), int(turn.max()) + 1).index_put(
+        (rows, turn[rows, tokens]), normalised, accumulate=True
+    )
+    to_go = _accumulate(earned, earned.new_ones(earned.shape), options.turn_discount)
+    return (advantages[:, None] + to_go.gather(1, turn.clamp(min=0))) * inputs.mask
+
+
+def _turns(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards of turns [K], and of each its group and episode."""
+    if inputs.turns is None:
+        return inputs.rewards[:0], inputs.groups[:0], inputs.groups[:0]
+    rows = inputs.turns.rows
+    return inputs.turns.values, inputs.groups[rows], inputs.episodes[rows]
+
+
 @advantage("group_norm", streamable=lambda options: options.group_std != "batch")
 def group_norm_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    return group_norm(
-        inputs.rewards,
-        inputs.groups,
-        inputs.valid,
-        eps=options.eps,
-        ddof=options.ddof,
-        scale=options.group_std,
-        batch_sum=inputs.batch_sum,
-    )[:, None]
+    """With rewards of turns: `(r - mean) / (std + eps)` over all those of the group, or of the batch, too."""
+    settings: Any = {"eps": options.eps, "ddof": options.ddof, "scale": options.group_std, "batch_sum": inputs.batch_sum}
+    episodes = group_norm(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid)), **settings)
+    turns, groups, _ = _turns(inputs)
+    return with_turns(inputs.of_rows(episodes), group_norm(turns, groups, **settings), inputs, options)
 
 
 @advantage("rloo", streamable=True)
 def rloo_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    return rloo(inputs.rewards, inputs.groups, inputs.valid)[:, None]
+    """With rewards of turns: `rloo_turns`."""
+    values, groups, episodes = _turns(inputs)
+    own = rloo(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid)))
+    return with_turns(inputs.of_rows(own), rloo_turns(values, groups, episodes), inputs, options)
 
 
 @advantage("reinforce_plus_plus", streamable=False)
 def reinforce_plus_plus(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """Discounted returns to go of `1[t = last] R - β KL_t`, whitened over all trained tokens, [B, T] (section 3)."""
+    """Discounted returns to go of `1[t = last] R - β KL_t` and of the turns' rewards, whitened over all trained tokens, [B, T]
+    (section 3)."""
     returns = returns_to_go(inputs.token_rewards, inputs.mask, options.gamma)
     return whiten(returns, inputs.mask, inputs.batch_sum)
 
 
 @advantage("reinforce_plus_plus_baseline", streamable=False)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
-    """`r_i - mean_g`, whitened over the batch, every sample weighing as many times as it has trained tokens. [B, T]."""
-    deviation = GroupSums(inputs.rewards, inputs.groups, inputs.valid).deviation()
-    return whiten(deviation[:, None].expand_as(inputs.mask), inputs.mask, inputs.batch_sum)
+    """`r_i - mean_g`, whitened over the batch, every episode weighing as many times as it has trained tokens. [B, T]. With
+    rewards of turns: `r - mean` over all those of the group too, before the whitening."""
+    episodes = GroupSums(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid))).deviation()
+    turns, groups, _ = _turns(inputs)
+    advantages = with_turns(inputs.of_rows(episodes), GroupSums(turns, groups, None).deviation(), inputs, options)
+    return whiten(advantages.expand_as(inputs.mask), inputs.mask, inputs.batch_sum)
 
 
 @advantage("gae", streamable=lambda options: not options.gae_whitened, needs_values=True)

@@ -1,7 +1,8 @@
-"""What the registered functions take and give. B rows (samples), T response positions, float tensors of one dtype.
+"""What the registered functions take and give. B rows, T response positions, float tensors of one dtype.
 
-`mask` is 1.0 on trained response tokens; rows may be ragged, have gaps, or be fully masked. Values outside the mask are
-finite and meaningless.
+A row is a reply, or a branch of an episode; the branches of one follow one another. `mask` is 1.0 on trained response tokens;
+rows may be ragged, have gaps (what an environment wrote), or be fully masked. Values outside the mask are finite and
+meaningless.
 """
 
 from __future__ import annotations
@@ -30,28 +31,53 @@ def own_part(part: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AdvantageInputs:
-    """One part of a step's batch: a whole number of groups.
+class TurnRewards:
+    """K rewards of turns, each at a trained token of a row that is valid: the last one of the turn."""
 
-    `rewards` and `token_rewards` hold the same: a sample's reward less its KL penalties where `algorithm.kl_placement` is
-    "reward", as a sum, and per token with the reward at the last trained one. Both are 0 in rows that are not valid.
-    `batch_sum` adds up a tensor over all parts of the batch. Every part must call it equally often, with equal shapes; only
-    an estimator that is not streamable may call it.
+    rows: Tensor  # int64 [K]
+    tokens: Tensor  # int64 [K], in the row
+    values: Tensor  # [K]
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """One part of a step's batch: a whole number of groups, each with all rows of its episodes.
+
+    `rewards` is an episode's reward less its KL penalties where `algorithm.kl_placement` is "reward", as a sum over all of its
+    rows. `token_rewards` has the reward at the last trained token of each of its rows, since each branch is a trajectory of its
+    own that ends with what the episode earned; penalties and rewards of turns at their own tokens. Both are 0 in rows that are
+    not valid. `batch_sum` adds up a tensor over all parts of the batch. Every part must call it equally often, with equal
+    shapes; only an estimator that is not streamable may call it.
     """
 
-    rewards: Tensor  # [B]
+    rewards: Tensor  # [B], of the row's episode
     groups: Tensor  # int64 [B], ids from 0 to the number of groups - 1
     valid: Tensor  # bool [B]; a row that is not valid has no reward, and its advantage is 0
     mask: Tensor  # [B, T]
     token_rewards: Tensor  # [B, T], 0 outside the mask
     values: Tensor | None = None  # [B, T], the critic's, for an estimator that needs them
     batch_sum: Callable[[Tensor], Tensor] = own_part
+    leads: Tensor | None = None  # bool [B], whether a row is its episode's first; None: each row is an episode
+    turns: TurnRewards | None = None  # None: no turn was rewarded
+
+    @property
+    def episodes(self) -> Tensor:
+        """int64 [B], from 0: of each row."""
+        return (self.groups.new_ones(self.groups.shape) if self.leads is None else self.leads).cumsum(0) - 1
+
+    def of_episodes(self, values: Tensor) -> Tensor:
+        """[episodes] from [B]: what an episode's rows have in common, once."""
+        return values if self.leads is None else values[self.leads]
+
+    def of_rows(self, values: Tensor) -> Tensor:
+        """[B] from [episodes]: of each row's episode."""
+        return values if self.leads is None else values[self.episodes]
 
 
 @dataclass(frozen=True)
 class AdvantageOptions:
     """`group_std`, `ddof` and `eps` are `group_norm`'s; `gamma` discounts the rewards of later tokens; `gae_lambda` and
-    `gae_whitened` are `gae`'s."""
+    `gae_whitened` are `gae`'s. `turn_discount` is that of a turn's reward for each turn before it."""
 
     group_std: str = "group"
     ddof: int = 1
@@ -59,6 +85,7 @@ class AdvantageOptions:
     gamma: float = 1.0
     gae_lambda: float = 1.0
     gae_whitened: bool = True
+    turn_discount: float = 1.0
 
 
 Streamable = bool | Callable[[AdvantageOptions], bool]
@@ -82,7 +109,8 @@ class AdvantageEstimator:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """All [B, T] but `advantages`, which may be [B, 1]. Rows are whole: a sample is never split over calls.
+    """All [B, T] but `advantages`, which may be [B, 1]. Rows are whole: a row is never split over calls, but an episode's rows
+    may be in several.
 
     `behaviour_logp` is the policy that sampled, as the engine that sampled computed it; `proximal_logp` the policy at the
     start of the step (detached). `old_logp` is the one that ratios are taken against: the proximal policy where
@@ -140,9 +168,15 @@ class CorrectionOutputs:
 
 @dataclass(frozen=True)
 class AggregationOptions:
-    """`norm` is the constant length that `dr_grpo` divides by, in tokens."""
+    """`norm` is the constant length that `dr_grpo` divides by, in tokens.
+
+    `episode_tokens` and `counts` tell of the rows at hand, where an episode has several: how many tokens of the row's episode
+    are trained in all, and 1 in the first of its rows that has one, 0 in the others. None: each row is an episode.
+    """
 
     norm: float = 1.0
+    episode_tokens: Tensor | None = None  # [B, 1]
+    counts: Tensor | None = None  # [B, 1]
 
 
 @dataclass(frozen=True)

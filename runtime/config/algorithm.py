@@ -28,7 +28,8 @@ class Algorithm(Section, frozen=True):
     gamma: Fraction = 1.0
     """Discount per token of `reinforce_plus_plus` and `gae`."""
     turn_discount: Fraction = 1.0
-    """Of a reward that a turn of an episode earned, for each turn before it."""
+    """Of a reward that a turn of an episode earned, for each turn before it. With `reinforce_plus_plus` and `gae`, `gamma`
+    discounts it, per token."""
     gae_lambda: Fraction = 1.0
     """λ of `gae`."""
     gae_whitened: bool = True
@@ -52,7 +53,7 @@ class Algorithm(Section, frozen=True):
     loss_options: dict[str, Any] = {}
     """Of a loss of your own: what its function takes besides its two arguments, by name."""
     aggregation: str = "token_mean"
-    """Over the whole step: `token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum` or `dr_grpo` (sum / (samples ·
+    """Over the whole step: `token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum` or `dr_grpo` (sum / (episodes ·
     `aggregation_norm`)); `episode_mean_token_mean`: every episode weighs the same, however many branches it has. `gspo` needs
     `seq_mean_token_mean`."""
     aggregation_norm: TokensOr0 = 0

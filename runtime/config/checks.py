@@ -28,13 +28,14 @@ from runtime.config.service_checks import (
 from runtime.data.chosen import sources
 from runtime.data.prompt_types import MODEL, names
 from runtime.errors import UserError
-from runtime.evaluation.sets import evaluation_sets, set_faults
+from runtime.evaluation.sets import evaluation_sets, judge_of, set_faults
 from runtime.models.limits import LORA_NEEDS_PEFT
 from runtime.registry import OWN
 from runtime.telemetry.trackers import missing_package
-from runtime.types import REWARD_MODEL
+from runtime.types import ENVIRONMENT, REWARD_MODEL
 
 _NEED_GROUPS = ("group_norm", "rloo", "reinforce_plus_plus_baseline")
+_BY_TOKEN = ("gae", "reinforce_plus_plus")  # whose advantages come of rewards per token
 _WEIGHTS = ("token_tis", "sequence_tis", "icepop")  # corrections that multiply by the behaviour weight
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 _COLUMN = re.compile(r"[A-Za-z0-9_.-]+")
@@ -140,6 +141,9 @@ def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
         yield f"algorithm.dual_clip: {algorithm.dual_clip:g} is not 0 (off) or > 1"
     if algorithm.loss == "gspo" and algorithm.aggregation != "seq_mean_token_mean":
         yield f"algorithm.aggregation: '{algorithm.aggregation}' is not seq_mean_token_mean; loss gspo is one value a sample"
+    if algorithm.turn_discount != 1 and algorithm.advantage in _BY_TOKEN:
+        discount = f"{algorithm.turn_discount:g}"
+        yield f"algorithm.turn_discount: {discount} is not 1; advantage {algorithm.advantage} discounts by gamma, per token"
     if algorithm.loss == "decoupled" and algorithm.correction in _WEIGHTS:
         yield (
             f"algorithm.correction: '{algorithm.correction}' with loss decoupled would weigh by proximal / behaviour twice; "
@@ -228,16 +232,20 @@ def _lora(config: Config) -> Iterator[str]:
 def reward_faults(config: Config, trains: bool) -> Iterator[str]:
     """`trains`: False for an evaluation alone."""
     rewards = config.rewards
-    if not rewards.rules and not rewards.remote and rewards.model is None:
+    plays, judged = config.gateway is not None and rewards.environment != 0, judge_of(config) is not None
+    if not rewards.rules and not rewards.remote and rewards.model is None and not plays:
         yield "rewards.rules: empty; at least one rule, remote or model is needed"
-    elif not rewards.rules and not trains:
+    elif not judged and not trains:
         yield "rewards.rules: empty; the first rule says which replies are correct"
-    elif not rewards.rules and _evaluates(config):
+    elif not judged and _evaluates(config):
         yield (
             "rewards.rules: empty; an evaluation's accuracy is by the first rule: name one (with weight 0 it adds nothing to "
             "the reward), or set evaluation.before and evaluation.after to false and evaluation.every to 0"
         )
     taken = Counter(rule.name.rpartition(":")[2] for rule in rewards.rules)
+    if plays and taken[ENVIRONMENT]:
+        yield f"rewards.rules: '{ENVIRONMENT}' is what the reward by who plays is called; give the rule another name"
+    taken[ENVIRONMENT] += plays
     if rewards.model is not None:
         taken[REWARD_MODEL] += 1
     for index, remote in enumerate(rewards.remote):

@@ -68,7 +68,8 @@ class Rewards(Section, frozen=True):
     model: RewardModel | None = None
     """Null: none."""
     environment: float = 1.0
-    """Factor of the reward that whoever played an episode gave it."""
+    """Factor of the reward that whoever played an episode gave it; an episode that it gave none is masked out. 0: what it gives
+    is not looked at."""
     workers: Positive = 1
     """Worker processes of each reward service."""
     timeout: Seconds = 10.0

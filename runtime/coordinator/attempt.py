@@ -32,7 +32,7 @@ from runtime.cluster.topology import alternates, takes_turns
 from runtime.commands import Export, Restore
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.devices import devices_of
-from runtime.coordinator.evaluation import Evaluator
+from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.groups import STREAM, DynamicSampling, GroupStage
 from runtime.coordinator.history import RunHistory, write_course
 from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes, gap, line
@@ -101,8 +101,7 @@ class Attempt:
         self._groups = GroupStage(context, roles, pool, self._devices, self.buffer, self._stream, self._spans, self._dynamic)
         self._training = self._train_loop()
         self._training.next = first
-        evaluates = context.held_out and config.rewards.rules
-        self._evaluator = Evaluator(context, roles, pool) if evaluates else None
+        self._evaluator = evaluator_of(context, roles, pool)
         self._evaluating: asyncio.Task[Any] | None = None
         self._admission: asyncio.Task[None] | None = None
         self._recovery = Recovery(context, roles, pool.register, history)

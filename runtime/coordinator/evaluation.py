@@ -23,6 +23,7 @@ from typing import Any
 
 from runtime import codec
 from runtime.cluster.topology import slots
+from runtime.config import Rule
 from runtime.coordinator.devices import wake_without_trainer
 from runtime.coordinator.gateways import GatewayPool, request_for
 from runtime.coordinator.pools import RolloutPool
@@ -35,6 +36,7 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import SUFFIX, Transcript, replies_to
 from runtime.evaluation.held_out import HeldOut
 from runtime.evaluation.results import EvaluatedProblem, EvaluationResult
+from runtime.evaluation.sets import judge_of
 from runtime.process import disk
 from runtime.process.aio import TaskGroup, now
 from runtime.status import Progress
@@ -93,14 +95,15 @@ class _EvaluationRun:
 class Evaluator:
     """Evaluates on the same problems, with the same seeds, each time."""
 
-    def __init__(self, context: EvaluationContext, roles: EvaluationRoles, pool: RolloutPool):
+    def __init__(self, context: EvaluationContext, roles: EvaluationRoles, pool: RolloutPool, judge: Rule):
+        """`judge`: whose verdicts the figures are."""
         self._config = context.config
         self._folder = context.folder
         self._sets = context.held_out
         self._pool = pool.players
-        self._scoring = RewardScoring(roles)
+        self._scoring = RewardScoring(roles, context.config.rewards.environment)
         self._text = context.text
-        self._judge = context.config.rewards.rules[0]
+        self._judge = judge
         self._sampling = [_sampling(context, held_out) for held_out in self._sets]
         self._ids = count(-1, -1)  # negative: never a training group's
 
@@ -185,7 +188,7 @@ class Evaluator:
                 messages=problem.messages,
                 extra=problem.extra,
             )
-            return generated, await self._scoring.score(scoring, index)
+            return generated, await self._scoring.score(scoring, generated.rewards, index)
 
     def _keep(self, transcript: Transcript, which: int, index: int, parts: Sequence[Part]) -> EvaluatedProblem:
         """Write the replies to one problem; what its set's figures need of them. In the evaluation's thread."""
@@ -202,6 +205,12 @@ class Evaluator:
             oldest=min(generated.oldest for generated, _ in parts),
             newest=max(generated.newest for generated, _ in parts),
         )
+
+
+def evaluator_of(context: EvaluationContext, roles: EvaluationRoles, pool: RolloutPool) -> Evaluator | None:
+    """None where there are no problems, or nobody judges."""
+    judge = judge_of(context.config) if context.held_out else None
+    return None if judge is None else Evaluator(context, roles, pool, judge)
 
 
 def _sampling(context: EvaluationContext, held_out: HeldOut) -> SamplingParams:
@@ -270,7 +279,9 @@ class EvaluationRun(ServingRun):
 
     def __init__(self, context: EvaluationContext, register: Register):
         super().__init__(context, register)
-        self._evaluator = Evaluator(context, EvaluationRoles(register, context.config.deadlines.start), self._pool)
+        evaluator = evaluator_of(context, EvaluationRoles(register, context.config.deadlines.start), self._pool)
+        assert evaluator is not None, "a configuration without problems or a judge is refused"
+        self._evaluator = evaluator
         self._evaluating: asyncio.Task[EvaluationResult] | None = None
 
     def stop(self) -> None:

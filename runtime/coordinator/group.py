@@ -38,7 +38,7 @@ class Group(Struct, eq=False, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Of all its samples, prompts included. 0 until it is generated."""
+        """Of all its rows, prompts included. 0 until it is generated."""
         if self.generated is None:
             return 0
         lengths = self.generated.response_tokens
@@ -60,6 +60,7 @@ def restored(row: GroupRow, needs: Mark, now: float, bound: int) -> Group:
         prompt_tokens=row.prompt_tokens or 0,
         response_tokens=row.response_tokens or [],
         truncated=row.truncated or 0,
+        rewards=row.rewards or [],
         oldest=row.oldest,
         newest=row.newest,
         payload=b"",

@@ -64,7 +64,7 @@ class GroupStage:
         self._prompts = context.train
         self._spans = spans
         self._dynamic_sampling = dynamic_sampling
-        self._scoring = RewardScoring(roles, spans)
+        self._scoring = RewardScoring(roles, context.config.rewards.environment, spans)
         self._sampling = SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -220,7 +220,8 @@ class GroupStage:
         )
         # Replicas take turns by group: whoever takes over asks the one that has the answer.
         answered: list[Callable[[], None]] = []
-        self._buffer.scored(await self._scoring.score(request, group.group_id, group.asked, answered))
+        given = group.generated.rewards if group.generated is not None else []
+        self._buffer.scored(await self._scoring.score(request, given, group.group_id, group.asked, answered))
         self._ledger.then(*answered)
         # Nothing is awaited in between: neither a step nor the ledger sees a group without signal as one that is ready.
         if self._dynamic_sampling is not None:

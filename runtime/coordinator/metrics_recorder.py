@@ -137,7 +137,7 @@ class MetricsRecorder:
             trained.step - group.generated.oldest.step
             for group in groups
             if group.generated is not None
-            for _ in group.generated.response_tokens
+            for _ in range(group.generated.n)
         ]
         metrics = step_metrics(
             StepFigures(

@@ -12,7 +12,7 @@ from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
 from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.ports import RolePort, TrainerPort
 from runtime.process.aio import now, still_missing
-from runtime.rewards.combination import combine
+from runtime.rewards.combination import combine, played
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import Command, ScoreRequest, Scores
 
@@ -126,27 +126,33 @@ class Roles(EvaluationRoles):
 
 
 class RewardScoring:
-    """Asks one replica of each role that gives rewards, and adds up what they answer."""
+    """Asks one replica of each role that gives rewards, and adds up what they answer and what who played gave."""
 
-    def __init__(self, roles: EvaluationRoles, spans: SpanClock | None = None):
-        """`spans`: accounts the time as that of the phases `rule_reward` and `reward_model`."""
+    def __init__(self, roles: EvaluationRoles, environment: float, spans: SpanClock | None = None):
+        """`environment`: the factor of what who played gave; 0: it is not looked at. `spans`: accounts the time as that of the
+        phases `rule_reward` and `reward_model`."""
         by_phase = {"rule_reward": roles.rewards, "reward_model": roles.reward_models}
         self._replicas = {phase: replicas for phase, replicas in by_phase.items() if replicas}
         self._spans = spans
+        self._environment = environment
 
     async def score(
         self,
         request: ScoreRequest,
+        given: Sequence[float],
         turn: int,
         asked: set[str] | None = None,
         answered: list[Callable[[], None]] | None = None,
     ) -> Scores:
-        """Replicas take turns. `asked` holds, until this returns, the names of those that have not answered; `answered` as in
-        `Replicas.ask`."""
+        """`given`: `GeneratedGroup.rewards`. Replicas take turns. `asked` holds, until this returns, the names of those that
+        have not answered; `answered` as in `Replicas.ask`."""
         names = set() if asked is None else asked
 
         async def ask(phase: str, replicas: Replicas) -> Scores:
             with self._spans.span(phase) if self._spans else nullcontext():
                 return await replicas.ask(turn, request, names, answered)
 
-        return combine(await asyncio.gather(*(ask(phase, replicas) for phase, replicas in self._replicas.items())))
+        parts = await asyncio.gather(*(ask(phase, replicas) for phase, replicas in self._replicas.items()))
+        if given and self._environment:
+            parts.append(played(request.group_id, self._environment, given))
+        return combine(parts)

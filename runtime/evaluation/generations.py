@@ -28,7 +28,8 @@ class TextDecoder(Protocol):
 
 
 class Generation(Struct, kw_only=True):
-    """One reply, one line. Prompt and reply are text with special tokens, as the model saw and made them."""
+    """One reply, one line; of an episode its last branch. Prompt and reply are text with special tokens, as the model saw and
+    made them."""
 
     set: str
     problem: str
@@ -43,7 +44,7 @@ class Generation(Struct, kw_only=True):
     tokens: int
     finish: FinishReason
     versions: tuple[str, str]  # of its oldest and newest token
-    logprob: float  # mean over the model's tokens
+    logprob: float | None  # mean over the model's tokens; None: there are none
 
 
 def replies_to(
@@ -54,8 +55,9 @@ def replies_to(
     prompt = text.decode(parts[0][0].prompt, skip_special=False)
     found: list[Generation] = []
     for payload, scores in parts:
-        replies = text.decode_batch([sample.tokens for sample in payload.samples], skip_special=False)
-        for index, (sample, reply) in enumerate(zip(payload.samples, replies, strict=True)):
+        rows = payload.last_rows
+        replies = text.decode_batch([row.tokens for row in rows], skip_special=False)
+        for index, (sample, reply) in enumerate(zip(rows, replies, strict=True)):
             valid = bool(scores.valid[index])
             found.append(
                 Generation(
@@ -84,14 +86,17 @@ def values_at(scores: Scores, index: int) -> dict[str, float | None]:
 
 
 def versions_of(sample: Sample) -> tuple[str, str]:
-    """Those of its oldest and newest token."""
+    """Those of its oldest and newest token; "" where it has none."""
+    if not len(sample.versions):
+        return "", ""
     oldest, newest = (str(PolicyVersion.unpack(int(pick(sample.versions)))) for pick in (np.min, np.max))
     return oldest, newest
 
 
-def mean_logprob(sample: Sample) -> float:
-    """Over the tokens that the model sampled."""
-    return float(sample.logprobs[sample.loss_mask.astype(bool)].mean())
+def mean_logprob(sample: Sample) -> float | None:
+    """Over the tokens that the model sampled; None where there are none."""
+    sampled = sample.logprobs[sample.loss_mask.astype(bool)]
+    return float(sampled.mean()) if len(sampled) else None
 
 
 class Transcript:

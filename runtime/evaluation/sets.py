@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.config import Config, EvaluationSet, RowFormat
+from runtime.config import Config, EvaluationSet, RowFormat, Rule
 from runtime.data.chosen import row_format_of
+from runtime.types import ENVIRONMENT
 
 HELD_OUT = "held_out"
 """What the set of `data.eval` is called."""
@@ -37,6 +38,14 @@ def evaluation_sets(config: Config) -> list[EvaluationData]:
     if config.data.eval:
         named.insert(0, ("data.eval", EvaluationSet(name=HELD_OUT, path=config.data.eval)))
     return [_filled(config, key, entry) for key, entry in named]
+
+
+def judge_of(config: Config) -> Rule | None:
+    """Whose verdicts an evaluation's figures are: the first rule's; without any, those of whoever plays the episodes."""
+    rewards = config.rewards
+    if rewards.rules:
+        return rewards.rules[0]
+    return Rule(name=ENVIRONMENT) if config.gateway is not None and rewards.environment else None
 
 
 def set_faults(config: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -17,8 +17,10 @@ from runtime.ledger.payloads import Handle
 from runtime.ledger.states import Mark, Phase
 from runtime.types import PolicyVersion, Scores
 
+T = TypeVar("T")
+
 DATABASE = "ledger.sqlite"
-FORMAT = 3  # kept as the user_version: another one whenever the columns or the payloads change
+FORMAT = 4  # kept as the user_version: another one whenever the columns or the payloads change
 PARTS = ("payload", "reference", "values")  # what a group keeps in the segment files
 MARKS = ("scored", "referenced", "valued")
 
@@ -31,7 +33,7 @@ CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY, problem INTEGER NOT NULL, source TEXT NOT NULL, label TEXT NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, marks INTEGER NOT NULL, why TEXT, step INTEGER, taken INTEGER, place INTEGER,
     replica TEXT, attempt INTEGER NOT NULL DEFAULT 0, due INTEGER, oldest INTEGER, newest INTEGER, prompt_tokens INTEGER,
-    response_tokens BLOB, truncated INTEGER, reward REAL, scores BLOB, {", ".join(_HANDLES.values())},
+    response_tokens BLOB, truncated INTEGER, rewards BLOB, reward REAL, scores BLOB, {", ".join(_HANDLES.values())},
     {", ".join(f"{name}_at REAL" for name in (*(phase.value for phase in Phase), *MARKS, "lost"))}
 );
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups(step);
@@ -65,9 +67,10 @@ class GroupRow(Struct, kw_only=True):
     oldest: PolicyVersion | None
     newest: PolicyVersion | None
     prompt_tokens: int | None
-    response_tokens: list[int] | None  # [n]
+    response_tokens: list[int] | None  # [rows]
     truncated: int | None
-    reward: float | None  # mean of the valid samples
+    rewards: list[float] | None  # [n], as of GeneratedGroup
+    reward: float | None  # mean of the valid episodes
     scores: Scores | None
     handles: dict[str, Handle]  # by PARTS
     times: dict[str, float]  # seconds since the epoch, by phase or mark
@@ -91,12 +94,8 @@ def _version(packed: int | None) -> PolicyVersion | None:
     return None if packed is None else PolicyVersion.unpack(packed)
 
 
-def _lengths(blob: bytes | None) -> list[int] | None:
-    return None if blob is None else codec.decode(list[int], blob)
-
-
-def _scores(blob: bytes | None) -> Scores | None:
-    return None if blob is None else codec.decode(Scores, blob)
+def _decoded(kind: type[T], blob: bytes | None) -> T | None:
+    return None if blob is None else codec.decode(kind, blob)
 
 
 def group_row(row: sqlite3.Row) -> GroupRow:
@@ -114,8 +113,9 @@ def group_row(row: sqlite3.Row) -> GroupRow:
         "marks": Mark(row["marks"]),
         "oldest": _version(row["oldest"]),
         "newest": _version(row["newest"]),
-        "response_tokens": _lengths(row["response_tokens"]),
-        "scores": _scores(row["scores"]),
+        "response_tokens": _decoded(list[int], row["response_tokens"]),
+        "rewards": _decoded(list[float], row["rewards"]),
+        "scores": _decoded(Scores, row["scores"]),
         "handles": handles,
         "times": times,
     }

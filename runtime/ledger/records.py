@@ -65,7 +65,8 @@ class Note(Record, kw_only=True):
 
 
 _TIMES = [phase.value for phase in Phase]
-_GENERATED = ("oldest", "newest", "prompt_tokens", "response_tokens", "truncated", "reward", "scores", "replica", "due")
+_GENERATED = ("oldest", "newest", "prompt_tokens", "response_tokens", "truncated", "rewards")
+_LATER = ("reward", "scores", "replica", "due")
 
 
 def parts(record: Record) -> dict[str, bytes]:
@@ -88,6 +89,7 @@ def _generated_columns(generated: GeneratedGroup) -> dict[str, Any]:
         "prompt_tokens": generated.prompt_tokens,
         "response_tokens": codec.encode(generated.response_tokens),
         "truncated": generated.truncated,
+        "rewards": codec.encode(generated.rewards),
     }
 
 
@@ -110,7 +112,7 @@ def forgotten(phase: Phase) -> dict[str, Any]:
     names = ["taken", "place"]
     names += [f"{later}_at" for later in _TIMES[_TIMES.index(phase.value) + 1 :]]
     if phase == Phase.ADMITTED:
-        names += [*_GENERATED, *(f"{mark}_at" for mark in MARKS)]
+        names += [*_GENERATED, *_LATER, *(f"{mark}_at" for mark in MARKS)]
         names += [f"{part}_{column}" for part in PARTS for column in ("segment", "offset", "length")]
     return dict.fromkeys(names)
 

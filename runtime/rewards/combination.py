@@ -1,7 +1,8 @@
-"""The scores of one group by several scorers – rules, remote rewards, a reward model – as one. Pure."""
+"""The scores of one group by several scorers – rules, remote rewards, a reward model, whoever played it – as one. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from msgspec import structs
 
 from runtime.errors import ServiceFault
 from runtime.rewards.rules import RuleOutcome
-from runtime.types import Scores
+from runtime.types import ENVIRONMENT, Scores
 
 
 def column(group_id: int, name: str, weight: float, outcomes: Sequence[RuleOutcome], blamed: str = "") -> Scores:
@@ -31,6 +32,15 @@ def column(group_id: int, name: str, weight: float, outcomes: Sequence[RuleOutco
         rules={name: values.astype(np.float32)},
         errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
     )
+
+
+NO_REWARD = f"{ENVIRONMENT}:no reward"
+
+
+def played(group_id: int, weight: float, rewards: Sequence[float]) -> Scores:
+    """Scores by whoever played the episodes; one that it gave nothing (NaN) is masked and counted: it may have its reasons."""
+    outcomes = [RuleOutcome(error=NO_REWARD) if math.isnan(reward) else RuleOutcome(reward) for reward in rewards]
+    return column(group_id, ENVIRONMENT, weight, outcomes)
 
 
 def combine(parts: Sequence[Scores]) -> Scores:

@@ -17,8 +17,8 @@ import msgspec
 from runtime import codec, config
 from runtime.rewards.combination import column
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult
+from runtime.rewards.replies import ReplyDecoder, read_replies
 from runtime.rewards.rules import RuleOutcome
-from runtime.rewards.scorer import ReplyDecoder
 from runtime.types import GroupPayload, ScoreRequest, Scores
 
 log = logging.getLogger("sluice")
@@ -65,20 +65,20 @@ class RemoteScorer:
         return column(payload.group_id, self._settings.name, self._settings.weight, outcomes, self._blamed)
 
     def _items(self, request: ScoreRequest, payload: GroupPayload) -> list[RemoteItem]:
-        texts = self._tokenizer.decode_batch([sample.tokens for sample in payload.samples])
         prompt = msgspec.convert(request.messages, list[ChatMessage])
         extra = msgspec.json.encode(request.extra).decode()
         return [
             RemoteItem(
-                text=text,
+                text=reply.text,
                 label=request.label,
                 source=request.source,
-                tokens=len(sample.tokens),
-                finish_reason=sample.finish_reason,
+                tokens=len(reply.row.tokens),
+                finish_reason=reply.row.finish_reason,
                 prompt=prompt,
                 extra=extra,
+                conversation=reply.conversation,
             )
-            for text, sample in zip(texts, payload.samples, strict=True)
+            for reply in read_replies(payload, self._tokenizer)
         ]
 
     async def _call(self, items: Sequence[RemoteItem]) -> list[RuleOutcome]:
@@ -98,7 +98,8 @@ def _calls(items: Sequence[RemoteItem], batch: int) -> Iterator[Sequence[RemoteI
     """Runs of at most `batch` items and CALL_CHARACTERS; an item that is longer goes alone."""
     start, characters = 0, 0
     for index, item in enumerate(items):
-        size = len(item.text) + len(item.label) + len(item.extra) + sum(len(message.content) for message in item.prompt)
+        said = len(item.text) + len(item.conversation) + sum(len(message.content) for message in item.prompt)
+        size = said + len(item.label) + len(item.extra)
         if index > start and (index - start == batch or characters + size > CALL_CHARACTERS):
             yield items[start:index]
             start, characters = index, 0

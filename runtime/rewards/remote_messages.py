@@ -11,7 +11,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class RemoteItem(msgspec.Struct, kw_only=True):
-    """One reply, and the problem that it answers."""
+    """One reply, and the problem that it answers; of an episode as `RuleContext` tells it."""
 
     text: str
     label: str
@@ -20,6 +20,7 @@ class RemoteItem(msgspec.Struct, kw_only=True):
     finish_reason: str
     prompt: list[ChatMessage]
     extra: str  # a JSON object
+    conversation: str = ""
 
 
 class RemoteScoreRequest(msgspec.Struct):

@@ -6,9 +6,10 @@
     def polite(text: str, label: str, context: RuleContext) -> bool:
         return "please" in text
 
-A rule is a pure function of the reply's text (special tokens left out), the problem's label and the context; it may be
-`async`. A bool earns the configuration's `correct` or `wrong`; a float is the value itself. It runs in a worker process that is
-killed at its limits, unless its `screen` settles the case in the service: only for what is short and certain to end.
+A rule is a pure function of the reply's text (special tokens left out; of an episode of several turns the last one's), the
+problem's label and the context; it may be `async`. A bool earns the configuration's `correct` or `wrong`; a float is the value
+itself. It runs in a worker process that is killed at its limits, unless its `screen` settles the case in the service: only for
+what is short and certain to end.
 
 A rule over a whole group sees all replies to a prompt at once, and gives a value for each, in their order:
 
@@ -34,10 +35,11 @@ class RuleContext(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What a rule may want to know besides text and label."""
 
     source: str = ""  # the data source of the problem
-    tokens: int = 0  # length of the reply, its stop token included
+    tokens: int = 0  # length of the reply, its stop token included; of an episode, of its last branch
     finish_reason: str = "stop"  # "stop", "length" or "abort"
     prompt: list[dict[str, str]] = []  # the messages before the reply, each with "role" and "content"
     extra: dict[str, Any] = {}  # other columns of the row, by the names in data.additional_keys: JSON values
+    conversation: str = ""  # of an episode: all of its last branch, by the model and its environment. "": the text is all
 
 
 class GroupContext(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -48,6 +50,7 @@ class GroupContext(msgspec.Struct, frozen=True, array_like=True, tag=True):
     finish_reasons: list[str] = []
     prompt: list[dict[str, str]] = []
     extra: dict[str, Any] = {}
+    conversations: list[str] = []  # none where all are ""
 
 
 Context = RuleContext | GroupContext

@@ -1,10 +1,9 @@
-"""Scores a group of replies: decode, screen in the service, leave the rest to the pool, sum by weight."""
+"""Scores the episodes of a group: decode, screen in the service, leave the rest to the pool, sum by weight."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -13,17 +12,11 @@ from runtime import codec, config
 from runtime.errors import ServiceFault, UserError
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.pool import KillablePool
+from runtime.rewards.replies import ReadReply, ReplyDecoder, read_replies
 from runtime.rewards.rules import GroupContext, RewardRule, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task
 from runtime.rewards.worker_process import Limits
-from runtime.types import GroupPayload, Sample, ScoreRequest, Scores
-
-
-class ReplyDecoder(Protocol):
-    """What the scorer needs of a tokenizer."""
-
-    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
-        """Without special tokens."""
+from runtime.types import GroupPayload, ScoreRequest, Scores
 
 
 class _Weighted(msgspec.Struct, frozen=True):
@@ -34,7 +27,7 @@ class _Weighted(msgspec.Struct, frozen=True):
 
 
 class _Reply(msgspec.Struct):
-    """One sample as the rules see it."""
+    """One episode as the rules see it."""
 
     text: str
     label: str
@@ -77,10 +70,8 @@ class RewardScorer:
         with `on_error: fail`, when a rule failed.
         """
         payload = codec.decode(GroupPayload, request.payload)
-        texts = self._tokenizer.decode_batch([sample.tokens for sample in payload.samples])
-        replies = [
-            _Reply(text, request.label, _context(request, sample)) for text, sample in zip(texts, payload.samples, strict=True)
-        ]
+        found = read_replies(payload, self._tokenizer)
+        replies = [_Reply(each.text, request.label, _context(request, each)) for each in found]
         scores = self._sum(payload.group_id, await self._evaluate(replies))
         if request.answers:
             self._name_answers(scores, replies)
@@ -138,8 +129,9 @@ class RewardScorer:
         return Scores(group_id=group_id, rewards=rewards, valid=valid, rules=values, errors=dict(errors))
 
 
-def _context(request: ScoreRequest, sample: Sample) -> RuleContext:
-    return RuleContext(request.source, len(sample.tokens), sample.finish_reason, request.messages, request.extra)
+def _context(request: ScoreRequest, reply: ReadReply) -> RuleContext:
+    row = reply.row
+    return RuleContext(request.source, len(row.tokens), row.finish_reason, request.messages, request.extra, reply.conversation)
 
 
 def _task(rule: str, replies: Sequence[_Reply], grouped: bool) -> Task:
@@ -149,7 +141,8 @@ def _task(rule: str, replies: Sequence[_Reply], grouped: bool) -> Task:
         return Task(rule, first.text, first.label, first.context)
     contexts = [reply.context for reply in replies]
     tokens, reasons = [one.tokens for one in contexts], [one.finish_reason for one in contexts]
-    context = GroupContext(first.context.source, tokens, reasons, first.context.prompt, first.context.extra)
+    said = [one.conversation for one in contexts] if any(one.conversation for one in contexts) else []
+    context = GroupContext(first.context.source, tokens, reasons, first.context.prompt, first.context.extra, said)
     return Task(rule, [reply.text for reply in replies], first.label, context)
 
 

@@ -22,6 +22,7 @@ from runtime.errors import InvalidMessage, UserError
 from runtime.models import hf_policy
 from runtime.models.hf_policy import LABEL
 from runtime.rewards.combination import column
+from runtime.rewards.replies import read_replies
 from runtime.rewards.rules import RuleOutcome
 from runtime.trainer.backend import attention_rows
 from runtime.trainer.rows import cut_by_length, ramps, spans, starts
@@ -35,7 +36,7 @@ log = logging.getLogger("sluice")
 
 TOO_LONG, NOT_FINITE = "model:too long", "model:not finite"
 
-Texts = Sequence[Sequence[np.ndarray]]  # token ids of prompt and reply, by group and sample
+Texts = Sequence[Sequence[np.ndarray]]  # token ids of prompt and reply (of an episode its last branch), by group and episode
 
 
 class Classifier(Protocol):
@@ -82,24 +83,22 @@ class ModelScorer:
     def _tokens(self, payloads: Sequence[GroupPayload]) -> Texts:
         for payload in payloads:
             payload.check(self._model.vocab_size)
-        return [[np.concatenate((payload.prompt, sample.tokens)) for sample in payload.samples] for payload in payloads]
+        return [[np.concatenate((payload.prompt, row.tokens)) for row in payload.last_rows] for payload in payloads]
 
     def _conversations(self, own: Tokenizer, requests: Sequence[ScoreRequest], payloads: Sequence[GroupPayload]) -> Texts:
-        """The problem's messages and the reply as the assistant's, by the model's own chat template."""
-        replies = self._policy.decode_batch([sample.tokens for payload in payloads for sample in payload.samples])
-        owners = [request for request, payload in zip(requests, payloads, strict=True) for _ in payload.samples]
+        """The problem's messages, and all that stands behind them as one message of the assistant, by the model's own chat
+        template."""
         for request in requests:
             if not request.messages:
                 raise InvalidMessage(f"group {request.group_id}: no messages, which a reward model that reads text needs")
-        ids = iter(
-            own.encode_answered(
-                [
-                    [*request.messages, {"role": "assistant", "content": reply}]
-                    for request, reply in zip(owners, replies, strict=True)
-                ]
-            )
-        )
-        return [[next(ids) for _ in payload.samples] for payload in payloads]
+        replies = [[reply.everything for reply in read_replies(payload, self._policy)] for payload in payloads]
+        conversations = [
+            [*request.messages, {"role": "assistant", "content": reply}]
+            for request, group in zip(requests, replies, strict=True)
+            for reply in group
+        ]
+        ids = iter(own.encode_answered(conversations))
+        return [[next(ids) for _ in group] for group in replies]
 
 
 def _own_tokenizer(settings: config.RewardModel, policy: Tokenizer) -> Tokenizer | None:

@@ -20,6 +20,7 @@ from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import MicroBatch, RankInfo, micro_batches
 from runtime.trainer.megatron import vocab_parallel
 from runtime.trainer.megatron.passes import MegatronPasses
+from runtime.trainer.rows import ramps
 from runtime.types import LogprobRequest, Logprobs
 
 _LOGIT_ELEMENTS = 1 << 26  # of one chunk of logits, float32: 256 MiB
@@ -63,7 +64,8 @@ class MegatronScorer:
             if not request.temperature > 0:
                 raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
         rows = train_rows.decode_samples(shared, self._shape.vocab_size)
-        rows = replace(rows, mask=np.ones_like(rows.mask))  # also of tokens that are not trained on
+        predicted = ramps(rows.length) + np.repeat(rows.prompt_length[rows.group], rows.length) > 0
+        rows = replace(rows, mask=predicted)  # also of tokens that are not trained on
         values = np.zeros(len(rows.tokens), np.float32)
         temperatures = np.array([request.temperature for request in shared], np.float32)[rows.group]
         columns = {"temperature": np.repeat(temperatures, rows.length)}

@@ -105,8 +105,9 @@ class TorchScorer:
                 tokens[index, start:end] = reply
                 positions[index, start:end] = len(row.prompt) + np.arange(len(reply))
                 segment[index, start:end] = number
-                # The prompt's last token predicts the first token of every reply.
-                first = index * width + len(row.prompt) - 1
+                # The prompt's last token predicts the first token of every reply. Without a prompt nothing does, and it is not
+                # trained: its number means nothing.
+                first = index * width + max(len(row.prompt) - 1, 0)
                 sources.append(np.concatenate(([first], index * width + np.arange(start, end - 1))))
                 targets.append(reply)
             inverse.append(np.full(row.length - len(row.prompt), 1.0 / row.temperature, np.float32))

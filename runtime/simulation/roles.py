@@ -215,7 +215,7 @@ class SimulatedReward(SimulatedProcess):
         chance = random.Random(request.group_id)
         size = self.cluster.config.sampling.group_size
         if request.answers:
-            size = len(codec.decode(GroupPayload, request.payload).lengths)
+            size = codec.decode(GroupPayload, request.payload).n
         async with self._workers:
             await self.spend(self.cluster.costs.score.draw(self.chance))
         values = np.array([float(chance.random() < 0.5) for _ in range(size)], np.float32)

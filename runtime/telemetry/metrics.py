@@ -44,7 +44,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
 
     generated: Sequence[GeneratedGroup]
     scores: Sequence[Scores]
-    staleness: Sequence[int]  # one value a sample: the consuming version minus that of its oldest token
+    staleness: Sequence[int]  # one value an episode: the consuming version minus that of its group's oldest token
     timing: Mapping[str, float]  # of SpanClock.close_step
     trained: StepResult
     world_size: int  # all accelerators of the run
@@ -59,7 +59,6 @@ class StepFigures(msgspec.Struct, kw_only=True):
 def step_metrics(figures: StepFigures) -> Metrics:
     """Everything that is logged for one step; what does not apply is left out."""
     lengths = length_metrics(figures.generated)
-    samples = sum(len(group.response_tokens) for group in figures.generated)
     publication = figures.publication
     return {
         **figures.timing,
@@ -69,7 +68,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
         **throughput_metrics(
             prompt_mean=lengths.get("prompt_length/mean", 0.0),
             response_mean=lengths.get("response_length/mean", 0.0),
-            samples=samples,
+            rows=sum(len(group.response_tokens) for group in figures.generated),
             world_size=figures.world_size,
             timing=figures.timing,
         ),
@@ -86,19 +85,19 @@ def step_metrics(figures: StepFigures) -> Metrics:
         ),
         **size_metrics(figures.generated, figures.world_size),
         "incarnation": float(figures.incarnation),
-        "samples": float(samples),
+        "samples": float(sum(group.n for group in figures.generated)),
         "tokens": float(sum(sum(group.response_tokens) for group in figures.generated)),
     }
 
 
 def throughput_metrics(
-    *, prompt_mean: float, response_mean: float, samples: int, world_size: int, timing: Mapping[str, float]
+    *, prompt_mean: float, response_mean: float, rows: int, world_size: int, timing: Mapping[str, float]
 ) -> dict[str, float]:
-    """Tokens per second and accelerator: (response_mean + prompt_mean) · samples / world_size / time, with samples =
-    global_batch_size · n, and time that of the whole step (e2e), the update, or generation (rollout).
-    0 where a phase took no time within the step.
+    """Tokens per second and accelerator: (response_mean + prompt_mean) · rows / world_size / time, with rows =
+    global_batch_size · n where each episode has one, and time that of the whole step (e2e), the update, or generation
+    (rollout). 0 where a phase took no time within the step.
     """
-    tokens = (response_mean + prompt_mean) * samples / world_size
+    tokens = (response_mean + prompt_mean) * rows / world_size
     phases = {"e2e_tps": "timing/all", "update_tps": f"timing/{UPDATE}", "rollout_tps": "timing/rollout"}
     return {name: tokens / timing[phase] if timing.get(phase) else 0.0 for name, phase in phases.items()}
 
@@ -107,12 +106,12 @@ def size_metrics(groups: Sequence[GeneratedGroup], world_size: int) -> dict[str,
     """What throughput is computed from besides lengths; the number of samples to a prompt is the mean over the groups."""
     sizes = {"world_size": float(world_size), "global_batch_size": float(len(groups))}
     if groups:
-        sizes["n_samples_per_prompt"] = sum(len(group.response_tokens) for group in groups) / len(groups)
+        sizes["n_samples_per_prompt"] = sum(group.n for group in groups) / len(groups)
     return sizes
 
 
 def length_metrics(groups: Sequence[GeneratedGroup]) -> dict[str, float]:
-    """Lengths in tokens over all samples; `response_length/clip_ratio` is the fraction that ended by length."""
+    """Lengths in tokens over all rows; `response_length/clip_ratio` is the fraction that ended by length."""
     if not groups:
         return {}
     responses = [length for group in groups for length in group.response_tokens]

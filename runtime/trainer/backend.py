@@ -233,15 +233,15 @@ def wire_dtype(config: Config) -> torch.dtype:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One forward pass's worth of samples, packed: from rows on the host to tensors on the device, in one copy.
+# One forward pass's worth of rows, packed: from the host to tensors on the device, in one copy.
 #
-# B samples, R reply tokens of the longest, T packed tokens, N trained ones.
+# B rows, R reply tokens of the longest, T packed tokens, N trained ones.
 
 
 BUCKET_RATIO = 1.5  # longest to shortest row of one attention call: padding against the number of calls
 
 Columns = Mapping[str, np.ndarray]
-"""What an objective computes on, by name: per reply token (flat, as in Rows), or per sample ([B, R] or [B, 1])."""
+"""What an objective computes on, by name: per reply token (flat, as in Rows), or per row ([B, R] or [B, 1])."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class MicroBatch:
 
 
 def micro_batches(rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, rank_info: RankInfo) -> Iterator[MicroBatch]:
-    """The samples `chosen` (bool [B]), each micro-batch within `budget` tokens.
+    """The rows `chosen` (bool [B]), each micro-batch within `budget` tokens.
 
     As many on every rank, so that all take part in the collectives of each.
     """
@@ -279,15 +279,16 @@ def micro_batches(rows: Rows, chosen: np.ndarray, columns: Columns, budget: int,
 
 
 def plan(rows: Rows, chosen: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Cut the samples `chosen` into micro-batches by length (prompt and reply) within `budget` tokens."""
+    """Cut the rows `chosen` into micro-batches by length (prompt and reply) within `budget` tokens."""
     lengths = (rows.prompt_length[rows.group[chosen]] + rows.length[chosen]).tolist()
     return [chosen[indices] for indices in cut_by_length(lengths, budget)]
 
 
 def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device) -> MicroBatch:
-    """Pack the samples `chosen`, ascending by length, each with a reply of at least one token; `columns` are of all rows.
+    """Pack the rows `chosen`, ascending by length, each with a reply of at least one token; `columns` are of all rows.
 
-    The last token of a reply predicts nothing and is left out. Prompts come first, each once, then the replies.
+    The last token of a reply predicts nothing and is left out. Prompts come first, each once, then the replies. Where a prompt
+    is empty no reply's first token is trained.
     """
     prompts, prompt_of = np.unique(rows.group[chosen], return_inverse=True)
     prompt_length, fed = rows.prompt_length[prompts], rows.length[chosen] - 1

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 import torch
 
 from runtime.algorithms.advantages import missing_eos_penalty, soft_overlong_penalty, token_rewards, value_targets
-from runtime.algorithms.interfaces import AdvantageInputs, LossInputs
+from runtime.algorithms.interfaces import AdvantageInputs, Aggregate, LossInputs, TurnRewards
 from runtime.algorithms.losses import clipped_value_loss, importance_weighted, interpolated_proximal, k3
 from runtime.chosen_algorithm import ChosenAlgorithm, choose, kl_control
 from runtime.config import Config
@@ -54,8 +55,8 @@ class Objective(ABC):
     def loss(self, batch: MicroBatch, outputs: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
         """The unnormalised loss, a sum. Adds what the step reports to `statistics`."""
 
-    def count_masked(self, samples: int, statistics: StepStatistics) -> None:  # noqa: B027 - a critic counts none
-        """What samples without a trained token, of which no pass is made, add to what the losses are averaged over."""
+    def count_masked(self, episodes: int, statistics: StepStatistics) -> None:  # noqa: B027 - a critic counts none
+        """What episodes without a trained token, of which no pass is made, add to what the losses are averaged over."""
 
     def named(self, metrics: dict[str, float]) -> dict[str, float]:
         """A step's metrics under the names of this role."""
@@ -64,7 +65,7 @@ class Objective(ABC):
     def adapt_kl(self, divergence: float, reduced: Reduced) -> float:
         """Between steps the KL term's coefficient adapts to the `divergence` of the samples; returns the one before."""
         before = self.kl_control.coefficient
-        self.kl_control = self.kl_control.after(divergence, reduced.means["response_length/mean"].count)
+        self.kl_control = self.kl_control.after(divergence, reduced.totals["samples"])
         return before
 
     def resume(self, kl_coefficient: float | None) -> None:
@@ -99,7 +100,7 @@ class PolicyObjective(Objective):
         if self._config.critic is not None:
             _report_advantages(rows, advantages, statistics)
         age = step - rows.steps
-        columns = {
+        columns = _episode_columns(rows) | {
             "advantages": advantages,
             "behaviour": rows.behaviour * rows.mask,
             "age": age * rows.mask,
@@ -160,23 +161,44 @@ class PolicyObjective(Objective):
         fresh = batch.columns["fresh"]
         add_mismatch(statistics, behaviour, start, fresh)
         statistics.total("mismatch/tokens_of_other_versions", tokens - fresh.sum())
-        return self._algorithm.aggregation(values, batch.mask, self._algorithm.aggregation_options).total
+        return self._aggregate(values, batch).total
 
-    def count_masked(self, samples: int, statistics: StepStatistics) -> None:
-        count = samples * self._algorithm.masked_sample
+    def _aggregate(self, values: torch.Tensor, batch: MicroBatch) -> Aggregate:
+        options = self._algorithm.aggregation_options
+        if EPISODE_TOKENS in batch.columns:
+            options = replace(options, episode_tokens=batch.columns[EPISODE_TOKENS], counts=batch.columns[COUNTS])
+        return self._algorithm.aggregation(values, batch.mask, options)
+
+    def count_masked(self, episodes: int, statistics: StepStatistics) -> None:
+        count = episodes * self._algorithm.masked_sample
         if self._algorithm.masked_sample:
             for name in ("actor/pg_loss", "actor/entropy", *(["actor/kl_loss"] if self._kl_in_loss else [])):
                 statistics.mean(name, 0.0, count)
 
     def _report(self, name: str, values: torch.Tensor, batch: MicroBatch, statistics: StepStatistics) -> None:
-        aggregate = self._algorithm.aggregation(values.detach(), batch.mask, self._algorithm.aggregation_options)
+        aggregate = self._aggregate(values.detach(), batch)
         statistics.mean(name, aggregate.total, aggregate.count)
 
     def named(self, metrics: dict[str, float]) -> dict[str, float]:
         metrics["actor/lr"] = metrics.pop("lr")
         if "grad_norm" in metrics:
             metrics["actor/grad_norm"] = metrics.pop("grad_norm")
+        if all(metrics.get(f"episode/{name}", alone) == alone for name, alone in REPLY.items()):
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("episode/")}
         return metrics
+
+
+REPLY = {"rows": 1, "turns": 1, "environment_tokens": 0}  # what `episode/*` say where all episodes are replies
+EPISODE_TOKENS, COUNTS = "episode_tokens", "counts"  # columns: as of `AggregationOptions`
+
+
+def _episode_columns(rows: Rows) -> dict[str, np.ndarray]:
+    """[B, 1] each. None where each row is an episode."""
+    if len(rows.episode) == rows.leads.sum():
+        return {}
+    tokens = rows.trained_tokens()
+    of_episode = np.bincount(rows.episode, weights=tokens)[rows.episode]
+    return {EPISODE_TOKENS: of_episode[:, None], COUNTS: rows.first_of_episode(tokens > 0)[:, None]}
 
 
 def _report_rows(rows: Rows, step: int, statistics: StepStatistics) -> None:
@@ -184,13 +206,17 @@ def _report_rows(rows: Rows, step: int, statistics: StepStatistics) -> None:
     for name, values in (
         ("response_length", rows.length),
         ("prompt_length", prompts),
-        ("score", rows.rewards[rows.valid]),
+        ("score", rows.rewards[rows.valid & rows.leads]),
     ):
         statistics.mean(f"{name}/mean", float(values.sum(dtype=np.float64)), float(len(values)))
         statistics.maximum(f"{name}/max", float(values.max()) if len(values) else -math.inf)
         statistics.minimum(f"{name}/min", float(values.min()) if len(values) else math.inf)
     age = (step - rows.steps)[rows.mask]
     statistics.mean("staleness/token_mean", float(age.sum()), float(len(age)))
+    statistics.total("samples", float(rows.leads.sum()))
+    episodes, valid = float((rows.valid & rows.leads).sum()), np.repeat(rows.valid, rows.length)
+    for name, count in (("rows", rows.valid), ("turns", rows.turn_begins()), ("environment_tokens", valid & ~rows.mask)):
+        statistics.mean(f"episode/{name}", float(count.sum()), episodes)
 
 
 def _report_advantages(rows: Rows, advantages: np.ndarray, statistics: StepStatistics) -> None:
@@ -232,28 +258,50 @@ class RowAdvantages:
             divergence = self._chosen.kl(torch.from_numpy(rows.grid(rows.behaviour - rows.reference, every)).double() * mask)
             statistics.mean("actor/kl", (divergence * mask).sum(), mask.sum())
             penalties = kl_coefficient * divergence * mask
+        per_token, turns = token_rewards(rewards, mask, penalties), _turns(rows)
+        if turns is not None:
+            per_token = per_token.index_put((turns.rows, turns.tokens), turns.values, accumulate=True)
         return AdvantageInputs(
-            rewards=rewards if penalties is None else rewards - penalties.sum(1),
+            rewards=rewards if penalties is None else rewards - _of_episodes(penalties.sum(1), rows),
             groups=torch.from_numpy(rows.group),
             valid=torch.from_numpy(rows.valid),
             mask=mask,
-            token_rewards=token_rewards(rewards, mask, penalties),
+            token_rewards=per_token,
             values=None if rows.values is None else torch.from_numpy(rows.grid(rows.values, every)).double() * mask,
             batch_sum=self._backend.batch_sum,
+            leads=torch.from_numpy(rows.leads),
+            turns=turns,
         )
 
     def _shaped(self, rows: Rows, statistics: StepStatistics) -> torch.Tensor:
-        """[B]: the rewards and what is added for length, 0 where a sample is not valid."""
-        valid = torch.from_numpy(rows.valid)
+        """[B]: the rewards and what is added for the length of the episode's last row, 0 where it is not valid."""
+        valid, last = torch.from_numpy(rows.valid), rows.last
         added = torch.zeros(len(valid), dtype=torch.float64)
         if self._buffer:
-            lengths = torch.from_numpy(rows.length).double()
+            lengths = torch.from_numpy(rows.length[last]).double()
             added += self._overlong * soft_overlong_penalty(lengths, self._max_length, self._buffer)
         if self._missing_eos:
-            added += missing_eos_penalty(torch.from_numpy(rows.truncated).double(), self._missing_eos)
+            added += missing_eos_penalty(torch.from_numpy(rows.truncated[last]).double(), self._missing_eos)
         if self._buffer or self._missing_eos:
-            statistics.mean("score/length_penalty", added[valid].sum(), valid.double().sum())
+            counted = valid & torch.from_numpy(rows.leads)
+            statistics.mean("score/length_penalty", added[counted].sum(), counted.double().sum())
         return (torch.from_numpy(rows.rewards).double() + added).where(valid, 0.0)
+
+
+def _of_episodes(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """[B]: the sum of `values` [B] over the rows of each row's episode."""
+    episode = torch.from_numpy(rows.episode)
+    return values.new_zeros(len(values)).index_add(0, episode, values)[episode]
+
+
+def _turns(rows: Rows) -> TurnRewards | None:
+    """The rewards of turns, but for those of episodes that are not valid. None where no turn was rewarded."""
+    if not len(rows.turn_tokens):
+        return None
+    kept = rows.mask[rows.turn_tokens]
+    tokens = rows.turn_tokens[kept]
+    row = np.searchsorted(rows.start, tokens, "right") - 1  # the last that begins there or before: empty ones come first
+    return TurnRewards(*map(torch.from_numpy, (row, tokens - rows.start[row], rows.turn_rewards[kept])))
 
 
 def add_mismatch(statistics: StepStatistics, sampled: torch.Tensor, trained: torch.Tensor, counted: torch.Tensor) -> None:
@@ -300,7 +348,7 @@ class CriticObjective(Objective):
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
         assert rows.values is not None
         targets = self.advantages.value_targets(rows, self.kl_control.coefficient, statistics)
-        statistics.mean("response_length/mean", float(rows.length.sum()), float(len(rows.length)))
+        statistics.total("samples", float(rows.leads.sum()))
         return {"targets": targets, "recorded": rows.values * rows.mask}, np.ones(len(rows.length), bool)
 
     def per_token_output(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """From groups as they travel to the arrays that a training step computes on. numpy on the host.
 
-B rows (samples), R reply tokens of one sample, `flat` arrays hold all replies back to back.
+B rows (replies; of an episode its branches, which follow one another), R reply tokens of one row, `flat` arrays hold those of
+all rows back to back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from runtime.types import GroupPayload, LogprobRequest, Logprobs, TrainGroup, Va
 
 @dataclass(frozen=True)
 class Rows:
-    """The samples of some groups. `reference` and `values` are None where the algorithm has no use for them."""
+    """The rows of some groups. `reference` and `values` are None where the algorithm has no use for them."""
 
     prompts: np.ndarray  # int32, flat over groups
     prompt_start: np.ndarray  # int64 [groups]
@@ -27,18 +28,21 @@ class Rows:
     group_id: np.ndarray  # int64 [groups]
     mini_batch: np.ndarray  # int64 [groups]
     group: np.ndarray  # int64 [B], from 0
-    sample: np.ndarray  # int64 [B], index within its group
+    sample: np.ndarray  # int64 [B], index of the row's episode within its group
+    episode: np.ndarray  # int64 [B], from 0 over all groups
     start: np.ndarray  # int64 [B], of the reply in the flat arrays
     length: np.ndarray  # int64 [B], R
     tokens: np.ndarray  # int32 flat
-    mask: np.ndarray  # bool flat; false throughout a sample that is not valid
+    mask: np.ndarray  # bool flat; false throughout an episode that is not valid
     behaviour: np.ndarray  # float32 flat
     steps: np.ndarray  # int64 flat, step of the version that sampled the token
     reference: np.ndarray | None  # float32 flat
     values: np.ndarray | None  # float32 flat
-    rewards: np.ndarray  # float32 [B]
+    turn_tokens: np.ndarray  # int64 [K], where the token lies in the flat arrays at which a turn was rewarded
+    turn_rewards: np.ndarray  # float64 [K]
+    rewards: np.ndarray  # float32 [B], of the row's episode
     truncated: np.ndarray  # bool [B], whether the reply was cut off by length
-    valid: np.ndarray  # bool [B]
+    valid: np.ndarray  # bool [B], whether the row's episode is
 
     def grid(self, flat: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """[len(rows), longest reply of `rows`] of `flat`, 0 beyond each reply."""
@@ -53,14 +57,43 @@ class Rows:
         return [flat[begin : begin + size] for begin, size in zip(starts(sizes), sizes, strict=True)]
 
     def trained(self) -> np.ndarray:
-        """bool [B]: whether the sample has a token to train on."""
+        """bool [B]: whether the row has a token to train on."""
+        return self.trained_tokens() > 0
+
+    def trained_tokens(self) -> np.ndarray:
+        """int64 [B]."""
         totals = np.concatenate(([0], np.cumsum(self.mask, dtype=np.int64)))
-        return totals[self.start + self.length] > totals[self.start]
+        return totals[self.start + self.length] - totals[self.start]
+
+    def turn_begins(self) -> np.ndarray:
+        """bool flat: the first tokens of turns, runs of trained tokens along a row."""
+        begins = self.mask.copy()
+        begins[1:] &= ~self.mask[:-1]
+        first = self.start[self.length > 0]
+        begins[first] = self.mask[first]
+        return begins
+
+    def first_of_episode(self, among: np.ndarray) -> np.ndarray:
+        """bool [B]: of the rows `among` (bool [B]) the first of each episode."""
+        found = np.zeros(len(among), bool)
+        chosen = np.flatnonzero(among)
+        found[chosen[np.unique(self.episode[chosen], return_index=True)[1]]] = True
+        return found
+
+    @property
+    def leads(self) -> np.ndarray:
+        """bool [B]: whether the row is its episode's first."""
+        return np.diff(self.episode, prepend=-1) > 0
+
+    @property
+    def last(self) -> np.ndarray:
+        """int64 [B]: the last row of the row's episode."""
+        return (np.cumsum(np.bincount(self.episode)) - 1)[self.episode]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the algorithm takes besides samples and rewards."""
+    """What the algorithm takes besides rows and rewards."""
 
     reference: bool = False
     values: bool = False
@@ -81,15 +114,15 @@ def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -
 
 
 def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int) -> Rows:
-    """As `decode_groups`, of groups that are not scored yet: rewards are 0, and all samples valid."""
+    """As `decode_groups`, of groups that are not scored yet: rewards are 0, and all episodes valid."""
     payloads = [codec.decode(GroupPayload, request.payload) for request in requests]
     groups = [
         TrainGroup(
             group_id=request.group_id,
             tokens=0,  # which nobody asks for
             payload=request.payload,
-            rewards=np.zeros(len(payload.lengths), np.float32),
-            valid=np.ones(len(payload.lengths), np.uint8),
+            rewards=np.zeros(payload.n, np.float32),
+            valid=np.ones(payload.n, np.uint8),
         )
         for request, payload in zip(requests, payloads, strict=True)
     ]
@@ -105,19 +138,26 @@ def _rows(
     values: Sequence[Values] | None,
 ) -> Rows:
     columns = [payload.columns() for payload in payloads]
-    sizes = np.array([len(payload.lengths) for payload in payloads], np.int64)
+    episodes = np.array([payload.n for payload in payloads], np.int64)
+    branches = _concatenate([payload.rows for payload in payloads], np.uint32).astype(np.int64)  # of each episode
     length = _concatenate([payload.lengths for payload in payloads], np.uint32).astype(np.int64)
+    first_row = starts(np.array([len(payload.lengths) for payload in payloads], np.int64))
+    turns = [
+        (first + turn.row, turn) for first, payload in zip(first_row, payloads, strict=True) for turn in payload.turn_rewards
+    ]
+    start = starts(length)
     prompt_length = np.array([len(payload.prompt) for payload in payloads], np.int64)
-    valid = _concatenate([group.valid for group in groups], np.uint8) != 0
+    valid = np.repeat(_concatenate([group.valid for group in groups], np.uint8) != 0, branches)
     return Rows(
         prompts=_concatenate([payload.prompt for payload in payloads], np.int32),
         prompt_start=starts(prompt_length),
         prompt_length=prompt_length,
         group_id=np.array([group.group_id for group in groups], np.int64),
         mini_batch=np.array([group.mini_batch for group in groups], np.int64),
-        group=np.repeat(np.arange(len(payloads)), sizes),
-        sample=ramps(sizes),
-        start=starts(length),
+        group=np.repeat(np.repeat(np.arange(len(payloads)), episodes), branches),
+        sample=np.repeat(ramps(episodes), branches),
+        episode=np.repeat(np.arange(len(branches)), branches),
+        start=start,
         length=length,
         tokens=_concatenate([column.tokens for column in columns], np.int32),
         mask=(_concatenate([column.loss_mask for column in columns], np.uint8) != 0) & np.repeat(valid, length),
@@ -125,27 +165,38 @@ def _rows(
         steps=_concatenate([column.versions for column in columns], np.int64) & 0xFFFFFFFF,
         reference=None if references is None else _concatenate([part.values for part in references], np.float32),
         values=None if values is None else _concatenate([part.values for part in values], np.float32),
-        rewards=_concatenate([group.rewards for group in groups], np.float32),
+        turn_tokens=np.array([start[row] + turn.token for row, turn in turns], np.int64),
+        turn_rewards=np.array([turn.value for _, turn in turns], np.float64),
+        rewards=np.repeat(_concatenate([group.rewards for group in groups], np.float32), branches),
         truncated=np.array([reason == "length" for payload in payloads for reason in payload.finish_reasons], bool),
         valid=valid,
     )
 
 
 def join(parts: Sequence[Rows]) -> Rows:
-    """The samples of all `parts`, at least one, in their order."""
+    """The rows of all `parts`, at least one, in their order."""
     if len(parts) == 1:
         return parts[0]
     joined = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Rows)}
     # What points into other arrays moves by what lies before the part.
-    for name, target in (("prompt_start", "prompts"), ("group", "prompt_start"), ("start", "tokens")):
-        before = starts(np.array([len(array) for array in joined[target]], np.int64))
+    sizes = {name: [len(array) for array in joined[name]] for name in ("prompts", "prompt_start", "tokens")}
+    sizes["episodes"] = [int(part.episode.max(initial=-1)) + 1 for part in parts]
+    pointers = {
+        "prompt_start": "prompts",
+        "group": "prompt_start",
+        "start": "tokens",
+        "turn_tokens": "tokens",
+        "episode": "episodes",
+    }
+    for name, target in pointers.items():
+        before = starts(np.array(sizes[target], np.int64))
         joined[name] = [array + shift for array, shift in zip(joined[name], before, strict=True)]
     whole: dict[str, Any] = {name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in joined.items()}
     return Rows(**whole)
 
 
 def share_prompts(rows: Rows) -> Rows:
-    """As if samples of equal prompts were of one group, whose prompt is computed once."""
+    """As if rows of equal prompts were of one group, whose prompt is computed once."""
     spans = zip(rows.prompt_start, rows.prompt_length, strict=True)
     prompts = [rows.prompts[start : start + length].tobytes() for start, length in spans]
     return replace(rows, group=np.array([prompts.index(prompt) for prompt in prompts], np.int64)[rows.group])
@@ -171,20 +222,25 @@ def _values(group: TrainGroup) -> Values:
 
 def _check(group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Sequence[Logprobs | Values]) -> None:
     where = f"group {group.group_id}"
-    n = len(payload.lengths)
+    n = payload.n
     if payload.group_id != group.group_id or not n or len(group.rewards) != n or len(group.valid) != n:
         raise InvalidMessage(
             f"{where}: the payload is of group {payload.group_id} with {n} samples, "
             f"with {len(group.rewards)} rewards and {len(group.valid)} flags"
         )
     payload.check(vocab_size)
+    if payload.turn_rewards:
+        mask, begins = payload.loss_mask.expand(), starts(payload.lengths.astype(np.int64))
+        for turn in payload.turn_rewards:
+            if not mask[begins[turn.row] + turn.token]:
+                raise InvalidMessage(f"{where}: {turn} is of a token that is not trained in this row")
     for part in given:
         if len(part.values) != len(payload.tokens):
             raise InvalidMessage(f"{where}: {len(part.values)} {type(part).__name__.lower()} for other replies")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which samples run together, and where each lies in arrays that hold runs of different lengths back to back. Pure.
+# Which rows run together, and where each lies in arrays that hold runs of different lengths back to back. Pure.
 #
 # Lengths are tokens of a whole sequence; results of `cut_by_length` and `balance` are indices into them.
 
@@ -193,9 +249,9 @@ SLACK = 0.005  # by how much the largest part may exceed what is possible before
 
 
 def cut_by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cut the samples, sorted by length, into runs whose `samples x longest` is at most `budget` tokens.
+    """Cut the rows, sorted by length, into runs whose `rows x longest` is at most `budget` tokens.
 
-    Sorting keeps padding small; ties stay in their order. A sample longer than the budget runs alone.
+    Sorting keeps padding small; ties stay in their order. A row longer than the budget runs alone.
     """
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):

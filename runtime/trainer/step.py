@@ -169,7 +169,7 @@ class ModelTrainer:
         """Add the gradient of the samples `chosen` (bool [B]) of `samples`, the `last` ones of an update or not."""
         self._added.append((samples, chosen))
         trained = samples.rows.trained() & chosen
-        self.objective.count_masked(int((chosen & ~trained).sum()), self._statistics)
+        self.objective.count_masked(_episodes(samples.rows, chosen) - _episodes(samples.rows, trained), self._statistics)
         # Samples whose gradient is exactly 0 (all rewards of a group are alike) get a forward pass alone, for the statistics.
         for backward, kind in enumerate((~samples.live, samples.live)):
             batches = self._micro_batches(samples.rows, samples.columns, trained & kind)
@@ -341,6 +341,11 @@ class ModelTrainer:
         seconds = time.perf_counter() - begin
         for metric in (f"timing/{name}" for name in names):
             self.phases[metric] = self.phases.get(metric, 0.0) + seconds
+
+
+def _episodes(rows: Rows, chosen: np.ndarray) -> int:
+    """To how many the rows `chosen` (bool [B]) belong."""
+    return int(rows.first_of_episode(chosen).sum())
 
 
 def learning_rate(step: int, total_steps: int, optimizer: Optimizer) -> float:

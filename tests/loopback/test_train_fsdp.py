@@ -16,7 +16,7 @@ from runtime.trainer.fsdp import sharding
 from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import StepResult, TrainGroup
 from tests.loopback.ranks import run_two
-from tests.unit.training_cases import make_config, make_groups, make_policy
+from tests.unit.training_cases import make_config, make_episodes, make_groups, make_policy
 from tests.unit.training_steps import assert_metrics, assert_updated, make_probes
 
 pytestmark = pytest.mark.numeric
@@ -27,12 +27,6 @@ BATCH_WIDE = (
     {"advantage": "reinforce_plus_plus", "kl": "k1", "kl_placement": "reward", "kl_coefficient": 0.1},
     {"advantage": "reinforce_plus_plus_baseline", "loss": "ppo", "correction": "sequence_tis"},
     {"advantage": "group_norm", "group_std": "batch"},
-)
-# A streamable algorithm, and one that waits for the whole batch, each under the budgets of the two ranks and of the single one.
-UNEVEN = (
-    ({"kl_coefficient": 0.1, "loss": "ppo", "aggregation": "seq_mean_token_mean"}, (1, 60), 8192),
-    ({"advantage": "reinforce_plus_plus_baseline", "loss": "ppo", "kl_coefficient": 0.1}, (8192, 20), 1),
-    ({"aggregation": "dr_grpo", "entropy_coefficient": 0.01}, (60, 1), 8192),  # masked samples count, and no rank's filler
 )
 SECTIONS = {
     "algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
@@ -77,6 +71,22 @@ def many_groups(step: int) -> list[TrainGroup]:
     return make_groups(100 + step, (5, 4, 6, 3, 2), step=step, longest=20)
 
 
+def many_episodes(step: int) -> list[TrainGroup]:
+    return make_episodes(200 + step, (3, 4, 5, 2, 2), step=step, turns=True)
+
+
+# A streamable algorithm, and one that waits for the whole batch, each under the budgets of the two ranks and of the single one;
+# and what is trained on.
+UNEVEN = (
+    ({"kl_coefficient": 0.1, "loss": "ppo", "aggregation": "seq_mean_token_mean"}, (1, 60), 8192, many_groups),
+    ({"advantage": "reinforce_plus_plus_baseline", "loss": "ppo", "kl_coefficient": 0.1}, (8192, 20), 1, many_groups),
+    # Masked samples count, and no rank's filler.
+    ({"aggregation": "dr_grpo", "entropy_coefficient": 0.01}, (60, 1), 8192, many_groups),
+    ({"aggregation": "episode_mean_token_mean", "kl_coefficient": 0.1, "turn_discount": 0.9}, (60, 1), 8192, many_episodes),
+    ({"advantage": "group_norm", "group_std": "batch", "aggregation": "dr_grpo"}, (1, 8192), 60, many_episodes),
+)
+
+
 def with_budget(algorithm: dict, budget: int) -> dict:
     return SECTIONS | {"algorithm": algorithm, "training": {"max_tokens_per_microbatch": budget}}
 
@@ -84,12 +94,12 @@ def with_budget(algorithm: dict, budget: int) -> dict:
 def uneven_steps(policy: str, rank: int) -> tuple[list[list[dict[str, float]]], list[torch.Tensor]]:
     """Metrics and weights of each case of UNEVEN: nearly all samples go to one rank, then to the other, then all to one."""
     metrics, weights = [], []
-    for algorithm, budgets, _ in UNEVEN:
+    for algorithm, budgets, _, make in UNEVEN:
         config = make_config(policy, **with_budget(algorithm, budgets[rank]))
         engine = policy_trainer(config, rank=rank, world_size=2, device="cpu")
         steps = []
         for step in range(STEPS):
-            groups = many_groups(step)
+            groups = make(step)
             few, many = groups[4:], groups[:4]
             shares = ([many[:3], many[3:]], [few, []]), ([[], few], [many[2:], many[:2]]), ([[]], [groups])
             steps.append(run_step(engine, shares[step][rank]).metrics)
@@ -280,12 +290,14 @@ def test_batch_wide_advantages_are_over_all_ranks(folder: Path, results: dict):
             assert_metrics(next(got), expected, steps=step + 1)
 
 
-@pytest.mark.parametrize("case", range(len(UNEVEN)), ids=["streamable", "whole batch", "masked samples"])
+@pytest.mark.parametrize(
+    "case", range(len(UNEVEN)), ids=["streamable", "whole batch", "masked samples", "episodes", "episodes whole"]
+)
 def test_budgets_and_shares_have_no_say(folder: Path, results: dict, tensors: dict[str, torch.Tensor], case: int):
-    algorithm, _, budget = UNEVEN[case]
+    algorithm, _, budget, make = UNEVEN[case]
     engine = policy_trainer(make_config(str(folder / "policy"), **with_budget(algorithm, budget)))
     for step in range(STEPS):
-        expected = run_step(engine, [many_groups(step)]).metrics
+        expected = run_step(engine, [make(step)]).metrics
         assert expected["actor/grad_norm"] > 0
         assert_metrics(results["uneven"][case][step], expected, steps=step + 1)
     assert_trained(tensors["uneven"][case], engine)

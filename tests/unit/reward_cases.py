@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from runtime import codec
-from runtime.types import GroupPayload, Sample, ScoreRequest
+from runtime.types import FinishReason, GroupPayload, Sample, ScoreRequest
 
 
 def make_sample(tokens: np.ndarray | Sequence[int]) -> Sample:
@@ -20,6 +21,14 @@ def make_sample(tokens: np.ndarray | Sequence[int]) -> Sample:
         versions=np.zeros(count, np.int64),
         finish_reason="stop",
     )
+
+
+def make_branch(*parts: tuple[str, bool], finish: FinishReason = "stop") -> Sample:
+    """Texts as their bytes, each with whether it is the model's, trained in this branch."""
+    tokens = [list(text.encode()) for text, _ in parts]
+    mask = [np.full(len(part), trained, np.uint8) for part, (_, trained) in zip(tokens, parts, strict=True)]
+    whole = make_sample([token for part in tokens for token in part])
+    return replace(whole, loss_mask=np.concatenate([np.zeros(0, np.uint8), *mask]), finish_reason=finish)
 
 
 def make_request(

@@ -176,3 +176,28 @@ def test_a_configuration_of_rewards_comes_back_from_its_file(policy: Path, tmp_p
     config = make(policy, rewards=rewards)
     (tmp_path / "run.yaml").write_text(loading.to_yaml(config))
     assert loading.load(tmp_path / "run.yaml") == config
+
+
+# ------------------------------------------------------------------------------------------------ who plays
+
+
+def test_whoever_plays_may_be_the_only_one_to_give_rewards(policy: Path) -> None:
+    none = "rewards.rules: empty; at least one rule, remote or model is needed"
+    assert faults(policy, {}, gateway={}) == []
+    assert faults(policy, {"environment": 0}, gateway={}) == [none]
+    assert faults(policy, {}) == [none]
+
+
+def test_its_column_is_nobody_else_s(policy: Path) -> None:
+    taken = {"rules": [RULE], "remote": [REMOTE | {"name": "environment"}]}
+    assert faults(policy, taken) == []
+    assert [each.partition(":")[0] for each in faults(policy, taken, gateway={})] == ["rewards.remote.0.name"]
+    (policy.parent / "own.py").write_text("")
+    (found,) = faults(policy, {"rules": [{"name": f"{policy.parent}/own.py:environment"}]}, gateway={})
+    assert found.startswith("rewards.rules: 'environment' is what")
+
+
+@pytest.mark.parametrize(("advantage", "refused"), [("group_norm", False), ("reinforce_plus_plus", True)])
+def test_a_discount_by_turns_is_not_ignored(policy: Path, advantage: str, refused: bool) -> None:
+    found = faults(policy, {"rules": [RULE]}, algorithm={"advantage": advantage, "turn_discount": 0.9})
+    assert [each.partition(":")[0] for each in found] == ["algorithm.turn_discount"] * refused

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
 
 from runtime import config
 from runtime.data.handlers import Problem
@@ -35,8 +36,8 @@ def sample(text: str, versions: tuple[int, int] = (2, 3)) -> Sample:
     steps = np.linspace(*versions, size).round().astype(np.int64)
     return Sample(
         tokens=np.array([ord(letter) for letter in text], np.int32),
-        loss_mask=np.array([1] * (size - 1) + [0], np.uint8),
-        logprobs=np.array([-0.5] * (size - 1) + [0.0], np.float32),
+        loss_mask=(np.arange(size) < size - 1).astype(np.uint8),
+        logprobs=np.where(np.arange(size) < size - 1, np.float32(-0.5), np.float32(0)),
         versions=steps,
         finish_reason="length",
     )
@@ -74,6 +75,20 @@ def test_a_reply_is_told_whole() -> None:
     )
     assert (second.correct, second.reward, second.rules, second.answer, second.sample) == (None, None, {"mine": None}, None, 1)
     assert (third.correct, third.reward, third.answer, third.sample) == (False, 0.5, None, 2)
+
+
+def test_of_an_episode_the_last_branch_is_told() -> None:
+    rows = [sample("ask"), sample("four"), structs.replace(sample("fi"), finish_reason="stop"), sample("")]
+    payload = GroupPayload.of(-1, np.array([ord("?")], np.int32), rows, [2, 1, 1])
+    values = np.array([1.0, 0.0, 0.5], np.float32)
+    scores = Scores(group_id=-1, rewards=values, valid=np.ones(3, np.uint8), rules={"environment": values})
+    found = generations.replies_to("set", PROBLEM, [(payload, scores)], config.Rule(name="environment"), Letters())
+    assert [(each.reply, each.correct, each.tokens, each.finish) for each in found] == [
+        ("four", True, 4, "length"),
+        ("fi", False, 2, "stop"),
+        ("", False, 0, "length"),  # nobody called the model
+    ]
+    assert (found[2].logprob, found[2].versions) == (None, ("", ""))
 
 
 def lines(problem: int) -> list[Generation]:

@@ -195,7 +195,7 @@ def test_a_ledger_of_another_format_is_neither_read_nor_written(tmp_path: Path) 
         database.execute("PRAGMA user_version = 0")
         before = database.execute("SELECT * FROM groups").fetchall()
         for use in (lambda: LedgerReader(tmp_path), lambda: with_ledger(tmp_path, run)):
-            with pytest.raises(UserError, match=f"^{tmp_path}: the ledger is of format 0, and .* reads format 3 only$"):
+            with pytest.raises(UserError, match=f"^{tmp_path}: the ledger is of format 0, and .* reads format 4 only$"):
                 use()
         assert database.execute("SELECT * FROM groups").fetchall() == before
 

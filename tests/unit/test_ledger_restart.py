@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.group import restored
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.payloads import PayloadLost, segment_path
 from runtime.ledger.reader import LedgerReader
@@ -109,6 +112,25 @@ def test_a_coordinator_that_takes_over_goes_on_after_the_step_that_was_over_last
     with LedgerReader(tmp_path) as reader:
         retired = [(row.group_id, row.step) for row in reader.groups(states=[Phase.RETIRED])]
         assert retired == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (5, 2)]
+
+
+def test_what_who_played_gave_survives_the_coordinator(tmp_path: Path) -> None:
+    """It is not scored again by asking: the column is all that is left of it."""
+    rewards = [0.5, float("nan")]
+
+    async def run(ledger: LedgerWriter) -> None:
+        buffer = buffer_on(ledger)
+        for group_id, gave in ((0, rewards), (1, [])):
+            buffer.admit(ticket(group_id))
+            buffer.dispatch(group_id, "gateway-0")
+            buffer.generated(structs.replace(generated(group_id, 0), response_tokens=[3, 4, 5], rewards=gave))
+
+    with_ledger(tmp_path, run)
+    with LedgerReader(tmp_path) as reader:
+        played, replies = (restored(row, NEEDS, 0.0, 2).generated for row in reader.groups())
+    assert played is not None and replies is not None
+    np.testing.assert_array_equal(played.rewards, rewards)
+    assert (played.n, played.response_tokens, replies.n, replies.rewards) == (2, [3, 4, 5], 3, [])
 
 
 def test_what_waits_for_the_ledger_is_called_once_it_is_written(tmp_path: Path) -> None:

@@ -142,6 +142,17 @@ def test_groups_of_different_sizes_weigh_by_sample() -> None:
     assert (found["prompt_length/mean"], found["response_length/mean"]) == (30.0, 2.0)
 
 
+def test_samples_are_episodes_and_lengths_are_of_their_branches() -> None:
+    played = structs.replace(
+        generated(10, [4, 8, 6], truncated=1), rewards=[1.0, float("nan")]
+    )  # two, of three branches in all
+    found = step_metrics(figures(generated=[played, generated(20, [6, 2])], staleness=[1, 1, 0, 0]))
+    assert (found["samples"], found["tokens"], found["n_samples_per_prompt"]) == (4.0, 26.0, 2.0)
+    assert (found["response_length/mean"], found["response_length/clip_ratio"]) == (26 / 5, 1 / 5)
+    # All rows' tokens with their prompts, by accelerator and second.
+    assert found["e2e_tps"] == pytest.approx((26 + 3 * 10 + 2 * 20) / 4 / 0.5)
+
+
 def test_masked_samples_are_counted_by_reason() -> None:
     one, other = scored([0.0, 1.0, 0.0], [0, 1, 0]), scored([0.0], [0])
     one.errors, other.errors = {"timeout": 1, "remote:UNAVAILABLE": 1}, {"timeout": 1}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from launcher.commands import samples
 from runtime import codec, config
@@ -26,7 +27,7 @@ from runtime.evaluation.generations import Transcript
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.states import Mark
 from runtime.models.tiny_model import write_tokenizer
-from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores
+from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores, TurnReward
 from tests.unit.test_buffer import ticket
 
 
@@ -94,6 +95,84 @@ def test_the_table_says_it_too(run: Path, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setenv("COLUMNS", "160")
     samples.show(options(run, "dropped", jsonl=False))
     assert "dropped: no signal" in capsys.readouterr().out
+
+
+PLAYED = (
+    (1, (("<sum>", 1), ("tool: 5\x1b[2J", 0), ("It is 5", 1))),
+    (2, (("look", 1), ("⟧up", 0))),
+    (2, (("look⟧up", 0), ("6", 1))),
+)  # whose branch, and who said what
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Path:
+    """The folder of a run with one group of two episodes, the second of two branches."""
+    write_tokenizer(tmp_path)
+    settings = config.Config(run=config.Run(name="a"), model=config.Model(path=str(tmp_path)))
+    (tmp_path / "config.yaml").write_text(loading.to_yaml(settings))
+    rows = []
+    for _, parts in PLAYED:
+        tokens = [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text, _ in parts]
+        mask = np.repeat([trained for _, trained in parts], list(map(len, tokens))).astype(np.uint8)
+        whole = np.concatenate(tokens)
+        rows.append(
+            Sample(
+                tokens=whole,
+                loss_mask=mask,
+                logprobs=np.float32(-0.5) * mask.astype(np.float32),
+                versions=np.zeros(len(whole), np.int64),
+                finish_reason="stop",
+            )
+        )
+    payload = GroupPayload.of(0, np.frombuffer(b"2+2=", np.uint8).astype(np.int32), rows, [1, 2], [TurnReward(0, 4, 0.25)])
+    header = structs.replace(generated(0, "a", "b", "c"), rewards=[1.0, float("nan")], payload=codec.encode(payload))
+
+    async def write() -> None:
+        ledger = await LedgerWriter.open(tmp_path / "ledger", 1 << 20)
+        buffer = Buffer(needs=Mark.SCORED, groups_per_step=2, staleness=0, journal=ledger, clock=time.time)
+        buffer.admit(ticket(0))
+        buffer.dispatch(0, "gateway-0")
+        buffer.generated(header)
+        values = np.array([1.0, np.nan], np.float32)
+        buffer.scored(
+            Scores(
+                group_id=0,
+                rewards=np.array([1, 0], np.float32),
+                valid=np.array([1, 0], np.uint8),
+                rules={"environment": values},
+            )
+        )
+        await ledger.close()
+
+    asyncio.run(write())
+    return tmp_path
+
+
+def test_branches_are_told_with_what_is_trained_in_each(played: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples.show(options(played, jsonl=True))
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["sample"], row["branch"], row["valid"], row["rules"]) for row in rows] == [
+        (0, 0, True, {"environment": 1.0}),
+        (1, 0, False, {"environment": None}),
+        (1, 1, False, {"environment": None}),
+    ]
+    assert [row["reply"] for row in rows] == ["".join(text for text, _ in parts) for _, parts in PLAYED]
+    assert [[(part["text"], part["trained"]) for part in row["parts"]] for row in rows] == [
+        [(text, bool(trained)) for text, trained in parts] for _, parts in PLAYED
+    ]
+    assert [part["reward"] for part in rows[0]["parts"]] == [0.25, None, None]
+
+
+def test_a_conversation_is_shown_with_its_sides_told_apart(
+    played: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    samples.show(options(played, jsonl=False))
+    out = capsys.readouterr().out
+    assert "<sum> ⟦reward 0.25⟧⟦tool: 5\\x1b[2J⟧It is 5" in out
+    assert "⟦look⟧up⟧6" in out
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("│")] == ["0.0", "1.0", "1.1"]
+    assert "⟦ ⟧: not trained in this branch" in out
 
 
 @pytest.fixture

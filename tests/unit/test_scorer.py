@@ -111,6 +111,20 @@ def test_the_scorer_agrees_with_the_rollout_engine(tmp_path: Path) -> None:
         assert_close(result.values, own, terms=forward_terms(70), scale=LOGITS / 0.7)
 
 
+def test_branches_without_a_common_prompt_are_scored_one_by_one(tmp_path: Path) -> None:
+    """Nothing predicts the first token of a row, which nobody trains: its number is finite, and means nothing."""
+    model, rng = save_model(tmp_path), np.random.default_rng(1)
+    rows = [make_sample(rng.integers(0, VOCABULARY, length)) for length in (4, 9, 1, 6)]
+    for row in rows:
+        row.loss_mask[0] = 0
+    payload = GroupPayload.of(5, np.zeros(0, np.int32), rows, [2, 1, 1])
+    (result,) = make_scorer(tmp_path).logprobs([LogprobRequest(group_id=5, payload=codec.encode(payload))])
+    assert np.isfinite(result.values).all()
+    for row, found in zip(rows, np.split(result.values, np.cumsum([4, 9, 1])), strict=True):
+        alone = GroupPayload.of(5, row.tokens[:1], [make_sample(row.tokens[1:])])
+        assert_close(found[1:], expected(model, alone, 1.0), terms=forward_terms(9), scale=LOGITS)
+
+
 def test_bad_requests_are_refused(tmp_path: Path) -> None:
     save_model(tmp_path)
     scorer = make_scorer(tmp_path)

@@ -9,7 +9,7 @@ import numpy as np
 
 from runtime import codec
 from runtime.config import Algorithm, Config, Model, Optimizer, Run, Sampling, Training
-from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, TrainGroup, Values
+from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, TrainGroup, TurnReward, Values
 
 VOCAB = 61
 
@@ -96,3 +96,58 @@ def _group(rng: np.random.Generator, group_id: int, size: int, step: int, longes
         reference=codec.encode(Logprobs(group_id=group_id, values=rng.normal(-4.0, 0.5, total).astype(np.float32))),
         values=codec.encode(Values(group_id=group_id, values=rng.normal(0.0, 0.3, total).astype(np.float32))),
     )
+
+
+def make_episodes(seed: int, sizes: tuple[int, ...] = (3, 4, 2), *, step: int = 0, turns: bool = False) -> list[TrainGroup]:
+    """Random groups of episodes of one to three branches. A branch begins with a part of the one before, which is not trained
+    again, and has turns of two to four tokens with an environment's between. The second group has no common prompt, one episode
+    of the first is not valid, and one of the second has nothing that is trained. `turns`: rewards of some turns."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for group_id, size in enumerate(sizes):
+        branches = [int(rng.integers(1, 4)) for _ in range(size)]
+        rows = [row for index, count in enumerate(branches) for row in _branches(rng, count, step, (group_id, index) == (1, 0))]
+        prompt = rng.integers(0, VOCAB, 0 if group_id == 1 else int(rng.integers(1, 7))).astype(np.int32)
+        ends = [(at, int(token)) for at, row in enumerate(rows) for token in _last_of_turns(row) if rng.random() < 0.7]
+        rewards = [TurnReward(at, token, float(rng.normal())) for at, token in ends]
+        total = sum(len(row.tokens) for row in rows)
+        groups.append(
+            TrainGroup(
+                group_id=group_id,
+                tokens=total + len(rows) * len(prompt),
+                payload=codec.encode(GroupPayload.of(group_id, prompt, rows, branches, rewards if turns else ())),
+                rewards=rng.normal(size=size).astype(np.float32),
+                valid=np.array([(group_id, index) != (0, 1) for index in range(size)], np.uint8),
+                reference=codec.encode(Logprobs(group_id=group_id, values=rng.normal(-4.0, 0.5, total).astype(np.float32))),
+                values=codec.encode(Values(group_id=group_id, values=rng.normal(0.0, 0.3, total).astype(np.float32))),
+            )
+        )
+    return groups
+
+
+def _branches(rng: np.random.Generator, count: int, step: int, untrained: bool) -> list[Sample]:
+    rows: list[Sample] = []
+    for _ in range(count):
+        shared = int(rng.integers(1, len(rows[-1].tokens))) if rows else 0
+        lengths = [
+            shared,
+            *rng.integers(1, 3, 1),
+            *rng.integers(2, 5, 2 * int(rng.integers(1, 4)) - 1),
+        ]  # given, trained, given...
+        mask = np.repeat([0, *(index % 2 for index in range(len(lengths) - 1))], lengths).astype(np.uint8) * (not untrained)
+        tokens = rng.integers(0, VOCAB, len(mask)).astype(np.int32)
+        tokens[:shared] = rows[-1].tokens[:shared] if rows else tokens[:0]
+        rows.append(
+            Sample(
+                tokens=tokens,
+                loss_mask=mask,
+                logprobs=(rng.normal(-4.0, 0.5, len(mask)) * mask).astype(np.float32),
+                versions=np.full(len(mask), PolicyVersion(3, step).pack(), np.int64),
+                finish_reason="length" if rng.random() < 0.3 else "stop",
+            )
+        )
+    return rows
+
+
+def _last_of_turns(row: Sample) -> np.ndarray:
+    return np.flatnonzero(np.diff(row.loss_mask.astype(np.int8), append=0) == -1)

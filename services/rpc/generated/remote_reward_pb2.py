@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*services/rpc/generated/remote_reward.proto\x12\tsluice.v1\"\x97\x01\n\nRemoteItem\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12&\n\x06prompt\x18\x06 \x03(\x0b\x32\x16.sluice.v1.ChatMessage\x12\r\n\x05\x65xtra\x18\x07 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x12RemoteScoreRequest\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.sluice.v1.RemoteItem\";\n\x0cRemoteResult\x12\x12\n\x05value\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x02 \x01(\tB\x08\n\x06_value\"<\n\x10RemoteScoreReply\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.sluice.v1.RemoteResult2S\n\x0cRemoteReward\x12\x43\n\x05Score\x12\x1d.sluice.v1.RemoteScoreRequest\x1a\x1b.sluice.v1.RemoteScoreReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*services/rpc/generated/remote_reward.proto\x12\tsluice.v1\"\xad\x01\n\nRemoteItem\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05label\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12&\n\x06prompt\x18\x06 \x03(\x0b\x32\x16.sluice.v1.ChatMessage\x12\r\n\x05\x65xtra\x18\x07 \x01(\t\x12\x14\n\x0c\x63onversation\x18\x08 \x01(\t\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x12RemoteScoreRequest\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.sluice.v1.RemoteItem\";\n\x0cRemoteResult\x12\x12\n\x05value\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\x02 \x01(\tB\x08\n\x06_value\"<\n\x10RemoteScoreReply\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.sluice.v1.RemoteResult2S\n\x0cRemoteReward\x12\x43\n\x05Score\x12\x1d.sluice.v1.RemoteScoreRequest\x1a\x1b.sluice.v1.RemoteScoreReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,15 +32,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'services.rpc.generated.remo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REMOTEITEM']._serialized_start=58
-  _globals['_REMOTEITEM']._serialized_end=209
-  _globals['_CHATMESSAGE']._serialized_start=211
-  _globals['_CHATMESSAGE']._serialized_end=255
-  _globals['_REMOTESCOREREQUEST']._serialized_start=257
-  _globals['_REMOTESCOREREQUEST']._serialized_end=315
-  _globals['_REMOTERESULT']._serialized_start=317
-  _globals['_REMOTERESULT']._serialized_end=376
-  _globals['_REMOTESCOREREPLY']._serialized_start=378
-  _globals['_REMOTESCOREREPLY']._serialized_end=438
-  _globals['_REMOTEREWARD']._serialized_start=440
-  _globals['_REMOTEREWARD']._serialized_end=523
+  _globals['_REMOTEITEM']._serialized_end=231
+  _globals['_CHATMESSAGE']._serialized_start=233
+  _globals['_CHATMESSAGE']._serialized_end=277
+  _globals['_REMOTESCOREREQUEST']._serialized_start=279
+  _globals['_REMOTESCOREREQUEST']._serialized_end=337
+  _globals['_REMOTERESULT']._serialized_start=339
+  _globals['_REMOTERESULT']._serialized_end=398
+  _globals['_REMOTESCOREREPLY']._serialized_start=400
+  _globals['_REMOTESCOREREPLY']._serialized_end=460
+  _globals['_REMOTEREWARD']._serialized_start=462
+  _globals['_REMOTEREWARD']._serialized_end=545
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class RemoteItem(_message.Message):
-    __slots__ = ("text", "label", "source", "tokens", "finish_reason", "prompt", "extra")
+    __slots__ = ("text", "label", "source", "tokens", "finish_reason", "prompt", "extra", "conversation")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class RemoteItem(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     text: str
     label: str
     source: str
@@ -22,7 +23,8 @@ class RemoteItem(_message.Message):
     finish_reason: str
     prompt: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     extra: str
-    def __init__(self, text: _Optional[str] = ..., label: _Optional[str] = ..., source: _Optional[str] = ..., tokens: _Optional[int] = ..., finish_reason: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., extra: _Optional[str] = ...) -> None: ...
+    conversation: str
+    def __init__(self, text: _Optional[str] = ..., label: _Optional[str] = ..., source: _Optional[str] = ..., tokens: _Optional[int] = ..., finish_reason: _Optional[str] = ..., prompt: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., extra: _Optional[str] = ..., conversation: _Optional[str] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
