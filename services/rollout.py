@@ -222,16 +222,23 @@ class Staging:
 
 def make_engine(config: Config, name: str) -> RolloutEngine:
     """The engine of the rollout `name`, as its fleet has it. Takes seconds, with vLLM up to a minute; raises UserError."""
+    from runtime.models.limits import longest_text
     from runtime.process import platform
 
     settings, device = replicas(config)[name], platform.device()
     dtype = platform.resolve_dtype(settings.dtype, device)
-    longest = config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
+    longest = longest_text(config)
     if settings.engine == "torch":
         from runtime.rollout.torch.engine import TorchRolloutEngine
 
-        path, slots = config.model.path, settings.slots
-        return TorchRolloutEngine(path, device=device, dtype=dtype, slots=slots, max_model_len=longest)
+        return TorchRolloutEngine(
+            config.model.path,
+            device=device,
+            dtype=dtype,
+            slots=settings.slots,
+            max_model_len=longest,
+            kv_for_waiting=settings.kv_for_waiting,
+        )
     from runtime.rollout.vllm.engine import VLLMRolloutEngine
 
     return VLLMRolloutEngine(
@@ -310,6 +317,10 @@ class RolloutService(process.Service):
             "prefill_tokens_total": stats.prefill_tokens,
             "decode_steps_total": stats.decode_steps,
             "busy_seconds_total": stats.busy_seconds,
+            "kv_waiting_bytes": stats.kv_waiting_bytes,
+            "kv_waiting_texts": stats.kv_waiting_texts,
+            "kv_hits_total": stats.kv_hits,
+            "kv_misses_total": stats.kv_misses,
             "swaps_total": self.weights.swaps,
             "torn": float(self._engine.torn),
         }

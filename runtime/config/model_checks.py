@@ -22,7 +22,7 @@ from runtime.errors import UserError
 from runtime.models import hf_config, tiny_model
 from runtime.models.families import FAMILIES, family_for
 from runtime.models.families.memory import RankBytes
-from runtime.models.limits import MEGATRON_NEEDS_CORE, kv_cache_bytes, layout_of, memory_fault, rank_memory, uncut
+from runtime.models.limits import MEGATRON_NEEDS_CORE, kv_cache_bytes, layout_of, longest_text, memory_fault, rank_memory, uncut
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
 
@@ -123,6 +123,8 @@ def _lengths(config: Config, policy: ModelConfig | None) -> Iterator[str]:
     ):
         if prompt + reply > limit:
             yield f"{key}: {reply} and data.max_prompt_tokens {prompt} exceed the model's {limit} positions"
+    if config.gateway is not None and config.gateway.context > limit:
+        yield f"gateway.context: {config.gateway.context} exceeds the model's {limit} positions"
 
 
 def _engines(config: Config, policy: ModelConfig | None, trains: bool) -> Iterator[str]:
@@ -355,7 +357,7 @@ def kv_caches(config: Config, on_cpus: bool) -> dict[str, int]:
     auto = "float32" if on_cpus else "bfloat16"
     return {
         path: kv_cache_bytes(
-            policy, fleet.slots + PROBES, _length(config), _DTYPE_BYTES[auto if fleet.dtype == "auto" else fleet.dtype]
+            policy, fleet.slots + PROBES, longest_text(config), _DTYPE_BYTES[auto if fleet.dtype == "auto" else fleet.dtype]
         )
         for path, fleet in fleets(config).items()
         if fleet.engine == "torch"  # vLLM divides its own memory
@@ -373,7 +375,7 @@ def kv_faults(config: Config, available: int | None) -> Iterator[str]:
         needed = fleet.replicas * each
         if needed > free:
             yield (
-                f"{path}.slots: {fleet.slots} slots of {_length(config)} tokens in {fleet.replicas} replica(s) need "
+                f"{path}.slots: {fleet.slots} slots of {longest_text(config)} tokens in {fleet.replicas} replica(s) need "
                 f"{needed / 2**30:.1f} GiB of KV cache; {free / 2**30:.1f} GiB are available{_HINT}"
             )
         free -= min(needed, free)
@@ -387,8 +389,3 @@ def rank_faults(config: Config, available: int | None) -> Iterator[str]:
         share = available // getattr(config.services, role).processes
         if fault := memory_fault(config, role, held, share):
             yield fault + _HINT
-
-
-def _length(config: Config) -> int:
-    """Tokens of a slot."""
-    return config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)

@@ -34,6 +34,12 @@ def layout_of(parallel: Parallel) -> Layout:
     )
 
 
+def longest_text(config: Config) -> int:
+    """Tokens of prompt and reply that a rollout has to hold."""
+    reply = max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens)
+    return max(config.data.max_prompt_tokens + reply, config.gateway.context if config.gateway is not None else 0)
+
+
 def kv_cache_bytes(model: Mapping[str, Any], slots: int, max_len: int, dtype_bytes: int) -> int:
     """Bytes of a static KV cache: keys and values, 2 · layers · kv_heads · head_dim · bytes · slots · length.
 

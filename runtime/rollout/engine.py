@@ -27,6 +27,10 @@ class EngineStats(Struct, kw_only=True):
     decode_tokens: int = 0
     decode_steps: int = 0
     busy_seconds: float = 0.0
+    kv_waiting_bytes: int = 0  # keys and values of conversations that wait for their next turn
+    kv_waiting_texts: int = 0
+    kv_hits: int = 0  # prompts of which a beginning was there already
+    kv_misses: int = 0  # of requests with `keep`, those of which none was
 
 
 class RolloutEngine(ABC):

@@ -44,10 +44,22 @@ async def drain(engine: TorchRolloutEngine) -> AsyncIterator[GeneratedGroup]:
 def run(engine: TorchRolloutEngine, *requests: GroupRequest) -> dict[int, list[Sample]]:
     async def collect() -> dict[int, list[Sample]]:
         engine.submit(requests)
-        return {group.group_id: codec.decode(GroupPayload, group.payload).samples async for group in drain(engine)}
+        return {group.group_id: samples(group) async for group in drain(engine)}
 
     return asyncio.run(collect())
 
 
 def tokens_of(samples: list[Sample]) -> list[list[int]]:
     return [sample.tokens.tolist() for sample in samples]
+
+
+def samples(group: GeneratedGroup) -> list[Sample]:
+    return codec.decode(GroupPayload, group.payload).samples
+
+
+def from_scratch(model: Any, prompt: np.ndarray, sample: Sample) -> np.ndarray:
+    """The log-probability of each token given all before it, by one forward pass over the whole text."""
+    text = torch.tensor([[*prompt.tolist(), *sample.tokens.tolist()]])
+    with torch.no_grad():
+        logp = torch.log_softmax(model(text).logits[0, len(prompt) - 1 : -1].double(), -1)
+    return logp.gather(1, text[0, len(prompt) :, None])[:, 0].numpy()

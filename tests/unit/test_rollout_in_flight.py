@@ -14,17 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runtime import codec, config
+from runtime import config
 from runtime.commands import AbortWeights, CommitWeights, Priority, WeightsCommitted
 from runtime.errors import ServiceFault
 from runtime.rollout.torch import engine as rollout_torch
 from runtime.rollout.torch import slots as rollout_slots
 from runtime.rollout.torch.engine import TorchRolloutEngine
-from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
+from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 from services.rollout import RolloutService
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.actor_desk import run, running
-from tests.unit.rollout_cases import drain, never, request, update
+from tests.unit.rollout_cases import drain, from_scratch, never, request, samples, update
 from tests.unit.tiny_models import save_model
 
 pytestmark = pytest.mark.numeric
@@ -60,21 +60,9 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     found.close()
 
 
-def samples(group: GeneratedGroup) -> list[Sample]:
-    return codec.decode(GroupPayload, group.payload).samples
-
-
 def versions(group: GeneratedGroup) -> list[list[int]]:
     """The steps of the versions of each sample's tokens, repetitions left out."""
     return [sorted({PolicyVersion.unpack(int(v)).step for v in each.versions}) for each in samples(group)]
-
-
-def from_scratch(model: Any, prompt: np.ndarray, sample: Sample) -> np.ndarray:
-    """The log-probability of each token given all before it, by one forward pass over the whole text."""
-    text = torch.tensor([[*prompt.tolist(), *sample.tokens.tolist()]])
-    with torch.no_grad():
-        logp = torch.log_softmax(model(text).logits[0, len(prompt) - 1 : -1].double(), -1)
-    return logp.gather(1, text[0, len(prompt) :, None])[:, 0].numpy()
 
 
 # ---------------------------------------------------------------------------------------------- the engine

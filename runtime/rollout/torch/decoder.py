@@ -63,6 +63,10 @@ class KVCache:
         """Layer by layer the keys, then the values, [slots, kv_heads, length, head_dim], of neighbouring slots."""
         return self.data[:, :, slots, :, :length].flatten(0, 1).unbind()
 
+    def held(self, slot: int, length: int) -> torch.Tensor:
+        """The first positions of a slot, as a view: [layers, 2, kv_heads, length, head_dim]."""
+        return self.data[:, :, slot, :, :length]
+
     def fill(self, slot: int, text: torch.Tensor) -> None:
         """Write the first positions of a slot: a text's [layers, 2, kv_heads, length, head_dim]."""
         self.data[:, :, slot, :, : text.shape[3]].copy_(text)
@@ -148,11 +152,13 @@ class Decoder:
         positions: torch.Tensor,
         allowed: torch.Tensor | None = None,
         kept: torch.Tensor | None = None,
+        past: int = 0,
     ) -> torch.Tensor:
         """Whole sequences at once: int64 `tokens` and `positions` [b, t] to the last layer's normed output [b, t, hidden].
 
-        `allowed` [b, t, t] bool: which keys a query sees; causal when None, so that padding on the right is harmless.
-        `kept` [layers, 2, b, kv_heads, t, head_dim] receives keys and values.
+        `allowed` [b, t, past + t] bool: which keys a query sees; causal when None, so that padding on the right is harmless.
+        `kept` [layers, 2, b, kv_heads, past + t, head_dim] receives keys and values, behind those of `past` tokens that it has
+        already. With these, `allowed` has to be given.
         """
         config, (b, t) = self.config, tokens.shape
         widths = [config.heads, config.kv_heads, config.kv_heads]
@@ -161,8 +167,10 @@ class Decoder:
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             query, key, value = (part.transpose(1, 2) for part in qkv.view(b, t, -1, config.head_dim).split(widths, 2))
             if kept is not None:
-                kept[layer, 0].copy_(key)
-                kept[layer, 1].copy_(value)
+                kept[layer, 0, :, :, past:].copy_(key)
+                kept[layer, 1, :, :, past:].copy_(value)
+                if past:
+                    key, value = kept[layer]
             out = F.scaled_dot_product_attention(
                 query, self._per_head(key), self._per_head(value), attn_mask=mask, is_causal=mask is None
             )

@@ -21,8 +21,10 @@ from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.process.progress import at
 from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
+from runtime.rollout.torch import prefill
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
+from runtime.rollout.torch.kept import KeptTexts
 from runtime.rollout.torch.slots import RowSampling, Slots, as_row, sample, uniforms
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
 
@@ -55,7 +57,11 @@ class _TorchGroup:
 
 
 class TorchRolloutEngine(RolloutEngine):
-    """A group's prompt is prefilled once; its samples take slots one by one as they fall free, at any step."""
+    """A group's prompt is prefilled once; its samples take slots one by one as they fall free, at any step.
+
+    What the cache holds at the end of a sample is kept where its request says `keep`: the prompt of the next turn begins with
+    it, and only its own tokens are computed. It leaves at a swap: no prompt is continued from keys and values of other weights.
+    """
 
     def __init__(
         self,
@@ -65,19 +71,24 @@ class TorchRolloutEngine(RolloutEngine):
         dtype: torch.dtype,
         slots: int,
         max_model_len: int,
+        kv_for_waiting: int = 0,
         version: PolicyVersion = _INITIAL,
     ):
-        """Raises UserError when the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit."""
+        """`kv_for_waiting`: bytes of what is kept for next turns, at most.
+
+        Raises UserError when the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit.
+        """
         self._decoder = Decoder.from_pretrained(model_path, device, dtype)
         config = self._decoder.config
         if max_model_len > config.max_positions:
             raise UserError(
-                f"data.max_prompt_tokens + sampling.max_new_tokens: {max_model_len} is more than the "
+                f"data.max_prompt_tokens + sampling.max_new_tokens, or gateway.context: {max_model_len} is more than the "
                 f"{config.max_positions} positions of {model_path}"
             )
         self._decoder.reserve_positions(max_model_len)
         self._cache = KVCache(config, slots + 1, max_model_len, device, dtype)
         self._slots = Slots(self._cache, slots + 1)  # the last free one is a probe's
+        self._kept = KeptTexts(kv_for_waiting)
         self._device = device
         self.adopts = device.type == "cpu"  # elsewhere the weights are copies on the device
         self._version = version
@@ -163,6 +174,9 @@ class TorchRolloutEngine(RolloutEngine):
         self._stats.decode_tokens += n
         for slot, met_stop in zip(done.tolist(), stopped.tolist(), strict=True):
             group, index = slots.owner_of(slot)
+            if group.request.keep and slots.computed(slot) == self._version.pack():
+                text = self._text(slot)
+                self._kept.put(text, self._cache.held(slot, len(text)))
             self._finish(group, index, slots.take(slot, met_stop))
 
     def _admit(self, group: _TorchGroup) -> None:
@@ -178,6 +192,8 @@ class TorchRolloutEngine(RolloutEngine):
         token, logprob = int(prefilled.tokens[index]), prefilled.logprobs[index]
         stopped = token in request.sampling.stop_token_ids
         if stopped or request.sampling.max_new_tokens == 1:
+            if request.keep:
+                self._kept.put(request.prompt, prefilled.keys_values)
             only = np.array([token], np.int32), np.array([logprob], np.float32), np.array([prefilled.version], np.int64)
             self._finish(group, index, make_sample(*only, "stop" if stopped else "length"))
             return
@@ -187,11 +203,12 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _prefill(self) -> None:
         """Run the prompts of the groups that the free slots will take, and a few more, and draw all their first tokens."""
-        groups = self._next_prompts()
-        lengths = [len(group.request.prompt) for group in groups]
-        hidden, kept = self._forward([group.request.prompt for group in groups])
-        last = self._to_device(np.arange(len(groups)) * hidden.shape[1] + np.array(lengths) - 1)
-        logits = self._decoder.logits(hidden.flatten(0, 1).index_select(0, last))
+        groups, begun = self._next_prompts()
+        prompts = [group.request.prompt for group in groups]
+        last, keys_values = self._compute(prompts, begun)
+        self._stats.kv_hits += len(begun)
+        self._stats.kv_misses += 0 if begun else sum(group.request.keep for group in groups)
+        logits = self._decoder.logits(last)
 
         counts = [group.request.n for group in groups]
         owner = np.repeat(np.arange(len(groups)), counts)
@@ -202,36 +219,36 @@ class TorchRolloutEngine(RolloutEngine):
         tokens, logprobs = _to_host(*drawn)
         ends = np.cumsum(counts)[:-1]
         for row, (group, own, values) in enumerate(zip(groups, np.split(tokens, ends), np.split(logprobs, ends), strict=True)):
-            keys_values = kept[:, :, row, :, : lengths[row]]
-            group.prefilled = _Prefilled(keys_values, streams[row], own, values, self._version.pack())
+            group.prefilled = _Prefilled(keys_values[row], streams[row], own, values, self._version.pack())
 
-    def _forward(self, texts: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whole texts at once, padded to the longest: the last layer's output [texts, T, hidden], and the keys and values
-        [layers, 2, texts, kv_heads, T, head_dim]."""
-        config, longest = self._decoder.config, max(map(len, texts))
-        padded = np.zeros((len(texts), longest), np.int64)
-        for row, text in zip(padded, texts, strict=True):
-            row[: len(text)] = text
-        shape = (config.layers, 2, len(texts), config.kv_heads, longest, config.head_dim)
-        kept = torch.empty(shape, device=self._device, dtype=self._decoder.dtype)
-        positions = torch.arange(longest, device=self._device).expand(padded.shape)
-        hidden = self._decoder.forward(self._to_device(padded), positions, kept=kept)
-        self._stats.prefill_tokens += sum(map(len, texts))
-        return hidden, kept
+    def _compute(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> prefill.Computed:
+        self._stats.prefill_tokens += sum(map(len, texts)) - sum(each.shape[3] for each in begun)
+        return prefill.continued(self._decoder, texts, begun) if begun else prefill.whole(self._decoder, texts)
 
-    def _next_prompts(self) -> list[_TorchGroup]:
-        """The first waiting groups without a prefilled prompt, within the token budget but at least one."""
+    def _next_prompts(self) -> tuple[list[_TorchGroup], list[torch.Tensor]]:
+        """The first waiting groups without a prefilled prompt, within the token budget but at least one; and what is kept of
+        each one's prompt, or of none's: those with and those without go apart."""
         chosen: list[_TorchGroup] = []
-        room, ahead, longest = self._slots.free - 1, _PREFILL_AHEAD, 0
+        begun: list[torch.Tensor] = []
+        room, ahead, longest, past = self._slots.free - 1, _PREFILL_AHEAD, 0, 0
         for group in self._waiting:
             if room <= 0:
                 ahead -= 1
             room -= group.request.n - group.admitted
-            longest = max(longest, len(group.request.prompt))
-            if ahead < 0 or group.prefilled is not None or (chosen and longest * (len(chosen) + 1) > _PREFILL_TOKENS):
+            if ahead < 0:
+                break
+            if group.prefilled is not None:
+                continue
+            found = self._kept.longest(group.request.prompt)
+            if chosen and (found is None) == bool(begun):
+                continue
+            length = 0 if found is None else found.shape[3]
+            longest, past = max(longest, len(group.request.prompt) - length), max(past, length)
+            if chosen and (longest + past) * (len(chosen) + 1) > _PREFILL_TOKENS:
                 break
             chosen.append(group)
-        return chosen
+            begun += [] if found is None else [found]
+        return chosen, begun
 
     def _finish(self, group: _TorchGroup, index: int, done: Sample) -> None:
         group.samples[index] = done
@@ -291,6 +308,7 @@ class TorchRolloutEngine(RolloutEngine):
         # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
         self._decoder.weights, self._staged = self._staged, None
         self._version = version
+        self._kept.clear()
         for group in self._waiting:
             group.prefilled = None
         if recompute:
@@ -301,14 +319,18 @@ class TorchRolloutEngine(RolloutEngine):
         """Make anew what the cache holds of the running sequences: their texts but for the newest token, which the next step
         feeds. Texts of like length go together, as those of a batch are padded to its longest."""
         slots = self._slots
-        texts = {slot: np.concatenate((slots.owner_of(slot)[0].request.prompt, slots.cached(slot))) for slot in slots.active()}
+        texts = {slot: self._text(slot) for slot in slots.active()}
         order = sorted(texts, key=lambda slot: len(texts[slot]), reverse=True)
         while order:
             fit = max(1, _PREFILL_TOKENS // len(texts[order[0]]))
             batch, order = order[:fit], order[fit:]
-            _, kept = self._forward([texts[slot] for slot in batch])
-            for row, slot in enumerate(batch):
-                self._cache.fill(slot, kept[:, :, row, :, : len(texts[slot])])
+            for slot, keys_values in zip(batch, self._compute([texts[slot] for slot in batch]).keys_values, strict=True):
+                self._cache.fill(slot, keys_values)
+                slots.recomputed(slot, self._version.pack())
+
+    def _text(self, slot: int) -> np.ndarray:
+        """The tokens of a slot's sequence whose keys and values the cache holds."""
+        return np.concatenate((self._slots.owner_of(slot)[0].request.prompt, self._slots.cached(slot)))
 
     async def sleep(self) -> None:
         """On accelerators the weights are kept on the host."""
@@ -321,6 +343,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _release(self) -> None:
         self._cache.release()
+        self._kept.clear()
         if not self.adopts and self._on_host is None:
             self._on_host = HostOffload(self._decoder.weights.tensors())
             self._on_host.offload()
@@ -340,7 +363,13 @@ class TorchRolloutEngine(RolloutEngine):
     def stats(self) -> EngineStats:
         """`running` and `waiting` count samples."""
         waiting = sum(group.request.n - group.admitted for group in self._waiting)
-        return msgspec.structs.replace(self._stats, running=self._slots.count, waiting=waiting)
+        return msgspec.structs.replace(
+            self._stats,
+            running=self._slots.count,
+            waiting=waiting,
+            kv_waiting_bytes=self._kept.bytes,
+            kv_waiting_texts=len(self._kept),
+        )
 
     async def close(self) -> None:
         """End the thread; the memory goes with the last reference to the engine."""

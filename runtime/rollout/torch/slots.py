@@ -146,6 +146,7 @@ class Slots:
         self._start = np.zeros(slots, np.int64)  # the position of the first generated token
         self._end = np.zeros(slots, np.int64)  # and where the reply must have ended
         self._position = np.zeros(slots, np.int64)
+        self._computed = np.zeros(slots, np.int64)  # by which version, the oldest where there are several
         self._stop = np.full((slots, 1), -1, np.int64)
         self._params = np.zeros((slots, 4), np.float32)
         self._uniforms = np.empty((slots, self._length), np.float32)
@@ -182,6 +183,7 @@ class Slots:
         end = position + sampling.max_new_tokens
         self._start[s], self._position[s], self._end[s] = position, position, end
         self._tokens[s, position], self._logprobs[s, position], self._versions[s, position] = first
+        self._computed[s] = first[2]
         self._uniforms[s, position:end] = uniforms
         self._params[s] = as_row(sampling)
         stops = sampling.stop_token_ids
@@ -219,6 +221,14 @@ class Slots:
         """int64: the generated tokens of a slot's sequence whose keys and values the cache holds, all but its newest."""
         s = self._sequence[slot]
         return self._tokens[s, self._start[s] : self._position[s]]
+
+    def computed(self, slot: int) -> int:
+        """The version of a slot's keys and values, the oldest where there are several."""
+        return int(self._computed[self._sequence[slot]])
+
+    def recomputed(self, slot: int, version: int) -> None:
+        """Note that all keys and values of a slot are of `version` now."""
+        self._computed[self._sequence[slot]] = version
 
     def release(self, slot: int) -> None:
         """Free a slot; a hole until it is refilled or closed."""

@@ -6,7 +6,9 @@ since weights are swapped only while vLLM is paused and all that it gave before 
 
 Prefixes are shared by vLLM's cache among requests of one version alone: the version is the salt of the cache's keys. A request
 that has no token yet at a swap is begun anew under the new version. So no sequence begins on keys and values of other
-weights, and those that are running keep theirs or, with `recompute`, none are left at all.
+weights, and those that are running keep theirs or, with `recompute`, none are left at all. `GroupRequest.keep` asks for
+nothing more: that cache keeps whatever has ended until the room is needed, those that were not used for the longest time
+leaving first, and a text that two versions computed has the salt of the one that it began under.
 """
 
 from __future__ import annotations
@@ -200,7 +202,10 @@ class VLLMRolloutEngine(RolloutEngine):
                 continue
             stepped = True
             if not sequence.tokens:
-                self._stats.prefill_tokens += len(sequence.group.request.prompt) - output.cached
+                request = sequence.group.request
+                self._stats.prefill_tokens += len(request.prompt) - output.cached
+                self._stats.kv_hits += request.keep and output.cached > 0
+                self._stats.kv_misses += request.keep and not output.cached
             self._stats.decode_tokens += len(output.tokens)
             sequence.tokens.extend(output.tokens)
             sequence.logprobs.append(output.logprobs)
