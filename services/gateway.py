@@ -15,18 +15,18 @@ from collections import Counter, deque
 from pathlib import Path
 
 from aiohttp import web
-from runtime.gateway.http import runner
 
 from runtime import codec, run_files, timeouts
-from runtime.cluster.topology import longest_sequence
 from runtime.commands import RolloutAddress, UseRollouts
 from runtime.config import Config
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.gateway.calls import PolicyCalls
 from runtime.gateway.episodes import Episodes
+from runtime.gateway.http import runner
 from runtime.gateway.players import Players
 from runtime.gateway.rendering import renderer_of
+from runtime.models.limits import longest_text
 from runtime.process.aio import now
 from runtime.process.keys import Keys
 from runtime.process.network import host_port
@@ -171,7 +171,7 @@ class GatewayService(process.Service):
             renderer=self._renderer,
             tokenizer=self._tokenizer,
             port=self._rollouts,
-            context=self._settings.context or longest_sequence(config),
+            context=self._settings.context or longest_text(config),
             run=None if serves else SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature),
         )
         self._episodes = Episodes(

@@ -61,12 +61,6 @@ def replicas(config: Config) -> dict[str, Rollout]:
     return {f"rollout-{index}": fleet for index, fleet in enumerate(each)}
 
 
-def longest_sequence(config: Config) -> int:
-    """Tokens of prompt and reply that a rollout generates at most; with a gateway, of a conversation."""
-    context = 0 if config.gateway is None else config.gateway.context
-    return max(context, config.data.max_prompt_tokens + max(config.sampling.max_new_tokens, config.evaluation.max_new_tokens))
-
-
 def slots(config: Config) -> dict[str, int]:
     """How many sequences each rollout generates at once, by its name."""
     return {name: fleet.slots for name, fleet in replicas(config).items()}
