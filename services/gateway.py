@@ -148,7 +148,7 @@ class GatewayService(process.Service):
         assert config.gateway is not None
         self._settings = config.gateway
         self._lag = LoopLag()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Future[None]] = []
         self._players: Players | None = None
         self._runner: web.AppRunner | None = None
         self._rollouts: RolloutSessions
@@ -222,9 +222,10 @@ class GatewayService(process.Service):
         return context
 
     async def close(self) -> None:
-        for task in self._tasks:
+        tasks = [*self._tasks, *([self.background] if self.background is not None else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._players is not None:
             await self._players.close()
         if hasattr(self, "_episodes"):
