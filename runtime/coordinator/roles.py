@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitChange, UnitState, member_of
 from runtime.coordinator.weight_sync_protocol import Epoch, Membership
-from runtime.errors import ServiceFault, Unanswered, Unreachable
+from runtime.errors import InvariantViolated, ServiceFault, Unanswered, Unreachable
 from runtime.ports import RolePort, TrainerPort
 from runtime.process.aio import done_within, now, still_missing
 from runtime.rewards.combination import combine, played
@@ -158,6 +158,8 @@ class RewardScoring:
         parts = await asyncio.gather(*(ask(phase, replicas) for phase, replicas in self._replicas.items()))
         if given and self._environment:
             parts.append(played(request.group_id, self._environment, given))
+        if not parts:
+            raise InvariantViolated(f"group {request.group_id}: nobody gives it a reward")
         return combine(parts)
 
 
