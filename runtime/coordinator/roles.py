@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
-from runtime.errors import ServiceFault, Unanswered, Unreachable
+from runtime.errors import InvariantViolated, ServiceFault, Unanswered, Unreachable
 from runtime.ports import RolePort, TrainerPort
 from runtime.process.aio import now, still_missing
 from runtime.rewards.combination import combine, played
@@ -155,4 +155,6 @@ class RewardScoring:
         parts = await asyncio.gather(*(ask(phase, replicas) for phase, replicas in self._replicas.items()))
         if given and self._environment:
             parts.append(played(request.group_id, self._environment, given))
+        if not parts:
+            raise InvariantViolated(f"group {request.group_id}: nobody gives it a reward")
         return combine(parts)

@@ -25,10 +25,10 @@ from runtime.trainer.step import critic_trainer, policy_trainer
 from runtime.types import TrainGroup, ValueRequest
 from runtime.weights.sender import in_thread
 from tests.loopback.ranks import DEADLINE, FORKED, run_ranks
-from tests.unit.training_cases import make_config, make_groups
+from tests.unit.training_cases import make_config, make_episodes, make_groups
 from tests.unit.training_steps import make_probes, run_step
 
-STEPS, SAVED = 5, 3
+STEPS, SAVED, EPISODES = 5, 3, 1
 CRITIC = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8}
 OPTIMIZER: dict[str, Any] = {"learning_rate": 1e-3, "eps": 1e-2, "max_grad_norm": 0.5}  # so that no rounding becomes a sign
 SECTIONS = {
@@ -87,7 +87,8 @@ def train(folder: Path, layout: Layout, resumed: str = "", role: str = "trainer"
 
 
 def groups_of(step: int) -> list[TrainGroup]:
-    return make_groups(step, (5, 4, 6, 3), step=step)
+    """Replies; in one step episodes of several branches, in the last of its groups without a common prompt."""
+    return make_episodes(step, (3, 2), step=step) if step == EPISODES else make_groups(step, (5, 4, 6, 3), step=step)
 
 
 def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> None:

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from runtime import codec
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Parallel, ReferenceScorer
 from runtime.trainer.backend import use_megatron
-from runtime.types import LogprobRequest
+from runtime.types import GroupPayload, LogprobRequest
 from tests.loopback.ranks import run_two
-from tests.unit.training_cases import make_config, make_groups
+from tests.unit.training_cases import make_config, make_episodes, make_groups
 
 LAYOUTS = {
     "tensor": Parallel(tensor=2),
@@ -26,17 +27,26 @@ LAYOUTS = {
     "data": Parallel(),
 }
 BUDGET = 60
-TEMPERATURES = (0.7, 1.0, 1.3, 1.0, 1.0)
+TEMPERATURES = (0.7, 1.0, 1.3, 1.0, 1.0, 1.0, 0.7)
 CPU = torch.device("cpu")
 
 
 def requests() -> list[LogprobRequest]:
-    """Replies some of whose tokens are an environment's, in groups that were sampled at several temperatures."""
-    groups = make_groups(7, (5, 4, 6, 3, 1), longest=30)
+    """Replies some of whose tokens are an environment's, in groups that were sampled at several temperatures; and episodes, in
+    the last group without a common prompt."""
+    groups = [codec.decode(GroupPayload, group.payload) for group in make_groups(7, (5, 4, 6, 3, 1), longest=30)]
+    groups += [codec.decode(GroupPayload, group.payload) for group in make_episodes(7, (2, 3))]
     return [
-        LogprobRequest(group_id=group.group_id, payload=group.payload, temperature=temperature)
-        for group, temperature in zip(groups, TEMPERATURES, strict=True)
+        LogprobRequest(group_id=index, payload=codec.encode(replace(group, group_id=index)), temperature=temperature)
+        for index, (group, temperature) in enumerate(zip(groups, TEMPERATURES, strict=True))
     ]
+
+
+def predicted(request: LogprobRequest) -> np.ndarray:
+    """bool [T]: the tokens of a group that something predicts."""
+    payload = codec.decode(GroupPayload, request.payload)
+    rows = [np.arange(length) + len(payload.prompt) > 0 for length in payload.lengths]
+    return np.concatenate(rows)
 
 
 def spread(folder: Path) -> dict[str, dict[int, np.ndarray]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from runtime.coordinator.run import TrainingRun
 from runtime.errors import ServiceFault
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
-from runtime.types import ScoreRequest, Scores, StepResult
-from tests.loopback.pipeline_fakes import Cast, FakeReward, FakeRewardModel, FakeTrainer, LongTail, RunFolder
+from runtime.types import GeneratedGroup, GroupRequest, ScoreRequest, Scores, StepResult
+from tests.loopback.pipeline_fakes import Cast, FakeReward, FakeRewardModel, FakeRollout, FakeTrainer, LongTail, RunFolder
 
 PATIENCE = 60.0  # seconds for something that is to happen
 ALONE = {"rewards": config.Rewards(model=config.RewardModel(path="model"))}
@@ -192,3 +193,33 @@ def test_scores_of_both_decide_what_dynamic_sampling_keeps(tmp_path: Path, stale
     folder.run(cast)
     assert {group.group_id % 2 for batch in cast.trainer.batches.values() for group in batch} == {0}
     assert folder.dropped()["no signal"] >= 6
+
+
+class Played(FakeRollout):
+    """Whoever plays gives the first of two episodes 1 or 0 by turns, and the second 1 or, every third time, nothing."""
+
+    async def _generate(self, request: GroupRequest) -> GeneratedGroup:
+        second = 1.0 if request.group_id % 3 else math.nan
+        return replace(await super()._generate(request), rewards=[request.group_id % 2, second])
+
+
+@pytest.mark.parametrize("rules", [True, False])
+def test_what_who_plays_gives_is_a_reward_beside_the_rules_or_alone(tmp_path: Path, rules: bool) -> None:
+    """No reward service is asked where there is no rule."""
+    rewards = config.Rewards(rules=[config.Rule(name="gsm8k")] * rules, environment=0.5)
+    folder, cast = RunFolder(tmp_path, steps=3, sections={"rewards": rewards}), Cast.make()
+    cast.rollouts = [Played(f"rollout-{index}", cast.weights) for index in range(2)]
+    cast.reward = cast.reward if rules else None
+    folder.run(cast)
+    batches = [group for batch in cast.trainer.batches.values() for group in batch]
+    assert len(batches) == 12
+    for group in batches:
+        first = 0.5 * (group.group_id % 2) + rules
+        second = 0.5 + rules if group.group_id % 3 else 0.0
+        assert (group.rewards.tolist(), group.valid.tolist()) == ([first, second], [1, bool(group.group_id % 3)])
+    point = folder.points()[-1]
+    nothing = sum(not group.group_id % 3 for group in cast.trainer.batches[2])
+    assert (point["score/masked"], point.get("score/errors/environment:no reward", 0.0)) == (nothing, nothing)
+    (row,) = (row for row in folder.groups(Phase.RETIRED) if row.group_id == 3)
+    assert row.rewards is not None
+    np.testing.assert_array_equal(row.rewards, [1.0, math.nan])

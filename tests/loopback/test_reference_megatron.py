@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.closeness import LOGITS, assert_close, forward_terms
-from tests.loopback.reference_member import TEMPERATURES, alone, spread
+from tests.loopback.reference_member import TEMPERATURES, alone, predicted, requests, spread
 from tests.unit.tiny_models import save_model
 
 pytestmark = pytest.mark.numeric
@@ -23,7 +23,8 @@ def test_every_layout_is_the_torch_engine(tmp_path: Path) -> None:
     assert np.ptp(np.concatenate(list(expected.values()))) > 1
     for layout, found in spread(tmp_path).items():
         assert found.keys() == expected.keys(), layout
-        for group, values in expected.items():
-            assert found[group].dtype == values.dtype
+        for request in requests():
+            group, counted = request.group_id, predicted(request)
+            assert found[group].dtype == expected[group].dtype
             scale = LOGITS / TEMPERATURES[group]
-            assert_close(found[group], values, terms=forward_terms(36), scale=scale, what=layout)
+            assert_close(found[group][counted], expected[group][counted], terms=forward_terms(36), scale=scale, what=layout)

@@ -13,6 +13,7 @@ import pytest
 
 from runtime import codec, config
 from runtime.coordinator.roles import RewardScoring
+from runtime.errors import InvariantViolated
 from runtime.evaluation.sets import judge_of
 from runtime.models import tiny_model
 from runtime.rewards.combination import played
@@ -138,7 +139,8 @@ def policy(tmp_path: Path) -> str:
 def test_a_reward_model_reads_prompt_and_last_branch(policy: str, prompt: str) -> None:
     model = Reads()
     scorer = ModelScorer(config.RewardModel(path=policy, input="tokens"), policy, model, fail=False)
-    episodes = [[make_branch(("ask", False), *parts)] for parts in ([("yes", True)], [("a", True), ("b", False), ("c", True)])]
+    yes, abandoned = (make_branch(("ask", False), (text, True)) for text in ("yes", "no"))
+    episodes = [[yes], [abandoned, make_branch(("ask", False), ("a", True), ("b", False), ("c", True))]]
     (scores,) = scorer.score([request_of(episodes, prompt)])
     assert model.read == [prompt.encode() + text for text in (b"askyes", b"askabc")]
     assert scores.rewards.tolist() == [0.0, 1.0]
@@ -204,3 +206,8 @@ def test_evaluations_are_judged_by_the_first_rule_else_by_who_plays() -> None:
     assert judge(gateway=config.Gateway()) == ("environment", 1.0)
     assert judge() is None
     assert judge(gateway=config.Gateway(), rewards=config.Rewards(environment=0.0)) is None
+
+
+def test_a_group_that_nobody_gives_a_reward_ends_the_run() -> None:
+    with pytest.raises(InvariantViolated, match="group 7: nobody gives it a reward"):
+        summed([], 1.0)
