@@ -3,15 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm
 TRL := .venv-trl
+AGENTS := .venv-agents
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 TRL_PIP := $(TRL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
+AGENTS_PIP := $(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
 
 # Several pools of threads on the same cores slow each other down severely. Hundreds of processes import the same modules, which
 # are compiled once, also where the environment says otherwise.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
-.PHONY: run test test-numeric test-all check format proto reference install install-dev install-vllm install-trl clean accept-ascend accept-cuda \
+.PHONY: run test test-numeric test-all check format proto reference install install-dev install-vllm install-trl install-agents clean accept-ascend accept-cuda \
 	accept-cpu contract-wheels cluster-demo docs mutants swarm swarm-bugs
 
 run: install
@@ -27,10 +29,11 @@ test: install-dev
 test-numeric: install-dev
 	$(TEST_ENV) ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest $(WORKERS) -m numeric tests/unit tests/loopback
 
-test-all: install-dev install-vllm .megatron-0.12/installed test-numeric
+test-all: install-dev install-vllm install-agents .megatron-0.12/installed test-numeric
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not vllm' tests/system
 	$(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/system
 	$(TEST_ENV) $(VLLM)/bin/python -m pytest tests/vllm
+	$(TEST_ENV) $(AGENTS)/bin/python -m pytest tests/agents
 
 # The pages of docs/ as a site, in site/. A warning, such as of a link that leads nowhere, is an error.
 docs: install-dev
@@ -85,6 +88,7 @@ install: .venv/installed
 install-dev: .venv/installed-dev
 install-vllm: $(VLLM)/installed
 install-trl: $(TRL)/installed
+install-agents: $(AGENTS)/installed
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -145,5 +149,12 @@ $(TRL)/installed: requirements/trl.txt
 	HF_HUB_OFFLINE=1 $(TRL)/bin/python -c 'from trl import GRPOTrainer'
 	touch $@
 
+# Clients and agents as their users have them: without Sluice, which they know as a URL.
+$(AGENTS)/installed: requirements/agents.txt
+	$(PYTHON) -m venv $(AGENTS)
+	$(AGENTS_PIP) --requirement requirements/agents.txt
+	$(AGENTS)/bin/python -c 'import openai, anthropic, agents, pytest'
+	touch $@
+
 clean:
-	rm -rf .contract .venv site mutants mutants.log $(VLLM) $(TRL) .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .contract .venv site mutants mutants.log $(VLLM) $(TRL) $(AGENTS) .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -36,8 +36,8 @@ class ScriptedEpisode:
 
 
 class ScriptedBackend:
-    """`hold`: whoever calls waits until it is set. `cancelled`: calls that were given up. `loose`: calls with the gateway's own
-    key belong to no episode."""
+    """`hold`: a call waits until it is set, once it has told `hold_after` words. `cancelled`: calls that were given up.
+    `loose`: calls with the gateway's own key belong to no episode."""
 
     def __init__(self, tasks: list[EpisodeTask] | None = None, loose: bool = False):
         self.model = "scripted"
@@ -45,7 +45,9 @@ class ScriptedBackend:
         self.episodes: dict[str, ScriptedEpisode] = {}
         self.hold = asyncio.Event()
         self.hold.set()
+        self.hold_after = 0
         self.under_way = asyncio.Event()
+        self.withdrawn = asyncio.Event()
         self.cancelled: list[PolicyCall] = []
         self._loose = ScriptedEpisode("") if loose else None
         self._numbers = itertools.count(1)
@@ -73,10 +75,15 @@ class ScriptedBackend:
         episode.calls.append(call)
         self.under_way.set()
         try:
-            await self.hold.wait()
+            if not self.hold_after:
+                await self.hold.wait()
+            return await self._answer(episode, call, told)
         except asyncio.CancelledError:
             self.cancelled.append(call)
+            self.withdrawn.set()
             raise
+
+    async def _answer(self, episode: Any, call: PolicyCall, told: Told | None) -> Completion:
         prompt = words_of(prompt_text(call)) if call.tokens is None else list(call.tokens)
         if len(prompt) > CONTEXT:
             message = f"this model's maximum context length is {CONTEXT} tokens, and the prompt has {len(prompt)}"
@@ -100,7 +107,7 @@ class ScriptedBackend:
         for end in range(1, len(words) + 1):
             if told is not None:
                 told(id, index, "".join(words[:end]))
-                await asyncio.sleep(0)
+            await (self.hold.wait() if end == self.hold_after else asyncio.sleep(0))
         message = replace(message, content="".join(words))
         tokens = np.array([len(word) for word in words] + [0] * (not cut), np.int32)
         logprobs = (-0.5 - np.arange(len(tokens))).astype(np.float32)

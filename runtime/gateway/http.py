@@ -28,8 +28,9 @@ log = logging.getLogger("sluice")
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-ASIDE = 1 << 16  # bytes of JSON that take the event loop less than a millisecond; more are read and written in a thread
-ANSWERED = 64  # bytes of JSON for each token of an answer, counted with its log-probability
+# What takes the event loop a millisecond; more is done in a thread.
+LONG_BODY = 1 << 16  # bytes of a request
+LONG_ANSWER = 2048  # tokens, with their log-probabilities
 
 _DIALECTS: dict[str, Parse] = {
     "/v1/chat/completions": chat.parse,
@@ -112,7 +113,7 @@ class _GatewayRoutes:
     async def ask(self, parse: Parse, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)  # before anything is read
         body = await _read(request)
-        asked = await _aside(len(body), parse, body)
+        asked = await _aside(len(body) > LONG_BODY, parse, body)
         call = self._call(episode, asked)
         key = request.headers.get("Idempotency-Key")
         digest = xxhash.xxh3_128_hexdigest(f"{request.method} {request.path}\n".encode() + body)
@@ -120,7 +121,7 @@ class _GatewayRoutes:
         if asked.stream:
             return await self._stream(request, episode, call, asked.events(self._backend.model, time.time()))
         completion = await self._backend.call(episode, call, None)
-        return _json(await _aside(_size(completion), lambda: msgspec.json.encode(asked.answer(completion))))
+        return _json(await _aside(_is_long(completion), lambda: msgspec.json.encode(asked.answer(completion))))
 
     def _episode(self, request: web.Request) -> Any:
         return self._backend.episode(request.match_info.get("episode", ""), _key(request))
@@ -148,11 +149,12 @@ class _GatewayRoutes:
                 except asyncio.TimeoutError:
                     await stream.write(events.waiting)
                 news.clear()
-                await stream.write(b"".join(events.told(id, index, text) for index, (id, text) in sorted(texts.items())))
+                growth = [events.told(id, index, text) for index, (id, text) in sorted(texts.items())]
                 texts.clear()
+                await stream.write(b"".join(growth))
             try:
                 completion = await calling
-                await stream.write(await _aside(_size(completion), events.end, completion))
+                await stream.write(await _aside(_is_long(completion), events.end, completion))
             except Exception as error:
                 if stream.response is None or isinstance(error, ConnectionError):
                     raise
@@ -239,10 +241,10 @@ def _json(body: bytes, status: int = 200) -> web.Response:
     return web.Response(body=body, status=status, content_type="application/json")
 
 
-def _size(completion: Completion) -> int:
-    return ANSWERED * sum(len(reply.tokens) for reply in completion.replies)
+def _is_long(completion: Completion) -> bool:
+    return sum(len(reply.tokens) for reply in completion.replies) > LONG_ANSWER
 
 
-async def _aside(size: int, function: Callable[..., T], *arguments: Any) -> T:
-    """The function's result, from a thread where it has so much to do that the event loop would wait."""
-    return await asyncio.to_thread(function, *arguments) if size > ASIDE else function(*arguments)
+async def _aside(aside: bool, function: Callable[..., T], *arguments: Any) -> T:
+    """The function's result, from a thread where the event loop would wait for it."""
+    return await asyncio.to_thread(function, *arguments) if aside else function(*arguments)

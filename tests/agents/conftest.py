@@ -24,6 +24,13 @@ MISSING = any(importlib.util.find_spec(name) is None for name in ("openai", "ant
 collect_ignore_glob = ["test_*.py"] * MISSING
 
 
+def pytest_configure() -> None:
+    """Nothing of the agents' own in the home folder, and no look for prices on the network."""
+    os.environ["MSWEA_GLOBAL_CONFIG_DIR"] = f"{os.environ['SLUICE_TEST_FOLDER']}/mini-swe-agent"  # tests/conftest.py made it
+    os.environ["MSWEA_SILENT_STARTUP"] = "1"
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+
+
 def pytest_report_header() -> list[str]:
     return ["tests/agents is left out: this interpreter has no agents; make install-agents"] * MISSING
 

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 from tests.agents.conftest import Episode
 
 SUMS = """Use the tool.
+think which numbers
 say adding
 call add {"a": 2, "b": 3}
 call add {"a": 4, "b": 5}
@@ -50,6 +51,7 @@ def test_openai_agents(episode: Episode, model: Any, streamed: bool, scripted: N
 
 
 TASK = """Say hello.
+think where am I
 say I look first.
 call bash {"command": "echo hello-$((40 + 2))"}
 ---
@@ -60,7 +62,7 @@ call bash {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo hello"
 def test_mini_swe_agent(episode: Episode, tmp_path: Any, scripted: None) -> None:
     model = LitellmModel(
         model_name="openai/policy",
-        model_kwargs={"api_base": f"{episode.url}/v1", "api_key": episode.key, "drop_params": True},
+        model_kwargs={"api_base": f"{episode.url}/v1", "api_key": episode.key},
         cost_tracking="ignore_errors",
     )
     templates = {"system_template": "You use a shell.", "instance_template": "{{task}}"}

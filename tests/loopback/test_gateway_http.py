@@ -1,0 +1,445 @@
+"""The HTTP side of a gateway over real sockets: who may ask what, bad input, streams, and what a hang-up withdraws."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from runtime import timeouts
+from runtime.gateway import http
+from runtime.gateway.conversation import Message
+from runtime.gateway.dialects import chat
+from runtime.types import EpisodeTask
+from tests.scripted_gateway import KEY, ScriptedBackend, ScriptedEpisode
+
+MAX_BODY = 1 << 20
+PATIENCE = 60.0  # seconds for what another task has to do, on a busy machine
+
+CHAT = {"messages": [{"role": "user", "content": "say hello there"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "say hello there"},
+    "/v1/messages": {"max_tokens": 8, **CHAT},
+    "/v1/completions": {"prompt": "say hello there"},
+    "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {}},
+}
+STREAMED = [path for path in BODIES if path != "/inference/v1/generate"]
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: Any
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+class Served:
+    def __init__(self, backend: ScriptedBackend, session: aiohttp.ClientSession, host: str, port: int):
+        self.backend, self.session, self.host, self.port = backend, session, host, port
+        self.url = f"http://{host}:{port}"
+
+    async def begin(self) -> ScriptedEpisode:
+        begun = (await self.post("/v1/episodes", {}, KEY)).json
+        return self.backend.episodes[begun["id"]]
+
+    async def post(self, path: str, body: Any, key: str = "", **headers: str) -> Answer:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        async with self.session.post(self.url + path, data=data, headers=headers) as answer:
+            return Answer(answer.status, answer.headers, await answer.text())
+
+    async def open(self, path: str, body: dict[str, Any], key: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection on which the request was sent."""
+        data = json.dumps(body).encode()
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
+        writer.write(head.encode() + data)
+        await writer.drain()
+        return reader, writer
+
+
+@asynccontextmanager
+async def serving(backend: ScriptedBackend) -> AsyncIterator[Served]:
+    made = http.runner(backend, MAX_BODY)
+    await made.setup()
+    await web.TCPSite(made, "127.0.0.1", 0).start()
+    host, port = made.addresses[0]
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield Served(backend, session, host, port)
+    finally:
+        await made.cleanup()
+
+
+def run(test: Callable[[Served], Awaitable[None]], **backend: Any) -> None:
+    async def whole() -> None:
+        async with serving(ScriptedBackend(**backend)) as served:
+            await test(served)
+
+    asyncio.run(asyncio.wait_for(whole(), PATIENCE))
+
+
+def events_of(text: str) -> list[tuple[str, Any]]:
+    """Name and data of server-sent events; comments are ":"."""
+    found = []
+    for block in text.split("\n\n")[:-1]:
+        lines = dict(line.partition(":")[::2] for line in block.splitlines())
+        data = lines.get("data", "").strip()
+        found.append((lines.get("event", ":" if "" in lines else "").strip(), json.loads(data) if data[:1] == "{" else data))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who may ask
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_episode_is_found_by_its_path_and_by_its_key(path: str) -> None:
+    async def test(served: Served) -> None:
+        episode, other = await served.begin(), await served.begin()
+        for prefix in ("", f"/episodes/{episode.id}"):
+            assert (await served.post(prefix + path, BODIES[path], episode.key)).status == 200
+            assert (await served.post(prefix + path, BODIES[path], **{"x-api-key": episode.key})).status == 200
+            assert (await served.post(prefix + path, BODIES[path])).status == 401
+            assert (await served.post(prefix + path, BODIES[path], "another")).status == 401
+            assert (await served.post(prefix + path, BODIES[path], KEY)).status == 401
+        assert (await served.post(f"/episodes/{other.id}{path}", BODIES[path], episode.key)).status == 401
+        assert (await served.post(f"/episodes/nobody{path}", BODIES[path], episode.key)).status == 404
+        assert (len(episode.calls), len(other.calls)) == (4, 0)
+
+    run(test)
+
+
+def test_who_serves_a_model_asks_without_an_episode() -> None:
+    async def test(served: Served) -> None:
+        assert (await served.post("/v1/chat/completions", CHAT, KEY)).status == 200
+        assert (await served.post("/v1/chat/completions", CHAT, "another")).status == 401
+
+    run(test, loose=True)
+
+
+def test_an_episode_begins_is_rewarded_and_ends() -> None:
+    task = EpisodeTask(messages=[{"role": "user", "content": "2 + 3"}], label="5", source="sums", extra={"level": 2})
+
+    async def test(served: Served) -> None:
+        assert (await served.post("/v1/episodes", {}, "another")).status == 401
+        begun = (await served.post("/v1/episodes", b"", KEY)).json
+        assert begun["task"] == {"messages": task.messages, "label": "5", "source": "sums", "extra": {"level": 2}}
+        episode, key = served.backend.episodes[begun["id"]], begun["key"]
+        answer = (await served.post(f"{begun['base']}/v1/chat/completions", CHAT, key)).json
+        path = f"/v1/episodes/{begun['id']}"
+        for body, status in (
+            ({"reward": 1}, 200),
+            ({"reward": -0.5, "completion_id": answer["id"]}, 200),
+            ({"reward": 1, "completion_id": "nobody's"}, 404),
+            ({"reward": "much"}, 400),
+            ({}, 400),
+        ):
+            assert (await served.post(f"{path}/reward", body, key)).status == status
+        assert episode.rewards == [(1.0, ""), (-0.5, answer["id"])]
+        assert (await served.post(f"{path}/end", {}, KEY)).status == 401
+        assert (await served.post(f"{path}/end", {"stop_reason": "completed"}, key)).status == 200
+        assert episode.ended == "completed"
+        assert (await served.post(f"{begun['base']}/v1/chat/completions", CHAT, key)).status == 404
+        assert (await served.post("/v1/chat/completions", CHAT, key)).status == 401
+        none = await served.post("/v1/episodes", {"wait": 0.25}, KEY)
+        assert (none.status, none.headers["Retry-After"]) == (429, "1")
+        assert "0.25 s" in none.json["error"]["message"]
+        assert (await served.post("/v1/episodes", {"wait": -1}, KEY)).status == 400
+
+    run(test, tasks=[task])
+
+
+def test_models_and_health() -> None:
+    async def test(served: Served) -> None:
+        episode = await served.begin()
+        async with served.session.get(served.url + "/health") as answer:
+            assert (answer.status, await answer.json()) == (200, {"status": "ok"})
+        async with served.session.get(served.url + "/v1/models") as answer:
+            assert answer.status == 401
+        for path in ("/v1/models", f"/episodes/{episode.id}/v1/models"):
+            async with served.session.get(served.url + path, headers={"x-api-key": episode.key}) as answer:
+                assert [model["id"] for model in (await answer.json())["data"]] == ["scripted"]
+                assert answer.headers["Server"] == "sluice"
+
+    run(test)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"\xff"', b"[" * 100_000, b"null", b'{"a": NaN}'])
+def test_what_is_no_json_object_is_refused(path: str, body: bytes) -> None:
+    async def test(served: Served) -> None:
+        answer = await served.post(path, body, (await served.begin()).key)
+        assert answer.status == 400
+        assert answer.json["error"]["type"] == "invalid_request_error" and "\n" not in answer.json["error"]["message"]
+
+    run(test)
+
+
+def test_an_error_has_the_shape_of_the_api_that_was_asked() -> None:
+    async def test(served: Served) -> None:
+        key = (await served.begin()).key
+        openai = (await served.post("/v1/chat/completions", {**CHAT, "logit_bias": {"1": 2}}, key)).json
+        assert openai["error"].pop("message") == 'logit_bias: {"1":2} is not implemented; {} or null is'
+        assert openai == {"error": {"type": "invalid_request_error", "param": "logit_bias", "code": None}}
+        anthropic = (await served.post("/v1/messages", {"max_tokens": 8, **CHAT, "container": "c"}, key)).json
+        assert anthropic["error"].pop("message") == 'container: "c" is not implemented'
+        assert anthropic == {"type": "error", "error": {"type": "invalid_request_error"}}
+        for path, headers, anthropics in (("/v1/nothing", {}, False), ("/v1/nothing", {"anthropic-version": "1"}, True)):
+            nothing = await served.post(path, {}, key, **headers)
+            assert (nothing.status, "type" in nothing.json) == (404, anthropics)
+        async with served.session.get(served.url + "/v1/messages") as wrong:
+            assert (wrong.status, (await wrong.json())["error"]["type"]) == (405, "invalid_request_error")
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", STREAMED)
+@pytest.mark.parametrize(("status", "after"), [(408, None), (429, "1"), (503, "1")])
+def test_what_the_backend_refuses(path: str, status: int, after: str | None) -> None:
+    async def test(served: Served) -> None:
+        key = (await served.begin()).key
+        body = json.loads(json.dumps(BODIES[path]).replace("say hello there", f"fail {status}"))
+        for stream in (False, True):
+            answer = await served.post(path, {**body, "stream": stream}, key)
+            assert (answer.status, answer.headers.get("Retry-After")) == (status, after)
+            assert answer.json["error"]["message"] == "the script says so"
+
+    run(test)
+
+
+def test_a_context_that_is_too_long() -> None:
+    async def test(served: Served) -> None:
+        body = {"messages": [{"role": "user", "content": "word " * 5000}]}
+        error = (await served.post("/v1/chat/completions", body, (await served.begin()).key)).json["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "4096" in error["message"] and "5001" in error["message"]  # the fake counts the space at the end
+
+    run(test)
+
+
+def test_a_body_that_is_too_large_is_not_read() -> None:
+    async def test(served: Served) -> None:
+        key = (await served.begin()).key
+
+        async def chunks(size: int) -> AsyncIterator[bytes]:
+            text = json.dumps({"messages": [{"role": "user", "content": ""}]}).encode()
+            yield text[:-4] + b"x" * (size - len(text))
+            yield text[-4:]
+
+        headers = {"Authorization": f"Bearer {key}"}
+        for size, status in ((MAX_BODY, 200), (MAX_BODY + 1, 413)):
+            async with served.session.post(served.url + "/v1/chat/completions", data=chunks(size), headers=headers) as answer:
+                assert answer.status == status
+        reader, writer = await asyncio.open_connection(served.host, served.port)
+        writer.write(f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY + 1}\r\n\r\n".encode())
+        assert b" 413 " in await reader.readline()  # of a body of which nothing was sent
+        writer.close()
+
+    run(test)
+
+
+def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "REQUEST_BODY", 0.01)
+
+    async def test(served: Served) -> None:
+        key = (await served.begin()).key
+        reader, writer = await asyncio.open_connection(served.host, served.port)
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\nContent-Length: 10\r\n\r\n"
+        writer.write(head.encode())
+        assert b" 408 " in await reader.readline()
+        writer.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_is_told_shortly_and_logged_once(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(served: Served) -> None:
+        body = {"messages": [{"role": "user", "content": "fail 500"}], "stream": stream}
+        answer = await served.post("/v1/chat/completions", body, (await served.begin()).key)
+        assert answer.status == 500
+        assert answer.json["error"]["message"] == "the gateway failed; its log says how"
+
+    with caplog.at_level(logging.WARNING):
+        run(test)
+    (record,) = caplog.records
+    assert record.getMessage() == "gateway: POST /v1/chat/completions failed"
+    assert record.exc_info is not None and "a fault of the backend" in str(record.exc_info[1])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Streams and hang-ups
+
+
+@pytest.mark.parametrize("path", STREAMED)
+def test_a_stream_says_each_word_when_it_is_known(path: str) -> None:
+    async def test(served: Served) -> None:
+        backend, key = served.backend, (await served.begin()).key
+        backend.hold_after = 1
+        backend.hold.clear()
+        headers = {"Authorization": f"Bearer {key}"}
+        async with served.session.post(served.url + path, json={**BODIES[path], "stream": True}, headers=headers) as answer:
+            assert answer.content_type == "text/event-stream"
+            early = b""
+            while b"hello" not in early:  # the call is held before its second word
+                early += await answer.content.readany()
+            assert b"there" not in early
+            backend.hold.set()
+            assert b" there" in await answer.content.read()
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", STREAMED)
+def test_a_silent_stream_is_kept_up_and_may_still_fail(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "STREAM_SILENCE", 0.01)
+
+    async def test(served: Served) -> None:
+        backend, key = served.backend, (await served.begin()).key
+        for script in ("say hello there", "fail 408"):
+            backend.hold.clear()
+            body = json.loads(json.dumps(BODIES[path]).replace("say hello there", script))
+            headers = {"Authorization": f"Bearer {key}"}
+            async with served.session.post(served.url + path, json={**body, "stream": True}, headers=headers) as answer:
+                text = await answer.content.readuntil(b"\n\n")
+                backend.hold.set()
+                text += await answer.content.read()
+            events = events_of(text.decode())
+            assert events[0] in ((":", ""), ("ping", {"type": "ping"}))
+            assert answer.status == 200
+            last, data = events[-1]
+            if script == "fail 408":
+                assert (last, data["error"]["message"]) == ("error", "the script says so")
+            else:
+                assert "error" not in [name for name, _ in events] and len(events) > 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("words", [0, 1])
+def test_a_client_that_hangs_up_withdraws_its_call_and_not_the_episode(words: int) -> None:
+    async def test(served: Served) -> None:
+        backend, episode = served.backend, await served.begin()
+        for stream in (False, True):
+            backend.hold_after = words
+            backend.hold.clear()
+            backend.withdrawn.clear()
+            backend.under_way.clear()
+            reader, writer = await served.open("/v1/chat/completions", {**CHAT, "stream": stream}, episode.key)
+            await backend.under_way.wait()
+            if stream and words:
+                await reader.readuntil(b"hello")
+            writer.close()
+            await backend.withdrawn.wait()
+            backend.hold.set()
+            assert (await served.post("/v1/chat/completions", CHAT, episode.key)).status == 200
+        assert len(backend.cancelled) == 2 and episode.ended is None
+
+    run(test)
+
+
+def test_calls_at_once_are_all_answered() -> None:
+    async def test(served: Served) -> None:
+        episode = await served.begin()
+        bodies = [{"messages": [{"role": "user", "content": f"say {number}"}], "stream": number % 2} for number in range(20)]
+        bodies = [{**body, "stream": bool(body["stream"])} for body in bodies]
+        answers = await asyncio.gather(*(served.post("/v1/chat/completions", body, episode.key) for body in bodies))
+        for number, answer in enumerate(answers):
+            assert answer.status == 200 and f'"{number}"' in answer.text
+
+    run(test)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a call is
+
+
+def test_what_makes_a_request_the_same_call() -> None:
+    async def test(served: Served) -> None:
+        episode = await served.begin()
+        path, key = "/v1/chat/completions", episode.key
+        await served.post(path, CHAT, key)
+        await served.post(path, CHAT, key, **{"x-stainless-retry-count": "1"})
+        await served.post(path, {**CHAT, "n": 2}, key)
+        await served.post("/v1/messages", {"max_tokens": 8, **CHAT}, key)
+        await served.post(path, CHAT, key, **{"Idempotency-Key": "mine"})
+        await served.post(path, {**CHAT, "n": 2}, key, **{"Idempotency-Key": "mine"})
+        first, again, other, messages, *named = [call.repeats for call in episode.calls]
+        assert first == again and first.startswith("body:")
+        assert len({first, other, messages}) == 3
+        assert named == ["key:mine", "key:mine"]
+
+    run(test)
+
+
+def test_a_response_goes_on_with_the_conversation_of_a_former_one() -> None:
+    async def test(served: Served) -> None:
+        episode, other = await served.begin(), await served.begin()
+        first = (await served.post("/v1/responses", {"input": "say one", "instructions": "old"}, episode.key)).json
+        body = {"input": "say two", "instructions": "new", "previous_response_id": first["id"]}
+        await served.post("/v1/responses", body, episode.key)
+        await served.post("/v1/responses", {"input": "say two", "previous_response_id": first["id"]}, episode.key)
+        one, two = Message("user", "say one"), Message("user", "say two")
+        said = Message("assistant", "one")
+        assert [call.messages for call in episode.calls[1:]] == [
+            (Message("system", "new"), one, said, two),
+            (Message("system", "old"), one, said, two),
+        ]
+        lost = await served.post("/v1/responses", body, other.key)
+        assert (lost.status, lost.json["error"]["param"]) == (404, "previous_response_id")
+
+    run(test)
+
+
+def test_a_large_body_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+
+    def parse(body: bytes) -> chat.ChatAsked:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return chat.parse(body)
+
+    monkeypatch.setitem(http._DIALECTS, "/v1/chat/completions", parse)
+
+    async def test(served: Served) -> None:
+        episode = await served.begin()
+        for size in (10, http.LONG_BODY):
+            content = "x" * size
+            answer = await served.post(
+                "/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}, episode.key
+            )
+            assert answer.json["choices"][0]["message"]["content"] == content
+
+    run(test)
+    assert threads == [True, False]
+
+
+def test_connections_are_kept() -> None:
+    async def test(served: Served) -> None:
+        episode = await served.begin()
+        reader, writer = await served.open("/v1/chat/completions", CHAT, episode.key)
+        await reader.readuntil(b"total_tokens")
+        head = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: {episode.key}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode())
+        rest = await reader.read()
+        assert b"HTTP/1.1 200 OK" in rest and b"Access-Control" not in rest
+        writer.close()
+
+    run(test)
