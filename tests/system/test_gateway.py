@@ -1,0 +1,150 @@
+"""Runs whose tasks are played as episodes: what is trained is what was sampled, also when gateways and rollouts are killed."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from runtime import codec
+from runtime.ledger.reader import LedgerReader
+from runtime.ledger.states import Phase
+from runtime.types import GroupPayload
+from tests.system.runs import Live, check_gone, eventually, one_line, sluice, started, steps, summary, trained, write_config
+
+pytestmark = pytest.mark.timeout(400)
+
+PLAYER = Path(__file__).with_name("gateway_player.py")
+STEPS = 12
+BACK = 150.0  # seconds until a process has loaded again, on a busy machine
+NO_REFERENCE = {"kl_coefficient": 0.0}
+
+
+@pytest.fixture
+def agents(tiny: Path, tmp_path: Path) -> Path:
+    """A run of episodes, which are rewarded by who plays them."""
+    return write_config(
+        tmp_path / "config.yaml",
+        tiny,
+        rewards={"rules": []},
+        gateway={"player": {"run": str(PLAYER)}, "context": 96},
+        algorithm=NO_REFERENCE,
+        training={"steps": STEPS},
+        evaluation={"before": False, "after": False},
+    )
+
+
+def in_order(run: Live) -> None:
+    """With every step in the books."""
+    assert run.wait(BACK) == 0, run.output + run.errors
+    check_gone(run.folder)
+    assert (summary(run.folder)["steps"], summary(run.folder)["stop_reason"]) == (STEPS, "all steps done")
+    with LedgerReader(run.folder / "ledger") as ledger:
+        assert ledger.check_final(4)["retired"] == 4 * STEPS
+
+
+def test_what_is_trained_is_what_was_sampled(agents: Path, tmp_path: Path) -> None:
+    """On-policy all tokens of a step are of one version, so that the trainer computes what the rollouts did."""
+    run = trained(agents, "training.staleness=0", folder=tmp_path / "run", timeout=BACK)
+    for point in steps(run.folder):
+        assert point["mismatch/abs_logprob"] < 1e-4 and point["mismatch/max"] < 1e-2
+        assert point["episode/turns"] == 2.0 and point["gateway/forks"] == 0.0
+    with LedgerReader(run.folder / "ledger") as ledger:
+        for group in ledger.groups(states=[Phase.RETIRED]):
+            payload = codec.decode(GroupPayload, ledger.read(group.handles["payload"]))
+            assert payload.rows.tolist() == [1] * payload.n
+            assert all(0 in sample.loss_mask and sample.loss_mask[0] == 1 for sample in payload.samples)
+            assert group.scores is not None and set(group.scores.rules) == {"environment"}
+
+
+@pytest.mark.parametrize("killed", ["gateway-0", "rollout-1"])
+def test_a_process_that_is_killed_costs_no_task(agents: Path, tmp_path: Path, killed: str) -> None:
+    role = killed.partition("-")[0]
+    settings = (f"services.{role}.restarts.backoff=0.1", "services.gateway.replicas=2")
+    with started(agents, *settings, folder=tmp_path / "run") as run:
+        run.reaches(2)
+        run.member(killed).kill()
+        run.says(f"{killed} ", BACK)
+        in_order(run)
+        with LedgerReader(run.folder / "ledger") as ledger:
+            again = [group for group in ledger.groups(states=[Phase.RETIRED]) if group.attempt > 1]
+        repeated = sum(point["rollout/repeated_groups"] for point in steps(run.folder))
+        assert len(again) <= repeated
+        assert (run.folder / "logs" / f"{killed}.1.log").exists()
+
+
+def test_a_gateway_that_is_stopped_is_ended_and_its_tasks_are_played_again(agents: Path, tmp_path: Path) -> None:
+    settings = ("deadlines.silence=5", "deadlines.stall={loop: 3}", "services.gateway.restarts.backoff=0.1")
+    with started(agents, *settings, folder=tmp_path / "run") as run:
+        run.reaches(2)
+        run.member("gateway-0").suspend()
+        in_order(run)
+
+
+def test_a_task_that_no_program_asks_for_ends_the_run_in_words(agents: Path, tmp_path: Path) -> None:
+    idle = tmp_path / "idle.py"
+    idle.write_text("import signal\nsignal.pause()\n")
+    settings = (f"gateway.player.run={idle}", "deadlines.episode=3")
+    with started(agents, *settings, folder=tmp_path / "run") as run:
+        assert run.wait(BACK) == 1, run.output + run.errors
+        check_gone(run.folder)
+        assert "gateway-0: Play: no program has asked for" in one_line(run.errors)
+
+
+def test_a_program_that_keeps_ending_ends_the_run_and_is_named(agents: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise SystemExit(3)\n")
+    restarts = "services.gateway.restarts={attempts: 1, backoff: 0.1}"
+    with started(agents, f"gateway.player.run={broken}", restarts, folder=tmp_path / "run") as run:
+        assert run.wait(BACK) == 1, run.output + run.errors
+        check_gone(run.folder)
+        assert "broken.py (0): ended again, with exit code 3" in (run.folder / "logs" / "gateway-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("gateway.player.run=nowhere.py", "gateway.player.run: 'nowhere.py' is not a file"),
+        ("gateway.player.python=nowhere/python", "gateway.player.python: 'nowhere/python' is not an executable"),
+        ("services.rollout.colocate=trainer", "services.rollout.colocate: trainer is not for a run with a gateway"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(agents: Path, tmp_path: Path, setting: str, told: str) -> None:
+    done = sluice("train", str(agents), f"run.dir={tmp_path / 'run'}", setting)
+    assert done.returncode == 2 and told in done.stderr
+
+
+def test_sluice_serve_answers_whoever_has_its_key(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with started(tiny / "model", "services.gateway.port=0", folder=folder, command="serve") as run:
+        run.says("SLUICE_GATEWAY_KEY", BACK)
+        told = dict(line.removeprefix("export ").split("=") for line in run.output.splitlines() if line.startswith("export "))
+        url, key = told["SLUICE_GATEWAY_URL"], told["SLUICE_GATEWAY_KEY"]
+        asked = sluice("status", str(folder), "--gateway")
+        assert f"export SLUICE_GATEWAY_KEY={key}" in asked.stdout
+
+        def ask(shown: str) -> bytes:
+            body = json.dumps({"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}).encode()
+            headers = {"authorization": f"Bearer {shown}", "content-type": "application/json"}
+            request = urllib.request.Request(f"{url}/v1/chat/completions", body, headers)
+            with urllib.request.urlopen(request, timeout=BACK) as answer:
+                found: bytes = answer.read()
+            return found
+
+        assert json.loads(ask(key))["usage"]["completion_tokens"] <= 4
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask("another")
+        assert refused.value.code == 401
+        refused.value.close()
+        run.interrupt()
+        assert run.wait(BACK) == 0, run.output + run.errors
+        check_gone(folder)
+    eventually(lambda: not list(tmp_path.glob("run/coordinator.address")), BACK, "no address is left")
+
+
+def test_a_model_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    done = sluice("serve", str(tmp_path / "nothing"), f"run.dir={tmp_path / 'run'}")
+    assert done.returncode == 2 and "model.path" in done.stderr
