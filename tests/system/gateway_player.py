@@ -1,4 +1,4 @@
-"""A program that plays episodes of two turns: what gateways of the tests start. It knows nothing of Sluice but a URL and a key."""
+"""A program that plays episodes of two turns, which gateways of the tests start. It knows a URL and a key."""
 
 from __future__ import annotations
 
