@@ -1,5 +1,5 @@
 """OpenAI's completions, POST /v1/completions (https://platform.openai.com/docs/api-reference/completions/create); and vLLM's
-route from token ids to token ids, POST /inference/v1/generate, as vLLM 0.30 has it in `GenerateRequest` and `SamplingParams`."""
+route from token ids to token ids, POST /inference/v1/generate, as vLLM 0.30 has it in `GenerateRequest`, `SamplingParams`."""
 
 from __future__ import annotations
 
