@@ -155,7 +155,7 @@ def said(call: PolicyCall) -> Message:
     for kind, text in turn:
         if kind == "fail":
             if text == "500":
-                raise RuntimeError("a fault of the backend")
+                raise ConnectionResetError("a fault of the backend")  # and none of the client's connection
             raise Refused(int(text), "the script says so", retry_after=0.1 if text in ("429", "503") else None)
     texts = {kind: "\n".join(text for each, text in turn if each == kind) for kind in ("think", "say")}
     before = sum(len(message.tool_calls) for message in messages)

@@ -154,11 +154,12 @@ class _GatewayRoutes:
                 await stream.write(b"".join(growth))
             try:
                 completion = await calling
-                await stream.write(await _aside(_is_long(completion), events.end, completion))
+                last = await _aside(_is_long(completion), events.end, completion)
             except Exception as error:
-                if stream.response is None or isinstance(error, ConnectionError):
+                if stream.response is None:
                     raise
-                await stream.write(events.failed(error_body(_refused(error, request), _is_anthropic(request))))
+                last = events.failed(error_body(_refused(error, request), _is_anthropic(request)))
+            await stream.write(last)
         finally:
             calling.cancel()
             await asyncio.gather(calling, return_exceptions=True)
@@ -192,9 +193,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if (request.content_length or 0) > request.client_max_size:
             raise web.HTTPRequestEntityTooLarge(request.client_max_size)
         return await handler(request)
-    except ConnectionError:
-        raise  # the client's, which has hung up
-    except Exception as error:  # noqa: BLE001 - the backend's faults, which are logged
+    except Exception as error:  # the backend's faults too, which are logged
+        if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
+            raise  # the client's connection
         refused = _refused(error, request)
     response = _json(msgspec.json.encode(error_body(refused, _is_anthropic(request))), refused.status)
     if refused.retry_after is not None:

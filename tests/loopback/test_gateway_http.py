@@ -9,10 +9,12 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from runtime import timeouts
 from runtime.gateway import http
@@ -314,7 +316,7 @@ def test_a_silent_stream_is_kept_up_and_may_still_fail(path: str, monkeypatch: p
 
     async def test(served: Served) -> None:
         backend, key = served.backend, (await served.begin()).key
-        for script in ("say hello there", "fail 408"):
+        for script in ("say hello there", "fail 408", "fail 500"):
             backend.hold.clear()
             body = json.loads(json.dumps(BODIES[path]).replace("say hello there", script))
             headers = {"Authorization": f"Bearer {key}"}
@@ -326,8 +328,9 @@ def test_a_silent_stream_is_kept_up_and_may_still_fail(path: str, monkeypatch: p
             assert events[0] in ((":", ""), ("ping", {"type": "ping"}))
             assert answer.status == 200
             last, data = events[-1]
-            if script == "fail 408":
-                assert (last, data["error"]["message"]) == ("error", "the script says so")
+            if script != "say hello there":
+                said = {"fail 408": "the script says so", "fail 500": "the gateway failed; its log says how"}[script]
+                assert (last, data["error"]["message"]) == ("error", said)
             else:
                 assert "error" not in [name for name, _ in events] and len(events) > 2
 
@@ -335,7 +338,7 @@ def test_a_silent_stream_is_kept_up_and_may_still_fail(path: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("words", [0, 1])
-def test_a_client_that_hangs_up_withdraws_its_call_and_not_the_episode(words: int) -> None:
+def test_a_client_that_hangs_up_withdraws_its_call_and_not_the_episode(words: int, caplog: pytest.LogCaptureFixture) -> None:
     async def test(served: Served) -> None:
         backend, episode = served.backend, await served.begin()
         for stream in (False, True):
@@ -353,7 +356,23 @@ def test_a_client_that_hangs_up_withdraws_its_call_and_not_the_episode(words: in
             assert (await served.post("/v1/chat/completions", CHAT, episode.key)).status == 200
         assert len(backend.cancelled) == 2 and episode.ended is None
 
-    run(test)
+    with caplog.at_level(logging.WARNING):
+        run(test)
+    assert caplog.records == []
+
+
+def test_a_write_to_a_client_that_has_hung_up_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    """In the moment between the end of a connection and the cancellation of what was asked for on it."""
+    transport = mock.Mock()
+    transport.is_closing.return_value = True
+    request = make_mocked_request("POST", "/v1/messages", transport=transport)
+
+    async def write(_: web.Request) -> web.StreamResponse:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    with caplog.at_level(logging.WARNING), pytest.raises(ConnectionResetError):
+        asyncio.run(http._errors(request, write))
+    assert caplog.records == []
 
 
 def test_calls_at_once_are_all_answered() -> None:
@@ -379,12 +398,13 @@ def test_what_makes_a_request_the_same_call() -> None:
         await served.post(path, CHAT, key)
         await served.post(path, CHAT, key, **{"x-stainless-retry-count": "1"})
         await served.post(path, {**CHAT, "n": 2}, key)
+        await served.post(path, {"max_tokens": 8, **CHAT}, key)
         await served.post("/v1/messages", {"max_tokens": 8, **CHAT}, key)
         await served.post(path, CHAT, key, **{"Idempotency-Key": "mine"})
         await served.post(path, {**CHAT, "n": 2}, key, **{"Idempotency-Key": "mine"})
-        first, again, other, messages, *named = [call.repeats for call in episode.calls]
+        first, again, other, chats, messages, *named = [call.repeats for call in episode.calls]
         assert first == again and first.startswith("body:")
-        assert len({first, other, messages}) == 3
+        assert len({first, other, chats, messages}) == 4
         assert named == ["key:mine", "key:mine"]
 
     run(test)

@@ -83,6 +83,12 @@ def test_sampling_as_it_is_asked_for() -> None:
     assert (call.temperature, call.top_p, call.max_tokens) == (0.5, 0.9, 5)
 
 
+def test_no_limit_of_the_most_likely() -> None:
+    for top_k in (0, -1):
+        assert [ask(route, top_k=top_k).call.top_k for route in (CHAT, COMPLETIONS, MESSAGES)] == [0, 0, 0]
+        assert ask(GENERATE, sampling_params={"top_k": top_k}).call.top_k == 0
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_what_is_not_said_is_left_to_the_run(route: str) -> None:
     call = ask(route).call
@@ -319,6 +325,7 @@ def test_a_conversation_in_the_words_of_messages() -> None:
         {
             "role": "user",
             "content": [
+                {"type": "text", "text": "zero"},
                 {"type": "tool_result", "tool_use_id": "c1", "content": "1"},
                 {
                     "type": "tool_result",
@@ -338,6 +345,7 @@ def test_a_conversation_in_the_words_of_messages() -> None:
         Message("system", "be\nbrief"),
         Message("user", "one"),
         Message("assistant", "two", calls, reasoning="hm"),
+        Message("user", "zero"),
         Message("tool", "1", tool_call_id="c1"),
         Message("tool", "2", tool_call_id="c2"),
         Message("user", "three\nfour"),

@@ -1,6 +1,5 @@
-"""OpenAI's completions, POST /v1/completions (https://platform.openai.com/docs/api-reference/completions/create), and vLLM's
-route from token ids to token ids, POST /inference/v1/generate (vllm/entrypoints/scale_out/token_in_token_out/protocol.py and
-vllm/sampling_params.py of vLLM 0.30)."""
+"""OpenAI's completions, POST /v1/completions (https://platform.openai.com/docs/api-reference/completions/create); and vLLM's
+route from token ids to token ids, POST /inference/v1/generate, as vLLM 0.30 has it in `GenerateRequest`, `SamplingParams`."""
 
 from __future__ import annotations
 

@@ -48,8 +48,9 @@ class FieldTable(Struct, Generic[T], frozen=True):
         if not isinstance(given, dict):
             raise wrong(where or "the body", given, "an object")
         fields: tuple[str, ...] = self.implemented.__struct_encode_fields__  # type: ignore[attr-defined]
-        kept = {name: value for name, value in given.items() if value is not None and name not in self.unused.split()}
-        for name in kept.keys() - set(fields):
+        unused = self.unused.split()
+        kept = {name: value for name, value in given.items() if value is not None and name not in unused}
+        for name in [name for name in kept if name not in fields]:
             param = _join(where, name)
             if name not in self.neutral:
                 raise wrong(param, kept[name], "implemented")
