@@ -124,7 +124,7 @@ class PolicyCalls:
         if room < 1:
             raise Refused(
                 400,
-                f"the conversation is {prompt} tokens, and the model's context {self._context}, its reply included",
+                f"this model's maximum context length is {self._context} tokens, the reply included, and the messages have {prompt}",
                 "messages",
                 code="context_length_exceeded",
             )
