@@ -34,9 +34,11 @@ STOP = 60.0  # seconds for an orderly end, on a busy machine
 END = 60.0  # seconds until nothing is left of a run that ended
 
 
-def sluice(*arguments: str, timeout: float = START, cwd: Path = ROOT, modules: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def sluice(
+    *arguments: str, timeout: float = START, cwd: Path = ROOT, modules: Path = ROOT, python: Path | str = sys.executable
+) -> subprocess.CompletedProcess[str]:
     """One command that is to end by itself. `modules`: a folder whose modules come before all others."""
-    command, env = [sys.executable, "-m", "launcher.cli", *arguments], _environment(modules)
+    command, env = [str(python), "-m", "launcher.cli", *arguments], _environment(modules)
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -175,14 +177,16 @@ def check_gone(folder: Path, ports: set[int] = frozenset()) -> None:  # type: ig
 
 
 @contextmanager
-def started(config: Path, *overrides: str, folder: Path, command: str = "train") -> Iterator[Live]:
+def started(
+    config: Path, *overrides: str, folder: Path, command: str = "train", python: Path | str = sys.executable
+) -> Iterator[Live]:
     """`sluice COMMAND` in a process group of its own. Leaving the block ends what is left of it, and only that."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     console = folder.with_name(f"{folder.name}.console")
     shared = shared_files()
     with console.open("w") as out, console.with_suffix(".err").open("w") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "launcher.cli", command, str(config), f"run.dir={folder}", *overrides],
+            [str(python), "-m", "launcher.cli", command, str(config), f"run.dir={folder}", *overrides],
             cwd=ROOT,
             env=_environment(),
             stdin=subprocess.DEVNULL,

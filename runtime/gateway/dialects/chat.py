@@ -51,6 +51,7 @@ _REQUEST = FieldTable(_ChatRequest, UNUSED, _NEUTRAL)
 class _ChatFunction(Strict, frozen=True):
     name: str
     arguments: str
+    parsed_arguments: Any = None  # as `parsed`, what the client's helpers for streams add
 
 
 class _ChatToolCall(Strict, frozen=True):
@@ -71,6 +72,7 @@ class _ChatMessage(Strict, frozen=True):
     annotations: Any = None
     provider_specific_fields: Any = None
     cache_control: Any = None
+    parsed: Any = None
     refusal: None = None
     audio: None = None
     function_call: None = None
