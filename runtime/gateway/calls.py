@@ -124,7 +124,7 @@ class PolicyCalls:
         if room < 1:
             raise Refused(
                 400,
-                f"this model's maximum context length is {self._context} tokens, reply included, and the messages have {prompt}",
+                f"this model's maximum context length is {self._context} tokens, reply included; the messages have {prompt}",
                 "messages",
                 code="context_length_exceeded",
             )
