@@ -51,12 +51,11 @@ class RolloutSessions:
         self._changed = asyncio.Event()
 
     async def use(self, command: UseRollouts) -> None:
-        """Raises DeadlineExceeded for one that is not to be reached."""
+        """From now on; one that cannot be reached is left out."""
         for address in [each for each in self._sessions if each not in command.rollouts]:
             await self._sessions.pop(address).close()
-        for address in command.rollouts:
-            if address not in self._sessions:
-                await self._open(address, command.term)
+        new = [address for address in command.rollouts if address not in self._sessions]
+        await asyncio.gather(*(self._open(address, command.term) for address in new))
         self._changed.set()
         self._changed = asyncio.Event()
 

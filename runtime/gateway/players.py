@@ -30,8 +30,7 @@ class Players:
         self._player, self._restarts = player, config.services.gateway.restarts
         given = resolved(player.env, os.environ, "gateway.player.env")
         self._environment = worker_environment(()) | {"SLUICE_GATEWAY_URL": url, "SLUICE_GATEWAY_KEY": key}
-        if not player.python:
-            self._environment.pop("PYTHONPATH", None)
+        self._environment.pop("PYTHONPATH", None)  # its interpreter has modules of its own
         ca = Path(config.run.dir) / run_files.GATEWAYS_CA
         if ca.exists():
             self._environment["SSL_CERT_FILE"] = str(ca.absolute())
