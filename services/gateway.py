@@ -55,13 +55,15 @@ class RolloutSessions:
         for address in [each for each in self._sessions if each not in command.rollouts]:
             await self._sessions.pop(address).close()
         new = [address for address in command.rollouts if address not in self._sessions]
-        await asyncio.gather(*(self._open(address, command.term) for address in new))
+        await asyncio.gather(*(self._open(address) for address in new))
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _open(self, to: RolloutAddress, term: int) -> None:
+    async def _open(self, to: RolloutAddress) -> None:
         silence = self._config.deadlines.silence
-        session = Session(to.address, to.name, "Rollout", to.machine, silence, term, self._keys, to.incarnation, to.token)
+        session = Session(
+            to.address, to.name, "Rollout", to.machine, silence, keys=self._keys, incarnation=to.incarnation, token=to.token
+        )
         try:
             await session.open(silence)
         except ServiceFault as error:  # the coordinator will hear of it too

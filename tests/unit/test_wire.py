@@ -195,7 +195,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ),
     ("Gateway", "UseRollouts"): (
         commands.UseRollouts(
-            (commands.RolloutAddress("rollout-0", 3, "[::1]:65535", "a machine", 64, "gateway-0/1:00ff"),), 7, "00ff"
+            (commands.RolloutAddress("rollout-0", 3, "[::1]:65535", "a machine", 64, "gateway-0/1:00ff"),), "00ff"
         ),
         None,
     ),
