@@ -18,7 +18,7 @@ from aiohttp import web
 
 from runtime import codec, run_files, timeouts
 from runtime.commands import RolloutAddress, UseRollouts
-from runtime.config import Config
+from runtime.config import Config, Player
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.gateway.calls import PolicyCalls
@@ -150,7 +150,7 @@ class GatewayService(process.Service):
         self._settings = config.gateway
         self._lag = LoopLag()
         self._tasks: list[asyncio.Future[None]] = []
-        self._players: Players | None = None
+        self._served = asyncio.Event()  # there is a rollout
         self._runner: web.AppRunner | None = None
         self._rollouts: RolloutSessions
         self._calls: PolicyCalls
@@ -188,6 +188,8 @@ class GatewayService(process.Service):
         self._episodes.key = "" if self.keys is None else secrets.token_hex()  # until the coordinator tells it
         await self._listen()
         self._tasks = [asyncio.create_task(self._lag.run())]
+        if self._settings.player is not None:
+            self.background = asyncio.create_task(self._keep_playing(self._settings.player))
 
     async def _listen(self) -> None:
         host, port = self.config.network.interface, self.config.services.gateway.port
@@ -222,13 +224,20 @@ class GatewayService(process.Service):
         (folder / run_files.GATEWAYS_CA).write_bytes(Path(files.ca).read_bytes())
         return context
 
+    async def _keep_playing(self, player: Player) -> None:
+        """By programs that begin once there is a rollout. Raises ServiceFault when one keeps ending."""
+        await self._served.wait()
+        players = Players(self.config, player, self.url, self._episodes.key)
+        try:
+            await players.run()
+        finally:
+            await players.close()
+
     async def close(self) -> None:
         tasks = [*self._tasks, *([self.background] if self.background is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._players is not None:
-            await self._players.close()
         if hasattr(self, "_episodes"):
             self._episodes.close()
             self._calls.close()
@@ -243,9 +252,8 @@ class GatewayService(process.Service):
         if command.key or self.keys is None:
             self._episodes.key = command.key
         await self._rollouts.use(command)
-        if self._players is None and self._settings.player is not None and self._rollouts.count:
-            self._players = Players(self.config, self._settings.player, self.url, command.key)
-            self.background = asyncio.create_task(self._players.run())
+        if self._rollouts.count:
+            self._served.set()
 
     def gauges(self) -> dict[str, float]:
         episodes, counts = self._episodes, self._episodes.counts

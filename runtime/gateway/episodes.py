@@ -112,7 +112,7 @@ class Episodes:
         self._name, self._serves, self._rewarded = name, serves, rewarded
         self._waiting: deque[tuple[Playing, int]] = deque()  # tasks that nobody plays yet
         self._came = asyncio.Event()  # one of them
-        self._asked = False  # whether a program ever asked for one
+        self._asked = self._warns = False  # whether a program ever asked for one; whether the log will say that none did
         self._open: dict[str, Episode] = {}
         self._by_key: dict[str, Episode] = {}
         self.counts: Counter[str] = Counter()
@@ -126,7 +126,8 @@ class Episodes:
         group.timer = asyncio.get_running_loop().call_later(self._seconds, self._expire, group)
         self._waiting.extend((group, index) for index in range(request.n))
         self._came.set()
-        if not self._asked:
+        if not self._warns:
+            self._warns = True
             asyncio.get_running_loop().call_later(timeouts.NOBODY_ASKS, self._tell_of_nobody)
         try:
             return await group.done
