@@ -19,7 +19,7 @@ from runtime.models import tiny_model
 from runtime.models.hf_config import read_raw
 
 PORT = 8000
-CONTEXT = 8192  # tokens of a conversation, unless `gateway.context` says otherwise, or the model has fewer positions
+CONTEXT, SLOTS = 4096, 16  # tokens of a conversation, unless `gateway.context` says otherwise, or the model has fewer positions
 
 
 def config_for(model: str, overrides: Sequence[str]) -> Config:
@@ -33,7 +33,7 @@ def config_for(model: str, overrides: Sequence[str]) -> Config:
         "gateway": {"serve": True, "context": context},
         "data": {"max_prompt_tokens": context // 2},
         "sampling": {"max_new_tokens": context // 2},
-        "services": {"gateway": {"port": PORT}},
+        "services": {"gateway": {"port": PORT}, "rollout": {"slots": SLOTS}},
     }
     return loading.resolve(loading.load(raw, overrides))
 
