@@ -129,6 +129,7 @@ def test_keys_give_access_to_one_episode_and_die_with_it(renderer: TemplateRende
         one, other = [await episodes.begin(KEY, BeginEpisode(wait=PATIENCE)) for _ in range(2)]
         assert one.key != other.key and len(one.key) > 20
         assert episodes.episode("", one.key) is episodes.episode(one.id, one.key)
+        assert episodes.episode(one.key, "whatever a program sends") is episodes.episode(one.id, one.key)
 
         def status(id: str, key: str) -> int:
             with pytest.raises(Refused) as refused:
@@ -138,7 +139,7 @@ def test_keys_give_access_to_one_episode_and_die_with_it(renderer: TemplateRende
         assert [status(one.id, other.key), status(one.id, ""), status("", KEY), status("none", one.key)] == [401, 401, 401, 404]
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
-        assert [status(one.id, one.key), status("", other.key)] == [404, 401]
+        assert [status(one.id, one.key), status(one.key, ""), status("", other.key)] == [404, 404, 401]
 
     run(renderer, scenario)
 
