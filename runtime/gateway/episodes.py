@@ -196,7 +196,7 @@ class Episodes:
         return Begun(id=episode.id, key=episode.key, base=f"/episodes/{episode.id}", task=task)
 
     def episode(self, id: str, key: str) -> Episode | None:
-        """By its key, and by its id where there is one; the key may stand in the place of the id, for programs that send another.
+        """By its key, and by its id where there is one; the key may stand in the place of the id, for who sends another.
         None: a call that belongs to no episode, where that may be."""
         if (named := self._by_key.get(id)) is not None:
             return named
