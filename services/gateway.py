@@ -227,7 +227,7 @@ class GatewayService(process.Service):
     async def _keep_playing(self, player: Player) -> None:
         """By programs that begin once there is a rollout. Raises ServiceFault when one keeps ending."""
         await self._served.wait()
-        players = Players(self.config, player, self.url, self._episodes.key)
+        players = Players(self.config, player, self.url, self._episodes)
         try:
             await players.run()
         finally:
@@ -264,6 +264,8 @@ class GatewayService(process.Service):
             "calls_total": counts["calls"],
             "episodes_total": counts["episodes"],
             "forks_total": episodes.forks.total(),
+            **{f"forks_{reason.replace(' ', '_')}": number for reason, number in episodes.forks.items()},
+            "played_again": counts["played_again"],
             "overridden_total": self._calls.counts["overridden"],
             "rollouts": self._rollouts.count,
             "loop_lag_p99": self._lag.quantile(0.99),

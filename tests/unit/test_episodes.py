@@ -196,6 +196,36 @@ def test_a_client_that_hangs_up_withdraws_its_call_and_leaves_the_episode(render
     run(renderer, scenario)
 
 
+def test_what_a_program_that_is_gone_played_is_played_again(renderer: TemplateRenderer) -> None:
+    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
+        playing = asyncio.ensure_future(episodes.play(request()))
+        await asyncio.sleep(0)
+        key = episodes.admit()
+        begun = await episodes.begin(key, BeginEpisode())
+        lost = episodes.episode(begun.id, begun.key)
+        kept = await opened(episodes)  # by a program that somebody else has started
+        assert lost is not None
+        await episodes.call(lost, call())
+        policy.gate.clear()
+        under_way = asyncio.ensure_future(episodes.call(lost, call()))
+        await policy.began.get()
+        await policy.began.get()
+        episodes.give_up(key)
+        assert await refusal(under_way) == 404
+        policy.gate.set()
+        assert (episodes.waiting, episodes.open, episodes.counts["played_again"]) == (1, 1, 1)
+        assert await refusal(episodes.begin(key, BeginEpisode())) == 401
+        again = await opened(episodes)
+        assert (again.index, again.seed, again.graph.nodes) == (lost.index, lost.seed, [])
+        for episode in (again, kept):
+            await episodes.call(episode, call())
+            await episodes.end(episode, "completed")
+        payload = codec.decode(GroupPayload, (await playing).payload)
+        assert payload.rows.tolist() == [1, 1] and payload.tokens.size
+
+    run(renderer, scenario)
+
+
 def test_an_episode_that_is_never_ended_is_closed_at_its_deadline_with_what_is_there(renderer: TemplateRenderer) -> None:
     async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
         playing = asyncio.ensure_future(episodes.play(request()))
