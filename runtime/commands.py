@@ -54,11 +54,9 @@ class RolloutAddress(Struct, frozen=True):
 
 
 class UseRollouts(Command[None], frozen=True):
-    """Have calls answered by these rollouts from now on, under the coordinator's `term`. `key`: by which programs ask for
-    tasks; empty where nobody needs one."""
+    """Have calls answered by these rollouts from now on. `key`: by which programs ask for tasks; empty: they need none."""
 
     rollouts: tuple[RolloutAddress, ...]
-    term: int
     key: str = ""
 
 

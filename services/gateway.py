@@ -18,7 +18,7 @@ from aiohttp import web
 
 from runtime import codec, run_files, timeouts
 from runtime.commands import RolloutAddress, UseRollouts
-from runtime.config import Config
+from runtime.config import Config, Player
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.gateway.calls import PolicyCalls
@@ -51,18 +51,19 @@ class RolloutSessions:
         self._changed = asyncio.Event()
 
     async def use(self, command: UseRollouts) -> None:
-        """Raises DeadlineExceeded for one that is not to be reached."""
+        """From now on; one that cannot be reached is left out."""
         for address in [each for each in self._sessions if each not in command.rollouts]:
             await self._sessions.pop(address).close()
-        for address in command.rollouts:
-            if address not in self._sessions:
-                await self._open(address, command.term)
+        new = [address for address in command.rollouts if address not in self._sessions]
+        await asyncio.gather(*(self._open(address) for address in new))
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _open(self, to: RolloutAddress, term: int) -> None:
+    async def _open(self, to: RolloutAddress) -> None:
         silence = self._config.deadlines.silence
-        session = Session(to.address, to.name, "Rollout", to.machine, silence, term, self._keys, to.incarnation, to.token)
+        session = Session(
+            to.address, to.name, "Rollout", to.machine, silence, keys=self._keys, incarnation=to.incarnation, token=to.token
+        )
         try:
             await session.open(silence)
         except ServiceFault as error:  # the coordinator will hear of it too
@@ -149,7 +150,7 @@ class GatewayService(process.Service):
         self._settings = config.gateway
         self._lag = LoopLag()
         self._tasks: list[asyncio.Future[None]] = []
-        self._players: Players | None = None
+        self._served = asyncio.Event()  # there is a rollout
         self._runner: web.AppRunner | None = None
         self._rollouts: RolloutSessions
         self._calls: PolicyCalls
@@ -187,6 +188,8 @@ class GatewayService(process.Service):
         self._episodes.key = "" if self.keys is None else secrets.token_hex()  # until the coordinator tells it
         await self._listen()
         self._tasks = [asyncio.create_task(self._lag.run())]
+        if self._settings.player is not None:
+            self.background = asyncio.create_task(self._keep_playing(self._settings.player))
 
     async def _listen(self) -> None:
         host, port = self.config.network.interface, self.config.services.gateway.port
@@ -221,13 +224,20 @@ class GatewayService(process.Service):
         (folder / run_files.GATEWAYS_CA).write_bytes(Path(files.ca).read_bytes())
         return context
 
+    async def _keep_playing(self, player: Player) -> None:
+        """By programs that begin once there is a rollout. Raises ServiceFault when one keeps ending."""
+        await self._served.wait()
+        players = Players(self.config, player, self.url, self._episodes)
+        try:
+            await players.run()
+        finally:
+            await players.close()
+
     async def close(self) -> None:
         tasks = [*self._tasks, *([self.background] if self.background is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._players is not None:
-            await self._players.close()
         if hasattr(self, "_episodes"):
             self._episodes.close()
             self._calls.close()
@@ -242,9 +252,8 @@ class GatewayService(process.Service):
         if command.key or self.keys is None:
             self._episodes.key = command.key
         await self._rollouts.use(command)
-        if self._players is None and self._settings.player is not None and self._rollouts.count:
-            self._players = Players(self.config, self._settings.player, self.url, command.key)
-            self.background = asyncio.create_task(self._players.run())
+        if self._rollouts.count:
+            self._served.set()
 
     def gauges(self) -> dict[str, float]:
         episodes, counts = self._episodes, self._episodes.counts
@@ -255,6 +264,8 @@ class GatewayService(process.Service):
             "calls_total": counts["calls"],
             "episodes_total": counts["episodes"],
             "forks_total": episodes.forks.total(),
+            **{f"forks_{reason.replace(' ', '_')}": number for reason, number in episodes.forks.items()},
+            "played_again": counts["played_again"],
             "overridden_total": self._calls.counts["overridden"],
             "rollouts": self._rollouts.count,
             "loop_lag_p99": self._lag.quantile(0.99),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from launcher import run_folder
@@ -13,20 +14,36 @@ from launcher.node.local_node import LocalNode
 from launcher.view import View
 from runtime import run_files
 from runtime.config import Config, loading
+from runtime.errors import UserError
+from runtime.models import tiny_model
+from runtime.models.hf_config import read_raw
 
 PORT = 8000
+CONTEXT, SLOTS = 4096, 16  # tokens of a conversation, unless `gateway.context` says otherwise, or the model has fewer positions
 
 
 def config_for(model: str, overrides: Sequence[str]) -> Config:
     """A configuration that serves `model`, a Hugging Face folder or a run's. Raises ConfigError."""
     trained = Path(model) / run_files.MODEL
+    path = str(trained if trained.is_dir() else model)
+    context = min(CONTEXT, _positions(path))
     raw = {
         "run": {"name": "serve", "overwrite": True},
-        "model": {"path": str(trained if trained.is_dir() else model)},
-        "gateway": {"serve": True},
-        "services": {"gateway": {"port": PORT}},
+        "model": {"path": path},
+        "gateway": {"serve": True, "context": context},
+        "data": {"max_prompt_tokens": context // 2},
+        "sampling": {"max_new_tokens": context // 2},
+        "services": {"gateway": {"port": PORT}, "rollout": {"slots": SLOTS}},
     }
     return loading.resolve(loading.load(raw, overrides))
+
+
+def _positions(path: str) -> int:
+    """Of the model, where its folder says so."""
+    with suppress(UserError):
+        found = tiny_model.described(path) or read_raw(path)
+        return int(found.get("max_position_embeddings", CONTEXT))
+    return CONTEXT
 
 
 class Serving(Job[None]):

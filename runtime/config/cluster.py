@@ -85,7 +85,7 @@ class Deadlines(Section, frozen=True):
     generate: Seconds = 600.0
     """A group's generation, waiting for a slot included."""
     episode: Seconds = 1800.0
-    """An episode, from its beginning to its end; then it is closed with what is there. A call within it has `generate`."""
+    """A group's episodes, from its dispatch on; then they are closed with what is there. A call within one has `generate`."""
     score: Seconds = 120.0
     """A group's scores, by rules or model, and its reference log-probabilities; on engine megatron those of all groups that
     were asked for together."""

@@ -235,7 +235,7 @@ class ServingRun:
         self._register = register
         self._pool = RolloutPool(register, slots(config), config.deadlines.start)
         if config.gateway is not None:
-            GatewayPool(self._pool, config, context.keys, term=1)
+            GatewayPool(self._pool, config, context.keys)
         self._serving = {asyncio.ensure_future(self._serve(unit)) for unit in register.units(ROLLOUT, UnitState.CONNECTED)}
         register.subscribe(self._look)
         self._stopped = asyncio.Event()

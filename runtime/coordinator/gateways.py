@@ -38,11 +38,11 @@ class GatewayPool(WorkPool):
     """Groups of episodes go to the gateway with the fewest under way, and every gateway is told which rollouts serve. What a
     gateway that is lost had is another's to play."""
 
-    def __init__(self, rollouts: RolloutPool, config: Config, own_keys: Keys | None, term: int):
-        """`own_keys`, `term`: the coordinator's."""
+    def __init__(self, rollouts: RolloutPool, config: Config, own_keys: Keys | None):
+        """`own_keys`: the coordinator's."""
         share = max(1, sum(rollouts.slots.values()) // config.services.gateway.replicas)
         super().__init__(rollouts.register, {f"{GATEWAY}-{index}": share for index in range(config.services.gateway.replicas)})
-        self._rollouts, self._keys, self._term = rollouts, own_keys, term
+        self._rollouts, self._keys = rollouts, own_keys
         self._told: dict[Member, UseRollouts] = {}
         self._telling: dict[Member, asyncio.Task[None]] = {}
         rollouts.players = self
@@ -101,7 +101,7 @@ class GatewayPool(WorkPool):
             if unit.processes[0] is not None
         )
         key = "" if self._keys is None else keys.of_programs(self._keys.secret)
-        return UseRollouts(rollouts=serving, term=self._term, key=key)
+        return UseRollouts(rollouts=serving, key=key)
 
     def _address(self, gateway: Member, rollout: Any) -> RolloutAddress:
         """`rollout`: its Registration."""

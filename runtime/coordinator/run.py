@@ -37,7 +37,7 @@ class TrainingRun:
         self._started = now()
         self._pool = RolloutPool(register, slots(config), config.deadlines.start, context.term)
         if config.gateway is not None:
-            GatewayPool(self._pool, config, context.keys, context.term)
+            GatewayPool(self._pool, config, context.keys)
         self._history = history or RunHistory(config.run.resume)
         self._attempt = self._begin(taken_up)
         self._interrupted = False

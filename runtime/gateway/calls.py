@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from runtime import timeouts
 from runtime.data.tokenizer import Tokenizer
-from runtime.errors import DeadlineExceeded, Unreachable
+from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.backend import Told
 from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Refused, ReplyEnd
 from runtime.gateway.episodes import Episode, mixed
@@ -102,6 +102,8 @@ class PolicyCalls:
             else:
                 samples = await self._generate(episode, request)
                 replies = [(sample, "") for sample in samples]
+        except InvalidMessage as error:  # the engine's word on what the call wants
+            raise Refused(400, str(error)) from None
         except DeadlineExceeded as error:
             raise Refused(408, str(error)) from None
         except Unreachable as error:
@@ -124,7 +126,7 @@ class PolicyCalls:
         if room < 1:
             raise Refused(
                 400,
-                f"this model's maximum context length is {self._context} tokens, the reply included, and the messages have {prompt}",
+                f"this model's maximum context length is {self._context} tokens, reply included; the messages have {prompt}",
                 "messages",
                 code="context_length_exceeded",
             )

@@ -46,6 +46,7 @@ class Episode:
         self.graph = EpisodeGraph(renderer)
         self.group, self.index, self.sampling, self.seed = group, index, sampling, seed
         self.reward: float | None = None
+        self.program = ""  # the key of who plays it
         self.stop_reason = ""  # of one that is over
         self.rollout = ""  # that it keeps to
         self.calls = 0  # so far
@@ -112,9 +113,10 @@ class Episodes:
         self._name, self._serves, self._rewarded = name, serves, rewarded
         self._waiting: deque[tuple[Playing, int]] = deque()  # tasks that nobody plays yet
         self._came = asyncio.Event()  # one of them
-        self._asked = False  # whether a program ever asked for one
+        self._asked = self._warns = False  # whether a program ever asked for one; whether the log will say that none did
         self._open: dict[str, Episode] = {}
         self._by_key: dict[str, Episode] = {}
+        self._programs: set[str] = set()  # keys of programs of the gateway's own
         self.counts: Counter[str] = Counter()
         self.forks: Counter[str] = Counter()
 
@@ -126,7 +128,8 @@ class Episodes:
         group.timer = asyncio.get_running_loop().call_later(self._seconds, self._expire, group)
         self._waiting.extend((group, index) for index in range(request.n))
         self._came.set()
-        if not self._asked:
+        if not self._warns:
+            self._warns = True
             asyncio.get_running_loop().call_later(timeouts.NOBODY_ASKS, self._tell_of_nobody)
         try:
             return await group.done
@@ -184,6 +187,7 @@ class Episodes:
         seed = mixed(request.seed, request.first + index)
         episode = Episode(self._renderer, group, index, request.sampling, seed)
         group.episodes[index] = episode
+        episode.program = key
         return self._begun(episode)
 
     def _begun(self, episode: Episode) -> Begun:
@@ -195,7 +199,10 @@ class Episodes:
         return Begun(id=episode.id, key=episode.key, base=f"/episodes/{episode.id}", task=task)
 
     def episode(self, id: str, key: str) -> Episode | None:
-        """By its key, and by its id where there is one. None: a call that belongs to no episode, where that may be."""
+        """By its key, and by its id where there is one; the key may stand in the place of the id, for who sends another.
+        None: a call that belongs to no episode, where that may be."""
+        if (named := self._by_key.get(id)) is not None:
+            return named
         found = self._open.get(id) if id else self._by_key.get(key)
         if id and found is None:
             raise Refused(404, f"there is no episode {id!r}, or it is over")
@@ -206,7 +213,25 @@ class Episodes:
         raise Refused(401, "the key is that of no episode which is open" if key else "needs the key of an episode")
 
     def _is_own(self, key: str) -> bool:
-        return not self.key or hmac.compare_digest(self.key.encode(), key.encode())
+        return not self.key or key in self._programs or hmac.compare_digest(self.key.encode(), key.encode())
+
+    def admit(self) -> str:
+        """A key by which one program more may ask for tasks."""
+        key = secrets.token_urlsafe(KEY_BYTES)
+        self._programs.add(key)
+        return key
+
+    def give_up(self, key: str) -> None:
+        """The program with this key of `admit` is gone: what it was playing is played again, from the same seeds."""
+        self._programs.discard(key)
+        for episode in [each for each in self._open.values() if each.program == key]:
+            group = episode.group
+            assert group is not None
+            del group.episodes[episode.index]
+            self._waiting.appendleft((group, episode.index))
+            self._leave(episode, "cancelled")
+            self.counts["played_again"] += 1
+        self._came.set()
 
     async def call(self, episode: Episode | None, call: PolicyCall, told: Told | None = None) -> Completion:
         """The policy's answer. A request that is made again gets that of the first."""
@@ -216,13 +241,12 @@ class Episodes:
             raise Refused(404, f"episode {episode.id} is over ({episode.stop_reason})")
         if (known := episode.answered.get(call.repeats)) is not None:
             return known
-        shared = episode.under_way.get(call.repeats)
+        name = call.repeats or secrets.token_hex()
+        shared = episode.under_way.get(name)
         if shared is None:
             work = asyncio.get_running_loop().create_task(self._counted(episode, call, told))
-            shared = SharedCall(work)
-            if call.repeats:
-                episode.under_way[call.repeats] = shared
-                work.add_done_callback(lambda _: episode.under_way.pop(call.repeats, None))
+            shared = episode.under_way[name] = SharedCall(work)
+            work.add_done_callback(lambda _: episode.under_way.pop(name, None))
         try:
             return await shared.answer()
         except asyncio.CancelledError:
@@ -267,19 +291,23 @@ class Episodes:
         """Idempotent."""
         if episode.over:
             return
-        episode.stop_reason = stop_reason
-        self._open.pop(episode.id, None)
-        self._by_key.pop(episode.key, None)
+        self._leave(episode, stop_reason)
         self.counts[f"ended_{stop_reason}"] += 1
         self.forks.update(episode.graph.forks)
-        if episode.timer is not None:
-            episode.timer.cancel()
-        for shared in list(episode.under_way.values()):
-            shared.withdraw()
         if (group := episode.group) is not None:
             group.left -= 1
             if not group.left and not group.done.done():
                 self._finish(group)
+
+    def _leave(self, episode: Episode, stop_reason: str) -> None:
+        """It is open no more, its key of no use, and what it asked for is withdrawn."""
+        episode.stop_reason = stop_reason
+        self._open.pop(episode.id, None)
+        self._by_key.pop(episode.key, None)
+        if episode.timer is not None:
+            episode.timer.cancel()
+        for shared in list(episode.under_way.values()):
+            shared.withdraw()
 
     # ------------------------------------------------------------------------------------------ what is told of them
 

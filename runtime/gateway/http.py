@@ -55,7 +55,9 @@ _BEGIN, _REWARD, _END = FieldTable(BeginEpisode), FieldTable(_RewardBody), Field
 
 def runner(backend: GatewayBackend, max_body: int) -> web.AppRunner:
     """The application, to be set up and given a site. A client that hangs up cancels what it has asked for."""
-    return web.AppRunner(application(backend, max_body), handler_cancellation=True, access_log=None)
+    return web.AppRunner(
+        application(backend, max_body), handler_cancellation=True, access_log=None, shutdown_timeout=timeouts.SERVER_GRACE
+    )
 
 
 def application(backend: GatewayBackend, max_body: int) -> web.Application:

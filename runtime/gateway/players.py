@@ -1,4 +1,4 @@
-"""The programs that play: started beside the gateway, and again when they end."""
+"""The programs that play: started beside the gateway, and again when they end. What one that ended had is played again."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from runtime.cluster.restarts import Allowance
 from runtime.config import Config, Player
 from runtime.config.secret_values import resolved
 from runtime.errors import ServiceFault
+from runtime.gateway.episodes import Episodes
 from runtime.process import os_process
 from runtime.process.aio import now
 from runtime.rewards.worker_process import worker_environment
@@ -25,13 +26,13 @@ log = logging.getLogger("sluice")
 class Players:
     """`player.processes` of them, each in a process group of its own. What they print goes to the gateway's log."""
 
-    def __init__(self, config: Config, player: Player, url: str, key: str):
-        """`url`, `key`: the gateway's. Raises UserError for a variable that is not there."""
+    def __init__(self, config: Config, player: Player, url: str, episodes: Episodes):
+        """`url`, `episodes`: the gateway's. Raises UserError for a variable that is not there."""
         self._player, self._restarts = player, config.services.gateway.restarts
         given = resolved(player.env, os.environ, "gateway.player.env")
-        self._environment = worker_environment(()) | {"SLUICE_GATEWAY_URL": url, "SLUICE_GATEWAY_KEY": key}
-        if not player.python:
-            self._environment.pop("PYTHONPATH", None)
+        self._episodes = episodes
+        self._environment = worker_environment(()) | {"SLUICE_GATEWAY_URL": url}
+        self._environment.pop("PYTHONPATH", None)  # its interpreter has modules of its own
         ca = Path(config.run.dir) / run_files.GATEWAYS_CA
         if ca.exists():
             self._environment["SSL_CERT_FILE"] = str(ca.absolute())
@@ -45,10 +46,11 @@ class Players:
     async def _keep(self, index: int) -> None:
         allowance, name = Allowance(self._restarts), f"gateway.player.run: {self._player.run} ({index})"
         while True:
+            key = self._episodes.admit()
             process = await asyncio.create_subprocess_exec(
                 self._player.python or sys.executable,
                 self._player.run,
-                env=self._environment,
+                env=self._environment | {"SLUICE_GATEWAY_KEY": key},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
                 preexec_fn=os_process.before_exec,
@@ -59,6 +61,7 @@ class Players:
                 code = await process.wait()
             finally:
                 self._end(process)
+                self._episodes.give_up(key)
             pause = allowance.delay(now())
             if pause is None:
                 raise ServiceFault("gateway", "play", f"{name}: ended again, with exit code {code}")

@@ -236,7 +236,8 @@ class _SessionHandler:
         try:
             async for data in frames:
                 frame = contract.frame_of(common_pb2.CallFrame, data)
-                self._fence.check(frame.term)
+                if frame.term:  # a gateway has none
+                    self._fence.check(frame.term)
                 for key in frame.acknowledged:
                     self._kept.forget(key)
                 for call in frame.calls:

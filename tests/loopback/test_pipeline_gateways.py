@@ -38,7 +38,7 @@ class FakeGateway(FakeReplica):
         self.busy = asyncio.Event()  # it has had a few played, and has another
         self._cast, self._seconds = cast, seconds
 
-    async def use_rollouts(self, rollouts: tuple[RolloutAddress, ...], term: int, key: str) -> None:
+    async def use_rollouts(self, rollouts: tuple[RolloutAddress, ...], key: str) -> None:
         self.told.append(tuple(rollout.name for rollout in rollouts))
 
     async def play(self, request: PlayRequest) -> GeneratedGroup:

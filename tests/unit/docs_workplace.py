@@ -117,9 +117,12 @@ class Workplace:
             _model(name)
         if reward:
             _model(reward.path, architectures=["Qwen2ForSequenceClassification"], id2label={"0": "score"})
-        for process in processes(config).values():
-            if process.python and not Path(process.python).exists():
-                python = self._file(Path(process.python))
+        interpreters = {process.python for process in processes(config).values()}
+        if config.gateway is not None and config.gateway.player is not None:
+            interpreters.add(config.gateway.player.python)
+        for name in interpreters:
+            if name and not Path(name).exists():
+                python = self._file(Path(name))
                 python.touch()
                 python.chmod(0o755)
 

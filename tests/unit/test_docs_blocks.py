@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from launcher import cli
+from launcher.commands import serve
 from launcher.commands.validate import validate
 from launcher.node import __main__ as node
 from launcher.render import command as render
@@ -96,6 +97,7 @@ def test_python_runs(block: Block, workplace: Workplace, monkeypatch: pytest.Mon
         ("make all", "all"),
         ("docker run --rm sluice:cuda accept --device tpu", "^2$"),
         ("sluice train my.yaml sampling.group_size=1", "needs at least 2"),
+        ("sluice serve tiny:qwen2 gateway.contexts=5", "gateway.contexts: unknown key"),
         ("kubctl get pods", "kubctl is none of"),
         ("training.stepps=5", "stepps"),
     ],
@@ -191,6 +193,8 @@ def sluice(arguments: list[str], workplace: Workplace) -> None:
     options = cli._parser().parse_args(arguments)
     if options.command == "data":
         workplace.prepare(workplace.file(str(options.config)), options.overrides)
+    elif options.command == "serve":
+        serve.config_for(options.model, options.overrides)
     elif "overrides" in options:
         options.config = workplace.file(str(options.config))
         options.overrides = workplace.supplied(options.config, options.overrides)

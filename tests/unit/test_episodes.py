@@ -129,6 +129,7 @@ def test_keys_give_access_to_one_episode_and_die_with_it(renderer: TemplateRende
         one, other = [await episodes.begin(KEY, BeginEpisode(wait=PATIENCE)) for _ in range(2)]
         assert one.key != other.key and len(one.key) > 20
         assert episodes.episode("", one.key) is episodes.episode(one.id, one.key)
+        assert episodes.episode(one.key, "whatever a program sends") is episodes.episode(one.id, one.key)
 
         def status(id: str, key: str) -> int:
             with pytest.raises(Refused) as refused:
@@ -138,7 +139,7 @@ def test_keys_give_access_to_one_episode_and_die_with_it(renderer: TemplateRende
         assert [status(one.id, other.key), status(one.id, ""), status("", KEY), status("none", one.key)] == [401, 401, 401, 404]
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
-        assert [status(one.id, one.key), status("", other.key)] == [404, 401]
+        assert [status(one.id, one.key), status(one.key, ""), status("", other.key)] == [404, 404, 401]
 
     run(renderer, scenario)
 
@@ -191,6 +192,36 @@ def test_a_client_that_hangs_up_withdraws_its_call_and_leaves_the_episode(render
         await episodes.call(episode, call())
         playing.cancel()
         await asyncio.gather(playing, return_exceptions=True)
+
+    run(renderer, scenario)
+
+
+def test_what_a_program_that_is_gone_played_is_played_again(renderer: TemplateRenderer) -> None:
+    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
+        playing = asyncio.ensure_future(episodes.play(request()))
+        await asyncio.sleep(0)
+        key = episodes.admit()
+        begun = await episodes.begin(key, BeginEpisode())
+        lost = episodes.episode(begun.id, begun.key)
+        kept = await opened(episodes)  # by a program that somebody else has started
+        assert lost is not None
+        await episodes.call(lost, call())
+        policy.gate.clear()
+        under_way = asyncio.ensure_future(episodes.call(lost, call()))
+        await policy.began.get()
+        await policy.began.get()
+        episodes.give_up(key)
+        assert await refusal(under_way) == 404
+        policy.gate.set()
+        assert (episodes.waiting, episodes.open, episodes.counts["played_again"]) == (1, 1, 1)
+        assert await refusal(episodes.begin(key, BeginEpisode())) == 401
+        again = await opened(episodes)
+        assert (again.index, again.seed, again.graph.nodes) == (lost.index, lost.seed, [])
+        for episode in (again, kept):
+            await episodes.call(episode, call())
+            await episodes.end(episode, "completed")
+        payload = codec.decode(GroupPayload, (await playing).payload)
+        assert payload.rows.tolist() == [1, 1] and payload.tokens.size
 
     run(renderer, scenario)
 

@@ -39,6 +39,7 @@ class Working:
 class Pool:
     def __init__(self, *rollouts: Working):
         self.serving = rollouts
+        self.gateways = ()
 
 
 def test_a_long_step_is_as_idle_as_all_of_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

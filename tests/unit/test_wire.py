@@ -19,10 +19,12 @@ from runtime.commands import Priority
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import (
     SCHEMA_VERSION,
+    EpisodeTask,
     GeneratedGroup,
     GroupRequest,
     LogprobRequest,
     Logprobs,
+    PlayRequest,
     PolicyVersion,
     SamplingParams,
     ScoreRequest,
@@ -37,6 +39,7 @@ from services.rpc.generated import (
     common_pb2,
     coordinator_pb2,
     critic_pb2,
+    gateway_pb2,
     reference_pb2,
     remote_reward_pb2,
     reward_pb2,
@@ -46,8 +49,8 @@ from services.rpc.generated import (
 )
 
 MODULES = (
-    *(common_pb2, coordinator_pb2, critic_pb2, reference_pb2, remote_reward_pb2, reward_pb2, rollout_pb2, trainer_pb2),
-    weights_pb2,
+    *(common_pb2, coordinator_pb2, critic_pb2, gateway_pb2, reference_pb2),
+    *(remote_reward_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2),
 )
 
 VERSION = PolicyVersion(3, 1 << 20)
@@ -166,6 +169,35 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
             newest=VERSION,
             payload=b"\x00\x01",
         ),
+    ),
+    ("Gateway", "Play"): (
+        PlayRequest(
+            group_id=5,
+            task=EpisodeTask(messages=[{"role": "user", "content": "é"}], label="7", source="s", extra={"k": [1, None]}),
+            n=2,
+            seed=2**63 - 1,
+            attempt=3,
+            first=4,
+            sampling=SamplingParams(max_new_tokens=5),
+            purpose="eval",
+            version=VERSION,
+        ),
+        GeneratedGroup(
+            group_id=5,
+            prompt_tokens=0,
+            response_tokens=[4, 1, 2],
+            truncated=0,
+            oldest=VERSION,
+            newest=VERSION,
+            rewards=[0.5, -1.0],
+            payload=b"\x00\x01",
+        ),
+    ),
+    ("Gateway", "UseRollouts"): (
+        commands.UseRollouts(
+            (commands.RolloutAddress("rollout-0", 3, "[::1]:65535", "a machine", 64, "gateway-0/1:00ff"),), "00ff"
+        ),
+        None,
     ),
     ("Rollout", "JoinWeights"): (commands.JoinWeights(ADDRESS, MANIFEST), None),
     ("Rollout", "ReceiveWeights"): (commands.ReceiveWeights(VERSION, 6), None),
@@ -417,7 +449,7 @@ def test_the_protocol_files_declare_exactly_these_methods() -> None:
 def test_what_steers_a_role_goes_before_its_data() -> None:
     control = {name for (_, name), method in contract.METHODS.items() if method.priority is Priority.CONTROL}
     assert control == {
-        *("Status", "Stop", "HostWeights", "Move"),
+        *("Status", "Stop", "HostWeights", "Move", "UseRollouts"),
         *("JoinWeights", "ReceiveWeights", "ResendWeights", "CommitWeights", "AbortWeights"),
     }
 

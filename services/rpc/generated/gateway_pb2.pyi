@@ -36,11 +36,9 @@ class RolloutAddress(_message.Message):
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., machine: _Optional[str] = ..., slots: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
 
 class UseRolloutsRequest(_message.Message):
-    __slots__ = ("rollouts", "term", "key")
+    __slots__ = ("rollouts", "key")
     ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
-    TERM_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     rollouts: _containers.RepeatedCompositeFieldContainer[RolloutAddress]
-    term: int
     key: str
-    def __init__(self, rollouts: _Optional[_Iterable[_Union[RolloutAddress, _Mapping]]] = ..., term: _Optional[int] = ..., key: _Optional[str] = ...) -> None: ...
+    def __init__(self, rollouts: _Optional[_Iterable[_Union[RolloutAddress, _Mapping]]] = ..., key: _Optional[str] = ...) -> None: ...
