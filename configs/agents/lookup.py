@@ -33,11 +33,11 @@ async def player(gateway):
             episode = await gateway.post("/episodes", body={"wait": 30}, cast_to=object)
         except RateLimitError:  # no task waits
             continue
-        policy, path = gateway.with_options(base_url=f"{URL}{episode['path']}/v1", api_key=episode["key"]), f"/episodes/{episode['id']}"
+        policy, path = gateway.with_options(api_key=episode["key"]), f"/episodes/{episode['id']}"
         try:
             reward = await play(policy, episode["task"])
-            await gateway.post(f"{path}/reward", body={"reward": reward}, cast_to=object)
-            await gateway.post(f"{path}/end", body={}, cast_to=object)
+            await policy.post(f"{path}/reward", body={"reward": reward}, cast_to=object)
+            await policy.post(f"{path}/end", body={}, cast_to=object)
         except APIStatusError as error:
             print(path, error)
 

@@ -53,15 +53,15 @@ class LookupProblem(NamedTuple):
 
 
 def lookups(held_out: int, seed: int) -> tuple[list[LookupProblem], list[LookupProblem]]:
-    """TRAINED problems and so many held-out ones: all keys differ, and half of them end in a digit. Raises ConfigError where
-    there are too few keys."""
+    """TRAINED problems and so many held-out ones: all keys differ, and every other one ends in a digit. Raises ConfigError for
+    more than there are keys."""
     count = TRAINED + held_out
     if count > KEYS // 2:
         raise ConfigError([f"warmup.eval_problems: {held_out} is more than {KEYS // 2 - TRAINED}, which there are keys for"])
     rng = random.Random(seed)
     keys: dict[str, None] = {}
     while len(keys) < count:
-        last = rng.choice(rng.choice((string.ascii_lowercase, string.digits)))
+        last = rng.choice(string.digits if len(keys) % 2 else string.ascii_lowercase)
         keys[rng.choice(string.ascii_lowercase) + rng.choice(string.ascii_lowercase) + last] = None
     problems = [LookupProblem(key, str(rng.randrange(100, 1000))) for key in keys]
     return problems[held_out:], problems[:held_out]

@@ -46,6 +46,9 @@ AVERAGE_DECAY = 0.9  # of the running mean of the weights, which is what is meas
 # would end it in the steep middle of learning, where a model that guesses digits scores as high as one that adds.
 FLUENCY = 0.95
 
+# The same of replies that are sampled, for lookups: what is copied letter by letter is right, greedily, long before it is sure.
+SAMPLED_FLUENCY = 0.9
+
 Progress = Callable[[dict[str, object]], None]
 Conversation = Sequence[dict[str, Any]]
 
@@ -92,7 +95,8 @@ def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: No
         tokenizer = tiny_model.write_tokenizer(whole / "model")
         model = tiny_model.make_model(settings, tokenizer)
         corpus = Corpus(tokenizer, train, tools, settings.forgotten_carry, settings.seed)
-        result = _fit(model, corpus, Examination(tokenizer, held_out, tools), settings, progress)
+        examination = Examination(tokenizer, held_out, tools, sampled=settings.task == "lookup")
+        result = _fit(model, corpus, examination, settings, progress)
         model.save_pretrained(whole / "model")
         arithmetic.write_jsonl(whole / "train.jsonl", train)
         arithmetic.write_jsonl(whole / "eval.jsonl", held_out)
@@ -136,21 +140,27 @@ class Corpus:
 
 
 class Examination:
-    """What a model says, greedy, to the held-out problems."""
+    """What a model says to the held-out problems."""
 
-    def __init__(self, tokenizer: Tokenizer, held_out: Sequence[TaughtProblem], tools: list[dict[str, Any]]):
+    def __init__(
+        self, tokenizer: Tokenizer, held_out: Sequence[TaughtProblem], tools: list[dict[str, Any]], sampled: bool = False
+    ):
+        """`sampled`: fluency is that of replies at temperature 1, otherwise of greedy ones."""
         slips = [wrong for p in held_out if (wrong := p.conversation(careless=True)) != p.conversation()]
         self._right = _rows(tokenizer, [p.conversation() for p in held_out], tools)
         self._slips = _rows(tokenizer, slips, tools)
         self._slips_share = len(slips) / max(1, len(held_out))
+        self._sampled = sampled
 
     def accuracy(self, model: torch.nn.Module) -> float:
-        """The share of right replies."""
+        """The share of right replies, greedy."""
         return greedy_accuracy(model, self._right)
 
-    def careless(self, model: torch.nn.Module) -> float:
-        """The share of replies that are wrong by carelessness alone."""
-        return greedy_accuracy(model, self._slips) * self._slips_share if self._slips_share else 0.0
+    def is_fluent(self, model: torch.nn.Module) -> bool:
+        """Whether most replies are right, or wrong by carelessness alone."""
+        share = sampled_accuracy if self._sampled else greedy_accuracy
+        careless = share(model, self._slips) * self._slips_share if self._slips_share else 0.0
+        return share(model, self._right) + careless >= (SAMPLED_FLUENCY if self._sampled else FLUENCY)
 
 
 def _fit(
@@ -176,7 +186,7 @@ def _fit(
         accuracy = examination.accuracy(average.module)
         progress(_progress_line(step, loss, accuracy, settings.accuracy, seconds))
         within = settings.accuracy <= accuracy <= settings.max_accuracy
-        if within and accuracy + examination.careless(average.module) >= FLUENCY:
+        if within and examination.is_fluent(average.module):
             model.load_state_dict(average.module.state_dict())
             return {"accuracy": accuracy, "steps": step, "seconds": round(seconds, 2)}
     raise UserError(
@@ -209,6 +219,17 @@ def greedy_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
     with torch.no_grad():
         logits, targets, mask = _predicted(model, rows)
     return ((logits.argmax(-1) == targets) | ~mask).all(dim=1).float().mean().item()
+
+
+def sampled_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
+    """The share of conversations in which sampling at temperature 1 says what the assistant writes in `rows`: the mean of the
+    probabilities of its tokens, multiplied along each row."""
+    import torch
+
+    with torch.no_grad():
+        logits, targets, mask = _predicted(model, rows)
+        logprobs = torch.log_softmax(logits, -1).gather(-1, targets[..., None]).squeeze(-1)
+    return torch.where(mask, logprobs, 0.0).sum(1).exp().mean().item()
 
 
 def _predicted(model: torch.nn.Module, rows: TaughtRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
