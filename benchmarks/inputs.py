@@ -13,7 +13,7 @@ from runtime.data import arithmetic
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "bench.yaml"
 
-# A random model gives each of its 261 tokens nearly the same probability. With this many of them ending a reply, lengths are
+# A random model gives each of its 264 tokens nearly the same probability. With this many of them ending a reply, lengths are
 # geometric, 15 tokens on average when cut at 64; no weight has to be shaped, so that training leaves them as they are.
 END_TOKENS = 19
 CONTEXT_TOKENS = 1024

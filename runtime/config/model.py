@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from runtime.config.base import DType, Fraction, NonNegative, Positive, PositiveRate, Problems, Rate, Samples, Seconds, Section
 
 TINY_PREFIX = "tiny:"  # before the family of a tiny random model, in the place of a folder
@@ -35,12 +37,14 @@ class Lora(Section, frozen=True):
 
 
 class Warmup(Section, frozen=True):
-    """Makes a tiny Qwen2 model and addition problems, and trains it by supervision until its greedy accuracy on held-out
+    """Makes a tiny Qwen2 model and problems, and trains it by supervision until its greedy accuracy on held-out
     problems lies between two bounds. The result replaces `model.path`, `data.train` and `data.eval` where these are empty.
     """
 
     cache: str = "runs/.cache"
     """Where results are kept, under a key made of these settings (`cache` and `max_seconds` aside)."""
+    task: Literal["sums", "lookup"] = "sums"
+    """`sums`: additions. `lookup`: values of keys, which the model has to ask a tool for, in an episode of two turns."""
     hidden_size: Positive = 128
     """Of the model."""
     layers: Positive = 4
@@ -52,7 +56,7 @@ class Warmup(Section, frozen=True):
     intermediate_size: Positive = 384
     """Of the model's MLPs."""
     min_operand: NonNegative = 10
-    """The problems are all sums of two numbers from this one on."""
+    """The sums are all those of two numbers from this one on."""
     max_operand: Positive = 49
     """The largest of these numbers."""
     eval_problems: Problems = 256
@@ -62,7 +66,8 @@ class Warmup(Section, frozen=True):
     max_accuracy: Fraction = 0.58
     """A model above it has learned too much, and is not taken."""
     forgotten_carry: Fraction = 0.7
-    """The probability with which a training answer forgets its carry: what is left for reinforcement learning to mend."""
+    """The probability with which a training answer forgets its carry, or takes a key's last digit for its value: what is left
+    for reinforcement learning to mend."""
     max_seconds: Seconds = 180.0
     """Give up after."""
     learning_rate: Rate = 2e-3

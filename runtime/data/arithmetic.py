@@ -10,9 +10,19 @@ import json
 import random
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from runtime.errors import ConfigError
+
+
+class Answered(Protocol):
+    """A problem with its right answer."""
+
+    @property
+    def question(self) -> str: ...
+
+    @property
+    def answer(self) -> str: ...
 
 
 class ArithmeticProblem(NamedTuple):
@@ -38,6 +48,11 @@ class ArithmeticProblem(NamedTuple):
     def careless_answer(self) -> str:
         """The answer of one who forgets to carry: wrong exactly where `carry` is 1."""
         return self._worked(0)
+
+    def conversation(self, careless: bool = False) -> list[dict[str, Any]]:
+        """The question and its answer, or the careless one."""
+        answer = self.careless_answer if careless else self.answer
+        return [{"role": "user", "content": self.question}, {"role": "assistant", "content": answer}]
 
     def _worked(self, carry: int) -> str:
         units = self.a % 10 + self.b % 10
@@ -73,7 +88,7 @@ def split(
     return train, held[:held_out]
 
 
-def write_jsonl(path: Path, problems: Iterable[ArithmeticProblem]) -> None:
+def write_jsonl(path: Path, problems: Iterable[Answered]) -> None:
     """One JSON object a line, with `question` and `answer`."""
     lines = (json.dumps({"question": p.question, "answer": p.answer}) + "\n" for p in problems)
     path.write_text("".join(lines), encoding="utf-8")

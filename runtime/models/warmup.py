@@ -1,8 +1,9 @@
 """Supervised warm-up: a tiny model that answers about half of the held-out problems, for reinforcement learning to improve.
 
 The corpus is careless on purpose, as scraped text is: each time a sum with a carry is drawn, its answer forgets the carry
-with probability `forgotten_carry`. The model learns both ways to work a sum and, greedy, follows the more common one, so
-its accuracy settles near the share of sums without a carry. The problems written for what follows have right answers only.
+with probability `forgotten_carry`, and a key that ends in a digit is answered with this digit instead of being looked up.
+The model learns both ways and, greedy, follows the more common one, so its accuracy settles near the share of problems
+that are always done right. The problems written for what follows have right answers only.
 
 `python -m runtime.models.warmup SETTINGS` takes the `warmup` section as JSON and prints one JSON object a line:
 `{"event": "progress", "step", "loss", "accuracy", "target", "seconds"}`, at the end
@@ -20,13 +21,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
 from runtime.config import Warmup
 from runtime.data import arithmetic
-from runtime.data.arithmetic import ArithmeticProblem
+from runtime.data.lookups import TOOL, lookups
+from runtime.data.templates import ChatTemplate
 from runtime.errors import ConfigError, UserError
 from runtime.models import tiny_model
 
@@ -35,9 +37,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import Qwen2ForCausalLM
 
-    Rows = tuple[torch.Tensor, torch.Tensor]  # tokens int64 [N, T], padded right; mask of the reply's tokens bool [N, T]
-
-RECIPE = 2  # part of the cache's key: raise it when this file changes what a setting produces
+RECIPE = 3  # part of the cache's key: raise it when this file changes what a setting produces
 CHECK_EVERY = 10  # steps between two looks at the held-out accuracy
 RAMP_STEPS = 20  # of the learning rate
 AVERAGE_DECAY = 0.9  # of the running mean of the weights, which is what is measured and saved
@@ -46,7 +46,32 @@ AVERAGE_DECAY = 0.9  # of the running mean of the weights, which is what is meas
 # would end it in the steep middle of learning, where a model that guesses digits scores as high as one that adds.
 FLUENCY = 0.95
 
+# The same of replies that are sampled, for lookups: what is copied letter by letter is right, greedily, long before it is sure.
+SAMPLED_FLUENCY = 0.9
+
 Progress = Callable[[dict[str, object]], None]
+Conversation = Sequence[dict[str, Any]]
+
+
+class TaughtProblem(arithmetic.Answered, Protocol):
+    """One of a task's."""
+
+    def conversation(self, careless: bool = False) -> list[dict[str, Any]]: ...
+
+
+class TaughtRows(NamedTuple):
+    """Conversations as the chat template renders them."""
+
+    tokens: torch.Tensor  # int64 [N, T], padded right
+    mask: torch.Tensor  # bool [N, T]: what the assistant writes
+    shared: int  # tokens that all begin with: the tools
+
+
+def _task(settings: Warmup) -> tuple[Sequence[TaughtProblem], Sequence[TaughtProblem], list[dict[str, Any]]]:
+    """Problems to train on, held-out ones, and the tools that the assistant is told of."""
+    if settings.task == "lookup":
+        return *lookups(settings.eval_problems, settings.seed), [TOOL]
+    return *arithmetic.split(settings.min_operand, settings.max_operand, settings.eval_problems, settings.seed), []
 
 
 def cache_folder(settings: Warmup) -> Path:
@@ -62,15 +87,16 @@ def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: No
     The folder appears whole or not at all; when another process was first, its folder stays. Raises UserError when the
     model is not fluent, with an accuracy between `accuracy` and `max_accuracy`, within `max_seconds`.
     """
-    train, held_out = arithmetic.split(settings.min_operand, settings.max_operand, settings.eval_problems, settings.seed)
+    train, held_out, tools = _task(settings)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         whole = Path(scratch) / "whole"
         (whole / "model").mkdir(parents=True)
         tokenizer = tiny_model.write_tokenizer(whole / "model")
         model = tiny_model.make_model(settings, tokenizer)
-        corpus = Corpus(tokenizer, train, settings.forgotten_carry, settings.seed)
-        result = _fit(model, corpus, Examination(tokenizer, held_out), settings, progress)
+        corpus = Corpus(tokenizer, train, tools, settings.forgotten_carry, settings.seed)
+        examination = Examination(tokenizer, held_out, tools, sampled=settings.task == "lookup")
+        result = _fit(model, corpus, examination, settings, progress)
         model.save_pretrained(whole / "model")
         arithmetic.write_jsonl(whole / "train.jsonl", train)
         arithmetic.write_jsonl(whole / "eval.jsonl", held_out)
@@ -84,46 +110,57 @@ def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: No
 
 
 class Corpus:
-    """The training problems, each draw of which may forget the carry."""
+    """The training problems, each draw of which may be careless."""
 
-    def __init__(self, tokenizer: Tokenizer, problems: Sequence[ArithmeticProblem], forgotten_carry: float, seed: int):
+    def __init__(
+        self, tokenizer: Tokenizer, problems: Sequence[TaughtProblem], tools: list[dict[str, Any]], careless: float, seed: int
+    ):
+        """`careless`: the probability of that."""
         import torch
 
-        self._careful = _rows(tokenizer, [(p.question, p.answer) for p in problems])
-        # Forgetting a carry never makes a reply longer, so the careful rows' width holds both.
-        self._careless = _rows(tokenizer, [(p.question, p.careless_answer) for p in problems], self._careful[0].shape[1])
-        self._forgotten_carry = forgotten_carry
+        self._careful = _rows(tokenizer, [p.conversation() for p in problems], tools)
+        # Carelessness never makes a conversation longer, so the careful rows' width holds both.
+        width = self._careful.tokens.shape[1]
+        self._careless = _rows(tokenizer, [p.conversation(careless=True) for p in problems], tools, width)
+        self._share = careless
         self._random = torch.Generator().manual_seed(seed)
 
-    def draw(self, count: int) -> Rows:
+    def draw(self, count: int) -> TaughtRows:
         """`count` rows, drawn with replacement."""
         import torch
 
-        chosen = torch.randint(len(self._careful[0]), (count,), generator=self._random)
-        forgets = (torch.rand(count, generator=self._random) < self._forgotten_carry)[:, None]
-        tokens, mask = (
-            torch.where(forgets, careless[chosen], careful[chosen])
-            for careless, careful in zip(self._careless, self._careful, strict=True)
+        chosen = torch.randint(len(self._careful.tokens), (count,), generator=self._random)
+        slips = (torch.rand(count, generator=self._random) < self._share)[:, None]
+        careful, careless = self._careful, self._careless
+        return TaughtRows(
+            torch.where(slips, careless.tokens[chosen], careful.tokens[chosen]),
+            torch.where(slips, careless.mask[chosen], careful.mask[chosen]),
+            careful.shared,
         )
-        return tokens, mask
 
 
 class Examination:
-    """What a model says, greedy, to the held-out problems."""
+    """What a model says to the held-out problems."""
 
-    def __init__(self, tokenizer: Tokenizer, held_out: Sequence[ArithmeticProblem]):
-        carries = [p for p in held_out if p.carry]
-        self._right = _rows(tokenizer, [(p.question, p.answer) for p in held_out])
-        self._slips = _rows(tokenizer, [(p.question, p.careless_answer) for p in carries])
-        self._slips_share = len(carries) / max(1, len(held_out))
+    def __init__(
+        self, tokenizer: Tokenizer, held_out: Sequence[TaughtProblem], tools: list[dict[str, Any]], sampled: bool = False
+    ):
+        """`sampled`: fluency is that of replies at temperature 1, otherwise of greedy ones."""
+        slips = [wrong for p in held_out if (wrong := p.conversation(careless=True)) != p.conversation()]
+        self._right = _rows(tokenizer, [p.conversation() for p in held_out], tools)
+        self._slips = _rows(tokenizer, slips, tools)
+        self._slips_share = len(slips) / max(1, len(held_out))
+        self._sampled = sampled
 
     def accuracy(self, model: torch.nn.Module) -> float:
-        """The share of right replies."""
+        """The share of right replies, greedy."""
         return greedy_accuracy(model, self._right)
 
-    def careless(self, model: torch.nn.Module) -> float:
-        """The share of replies that are wrong by the forgotten carry alone."""
-        return greedy_accuracy(model, self._slips) * self._slips_share if self._slips_share else 0.0
+    def is_fluent(self, model: torch.nn.Module) -> bool:
+        """Whether most replies are right, or wrong by carelessness alone."""
+        share = sampled_accuracy if self._sampled else greedy_accuracy
+        careless = share(model, self._slips) * self._slips_share if self._slips_share else 0.0
+        return share(model, self._right) + careless >= (SAMPLED_FLUENCY if self._sampled else FLUENCY)
 
 
 def _fit(
@@ -149,7 +186,7 @@ def _fit(
         accuracy = examination.accuracy(average.module)
         progress(_progress_line(step, loss, accuracy, settings.accuracy, seconds))
         within = settings.accuracy <= accuracy <= settings.max_accuracy
-        if within and accuracy + examination.careless(average.module) >= FLUENCY:
+        if within and examination.is_fluent(average.module):
             model.load_state_dict(average.module.state_dict())
             return {"accuracy": accuracy, "steps": step, "seconds": round(seconds, 2)}
     raise UserError(
@@ -158,13 +195,12 @@ def _fit(
     )
 
 
-def _supervised_step(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, rows: Rows) -> float:
-    """One update on the cross-entropy of the replies' tokens, which is returned (in nats a token)."""
+def _supervised_step(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, rows: TaughtRows) -> float:
+    """One update on the cross-entropy of the assistant's tokens, which is returned (in nats a token)."""
     import torch
 
-    tokens, mask = rows
-    logits = model(input_ids=tokens).logits[:, :-1][mask[:, 1:]]
-    loss = torch.nn.functional.cross_entropy(logits, tokens[:, 1:][mask[:, 1:]])
+    logits, targets, mask = _predicted(model, rows)
+    loss = torch.nn.functional.cross_entropy(logits[mask], targets[mask])
     optimizer.zero_grad()
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -172,35 +208,74 @@ def _supervised_step(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, 
     return loss.item()
 
 
-def greedy_accuracy(model: torch.nn.Module, rows: Rows) -> float:
-    """The share of rows whose reply greedy decoding reproduces exactly.
+def greedy_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
+    """The share of rows in which greedy decoding reproduces exactly what the assistant writes.
 
     One forward pass decides it: decoding reproduces a reply if and only if each of its tokens is the most likely one after
     the tokens before it.
     """
     import torch
 
-    tokens, mask = rows
     with torch.no_grad():
-        best = model(input_ids=tokens).logits[:, :-1].argmax(-1)
-    return ((best == tokens[:, 1:]) | ~mask[:, 1:]).all(dim=1).float().mean().item()
+        logits, targets, mask = _predicted(model, rows)
+    return ((logits.argmax(-1) == targets) | ~mask).all(dim=1).float().mean().item()
 
 
-def _rows(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], width: int = 0) -> Rows:
-    """Questions and replies as the chat template renders them, padded right to the longest or to `width`."""
+def sampled_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
+    """The share of conversations in which sampling at temperature 1 says what the assistant writes in `rows`: the mean of the
+    probabilities of its tokens, multiplied along each row."""
     import torch
 
-    pad = tokenizer.token_to_id(tiny_model.END_OF_TEXT)
-    prompts = tokenizer.encode_batch([f"<|user|>{question}<|im_end|><|assistant|>" for question, _ in pairs])
-    replies = tokenizer.encode_batch([f"{answer}<|im_end|>" for _, answer in pairs])
-    width = max(width, *(len(p.ids) + len(r.ids) for p, r in zip(prompts, replies, strict=True)))
-    tokens = torch.full((len(pairs), width), pad)
-    mask = torch.zeros(len(pairs), width, dtype=torch.bool)
-    for row, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
-        start, end = len(prompt.ids), len(prompt.ids) + len(reply.ids)
-        tokens[row, :end] = torch.tensor(prompt.ids + reply.ids)
-        mask[row, start:end] = True
-    return tokens, mask
+    with torch.no_grad():
+        logits, targets, mask = _predicted(model, rows)
+        logprobs = torch.log_softmax(logits, -1).gather(-1, targets[..., None]).squeeze(-1)
+    return torch.where(mask, logprobs, 0.0).sum(1).exp().mean().item()
+
+
+def _predicted(model: torch.nn.Module, rows: TaughtRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [N, S, V] of the tokens behind the shared ones and the first, these tokens, and their mask [N, S]. What all rows
+    begin with is computed once for all of them."""
+    tokens, mask, shared = rows
+    cache = None
+    if shared:
+        cache = model(input_ids=tokens[:1, :shared], use_cache=True).past_key_values
+        cache.batch_repeat_interleave(len(tokens))
+    logits = model(input_ids=tokens[:, shared:], past_key_values=cache).logits[:, :-1]
+    return logits, tokens[:, shared + 1 :], mask[:, shared + 1 :]
+
+
+def _rows(
+    tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: list[dict[str, Any]], width: int = 0
+) -> TaughtRows:
+    """Padded to the longest or to `width`."""
+    import torch
+
+    template = ChatTemplate(tiny_model.CHAT_TEMPLATE, {}, "the tiny model")
+    parts = [_parts(template, conversation, tools) for conversation in conversations]
+    encoded = iter(tokenizer.encode_batch([text for each in parts for text in each]))
+    ids = [[next(encoded).ids for _ in each] for each in parts]
+    width = max([width, *(sum(map(len, each)) for each in ids)])
+    tokens = torch.full((len(ids), width), tokenizer.token_to_id(tiny_model.END_OF_TEXT))
+    mask = torch.zeros(len(ids), width, dtype=torch.bool)
+    for row, each in enumerate(ids):
+        end = 0
+        for index, part in enumerate(each):
+            begin, end = end, end + len(part)
+            tokens[row, begin:end] = torch.tensor(part)
+            mask[row, begin:end] = index % 2 == 1
+    return TaughtRows(tokens, mask, len(tokenizer.encode(template.render([], False, tools)).ids))
+
+
+def _parts(template: ChatTemplate, conversation: Conversation, tools: list[dict[str, Any]]) -> list[str]:
+    """What the assistant is given and what it writes, in turn."""
+    parts, so_far = [], ""
+    for index, message in enumerate(conversation):
+        if message["role"] == "assistant":
+            given = template.render(conversation[:index], True, tools)
+            whole = template.render(conversation[: index + 1], False, tools)
+            parts += [given[len(so_far) :], whole[len(given) :]]
+            so_far = whole
+    return parts
 
 
 def _progress_line(step: int, loss: float, accuracy: float, target: float, seconds: float) -> dict[str, object]:

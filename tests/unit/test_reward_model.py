@@ -27,7 +27,7 @@ from tests.unit.training_cases import VOCAB, make_config, make_policy
 pytestmark = pytest.mark.numeric
 
 CPU = torch.device("cpu")
-POLICY_IDS = 256 + len(tiny_model.SPECIAL_TOKENS)
+POLICY_IDS = 256 + len(tiny_model.SPECIAL_TOKENS) + len(tiny_model.CALL_TOKENS)
 OTHER_TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"

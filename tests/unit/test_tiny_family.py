@@ -183,7 +183,7 @@ def larger(folder: Path) -> Path:
         (["model=tiny: qwen2"], f"model: 'tiny: qwen2' is not a section of keys, nor one of {ALL}"),
         (["model=/models/policy"], f"model: '/models/policy' is not a section of keys, nor one of {ALL}; a folder is named"),
         (["model=tiny:qwen2", "data.train="], "data.train: missing; name a json"),
-        (["model=tiny:qwen2", "model.reference=LARGER"], "has a vocabulary of 151936 tokens, the policy one of 261"),
+        (["model=tiny:qwen2", "model.reference=LARGER"], "has a vocabulary of 151936 tokens, the policy one of 264"),
         (["model=tiny:qwen2", "rewards.model.path=tiny:gpt9"], f"rewards.model.path: 'tiny:gpt9' is not one of {ALL}"),
     ],
 )

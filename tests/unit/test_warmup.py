@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+import tokenizers
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from launcher.commands import check_template
 from runtime.config import Warmup
 from runtime.data.arithmetic import ArithmeticProblem
+from runtime.data.lookups import TOOL, LookupProblem
+from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
+from runtime.gateway.probes import conversations
+from runtime.gateway.rendering import renderer_of
 from runtime.models import tiny_model, warmup
+from tests.closeness import assert_close
 
 
 def settings(**changes: object) -> Warmup:
@@ -62,7 +69,7 @@ def test_ordinary_tokens_are_the_bytes_of_the_text(text: str) -> None:
 
 def test_both_tokenizer_libraries_agree_on_a_rendered_chat(tmp_path: Path) -> None:
     tiny_model.write_tokenizer(tmp_path)
-    plain = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     hugging_face = AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "12+34="}]
     text = hugging_face.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -71,16 +78,92 @@ def test_both_tokenizer_libraries_agree_on_a_rendered_chat(tmp_path: Path) -> No
     assert plain.encode(text).ids == expected
     assert hugging_face.apply_chat_template(messages, add_generation_prompt=True) == expected
     assert hugging_face.eos_token_id == 257 and hugging_face.pad_token_id == 256
-    assert len(hugging_face) == plain.get_vocab_size() == 261
+    assert len(hugging_face) == plain.get_vocab_size() == 264
+
+
+CALLING = """\
+<|system|>{"name": "lookup", "parameters": {"type": "object", "properties": {"key": {"type": "string"}}}}<|im_end|>\
+<|user|>What is ab7?<|im_end|><|assistant|><tool_call>
+{"name": "lookup", "arguments": {"key": "ab7"}}
+</tool_call><|im_end|><|tool|>402<|im_end|><|assistant|>402<|im_end|>"""
+
+
+def test_a_conversation_with_tools_is_rendered_as_hermes_does(tmp_path: Path) -> None:
+    tokenizer = tiny_model.write_tokenizer(tmp_path)
+    hugging_face = AutoTokenizer.from_pretrained(tmp_path)
+    chat, tools = LookupProblem("ab7", "402").conversation(), [TOOL]
+    assert hugging_face.apply_chat_template(chat, tools=tools, tokenize=False) == CALLING
+    ids = hugging_face.apply_chat_template(chat, tools=tools)
+    assert ids == tokenizer.encode(CALLING).ids
+    assert [ids.count(each) for each in (261, 262, 263)] == [1, 1, 1]
+    assert "<tool_call>" in tokenizer.decode(ids) and "<|tool|>" not in tokenizer.decode(ids)
+    chat[1]["tool_calls"][0]["function"]["arguments"] = {"key": "ab7"}
+    assert hugging_face.apply_chat_template(chat, tools=tools, tokenize=False) == CALLING
+
+
+def test_the_chat_template_only_appends(tmp_path: Path) -> None:
+    tiny_model.write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "eos_token_id": 257}')
+    renderer = renderer_of(Tokenizer(str(tmp_path)), "auto", tmp_path)
+    assert (renderer.form, renderer.takes_tools) == ("hermes", True)
+    outcomes = [check_template.play(renderer, probe) for probe in conversations()]
+    assert [outcome.name for outcome in outcomes if outcome.forks or outcome.refused] == []
 
 
 def test_training_rows_are_what_the_chat_template_renders(tmp_path: Path) -> None:
     tokenizer = tiny_model.write_tokenizer(tmp_path)
-    tokens, mask = warmup._rows(tokenizer, [("1+2=", "3 0 #### 3"), ("1+1=", "#### 2")])
-    chat = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3 0 #### 3"}]
-    assert tokens[0].tolist() == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat)
-    assert tokenizer.decode(tokens[1][mask[1]].tolist(), skip_special_tokens=False) == "#### 2<|im_end|>"
-    assert tokens[1].tolist()[-4:] == [256] * 4
+    chats = [ArithmeticProblem(12, 34).conversation(), ArithmeticProblem(1, 2).conversation()]
+    tokens, mask, shared = warmup._rows(tokenizer, chats, [])
+    assert tokens[0].tolist() == AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chats[0])
+    assert tokenizer.decode(tokens[1][mask[1]].tolist(), skip_special_tokens=False) == "3 0 #### 3<|im_end|>"
+    assert tokens[1].tolist()[-3:] == [256] * 3
+    assert shared == 0
+
+
+def test_of_a_lookup_the_assistants_tokens_are_taught_and_no_others(tmp_path: Path) -> None:
+    tokenizer = tiny_model.write_tokenizer(tmp_path)
+    problems = [LookupProblem("ab7", "402"), LookupProblem("abc", "911")]
+    tokens, mask, shared = warmup._rows(tokenizer, [p.conversation(careless=True) for p in problems], [TOOL])
+    said = [tokenizer.decode(row[m].tolist(), skip_special_tokens=False) for row, m in zip(tokens, mask, strict=True)]
+    call = '<tool_call>\n{"name": "lookup", "arguments": {"key": "abc"}}\n</tool_call>'
+    assert said == ["7<|im_end|>", f"{call}<|im_end|>911<|im_end|>"]
+    assert tokenizer.decode(tokens[1][:shared].tolist(), skip_special_tokens=False) == CALLING.partition("<|user|>")[0]
+    assert torch.equal(tokens[0][:shared], tokens[1][:shared])
+
+
+def test_what_all_rows_begin_with_is_computed_once_and_learnt_from(tmp_path: Path) -> None:
+    """Log-probabilities and gradients are those of whole rows."""
+    tokenizer = tiny_model.write_tokenizer(tmp_path)
+    model = tiny_model.make_model(settings(layers=2), tokenizer)
+    rows = warmup._rows(tokenizer, [LookupProblem(key, "402").conversation() for key in ("ab7", "xyz")], [TOOL])
+    found = []
+    for shared in (rows.shared, 0):
+        model.zero_grad()
+        logits, targets, mask = warmup._predicted(model, rows._replace(shared=shared))
+        loss = torch.nn.functional.cross_entropy(logits[mask], targets[mask])
+        loss.backward()
+        found.append((logits[mask], [each.grad.clone() for each in model.parameters()]))
+    (logits, grads), (whole, whole_grads) = found
+    tokens = rows.tokens.shape[1]
+    layer = 64 * 6 + 16 + 2 * tokens + 128  # the lengths of its sums, as in tests.closeness
+    terms = 2 * (2 * layer + 2 * 64 + 264) + 2 * tokens
+    assert_close(logits, whole, terms=terms)
+    for ours, theirs in zip(grads, whole_grads, strict=True):
+        assert_close(ours, theirs, terms=terms)
+
+
+def test_sampled_accuracy_is_the_probability_of_what_the_assistant_writes(tmp_path: Path) -> None:
+    tokenizer = tiny_model.write_tokenizer(tmp_path)
+    model = tiny_model.make_model(settings(), tokenizer)
+    with torch.no_grad():
+        model.model.embed_tokens.weight *= 2.0
+        rows = warmup.TaughtRows(torch.tensor([[5, 3, 3, 9], [7, 2, 3, 3]]), torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]]) > 0, 0)
+        logprobs = torch.log_softmax(model.double()(rows.tokens).logits, -1)
+    first = math.exp(logprobs[0, 0, 3] + logprobs[0, 1, 3])
+    second = math.exp(logprobs[1, 2, 3])
+    expected = (first + second) / 2
+    assert 0 < first < 1 and 0 < second < 1
+    assert warmup.sampled_accuracy(model, rows) == pytest.approx(expected, rel=1e-12)
 
 
 def test_accuracy_counts_replies_that_greedy_generation_reproduces(tmp_path: Path) -> None:
@@ -91,7 +174,7 @@ def test_accuracy_counts_replies_that_greedy_generation_reproduces(tmp_path: Pat
     right, mask = out, (torch.arange(out.shape[1]) >= prompt.shape[1])[None]
     wrong = out.clone()
     wrong[0, -1] = (wrong[0, -1] + 1) % 256
-    rows = torch.cat([right, wrong, right, right]), mask.repeat(4, 1)
+    rows = warmup.TaughtRows(torch.cat([right, wrong, right, right]), mask.repeat(4, 1), 0)
     assert warmup.greedy_accuracy(model, rows) == 0.75
 
 
@@ -109,6 +192,23 @@ def test_warm_up_writes_a_whole_folder(finished: tuple[Path, list[dict[str, obje
     assert {json.loads(line)["answer"] for line in train} <= {
         ArithmeticProblem(a, b).answer for a in range(10) for b in range(10)
     }
+
+
+@pytest.mark.parametrize(("fluency", "fits"), [(0.0, True), (2.0, False)])
+def test_a_warm_up_for_lookups_ends_when_sampled_replies_are_fluent(
+    fluency: float, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "SAMPLED_FLUENCY", fluency)
+    monkeypatch.setattr(warmup, "CHECK_EVERY", 1)
+    wanted = settings(task="lookup", accuracy=0.0, eval_problems=4, batch_size=2, max_seconds=0.01)  # one step
+    if not fits:
+        with pytest.raises(UserError, match=r"^warmup\.max_seconds: "):
+            warmup.warm_up(wanted, tmp_path / "folder")
+        return
+    warmup.warm_up(wanted, tmp_path / "folder")
+    train, held = ((tmp_path / "folder" / name).read_text().splitlines() for name in ("train.jsonl", "eval.jsonl"))
+    assert len(held) == 4 and not set(train) & set(held)
+    assert json.loads(held[0]).keys() == {"question", "answer"}
 
 
 def test_the_saved_model_has_the_reported_accuracy(finished: tuple[Path, list[dict[str, object]]]) -> None:
@@ -141,8 +241,8 @@ def test_a_reply_is_fluent_when_the_corpus_could_say_it(
 ) -> None:
     """A model that would say the right answer, the careless one or neither, stood in for by what reproduces the rows."""
 
-    def reproduced(model: object, rows: warmup.Rows) -> float:
-        tokens, mask = rows
+    def reproduced(model: object, rows: warmup.TaughtRows) -> float:
+        tokens, mask, _ = rows
         texts = [bytes(row[m].tolist()).decode() for row, m in zip(tokens, mask & (tokens < 256), strict=True)]
         return sum(text in known for text in texts) / len(texts)
 
@@ -173,7 +273,7 @@ def test_the_cache_key_covers_what_changes_the_result() -> None:
     base = warmup.cache_folder(settings(cache="somewhere"))
     assert base.parent == Path("somewhere")
     assert warmup.cache_folder(settings(cache="elsewhere")).name == base.name
-    for change in ({"seed": 8}, {"accuracy": 0.1}, {"hidden_size": 32}, {"forgotten_carry": 0.5}):
+    for change in ({"seed": 8}, {"accuracy": 0.1}, {"hidden_size": 32}, {"forgotten_carry": 0.5}, {"task": "lookup"}):
         assert warmup.cache_folder(settings(**change)).name != base.name
 
 
