@@ -13,11 +13,15 @@ AGENTS_PIP := $(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-
 # are compiled once, also where the environment says otherwise.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
-.PHONY: run test test-numeric test-all check format proto reference install install-dev install-vllm install-trl install-agents clean accept-ascend accept-cuda \
+.PHONY: run run-agent test test-numeric test-all check format proto reference install install-dev install-vllm install-trl install-agents clean accept-ascend accept-cuda \
 	accept-cpu contract-wheels cluster-demo docs mutants swarm swarm-bugs
 
 run: install
 	$(BIN)/sluice train configs/quickstart.yaml
+
+# A program written with OpenAI's own client plays, in an environment of its own.
+run-agent: install install-agents
+	$(BIN)/sluice train configs/agent_quickstart.yaml
 
 # Three processes for two cores: tests wait for deadlines too. In an order of chance, whose seed is told.
 WORKERS := -n 3 --dist worksteal
@@ -32,8 +36,8 @@ test-numeric: install-dev
 test-all: install-dev install-vllm install-agents .megatron-0.12/installed test-numeric
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not vllm' tests/system
 	$(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/system
-	$(TEST_ENV) $(VLLM)/bin/python -m pytest tests/vllm
-	$(TEST_ENV) $(AGENTS)/bin/python -m pytest tests/agents
+	$(TEST_ENV) $(AGENTS)/bin/python -m pytest tests/agents & agents=$$!; \
+	$(TEST_ENV) $(VLLM)/bin/python -m pytest tests/vllm; vllm=$$?; wait $$agents && exit $$vllm
 
 # The pages of docs/ as a site, in site/. A warning, such as of a link that leads nowhere, is an error.
 docs: install-dev
