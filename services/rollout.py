@@ -344,7 +344,7 @@ class RolloutService(process.Service):
         await self.weights.advanced()
 
     async def _generate(self, interrupted: Callable[[], bool]) -> None:
-        for group in await self._engine.advance(interrupted):
+        for group in await self._engine.advance(lambda: interrupted() or bool(self._withdrawn)):
             request = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
             if request is not None:
                 request.reply(group)

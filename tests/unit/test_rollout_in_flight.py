@@ -268,6 +268,20 @@ def test_groups_that_are_cancelled_are_not_waited_for(models: Models) -> None:
     run(test())
 
 
+def test_what_is_withdrawn_ends_though_nothing_else_is_asked(models: Models) -> None:
+    async def test() -> None:
+        desk = Desk(models, "keep")
+        async with desk.busy() as groups:
+            for group in groups:
+                group.cancel()
+            while desk.service.busy:  # noqa: ASYNC110 - of what is withdrawn there is no answer
+                await asyncio.sleep(0)
+            assert desk.engine.stats().running == 0
+            assert desk.engine.stats().decode_steps < 200
+
+    run(test())
+
+
 def test_a_draining_commit_that_nobody_waits_for_any_more_is_given_up(models: Models) -> None:
     """As when its deadline has passed: the weights stay, and the groups that waited for it go on."""
 
