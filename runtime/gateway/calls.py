@@ -103,7 +103,7 @@ class PolicyCalls:
                 samples = await self._generate(episode, request)
                 replies = [(sample, "") for sample in samples]
         except InvalidMessage as error:  # the engine's word on what the call wants
-            raise Refused(400, str(error)) from None
+            raise Refused(400, str(error).partition(": ")[2]) from None  # without the group, which callers know nothing of
         except DeadlineExceeded as error:
             raise Refused(408, str(error)) from None
         except Unreachable as error:

@@ -2,9 +2,9 @@
 
 `python -m tests.agents.tool_model FOLDER`, from the repository and its environment.
 
-Every byte is a token, and so is each of the texts below: a model of two layers with random weights, whose head makes one token
-likely behind another. So it answers with a call of the tool, with bytes that are seldom UTF-8, or both, and what it says
-depends on the whole text before, by which other tokens than those that were given are found out.
+Every byte is a token, and so is each of the two texts below: two layers with random weights, and a head that makes some tokens
+likely behind others. So the model answers with calls of the tool, with bytes that are seldom UTF-8, or with both; and how likely
+each is depends on all tokens before it. A program may run what it calls: it knows one command.
 """
 
 from __future__ import annotations

@@ -220,6 +220,8 @@ def test_sampling_parameters_of_the_token_route() -> None:
     [
         (CHAT, {"n": 0}, "n: 0: expected int >= 1"),
         (CHAT, {"n": "2"}, 'n: "2": expected int, got str'),
+        (CHAT, {"n": 129}, "n: 129: expected int <= 128"),
+        (GENERATE, {"sampling_params": {"n": 129}}, "sampling_params.n: 129: expected int <= 128"),
         (CHAT, {"temperature": -1}, "temperature: -1: expected float >= 0.0"),
         (CHAT, {"seed": 2**70}, f"seed: {2**70}: expected int <= {2**63 - 1}"),
         (CHAT, {"messages": []}, "messages: [] is not a conversation"),
@@ -270,6 +272,11 @@ def test_sampling_parameters_of_the_token_route() -> None:
             {"text": {"format": {"type": "json_schema"}}},
             'text.format: {"type":"json_schema"} is not implemented; {"type":"text"} or null is',
         ),
+        (
+            RESPONSES,
+            {"input": [{"role": "wizard", "content": "x"}]},
+            'input[0].role: "wizard" is not "system" or "developer" or "user" or "assistant"',
+        ),
         (RESPONSES, {"reasoning": {"effort": "low"}}, 'reasoning.effort: "low" is not implemented'),
         (RESPONSES, {"tools": [{"type": "web_search"}]}, 'tools[0].type: "web_search" is not "function"'),
         (GENERATE, {"token_ids": []}, "token_ids: []: expected array of length >= 1"),
@@ -289,8 +296,14 @@ def test_a_conversation_in_the_words_of_chat_completions() -> None:
             "role": "assistant",
             "content": None,
             "reasoning_content": "hm",
+            "parsed": None,  # which helpers of OpenAI's client add, as they do `parsed_arguments`
             "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}, "index": 0},
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "add", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}},
+                    "index": 0,
+                },
                 {"id": "c2", "function": {"name": "add", "arguments": ""}},
             ],
         },

@@ -19,6 +19,7 @@ from runtime.gateway.conversation import Refused
 T = TypeVar("T")
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Replies = Annotated[int, Meta(ge=1, le=128)]  # to one call: OpenAI's limit
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 NonNegative = Annotated[float, Meta(ge=0)]

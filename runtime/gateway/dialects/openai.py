@@ -11,6 +11,7 @@ from runtime.gateway.dialects.fields import (
     Count,
     MinP,
     NonNegative,
+    Replies,
     Seed,
     Share,
     StopText,
@@ -34,7 +35,7 @@ class StreamOptions(Strict, frozen=True):
 class Sampled(Strict, frozen=True, kw_only=True):
     """How to sample. top_k and min_p are vLLM's."""
 
-    n: Count = 1
+    n: Replies = 1
     max_tokens: Count | None = None
     stop: StopText | tuple[StopText, ...] = ()
     temperature: NonNegative | None = None
