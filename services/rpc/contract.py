@@ -236,17 +236,8 @@ def _side(descriptor: Descriptor, kind: Any) -> MethodSide:
 _SERVICES = {
     service.name: service
     for module in (
-        *(
-            common_pb2,
-            coordinator_pb2,
-            critic_pb2,
-            gateway_pb2,
-            reference_pb2,
-            remote_reward_pb2,
-            reward_pb2,
-            rollout_pb2,
-            trainer_pb2,
-        ),
+        *(common_pb2, coordinator_pb2, critic_pb2, gateway_pb2, reference_pb2),
+        *(remote_reward_pb2, reward_pb2, rollout_pb2, trainer_pb2),
     )
     for service in module.DESCRIPTOR.services_by_name.values()
 }

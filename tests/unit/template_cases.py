@@ -11,9 +11,12 @@ import tokenizers
 from tokenizers import AddedToken
 
 from runtime.data.tokenizer import Tokenizer
-from runtime.models.tiny_model import CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN, make_tokenizer
+from runtime.models.tiny_model import END_OF_TEXT, END_OF_TURN, make_tokenizer
 
-PLAIN = CHAT_TEMPLATE  # knows no tools
+PLAIN = (  # knows no tools
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 HERMES = """{%- if tools %}<|system|>Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>{% endif %}
 {%- for message in messages %}
