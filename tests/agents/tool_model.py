@@ -3,8 +3,8 @@
 `python -m tests.agents.tool_model FOLDER`, from the repository and its environment.
 
 Every byte is a token, and so is each of the two texts below: two layers with random weights, and a head that makes some tokens
-likely behind others. So the model answers with calls of the tool, with bytes that are seldom UTF-8, or with both; and how likely
-each is depends on all tokens before it. A program may run what it calls: it knows one command.
+likely behind others. So the model answers with calls of the tool, with bytes that are seldom UTF-8, or with both; and how
+likely each is depends on all tokens before it. A program may run what it calls: it knows one command.
 """
 
 from __future__ import annotations
