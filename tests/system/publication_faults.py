@@ -147,7 +147,6 @@ class Trial:
         for process in here.rollouts:
             if process.stopped:  # there is no publication left that would find out
                 process.signal(signal.SIGKILL)
-        await until(lambda: not any(process.killed for process in here.rollouts), RECOVERY)
         await self._settle()
         record.check(not generating.done(), "generation has ended")
         unnamed = SAID.keys() & {outcome.fault for outcome in record.outcomes} - self._named
@@ -186,6 +185,8 @@ class Trial:
         else:
             fault = self._planned.popleft() if self._planned else NONE
             moment = self._random.choice(MOMENTS) if fault in AT_A_MOMENT else "transfer"
+        if fault in SAID:  # one that was killed just now would be the first to be heard of
+            await self._settle()
         self._step += 1
         version = PolicyVersion(0, self._step)
         due = await self._prepare(fault, moment) if not stopped else None
@@ -279,6 +280,7 @@ class Trial:
             return  # the next publication finds out
         size = SIZE + (JOINER in here.processes)
         try:
+            await until(lambda: not any(process.killed for process in here.rollouts), RECOVERY)
             await here.settled(size, RECOVERY)
         except TimeoutError:
             self.record.check(False, f"not everybody is back within {RECOVERY:g} s: {here.pool}")
