@@ -25,13 +25,15 @@ FOLDER = Path("runs") / ".cache" / "bench"
 INPUTS = FOLDER / "inputs"  # made at once by a rename, so that nothing else may lie in it
 
 DATA = {"rewards": "a folder that holds cases/ and data/gsm8k/", "scale": "a folder that holds real replies"}
+QUICK = ("gateway", "staleness")
+VLLM = ("gateway", "rollout")
 
 Measured = tuple[Any, list[LiteralTable]]  # the figures, and how they are shown
 Show = Callable[[str], None]
 
 
 class Options(Struct, frozen=True, kw_only=True):
-    """Of the command line. All but `json` are for one bench each."""
+    """Of the command line. All but `json` are for one bench or two."""
 
     json: Path | None = None
     quick: bool = False
@@ -67,13 +69,13 @@ def _check(name: str, options: Options) -> None:
     for option, given in (("--sizes", options.sizes), ("--receivers", options.receivers)):
         if given is not None and name != "publication":
             raise UserError(f"{option}: bench {name} publishes nothing; publication is the only one that does")
-    if options.quick and name != "staleness":
-        raise UserError(f"--quick: bench {name} has no shorter form; staleness is the only one that has")
+    if options.quick and name not in QUICK:
+        raise UserError(f"--quick: bench {name} has no shorter form; {' and '.join(QUICK)} have one")
     if (options.data is not None) != (name in DATA):
         needs = f"bench {name} needs" if name in DATA else f"only bench {' and bench '.join(DATA)} take"
         raise UserError(f"--data: {needs} {DATA.get(name, 'a folder of data')}")
-    if options.vllm_python is not None and name != "rollout":
-        raise UserError(f"--vllm-python: bench {name} runs no vLLM; rollout is the only one that does")
+    if options.vllm_python is not None and name not in VLLM:
+        raise UserError(f"--vllm-python: bench {name} runs no vLLM; {' and '.join(VLLM)} do")
     if options.trl_python is not None and name != "train":
         raise UserError(f"--trl-python: bench {name} runs no TRL; train is the only one that does")
     if options.json is not None and not options.json.parent.is_dir():
@@ -119,6 +121,13 @@ def _engines(options: Options, show: Show) -> Measured:
     from benchmarks import engines as bench
 
     report = asyncio.run(bench.measure(FOLDER / "engines", bench.EnginesSettings(), show))
+    return report, bench.render(report)
+
+
+def _gateway(options: Options, show: Show) -> Measured:
+    from benchmarks import gateway as bench
+
+    report = bench.run(bench.QUICK if options.quick else bench.GatewayBenchSettings(), options.vllm_python, show)
     return report, bench.render(report)
 
 
@@ -194,6 +203,7 @@ BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
     "coordinator": _coordinator,
     "engine": _engine,
     "engines": _engines,
+    "gateway": _gateway,
     "learning": _learning,
     "messages": _messages,
     "packing": _packing,

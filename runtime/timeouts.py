@@ -75,6 +75,7 @@ GATEWAY_RETRY = 1.0  # after which whoever is answered 429 or 503 is to ask agai
 TASK_WAIT = 60.0  # the most that a program which asks for a task is let wait
 NOBODY_ASKS = 30.0  # without any program that asks for a task, until the log says so
 LOOP_LOOK = 0.05  # between two looks of a gateway at how late its event loop is
+LOOP_TURN = 0.0005  # after which a gateway's event loop is given the interpreter that another thread holds
 EPISODE_END = 5.0  # that a gateway has to close a group's episodes after `deadlines.episode`
 REWARD_WORKER_START = 60.0  # deadline of a worker until its rules are imported
 REWARD_WORKER_REAP = 10.0  # deadline from SIGKILL until a worker is gone

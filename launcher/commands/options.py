@@ -111,17 +111,17 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     bench.add_argument(
         "name",
         choices=(
-            *("coordinator", "engine", "engines", "learning", "messages", "packing"),
+            *("coordinator", "engine", "engines", "gateway", "learning", "messages", "packing"),
             *("publication", "rewards", "rollout", "scale", "simulation", "staleness", "startup", "train"),
         ),
     )
-    bench.add_argument("--quick", action="store_true", help="staleness: one seed and three bounds")
+    bench.add_argument("--quick", action="store_true", help="gateway: fewer episodes; staleness: one seed and three bounds")
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards, scale: what holds cases/ and data/")
     bench.add_argument(
         "--vllm-python",
         type=Path,
         metavar="PATH",
-        help="rollout: the interpreter that has vLLM (default: .venv-vllm/bin/python)",
+        help="gateway, rollout: the interpreter that has vLLM (default: .venv-vllm/bin/python)",
     )
     bench.add_argument(
         "--trl-python", type=Path, metavar="PATH", help="train: one that has TRL (default: .venv-trl/bin/python)"

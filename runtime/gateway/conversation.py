@@ -15,6 +15,9 @@ from runtime.errors import SluiceError
 ReplyEnd = Literal["stop", "length", "tool_calls"]
 Choice = Literal["auto", "none", "required"]
 
+# What conversations keep has `gc=False`: nothing in it knows itself, and a gateway has more of it than could be looked through
+# for such things while programs wait.
+
 
 class Refused(SluiceError):
     """A request that is answered with an error: its HTTP `status`, and the field `param` where one is at fault. `retry_after`:
@@ -26,7 +29,7 @@ class Refused(SluiceError):
         self.status, self.param, self.retry_after, self.code = status, param, retry_after, code
 
 
-class ToolCall(Struct, frozen=True):
+class ToolCall(Struct, frozen=True, gc=False):
     """`arguments` are JSON text, as they were written."""
 
     id: str
@@ -34,7 +37,7 @@ class ToolCall(Struct, frozen=True):
     arguments: str
 
 
-class Message(Struct, frozen=True):
+class Message(Struct, frozen=True, gc=False):
     """`reasoning` is what the assistant thought, where that is told apart; clients may leave it out when they send it back."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -45,7 +48,7 @@ class Message(Struct, frozen=True):
     reasoning: str = ""
 
 
-class Tool(Struct, frozen=True):
+class Tool(Struct, frozen=True, gc=False):
     """`parameters` is a JSON schema."""
 
     name: str

@@ -138,6 +138,7 @@ class Episodes:
             self._waiting = deque(each for each in self._waiting if each[0] is not group)
             for episode in group.episodes.values():
                 self._close(episode, "cancelled")
+            group.episodes.clear()  # which know the group: what knows itself is not freed at once
 
     def _tell_of_nobody(self) -> None:
         if not self._asked and self._waiting:

@@ -7,7 +7,7 @@ of Qwen 3 leave out what was reasoned before the last question. The template sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,9 +41,10 @@ class FamilyRenderer(TemplateRenderer):
         history: Sequence[Message],
         new: Sequence[Message],
         tools: Sequence[Tool],
+        said: Callable[[], str] | None = None,
     ) -> list[int] | str:
         found = self.bridge_of_family(tokens, reply, new, tools)
-        return super().bridge(tokens, reply, ended, history, new, tools) if found is None else found
+        return super().bridge(tokens, reply, ended, history, new, tools, said) if found is None else found
 
     def bridge_of_family(
         self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]

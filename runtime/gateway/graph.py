@@ -11,7 +11,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,7 +30,7 @@ NEW, EDITED, TOOLS = "new conversation", "history edited", "tools changed"
 TWICE, NO_PREFIX = "two calls from one message", "not a prefix"
 
 
-class SampledReply(Struct, frozen=True):
+class SampledReply(Struct, frozen=True, gc=False):
     """What the engine sampled, a stop token included, and the message that the caller was answered."""
 
     tokens: np.ndarray  # int32
@@ -39,9 +40,9 @@ class SampledReply(Struct, frozen=True):
     message: Message
 
 
-@dataclass(eq=False)
-class ReplyNode:
-    """One reply. `given`: int32, what was put before it, the tokens it was forced to begin with included. Times in seconds."""
+class ReplyNode(Struct, eq=False, gc=False):
+    """One reply. `given`: int32, what was put before it, the tokens it was forced to begin with included. Times in seconds.
+    Nodes know what is before them alone: those of an episode that is over are freed at once."""
 
     parent: ReplyNode | None
     given: np.ndarray
@@ -50,7 +51,8 @@ class ReplyNode:
     tools: tuple[Tool, ...]
     began: float
     ended: float
-    children: list[ReplyNode] = field(default_factory=list)
+    followed: bool = False  # by another
+    text: str = ""  # of `tokens`, until another has one that begins with it
 
     def path(self) -> list[ReplyNode]:
         """From the root to this node."""
@@ -110,9 +112,9 @@ class EpisodeGraph:
         self.forks: Counter[str] = Counter()  # by what stands before the colon of the reason
         self.nodes: list[ReplyNode] = []
         self._renderer = renderer
-        self._replies: dict[bytes, list[ReplyNode]] = {}  # by the digest of the conversation up to and with each
+        self._replies: dict[bytes, tuple[ReplyNode, ...]] = {}  # by the digest of the conversation up to and with each
         self._prefixes: set[bytes] = set()  # digests of all conversations up to each of their messages
-        self._completions: dict[str, list[ReplyNode]] = {}
+        self._completions: dict[str, tuple[ReplyNode, ...]] = {}
         self._rewards: dict[ReplyNode, float] = {}
 
     def extend(self, call: PolicyCall) -> Extension:
@@ -131,18 +133,19 @@ class EpisodeGraph:
         if isinstance(added, str):
             added = self._renderer.render(call.messages, call.tools)
         given = np.array([*added, *forced], np.int32)
-        prompt, conversation = given, call.messages
+        prompt, conversation, tools = given, call.messages, call.tools
         if parent is not None:
+            tools = parent.tools  # the same, which need not be kept twice
             prompt = np.concatenate([parent.tokens(), given])
             conversation = parent.conversation + call.messages[len(parent.conversation) :]  # what clients drop is kept
-        return Extension(parent, prompt, given, tuple(forced), fork, conversation, digests, call.tools)
+        return Extension(parent, prompt, given, tuple(forced), fork, conversation, digests, tools)
 
     def add(
         self, extension: Extension, completion_id: str, replies: Sequence[SampledReply], began: float, ended: float
     ) -> None:
         """The replies to one call: siblings where there are several. One without tokens is no node."""
         parent = extension.parent
-        beside = self.nodes if parent is None else parent.children  # what came since the call was extended, too
+        beside = bool(self.nodes) if parent is None else parent.followed  # what came since the call was extended, too
         if fork := extension.fork or (beside and (NEW if parent is None else TWICE)) or "":
             self.forks[fork.partition(":")[0]] += 1
         conversation = extension.conversation
@@ -164,11 +167,11 @@ class EpisodeGraph:
             if conversation:
                 whole = _digests([node.reply.message], extension.digests[-1])[0]
                 self._prefixes.add(whole)
-                self._replies.setdefault(whole, []).append(node)
+                self._replies[whole] = (*self._replies.get(whole, ()), node)
         self.nodes += nodes
-        if parent is not None:
-            parent.children += nodes
-        self._completions[completion_id] = nodes
+        if parent is not None and nodes:
+            parent.followed = True
+        self._completions[completion_id] = tuple(nodes)
 
     def reward(self, completion_id: str, value: float) -> None:
         """What a completion earned: each of its replies. Replaces what it was given before. Raises Refused."""
@@ -190,7 +193,7 @@ class EpisodeGraph:
         trained: set[ReplyNode] = set()
         found = []
         for leaf in self.nodes:
-            if not leaf.children:
+            if not leaf.followed:
                 path = leaf.path()
                 found.append(self._branch(path, trained))
                 trained.update(path)
@@ -222,9 +225,22 @@ class EpisodeGraph:
 
     def _behind(self, parent: ReplyNode, call: PolicyCall) -> list[int] | str:
         """What continues `parent`, or why nothing does."""
-        sampled, new = parent.reply.tokens, call.messages[len(parent.conversation) :]
-        ended = int(sampled[-1]) in self._renderer.stop_ids
-        return self._renderer.bridge(parent.tokens(), len(sampled), ended, parent.conversation, new, call.tools)
+        reply, new = len(parent.reply.tokens), call.messages[len(parent.conversation) :]
+        said = partial(self._text, parent)
+        return self._renderer.bridge(parent.tokens(), reply, self._ends(parent), parent.conversation, new, call.tools, said)
+
+    def _ends(self, node: ReplyNode) -> bool:
+        return int(node.reply.tokens[-1]) in self._renderer.stop_ids
+
+    def _text(self, node: ReplyNode) -> str:
+        """Of all its tokens. Only what it adds is decoded, where the text of its parent is known."""
+        if not (text := node.text):
+            before, added = node.parent, np.concatenate([node.given, node.reply.tokens])
+            if before is not None and self._renderer.decodes_parts and (known := before.text):
+                text = known + self._renderer.decode(added, before.reply.tokens[-1:] if self._ends(before) else ())
+                before.text = ""
+            node.text = text = text or self._renderer.decode(node.tokens())
+        return text
 
     def _parent(self, call: PolicyCall, digests: Sequence[bytes]) -> tuple[ReplyNode | None, str]:
         """The deepest reply, with the same tools, that the call's history contains; and why this is a fork."""
@@ -233,12 +249,12 @@ class EpisodeGraph:
             known = self._replies.get(digest, ()) if message.role == "assistant" else ()
             same = [node for node in known if node.tools == call.tools]
             if same:  # several are alike to the letter: one that nobody went on from, else the last
-                parent = next((node for node in same if not node.children), same[-1])
+                parent = next((node for node in same if not node.followed), same[-1])
                 break
             other_tools = other_tools or bool(known)
         if other_tools:
             return parent, TOOLS
-        if not (self.nodes if parent is None else parent.children):
+        if not (self.nodes if parent is None else parent.followed):
             return parent, ""
         unknown = next((at for at, digest in enumerate(digests) if digest not in self._prefixes), len(digests))
         behind = call.messages[len(parent.conversation) if parent else 0 :]
@@ -249,24 +265,27 @@ class EpisodeGraph:
     def _by_tokens(self, prompt: np.ndarray) -> Extension:
         """Behind the deepest reply whose path the prompt begins with."""
         parent, at, edited = None, 0, -1
-        behind: list[tuple[int, ReplyNode]] = [(0, node) for node in self.nodes if node.parent is None]
+        children: dict[ReplyNode | None, list[ReplyNode]] = {}
+        for node in self.nodes:
+            children.setdefault(node.parent, []).append(node)
+        behind: list[tuple[int, ReplyNode]] = [(0, node) for node in children.get(None, ())]
         while behind:
             begin, node = behind.pop()
             own = np.concatenate([node.given, node.reply.tokens])
             alike = _common(own, prompt[begin:])
             if alike == len(own):
-                if begin + alike > at or (begin + alike == at and not node.children):
+                if begin + alike > at or (begin + alike == at and not node.followed):
                     parent, at = node, begin + alike
-                behind += [(begin + alike, child) for child in node.children]
+                behind += [(begin + alike, child) for child in children.get(node, ())]
             elif alike > len(node.given):
                 edited = max(edited, begin + alike)
         fork = ""
         if edited > at:
             fork = f"{EDITED}: token {edited}"
-        elif parent is not None and parent.children:
+        elif parent is not None and parent.followed:
             fork = TWICE
         elif parent is None and self.nodes:
-            roots = [node.given for node in self.nodes if node.parent is None]
+            roots = [node.given for node in children[None]]
             fork = TWICE if any(np.array_equal(given, prompt) for given in roots) else NEW
         return Extension(parent, prompt, prompt[at:], (), fork, (), (), ())
 

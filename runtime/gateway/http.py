@@ -207,14 +207,16 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 def _refused(error: Exception, request: web.Request) -> Refused:
     """What a client is told of an error. One that is not meant for it is logged."""
+    what = f"{request.method} {request.rel_url.raw_path}"
+    if not isinstance(error, (Refused, web.HTTPException)):
+        log.error("gateway: %s failed", what, exc_info=error)
+    error.__traceback__ = None  # which knows the error, and the request with its body: they would not be freed at once
     if isinstance(error, Refused):
         return error
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return Refused(413, f"the body has more than {request.client_max_size} bytes, which gateway.max_body allows")
-    what = f"{request.method} {request.rel_url.raw_path}"
     if isinstance(error, web.HTTPException):
         return Refused(error.status, f"{what}: {error.reason}")
-    log.error("gateway: %s failed", what, exc_info=error)
     return Refused(500, "the gateway failed; its log says how")
 
 
@@ -229,6 +231,8 @@ def _key(request: web.Request) -> str:
 
 
 async def _read(request: web.Request) -> bytes:
+    if request.content.is_eof():  # all of it came with its head
+        return await request.read()
     try:
         return await asyncio.wait_for(request.read(), timeouts.REQUEST_BODY)
     except asyncio.TimeoutError:

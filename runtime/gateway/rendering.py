@@ -6,7 +6,7 @@ A prompt that continues a reply is never rendered anew: what the model wrote sta
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -26,9 +26,13 @@ class ConversationRenderer(Protocol):
 
     stop_ids: tuple[int, ...]  # what ends a reply
     takes_tools: bool
+    decodes_parts: bool  # a conversation's text is that of its parts, cut before or behind what ends a reply
 
     def encode(self, text: str) -> list[int]:
         """Raises Refused."""
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, last: Sequence[int] | np.ndarray = ()) -> str:
+        """Their text, special tokens included, where they stand behind the token `last`."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """The conversation up to where the reply begins. Raises Refused for what the model's template cannot render."""
@@ -41,10 +45,12 @@ class ConversationRenderer(Protocol):
         history: Sequence[Message],
         new: Sequence[Message],
         tools: Sequence[Tool],
+        said: Callable[[], str] | None = None,
     ) -> list[int] | str:
         """What is put behind `tokens` (int32), which end with the `reply` tokens of the last of `history`, so that the model
         answers to the messages `new`; or a reason why it cannot be proved that this continues the conversation as it would
-        have been rendered. `ended`: the reply ended with one of `stop_ids`."""
+        have been rendered. `ended`: the reply ended with one of `stop_ids`. `said`: the text of `tokens`, where it is known
+        without decoding all of them."""
 
     def forced(self, choice: str, tools: Sequence[Tool]) -> list[int]:
         """What the reply is made to begin with: `choice` is a call's `tool_choice`. Raises Refused."""
@@ -77,6 +83,7 @@ class TemplateRenderer:
         self.thinks = self._opened or THINK in tokenizer.vocabulary or THINK in getattr(self.template, "source", "")
         special = {id for id, token in tokenizer.added_tokens.items() if token.special and token.content not in MARKS}
         self._hidden = special | set(self.stop_ids)  # neither text nor marks
+        self.decodes_parts = True
         self._doubt = self._why_not()
 
     def encode(self, text: str) -> list[int]:
@@ -84,6 +91,12 @@ class TemplateRenderer:
             return self.tokenizer.encode_texts([text])[0].tolist()
         except UserError as error:
             raise Refused(400, str(error)) from error
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, last: Sequence[int] | np.ndarray = ()) -> str:
+        if not len(last):
+            return self.tokenizer.decode(tokens, skip_special=False)
+        text = self.tokenizer.decode(np.concatenate([last, tokens]), skip_special=False)
+        return text[len(self.tokenizer.decode(last, skip_special=False)) :]
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         if tools and not self.takes_tools:
@@ -111,6 +124,7 @@ class TemplateRenderer:
         history: Sequence[Message],
         new: Sequence[Message],
         tools: Sequence[Tool],
+        said: Callable[[], str] | None = None,
     ) -> list[int] | str:
         if self._doubt:
             return self._doubt
@@ -120,7 +134,7 @@ class TemplateRenderer:
         if not ended and last.reasoning and not last.content and not last.tool_calls:
             return "the reply was cut off while it reasoned"
         try:
-            tail = self._tail(self.tokenizer.decode(tokens, skip_special=False), ended, history, new, tools)
+            tail = self._tail(said() if said else self.decode(tokens), ended, history, new, tools)
         except UserError as error:
             return str(error)
         if tail is None:
@@ -228,9 +242,9 @@ class TemplateRenderer:
                 continue
             head, *rest = text.split(self._close)
             parts = [self.encode(head), *(self.encode(self._close + part) for part in rest)]
-            if [id for part in parts for id in part] != self.encode(text) or any(
-                part[0] != self._close_id for part in parts[1:]
-            ):
+            whole = [id for part in parts for id in part]
+            self.decodes_parts &= "".join(map(self.decode, parts)) == self.decode(whole)
+            if whole != self.encode(text) or any(part[0] != self._close_id for part in parts[1:]):
                 return f"text around {self._close} is encoded otherwise by itself"
         return ""
 

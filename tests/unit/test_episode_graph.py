@@ -67,6 +67,7 @@ class Engine:
 
     def check(self) -> None:
         """The invariant."""
+        assert all(not node.text or node.text == self.renderer.decode(node.tokens()) for node in self.graph.nodes)
         paths = Counter((*node.tokens().tolist(),) for node in self.graph.nodes)
         assert paths == Counter((*prompt, *reply.tokens.tolist()) for prompt, reply in self.served)
         branches = self.graph.branches()
@@ -123,6 +124,44 @@ def test_what_clients_change_on_the_way_is_the_same_conversation(engine: Engine)
     sent = replace(reply, content="Let me.", tool_calls=(replace(made, arguments='{"b": [2],\n"a": 1}'),), reasoning="lost")
     engine.call([*asked, sent, Message("tool", "3", tool_call_id=made.id)], tools=TOOLS)
     assert engine.graph.forks == {}
+    engine.check()
+
+
+def test_a_turn_decodes_its_own_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    decode = engine.renderer.decode
+
+    def counted(tokens: Any, last: Any = ()) -> str:
+        decoded.append(len(tokens))
+        return decode(tokens, last)
+
+    monkeypatch.setattr(engine.renderer, "decode", counted)
+    history = engine.call([Message("system", "Be brief. " * 50), user("1?")])
+    for turn in range(3):
+        history = engine.call([*history, user(f"{turn}?")])
+    assert engine.graph.forks == {}
+    first, *others = engine.graph.nodes
+    assert decoded == [len(first.tokens()), *(len(node.given) + len(node.reply.tokens) for node in others[:-1])]
+    engine.check()
+
+
+@pytest.mark.parametrize(
+    ("decoder", "parts"),
+    [({"type": "WordPiece", "prefix": "##", "cleanup": False}, False), ({"type": "Fuse"}, True)],
+)
+def test_where_parts_have_another_text_than_the_whole_all_of_it_is_decoded(
+    tmp_path: Path, decoder: dict[str, Any], parts: bool
+) -> None:
+    folder = cases.folder_of(tmp_path, cases.HERMES, eos_token_id=END)
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "decoder": decoder}))  # WordPiece: spaces between tokens
+    renderer = TemplateRenderer(Tokenizer(str(folder)))
+    engine = Engine(renderer, EpisodeGraph(renderer))
+    history = engine.call([user("1?")])
+    for turn in range(2):
+        history = engine.call([*history, user(f"{turn}?")])
+    assert renderer.decodes_parts == parts
+    assert engine.graph.nodes[1].text == renderer.decode(engine.graph.nodes[1].tokens())
     engine.check()
 
 
