@@ -322,24 +322,21 @@ def check(groups: Sequence[GeneratedGroup], turns: int) -> None:
 
 def render(report: GatewayBenchReport) -> list[LiteralTable]:
     title = f"{report.episodes:,} episodes at once, {report.turns} turns each"
-    names = ("s a reply", "server", "calls/s", "lag p50 / p99 / most, ms", "call p50 / p99, s", "cpu, ms a call", "failed")
-    table = LiteralTable(*names, "no core, s", "MiB", title=title, title_justify="left")
+    names = ("reply, s", "server", "calls/s", "lag, ms: p50, p99, most", "call, s: p50, p99", "cpu, ms", "failed")
+    table = LiteralTable(*names, title=title, title_justify="left")
     for load in report.loads:
         table.add_row(
             f"{load.pace.reply:g}",
             load.server,
             f"{load.calls / load.seconds:,.0f}",
-            " / ".join(f"{1e3 * lag:.0f}" for lag in load.lags),
-            " / ".join(f"{latency:.2f}" for latency in load.latencies),
+            ", ".join(f"{1e3 * lag:.0f}" for lag in load.lags),
+            ", ".join(f"{latency:.2f}" for latency in load.latencies),
             f"{1e3 * load.cpu_seconds / max(1, load.calls):.2f}",
             ", ".join(f"{count} {what}" for what, count in sorted(load.failures.items())) or "none",
-            f"{load.waited:.1f}",
-            f"{load.memory / 2**20:.0f}",
         )
-    left_out = (
-        ""
-        if any(load.server == VLLM for load in report.loads)
-        else (f"; vLLM is left out: there is no {DEFAULT_PYTHON}; make install-vllm makes it")
-    )
-    table.caption = f"aim: a p99 of the gateway's lag of {AIM:g} ms at the first pace, and nothing that failed{left_out}"
+    caption = f"lag: of the server's event loop; cpu: of the server, a call; aim: a p99 of the gateway's lag of {AIM:g} ms"
+    caption += " at the first pace, and nothing that failed"
+    if all(load.server != VLLM for load in report.loads):
+        caption += f"; vLLM is left out: there is no {DEFAULT_PYTHON}; make install-vllm makes it"
+    table.caption = caption
     return [table]

@@ -52,9 +52,11 @@ class ScriptedBackend:
         self._loose = ScriptedEpisode("") if loose else None
         self._numbers = itertools.count(1)
 
-    async def begin(self, key: str, body: BeginEpisode) -> Begun:
+    def check(self, key: str) -> None:
         if key != KEY:
             raise Refused(401, "this is not the gateway's key")
+
+    async def begin(self, key: str, body: BeginEpisode) -> Begun:
         if self.tasks == []:
             raise Refused(429, f"no task came within {body.wait:g} s", retry_after=0.5)
         episode = ScriptedEpisode(f"e{next(self._numbers)}")

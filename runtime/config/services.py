@@ -101,7 +101,7 @@ class Rollout(Computing, frozen=True):
     """`torch` is embedded; `vllm` runs vLLM's AsyncLLM."""
     slots: Positive = 64
     """Sequences that an engine decodes at once; each slot holds `data.max_prompt_tokens` plus the longest reply in its KV
-    cache."""
+    cache, or `gateway.context` where that is more."""
     kv_for_waiting: Bytes = 256 << 20
     """Engine torch, with a `gateway`: keys and values of conversations that wait for their next turn, the least recently used
     of which leave first. vLLM keeps them in its prefix cache."""

@@ -34,6 +34,9 @@ class GatewayBackend(Protocol):
 
     model: str  # its name, in /v1/models and in answers
 
+    def check(self, key: str) -> None:
+        """Raises Refused, 401, unless it is the gateway's own."""
+
     async def begin(self, key: str, body: BeginEpisode) -> Begun:
         """An episode of a task, for who knows the gateway's own key. Raises Refused: 401; 429 where none came in time, or where
         more are not admitted."""

@@ -169,8 +169,7 @@ class Episodes:
 
     async def begin(self, key: str, body: BeginEpisode) -> Begun:
         """The next task's episode, once there is one."""
-        if not self._is_own(key):
-            raise Refused(401, "needs the gateway's key")
+        self.check(key)
         self._asked = True
         if len(self._open) >= self._most:
             raise Refused(429, f"{self._most} episodes are open (gateway.episodes)", retry_after=timeouts.GATEWAY_RETRY)
@@ -215,6 +214,10 @@ class Episodes:
 
     def _is_own(self, key: str) -> bool:
         return not self.key or key in self._programs or hmac.compare_digest(self.key.encode(), key.encode())
+
+    def check(self, key: str) -> None:
+        if not self._is_own(key):
+            raise Refused(401, "needs the gateway's key")
 
     def admit(self) -> str:
         """A key by which one program more may ask for tasks."""

@@ -89,7 +89,8 @@ class _GatewayRoutes:
         self._backend = backend
 
     async def begin(self, request: web.Request) -> web.Response:
-        begun = await self._backend.begin(_key(request), await _body(request, _BEGIN))
+        self._backend.check(key := _key(request))  # before anything is read
+        begun = await self._backend.begin(key, await _body(request, _BEGIN))
         return _json(msgspec.json.encode(begun))
 
     async def reward(self, request: web.Request) -> web.Response:

@@ -92,5 +92,4 @@ def _microbatch_tokens(config: Config, settings: Spread) -> int:
     if not isinstance(settings, Trainer):
         return settings.max_tokens_per_microbatch
     sequences = config.training.groups_per_step * config.sampling.group_size
-    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    return min(config.training.max_tokens_per_microbatch, sequences * longest)
+    return min(config.training.max_tokens_per_microbatch, sequences * longest_text(config))

@@ -137,7 +137,7 @@ def test_an_episode_begins_is_rewarded_and_ends() -> None:
     task = EpisodeTask(messages=[{"role": "user", "content": "2 + 3"}], label="5", source="sums", extra={"level": 2})
 
     async def test(served: Served) -> None:
-        assert (await served.post("/v1/episodes", {}, "another")).status == 401
+        assert (await served.post("/v1/episodes", b"no JSON", "another")).status == 401  # before anything is read
         begun = (await served.post("/v1/episodes", b"", KEY)).json
         assert begun["task"] == {"messages": task.messages, "label": "5", "source": "sums", "extra": {"level": 2}}
         episode, key = served.backend.episodes[begun["id"]], begun["key"]

@@ -8,11 +8,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict
 
 from runtime import codec
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
 from runtime.types import GroupPayload
+from tests.loopback.certificate_files import write_certificates
 from tests.system.runs import Live, check_gone, eventually, one_line, sluice, started, steps, summary, trained, write_config
 
 pytestmark = pytest.mark.timeout(400)
@@ -54,9 +56,16 @@ def goes_on_without_loss(run: Live, lost: str) -> None:
     assert len(again) <= sum(point["rollout/repeated_groups"] for point in steps(run.folder))
 
 
-def test_what_is_trained_is_what_was_sampled(agents: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("security", ["token", "tls", "certificates of one's own"])
+def test_what_is_trained_is_what_was_sampled(agents: Path, tmp_path: Path, security: str) -> None:
     """On-policy all tokens of a step are of one version, so that the trainer computes what the rollouts did."""
-    run = trained(agents, "training.staleness=0", folder=tmp_path / "run", timeout=BACK)
+    settings = ["training.staleness=0", f"network.security={'token' if security == 'token' else 'tls'}"]
+    if security == "certificates of one's own":
+        files = write_certificates(tmp_path / "own", "127.0.0.1")
+        settings += [f"network.tls.{name}={path}" for name, path in asdict(files).items()]
+    run = trained(agents, *settings, folder=tmp_path / "run", timeout=BACK)
+    url = next((run.folder / "gateways").iterdir()).read_text()
+    assert url.startswith("http://" if security == "token" else "https://")
     for point in steps(run.folder):
         assert point["mismatch/abs_logprob"] < 1e-4 and point["mismatch/max"] < 1e-2
         assert point["episode/turns"] == 2.0 and point.get("gateway/forks", 0.0) == 0.0

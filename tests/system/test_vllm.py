@@ -61,6 +61,28 @@ def test_both_engines_serve_the_same_versions_and_the_run_goes_on_when_vllm_dies
     assert max(point["mismatch/max"] for point in points) < CLOSE
 
 
+def test_episodes_of_several_turns_are_trained_as_they_were_sampled(tmp_path: Path) -> None:
+    """vLLM has the keys and values of a conversation's blocks of 128 tokens, of which a second turn has one at least."""
+    tiny = make_tiny(tmp_path / "tiny", hidden_size=64)
+    config = write_config(
+        tmp_path / "config.yaml",
+        tiny,
+        rewards={"rules": []},
+        gateway={"player": {"run": str(ROOT / "tests" / "system" / "gateway_player.py")}, "context": 512},
+        algorithm={"kl_coefficient": 0.0},
+        training={"steps": 3, "staleness": 0},
+        evaluation={"before": False, "after": False},
+        services={"rollout": FLEETS[1]},
+        deadlines={"start": START},
+    )
+    run = trained(config, "sampling.max_new_tokens=160", folder=tmp_path / "run", timeout=START)
+    points = steps(run.folder)
+    assert len(points) == 3
+    for point in points:
+        assert point["episode/turns"] == 2.0 and point.get("gateway/forks", 0.0) == 0.0
+        assert point["mismatch/max"] < CLOSE
+
+
 def test_the_quickstart_learns_to_add(tmp_path: Path) -> None:
     overrides = [f"warmup.cache={tmp_path / 'cache'}", "warmup.max_seconds=500"]
     run = trained(ROOT / "configs" / "quickstart_vllm.yaml", *overrides, folder=tmp_path / "run", timeout=800.0)

@@ -71,6 +71,8 @@ _LEARNING = (
     _Wanted("Prompt length", "tokens", {f"prompt_length/{part}": part for part in ("mean", "max", "min")}),
     _Wanted("Replies cut off by length", "share", {"response_length/clip_ratio": "cut off"}, share=True),
     _Wanted("Samples left out of the loss", "samples", {"score/masked": "masked"}, smooth=False),
+    _Wanted("Turns and branches of an episode", "", {"episode/turns": "turns", "episode/rows": "branches"}),
+    _Wanted("Forks of episodes", "forks", {"gateway/forks": "forks"}, smooth=False),
 )
 _OPTIMISATION = (
     _Wanted("Policy loss", "", {"actor/pg_loss": "policy loss"}, needed=True),
@@ -134,6 +136,7 @@ _SPEED = (
         "Groups on their way", "groups", {f"queue/{name}": name for name in ("generating", "generated", "ready")}, smooth=False
     ),
     _Wanted("Rollouts that serve", "rollouts", {"rollout/serving": "serving"}, smooth=False),
+    _Wanted("Lag of gateways' event loops", "seconds", {"gateway/loop_lag_p99": "99th percentile"}, smooth=False),
     _Wanted("Padding", "share", {"padding_waste": "cells without a token"}, share=True),
     _Wanted("Groups dropped by dynamic sampling", "groups", {"dynamic_sampling/dropped": "dropped"}, smooth=False),
 )
