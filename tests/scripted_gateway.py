@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime.gateway.backend import BeginEpisode, Begun, Told
-from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, ToolCall
+from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, ReplyEnd, ToolCall
 from runtime.types import EpisodeTask
 
 LINE = re.compile(r"^(think|say|call|fail) (.*)$|^---$", re.MULTILINE)
@@ -111,9 +111,8 @@ class ScriptedBackend:
         message = replace(message, content="".join(words))
         tokens = np.array([len(word) for word in words] + [0] * (not cut), np.int32)
         logprobs = (-0.5 - np.arange(len(tokens))).astype(np.float32)
-        return PolicyReply(
-            message, tokens, logprobs, "length" if cut else "tool_calls" if message.tool_calls else "stop", "" if cut else stop
-        )
+        end: ReplyEnd = "length" if cut else "tool_calls" if message.tool_calls else "stop"
+        return PolicyReply(message, tokens, logprobs, np.zeros(len(tokens), np.int64), end, "" if cut else stop)
 
     def history(self, episode: Any, completion_id: str) -> tuple[Message, ...]:
         if completion_id not in episode.conversations:

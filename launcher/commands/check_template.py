@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from runtime.data.tokenizer import Tokenizer
-from runtime.gateway.conversation import Message, PolicyCall, Refused
+from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused
 from runtime.gateway.family_rendering import FamilyRenderer
-from runtime.gateway.graph import EpisodeGraph, Extension, SampledReply
+from runtime.gateway.graph import EpisodeGraph, Extension
 from runtime.gateway.probes import ProbeConversation, conversations
 from runtime.gateway.rendering import TemplateRenderer, renderer_of
 from runtime.telemetry.shown import LiteralTable, say
@@ -65,7 +65,7 @@ def play(renderer: TemplateRenderer, probe: ProbeConversation) -> TemplateOutcom
                 forks.setdefault(extension.fork, []).append(str(index))
             elif extension.parent is not None:
                 ways[_way(renderer, extension)] += 1
-            graph.add(extension, str(index), [_reply(renderer, message)], 0.0, 0.0)
+            graph.add(extension, str(index), [_reply(renderer, message)])
     return TemplateOutcome(probe.name, ways, forks, "")
 
 
@@ -73,11 +73,11 @@ def _sent(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(replace(message, reasoning="") for message in messages)
 
 
-def _reply(renderer: TemplateRenderer, message: Message) -> SampledReply:
+def _reply(renderer: TemplateRenderer, message: Message) -> PolicyReply:
     said = message if renderer.thinks else replace(message, reasoning="")
     tokens = np.array(renderer.write(said), np.int32)
     size = len(tokens)
-    return SampledReply(tokens, np.zeros(size, np.float32), np.zeros(size, np.int64), "stop", said)
+    return PolicyReply(said, tokens, np.zeros(size, np.float32), np.zeros(size, np.int64), "stop")
 
 
 def _way(renderer: TemplateRenderer, extension: Extension) -> str:

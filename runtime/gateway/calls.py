@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain, repeat
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -26,7 +28,7 @@ from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.backend import Told
 from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Refused, ReplyEnd
 from runtime.gateway.episodes import Episode, mixed
-from runtime.gateway.graph import EpisodeGraph, Extension, SampledReply
+from runtime.gateway.graph import EpisodeGraph, Extension
 from runtime.gateway.rendering import ConversationRenderer
 from runtime.types import GroupRequest, PolicyVersion, Sample, SamplingParams
 
@@ -118,11 +120,7 @@ class PolicyCalls:
             id=completion_id, created=began, model=self._model, prompt=extension.prompt, replies=tuple(made)
         )
         if episode is not None and not episode.over:
-            sampled = [
-                SampledReply(reply.tokens, reply.logprobs, sample.versions, reply.end, reply.message)
-                for reply, (sample, _) in zip(made, replies, strict=True)
-            ]
-            graph.add(extension, completion.id, sampled, began, time.time())
+            graph.add(extension, completion.id, made)
         return completion
 
     def _sampling(self, episode: Episode | None, call: PolicyCall, prompt: int) -> SamplingParams:
@@ -169,7 +167,7 @@ class PolicyCalls:
     ) -> tuple[Sample, str]:
         """One reply, and the stop text that ended it."""
         index, left, parts = request.first, request.sampling.max_new_tokens, list[Sample]()
-        for number, size in enumerate(_sizes()):
+        for number, size in enumerate(chain(PIECES, repeat(PIECES[-1]))):
             grown = np.concatenate([request.prompt, *(part.tokens for part in parts)])
             piece = replace(
                 request,
@@ -195,16 +193,12 @@ class PolicyCalls:
         if not found:
             return sample, ""
         _, stop = min(found)
-        low, high = 1, len(sample.tokens)  # the text of more tokens has it if that of fewer has
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (
-                (low, middle)
-                if stop in self._tokenizer.decode(sample.tokens[:middle], skip_special=False)
-                else (middle + 1, high)
-            )
-        ends = {name: getattr(sample, name)[:low] for name in ("tokens", "loss_mask", "logprobs", "versions")}
-        return replace(sample, **ends, finish_reason="stop"), stop
+
+        def has_it(size: int) -> bool:  # the text of more tokens has it if that of fewer has
+            return stop in self._tokenizer.decode(sample.tokens[:size], skip_special=False)
+
+        least = bisect_left(range(len(sample.tokens)), True, lo=1, key=has_it)
+        return replace(sample.part(slice(least)), finish_reason="stop"), stop
 
     def _visible(self, sample: Sample, forced: Sequence[int], stop: str, stops: Sequence[str]) -> str:
         """Of a reply so far, what its client may see: nothing that may be the beginning of a stop text."""
@@ -220,13 +214,7 @@ class PolicyCalls:
         if stop and stop in call.stop:
             message = replace(message, content=message.content.partition(stop)[0])
         end: ReplyEnd = "length" if sample.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
-        return PolicyReply(message=message, tokens=sample.tokens, logprobs=sample.logprobs, end=end, stop=stop)
-
-
-def _sizes() -> Iterator[int]:
-    yield from PIECES
-    while True:
-        yield PIECES[-1]
+        return PolicyReply(message, sample.tokens, sample.logprobs, sample.versions, end, stop)
 
 
 def _joined(parts: Sequence[Sample]) -> Sample:

@@ -77,13 +77,13 @@ class PolicyCall(Struct, frozen=True, kw_only=True):
     repeats: str = ""  # what makes another request the same call: "key:" and its idempotency key, else "body:" and a digest
 
 
-class PolicyReply(Struct, frozen=True):
-    """One of the n replies to a call. `tokens` int32 and `logprobs` float32 are as they were sampled, a stop token included;
-    `stop` is the stop text that ended it."""
+class PolicyReply(Struct, frozen=True, gc=False):
+    """One of the n replies to a call, as it was sampled, a stop token included. `stop`: the stop text that ended it."""
 
     message: Message
-    tokens: np.ndarray
-    logprobs: np.ndarray
+    tokens: np.ndarray  # int32
+    logprobs: np.ndarray  # float32
+    versions: np.ndarray  # int64, PolicyVersion.pack()
     end: ReplyEnd
     stop: str = ""
 

@@ -8,7 +8,6 @@ where another call went on there before, the graph forks, which is counted by re
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +19,8 @@ import numpy as np
 import xxhash
 from msgspec import Struct
 
-from runtime.gateway.conversation import Message, PolicyCall, Refused, ReplyEnd, Tool, ToolCall
-from runtime.types import FinishReason, GroupPayload, PolicyVersion, Sample, TurnReward
+from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
+from runtime.types import GroupPayload, PolicyVersion, Sample, TurnReward
 
 if TYPE_CHECKING:
     from runtime.gateway.rendering import ConversationRenderer
@@ -30,27 +29,16 @@ NEW, EDITED, TOOLS = "new conversation", "history edited", "tools changed"
 TWICE, NO_PREFIX = "two calls from one message", "not a prefix"
 
 
-class SampledReply(Struct, frozen=True, gc=False):
-    """What the engine sampled, a stop token included, and the message that the caller was answered."""
-
-    tokens: np.ndarray  # int32
-    logprobs: np.ndarray  # float32
-    versions: np.ndarray  # int64, PolicyVersion.pack()
-    end: ReplyEnd
-    message: Message
-
-
 class ReplyNode(Struct, eq=False, gc=False):
-    """One reply. `given`: int32, what was put before it, the tokens it was forced to begin with included. Times in seconds.
-    Nodes know what is before them alone: those of an episode that is over are freed at once."""
+    """One reply. `given`: int32, what was put before it, the tokens it was forced to begin with included. Nodes know what
+    is before them alone: those of an episode that is over are freed at once."""
 
     parent: ReplyNode | None
     given: np.ndarray
-    reply: SampledReply
+    reply: PolicyReply
     conversation: tuple[Message, ...]  # up to and with the reply; empty where tokens or text were asked
     tools: tuple[Tool, ...]
-    began: float
-    ended: float
+    reward: float | None = None
     followed: bool = False  # by another
     text: str = ""  # of `tokens`, until another has one that begins with it
 
@@ -81,28 +69,12 @@ class Extension:
     tools: tuple[Tool, ...]
 
 
-@dataclass(frozen=True)
-class Branch:
-    """A path to a leaf: arrays of `Sample` over all its tokens. `sampled`: index of the first one that the model wrote;
-    `rewards`: those of the turns that are trained here, by the index of a turn's last token."""
+class Branch(Sample, frozen=True, kw_only=True):
+    """A path to a leaf, from its first token on. `sampled`: index of the first one that the model wrote; `rewards`: those of
+    the turns that are trained here, by the index of a turn's last token."""
 
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    finish_reason: FinishReason
     sampled: int
     rewards: dict[int, float]
-
-    def behind(self, size: int) -> Sample:
-        """Without its first `size` tokens."""
-        return Sample(
-            tokens=self.tokens[size:],
-            loss_mask=self.loss_mask[size:],
-            logprobs=self.logprobs[size:],
-            versions=self.versions[size:],
-            finish_reason=self.finish_reason,
-        )
 
 
 class EpisodeGraph:
@@ -115,7 +87,6 @@ class EpisodeGraph:
         self._replies: dict[bytes, tuple[ReplyNode, ...]] = {}  # by the digest of the conversation up to and with each
         self._prefixes: set[bytes] = set()  # digests of all conversations up to each of their messages
         self._completions: dict[str, tuple[ReplyNode, ...]] = {}
-        self._rewards: dict[ReplyNode, float] = {}
 
     def extend(self, call: PolicyCall) -> Extension:
         """Raises Refused for what the model's template cannot render, and for a tool choice that is none of the tools."""
@@ -140,9 +111,7 @@ class EpisodeGraph:
             conversation = parent.conversation + call.messages[len(parent.conversation) :]  # what clients drop is kept
         return Extension(parent, prompt, given, tuple(forced), fork, conversation, digests, tools)
 
-    def add(
-        self, extension: Extension, completion_id: str, replies: Sequence[SampledReply], began: float, ended: float
-    ) -> None:
+    def add(self, extension: Extension, completion_id: str, replies: Sequence[PolicyReply]) -> None:
         """The replies to one call: siblings where there are several. One without tokens is no node."""
         parent = extension.parent
         beside = bool(self.nodes) if parent is None else parent.followed  # what came since the call was extended, too
@@ -156,8 +125,6 @@ class EpisodeGraph:
                 reply=reply,
                 conversation=(*conversation, reply.message) if conversation else (),
                 tools=extension.tools,
-                began=began,
-                ended=ended,
             )
             for reply in replies
             if len(reply.tokens)
@@ -176,16 +143,15 @@ class EpisodeGraph:
     def reward(self, completion_id: str, value: float) -> None:
         """What a completion earned: each of its replies. Replaces what it was given before. Raises Refused."""
         if completion_id not in self._completions:
-            raise Refused(404, f"completion: '{completion_id}' is none of this episode", "completion")
-        if not math.isfinite(value):
-            raise Refused(400, f"reward: {value} is not finite", "reward")
-        self._rewards |= dict.fromkeys(self._completions[completion_id], value)
+            raise _unknown(completion_id)
+        for node in self._completions[completion_id]:
+            node.reward = value
 
     def history(self, completion_id: str) -> tuple[Message, ...]:
         """The conversation up to and with the first reply of a completion. Raises Refused."""
         nodes = self._completions.get(completion_id)
         if not nodes:
-            raise Refused(404, f"completion: '{completion_id}' is none of this episode", "completion")
+            raise _unknown(completion_id)
         return nodes[0].conversation
 
     def branches(self) -> list[Branch]:
@@ -207,8 +173,8 @@ class EpisodeGraph:
             given, reply = len(node.given), node.reply
             length += given + len(reply.tokens)
             new = node not in trained
-            if new and node in self._rewards:
-                rewards[length - 1] = self._rewards[node]
+            if new and node.reward is not None:
+                rewards[length - 1] = node.reward
             mask += [np.zeros(given, np.uint8), np.full(len(reply.tokens), new, np.uint8)]
             logprobs += [np.zeros(given, np.float32), reply.logprobs if new else np.zeros_like(reply.logprobs)]
             # Tokens that were given have the version of the one sampled next: long runs of equal versions take no room.
@@ -290,6 +256,10 @@ class EpisodeGraph:
         return Extension(parent, prompt, prompt[at:], (), fork, (), (), ())
 
 
+def _unknown(completion_id: str) -> Refused:
+    return Refused(404, f"completion: '{completion_id}' is none of this episode", "completion")
+
+
 def _common(one: np.ndarray, other: np.ndarray) -> int:
     """How many tokens both begin with."""
     size = min(len(one), len(other))
@@ -316,7 +286,7 @@ def payload_of(
     payload = GroupPayload.of(
         group_id,
         branches[0].tokens[:size],
-        [branch.behind(size) for branch in branches],
+        [branch.part(slice(size, None)) for branch in branches],
         [len(each or [idle]) for each in played],
         [
             TurnReward(row, token - size, value)

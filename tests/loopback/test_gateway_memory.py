@@ -19,7 +19,6 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.gateway.backend import BeginEpisode
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
 from runtime.gateway.episodes import Episode, Episodes
-from runtime.gateway.graph import SampledReply
 from runtime.gateway.http import runner
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.models.tiny_model import write_tokenizer
@@ -116,10 +115,8 @@ def test_an_episode_that_is_over(renderer: TemplateRenderer, uncollected: None) 
         extension = episode.graph.extend(call)
         tokens = np.array([*b"yes", *renderer.stop_ids[:1]], np.int32)
         logprobs, message = np.zeros(4, np.float32), Message("assistant", "yes")
-        episode.graph.add(
-            extension, f"c{episode.calls}", [SampledReply(tokens, logprobs, np.zeros(4, np.int64), "stop", message)], 0.0, 1.0
-        )
-        reply = PolicyReply(message=message, tokens=tokens, logprobs=logprobs, end="stop")
+        reply = PolicyReply(message, tokens, logprobs, np.zeros(4, np.int64), "stop")
+        episode.graph.add(extension, f"c{episode.calls}", [reply])
         return Completion(id="c", created=0.0, model="m", prompt=extension.prompt, replies=(reply,))
 
     async def scenario() -> None:

@@ -16,7 +16,6 @@ from runtime.errors import DeadlineExceeded
 from runtime.gateway.backend import BeginEpisode
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
 from runtime.gateway.episodes import Episode, Episodes
-from runtime.gateway.graph import SampledReply
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.models.tiny_model import write_tokenizer
 from runtime.types import EpisodeTask, GeneratedGroup, GroupPayload, PlayRequest, PolicyVersion, SamplingParams
@@ -54,8 +53,8 @@ class ScriptedPolicy:
         versions = np.full(len(tokens), PolicyVersion(0, number).pack(), np.int64)
         message = Message("assistant", "x" * number)
         logprobs = np.full(len(tokens), -0.5, np.float32)
-        episode.graph.add(extension, f"call-{number}", [SampledReply(tokens, logprobs, versions, "stop", message)], 0.0, 1.0)
-        reply = PolicyReply(message=message, tokens=tokens, logprobs=logprobs, end="stop")
+        reply = PolicyReply(message, tokens, logprobs, versions, "stop")
+        episode.graph.add(extension, f"call-{number}", [reply])
         return Completion(id=f"call-{number}", created=0.0, model="m", prompt=extension.prompt, replies=(reply,))
 
 
@@ -275,7 +274,7 @@ def test_what_is_too_much_and_what_is_not_known_is_refused(renderer: TemplateRen
         episode = await opened(episodes)
         assert await refusal(episodes.begin(KEY, BeginEpisode())) == 429  # one at once
         assert await refusal(episodes.end(episode, "bored")) == 400
-        for value, completion, expected in ((float("nan"), "", 400), (1.0, "call-9", 404)):
+        for value, completion, expected in ((float("nan"), "", 400), (float("inf"), "call-1", 400), (1.0, "call-9", 404)):
             with pytest.raises(Refused) as refused:
                 episodes.reward(episode, value, completion)
             assert refused.value.status == expected

@@ -136,7 +136,7 @@ def test_a_reply_is_asked_for_once_and_kept_as_it_was_sampled(renderer: Template
         await desk.ask(*HELLO, reply.message, Message("user", "and?"))
         assert (desk.port.kept, desk.port.least) == (["", "rollout-1"], [PolicyVersion(0, 4)] * 2)
         assert desk.port.requests[1].seed != request.seed
-        assert node.children and not desk.episode.graph.forks
+        assert node.followed and not desk.episode.graph.forks
 
     run(renderer, scenario)
 
@@ -293,8 +293,9 @@ def test_two_calls_at_once_in_one_branch_fork(renderer: TemplateRenderer) -> Non
         desk.say("so")
         both = await asyncio.gather(desk.ask(*behind), desk.ask(*behind))
         (root,) = [node for node in desk.episode.graph.nodes if node.parent is None]
-        assert len(root.children) == 2 and desk.episode.graph.forks == {"two calls from one message": 1}
-        for completion, node in zip(both, root.children, strict=True):
+        children = [node for node in desk.episode.graph.nodes if node.parent is root]
+        assert len(children) == 2 and desk.episode.graph.forks == {"two calls from one message": 1}
+        for completion, node in zip(both, children, strict=True):
             assert node.tokens().tolist() == [*completion.prompt.tolist(), *completion.replies[0].tokens.tolist()]
         rows = desk.episode.graph.branches()
         assert [int(row.loss_mask.sum()) for row in rows] == [len("hi") + 1 + len("so") + 1, len("so") + 1]
