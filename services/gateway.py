@@ -26,9 +26,9 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.gateway.calls import PolicyCalls
 from runtime.gateway.episodes import Episodes
+from runtime.gateway.family_rendering import renderer_of
 from runtime.gateway.http import runner
 from runtime.gateway.players import Players
-from runtime.gateway.rendering import renderer_of
 from runtime.models.limits import longest_text
 from runtime.process.aio import now
 from runtime.process.keys import Keys

@@ -13,10 +13,10 @@ from rich.console import Console
 
 from runtime.data.tokenizer import Tokenizer
 from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused
-from runtime.gateway.family_rendering import FamilyRenderer
-from runtime.gateway.graph import EpisodeGraph, Extension
+from runtime.gateway.family_rendering import renderer_of
+from runtime.gateway.graph import EpisodeGraph, Extension, ReplyNode
 from runtime.gateway.probes import ProbeConversation, conversations
-from runtime.gateway.rendering import TemplateRenderer, renderer_of
+from runtime.gateway.rendering import TemplateRenderer
 from runtime.telemetry.shown import LiteralTable, say
 
 
@@ -64,7 +64,7 @@ def play(renderer: TemplateRenderer, probe: ProbeConversation) -> TemplateOutcom
             if extension.fork:
                 forks.setdefault(extension.fork, []).append(str(index))
             elif extension.parent is not None:
-                ways[_way(renderer, extension)] += 1
+                ways[_way(renderer, extension.parent, extension)] += 1
             graph.add(extension, str(index), [_reply(renderer, message)])
     return TemplateOutcome(probe.name, ways, forks, "")
 
@@ -80,10 +80,7 @@ def _reply(renderer: TemplateRenderer, message: Message) -> PolicyReply:
     return PolicyReply(said, tokens, np.zeros(size, np.float32), np.zeros(size, np.int64), "stop")
 
 
-def _way(renderer: TemplateRenderer, extension: Extension) -> str:
-    parent = extension.parent
-    if parent is not None and isinstance(renderer, FamilyRenderer):
-        new = extension.conversation[len(parent.conversation) :]
-        if renderer.bridge_of_family(parent.tokens(), len(parent.reply.tokens), new, extension.tools) is not None:
-            return "renderers"
-    return "difference"
+def _way(renderer: TemplateRenderer, parent: ReplyNode, extension: Extension) -> str:
+    new, reply = extension.conversation[len(parent.conversation) :], len(parent.reply.tokens)
+    known = renderer.bridge_of_family(parent.tokens(), reply, new, extension.tools)
+    return "difference" if known is None else "renderers"

@@ -29,7 +29,7 @@ from runtime.gateway.backend import Told
 from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Refused, ReplyEnd
 from runtime.gateway.episodes import Episode, mixed
 from runtime.gateway.graph import EpisodeGraph, Extension
-from runtime.gateway.rendering import ConversationRenderer
+from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import GroupRequest, PolicyVersion, Sample, SamplingParams
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class PolicyCalls:
         self,
         *,
         model: str,
-        renderer: ConversationRenderer,
+        renderer: TemplateRenderer,
         tokenizer: Tokenizer,
         port: PolicyPort,
         context: int,

@@ -26,7 +26,7 @@ from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
 from runtime.gateway.backend import BeginEpisode, Begun, Told
 from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused
 from runtime.gateway.graph import EpisodeGraph, payload_of
-from runtime.gateway.rendering import ConversationRenderer
+from runtime.gateway.rendering import TemplateRenderer
 from runtime.process.aio import now
 from runtime.types import GeneratedGroup, PlayRequest, SamplingParams
 
@@ -41,7 +41,7 @@ KEY_BYTES = 24
 class Episode:
     """One that is open, or was; `seed` is that of its random streams."""
 
-    def __init__(self, renderer: ConversationRenderer, group: Playing | None, index: int, sampling: SamplingParams, seed: int):
+    def __init__(self, renderer: TemplateRenderer, group: Playing | None, index: int, sampling: SamplingParams, seed: int):
         self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(KEY_BYTES)
         self.graph = EpisodeGraph(renderer)
         self.group, self.index, self.sampling, self.seed = group, index, sampling, seed
@@ -98,7 +98,7 @@ class Episodes:
         self,
         *,
         model: str,
-        renderer: ConversationRenderer,
+        renderer: TemplateRenderer,
         answer: Answer,
         most: int,
         seconds: float,
@@ -330,7 +330,7 @@ class Episodes:
 
 
 def finished(
-    request: PlayRequest, graphs: Sequence[EpisodeGraph], renderer: ConversationRenderer, rewards: list[float]
+    request: PlayRequest, graphs: Sequence[EpisodeGraph], renderer: TemplateRenderer, rewards: list[float]
 ) -> GeneratedGroup:
     """What leaves the gateway: header and encoded payload. A group of which nothing is trained is as if it were of no version
     yet."""

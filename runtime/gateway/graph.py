@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,10 +20,8 @@ import xxhash
 from msgspec import Struct
 
 from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
+from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import GroupPayload, PolicyVersion, Sample, TurnReward
-
-if TYPE_CHECKING:
-    from runtime.gateway.rendering import ConversationRenderer
 
 NEW, EDITED, TOOLS = "new conversation", "history edited", "tools changed"
 TWICE, NO_PREFIX = "two calls from one message", "not a prefix"
@@ -80,7 +78,7 @@ class Branch(Sample, frozen=True, kw_only=True):
 class EpisodeGraph:
     """`extend` changes nothing and may run in a thread beside others; everything else is called by one thread alone."""
 
-    def __init__(self, renderer: ConversationRenderer):
+    def __init__(self, renderer: TemplateRenderer):
         self.forks: Counter[str] = Counter()  # by what stands before the colon of the reason
         self.nodes: list[ReplyNode] = []
         self._renderer = renderer
