@@ -88,7 +88,7 @@ class RolloutSessions:
         return len(self._sessions)
 
     async def generate(self, request: GroupRequest, kept: str, least: PolicyVersion) -> tuple[list[Sample], str]:
-        """Implements `runtime.gateway.calls.PolicyPort`. One that is lost meanwhile is followed by another; so is one that has
+        """See `runtime.gateway.calls.Rollouts`. One that is lost meanwhile is followed by another; so is one that has
         not heard of what was published since, as the coordinator has lost it."""
         until = now() + self._config.deadlines.generate
         while True:
@@ -168,8 +168,8 @@ class GatewayService(process.Service):
 
     def load(self) -> None:
         config, data = self.config, self.config.data
-        self._tokenizer = Tokenizer(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
-        self._renderer = renderer_of(self._tokenizer, self._settings.tools, config.model.path)
+        tokenizer = Tokenizer(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
+        self._renderer = renderer_of(tokenizer, self._settings.tools, config.model.path)
 
     async def start(self) -> None:
         """Raises UserError where the port is taken."""
@@ -179,8 +179,7 @@ class GatewayService(process.Service):
         self._calls = PolicyCalls(
             model=Path(config.model.path).name,
             renderer=self._renderer,
-            tokenizer=self._tokenizer,
-            port=self._rollouts,
+            rollouts=self._rollouts.generate,
             context=self._settings.context or longest_text(config),
             run=None if serves else SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature),
         )

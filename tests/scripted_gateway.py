@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from runtime.gateway.backend import BeginEpisode, Begun, Told
-from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, ReplyEnd, ToolCall
+from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, ReplyEnd, Told, ToolCall
+from runtime.gateway.episodes import Begun
 from runtime.types import EpisodeTask
 
 LINE = re.compile(r"^(think|say|call|fail) (.*)$|^---$", re.MULTILINE)
@@ -52,11 +52,11 @@ class ScriptedBackend:
         self._loose = ScriptedEpisode("") if loose else None
         self._numbers = itertools.count(1)
 
-    async def begin(self, key: str, body: BeginEpisode) -> Begun:
+    async def begin(self, key: str, wait: float) -> Begun:
         if key != KEY:
             raise Refused(401, "this is not the gateway's key")
         if self.tasks == []:
-            raise Refused(429, f"no task came within {body.wait:g} s", retry_after=0.5)
+            raise Refused(429, f"no task came within {wait:g} s", retry_after=0.5)
         episode = ScriptedEpisode(f"e{next(self._numbers)}")
         self.episodes[episode.id] = episode
         return Begun(episode.id, episode.key, f"/episodes/{episode.id}", self.tasks.pop(0) if self.tasks else None)

@@ -13,24 +13,22 @@ import secrets
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
 from runtime import timeouts
-from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
-from runtime.gateway.backend import Told
-from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Refused, ReplyEnd
+from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Refused, ReplyEnd, Told
 from runtime.gateway.episodes import Episode, mixed
-from runtime.gateway.graph import EpisodeGraph, Extension
+from runtime.gateway.graph import Extension
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.types import GroupRequest, PolicyVersion, Sample, SamplingParams
+from runtime.types import GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
 
 T = TypeVar("T")
 
@@ -38,31 +36,18 @@ BRIEF = 1024  # tokens that are read as messages in less than a millisecond: soo
 PIECES = (16, 32, 64, 128)  # tokens of the first pieces of a reply, and of all further ones
 
 
-class PolicyPort(Protocol):
-    """The rollouts, as the gateway calls them."""
-
-    async def generate(self, request: GroupRequest, kept: str, least: PolicyVersion) -> tuple[list[Sample], str]:
-        """The replies, of which no token is older than `least`, and the rollout that made them: the one called `kept`, if it
-        serves, else another. Raises DeadlineExceeded, and Unreachable where none serves."""
+Rollouts = Callable[[GroupRequest, str, PolicyVersion], Awaitable[tuple[list[Sample], str]]]
+"""Gives the replies, of which no token is older than the version, and the rollout that made them: the one that is named, if it
+serves, else another. Raises DeadlineExceeded, and Unreachable where none serves."""
 
 
 class PolicyCalls:
     """Has calls answered, of episodes and of none."""
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        renderer: TemplateRenderer,
-        tokenizer: Tokenizer,
-        port: PolicyPort,
-        context: int,
-        run: SamplingParams | None,
-    ):
+    def __init__(self, *, model: str, renderer: TemplateRenderer, rollouts: Rollouts, context: int, run: SamplingParams | None):
         """`context`: tokens of a conversation at most. `run`: how a run samples, which its loss is computed for, so that what a
         call says of it is not heeded; None: as each call says, where there is no run."""
-        self._model, self._renderer, self._tokenizer, self._port = model, renderer, tokenizer, port
-        self._context, self._run = context, run
+        self._model, self._renderer, self._rollouts, self._context, self._run = model, renderer, rollouts, context, run
         self._threads = ThreadPoolExecutor(2, "conversations")
         self.counts: Counter[str] = Counter()
 
@@ -72,26 +57,20 @@ class PolicyCalls:
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def answer(self, episode: Episode | None, call: PolicyCall, told: Told | None = None) -> Completion:
+    async def answer(self, episode: Episode, call: PolicyCall, told: Told | None = None) -> Completion:
         """Raises Refused: 400 for what does not fit, 408 at the deadline, 503 where no rollout serves."""
-        graph = EpisodeGraph(self._renderer) if episode is None else episode.graph
-        began, completion_id = time.time(), f"call-{secrets.token_hex(12)}"
-        extension: Extension = await self._in_thread(graph.extend, call)
-        sampling = self._sampling(episode, call, len(extension.prompt))
-        number, seed = 0, call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
-        if episode is not None:
-            number, episode.calls = episode.calls, episode.calls + 1
-            if episode.group is not None:
-                seed = episode.seed
+        began, completion_id, task = time.time(), f"call-{secrets.token_hex(12)}", episode.request
+        extension: Extension = await self._in_thread(episode.graph.extend, call)
         request = GroupRequest(
             group_id=0,
             prompt=extension.prompt,
             n=call.n,
-            seed=mixed(seed, number),
-            sampling=sampling,
-            purpose="train" if episode is None or episode.group is None else episode.group.request.purpose,
+            seed=mixed(self._seed(episode, call), episode.calls),
+            sampling=self._sampling(task, call, len(extension.prompt)),
+            purpose="train" if task is None else task.purpose,
             keep=True,
         )
+        episode.calls += 1
         stops = call.stop if call.parallel_tool_calls else (*call.stop, self._renderer.end_of_call())
         stops = tuple(filter(None, stops))
         try:
@@ -119,11 +98,16 @@ class PolicyCalls:
         completion = Completion(
             id=completion_id, created=began, model=self._model, prompt=extension.prompt, replies=tuple(made)
         )
-        if episode is not None and not episode.over:
-            graph.add(extension, completion.id, made)
+        if not episode.over:
+            episode.graph.add(extension, completion.id, made)
         return completion
 
-    def _sampling(self, episode: Episode | None, call: PolicyCall, prompt: int) -> SamplingParams:
+    def _seed(self, episode: Episode, call: PolicyCall) -> int:
+        if episode.request is not None:
+            return mixed(episode.request.seed, episode.request.first + episode.index)
+        return call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
+
+    def _sampling(self, task: PlayRequest | None, call: PolicyCall, prompt: int) -> SamplingParams:
         """Raises Refused where the conversation is too long."""
         room = self._context - prompt
         if room < 1:
@@ -133,7 +117,7 @@ class PolicyCalls:
                 "messages",
                 code="context_length_exceeded",
             )
-        run = self._run if episode is None or episode.group is None else episode.sampling
+        run = self._run if task is None else task.sampling
         asked = [call.temperature, call.top_p, call.top_k, call.min_p]
         if run is None:
             defaults = (1.0, 1.0, 0, 0.0)
@@ -148,18 +132,16 @@ class PolicyCalls:
         stop = (*self._renderer.stop_ids, *call.stop_token_ids)
         return replace(run, max_new_tokens=most, stop_token_ids=tuple(dict.fromkeys(stop)))
 
-    async def _generate(self, episode: Episode | None, request: GroupRequest) -> list[Sample]:
+    async def _generate(self, episode: Episode, request: GroupRequest) -> list[Sample]:
         """With an id that no other call has: they are below those of evaluations, and above those of probes."""
         own = replace(request, group_id=-(1 << 32) - secrets.randbits(60))
-        if episode is None:
-            return (await self._port.generate(own, "", PolicyVersion()))[0]
-        least = PolicyVersion() if episode.group is None else episode.group.request.version
-        samples, episode.rollout = await self._port.generate(own, episode.rollout, least)
+        least = PolicyVersion() if episode.request is None else episode.request.version
+        samples, episode.rollout = await self._rollouts(own, episode.rollout, least)
         return samples
 
     async def _in_pieces(
         self,
-        episode: Episode | None,
+        episode: Episode,
         request: GroupRequest,
         forced: Sequence[int],
         stops: Sequence[str],
@@ -188,14 +170,14 @@ class PolicyCalls:
 
     def _cut(self, sample: Sample, stops: Sequence[str]) -> tuple[Sample, str]:
         """Up to the token with which the first stop text is there whole."""
-        text = self._tokenizer.decode(sample.tokens, skip_special=False)
+        text = self._renderer.decode(sample.tokens)
         found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
         if not found:
             return sample, ""
         _, stop = min(found)
 
         def has_it(size: int) -> bool:  # the text of more tokens has it if that of fewer has
-            return stop in self._tokenizer.decode(sample.tokens[:size], skip_special=False)
+            return stop in self._renderer.decode(sample.tokens[:size])
 
         least = bisect_left(range(len(sample.tokens)), True, lo=1, key=has_it)
         return replace(sample.part(slice(least)), finish_reason="stop"), stop

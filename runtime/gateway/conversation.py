@@ -5,6 +5,7 @@ HTTP ── dialects ──► PolicyCall ──► episodes, which keep the gra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -96,3 +97,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     model: str
     prompt: np.ndarray
     replies: tuple[PolicyReply, ...]
+
+
+Told = Callable[[str, int, str], None]
+"""Is told a completion's id, the index of one of its replies, and its visible text so far, which only grows."""

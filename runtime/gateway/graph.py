@@ -255,7 +255,9 @@ class EpisodeGraph:
 
 
 def _unknown(completion_id: str) -> Refused:
-    return Refused(404, f"completion: '{completion_id}' is none of this episode", "completion")
+    return Refused(
+        404, f"completion: '{completion_id}' is none of this episode; calls of no episode are not kept", "completion"
+    )
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:

@@ -16,7 +16,6 @@ from aiohttp import web
 
 from runtime import codec
 from runtime.data.tokenizer import Tokenizer
-from runtime.gateway.backend import BeginEpisode
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
 from runtime.gateway.episodes import Episode, Episodes
 from runtime.gateway.http import runner
@@ -74,7 +73,7 @@ def test_a_request_that_is_refused(renderer: TemplateRenderer, uncollected: None
     async def scenario() -> None:
         episodes = episodes_of(renderer, refuse)
         playing = played(episodes, 1)
-        begun = await episodes.begin(KEY, BeginEpisode(wait=PATIENCE))
+        begun = await episodes.begin(KEY, PATIENCE)
         served = runner(episodes, 1 << 20)
         await served.setup()
         await web.TCPSite(served, "127.0.0.1", 0).start()
@@ -88,7 +87,7 @@ def test_a_request_that_is_refused(renderer: TemplateRenderer, uncollected: None
                     await answer.read()
         await served.cleanup()
         await asyncio.sleep(0)
-        await episodes.end(episodes.episode(begun.id, begun.key))  # type: ignore[arg-type]
+        await episodes.end(episodes.episode(begun.id, begun.key))
         await playing
         assert sum(isinstance(each, web.Request) for each in gc.get_objects()) == 0
 
@@ -124,9 +123,8 @@ def test_an_episode_that_is_over(renderer: TemplateRenderer, uncollected: None) 
         playing = played(episodes, 2)
         kept: list[weakref.ref[Any]] = []
         for _ in range(2):
-            begun = await episodes.begin(KEY, BeginEpisode(wait=PATIENCE))
+            begun = await episodes.begin(KEY, PATIENCE)
             episode = episodes.episode(begun.id, begun.key)
-            assert episode is not None
             said = (Message("user", "1?"),)
             for number in range(3):
                 completion = await episodes.call(episode, PolicyCall(messages=said, repeats=f"body:{number}"))

@@ -85,13 +85,11 @@ class ScriptedPort:
 class Desk:
     def __init__(self, renderer: TemplateRenderer, run: SamplingParams | None):
         self.port, self.renderer = ScriptedPort(), renderer
-        self.calls = PolicyCalls(
-            model="m", renderer=renderer, tokenizer=renderer.tokenizer, port=self.port, context=CONTEXT, run=run
-        )
+        self.calls = PolicyCalls(model="m", renderer=renderer, rollouts=self.port.generate, context=CONTEXT, run=run)
         task = EpisodeTask(messages=[{"role": "user", "content": "hello"}])
-        asked = PlayRequest(group_id=1, task=task, n=1, seed=3, sampling=RUN, version=PolicyVersion(0, 4), purpose="eval")
+        asked = PlayRequest(group_id=1, task=task, n=1, seed=5, sampling=RUN, version=PolicyVersion(0, 4), purpose="eval")
         group = None if run is None else Playing(asked, asyncio.get_running_loop().create_future())
-        self.episode = Episode(renderer, group, 0, RUN, 5)
+        self.episode = Episode(renderer, group)
 
     def say(self, text: str, ended: bool = True) -> list[int]:
         """What the policy will."""
@@ -234,7 +232,7 @@ def test_where_there_is_no_run_a_call_samples_as_it_says(renderer: TemplateRende
     async def scenario(desk: Desk) -> None:
         wish: dict[str, Any] = {"temperature": 0.2, "top_p": 0.5, "top_k": 3, "min_p": 0.1}
         for seed in (8, 8, None):
-            desk.episode = None  # type: ignore[assignment]
+            desk.episode = Episode(renderer)
             desk.say("hi")
             await desk.ask(max_tokens=20, seed=seed, **wish)
         first, again, other = desk.port.requests
