@@ -16,6 +16,7 @@ import sys
 from collections import Counter, deque
 from pathlib import Path
 
+import numpy as np
 from aiohttp import web
 from msgspec.structs import replace
 
@@ -30,7 +31,7 @@ from runtime.gateway.family_rendering import renderer_of
 from runtime.gateway.http import runner
 from runtime.gateway.players import Players
 from runtime.models.limits import longest_text
-from runtime.process.aio import now
+from runtime.process.aio import done_within, now
 from runtime.process.keys import Keys
 from runtime.process.network import host_port
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
@@ -111,10 +112,8 @@ class RolloutSessions:
         """Raises Unreachable when none serves within `deadlines.silence`."""
         until = min(until, now() + self._config.deadlines.silence)
         while not self._sessions:
-            try:
-                await asyncio.wait_for(self._changed.wait(), until - now())
-            except asyncio.TimeoutError:
-                raise Unreachable("rollout", "Generate", "the coordinator has named none that can be reached") from None
+            if not await done_within(self._changed.wait(), until - now()):
+                raise Unreachable("rollout", "Generate", "the coordinator has named none that can be reached")
         same = next((each for each in self._sessions if each.name == kept), None)
         to = same or min(self._sessions, key=lambda each: (self._calls[each.name] / each.slots, each.name))
         return to, self._sessions[to]
@@ -143,8 +142,7 @@ class LoopLag:
             self._lags.append(max(0.0, loop.time() - due))
 
     def quantile(self, share: float) -> float:
-        ordered = sorted(self._lags)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        return float(np.quantile(self._lags, share))
 
 
 class GatewayService(process.Service):
@@ -158,7 +156,7 @@ class GatewayService(process.Service):
         assert config.gateway is not None
         self._settings = config.gateway
         self._lag = LoopLag()
-        self._tasks: list[asyncio.Future[None]] = []
+        self._watching: asyncio.Task[None] | None = None
         self._served = asyncio.Event()  # there is a rollout
         self._runner: web.AppRunner | None = None
         self._rollouts: RolloutSessions
@@ -195,7 +193,7 @@ class GatewayService(process.Service):
         )
         self._episodes.key = "" if self.keys is None else secrets.token_hex()  # until the coordinator tells it
         await self._listen()
-        self._tasks = [asyncio.create_task(self._lag.run())]
+        self._watching = asyncio.create_task(self._lag.run())
         if self._settings.player is not None:
             self.background = asyncio.create_task(self._keep_playing(self._settings.player))
 
@@ -235,14 +233,10 @@ class GatewayService(process.Service):
     async def _keep_playing(self, player: Player) -> None:
         """By programs that begin once there is a rollout. Raises ServiceFault when one keeps ending."""
         await self._served.wait()
-        players = Players(self.config, player, self.url, self._episodes)
-        try:
-            await players.run()
-        finally:
-            await players.close()
+        await Players(self.config, player, self.url, self._episodes).run()
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *([self.background] if self.background is not None else [])]
+        tasks = [task for task in (self._watching, self.background) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
