@@ -12,9 +12,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime.gateway.conversation import Completion, Message, PolicyCall, ToolCall
-from runtime.gateway.dialects.answers import Events, event
+from runtime.gateway.dialects.answers import Asked, Events, event
 from runtime.gateway.dialects.fields import Count, FieldTable, NonNegative, Share, Strict, decode, one_of, read, text_of, wrong
-from runtime.gateway.dialects.openai import OPENAI_WORDS, UNUSED, choice_of, function_only, function_tool
+from runtime.gateway.dialects.openai import UNUSED, functions
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXTS = ("input_text", "output_text", "text")
@@ -78,14 +78,7 @@ class _ReasoningItem(_InputItem, frozen=True):
     encrypted_content: Any = None
 
 
-class _NamedFunction(Strict, frozen=True):
-    name: str
-    type: str
-
-
-class ResponseAsked(Struct, frozen=True):
-    call: PolicyCall
-    stream: bool
+class ResponseAsked(Asked, frozen=True, kw_only=True):
     previous: str  # the completion whose conversation goes on here; empty: `call` has the whole conversation
     request: dict[str, Any]  # what a response repeats of it
 
@@ -203,15 +196,10 @@ def parse(body: bytes) -> ResponseAsked:
     else:
         for index, item in enumerate(request.input):
             _add(messages, item, f"input[{index}]")
-    tools = tuple(function_tool(function_only(tool, f"tools[{at}]"), f"tools[{at}]") for at, tool in enumerate(request.tools))
-    named = None
-    if not isinstance(choice := request.tool_choice, str):
-        named = read(_NamedFunction, function_only(choice, "tool_choice"), "tool_choice").name
     call = PolicyCall(
         messages=tuple(messages),
-        tools=tools,
-        tool_choice=choice_of(choice, named, tools, OPENAI_WORDS),
         parallel_tool_calls=request.parallel_tool_calls,
+        **functions(request.tools, request.tool_choice),
         max_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
@@ -229,7 +217,7 @@ def parse(body: bytes) -> ResponseAsked:
         "top_p": request.top_p,
         "truncation": "disabled",
     }
-    return ResponseAsked(call, request.stream, request.previous_response_id, repeated)
+    return ResponseAsked(call=call, stream=request.stream, previous=request.previous_response_id, request=repeated)
 
 
 def _add(messages: list[Message], given: Any, where: str) -> None:
