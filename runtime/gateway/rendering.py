@@ -38,8 +38,7 @@ class TemplateRenderer:
         self.takes_tools = self._lists_tools and self.form != "none"
         closing = () if self._close_id is None else (self._close_id,)
         self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *closing}))
-        generation = self._generation_prompt()
-        self._opened = generation.rstrip().endswith(THINK)
+        self._opened = self._text_if_any(_ANSWERED[:1], ()).rstrip().endswith(THINK)
         self.thinks = self._opened or THINK in tokenizer.vocabulary or THINK in getattr(self.template, "source", "")
         special = {id for id, token in tokenizer.added_tokens.items() if token.special and token.content not in MARKS}
         self._hidden = special | set(self.stop_ids)  # neither text nor marks
@@ -99,15 +98,13 @@ class TemplateRenderer:
             return self._doubt
         last = history[-1]
         if ended and tokens[-1] != self._close_id:
-            return f"the reply ended with {self.tokenizer.decode(tokens[-1:], skip_special=False)}, not {self._close}"
+            return f"the reply ended with {self.decode(tokens[-1:])}, not {self._close}"
         if not ended and last.reasoning and not last.content and not last.tool_calls:
             return "the reply was cut off while it reasoned"
         try:
             tail = self._tail(said() if said else self.decode(tokens), ended, history, new, tools)
         except UserError as error:
             return str(error)
-        if tail is None:
-            return "the template renders messages otherwise when others follow"
         added = self.encode(self._close + tail)
         return added[1:] if ended else added
 
@@ -117,11 +114,9 @@ class TemplateRenderer:
         """As `bridge`, where the model's family is known; None where it is not, or would have to render anew."""
         return None
 
-    def _tail(
-        self, so_far: str, ended: bool, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
-    ) -> str | None:
-        """What the template writes behind the token that ends the reply; None where what it writes before is not the same:
-        neither to the letter what the tokens say, nor what it writes of the conversation up to the reply. Raises UserError."""
+    def _tail(self, so_far: str, ended: bool, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """What the template writes behind the token that ends the reply. Raises UserError, also where what it writes before is
+        not the same: neither to the letter what the tokens say, nor what it writes of the conversation up to the reply."""
         after = self.text([*history, *new], tools)
         said = so_far if ended else so_far + self._close
         if after.startswith(said):
@@ -131,7 +126,7 @@ class TemplateRenderer:
         head, _, blank = answered.rpartition(self._close)
         if head and not blank.strip() and answered.startswith(asked) and after.startswith(answered):
             return after[len(answered) - len(blank) :]
-        return None
+        raise UserError("the template renders messages otherwise when others follow")
 
     def forced(self, choice: str, tools: Sequence[Tool]) -> list[int]:
         """What the reply is made to begin with: `choice` is a call's `tool_choice`. Raises Refused."""
@@ -177,11 +172,7 @@ class TemplateRenderer:
 
     def _closing(self) -> tuple[str, int | None]:
         """The token by which the template ends a reply, as text and id; "" and None where it has none."""
-        try:
-            text = self.text(_ANSWERED, (), generate=False)
-        except UserError:
-            return "", None
-        _, answer, behind = text.rpartition(_ANSWERED[-1].content)
+        _, answer, behind = self._text_if_any(_ANSWERED, (), generate=False).rpartition(_ANSWERED[-1].content)
         added = self.tokenizer.added_tokens.items()
         fits = {token.content: id for id, token in added if answer and behind.lstrip().startswith(token.content)}
         close = max(fits, key=len, default="")
@@ -189,10 +180,9 @@ class TemplateRenderer:
 
     def _tools_of_template(self) -> tuple[Format, bool]:
         """How it writes a call of a tool, and whether it tells the model of tools."""
-        try:
-            asked = self.text(_ANSWERED[:1], (_TOOL,))
-            told = self.text((_ANSWERED[0], _CALLING), (_TOOL,), generate=False)
-        except UserError:
+        asked = self._text_if_any(_ANSWERED[:1], (_TOOL,))
+        told = self._text_if_any((_ANSWERED[0], _CALLING), (_TOOL,), generate=False)
+        if not asked or not told:
             return "none", False
         lists = _TOOL.name in asked
         replies: dict[Format, str] = {"hermes": told, "json": told.removeprefix(asked).partition(self._close or "\n")[0]}
@@ -202,9 +192,10 @@ class TemplateRenderer:
                 return form, lists
         return "none", lists
 
-    def _generation_prompt(self) -> str:
+    def _text_if_any(self, messages: Sequence[Message], tools: Sequence[Tool], generate: bool = True) -> str:
+        """As `text`; "" where the template refuses the conversation."""
         try:
-            return self.text(_ANSWERED[:1], ())
+            return self.text(messages, tools, generate)
         except UserError:
             return ""
 
@@ -214,10 +205,7 @@ class TemplateRenderer:
         if self._close_id is None:
             return "the template ends replies with no token of its own"
         for probe in conversations():
-            try:
-                text = self.text(probe.messages, probe.tools if self.takes_tools else ())
-            except UserError:
-                continue
+            text = self._text_if_any(probe.messages, probe.tools if self.takes_tools else ())
             head, *rest = text.split(self._close)
             parts = [self.encode(head), *(self.encode(self._close + part) for part in rest)]
             whole = [id for part in parts for id in part]
