@@ -28,6 +28,7 @@ from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Re
 from runtime.gateway.episodes import Episode, mixed
 from runtime.gateway.graph import Extension
 from runtime.gateway.rendering import TemplateRenderer
+from runtime.gateway.tool_calls import without_start_of
 from runtime.types import GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
 
 T = TypeVar("T")
@@ -118,16 +119,12 @@ class PolicyCalls:
                 code="context_length_exceeded",
             )
         run = self._run if task is None else task.sampling
-        asked = [call.temperature, call.top_p, call.top_k, call.min_p]
+        wishes = {name: getattr(call, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        asked = {name: value for name, value in wishes.items() if value is not None}
         if run is None:
-            defaults = (1.0, 1.0, 0, 0.0)
-            temperature, top_p, top_k, min_p = (b if a is None else a for a, b in zip(asked, defaults, strict=True))
-            run = SamplingParams(
-                max_new_tokens=self._context, temperature=temperature, top_p=top_p, top_k=int(top_k), min_p=min_p
-            )
+            run = SamplingParams(max_new_tokens=self._context, **asked)
         else:
-            own = (run.temperature, run.top_p, run.top_k, run.min_p)
-            self.counts["overridden"] += any(a not in (None, b) for a, b in zip(asked, own, strict=True))
+            self.counts["overridden"] += any(value != getattr(run, name) for name, value in asked.items())
         most = min(room, run.max_new_tokens, room if call.max_tokens is None else call.max_tokens)
         stop = (*self._renderer.stop_ids, *call.stop_token_ids)
         return replace(run, max_new_tokens=most, stop_token_ids=tuple(dict.fromkeys(stop)))
@@ -185,10 +182,7 @@ class PolicyCalls:
     def _visible(self, sample: Sample, forced: Sequence[int], stop: str, stops: Sequence[str]) -> str:
         """Of a reply so far, what its client may see: nothing that may be the beginning of a stop text."""
         text: str = self._renderer.visible(sample.tokens, forced)
-        if stop:
-            return text.partition(stop)[0]
-        held = max((size for each in stops for size in range(1, len(each)) if text.endswith(each[:size])), default=0)
-        return text[: len(text) - held]
+        return text.partition(stop)[0] if stop else without_start_of(stops, text)
 
     def _reply(self, call: PolicyCall, extension: Extension, sample: Sample, stop: str) -> PolicyReply:
         tools = () if call.tool_choice == "none" else call.tools
