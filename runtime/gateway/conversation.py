@@ -14,7 +14,6 @@ from msgspec import Struct
 from runtime.errors import SluiceError
 
 ReplyEnd = Literal["stop", "length", "tool_calls"]
-Choice = Literal["auto", "none", "required"]
 
 # What conversations keep has `gc=False`: nothing in it knows itself, and a gateway has more of it than could be looked through
 # for such things while programs wait.
@@ -64,7 +63,7 @@ class PolicyCall(Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...] | None = None
     text: str | None = None
     tools: tuple[Tool, ...] = ()
-    tool_choice: Choice | str = "auto"  # or "function:NAME"
+    tool_choice: str = "auto"  # or "none", "required", "function:NAME"
     parallel_tool_calls: bool = True
     n: int = 1
     max_tokens: int | None = None

@@ -60,14 +60,8 @@ _BEGIN, _REWARD, _END = FieldTable(_BeginBody), FieldTable(_RewardBody), FieldTa
 
 
 def runner(episodes: Episodes, max_body: int) -> web.AppRunner:
-    """The application, to be set up and given a site. A client that hangs up cancels what it has asked for."""
-    return web.AppRunner(
-        application(episodes, max_body), handler_cancellation=True, access_log=None, shutdown_timeout=timeouts.SERVER_GRACE
-    )
-
-
-def application(episodes: Episodes, max_body: int) -> web.Application:
-    """`max_body`: bytes of a request."""
+    """The application, to be set up and given a site. A client that hangs up cancels what it has asked for. `max_body`: bytes
+    of a request."""
     made = web.Application(middlewares=[_errors], client_max_size=max_body)
     made.on_response_prepare.append(_sign)
     routes = _GatewayRoutes(episodes)
@@ -79,11 +73,11 @@ def application(episodes: Episodes, max_body: int) -> web.Application:
     made.router.add_post("/v1/episodes/{episode}/reward", routes.reward)
     made.router.add_post("/v1/episodes/{episode}/end", routes.end)
     made.router.add_get("/health", _health)
-    return made
+    return web.AppRunner(made, handler_cancellation=True, access_log=None, shutdown_timeout=timeouts.SERVER_GRACE)
 
 
 async def _health(_: web.Request) -> web.Response:
-    return _json(b'{"status":"ok"}')
+    return _json({"status": "ok"})
 
 
 async def _sign(_: web.Request, response: web.StreamResponse) -> None:
@@ -95,19 +89,18 @@ class _GatewayRoutes:
         self._episodes = episodes
 
     async def begin(self, request: web.Request) -> web.Response:
-        begun = await self._episodes.begin(_key(request), (await _body(request, _BEGIN)).wait)
-        return _json(msgspec.json.encode(begun))
+        return _json(await self._episodes.begin(_key(request), (await _body(request, _BEGIN)).wait))
 
     async def reward(self, request: web.Request) -> web.Response:
         episode = self._episode(request)
         body = await _body(request, _REWARD)
         self._episodes.reward(episode, body.reward, body.completion_id)
-        return _json(b"{}")
+        return _json({})
 
     async def end(self, request: web.Request) -> web.Response:
         episode = self._episode(request)
         await self._episodes.end(episode, (await _body(request, _END)).stop_reason)
-        return _json(b"{}")
+        return _json({})
 
     async def models(self, request: web.Request) -> web.Response:
         """The only model, in the words of both APIs."""
@@ -116,7 +109,7 @@ class _GatewayRoutes:
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "sluice"}
         model = {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
         page = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
-        return _json(msgspec.json.encode(page))
+        return _json(page)
 
     async def ask(self, parse: Parse, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)  # before anything is read
@@ -129,7 +122,7 @@ class _GatewayRoutes:
         if asked.stream:
             return await self._stream(request, episode, call, asked.events(self._episodes.model, time.time()))
         completion = await self._episodes.call(episode, call, None)
-        return _json(await _aside(_is_long(completion), lambda: msgspec.json.encode(asked.answer(completion))))
+        return await _aside(_is_long(completion), lambda: _json(asked.answer(completion)))
 
     def _episode(self, request: web.Request) -> Episode:
         return self._episodes.episode(request.match_info.get("episode", ""), _key(request))
@@ -205,7 +198,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
             raise  # the client's connection
         refused = _refused(error, request)
-    response = _json(msgspec.json.encode(error_body(refused, _is_anthropic(request))), refused.status)
+    response = _json(error_body(refused, _is_anthropic(request)), refused.status)
     if refused.retry_after is not None:
         response.headers["Retry-After"] = str(math.ceil(refused.retry_after))
     return response
@@ -250,8 +243,8 @@ async def _body(request: web.Request, table: FieldTable[T]) -> T:
     return table.read(decode(await _read(request) or b"{}"))
 
 
-def _json(body: bytes, status: int = 200) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json")
+def _json(content: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
 
 
 def _is_long(completion: Completion) -> bool:
