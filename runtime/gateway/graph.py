@@ -49,7 +49,11 @@ class ReplyNode(Struct, eq=False, gc=False):
 
     def tokens(self) -> np.ndarray:
         """int32, along the path: what the engine was given for this reply, and the reply."""
-        return np.concatenate([part for node in self.path() for part in (node.given, node.reply.tokens)])
+        return np.concatenate([node.own() for node in self.path()])
+
+    def own(self) -> np.ndarray:
+        """int32: what was put before the reply, and the reply."""
+        return np.concatenate([self.given, self.reply.tokens])
 
 
 @dataclass(frozen=True)
@@ -116,23 +120,16 @@ class EpisodeGraph:
         if fork := extension.fork or (beside and (NEW if parent is None else TWICE)) or "":
             self.forks[fork.partition(":")[0]] += 1
         conversation = extension.conversation
-        nodes = [
-            ReplyNode(
-                parent=parent,
-                given=extension.given,
-                reply=reply,
-                conversation=(*conversation, reply.message) if conversation else (),
-                tools=extension.tools,
-            )
-            for reply in replies
-            if len(reply.tokens)
-        ]
+        nodes = []
         self._prefixes.update(extension.digests)
-        for node in nodes:
-            if conversation:
-                whole = _digests([node.reply.message], extension.digests[-1])[0]
-                self._prefixes.add(whole)
-                self._replies[whole] = (*self._replies.get(whole, ()), node)
+        for reply in replies:
+            if len(reply.tokens):
+                whole = (*conversation, reply.message) if conversation else ()
+                nodes.append(node := ReplyNode(parent, extension.given, reply, whole, extension.tools))
+                if conversation:
+                    (digest,) = _digests([reply.message], extension.digests[-1])
+                    self._prefixes.add(digest)
+                    self._replies[digest] = (*self._replies.get(digest, ()), node)
         self.nodes += nodes
         if parent is not None and nodes:
             parent.followed = True
@@ -199,9 +196,9 @@ class EpisodeGraph:
     def _text(self, node: ReplyNode) -> str:
         """Of all its tokens. Only what it adds is decoded, where the text of its parent is known."""
         if not (text := node.text):
-            before, added = node.parent, np.concatenate([node.given, node.reply.tokens])
+            before = node.parent
             if before is not None and self._renderer.decodes_parts and (known := before.text):
-                text = known + self._renderer.decode(added, before.reply.tokens[-1:] if self._ends(before) else ())
+                text = known + self._renderer.decode(node.own(), before.reply.tokens[-1:] if self._ends(before) else ())
                 before.text = ""
             node.text = text = text or self._renderer.decode(node.tokens())
         return text
@@ -229,27 +226,25 @@ class EpisodeGraph:
     def _by_tokens(self, prompt: np.ndarray) -> Extension:
         """Behind the deepest reply whose path the prompt begins with."""
         parent, at, edited = None, 0, -1
-        children: dict[ReplyNode | None, list[ReplyNode]] = {}
-        for node in self.nodes:
-            children.setdefault(node.parent, []).append(node)
-        behind: list[tuple[int, ReplyNode]] = [(0, node) for node in children.get(None, ())]
-        while behind:
-            begin, node = behind.pop()
-            own = np.concatenate([node.given, node.reply.tokens])
-            alike = _common(own, prompt[begin:])
-            if alike == len(own):
-                if begin + alike > at or (begin + alike == at and not node.followed):
-                    parent, at = node, begin + alike
-                behind += [(begin + alike, child) for child in children.get(node, ())]
-            elif alike > len(node.given):
-                edited = max(edited, begin + alike)
+        ends: dict[ReplyNode | None, int] = {None: 0}  # of the paths that the prompt begins with
+        for node in self.nodes:  # each behind its parent
+            if (begin := ends.get(node.parent)) is None:
+                continue
+            own = node.own()
+            end = begin + _common(own, prompt[begin:])
+            if end == begin + len(own):
+                ends[node] = end
+                if end > at or (end == at and not node.followed):
+                    parent, at = node, end
+            elif end > begin + len(node.given):
+                edited = max(edited, end)
         fork = ""
         if edited > at:
             fork = f"{EDITED}: token {edited}"
         elif parent is not None and parent.followed:
             fork = TWICE
         elif parent is None and self.nodes:
-            roots = [node.given for node in children[None]]
+            roots = [node.given for node in self.nodes if node.parent is None]
             fork = TWICE if any(np.array_equal(given, prompt) for given in roots) else NEW
         return Extension(parent, prompt, prompt[at:], (), fork, (), (), ())
 
