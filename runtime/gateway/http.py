@@ -142,49 +142,38 @@ class _GatewayRoutes:
 
         calling = asyncio.ensure_future(self._episodes.call(episode, call, told))
         calling.add_done_callback(lambda _: news.set())
-        stream = _EventStream(request)
+        head = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=head)
+
+        async def write(data: bytes) -> None:
+            if data and not response.prepared:
+                await response.prepare(request)
+            if data:
+                await response.write(data)
+
         try:
             while not calling.done():
                 try:
                     await asyncio.wait_for(news.wait(), timeouts.STREAM_SILENCE)
                 except asyncio.TimeoutError:
-                    await stream.write(events.waiting)
+                    await write(events.waiting)
                 news.clear()
                 growth = [events.told(id, index, text) for index, (id, text) in sorted(texts.items())]
                 texts.clear()
-                await stream.write(b"".join(growth))
+                await write(b"".join(growth))
             try:
                 completion = await calling
                 last = await _aside(_is_long(completion), events.end, completion)
             except Exception as error:
-                if stream.response is None:
+                if not response.prepared:
                     raise
                 last = events.failed(error_body(_refused(error, request), _is_anthropic(request)))
-            await stream.write(last)
+            await write(last)
         finally:
             calling.cancel()
             await asyncio.gather(calling, return_exceptions=True)
-        assert stream.response is not None  # events end with some
-        await stream.response.write_eof()
-        return stream.response
-
-
-class _EventStream:
-    """Server-sent events, whose head is sent with the first of them."""
-
-    def __init__(self, request: web.Request):
-        self._request = request
-        self.response: web.StreamResponse | None = None
-
-    async def write(self, data: bytes) -> None:
-        if not data:
-            return
-        if self.response is None:
-            head = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-            response = web.StreamResponse(headers=head)
-            await response.prepare(self._request)
-            self.response = response
-        await self.response.write(data)
+        await response.write_eof()
+        return response
 
 
 @web.middleware
