@@ -327,7 +327,7 @@ class Episodes:
     def close(self) -> None:
         for episode in list(self._open.values()):
             self._close(episode, "cancelled")
-        for group in {id(group): group for group, _ in self._waiting}.values():
+        for group in {group for group, _ in self._waiting}:
             if not group.done.done():
                 group.done.set_exception(Cancelled("the gateway was stopped"))
 

@@ -20,9 +20,10 @@ from msgspec.structs import replace
 from runtime import timeouts
 from runtime.gateway.conversation import Completion, PolicyCall, Refused
 from runtime.gateway.dialects import anthropic, chat, completions, responses
-from runtime.gateway.dialects.answers import Asked, Events, Parse, error_body
+from runtime.gateway.dialects.answers import Events, Parse, error_body
 from runtime.gateway.dialects.fields import FieldTable, NonNegative, decode
 from runtime.gateway.episodes import Episode, Episodes
+from runtime.process.aio import done_within
 
 log = logging.getLogger("sluice")
 T = TypeVar("T")
@@ -115,7 +116,9 @@ class _GatewayRoutes:
         episode = self._episode(request)  # before anything is read
         body = await _read(request)
         asked = await _aside(len(body) > LONG_BODY, parse, body)
-        call = self._call(episode, asked)
+        call = asked.call
+        if isinstance(asked, responses.ResponseAsked) and asked.previous:
+            call = asked.continues(self._episodes.history(episode, asked.previous))
         key = request.headers.get("Idempotency-Key")
         digest = xxhash.xxh3_128_hexdigest(f"{request.method} {request.path}\n".encode() + body)
         call = replace(call, repeats=f"key:{key}" if key else f"body:{digest}")
@@ -126,11 +129,6 @@ class _GatewayRoutes:
 
     def _episode(self, request: web.Request) -> Episode:
         return self._episodes.episode(request.match_info.get("episode", ""), _key(request))
-
-    def _call(self, episode: Episode, asked: Asked) -> PolicyCall:
-        if isinstance(asked, responses.ResponseAsked) and asked.previous:
-            return asked.continues(self._episodes.history(episode, asked.previous))
-        return asked.call
 
     async def _stream(self, request: web.Request, episode: Episode, call: PolicyCall, events: Events) -> web.StreamResponse:
         """Until something is to be told, an error is answered as where nothing is streamed; from then on it is an event."""
@@ -153,9 +151,7 @@ class _GatewayRoutes:
 
         try:
             while not calling.done():
-                try:
-                    await asyncio.wait_for(news.wait(), timeouts.STREAM_SILENCE)
-                except asyncio.TimeoutError:
+                if not await done_within(news.wait(), timeouts.STREAM_SILENCE):
                     await write(events.waiting)
                 news.clear()
                 growth = [events.told(id, index, text) for index, (id, text) in sorted(texts.items())]

@@ -67,10 +67,10 @@ def parse(body: bytes) -> CompletionAsked:
     """Raises Refused, 400."""
     request = _REQUEST.read(decode(body))
     prompt = request.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise wrong("prompt", prompt, "one prompt; several in one request are not implemented")
         (prompt,) = prompt
-    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        raise wrong("prompt", prompt, "one prompt; several in one request are not implemented")
     asked = {"text": prompt} if isinstance(prompt, str) else {"tokens": read(Tokens, prompt, "prompt")}
     call = PolicyCall(**asked, **request.sampling())
     return CompletionAsked(call=call, logprobs=request.logprobs is not None, **request.streaming())
