@@ -125,6 +125,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     versions: np.ndarray  # int64 [R], PolicyVersion.pack()
     finish_reason: FinishReason
 
+    def part(self, tokens: slice) -> Sample:
+        """Some of its tokens."""
+        return msgspec.structs.replace(self, **{name: getattr(self, name)[tokens] for name in _DTYPES})
+
 
 class Runs(msgspec.Struct, frozen=True, array_like=True):
     """An array whose values seldom change along it: each value, and for how many entries it holds (run-length encoding)."""

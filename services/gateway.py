@@ -16,6 +16,7 @@ import sys
 from collections import Counter, deque
 from pathlib import Path
 
+import numpy as np
 from aiohttp import web
 from msgspec.structs import replace
 
@@ -26,11 +27,11 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.gateway.calls import PolicyCalls
 from runtime.gateway.episodes import Episodes
+from runtime.gateway.family_rendering import renderer_of
 from runtime.gateway.http import runner
 from runtime.gateway.players import Players
-from runtime.gateway.rendering import renderer_of
 from runtime.models.limits import longest_text
-from runtime.process.aio import now
+from runtime.process.aio import done_within, now
 from runtime.process.keys import Keys
 from runtime.process.network import host_port
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
@@ -88,7 +89,7 @@ class RolloutSessions:
         return len(self._sessions)
 
     async def generate(self, request: GroupRequest, kept: str, least: PolicyVersion) -> tuple[list[Sample], str]:
-        """Implements `runtime.gateway.calls.PolicyPort`. One that is lost meanwhile is followed by another; so is one that has
+        """See `runtime.gateway.calls.Rollouts`. One that is lost meanwhile is followed by another; so is one that has
         not heard of what was published since, as the coordinator has lost it."""
         until = now() + self._config.deadlines.generate
         while True:
@@ -111,10 +112,8 @@ class RolloutSessions:
         """Raises Unreachable when none serves within `deadlines.silence`."""
         until = min(until, now() + self._config.deadlines.silence)
         while not self._sessions:
-            try:
-                await asyncio.wait_for(self._changed.wait(), until - now())
-            except asyncio.TimeoutError:
-                raise Unreachable("rollout", "Generate", "the coordinator has named none that can be reached") from None
+            if not await done_within(self._changed.wait(), until - now()):
+                raise Unreachable("rollout", "Generate", "the coordinator has named none that can be reached")
         same = next((each for each in self._sessions if each.name == kept), None)
         to = same or min(self._sessions, key=lambda each: (self._calls[each.name] / each.slots, each.name))
         return to, self._sessions[to]
@@ -143,8 +142,7 @@ class LoopLag:
             self._lags.append(max(0.0, loop.time() - due))
 
     def quantile(self, share: float) -> float:
-        ordered = sorted(self._lags)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+        return float(np.quantile(self._lags, share))
 
 
 class GatewayService(process.Service):
@@ -158,7 +156,7 @@ class GatewayService(process.Service):
         assert config.gateway is not None
         self._settings = config.gateway
         self._lag = LoopLag()
-        self._tasks: list[asyncio.Future[None]] = []
+        self._watching: asyncio.Task[None] | None = None
         self._served = asyncio.Event()  # there is a rollout
         self._runner: web.AppRunner | None = None
         self._rollouts: RolloutSessions
@@ -168,8 +166,8 @@ class GatewayService(process.Service):
 
     def load(self) -> None:
         config, data = self.config, self.config.data
-        self._tokenizer = Tokenizer(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
-        self._renderer = renderer_of(self._tokenizer, self._settings.tools, config.model.path)
+        tokenizer = Tokenizer(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
+        self._renderer = renderer_of(tokenizer, self._settings.tools, config.model.path)
 
     async def start(self) -> None:
         """Raises UserError where the port is taken."""
@@ -179,8 +177,7 @@ class GatewayService(process.Service):
         self._calls = PolicyCalls(
             model=Path(config.model.path).name,
             renderer=self._renderer,
-            tokenizer=self._tokenizer,
-            port=self._rollouts,
+            rollouts=self._rollouts.generate,
             context=self._settings.context or longest_text(config),
             run=None if serves else SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature),
         )
@@ -196,7 +193,7 @@ class GatewayService(process.Service):
         )
         self._episodes.key = "" if self.keys is None else secrets.token_hex()  # until the coordinator tells it
         await self._listen()
-        self._tasks = [asyncio.create_task(self._lag.run())]
+        self._watching = asyncio.create_task(self._lag.run())
         if self._settings.player is not None:
             self.background = asyncio.create_task(self._keep_playing(self._settings.player))
 
@@ -236,14 +233,10 @@ class GatewayService(process.Service):
     async def _keep_playing(self, player: Player) -> None:
         """By programs that begin once there is a rollout. Raises ServiceFault when one keeps ending."""
         await self._served.wait()
-        players = Players(self.config, player, self.url, self._episodes)
-        try:
-            await players.run()
-        finally:
-            await players.close()
+        await Players(self.config, player, self.url, self._episodes).run()
 
     async def close(self) -> None:
-        tasks = [*self._tasks, *([self.background] if self.background is not None else [])]
+        tasks = [task for task in (self._watching, self.background) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

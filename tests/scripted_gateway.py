@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from runtime.gateway.backend import BeginEpisode, Begun, Told
-from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, ToolCall
+from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, ReplyEnd, Told, ToolCall
+from runtime.gateway.episodes import Begun
 from runtime.types import EpisodeTask
 
 LINE = re.compile(r"^(think|say|call|fail) (.*)$|^---$", re.MULTILINE)
@@ -56,9 +56,9 @@ class ScriptedBackend:
         if key != KEY:
             raise Refused(401, "this is not the gateway's key")
 
-    async def begin(self, key: str, body: BeginEpisode) -> Begun:
+    async def begin(self, key: str, wait: float) -> Begun:
         if self.tasks == []:
-            raise Refused(429, f"no task came within {body.wait:g} s", retry_after=0.5)
+            raise Refused(429, f"no task came within {wait:g} s", retry_after=0.5)
         episode = ScriptedEpisode(f"e{next(self._numbers)}")
         self.episodes[episode.id] = episode
         return Begun(episode.id, episode.key, f"/episodes/{episode.id}", self.tasks.pop(0) if self.tasks else None)
@@ -113,9 +113,8 @@ class ScriptedBackend:
         message = replace(message, content="".join(words))
         tokens = np.array([len(word) for word in words] + [0] * (not cut), np.int32)
         logprobs = (-0.5 - np.arange(len(tokens))).astype(np.float32)
-        return PolicyReply(
-            message, tokens, logprobs, "length" if cut else "tool_calls" if message.tool_calls else "stop", "" if cut else stop
-        )
+        end: ReplyEnd = "length" if cut else "tool_calls" if message.tool_calls else "stop"
+        return PolicyReply(message, tokens, logprobs, np.zeros(len(tokens), np.int64), end, "" if cut else stop)
 
     def history(self, episode: Any, completion_id: str) -> tuple[Message, ...]:
         if completion_id not in episode.conversations:

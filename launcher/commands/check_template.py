@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from runtime.data.tokenizer import Tokenizer
-from runtime.gateway.conversation import Message, PolicyCall, Refused
-from runtime.gateway.family_rendering import FamilyRenderer
-from runtime.gateway.graph import EpisodeGraph, Extension, SampledReply
+from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused
+from runtime.gateway.family_rendering import renderer_of
+from runtime.gateway.graph import EpisodeGraph, Extension, ReplyNode
 from runtime.gateway.probes import ProbeConversation, conversations
-from runtime.gateway.rendering import TemplateRenderer, renderer_of
+from runtime.gateway.rendering import TemplateRenderer
 from runtime.telemetry.shown import LiteralTable, say
 
 
@@ -64,8 +64,8 @@ def play(renderer: TemplateRenderer, probe: ProbeConversation) -> TemplateOutcom
             if extension.fork:
                 forks.setdefault(extension.fork, []).append(str(index))
             elif extension.parent is not None:
-                ways[_way(renderer, extension)] += 1
-            graph.add(extension, str(index), [_reply(renderer, message)], 0.0, 0.0)
+                ways[_way(renderer, extension.parent, extension)] += 1
+            graph.add(extension, str(index), [_reply(renderer, message)])
     return TemplateOutcome(probe.name, ways, forks, "")
 
 
@@ -73,17 +73,14 @@ def _sent(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(replace(message, reasoning="") for message in messages)
 
 
-def _reply(renderer: TemplateRenderer, message: Message) -> SampledReply:
+def _reply(renderer: TemplateRenderer, message: Message) -> PolicyReply:
     said = message if renderer.thinks else replace(message, reasoning="")
     tokens = np.array(renderer.write(said), np.int32)
     size = len(tokens)
-    return SampledReply(tokens, np.zeros(size, np.float32), np.zeros(size, np.int64), "stop", said)
+    return PolicyReply(said, tokens, np.zeros(size, np.float32), np.zeros(size, np.int64), "stop")
 
 
-def _way(renderer: TemplateRenderer, extension: Extension) -> str:
-    parent = extension.parent
-    if parent is not None and isinstance(renderer, FamilyRenderer):
-        new = extension.conversation[len(parent.conversation) :]
-        if renderer.bridge_of_family(parent.tokens(), len(parent.reply.tokens), new, extension.tools) is not None:
-            return "renderers"
-    return "difference"
+def _way(renderer: TemplateRenderer, parent: ReplyNode, extension: Extension) -> str:
+    new, reply = extension.conversation[len(parent.conversation) :], len(parent.reply.tokens)
+    known = renderer.bridge_of_family(parent.tokens(), reply, new, extension.tools)
+    return "difference" if known is None else "renderers"

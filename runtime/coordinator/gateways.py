@@ -7,7 +7,7 @@ GroupStage, Evaluator ── PlayRequest ──► GatewayPool ──► gateway
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from runtime.commands import RolloutAddress, UseRollouts
 from runtime.config import Config
 from runtime.coordinator.pools import RolloutPool, WorkPool
-from runtime.coordinator.register import Member, UnitChange, UnitState, member_of
+from runtime.coordinator.register import Member, UnitState, member_of
 from runtime.data.handlers import Problem
 from runtime.errors import SluiceError
 from runtime.ports import RolePort
@@ -41,24 +41,19 @@ class GatewayPool(WorkPool):
     def __init__(self, rollouts: RolloutPool, config: Config, own_keys: Keys | None):
         """`own_keys`: the coordinator's."""
         share = max(1, sum(rollouts.slots.values()) // config.services.gateway.replicas)
-        super().__init__(rollouts.register, {f"{GATEWAY}-{index}": share for index in range(config.services.gateway.replicas)})
+        names = (f"{GATEWAY}-{index}" for index in range(config.services.gateway.replicas))
+        super().__init__(rollouts.register, GATEWAY, dict.fromkeys(names, share))
         self._rollouts, self._keys = rollouts, own_keys
         self._told: dict[Member, UseRollouts] = {}
         self._telling: dict[Member, asyncio.Task[None]] = {}
         rollouts.players = self
         rollouts.subscribe(self._notify)
         self.subscribe(self._tell_all)
-        self.register.subscribe(self._look)
         self._tell_all()
 
     @property
-    def admitting(self) -> Sequence[RolePort]:
-        serving = self.register.units(GATEWAY, UnitState.SERVING)
-        return [unit.port for unit in serving] if self._rollouts.admits else []
-
-    def least_loaded(self) -> RolePort:
-        gateway: RolePort = self.register.port(self._loads.least(self.register.members(GATEWAY, UnitState.SERVING)))
-        return gateway
+    def is_open(self) -> bool:
+        return self._rollouts.admits
 
     async def generate(
         self, who: RolePort, request: GroupRequest | PlayRequest, first: Awaitable[None] | None = None
@@ -69,10 +64,6 @@ class GatewayPool(WorkPool):
 
     def repeat(self) -> None:
         self._rollouts.repeat()
-
-    def _look(self, change: UnitChange) -> None:
-        if change.unit.role == GATEWAY:
-            self._notify()
 
     # ------------------------------------------------------------------------------------------ which rollouts serve
 

@@ -53,31 +53,51 @@ class WorkPool(ABC):
     One that is lost fails every call under way with Unreachable: its groups are another's to make.
     """
 
-    def __init__(self, register: Register, slots: Mapping[str, int]):
+    def __init__(self, register: Register, role: str, slots: Mapping[str, int]):
         """`slots`: how many sequences each has at once, by name."""
         self.register = register
+        self._role = role
         self._loads = RolloutLoads(slots)
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = [self._changed.set]
+        register.subscribe(self._look)
+
+    def _look(self, change: UnitChange) -> None:
+        if change.unit.role == self._role:
+            self._notify()
 
     @property
     def slots(self) -> Mapping[str, int]:
         """Of each unit that there may be, or has been: one that is to go may serve for a moment yet."""
         return self._loads.slots
 
+    @slots.setter
+    def slots(self, slots: Mapping[str, int]) -> None:
+        self._loads.slots = {**self._loads.slots, **slots}
+
     @property
     @abstractmethod
-    def admitting(self) -> Sequence[RolePort]:
+    def is_open(self) -> bool:
+        """Whether those that serve are given groups now."""
+
+    @property
+    def serving(self) -> list[RolePort]:
+        return [unit.port for unit in self.register.units(self._role, UnitState.SERVING)]
+
+    @property
+    def admitting(self) -> list[RolePort]:
         """Those that are given groups now."""
+        return self.serving if self.is_open else []
 
     @property
     def admits(self) -> bool:
         """Whether there is one of them."""
-        return bool(self.admitting)
+        return self.is_open and bool(self.register.units(self._role, UnitState.SERVING))
 
-    @abstractmethod
     def least_loaded(self) -> RolePort:
         """Of those that admit, of whom there is at least one."""
+        least: RolePort = self.register.port(self._loads.least(self.register.members(self._role, UnitState.SERVING)))
+        return least
 
     @abstractmethod
     def repeat(self) -> None:
@@ -145,29 +165,19 @@ class RolloutPool(WorkPool):
 
     def __init__(self, register: Register, slots: Mapping[str, int], patience: float = 120.0, term: int = 1):
         """`patience`: seconds that a run goes on without any rollout. `term`: as of `Membership`."""
-        super().__init__(register, slots)
+        super().__init__(register, ROLLOUT, slots)
         self.membership = Membership(register, term)
         self.players: WorkPool = self
         """Who is given the groups under training and evaluation: the rollouts themselves, or the gateways before them."""
         self._patience = patience
         self._lost = self._repeated = 0  # since `close_step`
         self._closed = False
-        register.subscribe(self._look)
-
-    @property
-    def slots(self) -> Mapping[str, int]:
-        return self._loads.slots
-
-    @slots.setter
-    def slots(self, slots: Mapping[str, int]) -> None:
-        self._loads.slots = {**self._loads.slots, **slots}
 
     # ------------------------------------------------------------------------------------------ who is there
 
     def _look(self, change: UnitChange) -> None:
-        if change.unit.role == ROLLOUT:
-            self._lost += change.lost
-            self._notify()
+        self._lost += change.lost and change.unit.role == ROLLOUT
+        super()._look(change)
 
     def commit(self, epoch: Epoch, version: PolicyVersion, swapped: Collection[str]) -> None:
         """The members called `swapped` of `epoch` have `version`, which counts; the others were lost."""
@@ -185,21 +195,13 @@ class RolloutPool(WorkPool):
         self.commit(epoch, PolicyVersion(), {member.name for member in epoch.members})
 
     @property
-    def serving(self) -> list[RolePort]:
-        return [unit.port for unit in self.register.units(ROLLOUT, UnitState.SERVING)]
-
-    @property
     def gateways(self) -> list[RolePort]:
         """Those that have the rollouts' episodes played, where there are any."""
         return [unit.port for unit in self.register.units(GATEWAY, UnitState.SERVING)]
 
     @property
-    def admitting(self) -> list[RolePort]:
-        return [] if self._closed else self.serving
-
-    @property
-    def admits(self) -> bool:
-        return not self._closed and bool(self.register.units(ROLLOUT, UnitState.SERVING))
+    def is_open(self) -> bool:
+        return not self._closed
 
     def close(self) -> None:
         """Nothing is asked to be generated until `open`: the rollouts' devices are another's."""
@@ -228,10 +230,6 @@ class RolloutPool(WorkPool):
                 await self._until(served)
 
     # ------------------------------------------------------------------------------------------ their work
-
-    def least_loaded(self) -> RolePort:
-        rollout: RolePort = self.register.port(self._loads.least(self.membership.serving))
-        return rollout
 
     def repeat(self) -> None:
         self._repeated += 1

@@ -11,24 +11,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from itertools import chain, repeat
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
 from runtime import timeouts
-from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
-from runtime.gateway.backend import Told
-from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Refused, ReplyEnd
+from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Refused, ReplyEnd, Told
 from runtime.gateway.episodes import Episode, mixed
-from runtime.gateway.graph import EpisodeGraph, Extension, SampledReply
-from runtime.gateway.rendering import ConversationRenderer
-from runtime.types import GroupRequest, PolicyVersion, Sample, SamplingParams
+from runtime.gateway.graph import Extension
+from runtime.gateway.rendering import TemplateRenderer
+from runtime.gateway.tool_calls import without_start_of
+from runtime.types import GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
 
 T = TypeVar("T")
 
@@ -36,31 +37,18 @@ BRIEF = 1024  # tokens that are read as messages in less than a millisecond: soo
 PIECES = (16, 32, 64, 128)  # tokens of the first pieces of a reply, and of all further ones
 
 
-class PolicyPort(Protocol):
-    """The rollouts, as the gateway calls them."""
-
-    async def generate(self, request: GroupRequest, kept: str, least: PolicyVersion) -> tuple[list[Sample], str]:
-        """The replies, of which no token is older than `least`, and the rollout that made them: the one called `kept`, if it
-        serves, else another. Raises DeadlineExceeded, and Unreachable where none serves."""
+Rollouts = Callable[[GroupRequest, str, PolicyVersion], Awaitable[tuple[list[Sample], str]]]
+"""Gives the replies, of which no token is older than the version, and the rollout that made them: the one that is named, if it
+serves, else another. Raises DeadlineExceeded, and Unreachable where none serves."""
 
 
 class PolicyCalls:
     """Has calls answered, of episodes and of none."""
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        renderer: ConversationRenderer,
-        tokenizer: Tokenizer,
-        port: PolicyPort,
-        context: int,
-        run: SamplingParams | None,
-    ):
+    def __init__(self, *, model: str, renderer: TemplateRenderer, rollouts: Rollouts, context: int, run: SamplingParams | None):
         """`context`: tokens of a conversation at most. `run`: how a run samples, which its loss is computed for, so that what a
         call says of it is not heeded; None: as each call says, where there is no run."""
-        self._model, self._renderer, self._tokenizer, self._port = model, renderer, tokenizer, port
-        self._context, self._run = context, run
+        self._model, self._renderer, self._rollouts, self._context, self._run = model, renderer, rollouts, context, run
         self._threads = ThreadPoolExecutor(2, "conversations")
         self.counts: Counter[str] = Counter()
 
@@ -70,26 +58,20 @@ class PolicyCalls:
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def answer(self, episode: Episode | None, call: PolicyCall, told: Told | None = None) -> Completion:
+    async def answer(self, episode: Episode, call: PolicyCall, told: Told | None = None) -> Completion:
         """Raises Refused: 400 for what does not fit, 408 at the deadline, 503 where no rollout serves."""
-        graph = EpisodeGraph(self._renderer) if episode is None else episode.graph
-        began, completion_id = time.time(), f"call-{secrets.token_hex(12)}"
-        extension: Extension = await self._in_thread(graph.extend, call)
-        sampling = self._sampling(episode, call, len(extension.prompt))
-        number, seed = 0, call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
-        if episode is not None:
-            number, episode.calls = episode.calls, episode.calls + 1
-            if episode.group is not None:
-                seed = episode.seed
+        began, completion_id, task = time.time(), f"call-{secrets.token_hex(12)}", episode.request
+        extension: Extension = await self._in_thread(episode.graph.extend, call)
         request = GroupRequest(
             group_id=0,
             prompt=extension.prompt,
             n=call.n,
-            seed=mixed(seed, number),
-            sampling=sampling,
-            purpose="train" if episode is None or episode.group is None else episode.group.request.purpose,
+            seed=mixed(self._seed(episode, call), episode.calls),
+            sampling=self._sampling(task, call, len(extension.prompt)),
+            purpose="train" if task is None else task.purpose,
             keep=True,
         )
+        episode.calls += 1
         stops = call.stop if call.parallel_tool_calls else (*call.stop, self._renderer.end_of_call())
         stops = tuple(filter(None, stops))
         try:
@@ -117,15 +99,16 @@ class PolicyCalls:
         completion = Completion(
             id=completion_id, created=began, model=self._model, prompt=extension.prompt, replies=tuple(made)
         )
-        if episode is not None and not episode.over:
-            sampled = [
-                SampledReply(reply.tokens, reply.logprobs, sample.versions, reply.end, reply.message)
-                for reply, (sample, _) in zip(made, replies, strict=True)
-            ]
-            graph.add(extension, completion.id, sampled, began, time.time())
+        if not episode.over:
+            episode.graph.add(extension, completion.id, made)
         return completion
 
-    def _sampling(self, episode: Episode | None, call: PolicyCall, prompt: int) -> SamplingParams:
+    def _seed(self, episode: Episode, call: PolicyCall) -> int:
+        if episode.request is not None:
+            return mixed(episode.request.seed, episode.request.first + episode.index)
+        return call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
+
+    def _sampling(self, task: PlayRequest | None, call: PolicyCall, prompt: int) -> SamplingParams:
         """Raises Refused where the conversation is too long."""
         room = self._context - prompt
         if room < 1:
@@ -135,33 +118,27 @@ class PolicyCalls:
                 "messages",
                 code="context_length_exceeded",
             )
-        run = self._run if episode is None or episode.group is None else episode.sampling
-        asked = [call.temperature, call.top_p, call.top_k, call.min_p]
+        run = self._run if task is None else task.sampling
+        wishes = {name: getattr(call, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        asked = {name: value for name, value in wishes.items() if value is not None}
         if run is None:
-            defaults = (1.0, 1.0, 0, 0.0)
-            temperature, top_p, top_k, min_p = (b if a is None else a for a, b in zip(asked, defaults, strict=True))
-            run = SamplingParams(
-                max_new_tokens=self._context, temperature=temperature, top_p=top_p, top_k=int(top_k), min_p=min_p
-            )
+            run = SamplingParams(max_new_tokens=self._context, **asked)
         else:
-            own = (run.temperature, run.top_p, run.top_k, run.min_p)
-            self.counts["overridden"] += any(a not in (None, b) for a, b in zip(asked, own, strict=True))
+            self.counts["overridden"] += any(value != getattr(run, name) for name, value in asked.items())
         most = min(room, run.max_new_tokens, room if call.max_tokens is None else call.max_tokens)
         stop = (*self._renderer.stop_ids, *call.stop_token_ids)
         return replace(run, max_new_tokens=most, stop_token_ids=tuple(dict.fromkeys(stop)))
 
-    async def _generate(self, episode: Episode | None, request: GroupRequest) -> list[Sample]:
+    async def _generate(self, episode: Episode, request: GroupRequest) -> list[Sample]:
         """With an id that no other call has: they are below those of evaluations, and above those of probes."""
         own = replace(request, group_id=-(1 << 32) - secrets.randbits(60))
-        if episode is None:
-            return (await self._port.generate(own, "", PolicyVersion()))[0]
-        least = PolicyVersion() if episode.group is None else episode.group.request.version
-        samples, episode.rollout = await self._port.generate(own, episode.rollout, least)
+        least = PolicyVersion() if episode.request is None else episode.request.version
+        samples, episode.rollout = await self._rollouts(own, episode.rollout, least)
         return samples
 
     async def _in_pieces(
         self,
-        episode: Episode | None,
+        episode: Episode,
         request: GroupRequest,
         forced: Sequence[int],
         stops: Sequence[str],
@@ -169,7 +146,7 @@ class PolicyCalls:
     ) -> tuple[Sample, str]:
         """One reply, and the stop text that ended it."""
         index, left, parts = request.first, request.sampling.max_new_tokens, list[Sample]()
-        for number, size in enumerate(_sizes()):
+        for number, size in enumerate(chain(PIECES, repeat(PIECES[-1]))):
             grown = np.concatenate([request.prompt, *(part.tokens for part in parts)])
             piece = replace(
                 request,
@@ -190,29 +167,22 @@ class PolicyCalls:
 
     def _cut(self, sample: Sample, stops: Sequence[str]) -> tuple[Sample, str]:
         """Up to the token with which the first stop text is there whole."""
-        text = self._tokenizer.decode(sample.tokens, skip_special=False)
+        text = self._renderer.decode(sample.tokens)
         found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
         if not found:
             return sample, ""
         _, stop = min(found)
-        low, high = 1, len(sample.tokens)  # the text of more tokens has it if that of fewer has
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (
-                (low, middle)
-                if stop in self._tokenizer.decode(sample.tokens[:middle], skip_special=False)
-                else (middle + 1, high)
-            )
-        ends = {name: getattr(sample, name)[:low] for name in ("tokens", "loss_mask", "logprobs", "versions")}
-        return replace(sample, **ends, finish_reason="stop"), stop
+
+        def has_it(size: int) -> bool:  # the text of more tokens has it if that of fewer has
+            return stop in self._renderer.decode(sample.tokens[:size])
+
+        least = bisect_left(range(len(sample.tokens)), True, lo=1, key=has_it)
+        return replace(sample.part(slice(least)), finish_reason="stop"), stop
 
     def _visible(self, sample: Sample, forced: Sequence[int], stop: str, stops: Sequence[str]) -> str:
         """Of a reply so far, what its client may see: nothing that may be the beginning of a stop text."""
         text: str = self._renderer.visible(sample.tokens, forced)
-        if stop:
-            return text.partition(stop)[0]
-        held = max((size for each in stops for size in range(1, len(each)) if text.endswith(each[:size])), default=0)
-        return text[: len(text) - held]
+        return text.partition(stop)[0] if stop else without_start_of(stops, text)
 
     def _reply(self, call: PolicyCall, extension: Extension, sample: Sample, stop: str) -> PolicyReply:
         tools = () if call.tool_choice == "none" else call.tools
@@ -220,13 +190,7 @@ class PolicyCalls:
         if stop and stop in call.stop:
             message = replace(message, content=message.content.partition(stop)[0])
         end: ReplyEnd = "length" if sample.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
-        return PolicyReply(message=message, tokens=sample.tokens, logprobs=sample.logprobs, end=end, stop=stop)
-
-
-def _sizes() -> Iterator[int]:
-    yield from PIECES
-    while True:
-        yield PIECES[-1]
+        return PolicyReply(message, sample.tokens, sample.logprobs, sample.versions, end, stop)
 
 
 def _joined(parts: Sequence[Sample]) -> Sample:

@@ -5,6 +5,7 @@ HTTP ── dialects ──► PolicyCall ──► episodes, which keep the gra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +14,6 @@ from msgspec import Struct
 from runtime.errors import SluiceError
 
 ReplyEnd = Literal["stop", "length", "tool_calls"]
-Choice = Literal["auto", "none", "required"]
 
 # What conversations keep has `gc=False`: nothing in it knows itself, and a gateway has more of it than could be looked through
 # for such things while programs wait.
@@ -63,7 +63,7 @@ class PolicyCall(Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...] | None = None
     text: str | None = None
     tools: tuple[Tool, ...] = ()
-    tool_choice: Choice | str = "auto"  # or "function:NAME"
+    tool_choice: str = "auto"  # or "none", "required", "function:NAME"
     parallel_tool_calls: bool = True
     n: int = 1
     max_tokens: int | None = None
@@ -77,13 +77,13 @@ class PolicyCall(Struct, frozen=True, kw_only=True):
     repeats: str = ""  # what makes another request the same call: "key:" and its idempotency key, else "body:" and a digest
 
 
-class PolicyReply(Struct, frozen=True):
-    """One of the n replies to a call. `tokens` int32 and `logprobs` float32 are as they were sampled, a stop token included;
-    `stop` is the stop text that ended it."""
+class PolicyReply(Struct, frozen=True, gc=False):
+    """One of the n replies to a call, as it was sampled, a stop token included. `stop`: the stop text that ended it."""
 
     message: Message
-    tokens: np.ndarray
-    logprobs: np.ndarray
+    tokens: np.ndarray  # int32
+    logprobs: np.ndarray  # float32
+    versions: np.ndarray  # int64, PolicyVersion.pack()
     end: ReplyEnd
     stop: str = ""
 
@@ -96,3 +96,7 @@ class Completion(Struct, frozen=True, kw_only=True):
     model: str
     prompt: np.ndarray
     replies: tuple[PolicyReply, ...]
+
+
+Told = Callable[[str, int, str], None]
+"""Is told a completion's id, the index of one of its replies, and its visible text so far, which only grows."""

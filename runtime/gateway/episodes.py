@@ -15,20 +15,19 @@ import logging
 import math
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import xxhash
+from msgspec import Struct
 
 from runtime import codec, timeouts
 from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
-from runtime.gateway.backend import BeginEpisode, Begun, Told
-from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused
+from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused, Told
 from runtime.gateway.graph import EpisodeGraph, payload_of
-from runtime.gateway.rendering import ConversationRenderer
-from runtime.process.aio import now
-from runtime.types import GeneratedGroup, PlayRequest, SamplingParams
+from runtime.gateway.rendering import TemplateRenderer
+from runtime.process.aio import done_within, now
+from runtime.types import EpisodeTask, GeneratedGroup, PlayRequest
 
 log = logging.getLogger("sluice")
 
@@ -38,13 +37,24 @@ STOP_REASONS = (
 KEY_BYTES = 24
 
 
-class Episode:
-    """One that is open, or was; `seed` is that of its random streams."""
+class Begun(Struct, frozen=True):
+    """An episode, as who plays it is told. `base` is the path below which it is addressed, "/episodes/ID"; `key` is its own."""
 
-    def __init__(self, renderer: ConversationRenderer, group: Playing | None, index: int, sampling: SamplingParams, seed: int):
+    id: str
+    key: str
+    base: str
+    task: EpisodeTask | None  # None: of the caller's own
+
+
+class Episode:
+    """One that is open, or was; or, open to nobody, that of a call which belongs to none."""
+
+    def __init__(self, renderer: TemplateRenderer, group: Playing | None = None, index: int = 0):
+        """`group`: None where there is no run; `index`: in it."""
         self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(KEY_BYTES)
         self.graph = EpisodeGraph(renderer)
-        self.group, self.index, self.sampling, self.seed = group, index, sampling, seed
+        self.group, self.index = group, index
+        self.request = None if group is None else group.request
         self.reward: float | None = None
         self.program = ""  # the key of who plays it
         self.stop_reason = ""  # of one that is over
@@ -66,7 +76,6 @@ class Playing:
         self.request, self.done = request, done
         self.episodes: dict[int, Episode] = {}  # by their index
         self.left = request.n  # that are not over
-        self.timer: asyncio.TimerHandle | None = None
 
 
 class SharedCall:
@@ -88,17 +97,17 @@ class SharedCall:
         self._work.cancel()
 
 
-Answer = Callable[[Episode | None, PolicyCall, Told | None], Any]
+Answer = Callable[[Episode, PolicyCall, Told | None], Awaitable[Completion]]
 
 
 class Episodes:
-    """Implements `runtime.gateway.backend.GatewayBackend`."""
+    """What programs ask is refused by raising Refused."""
 
     def __init__(
         self,
         *,
         model: str,
-        renderer: ConversationRenderer,
+        renderer: TemplateRenderer,
         answer: Answer,
         most: int,
         seconds: float,
@@ -124,17 +133,18 @@ class Episodes:
 
     async def play(self, request: PlayRequest) -> GeneratedGroup:
         """Answered once all its episodes are over. Raises DeadlineExceeded when no program asked for one of them in time."""
-        group = Playing(request, asyncio.get_running_loop().create_future())
-        group.timer = asyncio.get_running_loop().call_later(self._seconds, self._expire, group)
+        loop = asyncio.get_running_loop()
+        group = Playing(request, loop.create_future())
+        timer = loop.call_later(self._seconds, self._expire, group)
         self._waiting.extend((group, index) for index in range(request.n))
         self._came.set()
         if not self._warns:
             self._warns = True
-            asyncio.get_running_loop().call_later(timeouts.NOBODY_ASKS, self._tell_of_nobody)
+            loop.call_later(timeouts.NOBODY_ASKS, self._tell_of_nobody)
         try:
             return await group.done
         finally:  # also where the coordinator withdraws it
-            group.timer.cancel()
+            timer.cancel()
             self._waiting = deque(each for each in self._waiting if each[0] is not group)
             for episode in group.episodes.values():
                 self._close(episode, "cancelled")
@@ -167,40 +177,33 @@ class Episodes:
 
     # ------------------------------------------------------------------------------------------ what programs ask
 
-    async def begin(self, key: str, body: BeginEpisode) -> Begun:
-        """The next task's episode, once there is one."""
+    async def begin(self, key: str, wait: float = 0.0) -> Begun:
+        """The next task's episode, for who knows the gateway's own key. Refused: 401; 429 where there is no task within `wait`
+        seconds, or where more episodes are not admitted."""
         self.check(key)
         self._asked = True
         if len(self._open) >= self._most:
             raise Refused(429, f"{self._most} episodes are open (gateway.episodes)", retry_after=timeouts.GATEWAY_RETRY)
         if self._serves:
-            return self._begun(Episode(self._renderer, None, 0, SamplingParams(max_new_tokens=0), 0))
-        until = now() + min(body.wait, timeouts.TASK_WAIT)
-        while not self._waiting:
-            self._came.clear()
-            try:
-                await asyncio.wait_for(self._came.wait(), until - now())
-            except asyncio.TimeoutError:
-                raise Refused(429, "no task waits", retry_after=timeouts.GATEWAY_RETRY) from None
-        group, index = self._waiting.popleft()
-        request = group.request
-        seed = mixed(request.seed, request.first + index)
-        episode = Episode(self._renderer, group, index, request.sampling, seed)
-        group.episodes[index] = episode
-        episode.program = key
-        return self._begun(episode)
-
-    def _begun(self, episode: Episode) -> Begun:
+            episode, task = Episode(self._renderer), None
+            episode.timer = asyncio.get_running_loop().call_later(self._seconds, self._close, episode, "timeout")
+        else:
+            until = now() + min(wait, timeouts.TASK_WAIT)
+            while not self._waiting:
+                self._came.clear()
+                if not await done_within(self._came.wait(), until - now()):
+                    raise Refused(429, "no task waits", retry_after=timeouts.GATEWAY_RETRY)
+            group, index = self._waiting.popleft()
+            episode = group.episodes[index] = Episode(self._renderer, group, index)
+            episode.program, task = key, group.request.task
         self._open[episode.id] = self._by_key[episode.key] = episode
         self.counts["episodes"] += 1
-        if episode.group is None:
-            episode.timer = asyncio.get_running_loop().call_later(self._seconds, self._close, episode, "timeout")
-        task = None if episode.group is None else episode.group.request.task
         return Begun(id=episode.id, key=episode.key, base=f"/episodes/{episode.id}", task=task)
 
-    def episode(self, id: str, key: str) -> Episode | None:
-        """By its key, and by its id where there is one; the key may stand in the place of the id, for who sends another.
-        None: a call that belongs to no episode, where that may be."""
+    def episode(self, id: str, key: str) -> Episode:
+        """By its key, and by its id where there is one; the key may stand in the place of the id, for who sends another. A new
+        one that is not open for a call that belongs to none, where that may be. Refused: 404 where it is not there, 401 for a
+        wrong key, or none."""
         if (named := self._by_key.get(id)) is not None:
             return named
         found = self._open.get(id) if id else self._by_key.get(key)
@@ -209,13 +212,14 @@ class Episodes:
         if found is not None and hmac.compare_digest(found.key.encode(), key.encode()):
             return found
         if not id and self._serves and self._is_own(key):
-            return None
+            return Episode(self._renderer)
         raise Refused(401, "the key is that of no episode which is open" if key else "needs the key of an episode")
 
     def _is_own(self, key: str) -> bool:
         return not self.key or key in self._programs or hmac.compare_digest(self.key.encode(), key.encode())
 
     def check(self, key: str) -> None:
+        """Refused, 401, unless it is the gateway's own."""
         if not self._is_own(key):
             raise Refused(401, "needs the gateway's key")
 
@@ -237,10 +241,9 @@ class Episodes:
             self.counts["played_again"] += 1
         self._came.set()
 
-    async def call(self, episode: Episode | None, call: PolicyCall, told: Told | None = None) -> Completion:
-        """The policy's answer. A request that is made again gets that of the first."""
-        if episode is None:
-            return await self._counted(None, call, told)
+    async def call(self, episode: Episode, call: PolicyCall, told: Told | None = None) -> Completion:
+        """The policy's answer. A request that is made again gets that of the first. Cancelled when the client hangs up, which
+        withdraws the call and leaves the episode."""
         if episode.over:
             raise Refused(404, f"episode {episode.id} is over ({episode.stop_reason})")
         if (known := episode.answered.get(call.repeats)) is not None:
@@ -258,26 +261,26 @@ class Episodes:
                 raise Refused(404, f"episode {episode.id} is over ({episode.stop_reason})") from None
             raise
 
-    async def _counted(self, episode: Episode | None, call: PolicyCall, told: Told | None) -> Completion:
+    async def _counted(self, episode: Episode, call: PolicyCall, told: Told | None) -> Completion:
         self.counts["calls"] += 1
         self.counts["under_way"] += 1
         try:
-            completion: Completion = await self._answer(episode, call, told)
+            completion = await self._answer(episode, call, told)
         except Refused as error:
             self.counts[f"refused_{error.status}"] += 1
             raise
         finally:
             self.counts["under_way"] -= 1
-        if episode is not None and call.repeats.startswith("key:"):
+        if call.repeats.startswith("key:"):
             episode.answered[call.repeats] = completion
         return completion
 
-    def history(self, episode: Episode | None, completion_id: str) -> tuple[Message, ...]:
-        if episode is None:
-            raise Refused(404, f"there is no completion {completion_id!r}: only an episode keeps what was said in it")
+    def history(self, episode: Episode, completion_id: str) -> tuple[Message, ...]:
+        """The conversation up to and with the reply of a completion. Refused: 404."""
         return episode.graph.history(completion_id)
 
     def reward(self, episode: Episode, value: float, completion: str = "") -> None:
+        """Of a completion; empty: of the whole episode. Refused: 404 for an unknown completion, 400 if not finite."""
         if not math.isfinite(value):
             raise Refused(400, f"reward: {value} is not a finite number", "reward")
         if completion:
@@ -287,6 +290,7 @@ class Episodes:
             episode.reward = value
 
     async def end(self, episode: Episode, stop_reason: str = "") -> None:
+        """No more calls of the episode. Refused: 400 for a reason that is none of `STOP_REASONS`."""
         if stop_reason and stop_reason not in STOP_REASONS:
             raise Refused(400, f"stop_reason: '{stop_reason}' is not one of {', '.join(STOP_REASONS)}", "stop_reason")
         self._close(episode, stop_reason or "completed")
@@ -327,13 +331,13 @@ class Episodes:
     def close(self) -> None:
         for episode in list(self._open.values()):
             self._close(episode, "cancelled")
-        for group in {id(group): group for group, _ in self._waiting}.values():
+        for group in {group for group, _ in self._waiting}:
             if not group.done.done():
                 group.done.set_exception(Cancelled("the gateway was stopped"))
 
 
 def finished(
-    request: PlayRequest, graphs: Sequence[EpisodeGraph], renderer: ConversationRenderer, rewards: list[float]
+    request: PlayRequest, graphs: Sequence[EpisodeGraph], renderer: TemplateRenderer, rewards: list[float]
 ) -> GeneratedGroup:
     """What leaves the gateway: header and encoded payload. A group of which nothing is trained is as if it were of no version
     yet."""

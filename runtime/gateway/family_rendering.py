@@ -7,7 +7,7 @@ of Qwen 3 leave out what was reasoned before the last question. The template sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.gateway.conversation import Message, Tool
 from runtime.gateway.probes import conversations
-from runtime.gateway.rendering import TemplateRenderer, as_openai, function
+from runtime.gateway.rendering import TemplateRenderer, as_openai, functions
 from runtime.gateway.tool_calls import Format
 from runtime.json_file import read_object
 
@@ -33,27 +33,13 @@ class FamilyRenderer(TemplateRenderer):
         super().__init__(tokenizer, tools)
         self._family = family
 
-    def bridge(
-        self,
-        tokens: np.ndarray,
-        reply: int,
-        ended: bool,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[Tool],
-        said: Callable[[], str] | None = None,
-    ) -> list[int] | str:
-        found = self.bridge_of_family(tokens, reply, new, tools)
-        return super().bridge(tokens, reply, ended, history, new, tools, said) if found is None else found
-
     def bridge_of_family(
         self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
-        """What the package puts behind `tokens`; None where it would have to render anew."""
         before = tokens.tolist()
         at = len(before) - reply
         shaped = [as_openai(message) for message in new]
-        found = self._family.bridge_to_next_turn(before[:at], before[at:], shaped, tools=_functions(tools))
+        found = self._family.bridge_to_next_turn(before[:at], before[at:], shaped, tools=functions(tools))
         if found is None or list(found.token_ids[: len(before)]) != before:
             return None
         return list(found.token_ids[len(before) :])
@@ -67,27 +53,30 @@ class FamilyRenderer(TemplateRenderer):
             for end, message in enumerate(probe.messages):
                 if message.role == "assistant":
                     shaped = [as_openai(each) for each in probe.messages[:end]]
-                    ids = self._family.render_ids(shaped, tools=_functions(tools), add_generation_prompt=True)
+                    ids = self._family.render_ids(shaped, tools=functions(tools), add_generation_prompt=True)
                     if ids != self.encode(self.text(probe.messages[:end], tools)):
                         return f"'{probe.name}', message {end}"
         return ""
 
 
-def family_renderer(tokenizer: Tokenizer, tools: Literal["auto"] | Format, model_folder: Path) -> FamilyRenderer | None:
-    """None where the family is not known, the package is not there, or it renders otherwise than the template."""
-    file = model_folder / "config.json"
+def renderer_of(tokenizer: Tokenizer, tools: Literal["auto"] | Format, model_folder: Path | str) -> TemplateRenderer:
+    """By the package where it is there, knows the family of the model in `model_folder` and renders as its template does."""
+    return _family_renderer(tokenizer, tools, Path(model_folder) / "config.json") or TemplateRenderer(tokenizer, tools)
+
+
+def _family_renderer(tokenizer: Tokenizer, tools: Literal["auto"] | Format, file: Path) -> FamilyRenderer | None:
     name = FAMILIES.get(read_object(file, f"model.path: {file}").get("model_type", "")) if file.is_file() else None
     if name is None:
         return None
     try:
         found = _made(name, tokenizer, tools)
-        why = found.fault()
+        if not (where := found.fault()):
+            return found
+        why = f"it renders {where} otherwise"
     except UserError as error:
-        log.warning("conversations are continued by the chat template, not by renderers' %s: %s", name, error)
-        return None
-    if why:
-        log.warning("conversations are continued by the chat template: renderers' %s renders %s otherwise", name, why)
-    return None if why else found
+        why = str(error)
+    log.warning("conversations are continued by the chat template, not by renderers' %s: %s", name, why)
+    return None
 
 
 def _made(name: str, tokenizer: Tokenizer, tools: Literal["auto"] | Format) -> FamilyRenderer:
@@ -97,10 +86,6 @@ def _made(name: str, tokenizer: Tokenizer, tools: Literal["auto"] | Format) -> F
         return FamilyRenderer(tokenizer, tools, getattr(renderers, name)(_PlainTokenizer(tokenizer)))
     except Exception as error:  # the package is not there, or whatever it says of a tokenizer that is not its family's
         raise UserError(f"{type(error).__name__}: {error}") from error
-
-
-def _functions(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    return [function(tool) for tool in tools] or None
 
 
 class _PlainTokenizer:

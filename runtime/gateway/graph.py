@@ -8,49 +8,35 @@ where another call went on there before, the graph forks, which is counted by re
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 from msgspec import Struct
 
-from runtime.gateway.conversation import Message, PolicyCall, Refused, ReplyEnd, Tool, ToolCall
-from runtime.types import FinishReason, GroupPayload, PolicyVersion, Sample, TurnReward
-
-if TYPE_CHECKING:
-    from runtime.gateway.rendering import ConversationRenderer
+from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
+from runtime.gateway.rendering import TemplateRenderer
+from runtime.types import GroupPayload, PolicyVersion, Sample, TurnReward
 
 NEW, EDITED, TOOLS = "new conversation", "history edited", "tools changed"
 TWICE, NO_PREFIX = "two calls from one message", "not a prefix"
 
 
-class SampledReply(Struct, frozen=True, gc=False):
-    """What the engine sampled, a stop token included, and the message that the caller was answered."""
-
-    tokens: np.ndarray  # int32
-    logprobs: np.ndarray  # float32
-    versions: np.ndarray  # int64, PolicyVersion.pack()
-    end: ReplyEnd
-    message: Message
-
-
 class ReplyNode(Struct, eq=False, gc=False):
-    """One reply. `given`: int32, what was put before it, the tokens it was forced to begin with included. Times in seconds.
-    Nodes know what is before them alone: those of an episode that is over are freed at once."""
+    """One reply. `given`: int32, what was put before it, the tokens it was forced to begin with included. Nodes know what
+    is before them alone: those of an episode that is over are freed at once."""
 
     parent: ReplyNode | None
     given: np.ndarray
-    reply: SampledReply
+    reply: PolicyReply
     conversation: tuple[Message, ...]  # up to and with the reply; empty where tokens or text were asked
     tools: tuple[Tool, ...]
-    began: float
-    ended: float
+    reward: float | None = None
     followed: bool = False  # by another
     text: str = ""  # of `tokens`, until another has one that begins with it
 
@@ -63,7 +49,11 @@ class ReplyNode(Struct, eq=False, gc=False):
 
     def tokens(self) -> np.ndarray:
         """int32, along the path: what the engine was given for this reply, and the reply."""
-        return np.concatenate([part for node in self.path() for part in (node.given, node.reply.tokens)])
+        return np.concatenate([node.own() for node in self.path()])
+
+    def own(self) -> np.ndarray:
+        """int32: what was put before the reply, and the reply."""
+        return np.concatenate([self.given, self.reply.tokens])
 
 
 @dataclass(frozen=True)
@@ -81,41 +71,24 @@ class Extension:
     tools: tuple[Tool, ...]
 
 
-@dataclass(frozen=True)
-class Branch:
-    """A path to a leaf: arrays of `Sample` over all its tokens. `sampled`: index of the first one that the model wrote;
-    `rewards`: those of the turns that are trained here, by the index of a turn's last token."""
+class Branch(Sample, frozen=True, kw_only=True):
+    """A path to a leaf, from its first token on. `sampled`: index of the first one that the model wrote; `rewards`: those of
+    the turns that are trained here, by the index of a turn's last token."""
 
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
-    finish_reason: FinishReason
     sampled: int
     rewards: dict[int, float]
-
-    def behind(self, size: int) -> Sample:
-        """Without its first `size` tokens."""
-        return Sample(
-            tokens=self.tokens[size:],
-            loss_mask=self.loss_mask[size:],
-            logprobs=self.logprobs[size:],
-            versions=self.versions[size:],
-            finish_reason=self.finish_reason,
-        )
 
 
 class EpisodeGraph:
     """`extend` changes nothing and may run in a thread beside others; everything else is called by one thread alone."""
 
-    def __init__(self, renderer: ConversationRenderer):
+    def __init__(self, renderer: TemplateRenderer):
         self.forks: Counter[str] = Counter()  # by what stands before the colon of the reason
         self.nodes: list[ReplyNode] = []
         self._renderer = renderer
         self._replies: dict[bytes, tuple[ReplyNode, ...]] = {}  # by the digest of the conversation up to and with each
         self._prefixes: set[bytes] = set()  # digests of all conversations up to each of their messages
         self._completions: dict[str, tuple[ReplyNode, ...]] = {}
-        self._rewards: dict[ReplyNode, float] = {}
 
     def extend(self, call: PolicyCall) -> Extension:
         """Raises Refused for what the model's template cannot render, and for a tool choice that is none of the tools."""
@@ -140,34 +113,23 @@ class EpisodeGraph:
             conversation = parent.conversation + call.messages[len(parent.conversation) :]  # what clients drop is kept
         return Extension(parent, prompt, given, tuple(forced), fork, conversation, digests, tools)
 
-    def add(
-        self, extension: Extension, completion_id: str, replies: Sequence[SampledReply], began: float, ended: float
-    ) -> None:
+    def add(self, extension: Extension, completion_id: str, replies: Sequence[PolicyReply]) -> None:
         """The replies to one call: siblings where there are several. One without tokens is no node."""
         parent = extension.parent
         beside = bool(self.nodes) if parent is None else parent.followed  # what came since the call was extended, too
         if fork := extension.fork or (beside and (NEW if parent is None else TWICE)) or "":
             self.forks[fork.partition(":")[0]] += 1
         conversation = extension.conversation
-        nodes = [
-            ReplyNode(
-                parent=parent,
-                given=extension.given,
-                reply=reply,
-                conversation=(*conversation, reply.message) if conversation else (),
-                tools=extension.tools,
-                began=began,
-                ended=ended,
-            )
-            for reply in replies
-            if len(reply.tokens)
-        ]
+        nodes = []
         self._prefixes.update(extension.digests)
-        for node in nodes:
-            if conversation:
-                whole = _digests([node.reply.message], extension.digests[-1])[0]
-                self._prefixes.add(whole)
-                self._replies[whole] = (*self._replies.get(whole, ()), node)
+        for reply in replies:
+            if len(reply.tokens):
+                whole = (*conversation, reply.message) if conversation else ()
+                nodes.append(node := ReplyNode(parent, extension.given, reply, whole, extension.tools))
+                if conversation:
+                    (digest,) = _digests([reply.message], extension.digests[-1])
+                    self._prefixes.add(digest)
+                    self._replies[digest] = (*self._replies.get(digest, ()), node)
         self.nodes += nodes
         if parent is not None and nodes:
             parent.followed = True
@@ -176,16 +138,15 @@ class EpisodeGraph:
     def reward(self, completion_id: str, value: float) -> None:
         """What a completion earned: each of its replies. Replaces what it was given before. Raises Refused."""
         if completion_id not in self._completions:
-            raise Refused(404, f"completion: '{completion_id}' is none of this episode", "completion")
-        if not math.isfinite(value):
-            raise Refused(400, f"reward: {value} is not finite", "reward")
-        self._rewards |= dict.fromkeys(self._completions[completion_id], value)
+            raise _unknown(completion_id)
+        for node in self._completions[completion_id]:
+            node.reward = value
 
     def history(self, completion_id: str) -> tuple[Message, ...]:
         """The conversation up to and with the first reply of a completion. Raises Refused."""
         nodes = self._completions.get(completion_id)
         if not nodes:
-            raise Refused(404, f"completion: '{completion_id}' is none of this episode", "completion")
+            raise _unknown(completion_id)
         return nodes[0].conversation
 
     def branches(self) -> list[Branch]:
@@ -207,8 +168,8 @@ class EpisodeGraph:
             given, reply = len(node.given), node.reply
             length += given + len(reply.tokens)
             new = node not in trained
-            if new and node in self._rewards:
-                rewards[length - 1] = self._rewards[node]
+            if new and node.reward is not None:
+                rewards[length - 1] = node.reward
             mask += [np.zeros(given, np.uint8), np.full(len(reply.tokens), new, np.uint8)]
             logprobs += [np.zeros(given, np.float32), reply.logprobs if new else np.zeros_like(reply.logprobs)]
             # Tokens that were given have the version of the one sampled next: long runs of equal versions take no room.
@@ -235,9 +196,9 @@ class EpisodeGraph:
     def _text(self, node: ReplyNode) -> str:
         """Of all its tokens. Only what it adds is decoded, where the text of its parent is known."""
         if not (text := node.text):
-            before, added = node.parent, np.concatenate([node.given, node.reply.tokens])
+            before = node.parent
             if before is not None and self._renderer.decodes_parts and (known := before.text):
-                text = known + self._renderer.decode(added, before.reply.tokens[-1:] if self._ends(before) else ())
+                text = known + self._renderer.decode(node.own(), before.reply.tokens[-1:] if self._ends(before) else ())
                 before.text = ""
             node.text = text = text or self._renderer.decode(node.tokens())
         return text
@@ -265,29 +226,33 @@ class EpisodeGraph:
     def _by_tokens(self, prompt: np.ndarray) -> Extension:
         """Behind the deepest reply whose path the prompt begins with."""
         parent, at, edited = None, 0, -1
-        children: dict[ReplyNode | None, list[ReplyNode]] = {}
-        for node in self.nodes:
-            children.setdefault(node.parent, []).append(node)
-        behind: list[tuple[int, ReplyNode]] = [(0, node) for node in children.get(None, ())]
-        while behind:
-            begin, node = behind.pop()
-            own = np.concatenate([node.given, node.reply.tokens])
-            alike = _common(own, prompt[begin:])
-            if alike == len(own):
-                if begin + alike > at or (begin + alike == at and not node.followed):
-                    parent, at = node, begin + alike
-                behind += [(begin + alike, child) for child in children.get(node, ())]
-            elif alike > len(node.given):
-                edited = max(edited, begin + alike)
+        ends: dict[ReplyNode | None, int] = {None: 0}  # of the paths that the prompt begins with
+        for node in self.nodes:  # each behind its parent
+            if (begin := ends.get(node.parent)) is None:
+                continue
+            own = node.own()
+            end = begin + _common(own, prompt[begin:])
+            if end == begin + len(own):
+                ends[node] = end
+                if end > at or (end == at and not node.followed):
+                    parent, at = node, end
+            elif end > begin + len(node.given):
+                edited = max(edited, end)
         fork = ""
         if edited > at:
             fork = f"{EDITED}: token {edited}"
         elif parent is not None and parent.followed:
             fork = TWICE
         elif parent is None and self.nodes:
-            roots = [node.given for node in children[None]]
+            roots = [node.given for node in self.nodes if node.parent is None]
             fork = TWICE if any(np.array_equal(given, prompt) for given in roots) else NEW
         return Extension(parent, prompt, prompt[at:], (), fork, (), (), ())
+
+
+def _unknown(completion_id: str) -> Refused:
+    return Refused(
+        404, f"completion: '{completion_id}' is none of this episode; calls of no episode are not kept", "completion"
+    )
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
@@ -316,7 +281,7 @@ def payload_of(
     payload = GroupPayload.of(
         group_id,
         branches[0].tokens[:size],
-        [branch.behind(size) for branch in branches],
+        [branch.part(slice(size, None)) for branch in branches],
         [len(each or [idle]) for each in played],
         [
             TurnReward(row, token - size, value)

@@ -1,5 +1,5 @@
 """The HTTP side of a gateway: routes, keys, limits, errors and streams, by aiohttp. What requests mean is in `dialects`, what
-comes of them behind `GatewayBackend`."""
+comes of them in `episodes`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime import timeouts
-from runtime.gateway.backend import BeginEpisode, GatewayBackend
 from runtime.gateway.conversation import Completion, PolicyCall, Refused
 from runtime.gateway.dialects import anthropic, chat, completions, responses
-from runtime.gateway.dialects.answers import Asked, Events, Parse, error_body
-from runtime.gateway.dialects.fields import FieldTable, decode
+from runtime.gateway.dialects.answers import Events, Parse, error_body
+from runtime.gateway.dialects.fields import FieldTable, NonNegative, decode
+from runtime.gateway.episodes import Episode, Episodes
+from runtime.process.aio import done_within
 
 log = logging.getLogger("sluice")
 T = TypeVar("T")
@@ -41,6 +42,12 @@ _DIALECTS: dict[str, Parse] = {
 }
 
 
+class _BeginBody(Struct, frozen=True):
+    """`wait`: seconds that a task is waited for, where there is none yet."""
+
+    wait: NonNegative = 0.0
+
+
 class _RewardBody(Struct, frozen=True):
     reward: float
     completion_id: str = ""
@@ -50,21 +57,15 @@ class _EndBody(Struct, frozen=True):
     stop_reason: str = ""
 
 
-_BEGIN, _REWARD, _END = FieldTable(BeginEpisode), FieldTable(_RewardBody), FieldTable(_EndBody)
+_BEGIN, _REWARD, _END = FieldTable(_BeginBody), FieldTable(_RewardBody), FieldTable(_EndBody)
 
 
-def runner(backend: GatewayBackend, max_body: int) -> web.AppRunner:
-    """The application, to be set up and given a site. A client that hangs up cancels what it has asked for."""
-    return web.AppRunner(
-        application(backend, max_body), handler_cancellation=True, access_log=None, shutdown_timeout=timeouts.SERVER_GRACE
-    )
-
-
-def application(backend: GatewayBackend, max_body: int) -> web.Application:
-    """`max_body`: bytes of a request."""
+def runner(episodes: Episodes, max_body: int) -> web.AppRunner:
+    """The application, to be set up and given a site. A client that hangs up cancels what it has asked for. `max_body`: bytes
+    of a request."""
     made = web.Application(middlewares=[_errors], client_max_size=max_body)
     made.on_response_prepare.append(_sign)
-    routes = _GatewayRoutes(backend)
+    routes = _GatewayRoutes(episodes)
     for prefix in ("", "/episodes/{episode}"):
         for path, parse in _DIALECTS.items():
             made.router.add_post(prefix + path, partial(routes.ask, parse))
@@ -73,11 +74,11 @@ def application(backend: GatewayBackend, max_body: int) -> web.Application:
     made.router.add_post("/v1/episodes/{episode}/reward", routes.reward)
     made.router.add_post("/v1/episodes/{episode}/end", routes.end)
     made.router.add_get("/health", _health)
-    return made
+    return web.AppRunner(made, handler_cancellation=True, access_log=None, shutdown_timeout=timeouts.SERVER_GRACE)
 
 
 async def _health(_: web.Request) -> web.Response:
-    return _json(b'{"status":"ok"}')
+    return _json({"status": "ok"})
 
 
 async def _sign(_: web.Request, response: web.StreamResponse) -> None:
@@ -85,56 +86,52 @@ async def _sign(_: web.Request, response: web.StreamResponse) -> None:
 
 
 class _GatewayRoutes:
-    def __init__(self, backend: GatewayBackend):
-        self._backend = backend
+    def __init__(self, episodes: Episodes):
+        self._episodes = episodes
 
     async def begin(self, request: web.Request) -> web.Response:
-        self._backend.check(key := _key(request))  # before anything is read
-        begun = await self._backend.begin(key, await _body(request, _BEGIN))
-        return _json(msgspec.json.encode(begun))
+        self._episodes.check(key := _key(request))  # before anything is read
+        return _json(await self._episodes.begin(key, (await _body(request, _BEGIN)).wait))
 
     async def reward(self, request: web.Request) -> web.Response:
         episode = self._episode(request)
         body = await _body(request, _REWARD)
-        self._backend.reward(episode, body.reward, body.completion_id)
-        return _json(b"{}")
+        self._episodes.reward(episode, body.reward, body.completion_id)
+        return _json({})
 
     async def end(self, request: web.Request) -> web.Response:
         episode = self._episode(request)
-        await self._backend.end(episode, (await _body(request, _END)).stop_reason)
-        return _json(b"{}")
+        await self._episodes.end(episode, (await _body(request, _END)).stop_reason)
+        return _json({})
 
     async def models(self, request: web.Request) -> web.Response:
         """The only model, in the words of both APIs."""
         self._episode(request)
-        name = self._backend.model
+        name = self._episodes.model
         openai = {"id": name, "object": "model", "created": 0, "owned_by": "sluice"}
         model = {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
         page = {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
-        return _json(msgspec.json.encode(page))
+        return _json(page)
 
     async def ask(self, parse: Parse, request: web.Request) -> web.StreamResponse:
         episode = self._episode(request)  # before anything is read
         body = await _read(request)
         asked = await _aside(len(body) > LONG_BODY, parse, body)
-        call = self._call(episode, asked)
+        call = asked.call
+        if isinstance(asked, responses.ResponseAsked) and asked.previous:
+            call = asked.continues(self._episodes.history(episode, asked.previous))
         key = request.headers.get("Idempotency-Key")
         digest = xxhash.xxh3_128_hexdigest(f"{request.method} {request.path}\n".encode() + body)
         call = replace(call, repeats=f"key:{key}" if key else f"body:{digest}")
         if asked.stream:
-            return await self._stream(request, episode, call, asked.events(self._backend.model, time.time()))
-        completion = await self._backend.call(episode, call, None)
-        return _json(await _aside(_is_long(completion), lambda: msgspec.json.encode(asked.answer(completion))))
+            return await self._stream(request, episode, call, asked.events(self._episodes.model, time.time()))
+        completion = await self._episodes.call(episode, call, None)
+        return await _aside(_is_long(completion), lambda: _json(asked.answer(completion)))
 
-    def _episode(self, request: web.Request) -> Any:
-        return self._backend.episode(request.match_info.get("episode", ""), _key(request))
+    def _episode(self, request: web.Request) -> Episode:
+        return self._episodes.episode(request.match_info.get("episode", ""), _key(request))
 
-    def _call(self, episode: Any, asked: Asked) -> PolicyCall:
-        if isinstance(asked, responses.ResponseAsked) and asked.previous:
-            return asked.continues(self._backend.history(episode, asked.previous))
-        return asked.call
-
-    async def _stream(self, request: web.Request, episode: Any, call: PolicyCall, events: Events) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, episode: Episode, call: PolicyCall, events: Events) -> web.StreamResponse:
         """Until something is to be told, an error is answered as where nothing is streamed; from then on it is an event."""
         news, texts = asyncio.Event(), dict[int, tuple[str, str]]()
 
@@ -142,51 +139,38 @@ class _GatewayRoutes:
             texts[index] = (id, text)  # what the client was too slow for is told together
             news.set()
 
-        calling = asyncio.ensure_future(self._backend.call(episode, call, told))
+        calling = asyncio.ensure_future(self._episodes.call(episode, call, told))
         calling.add_done_callback(lambda _: news.set())
-        stream = _EventStream(request)
+        head = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=head)
+
+        async def write(data: bytes) -> None:
+            if data and not response.prepared:
+                await response.prepare(request)
+            if data:
+                await response.write(data)
+
         try:
             while not calling.done():
-                try:
-                    await asyncio.wait_for(news.wait(), timeouts.STREAM_SILENCE)
-                except asyncio.TimeoutError:
-                    await stream.write(events.waiting)
+                if not await done_within(news.wait(), timeouts.STREAM_SILENCE):
+                    await write(events.waiting)
                 news.clear()
                 growth = [events.told(id, index, text) for index, (id, text) in sorted(texts.items())]
                 texts.clear()
-                await stream.write(b"".join(growth))
+                await write(b"".join(growth))
             try:
                 completion = await calling
                 last = await _aside(_is_long(completion), events.end, completion)
             except Exception as error:
-                if stream.response is None:
+                if not response.prepared:
                     raise
                 last = events.failed(error_body(_refused(error, request), _is_anthropic(request)))
-            await stream.write(last)
+            await write(last)
         finally:
             calling.cancel()
             await asyncio.gather(calling, return_exceptions=True)
-        assert stream.response is not None  # events end with some
-        await stream.response.write_eof()
-        return stream.response
-
-
-class _EventStream:
-    """Server-sent events, whose head is sent with the first of them."""
-
-    def __init__(self, request: web.Request):
-        self._request = request
-        self.response: web.StreamResponse | None = None
-
-    async def write(self, data: bytes) -> None:
-        if not data:
-            return
-        if self.response is None:
-            head = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-            response = web.StreamResponse(headers=head)
-            await response.prepare(self._request)
-            self.response = response
-        await self.response.write(data)
+        await response.write_eof()
+        return response
 
 
 @web.middleware
@@ -196,11 +180,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if (request.content_length or 0) > request.client_max_size:
             raise web.HTTPRequestEntityTooLarge(request.client_max_size)
         return await handler(request)
-    except Exception as error:  # the backend's faults too, which are logged
+    except Exception as error:  # the gateway's faults too, which are logged
         if isinstance(error, ConnectionError) and (request.transport is None or request.transport.is_closing()):
             raise  # the client's connection
         refused = _refused(error, request)
-    response = _json(msgspec.json.encode(error_body(refused, _is_anthropic(request))), refused.status)
+    response = _json(error_body(refused, _is_anthropic(request)), refused.status)
     if refused.retry_after is not None:
         response.headers["Retry-After"] = str(math.ceil(refused.retry_after))
     return response
@@ -245,8 +229,8 @@ async def _body(request: web.Request, table: FieldTable[T]) -> T:
     return table.read(decode(await _read(request) or b"{}"))
 
 
-def _json(body: bytes, status: int = 200) -> web.Response:
-    return web.Response(body=body, status=status, content_type="application/json")
+def _json(content: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(content), status=status, content_type="application/json")
 
 
 def _is_long(completion: Completion) -> bool:

@@ -17,7 +17,7 @@ from runtime.config.secret_values import resolved
 from runtime.errors import ServiceFault
 from runtime.gateway.episodes import Episodes
 from runtime.process import os_process
-from runtime.process.aio import now
+from runtime.process.aio import TaskGroup, first_error, now
 from runtime.rewards.worker_process import worker_environment
 
 log = logging.getLogger("sluice")
@@ -29,19 +29,22 @@ class Players:
     def __init__(self, config: Config, player: Player, url: str, episodes: Episodes):
         """`url`, `episodes`: the gateway's. Raises UserError for a variable that is not there."""
         self._player, self._restarts = player, config.services.gateway.restarts
-        given = resolved(player.env, os.environ, "gateway.player.env")
         self._episodes = episodes
         self._environment = worker_environment(()) | {"SLUICE_GATEWAY_URL": url}
         self._environment.pop("PYTHONPATH", None)  # its interpreter has modules of its own
         ca = Path(config.run.dir) / run_files.GATEWAYS_CA
         if ca.exists():
             self._environment["SSL_CERT_FILE"] = str(ca.absolute())
-        self._environment |= given
-        self._alive: set[asyncio.subprocess.Process] = set()
+        self._environment |= resolved(player.env, os.environ, "gateway.player.env")
 
     async def run(self) -> None:
         """Until cancelled. Raises ServiceFault when one has ended more often than `services.gateway.restarts` allow."""
-        await asyncio.gather(*(self._keep(index) for index in range(self._player.processes)))
+        try:
+            async with TaskGroup() as group:
+                for index in range(self._player.processes):
+                    group.create_task(self._keep(index))
+        except Exception as error:  # noqa: BLE001 - it comes in a group
+            raise first_error(error) from None
 
     async def _keep(self, index: int) -> None:
         allowance, name = Allowance(self._restarts), f"gateway.player.run: {self._player.run} ({index})"
@@ -56,25 +59,15 @@ class Players:
                 preexec_fn=os_process.before_exec,
                 start_new_session=True,
             )
-            self._alive.add(process)
             try:
                 code = await process.wait()
             finally:
-                self._end(process)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
                 self._episodes.give_up(key)
+                await process.wait()
             pause = allowance.delay(now())
             if pause is None:
                 raise ServiceFault("gateway", "play", f"{name}: ended again, with exit code {code}")
             log.warning("%s: ended with exit code %d; it is started again", name, code)
             await asyncio.sleep(pause)
-
-    def _end(self, process: asyncio.subprocess.Process) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        self._alive.discard(process)
-
-    async def close(self) -> None:
-        alive = list(self._alive)
-        for process in alive:
-            self._end(process)
-        await asyncio.gather(*(process.wait() for process in alive))

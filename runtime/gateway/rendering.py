@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
+from msgspec import structs
 
 from runtime.data.prompt_types import SlotTemplate
 from runtime.data.tokenizer import Tokenizer
@@ -21,52 +21,12 @@ from runtime.gateway.probes import conversations
 from runtime.gateway.tool_calls import MARKS, THINK, THOUGHT, Format
 
 
-class ConversationRenderer(Protocol):
-    """Of one model. Every method may run in a thread beside others."""
-
-    stop_ids: tuple[int, ...]  # what ends a reply
-    takes_tools: bool
-    decodes_parts: bool  # a conversation's text is that of its parts, cut before or behind what ends a reply
-
-    def encode(self, text: str) -> list[int]:
-        """Raises Refused."""
-
-    def decode(self, tokens: Sequence[int] | np.ndarray, last: Sequence[int] | np.ndarray = ()) -> str:
-        """Their text, special tokens included, where they stand behind the token `last`."""
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """The conversation up to where the reply begins. Raises Refused for what the model's template cannot render."""
-
-    def bridge(
-        self,
-        tokens: np.ndarray,
-        reply: int,
-        ended: bool,
-        history: Sequence[Message],
-        new: Sequence[Message],
-        tools: Sequence[Tool],
-        said: Callable[[], str] | None = None,
-    ) -> list[int] | str:
-        """What is put behind `tokens` (int32), which end with the `reply` tokens of the last of `history`, so that the model
-        answers to the messages `new`; or a reason why it cannot be proved that this continues the conversation as it would
-        have been rendered. `ended`: the reply ended with one of `stop_ids`. `said`: the text of `tokens`, where it is known
-        without decoding all of them."""
-
-    def forced(self, choice: str, tools: Sequence[Tool]) -> list[int]:
-        """What the reply is made to begin with: `choice` is a call's `tool_choice`. Raises Refused."""
-
-    def parse(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray, tools: Sequence[Tool]) -> Message:
-        """A reply, of which the tokens `given` were forced. What is not a call of a tool is text. Raises nothing."""
-
-    def visible(self, tokens: Sequence[int] | np.ndarray, given: Sequence[int] = ()) -> str:
-        """The text of a reply so far that cannot change any more: it begins the message's `content`, and only grows."""
-
-    def end_of_call(self) -> str:
-        """What a call of a tool ends with; "" where it ends with the reply."""
-
-
 class TemplateRenderer:
-    """By the model's own chat template. A conversation is continued by the difference between two renderings."""
+    """By the model's own chat template. A conversation is continued by the difference between two renderings. Every method may
+    run in a thread beside others.
+
+    `stop_ids`: what ends a reply. `decodes_parts`: a conversation's text is that of its parts, cut before or behind one.
+    """
 
     def __init__(self, tokenizer: Tokenizer, tools: Literal["auto"] | Format = "auto"):
         """`tools`: how calls are written; "auto": as the template writes one."""
@@ -78,8 +38,7 @@ class TemplateRenderer:
         self.takes_tools = self._lists_tools and self.form != "none"
         closing = () if self._close_id is None else (self._close_id,)
         self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *closing}))
-        generation = self._generation_prompt()
-        self._opened = generation.rstrip().endswith(THINK)
+        self._opened = self._text_if_any(_ANSWERED[:1], ()).rstrip().endswith(THINK)
         self.thinks = self._opened or THINK in tokenizer.vocabulary or THINK in getattr(self.template, "source", "")
         special = {id for id, token in tokenizer.added_tokens.items() if token.special and token.content not in MARKS}
         self._hidden = special | set(self.stop_ids)  # neither text nor marks
@@ -87,18 +46,21 @@ class TemplateRenderer:
         self._doubt = self._why_not()
 
     def encode(self, text: str) -> list[int]:
+        """Raises Refused."""
         try:
             return self.tokenizer.encode_texts([text])[0].tolist()
         except UserError as error:
             raise Refused(400, str(error)) from error
 
     def decode(self, tokens: Sequence[int] | np.ndarray, last: Sequence[int] | np.ndarray = ()) -> str:
+        """Their text, special tokens included, where they stand behind the token `last`."""
         if not len(last):
             return self.tokenizer.decode(tokens, skip_special=False)
         text = self.tokenizer.decode(np.concatenate([last, tokens]), skip_special=False)
         return text[len(self.tokenizer.decode(last, skip_special=False)) :]
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """The conversation up to where the reply begins. Raises Refused for what the model's template cannot render."""
         if tools and not self.takes_tools:
             why = "knows no tools" if not self._lists_tools else "does not write calls in a way that is known here"
             raise Refused(400, f"tools: the model's chat template {why}", "tools")
@@ -114,7 +76,7 @@ class TemplateRenderer:
         shaped = [as_openai(message) for message in messages]
         if isinstance(self.template, SlotTemplate):
             return self.template.render(shaped)
-        return self.template.render(shaped, generate, [function(tool) for tool in tools] or None)
+        return self.template.render(shaped, generate, functions(tools))
 
     def bridge(
         self,
@@ -126,27 +88,35 @@ class TemplateRenderer:
         tools: Sequence[Tool],
         said: Callable[[], str] | None = None,
     ) -> list[int] | str:
+        """What is put behind `tokens` (int32), which end with the `reply` tokens of the last of `history`, so that the model
+        answers to the messages `new`; or a reason why it cannot be proved that this continues the conversation as it would
+        have been rendered. `ended`: the reply ended with one of `stop_ids`. `said`: the text of `tokens`, where it is known
+        without decoding all of them."""
+        if (known := self.bridge_of_family(tokens, reply, new, tools)) is not None:
+            return known
         if self._doubt:
             return self._doubt
         last = history[-1]
         if ended and tokens[-1] != self._close_id:
-            return f"the reply ended with {self.tokenizer.decode(tokens[-1:], skip_special=False)}, not {self._close}"
+            return f"the reply ended with {self.decode(tokens[-1:])}, not {self._close}"
         if not ended and last.reasoning and not last.content and not last.tool_calls:
             return "the reply was cut off while it reasoned"
         try:
             tail = self._tail(said() if said else self.decode(tokens), ended, history, new, tools)
         except UserError as error:
             return str(error)
-        if tail is None:
-            return "the template renders messages otherwise when others follow"
         added = self.encode(self._close + tail)
         return added[1:] if ended else added
 
-    def _tail(
-        self, so_far: str, ended: bool, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]
-    ) -> str | None:
-        """What the template writes behind the token that ends the reply; None where what it writes before is not the same:
-        neither to the letter what the tokens say, nor what it writes of the conversation up to the reply. Raises UserError."""
+    def bridge_of_family(
+        self, tokens: np.ndarray, reply: int, new: Sequence[Message], tools: Sequence[Tool]
+    ) -> list[int] | None:
+        """As `bridge`, where the model's family is known; None where it is not, or would have to render anew."""
+        return None
+
+    def _tail(self, so_far: str, ended: bool, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """What the template writes behind the token that ends the reply. Raises UserError, also where what it writes before is
+        not the same: neither to the letter what the tokens say, nor what it writes of the conversation up to the reply."""
         after = self.text([*history, *new], tools)
         said = so_far if ended else so_far + self._close
         if after.startswith(said):
@@ -156,9 +126,10 @@ class TemplateRenderer:
         head, _, blank = answered.rpartition(self._close)
         if head and not blank.strip() and answered.startswith(asked) and after.startswith(answered):
             return after[len(answered) - len(blank) :]
-        return None
+        raise UserError("the template renders messages otherwise when others follow")
 
     def forced(self, choice: str, tools: Sequence[Tool]) -> list[int]:
+        """What the reply is made to begin with: `choice` is a call's `tool_choice`. Raises Refused."""
         kind, _, name = choice.partition(":")
         if kind not in ("required", "function"):
             return []
@@ -170,11 +141,13 @@ class TemplateRenderer:
         return self.encode((f"{THOUGHT}\n\n" if self._opened else "") + tool_calls.begin(name, self.form))
 
     def parse(self, given: Sequence[int], tokens: Sequence[int] | np.ndarray, tools: Sequence[Tool]) -> Message:
+        """A reply, of which the tokens `given` were forced. What is not a call of a tool is text. Raises nothing."""
         reasoning, text = self._parted(given, tokens)
         content, calls = tool_calls.read(text, self.form if tools else "none")
         return Message("assistant", content, calls, reasoning=reasoning)
 
     def visible(self, tokens: Sequence[int] | np.ndarray, given: Sequence[int] = ()) -> str:
+        """The text of a reply so far that cannot change any more: it begins the message's `content`, and only grows."""
         reasoning, text = self._parted(given, tokens)
         if self.thinks and not reasoning and THINK.startswith(text.rstrip(tool_calls.INCOMPLETE).strip()):
             return ""
@@ -199,11 +172,7 @@ class TemplateRenderer:
 
     def _closing(self) -> tuple[str, int | None]:
         """The token by which the template ends a reply, as text and id; "" and None where it has none."""
-        try:
-            text = self.text(_ANSWERED, (), generate=False)
-        except UserError:
-            return "", None
-        _, answer, behind = text.rpartition(_ANSWERED[-1].content)
+        _, answer, behind = self._text_if_any(_ANSWERED, (), generate=False).rpartition(_ANSWERED[-1].content)
         added = self.tokenizer.added_tokens.items()
         fits = {token.content: id for id, token in added if answer and behind.lstrip().startswith(token.content)}
         close = max(fits, key=len, default="")
@@ -211,10 +180,9 @@ class TemplateRenderer:
 
     def _tools_of_template(self) -> tuple[Format, bool]:
         """How it writes a call of a tool, and whether it tells the model of tools."""
-        try:
-            asked = self.text(_ANSWERED[:1], (_TOOL,))
-            told = self.text((_ANSWERED[0], _CALLING), (_TOOL,), generate=False)
-        except UserError:
+        asked = self._text_if_any(_ANSWERED[:1], (_TOOL,))
+        told = self._text_if_any((_ANSWERED[0], _CALLING), (_TOOL,), generate=False)
+        if not asked or not told:
             return "none", False
         lists = _TOOL.name in asked
         replies: dict[Format, str] = {"hermes": told, "json": told.removeprefix(asked).partition(self._close or "\n")[0]}
@@ -224,9 +192,10 @@ class TemplateRenderer:
                 return form, lists
         return "none", lists
 
-    def _generation_prompt(self) -> str:
+    def _text_if_any(self, messages: Sequence[Message], tools: Sequence[Tool], generate: bool = True) -> str:
+        """As `text`; "" where the template refuses the conversation."""
         try:
-            return self.text(_ANSWERED[:1], ())
+            return self.text(messages, tools, generate)
         except UserError:
             return ""
 
@@ -236,10 +205,7 @@ class TemplateRenderer:
         if self._close_id is None:
             return "the template ends replies with no token of its own"
         for probe in conversations():
-            try:
-                text = self.text(probe.messages, probe.tools if self.takes_tools else ())
-            except UserError:
-                continue
+            text = self._text_if_any(probe.messages, probe.tools if self.takes_tools else ())
             head, *rest = text.split(self._close)
             parts = [self.encode(head), *(self.encode(self._close + part) for part in rest)]
             whole = [id for part in parts for id in part]
@@ -266,10 +232,9 @@ def as_openai(message: Message) -> dict[str, Any]:
     return shaped | {key: value for key, value in rest.items() if value}
 
 
-def function(tool: Tool) -> dict[str, Any]:
-    """A tool in OpenAI's shape."""
-    described = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": described}
+def functions(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    """Tools in OpenAI's shape; None where there are none."""
+    return [{"type": "function", "function": structs.asdict(tool)} for tool in tools] or None
 
 
 def _parsed(arguments: str) -> Any:
@@ -277,10 +242,3 @@ def _parsed(arguments: str) -> Any:
         return json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-
-
-def renderer_of(tokenizer: Tokenizer, tools: Literal["auto"] | Format, model_folder: Path | str) -> TemplateRenderer:
-    """By the `renderers` package where it knows the family of the model in `model_folder` and renders as its template does."""
-    from runtime.gateway.family_rendering import family_renderer
-
-    return family_renderer(tokenizer, tools, Path(model_folder)) or TemplateRenderer(tokenizer, tools)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -67,12 +68,13 @@ def settled(text: str, form: Format) -> str:
     if form == "hermes":
         text, opener, _ = text.partition(OPEN)
         if not opener:
-            text = _without_start_of(OPEN, text)
+            text = without_start_of((OPEN,), text)
     return text.rstrip()
 
 
-def _without_start_of(mark: str, text: str) -> str:
-    started = next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
+def without_start_of(marks: Sequence[str], text: str) -> str:
+    """The text, short of an end with which one of `marks` may begin."""
+    started = max((size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size])), default=0)
     return text[: len(text) - started]
 
 

@@ -24,7 +24,7 @@ from runtime import codec
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ServiceFault
 from runtime.gateway.conversation import Message, Tool
-from runtime.gateway.rendering import renderer_of
+from runtime.gateway.family_rendering import renderer_of
 from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample
 
 CONTEXT = 4096

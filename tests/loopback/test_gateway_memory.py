@@ -16,10 +16,8 @@ from aiohttp import web
 
 from runtime import codec
 from runtime.data.tokenizer import Tokenizer
-from runtime.gateway.backend import BeginEpisode
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
 from runtime.gateway.episodes import Episode, Episodes
-from runtime.gateway.graph import SampledReply
 from runtime.gateway.http import runner
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.models.tiny_model import write_tokenizer
@@ -80,7 +78,7 @@ def test_a_request_that_is_refused(renderer: TemplateRenderer, uncollected: None
     async def scenario() -> None:
         episodes, before = episodes_of(renderer, refuse), requests()
         playing = played(episodes, 1)
-        begun = await episodes.begin(KEY, BeginEpisode(wait=PATIENCE))
+        begun = await episodes.begin(KEY, PATIENCE)
         served = runner(episodes, 1 << 20)
         await served.setup()
         await web.TCPSite(served, "127.0.0.1", 0).start()
@@ -94,7 +92,7 @@ def test_a_request_that_is_refused(renderer: TemplateRenderer, uncollected: None
                     await answer.read()
         await served.cleanup()
         await asyncio.sleep(0)
-        await episodes.end(episodes.episode(begun.id, begun.key))  # type: ignore[arg-type]
+        await episodes.end(episodes.episode(begun.id, begun.key))
         await playing
         assert requests() <= before
 
@@ -121,10 +119,8 @@ def test_an_episode_that_is_over(renderer: TemplateRenderer, uncollected: None) 
         extension = episode.graph.extend(call)
         tokens = np.array([*b"yes", *renderer.stop_ids[:1]], np.int32)
         logprobs, message = np.zeros(4, np.float32), Message("assistant", "yes")
-        episode.graph.add(
-            extension, f"c{episode.calls}", [SampledReply(tokens, logprobs, np.zeros(4, np.int64), "stop", message)], 0.0, 1.0
-        )
-        reply = PolicyReply(message=message, tokens=tokens, logprobs=logprobs, end="stop")
+        reply = PolicyReply(message, tokens, logprobs, np.zeros(4, np.int64), "stop")
+        episode.graph.add(extension, f"c{episode.calls}", [reply])
         return Completion(id="c", created=0.0, model="m", prompt=extension.prompt, replies=(reply,))
 
     async def scenario() -> None:
@@ -132,9 +128,8 @@ def test_an_episode_that_is_over(renderer: TemplateRenderer, uncollected: None) 
         playing = played(episodes, 2)
         kept: list[weakref.ref[Any]] = []
         for _ in range(2):
-            begun = await episodes.begin(KEY, BeginEpisode(wait=PATIENCE))
+            begun = await episodes.begin(KEY, PATIENCE)
             episode = episodes.episode(begun.id, begun.key)
-            assert episode is not None
             said = (Message("user", "1?"),)
             for number in range(3):
                 completion = await episodes.call(episode, PolicyCall(messages=said, repeats=f"body:{number}"))

@@ -465,9 +465,9 @@ replied = st.builds(
 
 def completion_of(*messages: Message, end: str = "", stop: str = "") -> Completion:
     """Of three sampled tokens each."""
-    tokens, logprobs = np.array([7, 8, 2], np.int32), np.array([-0.5, -1.25, -0.125], np.float32)
+    sampled = np.array([7, 8, 2], np.int32), np.array([-0.5, -1.25, -0.125], np.float32), np.zeros(3, np.int64)
     replies = tuple(
-        PolicyReply(message, tokens, logprobs, end or ("tool_calls" if message.tool_calls else "stop"), stop)  # type: ignore[arg-type]
+        PolicyReply(message, *sampled, end or ("tool_calls" if message.tool_calls else "stop"), stop)  # type: ignore[arg-type]
         for message in messages
     )
     return Completion(id="c1", created=12.75, model="m", prompt=np.arange(4, dtype=np.int32), replies=replies)

@@ -20,8 +20,8 @@ from runtime import codec
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage
 from runtime.gateway import graph as product
-from runtime.gateway.conversation import Message, PolicyCall, Refused, Tool, ToolCall
-from runtime.gateway.graph import EpisodeGraph, SampledReply, payload_of
+from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
+from runtime.gateway.graph import EpisodeGraph, payload_of
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import GroupPayload, PolicyVersion
 from tests.unit import template_cases as cases
@@ -41,21 +41,21 @@ class Engine:
 
     def __init__(self, renderer: TemplateRenderer, graph: Any):
         self.renderer, self.graph = renderer, graph
-        self.served: list[tuple[list[int], SampledReply]] = []  # what it was given, and what it sampled
+        self.served: list[tuple[list[int], PolicyReply]] = []  # what it was given, and what it sampled
         self._sampled = 0
 
-    def sample(self, ids: Sequence[int], forced: Sequence[int], tools: Sequence[Tool]) -> SampledReply:
+    def sample(self, ids: Sequence[int], forced: Sequence[int], tools: Sequence[Tool]) -> PolicyReply:
         size = len(ids)
         own = -np.arange(self._sampled + 1, self._sampled + size + 1, dtype=np.float32)
         self._sampled += size
         versions = np.sort(np.arange(size, dtype=np.int64) // 3 + len(self.served) // 2)
         end = "stop" if ids[-1] in self.renderer.stop_ids else "length"
         message = self.renderer.parse(forced, ids, tools)
-        return SampledReply(np.array(ids, np.int32), own, versions, "tool_calls" if message.tool_calls else end, message)
+        return PolicyReply(message, np.array(ids, np.int32), own, versions, "tool_calls" if message.tool_calls else end)
 
     def answer(self, extension: Any, replies: Sequence[Sequence[int]], tools: Sequence[Tool] = ()) -> list[Message]:
         found = [self.sample(ids, extension.forced, tools) for ids in replies]
-        self.graph.add(extension, f"completion-{len(self.served)}", found, 1.0, 2.0)
+        self.graph.add(extension, f"completion-{len(self.served)}", found)
         self.served += [(extension.prompt.tolist(), reply) for reply in found]
         return [reply.message for reply in found]
 
@@ -243,10 +243,8 @@ def test_what_was_reasoned_stays_in_the_history(tmp_path: Path) -> None:
 
 def test_a_reply_without_tokens_is_no_node(engine: Engine) -> None:
     extension = engine.graph.extend(PolicyCall(messages=(user("1?"),)))
-    nothing = SampledReply(
-        np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int64), "length", Message("assistant")
-    )
-    engine.graph.add(extension, "none", [nothing], 1.0, 2.0)
+    nothing = PolicyReply(Message("assistant"), np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int64), "length")
+    engine.graph.add(extension, "none", [nothing])
     assert engine.graph.nodes == engine.graph.branches() == []
     engine.graph.reward("none", 1.0)
 
@@ -339,8 +337,6 @@ def test_a_turn_s_reward_is_at_its_last_token_where_it_is_trained(engine: Engine
     with pytest.raises(Refused, match="'completion-9' is none of this episode") as refused:
         engine.graph.reward("completion-9", 1.0)
     assert refused.value.status == 404
-    with pytest.raises(Refused, match="nan is not finite"):
-        engine.graph.reward("completion-0", float("nan"))
 
 
 def test_a_payload_has_a_row_for_each_branch(renderer: TemplateRenderer) -> None:
@@ -542,7 +538,7 @@ def test_a_planted_bug_is_found(renderer: TemplateRenderer, bug: str, monkeypatc
 
 
 def test_columns_that_do_not_fit_are_refused(engine: Engine) -> None:
-    reply = SampledReply(np.zeros(2, np.int32), np.zeros(1, np.float32), np.zeros(2, np.int64), "stop", Message("assistant"))
-    engine.graph.add(engine.graph.extend(PolicyCall(messages=(user("1?"),))), "c", [reply], 0.0, 1.0)
+    reply = PolicyReply(Message("assistant"), np.zeros(2, np.int32), np.zeros(1, np.float32), np.zeros(2, np.int64), "stop")
+    engine.graph.add(engine.graph.extend(PolicyCall(messages=(user("1?"),))), "c", [reply])
     with pytest.raises(InvalidMessage):
         payload_of(1, [engine.graph], np.zeros(0, np.int32))

@@ -13,10 +13,8 @@ import pytest
 from runtime import codec
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded
-from runtime.gateway.backend import BeginEpisode
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
 from runtime.gateway.episodes import Episode, Episodes
-from runtime.gateway.graph import SampledReply
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.models.tiny_model import write_tokenizer
 from runtime.types import EpisodeTask, GeneratedGroup, GroupPayload, PlayRequest, PolicyVersion, SamplingParams
@@ -54,8 +52,8 @@ class ScriptedPolicy:
         versions = np.full(len(tokens), PolicyVersion(0, number).pack(), np.int64)
         message = Message("assistant", "x" * number)
         logprobs = np.full(len(tokens), -0.5, np.float32)
-        episode.graph.add(extension, f"call-{number}", [SampledReply(tokens, logprobs, versions, "stop", message)], 0.0, 1.0)
-        reply = PolicyReply(message=message, tokens=tokens, logprobs=logprobs, end="stop")
+        reply = PolicyReply(message, tokens, logprobs, versions, "stop")
+        episode.graph.add(extension, f"call-{number}", [reply])
         return Completion(id=f"call-{number}", created=0.0, model="m", prompt=extension.prompt, replies=(reply,))
 
 
@@ -77,10 +75,8 @@ def run(renderer: TemplateRenderer, scenario: Callable[[Episodes, ScriptedPolicy
 
 
 async def opened(episodes: Episodes) -> Episode:
-    begun = await episodes.begin(KEY, BeginEpisode())
-    found = episodes.episode(begun.id, begun.key)
-    assert found is not None
-    return found
+    begun = await episodes.begin(KEY)
+    return episodes.episode(begun.id, begun.key)
 
 
 def call(*messages: Message, repeats: str = "") -> PolicyCall:
@@ -98,10 +94,9 @@ def test_a_groups_episodes_are_played_and_become_its_payload(renderer: TemplateR
         playing = asyncio.ensure_future(episodes.play(request()))
         await asyncio.sleep(0)
         assert episodes.waiting == 2
-        begun = [await episodes.begin(KEY, BeginEpisode()) for _ in range(2)]
+        begun = [await episodes.begin(KEY) for _ in range(2)]
         assert [each.task for each in begun] == [request().task] * 2
         first, second = (episodes.episode(each.id, each.key) for each in begun)
-        assert first is not None and second is not None
         said = await episodes.call(first, call())
         await episodes.call(first, call(*HELLO, said.replies[0].message, Message("user", "and?")))
         await episodes.call(second, call())
@@ -125,8 +120,8 @@ def test_a_groups_episodes_are_played_and_become_its_payload(renderer: TemplateR
 def test_keys_give_access_to_one_episode_and_die_with_it(renderer: TemplateRenderer) -> None:
     async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
         playing = asyncio.ensure_future(episodes.play(request()))
-        assert await refusal(episodes.begin("another", BeginEpisode())) == 401
-        one, other = [await episodes.begin(KEY, BeginEpisode(wait=PATIENCE)) for _ in range(2)]
+        assert await refusal(episodes.begin("another")) == 401
+        one, other = [await episodes.begin(KEY, PATIENCE) for _ in range(2)]
         assert one.key != other.key and len(one.key) > 20
         assert episodes.episode("", one.key) is episodes.episode(one.id, one.key)
         assert episodes.episode(one.key, "whatever a program sends") is episodes.episode(one.id, one.key)
@@ -201,10 +196,9 @@ def test_what_a_program_that_is_gone_played_is_played_again(renderer: TemplateRe
         playing = asyncio.ensure_future(episodes.play(request()))
         await asyncio.sleep(0)
         key = episodes.admit()
-        begun = await episodes.begin(key, BeginEpisode())
+        begun = await episodes.begin(key)
         lost = episodes.episode(begun.id, begun.key)
         kept = await opened(episodes)  # by a program that somebody else has started
-        assert lost is not None
         await episodes.call(lost, call())
         policy.gate.clear()
         under_way = asyncio.ensure_future(episodes.call(lost, call()))
@@ -214,9 +208,9 @@ def test_what_a_program_that_is_gone_played_is_played_again(renderer: TemplateRe
         assert await refusal(under_way) == 404
         policy.gate.set()
         assert (episodes.waiting, episodes.open, episodes.counts["played_again"]) == (1, 1, 1)
-        assert await refusal(episodes.begin(key, BeginEpisode())) == 401
+        assert await refusal(episodes.begin(key)) == 401
         again = await opened(episodes)
-        assert (again.index, again.seed, again.graph.nodes) == (lost.index, lost.seed, [])
+        assert (again.index, again.graph.nodes) == (lost.index, [])
         for episode in (again, kept):
             await episodes.call(episode, call())
             await episodes.end(episode, "completed")
@@ -269,13 +263,13 @@ def test_a_group_in_which_the_policy_says_nothing_is_of_the_version_that_counts(
 
 def test_what_is_too_much_and_what_is_not_known_is_refused(renderer: TemplateRenderer) -> None:
     async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        assert await refusal(episodes.begin(KEY, BeginEpisode())) == 429  # no task
+        assert await refusal(episodes.begin(KEY)) == 429  # no task
         playing = asyncio.ensure_future(episodes.play(request()))
         await asyncio.sleep(0)
         episode = await opened(episodes)
-        assert await refusal(episodes.begin(KEY, BeginEpisode())) == 429  # one at once
+        assert await refusal(episodes.begin(KEY)) == 429  # one at once
         assert await refusal(episodes.end(episode, "bored")) == 400
-        for value, completion, expected in ((float("nan"), "", 400), (1.0, "call-9", 404)):
+        for value, completion, expected in ((float("nan"), "", 400), (float("inf"), "call-1", 400), (1.0, "call-9", 404)):
             with pytest.raises(Refused) as refused:
                 episodes.reward(episode, value, completion)
             assert refused.value.status == expected
@@ -289,7 +283,7 @@ def test_what_is_too_much_and_what_is_not_known_is_refused(renderer: TemplateRen
 
 def test_where_the_gateway_serves_calls_need_no_episode(renderer: TemplateRenderer) -> None:
     async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        assert episodes.episode("", KEY) is None
+        assert not episodes.episode("", KEY).graph.nodes and not episodes.open
         own = await opened(episodes)
         assert own.group is None and (await episodes.call(own, call())).id == "call-1"
 

@@ -85,13 +85,11 @@ class ScriptedPort:
 class Desk:
     def __init__(self, renderer: TemplateRenderer, run: SamplingParams | None):
         self.port, self.renderer = ScriptedPort(), renderer
-        self.calls = PolicyCalls(
-            model="m", renderer=renderer, tokenizer=renderer.tokenizer, port=self.port, context=CONTEXT, run=run
-        )
+        self.calls = PolicyCalls(model="m", renderer=renderer, rollouts=self.port.generate, context=CONTEXT, run=run)
         task = EpisodeTask(messages=[{"role": "user", "content": "hello"}])
-        asked = PlayRequest(group_id=1, task=task, n=1, seed=3, sampling=RUN, version=PolicyVersion(0, 4), purpose="eval")
+        asked = PlayRequest(group_id=1, task=task, n=1, seed=5, sampling=RUN, version=PolicyVersion(0, 4), purpose="eval")
         group = None if run is None else Playing(asked, asyncio.get_running_loop().create_future())
-        self.episode = Episode(renderer, group, 0, RUN, 5)
+        self.episode = Episode(renderer, group)
 
     def say(self, text: str, ended: bool = True) -> list[int]:
         """What the policy will."""
@@ -136,7 +134,7 @@ def test_a_reply_is_asked_for_once_and_kept_as_it_was_sampled(renderer: Template
         await desk.ask(*HELLO, reply.message, Message("user", "and?"))
         assert (desk.port.kept, desk.port.least) == (["", "rollout-1"], [PolicyVersion(0, 4)] * 2)
         assert desk.port.requests[1].seed != request.seed
-        assert node.children and not desk.episode.graph.forks
+        assert node.followed and not desk.episode.graph.forks
 
     run(renderer, scenario)
 
@@ -234,7 +232,7 @@ def test_where_there_is_no_run_a_call_samples_as_it_says(renderer: TemplateRende
     async def scenario(desk: Desk) -> None:
         wish: dict[str, Any] = {"temperature": 0.2, "top_p": 0.5, "top_k": 3, "min_p": 0.1}
         for seed in (8, 8, None):
-            desk.episode = None  # type: ignore[assignment]
+            desk.episode = Episode(renderer)
             desk.say("hi")
             await desk.ask(max_tokens=20, seed=seed, **wish)
         first, again, other = desk.port.requests
@@ -293,8 +291,9 @@ def test_two_calls_at_once_in_one_branch_fork(renderer: TemplateRenderer) -> Non
         desk.say("so")
         both = await asyncio.gather(desk.ask(*behind), desk.ask(*behind))
         (root,) = [node for node in desk.episode.graph.nodes if node.parent is None]
-        assert len(root.children) == 2 and desk.episode.graph.forks == {"two calls from one message": 1}
-        for completion, node in zip(both, root.children, strict=True):
+        children = [node for node in desk.episode.graph.nodes if node.parent is root]
+        assert len(children) == 2 and desk.episode.graph.forks == {"two calls from one message": 1}
+        for completion, node in zip(both, children, strict=True):
             assert node.tokens().tolist() == [*completion.prompt.tolist(), *completion.replies[0].tokens.tolist()]
         rows = desk.episode.graph.branches()
         assert [int(row.loss_mask.sum()) for row in rows] == [len("hi") + 1 + len("so") + 1, len("so") + 1]

@@ -18,9 +18,9 @@ from tokenizers import AddedToken
 
 from runtime.data.tokenizer import Tokenizer
 from runtime.gateway.conversation import Message, Refused, Tool, ToolCall
-from runtime.gateway.family_rendering import FamilyRenderer
+from runtime.gateway.family_rendering import FamilyRenderer, renderer_of
 from runtime.gateway.probes import conversations
-from runtime.gateway.rendering import TemplateRenderer, as_openai, function, renderer_of
+from runtime.gateway.rendering import TemplateRenderer, as_openai, functions
 from tests.unit import template_cases as cases
 
 ADD = Tool("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}})
@@ -55,7 +55,7 @@ def test_a_prompt_is_what_the_template_renders_with_tools_and_arguments_as_huggi
     by = renderer(folder, cases.HERMES)
     assert text_of(by, by.render([ASKED, CALLING, TOLD], [ADD])) == (
         "<|system|>Tools: "
-        + json.dumps(function(ADD))
+        + json.dumps((functions([ADD]) or [])[0])
         + '<|im_end|><|user|>2 + 3?<|im_end|><|assistant|>\n<tool_call>\n{"name": '
         '"add", "arguments": {"a": 2}}\n</tool_call><|im_end|><|user|><tool_response>5</tool_response><|im_end|><|assistant|>'
     )

@@ -20,8 +20,8 @@ from runtime.data.arithmetic import ArithmeticProblem
 from runtime.data.lookups import TOOL, LookupProblem
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
+from runtime.gateway.family_rendering import renderer_of
 from runtime.gateway.probes import conversations
-from runtime.gateway.rendering import renderer_of
 from runtime.models import tiny_model, warmup
 from tests.closeness import assert_close
 

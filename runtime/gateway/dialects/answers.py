@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import msgspec
+from msgspec import Struct
 
 from runtime.gateway.conversation import Completion, PolicyCall, Refused
 
@@ -39,18 +40,19 @@ class Events:
         return text[sent:]
 
 
-class Asked(Protocol):
+class Asked(Struct, frozen=True, kw_only=True):
     """A request as its dialect understood it."""
 
-    @property
-    def call(self) -> PolicyCall: ...
-    @property
-    def stream(self) -> bool: ...
+    call: PolicyCall
+    stream: bool = False
+
     def answer(self, completion: Completion) -> dict[str, Any]:
         """The body of the answer."""
+        raise NotImplementedError
 
     def events(self, model: str, created: float) -> Events:
         """The events of the answer, where it is streamed; `created` in seconds since the epoch."""
+        raise NotImplementedError
 
 
 Parse = Callable[[bytes], Asked]

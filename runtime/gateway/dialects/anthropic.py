@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
-from runtime.gateway.dialects.answers import Events, event
+from runtime.gateway.dialects.answers import Asked, Events, event
 from runtime.gateway.dialects.fields import (
     Count,
     FieldTable,
@@ -98,10 +98,7 @@ class _CustomTool(Strict, frozen=True):
     allowed_callers: None = None
 
 
-class MessagesAsked(Struct, frozen=True):
-    call: PolicyCall
-    stream: bool
-
+class MessagesAsked(Asked, frozen=True):
     def answer(self, completion: Completion) -> dict[str, Any]:
         reply = completion.replies[0]
         head = {"id": completion.id, "type": "message", "role": "assistant", "model": completion.model}
@@ -171,7 +168,7 @@ def parse(body: bytes) -> MessagesAsked:
         top_p=request.top_p,
         top_k=request.top_k and max(0, request.top_k),
     )
-    return MessagesAsked(call, request.stream)
+    return MessagesAsked(call=call, stream=request.stream)
 
 
 def _tool(given: Any, where: str) -> Tool:

@@ -3,26 +3,20 @@ https://platform.openai.com/docs/api-reference/chat/create, as its Python packag
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from msgspec import Struct
-
-from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Tool, ToolCall
+from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, ToolCall
 from runtime.gateway.dialects.answers import Events
 from runtime.gateway.dialects.fields import Count, FieldTable, Strict, decode, one_of, read, text_of, wrong
 from runtime.gateway.dialects.openai import (
-    OPENAI_WORDS,
     PENALTIES,
     UNUSED,
+    ChoicesAsked,
     ChunkEvents,
     Streamed,
     called,
-    choice_of,
-    function_only,
-    function_tool,
-    head,
+    functions,
     token_logprobs,
-    usage,
 )
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -78,19 +72,11 @@ class _ChatMessage(Strict, frozen=True):
     function_call: None = None
 
 
-class ChatAsked(Struct, frozen=True):
-    call: PolicyCall
-    stream: bool
-    include_usage: bool
-    logprobs: bool
+class ChatAsked(ChoicesAsked, frozen=True):
+    kind: ClassVar[str] = "chat.completion"
 
-    def answer(self, completion: Completion) -> dict[str, Any]:
-        choices = [
-            {"index": index, "message": _answered(reply.message), **self.end(reply)}
-            for index, reply in enumerate(completion.replies)
-        ]
-        start = head("chat.completion", completion.id, completion.model, completion.created)
-        return {**start, "choices": choices, "usage": usage(completion)}
+    def choice(self, index: int, reply: PolicyReply) -> dict[str, Any]:
+        return {"index": index, "message": _answered(reply.message), **self.end(reply)}
 
     def events(self, model: str, created: float) -> Events:
         return _ChatEvents(self, model, created)
@@ -99,12 +85,10 @@ class ChatAsked(Struct, frozen=True):
         return {"logprobs": token_logprobs(reply) if self.logprobs else None, "finish_reason": reply.end}
 
 
-class _ChatEvents(ChunkEvents):
+class _ChatEvents(ChunkEvents[ChatAsked]):
     """Of each reply: its role, its text as it grows, its calls, its end."""
 
-    def __init__(self, asked: ChatAsked, model: str, created: float):
-        super().__init__("chat.completion.chunk", asked.include_usage, model, created)
-        self._asked = asked
+    kind: ClassVar[str] = "chat.completion.chunk"
 
     def told(self, id: str, index: int, text: str) -> bytes:
         begin = b"" if index in self._sent else self._delta(id, index, role="assistant", content="" if text else None)
@@ -137,15 +121,13 @@ def parse(body: bytes) -> ChatAsked:
         if request.max_tokens not in (None, limit):
             raise wrong("max_tokens", request.max_tokens, f"max_completion_tokens, which is {limit}")
         sampling["max_tokens"] = limit
-    tools = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools))
     call = PolicyCall(
         messages=tuple(_message(message, f"messages[{index}]") for index, message in enumerate(request.messages)),
-        tools=tools,
-        tool_choice=choice_of(request.tool_choice, _named(request.tool_choice), tools, OPENAI_WORDS),
         parallel_tool_calls=request.parallel_tool_calls,
+        **functions(request.tools, request.tool_choice, "function"),
         **sampling,
     )
-    return ChatAsked(call, request.stream, request.stream_options.include_usage, request.logprobs)
+    return ChatAsked(call=call, logprobs=request.logprobs, **request.streaming())
 
 
 def _message(given: Any, where: str) -> Message:
@@ -166,20 +148,6 @@ def _message(given: Any, where: str) -> Message:
         name=message.name or "",
         reasoning=message.reasoning_content or "",
     )
-
-
-def _tool(given: Any, where: str) -> Tool:
-    return function_tool(function_only(given, where).get("function"), f"{where}.function")
-
-
-class _ChatNamed(Strict, frozen=True):
-    name: str
-
-
-def _named(choice: str | dict[str, Any]) -> str | None:
-    if isinstance(choice, str):
-        return None
-    return read(_ChatNamed, function_only(choice, "tool_choice").get("function"), "tool_choice.function").name
 
 
 def _answered(message: Message) -> dict[str, Any]:

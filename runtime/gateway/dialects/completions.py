@@ -3,14 +3,23 @@ route from token ids to token ids, POST /inference/v1/generate, as vLLM 0.30 has
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 
 from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply
-from runtime.gateway.dialects.answers import Events
-from runtime.gateway.dialects.fields import FieldTable, Strict, TokenId, decode, read, wrong
-from runtime.gateway.dialects.openai import PENALTIES, UNUSED, ChunkEvents, Sampled, Streamed, head, token_logprobs, usage
+from runtime.gateway.dialects.answers import Asked, Events
+from runtime.gateway.dialects.fields import FieldTable, TokenId, decode, read, wrong
+from runtime.gateway.dialects.openai import (
+    PENALTIES,
+    UNUSED,
+    ChoicesAsked,
+    ChunkEvents,
+    Sampled,
+    Streamed,
+    token_logprobs,
+    usage,
+)
 
 Tokens = Annotated[tuple[TokenId, ...], Meta(min_length=1)]
 
@@ -20,31 +29,22 @@ class _CompletionRequest(Streamed, frozen=True, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=0)] | None = None  # the sampled tokens' alone: no others' are kept
 
 
-class _TokenPrompt(Strict, frozen=True):
-    prompt: Tokens
-
-
 _REQUEST = FieldTable(
     _CompletionRequest, UNUSED, {**PENALTIES, "logit_bias": ({},), "best_of": (1,), "echo": (False,), "suffix": ("",)}
 )
 
 
-class CompletionAsked(Struct, frozen=True):
-    call: PolicyCall
-    stream: bool
-    include_usage: bool
-    logprobs: bool
+class CompletionAsked(ChoicesAsked, frozen=True):
+    kind: ClassVar[str] = "text_completion"
 
-    def answer(self, completion: Completion) -> dict[str, Any]:
-        choices = [self.choice(index, reply.message.content, reply) for index, reply in enumerate(completion.replies)]
-        start = head("text_completion", completion.id, completion.model, completion.created)
-        return {**start, "choices": choices, "usage": usage(completion)}
+    def choice(self, index: int, reply: PolicyReply) -> dict[str, Any]:
+        return self.part(index, reply.message.content, reply)
 
     def events(self, model: str, created: float) -> Events:
         return _CompletionEvents(self, model, created)
 
-    def choice(self, index: int, text: str, reply: PolicyReply | None) -> dict[str, Any]:
-        """`reply`: None before its end."""
+    def part(self, index: int, text: str, reply: PolicyReply | None) -> dict[str, Any]:
+        """Some of the text. `reply`: None before its end."""
         logprobs = None
         if self.logprobs and reply is not None:
             each = token_logprobs(reply)["content"]
@@ -52,31 +52,28 @@ class CompletionAsked(Struct, frozen=True):
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None if reply is None else _end(reply)}
 
 
-class _CompletionEvents(ChunkEvents):
-    def __init__(self, asked: CompletionAsked, model: str, created: float):
-        super().__init__("text_completion", asked.include_usage, model, created)
-        self._asked = asked
+class _CompletionEvents(ChunkEvents[CompletionAsked]):
+    kind: ClassVar[str] = "text_completion"
 
     def told(self, id: str, index: int, text: str) -> bytes:
         new = self._new(index, text)
-        return self.chunk(id, [self._asked.choice(index, new, None)]) if new else b""
+        return self.chunk(id, [self._asked.part(index, new, None)]) if new else b""
 
     def rest(self, id: str, index: int, reply: PolicyReply) -> bytes:
-        return self.chunk(id, [self._asked.choice(index, self._new(index, reply.message.content), reply)])
+        return self.chunk(id, [self._asked.part(index, self._new(index, reply.message.content), reply)])
 
 
 def parse(body: bytes) -> CompletionAsked:
     """Raises Refused, 400."""
     request = _REQUEST.read(decode(body))
     prompt = request.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            raise wrong("prompt", prompt, "one prompt; several in one request are not implemented")
         (prompt,) = prompt
-    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        raise wrong("prompt", prompt, "one prompt; several in one request are not implemented")
-    text = prompt if isinstance(prompt, str) else None
-    tokens = None if isinstance(prompt, str) else read(_TokenPrompt, {"prompt": prompt}, "").prompt
-    call = PolicyCall(text=text, tokens=tokens, **request.sampling())
-    return CompletionAsked(call, request.stream, request.stream_options.include_usage, request.logprobs is not None)
+    asked = {"text": prompt} if isinstance(prompt, str) else {"tokens": read(Tokens, prompt, "prompt")}
+    call = PolicyCall(**asked, **request.sampling())
+    return CompletionAsked(call=call, logprobs=request.logprobs is not None, **request.streaming())
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -109,12 +106,10 @@ _SAMPLING = FieldTable(
 )
 
 
-class GenerateAsked(Struct, frozen=True):
-    call: PolicyCall
+class GenerateAsked(Asked, frozen=True, kw_only=True):
     request_id: str
     logprobs: bool
     prompt: bool
-    stream: bool = False
 
     def answer(self, completion: Completion) -> dict[str, Any]:
         """As vLLM's, and `id`, by which a reward names it."""
@@ -137,16 +132,14 @@ class GenerateAsked(Struct, frozen=True):
             "prompt_token_ids": completion.prompt.tolist() if self.prompt else None,
         }
 
-    def events(self, model: str, created: float) -> Events:
-        raise NotImplementedError  # `stream` is never true
-
 
 def parse_generate(body: bytes) -> GenerateAsked:
     """Raises Refused, 400."""
     request = _GENERATE.read(decode(body))
     params = _SAMPLING.read(request.sampling_params, "sampling_params")
     call = PolicyCall(tokens=request.token_ids, stop_token_ids=params.stop_token_ids, **params.sampling())
-    return GenerateAsked(call, request.request_id, params.logprobs is not None, request.return_token_ids)
+    logprobs, prompt = params.logprobs is not None, request.return_token_ids
+    return GenerateAsked(call=call, request_id=request.request_id, logprobs=logprobs, prompt=prompt)
 
 
 def _end(reply: PolicyReply) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 from runtime.gateway.conversation import Completion, PolicyReply, Tool, ToolCall
-from runtime.gateway.dialects.answers import Events, event
+from runtime.gateway.dialects.answers import Asked, Events, event
 from runtime.gateway.dialects.fields import (
     Count,
     MinP,
@@ -21,6 +21,9 @@ from runtime.gateway.dialects.fields import (
     read,
     wrong,
 )
+
+A = TypeVar("A", bound="ChoicesAsked")
+S = TypeVar("S", bound=Strict)
 
 # One model is served, by whatever name. What concerns keeping, caching and billing changes no answer.
 UNUSED = "model user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention"
@@ -57,6 +60,26 @@ class Streamed(Sampled, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
+    def streaming(self) -> dict[str, bool]:
+        """As arguments of ChoicesAsked."""
+        return {"stream": self.stream, "include_usage": self.stream_options.include_usage}
+
+
+class ChoicesAsked(Asked, frozen=True, kw_only=True):
+    """One that is answered with a choice for each reply, and, where it is streamed, with chunks of choices."""
+
+    kind: ClassVar[str]  # of the answer
+    include_usage: bool = False
+    logprobs: bool
+
+    def answer(self, completion: Completion) -> dict[str, Any]:
+        choices = [self.choice(index, reply) for index, reply in enumerate(completion.replies)]
+        start = head(self.kind, completion.id, completion.model, completion.created)
+        return {**start, "choices": choices, "usage": usage(completion)}
+
+    def choice(self, index: int, reply: PolicyReply) -> dict[str, Any]:
+        raise NotImplementedError
+
 
 class _Function(Strict, frozen=True):
     """A model is not made to keep to a schema: what it writes is what it is trained on, also where `strict` asks for it."""
@@ -71,18 +94,30 @@ class _Function(Strict, frozen=True):
     defer_loading: None = None
 
 
-def function_tool(given: Any, where: str) -> Tool:
-    """A function that the model may call."""
-    function = read(_Function, given, where)
-    return Tool(function.name, function.description or "", function.parameters or {})
+_WORDS = {"auto": "auto", "none": "none", "required": "required"}
 
 
-def function_only(given: Any, where: str) -> dict[str, Any]:
-    """The tool. Raises Refused, 400, for one that is no function: those are run by the API's own servers."""
-    if not isinstance(given, dict):
-        raise wrong(where, given, "an object")
-    one_of(f"{where}.type", given.get("type"), ("function",))
-    return given
+class _NamedFunction(Strict, frozen=True):
+    name: str
+
+
+def functions(tools: Sequence[Any], choice: str | dict[str, Any], within: str = "") -> dict[str, Any]:
+    """The tools of a request, and its choice of them, as arguments of PolicyCall. `within`: the field of each in which its
+    function stands, if not in the tool itself. Raises Refused, 400, for one that is no function: those are run by the API's own
+    servers."""
+
+    def function(struct: type[S], given: Any, where: str) -> S:
+        if not isinstance(given, dict):
+            raise wrong(where, given, "an object")
+        one_of(f"{where}.type", given.get("type"), ("function",))
+        if within:
+            return read(struct, given.get(within), f"{where}.{within}")
+        return read(struct, {name: value for name, value in given.items() if name != "type"}, where)
+
+    found = [function(_Function, tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    given = tuple(Tool(each.name, each.description or "", each.parameters or {}) for each in found)
+    named = None if isinstance(choice, str) else function(_NamedFunction, choice, "tool_choice").name
+    return {"tools": given, "tool_choice": choice_of(choice, named, given, _WORDS)}
 
 
 def choice_of(choice: Any, named: str | None, tools: Sequence[Tool], words: dict[str, str]) -> str:
@@ -94,9 +129,6 @@ def choice_of(choice: Any, named: str | None, tools: Sequence[Tool], words: dict
     if (ours := words[one_of("tool_choice", choice, words)]) == "required" and not tools:
         raise wrong("tool_choice", choice, "possible without tools")
     return ours
-
-
-OPENAI_WORDS = {"auto": "auto", "none": "none", "required": "required"}
 
 
 def called(call: ToolCall) -> dict[str, Any]:
@@ -125,16 +157,18 @@ def token_logprobs(reply: PolicyReply) -> dict[str, Any]:
     }
 
 
-class ChunkEvents(Events):
+class ChunkEvents(Events, Generic[A]):
     """Chunks of choices, at last one of the tokens where they are wanted."""
 
-    def __init__(self, kind: str, include_usage: bool, model: str, created: float):
+    kind: ClassVar[str]  # of a chunk
+
+    def __init__(self, asked: A, model: str, created: float):
         super().__init__(model, created)
-        self._kind, self._include_usage = kind, include_usage
+        self._asked = asked
 
     def end(self, completion: Completion) -> bytes:
         chunks = [self.rest(completion.id, index, reply) for index, reply in enumerate(completion.replies)]
-        if self._include_usage:
+        if self._asked.include_usage:
             chunks.append(self.chunk(completion.id, [], usage(completion)))
         return b"".join([*chunks, b"data: [DONE]\n\n"])
 
@@ -143,5 +177,5 @@ class ChunkEvents(Events):
         raise NotImplementedError
 
     def chunk(self, id: str, choices: list[dict[str, Any]], used: dict[str, int] | None = None) -> bytes:
-        chunk = {**head(self._kind, id, self._model, self._created), "choices": choices}
-        return event({**chunk, "usage": used} if self._include_usage else chunk)
+        chunk = {**head(self.kind, id, self._model, self._created), "choices": choices}
+        return event({**chunk, "usage": used} if self._asked.include_usage else chunk)

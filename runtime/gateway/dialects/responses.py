@@ -12,9 +12,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime.gateway.conversation import Completion, Message, PolicyCall, ToolCall
-from runtime.gateway.dialects.answers import Events, event
+from runtime.gateway.dialects.answers import Asked, Events, event
 from runtime.gateway.dialects.fields import Count, FieldTable, NonNegative, Share, Strict, decode, one_of, read, text_of, wrong
-from runtime.gateway.dialects.openai import OPENAI_WORDS, UNUSED, choice_of, function_only, function_tool
+from runtime.gateway.dialects.openai import UNUSED, functions
 
 ROLES = ("system", "developer", "user", "assistant")
 TEXTS = ("input_text", "output_text", "text")
@@ -43,6 +43,7 @@ _NEUTRAL = {
     "truncation": ("disabled",),
 }
 _REQUEST = FieldTable(_ResponsesRequest, f"{UNUSED} stream_options", _NEUTRAL)
+_REPEATED = ("max_output_tokens", "parallel_tool_calls", "temperature", "tool_choice", "tools", "top_p")
 _TEXT = FieldTable(Strict, neutral={"format": ({"type": "text"},), "verbosity": ("medium",)})
 _REASONING = FieldTable(Strict)
 
@@ -78,14 +79,7 @@ class _ReasoningItem(_InputItem, frozen=True):
     encrypted_content: Any = None
 
 
-class _NamedFunction(Strict, frozen=True):
-    name: str
-    type: str
-
-
-class ResponseAsked(Struct, frozen=True):
-    call: PolicyCall
-    stream: bool
+class ResponseAsked(Asked, frozen=True, kw_only=True):
     previous: str  # the completion whose conversation goes on here; empty: `call` has the whole conversation
     request: dict[str, Any]  # what a response repeats of it
 
@@ -147,13 +141,9 @@ class _ResponseEvents(Events):
             response = self._asked.response(id, self._model, self._created, None)
             parts = [self._say("response.created", response=response), self._say("response.in_progress", response=response)]
         if new := self._new(0, text):
-            at = {"item_id": f"msg_{id}", "output_index": 0, "content_index": 0}
-            if not self._writing:
-                self._writing = True
-                item = {**_message_item(id, "", "in_progress"), "content": []}
-                parts.append(self._say("response.output_item.added", output_index=0, item=item))
-                parts.append(self._say("response.content_part.added", **at, part=_output_text("")))
-            parts.append(self._say("response.output_text.delta", **at, delta=new, logprobs=[]))
+            item = _message_item(id, new, "in_progress")
+            parts += [b"" if self._writing else self._begin(0, item), self._grow(0, item)]
+            self._writing = True
         return b"".join(parts)
 
     def end(self, completion: Completion) -> bytes:
@@ -161,31 +151,30 @@ class _ResponseEvents(Events):
         parts = [self.told(completion.id, 0, text if self._writing else "")]
         response = self._asked.response(completion.id, self._model, self._created, completion, self._writing)
         for index, item in enumerate(response["output"]):
-            parts.append(self._item(index, item, begun=self._writing and not index))
+            if index or not self._writing:
+                parts += [self._begin(index, item), self._grow(index, item)]
+            parts.append(self._finish(index, item))
         return b"".join([*parts, self._say(f"response.{response['status']}", response=response)])
 
-    def _item(self, index: int, item: dict[str, Any], begun: bool) -> bytes:
-        """A whole item, or the end of the one that is begun."""
-        said = []
-        at = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "function_call":
-            empty = {**item, "arguments": "", "status": "in_progress"}
-            said.append(self._say("response.output_item.added", output_index=index, item=empty))
-            said.append(self._say("response.function_call_arguments.delta", **at, delta=item["arguments"]))
-            said.append(self._say("response.function_call_arguments.done", **at, arguments=item["arguments"]))
-        else:
-            at["content_index"] = 0
-            (part,) = item["content"]
-            kind, text = part["type"], part["text"]
-            more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-            if not begun:
-                empty = {**item, "content": [], "status": "in_progress"}
-                said.append(self._say("response.output_item.added", output_index=index, item=empty))
-                said.append(self._say("response.content_part.added", **at, part={**part, "text": ""}))
-                said.append(self._say(f"response.{kind}.delta", **at, delta=text, **more))
-            said.append(self._say(f"response.{kind}.done", **at, text=text, **more))
-            said.append(self._say("response.content_part.done", **at, part=part))
-        return b"".join([*said, self._say("response.output_item.done", output_index=index, item=item)])
+    def _begin(self, index: int, item: dict[str, Any]) -> bytes:
+        """An item, without what it says."""
+        empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
+        said = self._say("response.output_item.added", output_index=index, item={**item, **empty, "status": "in_progress"})
+        for part in item.get("content", ()):
+            said += self._say("response.content_part.added", **_place(index, item), part={**part, "text": ""})
+        return said
+
+    def _grow(self, index: int, item: dict[str, Any]) -> bytes:
+        """By what it says."""
+        kind, _, text, more = _words(item)
+        return self._say(f"response.{kind}.delta", **_place(index, item), delta=text, **more)
+
+    def _finish(self, index: int, item: dict[str, Any]) -> bytes:
+        kind, field, text, more = _words(item)
+        said = self._say(f"response.{kind}.done", **_place(index, item), **{field: text}, **more)
+        for part in item.get("content", ()):
+            said += self._say("response.content_part.done", **_place(index, item), part=part)
+        return said + self._say("response.output_item.done", output_index=index, item=item)
 
     def _say(self, kind: str, **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
@@ -203,33 +192,23 @@ def parse(body: bytes) -> ResponseAsked:
     else:
         for index, item in enumerate(request.input):
             _add(messages, item, f"input[{index}]")
-    tools = tuple(function_tool(function_only(tool, f"tools[{at}]"), f"tools[{at}]") for at, tool in enumerate(request.tools))
-    named = None
-    if not isinstance(choice := request.tool_choice, str):
-        named = read(_NamedFunction, function_only(choice, "tool_choice"), "tool_choice").name
     call = PolicyCall(
         messages=tuple(messages),
-        tools=tools,
-        tool_choice=choice_of(choice, named, tools, OPENAI_WORDS),
         parallel_tool_calls=request.parallel_tool_calls,
+        **functions(request.tools, request.tool_choice),
         max_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
     )
     repeated = {
+        **{name: getattr(request, name) for name in _REPEATED},
         "instructions": request.instructions or None,
-        "max_output_tokens": request.max_output_tokens,
         "metadata": {},
-        "parallel_tool_calls": request.parallel_tool_calls,
         "previous_response_id": request.previous_response_id or None,
-        "temperature": request.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": request.tool_choice,
-        "tools": request.tools,
-        "top_p": request.top_p,
         "truncation": "disabled",
     }
-    return ResponseAsked(call, request.stream, request.previous_response_id, repeated)
+    return ResponseAsked(call=call, stream=request.stream, previous=request.previous_response_id, request=repeated)
 
 
 def _add(messages: list[Message], given: Any, where: str) -> None:
@@ -266,43 +245,38 @@ def _joined(last: Message | None, added: Message) -> list[Message]:
     twice = (last.content and added.content) or (last.reasoning and added.reasoning)
     if added.role != "assistant" or twice or (last.tool_calls and not added.tool_calls):
         return [last, added]
-    return [
-        Message(
-            "assistant",
-            last.content or added.content,
-            last.tool_calls + added.tool_calls,
-            reasoning=last.reasoning or added.reasoning,
-        )
-    ]
+    calls, reasoning = last.tool_calls + added.tool_calls, last.reasoning or added.reasoning
+    return [Message("assistant", last.content or added.content, calls, reasoning=reasoning)]
 
 
 def _items(id: str, message: Message, status: str, text_first: bool) -> list[dict[str, Any]]:
     """The output. What the model thought stands before its text, unless that was told first."""
-    text = [_message_item(id, message.content, status)] if message.content or not message.tool_calls else []
-    thought = [{"type": "reasoning_text", "text": message.reasoning}]
-    reasoning: list[dict[str, Any]] = (
-        [{"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": thought, "status": status}]
-        if message.reasoning
-        else []
-    )
-    calls = [
-        {
-            "id": f"fc_{id}_{number}",
-            "type": "function_call",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": status,
-        }
-        for number, call in enumerate(message.tool_calls)
-    ]
-    return [*(text + reasoning if text_first else reasoning + text), *calls]
+    items = []
+    if message.reasoning:
+        thought = [{"type": "reasoning_text", "text": message.reasoning}]
+        items.append({"id": f"rs_{id}", "type": "reasoning", "summary": [], "content": thought, "status": status})
+    if message.content or not message.tool_calls:
+        items.insert(0 if text_first else len(items), _message_item(id, message.content, status))
+    for number, call in enumerate(message.tool_calls):
+        told = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+        items.append({"id": f"fc_{id}_{number}", "type": "function_call", **told, "status": status})
+    return items
+
+
+def _place(index: int, item: dict[str, Any]) -> dict[str, Any]:
+    """Of an item, or of its only part, in an event."""
+    place = {"item_id": item["id"], "output_index": index}
+    return {**place, "content_index": 0} if "content" in item else place
+
+
+def _words(item: dict[str, Any]) -> tuple[str, str, str, dict[str, Any]]:
+    """What an item says: as events call it, the field in which it stands, the text, and what else is told beside it."""
+    if item["type"] == "function_call":
+        return "function_call_arguments", "arguments", item["arguments"], {}
+    (part,) = item["content"]
+    return part["type"], "text", part["text"], {"logprobs": []} if part["type"] == "output_text" else {}
 
 
 def _message_item(id: str, text: str, status: str) -> dict[str, Any]:
-    content = [_output_text(text)]
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
     return {"id": f"msg_{id}", "type": "message", "role": "assistant", "status": status, "content": content}
-
-
-def _output_text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
