@@ -13,7 +13,7 @@ AGENTS_PIP := $(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-
 # are compiled once, also where the environment says otherwise.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
-.PHONY: run run-agent test test-numeric test-all check format proto reference install install-dev install-vllm install-trl install-agents clean accept-ascend accept-cuda \
+.PHONY: run run-agent test test-numeric test-agents test-all check format proto reference install install-dev install-vllm install-trl install-agents clean accept-ascend accept-cuda \
 	accept-cpu contract-wheels cluster-demo docs mutants swarm swarm-bugs
 
 run: install
@@ -33,10 +33,14 @@ test: install-dev
 test-numeric: install-dev
 	$(TEST_ENV) ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest $(WORKERS) -m numeric tests/unit tests/loopback
 
+# Strangers' clients and agents, unchanged, and a training step on what each did.
+test-agents: install-dev install-agents
+	$(TEST_ENV) $(AGENTS)/bin/python -m pytest tests/agents
+
 test-all: install-dev install-vllm install-agents .megatron-0.12/installed test-numeric
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not vllm' tests/system
 	$(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/system
-	$(TEST_ENV) $(AGENTS)/bin/python -m pytest tests/agents & agents=$$!; \
+	$(MAKE) test-agents & agents=$$!; \
 	$(TEST_ENV) $(VLLM)/bin/python -m pytest tests/vllm; vllm=$$?; wait $$agents && exit $$vllm
 
 # The pages of docs/ as a site, in site/. A warning, such as of a link that leads nowhere, is an error.
