@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"  # pads
 END_OF_TURN = "<|im_end|>"  # ends every message, and thereby a reply
 SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-CALL_TOKENS = (
-    "<tool_call>",
-    "</tool_call>",
-)  # around a call of a tool, as Hermes and Qwen write it; they are text, not special
+CALL_TOKENS = ("<tool_call>", "</tool_call>")  # around a call, as Hermes and Qwen write it; they are text, not special
 CONTEXT_TOKENS = 512
 
 CHAT_TEMPLATE = (

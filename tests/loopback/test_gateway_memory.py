@@ -6,7 +6,6 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,14 +14,13 @@ import pytest
 from aiohttp import web
 
 from runtime import codec
-from runtime.data.tokenizer import Tokenizer
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
 from runtime.gateway.episodes import Episode, Episodes
 from runtime.gateway.http import runner
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.models.tiny_model import write_tokenizer
 from runtime.types import EpisodeTask, GroupPayload, PlayRequest, Sample, SamplingParams
 from services.gateway import own
+from tests.unit.template_cases import tiny_renderer
 
 KEY, PATIENCE = "the gateway's", 60.0
 
@@ -38,10 +36,7 @@ def uncollected() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> TemplateRenderer:
-    folder: Path = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    (folder / "config.json").write_text('{"eos_token_id": 257}')
-    return TemplateRenderer(Tokenizer(str(folder)))
+    return tiny_renderer(tmp_path_factory.mktemp("model"))
 
 
 def episodes_of(renderer: TemplateRenderer, answer: Any) -> Episodes:

@@ -11,7 +11,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from runtime.data.tokenizer import Tokenizer
-from runtime.models.tiny_model import END_OF_TEXT, END_OF_TURN, make_tokenizer
+from runtime.gateway.rendering import TemplateRenderer
+from runtime.models.tiny_model import END_OF_TEXT, END_OF_TURN, make_tokenizer, write_tokenizer
 
 PLAIN = (  # knows no tools
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|im_end|>{% endfor %}"
@@ -114,6 +115,13 @@ def qwen3(folder: Path, template: str = THINKING) -> Path:
 
 def tokenizer_of(folder: Path, template: str, **options: Any) -> Tokenizer:
     return Tokenizer(str(folder_of(folder, template, **options)))
+
+
+def tiny_renderer(folder: Path) -> TemplateRenderer:
+    """Of the tiny model's own tokenizer and template."""
+    write_tokenizer(folder)
+    (folder / "config.json").write_text('{"eos_token_id": 257}')
+    return TemplateRenderer(Tokenizer(str(folder)))
 
 
 def special(text: str) -> int:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from runtime import codec
-from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
 from runtime.gateway.episodes import Episode, Episodes
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.models.tiny_model import write_tokenizer
 from runtime.types import EpisodeTask, GeneratedGroup, GroupPayload, PlayRequest, PolicyVersion, SamplingParams
+from tests.unit.template_cases import tiny_renderer
 
 PATIENCE = 60.0
 KEY = "the gateway's"
@@ -26,10 +24,7 @@ HELLO = (Message("user", "hello"),)
 
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> TemplateRenderer:
-    folder: Path = tmp_path_factory.mktemp("model")
-    write_tokenizer(folder)
-    (folder / "config.json").write_text('{"eos_token_id": 257}')
-    return TemplateRenderer(Tokenizer(str(folder)))
+    return tiny_renderer(tmp_path_factory.mktemp("model"))
 
 
 class ScriptedPolicy:
