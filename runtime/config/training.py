@@ -38,6 +38,9 @@ class Training(Section, frozen=True):
     `services.critic.processes` (of their blocks, where `parallel` is set)."""
     staleness: VersionsOr0 = 2
     """η: the most versions by which a trained token may be old; 0 is on-policy."""
+    depth: Literal["auto", "bound"] = "auto"
+    """How far ahead of the trainer groups are generated. `auto`: as far as keeps it busy, by the times that groups and steps
+    take, so that samples are as fresh as that allows; `bound`: as far as `staleness` does."""
     epochs: Passes = 1
     """Passes over the batch of a step."""
     mini_batch_size: PromptsOr0 = 0

@@ -31,6 +31,7 @@ from runtime import codec, run_files
 from runtime.cluster.topology import alternates, takes_turns
 from runtime.commands import Export, Restore
 from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.depth import depth_of
 from runtime.coordinator.devices import devices_of
 from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.groups import STREAM, DynamicSampling, GroupStage
@@ -84,6 +85,7 @@ class Attempt:
             journal=context.ledger,
             step=first,
             clock=lambda: context.epoch + now(),
+            depth=depth_of(config),
         )
         self.buffer.last_step = config.training.steps
         history.goes_on_at(first)

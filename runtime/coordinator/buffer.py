@@ -13,6 +13,7 @@ from typing import Protocol
 from msgspec import Struct, structs
 
 from runtime.coordinator import staleness
+from runtime.coordinator.depth import PipelineDepth
 from runtime.coordinator.group import Group, asked_of, restored
 from runtime.errors import InvariantViolated
 from runtime.ledger import states
@@ -40,7 +41,7 @@ class ChangeJournal(Protocol):
 
 class Buffer:
     """`step`: the next to be filled, which is also the committed version when the run (re)starts. `clock`: seconds since the
-    epoch."""
+    epoch. `depth`: None for as many groups at once as the bound on staleness allows."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class Buffer:
         journal: ChangeJournal,
         clock: Callable[[], float],
         step: int = 0,
+        depth: PipelineDepth | None = None,
     ):
         self.needs = needs
         self.groups_per_step = groups_per_step
@@ -65,6 +67,7 @@ class Buffer:
         wait."""
         self.room_changed = asyncio.Event()
         """Set when `capacity` may have grown, or a group came back to be dispatched again."""
+        self._depth = depth
         self._journal = journal
         self._clock = clock
         self._filled = 0
@@ -110,6 +113,7 @@ class Buffer:
         due = staleness.deadline(self.committed, self.staleness)
         group = self._apply(group_id, states.Dispatched(), replica=replica, deadline=due)
         group.attempt += 1
+        group.dispatched = group.since
         self._record(group, "generating", replica=replica, attempt=group.attempt, due=due)
         return group
 
@@ -167,6 +171,8 @@ class Buffer:
                 raise InvariantViolated(f"group {group_id} is in the batch of step {group.taken}")
             self._filled -= 1
         group = self._apply(group_id, states.Dropped(why))
+        if self._depth is not None and group.dispatched:
+            self._depth.dropped(group.since - group.dispatched)
         self._record(group, "dropped")
         self._leave(group)
         self.ready_changed.set()
@@ -197,8 +203,11 @@ class Buffer:
             self.room_changed.set()
         return taken
 
-    def consume(self, step: int) -> list[Group]:
-        """`step` has been applied. Raises InvariantViolated when a token it trained on is older than the bound allows."""
+    def consume(self, step: int, seconds: float = 0.0) -> list[Group]:
+        """`step` has been applied, on which the trainer worked so long. Raises InvariantViolated when a token it trained on is
+        older than the bound allows."""
+        if self._depth is not None:
+            self._depth.stepped(seconds)
         batch = [group for group in self if group.taken == step and group.state.phase == Phase.READY]
         if len(batch) != self.groups_per_step:
             raise InvariantViolated(f"step {step} was applied with {len(batch)} groups of {self.groups_per_step}")
@@ -256,9 +265,13 @@ class Buffer:
         """How many groups may be dispatched now in a run of `steps` steps: `waiting()` ones first, then new ones."""
         holding = len(self._groups) - len(self._waiting)
         missing = (steps - self.step) * self.groups_per_step - self._filled - sum(opened for opened, _ in self._due.values())
-        return staleness.admission_capacity(
-            holding, self.generating, max_in_flight, self.staleness, self.groups_per_step, missing
-        )
+        return staleness.admission_capacity(holding, self.generating, max_in_flight, self.depth, missing)
+
+    @property
+    def depth(self) -> int:
+        """How many groups may hold a place now."""
+        bound = staleness.most_live(self.staleness, self.groups_per_step)
+        return bound if self._depth is None else self._depth.target
 
     @property
     def generating(self) -> int:
@@ -312,6 +325,8 @@ class Buffer:
     def _mark(self, group_id: int, mark: Mark) -> Group:
         group = self._apply(group_id, states.Marked(mark))
         if group.state.phase == Phase.READY:
+            if self._depth is not None and group.dispatched:
+                self._depth.became_ready(group.since - group.dispatched)
             self.ready_changed.set()
         return group
 

@@ -20,6 +20,7 @@ class Group(Struct, eq=False, kw_only=True):
     ticket: Ticket
     state: GroupState
     since: float  # of the last transition, seconds since the epoch
+    dispatched: float = 0.0  # the same; 0.0: not by this coordinator
     replica: str = ""
     attempt: int = 0
     deadline: int | None = None

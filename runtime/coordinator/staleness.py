@@ -52,15 +52,18 @@ class OpenGroup(NamedTuple):
     ready: bool
 
 
-def admission_capacity(
-    live: int, generating: int, max_in_flight: int, staleness: int, groups_per_step: int, remaining_groups: int
-) -> int:
+def most_live(staleness: int, groups_per_step: int) -> int:
+    """How many groups may hold a place."""
+    return (staleness + 1) * groups_per_step
+
+
+def admission_capacity(live: int, generating: int, max_in_flight: int, depth: int, remaining_groups: int) -> int:
     """How many groups may be dispatched now.
 
-    `live`: groups that hold a place (dispatched, neither retired nor dropped). `remaining_groups`: how many the run
-    still has to dispatch in order to fill its last step.
+    `live`: groups that hold a place (dispatched, neither retired nor dropped). `depth`: how many may, `most_live` at most.
+    `remaining_groups`: how many the run still has to dispatch in order to fill its last step.
     """
-    return max(0, min(max_in_flight - generating, (staleness + 1) * groups_per_step - live, remaining_groups))
+    return max(0, min(max_in_flight - generating, depth - live, remaining_groups))
 
 
 def deadline(oldest_step: int, staleness: int) -> int:

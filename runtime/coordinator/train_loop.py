@@ -193,7 +193,7 @@ class TrainLoop:
             async with TaskGroup() as both:  # the rollouts need not wait for the critic
                 publishing = both.create_task(self._publish(sync))
                 result = await joined(trainer, others)
-                self._buffer.consume(step)
+                self._buffer.consume(step, result.seconds)
         finally:
             sync.close()
         self._buffer.commit(step + 1)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.coordinator.staleness import OpenGroup, admission_capacity, deadline, overdue, select
+from runtime.coordinator.staleness import OpenGroup, admission_capacity, deadline, most_live, overdue, select
 from runtime.errors import InvariantViolated
 
 
@@ -70,7 +70,7 @@ def test_overdue_gives_up_as_few_as_possible(groups: list[OpenGroup], per_step: 
     [(0, 0, 100, 10), (0, 6, 100, 4), (20, 0, 100, 4), (24, 0, 100, 0), (30, 0, 100, 0), (0, 12, 100, 0), (0, 0, 3, 3)],
 )
 def test_admission_capacity_is_the_least_of_three(live: int, generating: int, remaining: int, expected: int) -> None:
-    assert admission_capacity(live, generating, 10, 2, 8, remaining) == expected
+    assert admission_capacity(live, generating, 10, most_live(2, 8), remaining) == expected
 
 
 def test_a_step_waits_for_a_slow_group_that_is_due() -> None:
@@ -125,6 +125,7 @@ class Plant:
     deaths: float
     seed: int
     without_signal: float = 0.0  # of the scored groups
+    shallow: bool = False  # as many groups as some policy or other wants, a step's at least
 
 
 @dataclass
@@ -174,6 +175,10 @@ class Simulation:
             self.training = True
             self.at(self.plant.train * self.random.uniform(0.5, 1.5), "on_trained", self.trained)
 
+    def depth(self) -> int:
+        bound = most_live(self.plant.staleness, self.plant.per_step)
+        return self.random.randint(self.plant.per_step, bound) if self.plant.shallow else bound
+
     def dispatch(self) -> None:
         plant = self.plant
         waiting = [i for i, job in self.jobs.items() if job.deadline is None]
@@ -181,7 +186,7 @@ class Simulation:
         opened = sum(job.taken is None for job in placed)
         needed = (plant.steps - self.filling) * plant.per_step - self.filled - opened
         generating = sum(job.generating for job in placed)
-        capacity = admission_capacity(len(placed), generating, plant.max_in_flight, plant.staleness, plant.per_step, needed)
+        capacity = admission_capacity(len(placed), generating, plant.max_in_flight, self.depth(), needed)
         for _ in range(capacity):
             if waiting:
                 group = waiting.pop(0)
@@ -205,7 +210,7 @@ class Simulation:
 
     def on_generated(self, group: int, attempt: int) -> None:
         job = self.jobs.get(group)
-        if job is None or job.attempt != attempt:  # of a replica that died
+        if job is None or job.attempt != attempt or not job.generating:  # of a replica that died
             return
         replica = job.replica
         self.queues[replica].remove(group)
@@ -293,6 +298,7 @@ def plants(draw: st.DrawFn, faults: bool) -> Plant:
         deaths=draw(st.sampled_from([0.0, 0.05, 0.2])) if faults else 0.0,
         seed=draw(st.integers(0, 2**32)),
         without_signal=draw(st.sampled_from([0.0, 0.3, 0.9])) if faults else 0.0,
+        shallow=draw(st.booleans()),
     )
 
 

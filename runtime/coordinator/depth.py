@@ -1,0 +1,79 @@
+"""How many groups hold a place at once: as many as keep the trainer busy, where that is fewer than the staleness bound allows.
+Pure, of measured times.
+
+A step of the trainer takes S seconds and B groups. While it goes on, B groups have to become ready for the next one; they were
+dispatched with the newest weights when the step before it was committed. What the trainer needs beside the groups that it
+trains on is therefore B · max(1, L / S), where L are the seconds from a group's dispatch until it is ready (Little's law: what
+is under way is the rate B / S times the time that it takes). A batch waits for its slowest group, so L is not the mean of those
+seconds: of B numbers from a normal distribution with mean m and deviation s, the largest is at most m + s √(2 ln B) on average
+(Boucheron, Lugosi, Massart: Concentration Inequalities, 2013, theorem 2.5).
+
+Where rollouts are slower than the trainer, L grows with the groups under way, and the bound holds, as without this.
+"""
+
+from __future__ import annotations
+
+import math
+
+from runtime.cluster.topology import takes_turns
+from runtime.config import Config
+from runtime.coordinator.staleness import most_live
+
+STEPS = 4  # over which the measured times are averaged
+
+
+class MovingMoments:
+    """Mean and variance of numbers, each of which counts exponentially less with those that follow."""
+
+    def __init__(self, memory: float):
+        """`memory`: numbers that count."""
+        self._share = 1 / max(1.0, memory)
+        self.count = 0
+        self.mean = self.variance = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        share = max(self._share, 1 / self.count)  # the plain mean, until there are more numbers than count
+        gap = value - self.mean
+        self.mean += share * gap
+        self.variance = (1 - share) * (self.variance + share * gap * gap)
+
+
+def depth_of(config: Config) -> PipelineDepth | None:
+    """None where the bound says how many: where it is to, and where rollouts and trainer have the devices in turn, as all that
+    the bound allows is generated before the trainer has them."""
+    training = config.training
+    if training.depth == "bound" or takes_turns(config):
+        return None
+    return PipelineDepth(training.groups_per_step, most_live(training.staleness, training.groups_per_step))
+
+
+class PipelineDepth:
+    """The groups that may hold a place. `bound`: that staleness allows, (η + 1) · B."""
+
+    def __init__(self, groups_per_step: int, bound: int):
+        self._size, self._bound = groups_per_step, bound
+        self._ready = MovingMoments(STEPS * groups_per_step)  # seconds
+        self._step = MovingMoments(STEPS)  # seconds
+        self._spent = 0.0  # seconds on groups that were dropped, since one became ready
+
+    def became_ready(self, seconds: float) -> None:
+        """A group, so long after its dispatch."""
+        self._ready.add(seconds + self._spent)
+        self._spent = 0.0
+
+    def dropped(self, seconds: float) -> None:
+        """A group, whose place another takes: so much later is the next one ready."""
+        self._spent += seconds
+
+    def stepped(self, seconds: float) -> None:
+        """The trainer has worked so long on a step, waits aside."""
+        self._step.add(seconds)
+
+    @property
+    def target(self) -> int:
+        """The bound, until both times are known."""
+        if not self._step.mean or self._ready.count < self._size:
+            return self._bound
+        slowest = self._ready.mean + math.sqrt(2 * math.log(self._size) * self._ready.variance)
+        return min(self._bound, math.ceil(self._size * (1 + max(1.0, slowest / self._step.mean))))
