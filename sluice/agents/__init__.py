@@ -1,0 +1,26 @@
+"""What an agent of your own is given, and what makes one of what you have already. The standard library alone: this is imported
+in the agent's own interpreter, where nothing of Sluice needs to be installed.
+
+Adapters are imported when they are first asked for, and the packages that they need when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sluice.agents.episode import Branch, DataError, Episode, InfrastructureError, PolicyRefused
+
+if TYPE_CHECKING:
+    from sluice.agents.command import Command
+    from sluice.agents.functions import ToolAgent
+
+_HOMES = {"Command": "command", "ToolAgent": "functions"}
+
+__all__ = ["Branch", "Command", "DataError", "Episode", "InfrastructureError", "PolicyRefused", "ToolAgent"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'sluice.agents' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"sluice.agents.{_HOMES[name]}"), name)

@@ -1,0 +1,387 @@
+"""Plays episodes in the agent's own interpreter: `python worker.py FILE NAME DESCRIPTOR PER_PROCESS`. The standard library alone.
+
+    services.environment ── socket ──► Nursery    imports the agent's file once; forks a worker for each that is wanted, reaps
+                                         │ fork    them, and ends whatever they leave behind
+                         ── socket ──► Worker     plays its episodes, one message a line of JSON, and dies alone
+
+Where the file has started threads as it was imported a fork would copy half of them: each worker then imports it itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import importlib.util
+import inspect
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Awaitable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+MESSAGE = 1 << 16  # bytes of a message to or from the nursery
+LINE = 64 << 20  # bytes of a task, or of an answer
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+ROUNDS = 100  # of ending children, who may start others meanwhile
+
+
+def main() -> None:
+    """Ends with exit code 2 where the file cannot be imported, and says why in its last message."""
+    file, name, descriptor, per_process = sys.argv[1:5]
+    sys.path[0] = str(Path(file).resolve().parent)
+    sys.path.append(os.getcwd())
+    _own_package()
+    own = socket.socket(fileno=int(descriptor))
+    own.set_inheritable(False)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    alone = len(sys.argv) > 5
+    try:
+        made = imported(file, name)
+    except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever it raises is told
+        if not alone:
+            own.send(json.dumps({"failed": f"{type(error).__name__}: {error}"[: MESSAGE // 8]}).encode())
+        sys.exit(2)
+    if alone:
+        work(made, own, int(per_process))
+    else:
+        Nursery(own, made, (file, name, per_process)).run()
+
+
+def imported(file: str, name: str) -> Any:
+    """What `name` is in the file. Raises AttributeError, TypeError, and what the file does."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part)
+    if not callable(getattr(found, "run", found)):
+        raise TypeError(f"{name} is neither a function nor has it a method run")
+    return found
+
+
+def _own_package() -> None:
+    """`sluice`, from beside this file, wherever the interpreter would look for it."""
+    if "sluice" in sys.modules:
+        return
+    home = Path(__file__).resolve().parents[1]
+    package = types.ModuleType("sluice")
+    spec = importlib.util.spec_from_file_location("sluice", home / "__init__.py", submodule_search_locations=[str(home)])
+    assert spec is not None and spec.loader is not None
+    package = importlib.util.module_from_spec(spec)
+    sys.modules["sluice"] = package
+    spec.loader.exec_module(package)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, value)
+
+
+# ---------------------------------------------------------------------------------------------------------- the nursery
+
+
+class Nursery:
+    """Told "fork" with a descriptor, it starts a worker on it and says its pid; told "kill PID", it ends that one. It says who
+    ended, and how."""
+
+    def __init__(self, own: socket.socket, made: Any, again: tuple[str, str, str]):
+        """`again`: the arguments of a worker that imports for itself."""
+        self._own, self._made, self._again = own, made, again
+        self._workers: set[int] = set()
+        self._forks = not sys.platform.startswith("linux") or len(os.listdir("/proc/self/task")) == 1
+
+    def run(self) -> None:
+        """Until its socket is closed."""
+        ended, wake = socket.socketpair()
+        ended.setblocking(False)
+        wake.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        gc.collect()
+        gc.freeze()
+        self._tell(ready=True)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._own, selectors.EVENT_READ)
+            selector.register(ended, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is ended:
+                        ended.recv(MESSAGE)
+                        self._reap()
+                    elif not self._hear():
+                        return
+
+    def _hear(self) -> bool:
+        data, descriptors, _, _ = socket.recv_fds(self._own, MESSAGE, 1)
+        if not data:
+            return False
+        word, _, pid = data.decode().partition(" ")
+        if word == "fork":
+            self._start(descriptors[0])
+        elif int(pid) in self._workers:  # reaped by nobody else: the pid is still its own
+            with suppress(ProcessLookupError):
+                os.killpg(int(pid), signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)  # before it led a group
+        return True
+
+    def _start(self, descriptor: int) -> None:
+        if self._forks:
+            pid = os.fork()
+            if not pid:
+                self._become_worker(descriptor)
+        else:
+            file, name, per_process = self._again
+            command = [sys.executable, __file__, file, name, str(descriptor), per_process, "alone"]
+            pid = subprocess.Popen(command, pass_fds=[descriptor], start_new_session=True).pid
+        os.close(descriptor)
+        self._workers.add(pid)
+        self._tell(started=pid)
+
+    def _become_worker(self, descriptor: int) -> None:
+        """Never returns."""
+        code = 1
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _prctl(PR_SET_CHILD_SUBREAPER, 1)
+            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            self._own.close()
+            work(self._made, socket.socket(fileno=descriptor), int(self._again[2]))
+            code = 0
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        """Who ended is told of; what they left behind has become this process's own, and is ended."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if not pid:
+                break
+            if pid in self._workers:
+                self._workers.remove(pid)
+                self._tell(ended=pid, code=os.waitstatus_to_exitcode(status))
+        for child in children() - self._workers:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+    def _tell(self, **news: Any) -> None:
+        self._own.send(json.dumps(news).encode())
+
+
+def children() -> set[int]:
+    """The processes whose parent this one is."""
+    found = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found |= set(map(int, task.read_text().split()))
+    return found
+
+
+def end_children(kept: set[int]) -> None:
+    """Those that are not `kept`, and theirs, which become ours as they lose their parent."""
+    for _ in range(ROUNDS):
+        if not (left := children() - kept):
+            return
+        for child in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(child, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(child, 0)
+    os._exit(1)  # they are more than can be ended here: the nursery goes on
+
+
+# ------------------------------------------------------------------------------------------------------------ a worker
+
+
+def work(made: Any, own: socket.socket, per_process: int) -> None:
+    """Play episodes until the socket is closed."""
+    agent = made() if inspect.isclass(made) else made
+    asyncio.run(_Worker(agent, per_process).run(own))
+
+
+class _Worker:
+    """Also the Channel of its episodes."""
+
+    def __init__(self, agent: Any, per_process: int):
+        self._agent, self._threads = agent, ThreadPoolExecutor(4 * per_process, "agent")
+        self._only = per_process == 1
+        self._playing: dict[str, _Play] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._http = None
+
+    async def run(self, own: socket.socket) -> None:
+        asyncio.get_running_loop().set_default_executor(self._threads)
+        reader, self._writer = await asyncio.open_connection(sock=own, limit=LINE)
+        if importlib.util.find_spec("httpx") is not None:
+            import httpx
+
+            self._http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))  # noqa: S113 - the gateway's
+        self._write({"idle": True})
+        while line := await reader.readline():
+            told = json.loads(line)
+            if "task" in told:
+                task = asyncio.create_task(self._play(told))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            elif "end" in told:
+                if (play := self._playing.get(told["end"])) is not None:
+                    play.end(told["phase"])
+            else:
+                self._answered(**told)
+        os._exit(0)  # who had it is gone: nobody wants what is under way
+
+    async def _play(self, told: Mapping[str, Any]) -> None:
+        kept = children()
+        if self._only:
+            random.seed(told["seed"])
+        play = self._playing[told["id"]] = _Play(self._agent, told, self, self._http)
+        outcome = await play.outcome()
+        del self._playing[told["id"]]
+        if self._only:
+            end_children(kept)
+        self._write({"episode": told["id"], "ended": outcome})
+
+    def tell(self, episode: str, **news: Any) -> None:
+        self._write({"episode": episode, **news})
+
+    async def ask(self, episode: str, what: str, **fields: Any) -> Any:
+        number = len(self._asked) + 1 + max(self._asked, default=0)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._write({"episode": episode, "ask": number, "what": what, **fields})
+        try:
+            return await answer
+        finally:
+            self._asked.pop(number, None)
+
+    def _answered(self, answer: int, found: Any = None, failed: str = "") -> None:
+        from sluice.agents.episode import InfrastructureError
+
+        future = self._asked.get(answer)
+        if future is None or future.done():
+            return
+        if failed:
+            future.set_exception(InfrastructureError(failed))
+        else:
+            future.set_result(found)
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+
+class _Play:
+    """One episode, through its phases: setup, run, score, cleanup. Each may be ended, and has its own time to be."""
+
+    def __init__(self, agent: Any, told: Mapping[str, Any], worker: _Worker, http: Any):
+        from sluice.agents.episode import Episode
+        from sluice.agents.functions import toolset
+
+        tools = toolset(getattr(agent, "tools", ()), float(told["tool_seconds"]))
+        self._agent, self._http = agent, http
+        self.episode = Episode(told, worker, tools)
+        self._phase, self._work = "", asyncio.ensure_future(asyncio.sleep(0))
+
+    def end(self, phase: str) -> None:
+        """No more of this phase, if it is the one under way."""
+        if phase == self._phase:
+            self._work.cancel()
+
+    async def outcome(self) -> dict[str, Any]:
+        """As `ended` of proto/environment.proto, in JSON."""
+        from sluice.agents.episode import DataError
+
+        try:
+            found = await self._played()
+        except DataError as error:
+            found = {"failure": "data", "reason": _told(error)}
+        except _Ended as error:
+            found = {"failure": "infrastructure", "reason": f"{error} was ended at its deadline"}
+        except Exception as error:  # noqa: BLE001 - whatever the agent raises is told
+            found = {"failure": "infrastructure", "reason": _told(error)}
+        try:
+            await self._do("cleanup", self._own("cleanup"))
+        except Exception as error:  # noqa: BLE001
+            found.setdefault("reason", f"cleanup: {_told(error)}")
+        return {**found, "stop_reason": self.episode.stop_reason}
+
+    async def _played(self) -> dict[str, Any]:
+        episode = self.episode
+        given = {"base_url": episode.base_url, "api_key": episode.api_key, "http_client": self._http, "episode": episode}
+        await self._do("setup", self._own("setup", given))
+        run = getattr(self._agent, "run", self._agent)
+        try:
+            value = await self._do("run", _awaited(run, episode.data, **given))
+        except _Ended:  # score what is there
+            value, episode.stop_reason = None, "timeout"
+        if hasattr(self._agent, "score"):
+            value = await self._do("score", self._own("score", given))
+        return self._read(value)
+
+    def _own(self, method: str, given: Mapping[str, Any] | None = None) -> Awaitable[Any]:
+        found = getattr(self._agent, method, None)
+        return _nothing() if found is None else _awaited(found, self.episode.data, **(given or {"episode": self.episode}))
+
+    async def _do(self, phase: str, work: Awaitable[Any]) -> Any:
+        self._phase, self._work = phase, asyncio.ensure_future(work)
+        self.episode.tell(phase=phase)
+        try:
+            return await self._work
+        except asyncio.CancelledError:
+            raise _Ended(phase) from None
+        finally:
+            self._phase = ""
+
+    def _read(self, value: Any) -> dict[str, Any]:
+        """Raises ValueError for what is no reward."""
+        from sluice.agents.episode import finite
+
+        if value is None:
+            return {} if self.episode.rewarded or self.episode.stop_reason == "timeout" else {"left_out": True}
+        if isinstance(value, Mapping):
+            return {"rewards": {str(name): finite(number) for name, number in value.items()}}
+        return {"reward": finite(value)}
+
+
+class _Ended(Exception):
+    """A phase, at its deadline."""
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def _awaited(function: Any, *arguments: Any, **given: Any) -> Any:
+    """Its value; of one that does not await, from a thread."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):
+        return await function(*arguments, **given)
+    found = await asyncio.to_thread(function, *arguments, **given)
+    return await found if inspect.isawaitable(found) else found
+
+
+if __name__ == "__main__":
+    main()
