@@ -32,7 +32,7 @@ from benchmarks.rollout import DEFAULT_PYTHON, interpreter
 from launcher.node.environment import environment
 from launcher.node.machine import Machine
 from runtime import codec, run_files
-from runtime.commands import RolloutAddress, UseRollouts
+from runtime.commands import PeerAddress, UsePeers
 from runtime.config import Gateway, Network, loading
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.status import Registration
@@ -233,8 +233,8 @@ async def _gateway(folder: Path, trial: TrialSettings, group: int) -> ServerLoad
             session = Session(known.address, known.name, "Gateway", known.machine)
             await session.open(START)
             try:
-                serving = RolloutAddress(name="rollout-0", incarnation=0, address=rollout, machine="", slots=trial.episodes)
-                await session.call("UseRollouts", UseRollouts(rollouts=(serving,), key=KEY), START)
+                serving = PeerAddress(name="rollout-0", incarnation=0, address=rollout, machine="", slots=trial.episodes)
+                await session.call("UsePeers", UsePeers(rollouts=(serving,), key=KEY), START)
                 url = (folder / run_files.GATEWAYS / known.name).read_text()
                 return await _group_by_group(session, known.pid, replace(trial, url=url, key=KEY), group)
             finally:

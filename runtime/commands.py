@@ -42,8 +42,8 @@ class Offload(Command[None], frozen=True):
 # ------------------------------------------------------------------------------------------------------- gateways
 
 
-class RolloutAddress(Struct, frozen=True):
-    """A rollout that serves, and how one gateway calls it: `token` is what its calls carry."""
+class PeerAddress(Struct, frozen=True):
+    """A process that serves, and how one gateway calls it: `token` is what its calls carry. `slots`: what it does at once."""
 
     name: str
     incarnation: int
@@ -53,11 +53,19 @@ class RolloutAddress(Struct, frozen=True):
     token: str = ""
 
 
-class UseRollouts(Command[None], frozen=True):
-    """Have calls answered by these rollouts from now on. `key`: by which programs ask for tasks; empty: they need none."""
+class UsePeers(Command[None], frozen=True):
+    """From now on have calls answered by these rollouts, and episodes played by these processes of environments. `key`: by
+    which programs ask for tasks; empty: they need none."""
 
-    rollouts: tuple[RolloutAddress, ...]
+    rollouts: tuple[PeerAddress, ...]
+    environments: tuple[PeerAddress, ...] = ()
     key: str = ""
+
+
+class Hurry(Command[None], frozen=True):
+    """The trainer waits for this group alone: its episodes are dealt with as `services.environment.NAME.slow` says."""
+
+    group_id: int
 
 
 # ------------------------------------------------------------------------------------------------------- weight sync

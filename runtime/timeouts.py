@@ -92,5 +92,7 @@ VLLM_LAST_OUTPUT = 5.0  # deadline from vLLM's failure until what it printed is 
 
 # ------------------------------------------------------------------------------------------------ the gateway
 
+AGENT_FORK = 60.0  # deadline of a new process of an agent; where it imports for itself, of that too
+AGENT_LAST_WORD = 0.1  # after a worker of agents is gone, until its nursery has said how
 REQUEST_BODY = 60.0  # deadline of a request's body behind its head
 STREAM_SILENCE = 15.0  # between two events of a streamed answer, of which nothing is to be told yet: less than proxies wait

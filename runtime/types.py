@@ -99,6 +99,7 @@ class EpisodeTask(msgspec.Struct, frozen=True, kw_only=True):
     label: str = ""
     source: str = ""
     extra: dict[str, Any] = {}  # as of ScoreRequest
+    environment: str = ""  # whose agent plays it; empty: a program that asks for it
 
 
 class PlayRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
@@ -287,6 +288,18 @@ def outside(tokens: np.ndarray, vocabulary: int) -> bool:
     return len(tokens) > 0 and bool(tokens.min() < 0 or tokens.max() >= vocabulary)
 
 
+class Outcomes(msgspec.Struct, kw_only=True):
+    """What became of a group's episodes. `reasons`: of each its stop reason, or "left out: " and why; `turns`: calls that were
+    answered; `log`: of each figure that agents told, how many did and their sum; `repeated`: by reason, how often an episode
+    was played again."""
+
+    environment: str
+    reasons: list[str]  # [n]
+    turns: list[int]  # [n]
+    log: dict[str, tuple[int, float]] = {}
+    repeated: dict[str, int] = {}
+
+
 class GeneratedGroup(msgspec.Struct, kw_only=True):
     """A finished group as the coordinator sees it: a header and an opaque payload (`codec.encode(GroupPayload)`)."""
 
@@ -297,6 +310,7 @@ class GeneratedGroup(msgspec.Struct, kw_only=True):
     oldest: PolicyVersion  # over all model tokens of the group
     newest: PolicyVersion
     rewards: list[float] = []  # [n], what who played the episodes gave; NaN: nothing. Empty: replies, which nobody played
+    outcomes: Outcomes | None = None  # None: replies
     payload: bytes
 
     @property

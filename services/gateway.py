@@ -1,8 +1,9 @@
 """The gateway's role: agents call it as they would call OpenAI or Anthropic. `python -m services.gateway`.
 
-programs ── HTTP ──► application (runtime/gateway/http.py) ──► Episodes ──► PolicyCalls ──► RolloutSessions ──► rollouts
-                                                                  ▲
-coordinator ── Play, UseRollouts ─────────────────────────────────┘
+agents ── HTTP ──► application (runtime/gateway/http.py) ──► Episodes ──► PolicyCalls ──► RolloutSessions ──► rollouts
+   ▲                                                          ▲    │
+   │            coordinator ── Play, Hurry, UsePeers ─────────┘    ▼
+environments ◄── Run, Cancel ── EnvironmentChannels ◄────────── Players
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import secrets
 import ssl
 import sys
 from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +23,8 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from runtime import codec, run_files, timeouts
-from runtime.commands import RolloutAddress, UseRollouts
-from runtime.config import Config, Player
+from runtime.commands import Hurry, PeerAddress, UsePeers
+from runtime.config import Config
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.gateway.calls import PolicyCalls
@@ -36,6 +38,7 @@ from runtime.process.keys import Keys
 from runtime.process.network import host_port
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
 from services import process
+from services.environment_channels import EnvironmentChannels
 from services.rpc import contract
 from services.rpc.session import Session
 
@@ -51,20 +54,20 @@ class RolloutSessions:
 
     def __init__(self, config: Config, own_keys: Keys | None):
         self._config, self._keys = config, own_keys
-        self._sessions: dict[RolloutAddress, Session] = {}
+        self._sessions: dict[PeerAddress, Session] = {}
         self._calls: Counter[str] = Counter()  # samples under way by rollout
         self._changed = asyncio.Event()
 
-    async def use(self, command: UseRollouts) -> None:
+    async def use(self, rollouts: Sequence[PeerAddress]) -> None:
         """From now on; one that cannot be reached is left out."""
-        for address in [each for each in self._sessions if each not in command.rollouts]:
+        for address in [each for each in self._sessions if each not in rollouts]:
             await self._sessions.pop(address).close()
-        new = [address for address in command.rollouts if address not in self._sessions]
+        new = [address for address in rollouts if address not in self._sessions]
         await asyncio.gather(*(self._open(address) for address in new))
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _open(self, to: RolloutAddress) -> None:
+    async def _open(self, to: PeerAddress) -> None:
         silence = self._config.deadlines.silence
         session = Session(
             to.address, to.name, "Rollout", to.machine, silence, keys=self._keys, incarnation=to.incarnation, token=to.token
@@ -78,7 +81,7 @@ class RolloutSessions:
             self._sessions[to] = session
             session.when_broken(lambda why: self._lose(to, session, why))
 
-    def _lose(self, to: RolloutAddress, session: Session, why: str) -> None:
+    def _lose(self, to: PeerAddress, session: Session, why: str) -> None:
         if self._sessions.get(to) is session:
             log.warning("%s (incarnation %d) is lost: %s", to.name, to.incarnation, why)
             del self._sessions[to]
@@ -108,7 +111,7 @@ class RolloutSessions:
                 continue
             return [own(sample) for sample in codec.decode(GroupPayload, done.payload).samples], to.name
 
-    async def _choose(self, kept: str, until: float) -> tuple[RolloutAddress, Session]:
+    async def _choose(self, kept: str, until: float) -> tuple[PeerAddress, Session]:
         """Raises Unreachable when none serves within `deadlines.silence`."""
         until = min(until, now() + self._config.deadlines.silence)
         while not self._sessions:
@@ -157,11 +160,12 @@ class GatewayService(process.Service):
         self._settings = config.gateway
         self._lag = LoopLag()
         self._watching: asyncio.Task[None] | None = None
-        self._served = asyncio.Event()  # there is a rollout
         self._runner: web.AppRunner | None = None
         self._rollouts: RolloutSessions
         self._calls: PolicyCalls
         self._episodes: Episodes
+        self._environments: EnvironmentChannels
+        self._players: Players
         self.url = ""
 
     def load(self) -> None:
@@ -194,8 +198,11 @@ class GatewayService(process.Service):
         self._episodes.key = "" if self.keys is None else secrets.token_hex()  # until the coordinator tells it
         await self._listen()
         self._watching = asyncio.create_task(self._lag.run())
-        if self._settings.player is not None:
-            self.background = asyncio.create_task(self._keep_playing(self._settings.player))
+        own = config.services.environment
+        self._environments = EnvironmentChannels(config, self.keys)
+        self._players = Players(own, self.url, self._episodes, config.deadlines.start, config.deadlines.episode)
+        self._players.use(self._environments.by_name())
+        self._episodes.players = self._players.play
 
     async def _listen(self) -> None:
         host, port = self.config.network.interface, self.config.services.gateway.port
@@ -230,32 +237,30 @@ class GatewayService(process.Service):
         (folder / run_files.GATEWAYS_CA).write_bytes(Path(files.ca).read_bytes())
         return context
 
-    async def _keep_playing(self, player: Player) -> None:
-        """By programs that begin once there is a rollout. Raises ServiceFault when one keeps ending."""
-        await self._served.wait()
-        await Players(self.config, player, self.url, self._episodes).run()
-
     async def close(self) -> None:
-        tasks = [task for task in (self._watching, self.background) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         if hasattr(self, "_episodes"):
             self._episodes.close()
             self._calls.close()
             await self._rollouts.close()
+            await self._environments.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     async def play(self, request: PlayRequest) -> GeneratedGroup:
         return await self._episodes.play(request)
 
-    async def use_rollouts(self, command: UseRollouts) -> None:
+    async def use_peers(self, command: UsePeers) -> None:
         if command.key or self.keys is None:
             self._episodes.key = command.key
-        await self._rollouts.use(command)
-        if self._rollouts.count:
-            self._served.set()
+        await self._rollouts.use(command.rollouts)
+        await self._environments.use(command.environments)
+        self._players.use(self._environments.by_name())
+
+    async def hurry(self, command: Hurry) -> None:
+        self._players.hurry(command.group_id)
 
     def gauges(self) -> dict[str, float]:
         episodes, counts = self._episodes, self._episodes.counts
@@ -268,6 +273,8 @@ class GatewayService(process.Service):
             "forks_total": episodes.forks.total(),
             **{f"forks_{reason.replace(' ', '_')}": number for reason, number in episodes.forks.items()},
             "played_again": counts["played_again"],
+            "left_out": self._players.counts["left_out"],
+            "failures": self._players.counts["failures"],
             "overridden_total": self._calls.counts["overridden"],
             "rollouts": self._rollouts.count,
             "loop_lag_p50": self._lag.quantile(0.5),

@@ -34,7 +34,7 @@ from runtime.status import CallStats, Registration, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services.rpc import contract, session
-from services.rpc.server import Fence, Handler, Server
+from services.rpc.server import Fence, Handler, Server, StreamHandler
 
 log = logging.getLogger("sluice")
 
@@ -206,7 +206,7 @@ class ServiceProcess:
         service = self._service
         settings, handlers = service.config.network, {service.service: self._role_handlers()}
         handlers["Process"] = self._process_handlers()
-        server = Server(handlers, {}, service.config.deadlines.silence, self._fence, self._keys)
+        server = Server(handlers, self._streams(), service.config.deadlines.silence, self._fence, self._keys)
         self._address = server.bind(settings.interface, 0, settings.port_range)
         await server.start()
         await server.set_serving(False)
@@ -295,8 +295,12 @@ class ServiceProcess:
         return {
             name: self._calls.counted(method, self._service.handler(method))
             for (owner, name), method in contract.METHODS.items()
-            if owner == self._service.service
+            if owner == self._service.service and not method.streamed
         }
+
+    def _streams(self) -> Mapping[tuple[str, str], StreamHandler]:
+        methods = [each for (owner, _), each in contract.METHODS.items() if owner == self._service.service and each.streamed]
+        return {(each.service, each.name): getattr(self._service, each.handler) for each in methods}
 
     def status(self) -> Status:
         """What the status call answers; rates are means over the time since the call before, of `RATE_WINDOW` at least."""

@@ -154,7 +154,7 @@ async def _quickstart(device: Device, count: int, folder: Path, config: Path, st
     """GRPO of the quickstart: warm-up, rollouts, rewards, reference, trainer, publications and an evaluation."""
     overrides = [*placement(device, count), f"run.dir={folder / 'run'}", f"training.steps={steps}", "run.overwrite=true"]
     if device == "npu":
-        overrides.append("services.environment=ascend")
+        overrides.append("services.platform=ascend")
     command = start.command("launcher.cli", "train", str(config), *overrides)
     outcome = await _run("quickstart", command, folder / "quickstart.log", figures=False)
     if outcome.result == "passed":

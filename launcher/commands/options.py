@@ -92,7 +92,7 @@ def add_render(parser: CommandParser) -> None:
         target.add_argument(
             "--device",
             choices=("cpu", "cuda", "npu"),
-            help="what the nodes compute on (default: npu where services.environment is ascend, otherwise cpu)",
+            help="what the nodes compute on (default: npu where services.platform is ascend, otherwise cpu)",
         )
         target.add_argument(
             "--devices", type=int, metavar="N", help="accelerators of each node for which cluster.nodes has none"

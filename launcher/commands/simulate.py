@@ -89,7 +89,7 @@ def calibrated(source: Path) -> Calibration:
 
 def _assumed(config: Config) -> Costs:
     """On this machine's processors, unless the configuration is for devices."""
-    devices = config.services.environment or config.cluster.nodes != "auto"
+    devices = config.services.platform or config.cluster.nodes != "auto"
     return assumed(config, "device", 0) if devices else assumed(config, "cpu", len(os.sched_getaffinity(0)))
 
 

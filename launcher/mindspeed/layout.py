@@ -23,7 +23,7 @@ HCCL_BUFFER = 256  # MiB, in that environment
 def services(keys: TranslatedSettings) -> None:
     """`services`, `lora`, `reference` and the budgets of tokens."""
     environment = keys.of("rl_config", "runtime_env_path")
-    keys.put("services.environment", ASCEND, *([environment] if environment.given else []))
+    keys.put("services.platform", ASCEND, *([environment] if environment.given else []))
     lora = _lora(keys)
     if keys.format == "current":
         _current(keys, lora)
@@ -63,7 +63,7 @@ def _current(keys: TranslatedSettings, lora: bool) -> None:
         for role in ("trainer", "rollout", *(["critic"] if "critic" in keys.values else [])):
             keys.put(f"services.{role}.env.HCCL_BUFFSIZE", str(size.value), size)
     else:
-        keys.say("MiB: what services.environment ascend sets", size)
+        keys.say("MiB: what services.platform ascend sets", size)
 
 
 def _older(keys: TranslatedSettings, lora: bool) -> None:

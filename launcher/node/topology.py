@@ -12,7 +12,7 @@ from launcher.node.environment import affinity, environment, hccl_ports
 from launcher.node.machine import Machine
 from runtime.cluster.nodes import Launch
 from runtime.cluster.topology import Instance, group_of, settings_of
-from runtime.config import Config, FromEnvironment, Restarts
+from runtime.config import Config, Environment, FromEnvironment, Process, Restarts
 from runtime.config.service_checks import hccl_beside_workers
 from runtime.process import os_process
 from runtime.process.network import host_port
@@ -77,7 +77,7 @@ def service_specs(
             name=launch.name,
             role=launch.role,
             command=_command(
-                launch, len(group_of(config, Instance(launch.role, launch.name))), role.python or python, arguments
+                launch, len(group_of(config, Instance(launch.role, launch.name))), _interpreter(role) or python, arguments
             ),
             env={**ports.get(launch.name, {}), **env, **_key(launch)},
             cpus=affinity(role),
@@ -85,6 +85,11 @@ def service_specs(
             ends_by=signal.SIGINT,
         )
     return specs
+
+
+def _interpreter(role: Process) -> str:
+    """Of the service. The interpreter of an environment is its agents'."""
+    return "" if isinstance(role, Environment) else role.python
 
 
 def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:

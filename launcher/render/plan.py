@@ -86,7 +86,7 @@ def plan(config: Config, device: Device | None = None, devices: int | None = Non
     """`config` is resolved. `device` is taken from its environment when None; `devices` is how many accelerators the nodes have
     of which the configuration does not say it. Raises ConfigError.
     """
-    device = device or ("npu" if config.services.environment == "ascend" else "cpu")
+    device = device or ("npu" if config.services.platform == "ascend" else "cpu")
     faults = list(_faults(config, device, devices))
     if faults:
         raise ConfigError(faults)

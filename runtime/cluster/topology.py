@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.config import Cluster, Config, Parallel, Process, Rollout, Spread
+from runtime.config import Cluster, Config, Environment, Parallel, Process, Rollout, Spread
+
+ENVIRONMENT = "environment"  # the role whose processes play episodes
 
 
 class Instance(Struct, frozen=True):
@@ -20,13 +24,14 @@ def instances(config: Config, trains: bool = True) -> list[Instance]:
     """Every process that registers, in the order of the roles' sections. `trains`: False for an evaluation alone, which needs
     no more than rollouts and rewards."""
     out = [Instance("rollout", name) for name in replicas(config)]
+    several = fleets(config).keys() | environments(config).keys()
     for path, settings in processes(config).items():
         role = path.removeprefix("services.")
-        if path not in fleets(config) and _has(config, role, trains):
+        if path not in several and _has(config, role, trains):
             group = is_group(config, role)
             count = getattr(settings, "processes" if group else "replicas")
             out += [Instance(role, f"{role}-{index}", index if group else 0) for index in range(count)]
-    return out
+    return out + [Instance(ENVIRONMENT, name) for name in players(config)]
 
 
 def _has(config: Config, role: str, trains: bool) -> bool:
@@ -49,10 +54,22 @@ def fleets(config: Config) -> dict[str, Rollout]:
     return {path: settings} if isinstance(settings, Rollout) else {f"{path}.{at}": fleet for at, fleet in enumerate(settings)}
 
 
+def environments(config: Config) -> dict[str, Environment]:
+    """By their YAML paths, those whose processes the run starts."""
+    found = config.services.environment.items()
+    return {f"services.environment.{name}": settings for name, settings in found if settings.server is None}
+
+
+def players(config: Config) -> dict[str, str]:
+    """Every process of an environment by its name, environment-0 and on, with the path of its settings."""
+    each = [path for path, settings in environments(config).items() for _ in range(settings.replicas)]
+    return {f"{ENVIRONMENT}-{index}": path for index, path in enumerate(each)}
+
+
 def processes(config: Config) -> dict[str, Process]:
     """By its YAML path, what each role's processes have in common; of rollouts, each fleet's."""
     roles = {f"services.{role}": getattr(config.services, role) for role in config.services.__struct_fields__}
-    return {path: role for path, role in roles.items() if isinstance(role, Process)} | fleets(config)
+    return {path: role for path, role in roles.items() if isinstance(role, Process)} | fleets(config) | environments(config)
 
 
 def replicas(config: Config) -> dict[str, Rollout]:
@@ -68,17 +85,21 @@ def slots(config: Config) -> dict[str, int]:
 
 def place_in_fleet(config: Config, instance: Instance) -> int:
     """Which of its fleet's replicas, or of its role's, an instance is."""
-    return _fleet_of(config, instance)[2] if instance.role == "rollout" else int(instance.name.rpartition("-")[2])
+    return _fleet_of(config, instance)[2]
 
 
-def _fleet_of(config: Config, rollout: Instance) -> tuple[str, Rollout, int]:
-    """Its fleet's YAML path, the fleet, and which of its replicas it is. Raises KeyError."""
-    place = int(rollout.name.rpartition("-")[2])
-    for path, fleet in fleets(config).items():
+def _fleet_of(config: Config, instance: Instance) -> tuple[str, Process, int]:
+    """The YAML path of its settings – of a rollout its fleet's, of an environment's process that environment's –, the settings,
+    and which of the processes there it is. Raises KeyError."""
+    place = int(instance.name.rpartition("-")[2])
+    by_role: dict[str, Mapping[str, Rollout | Environment]] = {"rollout": fleets(config), ENVIRONMENT: environments(config)}
+    if instance.role not in by_role:
+        return f"services.{instance.role}", getattr(config.services, instance.role), place
+    for path, fleet in by_role[instance.role].items():
         if place < fleet.replicas:
             return path, fleet, place
         place -= fleet.replicas
-    raise KeyError(rollout.name)
+    raise KeyError(instance.name)
 
 
 def uses_reference(config: Config) -> bool:
@@ -128,15 +149,12 @@ def data_leaders(settings: Spread) -> range:
 
 def path_of(config: Config, instance: Instance) -> str:
     """The YAML path of an instance's settings: of a rollout, its fleet's."""
-    return _fleet_of(config, instance)[0] if instance.role == "rollout" else f"services.{instance.role}"
+    return _fleet_of(config, instance)[0]
 
 
 def settings_of(config: Config, instance: Instance) -> Process:
     """What stands at `path_of`."""
-    settings: Process = (
-        _fleet_of(config, instance)[1] if instance.role == "rollout" else getattr(config.services, instance.role)
-    )
-    return settings
+    return _fleet_of(config, instance)[1]
 
 
 def is_group(config: Config, role: str) -> bool:

@@ -11,19 +11,23 @@ from runtime.config.algorithm import Algorithm
 from runtime.config.base import UNIT, DType, FromEnvironment, NonNegative, Positive, Section
 from runtime.config.cluster import Cluster, Deadlines, Network, Node, Tls
 from runtime.config.data import Curriculum, Data, Evaluation, EvaluationSet, RowFormat, RowFormatChoice, Sampling, Source
-from runtime.config.gateway import Gateway, Player
+from runtime.config.gateway import Gateway
 from runtime.config.model import Lora, Model, Warmup
 from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule
 from runtime.config.run import Checkpoint, Ledger, Logs, MetricNames, Mismatch, Run, StopConditions, Tracker
+from runtime.config.sandbox import Sandbox
 from runtime.config.services import (
+    Budgets,
     Computing,
     Coordinator,
+    Environment,
     Gateways,
     Parallel,
     Placed,
     Process,
     Publication,
     ReferenceScorer,
+    RemoteServer,
     Restarts,
     Reward,
     Rollout,

@@ -7,7 +7,6 @@ with the YAML path of the value to change.
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import re
 import shutil
 from collections import Counter
@@ -15,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from runtime.cluster.topology import data_leaders, fleets, processes
-from runtime.config import Algorithm, Config, RemoteReward, Sampling
+from runtime.config import Algorithm, Config, Sampling
+from runtime.config.environment_checks import address_faults, environment_faults
 from runtime.config.model_checks import kv_faults, megatron_faults, model_faults, policy_model, rank_faults, spread_models
 from runtime.config.service_checks import (
     colocation_faults,
@@ -37,7 +37,6 @@ from runtime.types import ENVIRONMENT, REWARD_MODEL
 _NEED_GROUPS = ("group_norm", "rloo", "reinforce_plus_plus_baseline")
 _BY_TOKEN = ("gae", "reinforce_plus_plus")  # whose advantages come of rewards per token
 _WEIGHTS = ("token_tis", "sequence_tis", "icepop")  # corrections that multiply by the behaviour weight
-_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 _COLUMN = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -63,6 +62,7 @@ def semantic_faults(
         *(() if serves else reward_faults(config, trains)),
         *(() if serves else evaluation_faults(config, trains)),
         *gateway_faults(config),
+        *environment_faults(config),
         *data_faults(config, trains),
         *model_faults(config, trains),
         *kv_faults(config, available_bytes),
@@ -255,7 +255,7 @@ def reward_faults(config: Config, trains: bool) -> Iterator[str]:
         taken[remote.name] += 1
         if taken[remote.name] > 1:
             yield f"{path}.name: '{remote.name}' is taken; rules, remotes and the model ({REWARD_MODEL}) have different names"
-        yield from _address(path, remote)
+        yield from address_faults(path, remote)
         if remote.timeout >= config.deadlines.score:
             yield f"{path}.timeout: {remote.timeout:g} is not below deadlines.score {config.deadlines.score:g}"
 
@@ -264,31 +264,6 @@ def _evaluates(config: Config) -> bool:
     evaluation = config.evaluation
     held_out = bool(evaluation_sets(config)) or (config.warmup is not None and not config.data.train)
     return bool(evaluation.every) or (held_out and (evaluation.before or evaluation.after))
-
-
-def _address(path: str, remote: RemoteReward) -> Iterator[str]:
-    found = _ADDRESS.fullmatch(remote.address)
-    if found is None or not 0 < int(found["port"]) < 65536:
-        yield f"{path}.address: '{remote.address}' is not HOST:PORT, with a port from 1 to 65535"
-    elif remote.ca or _is_loopback(found["host"].strip("[]")):
-        if remote.plaintext and remote.ca:
-            yield f"{path}.plaintext: true, but there is {path}.ca; must be one of the two"
-        if remote.ca not in ("", "system") and not Path(remote.ca).is_file():
-            yield f"{path}.ca: '{remote.ca}' is not a file; must be one with certificates, or system"
-    elif not remote.plaintext:
-        yield (
-            f"{path}.address: '{remote.address}' is not this machine, and what goes there is not encrypted; "
-            f"set {path}.ca, or {path}.plaintext to true if you trust the network"
-        )
-    elif remote.token is not None:
-        yield f"{path}.token: would be sent to '{remote.address}' as plain text; needs {path}.ca"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def data_faults(config: Config, trains: bool) -> Iterator[str]:

@@ -27,7 +27,8 @@ class RowFormat(Section, frozen=True):
     """How a row becomes a prompt and a label. A column that is null is the handler's own, "" is none."""
 
     handler: str = "plain"
-    """How a row becomes a prompt and a label: `plain`, `gsm8k`, `alpaca`, `r1`, `math`, `math17k`, or `FILE.py:NAME`."""
+    """How a row becomes a prompt and a label: `plain`, `gsm8k`, `alpaca`, `r1`, `math`, `math17k`, `task` (of which
+    every column may be missing), or `FILE.py:NAME`."""
     prompt_key: str | None = None
     """The column of the prompt. Null: the handler's own."""
     query_key: str | None = None
@@ -40,6 +41,10 @@ class RowFormat(Section, frozen=True):
     """Put before each prompt whose row has no system text of its own."""
     additional_keys: list[str] = []
     """Columns that reward rules, remote rewards and reward models get as `extra`, by these names."""
+    environment: str = ""
+    """Whose agent plays the rows, a name in `services.environment`. Empty: the only one there is."""
+    environment_key: str = ""
+    """The column with that name, where rows differ. Empty: none."""
 
 
 class RowFormatChoice(Section, frozen=True):
@@ -58,6 +63,10 @@ class RowFormatChoice(Section, frozen=True):
     system_prompt: str | None = None
     """As that of `data`, which holds where this is null."""
     additional_keys: list[str] | None = None
+    """As that of `data`, which holds where this is null."""
+    environment: str | None = None
+    """As that of `data`, which holds where this is null."""
+    environment_key: str | None = None
     """As that of `data`, which holds where this is null."""
 
 

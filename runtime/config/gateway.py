@@ -4,28 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from runtime.config.base import Bytes, FromEnvironment, Positive, Processes, Section, TokensOr0
-
-
-class Player(Section, frozen=True):
-    """A program of your own that plays episodes: each gateway starts it beside itself, and again when it ends. It finds the
-    gateway's URL and key in its environment, as `SLUICE_GATEWAY_URL` and `SLUICE_GATEWAY_KEY`."""
-
-    run: str
-    """Its Python file."""
-    python: str = ""
-    """Its interpreter, which need not know Sluice. Empty: the gateway's."""
-    processes: Processes = 1
-    """How many each gateway starts."""
-    env: dict[str, str | FromEnvironment] = {}
-    """Environment variables of its own, over those that every program needs; it inherits no others."""
+from runtime.config.base import Bytes, Positive, Section, TokensOr0
 
 
 class Gateway(Section, frozen=True):
-    """With this section, tasks are played as episodes: whoever plays one calls the gateway as it would OpenAI or Anthropic."""
+    """With this section, tasks are played as episodes: whoever plays one calls the gateway as it would OpenAI or Anthropic. It
+    is there where `services.environment` has agents; without these, programs that you start yourself ask for tasks."""
 
-    player: Player | None = None
-    """Null: programs that you start yourself ask for tasks."""
     context: TokensOr0 = 0
     """Tokens of a conversation, prompt and reply; a call that needs more is refused. 0: `data.max_prompt_tokens` +
     `sampling.max_new_tokens`."""

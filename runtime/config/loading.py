@@ -31,12 +31,14 @@ _MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two f
 # Keys of earlier versions, by path: what to write now.
 _REMOVED = {
     "publication.staging": "there is one way now, what shadow was; leave the key out",
+    "gateway.player": "write services.environment, whose agents are called, and given their episode's URL and key",
     "publication.overlap": "the trainer keeps a copy of what it sends in host memory, as true had it; leave the key out",
 }
 # Values of earlier versions, by key: what to write now.
 _REPLACED = {
     "publication.transport": {"filesystem": "write files", "delta": "write encoding: delta, and transport: auto or collective"},
     "publication.in_flight": {"auto": "write keep, which it stood for"},
+    "services.environment": {"ascend": "write services.platform: ascend"},
 }
 
 _ROOT = inspect.type_info(Config)
@@ -44,7 +46,7 @@ _ROOT = inspect.type_info(Config)
 _PRESETS = {
     "algorithm.preset": (inspect.type_info(Algorithm), Path(__file__).parent / "presets"),
     "services.preset": (inspect.type_info(Services), Path(__file__).parent / "layouts"),
-    "services.environment": (inspect.type_info(Services), Path(__file__).parent / "envs"),
+    "services.platform": (inspect.type_info(Services), Path(__file__).parent / "envs"),
 }
 
 
@@ -67,6 +69,8 @@ def load(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) ->
     if faults:
         raise ConfigError(faults)
     _fill_processes(raw)
+    if raw.get("services", {}).get("environment"):
+        raw.setdefault("gateway", {})  # which its agents call
     return msgspec.convert(raw, Config)
 
 
@@ -87,9 +91,11 @@ def load_other(path: str | Path, overrides: Sequence[str], kind: type[S], advice
 
 def resolve(config: Config) -> Config:
     """Fill the defaults that follow from other values. Idempotent, so that it may run again once a warm-up named the model."""
-    model, critic = config.model, config.critic
+    model, critic, data = config.model, config.critic, config.data
+    (*several, only) = config.services.environment or [""]
     return replace(
         config,
+        data=data if several or data.environment else replace(data, environment=only),
         run=replace(config.run, dir=config.run.dir or f"runs/{config.run.name}"),
         model=replace(model, reference=model.reference or model.path),
         critic=None if critic is None else replace(critic, path=critic.path or model.path),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -22,7 +21,18 @@ from runtime.cluster.topology import (
     replicas,
     takes_turns,
 )
-from runtime.config import Cluster, Computing, Config, Placed, Publication, ReferenceScorer, Rollout, Scorer, Services, Trainer
+from runtime.config import (
+    Cluster,
+    Computing,
+    Config,
+    Placed,
+    Publication,
+    ReferenceScorer,
+    Rollout,
+    Scorer,
+    Services,
+    Trainer,
+)
 from runtime.config.base import DType
 from runtime.process.network import is_loopback
 from runtime.rollout.vllm.arguments import LEAST_TEMPERATURE, own_faults
@@ -60,12 +70,6 @@ def gateway_faults(config: Config) -> Iterator[str]:
         return
     if takes_turns(config):
         yield "services.rollout.colocate: trainer is not for a run with a gateway, whose episodes go on between two calls"
-    player = config.gateway.player
-    if player is not None and not Path(player.run).is_file():
-        yield f"gateway.player.run: '{player.run}' is not a file; must be a program that plays episodes"
-    if player is not None and player.python and shutil.which(player.python) is None:
-        how = "; run make install-agents" if ".venv-agents" in Path(player.python).parts else ""
-        yield f"gateway.player.python: '{player.python}' is not an executable{how}"
 
 
 def cluster_faults(cluster: Cluster) -> Iterator[str]:

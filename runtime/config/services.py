@@ -20,6 +20,7 @@ from runtime.config.base import (
     Tokens,
     Versions,
 )
+from runtime.config.sandbox import Sandbox
 
 
 class Process(Section, frozen=True):
@@ -132,6 +133,70 @@ class Reward(Placed, frozen=True):
     restarts: Restarts = Restarts()
 
 
+class Budgets(Section, frozen=True):
+    """How long each part of an episode may take, after which that part is ended."""
+
+    setup: Seconds = 120.0
+    """From a worker's start until the agent runs."""
+    call: Seconds = 600.0
+    """One call of the policy; `deadlines.generate` holds too."""
+    tool: Seconds = 60.0
+    """One call of a tool; then the model reads that it took too long."""
+    episode: Seconds = 1200.0
+    """The agent's `run`; then `slow` says what becomes of the episode."""
+    scoring: Seconds = 60.0
+    """The agent's `score`, where it has one."""
+    cleanup: Seconds = 10.0
+    """The agent's `cleanup`, and its end where it is told to end; then its process is killed."""
+
+
+class RemoteServer(Section, frozen=True):
+    """A server of your own, in any language, of the service Environment in `proto/environment.proto`."""
+
+    address: str
+    """`HOST:PORT`."""
+    ca: str = ""
+    """TLS: a file with the authorities of which the server's certificate may be, PEM; `system`: those that gRPC comes with.
+    Empty: plain text."""
+    token: FromEnvironment | None = None
+    """The variable of the gateway's environment that each call carries, as `authorization: Bearer VALUE`. Off this machine with
+    TLS alone. Null: none."""
+    plaintext: bool = False
+    """True allows an address that is not this machine's without `ca`: nothing is encrypted."""
+
+
+Slow = Literal["wait", "truncate", "shrink", "retry"]
+
+
+class Environment(Placed, frozen=True):
+    """Agents of one kind, with the tools and tasks that they know. They are played in processes of their own, by the
+    interpreter `python`, which need not have Sluice; these inherit what every program needs, and `env`, and nothing else."""
+
+    run: str = ""
+    """`FILE.py:NAME`: a function `async def run(data, *, base_url, api_key, http_client, episode=None, **_)`, or a class, or an
+    object, with such a method."""
+    server: RemoteServer | None = None
+    """In the place of `run`. Null: none."""
+    replicas: Processes = 1
+    """Services, among which episodes are shared out."""
+    restarts: Restarts = Restarts()
+    concurrency: Positive = 64
+    """Episodes at once in each; more wait."""
+    per_process: Positive = 1
+    """Episodes at once in one worker process. One that ends its process costs those beside it a repeat."""
+    retries: NonNegative = 2
+    """How often an episode is played again where something failed that is not the agent's doing; then it is left out."""
+    failures_in_a_row: Positive = 32
+    """The run stops after so many such failures with no episode between them that ended well."""
+    slow: Slow = "truncate"
+    """What becomes of an episode at its deadline, or when the trainer waits for its group alone. `wait`: it goes on, up to
+    `deadlines.episode`; `truncate`: it ends, and is scored as it is; `shrink`: it is left out, where its group has two others
+    that ended; `retry`: it is played again, as often as `retries` allows, and then left out."""
+    budgets: Budgets = Budgets()
+    sandbox: Sandbox | None = None
+    """Of `episode.sandbox()`. Null: there is none."""
+
+
 class Scorer(Computing, frozen=True):
     """A model that is only run forward."""
 
@@ -229,7 +294,7 @@ class Services(Section, frozen=True):
     preset: str = ""
     """A layout of one model on one kind of node, `qwen25_7b_8` for example (`configs/models`), or a path to a YAML file: values
     for the keys of this section that are left out. Empty: none."""
-    environment: str = ""
+    platform: str = ""
     """`ascend` (`configs/envs/ascend.yaml`: what CANN, torch_npu and vllm-ascend read from the environment), or a path to a
     YAML file: values for the keys of this section that are left out, within each role and its `env` too. Empty: none."""
     coordinator: Coordinator = Coordinator()
@@ -237,6 +302,8 @@ class Services(Section, frozen=True):
     """One fleet, or a list of several that differ. Rollouts are named over all of them, `rollout-0` and on, and get the same
     versions; overrides count fleets from 0 (`services.rollout.1.slots=8`)."""
     gateway: Gateways = Gateways()
+    environment: dict[str, Environment] = {}
+    """By names of your own: who plays the episodes. Their processes are named over all of them, `environment-0` and on."""
     reward: Reward = Reward()
     reward_model: Scorer = Scorer()
     reference: ReferenceScorer = ReferenceScorer()

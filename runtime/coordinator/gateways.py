@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
-from runtime.commands import RolloutAddress, UseRollouts
+from runtime.cluster.topology import ENVIRONMENT
+from runtime.commands import Hurry, PeerAddress, UsePeers
 from runtime.config import Config
 from runtime.coordinator.pools import RolloutPool, WorkPool
-from runtime.coordinator.register import Member, UnitState, member_of
+from runtime.coordinator.register import ROLLOUT, Member, UnitChange, UnitState, member_of
 from runtime.data.handlers import Problem
 from runtime.errors import SluiceError
 from runtime.ports import RolePort
@@ -30,7 +32,13 @@ def request_for(config: Config, problem: Problem, prompt: np.ndarray, **rest: An
     fields."""
     if config.gateway is None:
         return GroupRequest(prompt=prompt, **rest)
-    task = EpisodeTask(messages=problem.messages, label=problem.label, source=problem.source, extra=problem.extra)
+    task = EpisodeTask(
+        messages=problem.messages,
+        label=problem.label,
+        source=problem.source,
+        extra=problem.extra,
+        environment=problem.environment,
+    )
     return PlayRequest(task=task, **rest)
 
 
@@ -44,7 +52,7 @@ class GatewayPool(WorkPool):
         names = (f"{GATEWAY}-{index}" for index in range(config.services.gateway.replicas))
         super().__init__(rollouts.register, GATEWAY, dict.fromkeys(names, share))
         self._rollouts, self._keys = rollouts, own_keys
-        self._told: dict[Member, UseRollouts] = {}
+        self._told: dict[Member, UsePeers] = {}
         self._telling: dict[Member, asyncio.Task[None]] = {}
         rollouts.players = self
         rollouts.subscribe(self._notify)
@@ -64,6 +72,16 @@ class GatewayPool(WorkPool):
 
     def repeat(self) -> None:
         self._rollouts.repeat()
+
+    def _look(self, change: UnitChange) -> None:
+        super()._look(change)
+        if change.unit.role == ENVIRONMENT:
+            self._tell_all()
+
+    async def hurry(self, gateway: RolePort, group_id: int) -> None:
+        """The trainer waits for this group alone. A gateway that is lost has it played again anyway."""
+        with suppress(SluiceError):
+            await gateway.call(Hurry(group_id))
 
     # ------------------------------------------------------------------------------------------ which rollouts serve
 
@@ -85,23 +103,22 @@ class GatewayPool(WorkPool):
         finally:
             self._telling.pop(member, None)
 
-    def _news_for(self, gateway: Member) -> UseRollouts:
-        serving = tuple(
-            self._address(gateway, unit.processes[0])
-            for unit in self.register.units("rollout", UnitState.SERVING)
-            if unit.processes[0] is not None
-        )
-        key = "" if self._keys is None else keys.of_programs(self._keys.secret)
-        return UseRollouts(rollouts=serving, key=key)
+    def _news_for(self, gateway: Member) -> UsePeers:
+        def serving(role: str) -> tuple[PeerAddress, ...]:
+            units = self.register.units(role, UnitState.SERVING)
+            return tuple(self._address(gateway, unit.processes[0]) for unit in units if unit.processes[0] is not None)
 
-    def _address(self, gateway: Member, rollout: Any) -> RolloutAddress:
-        """`rollout`: its Registration."""
-        parties = process(gateway.name, gateway.incarnation), process(rollout.name, rollout.incarnation)
-        return RolloutAddress(
-            name=rollout.name,
-            incarnation=rollout.incarnation,
-            address=rollout.address,
-            machine=rollout.machine,
-            slots=self._rollouts.slots[rollout.name],
+        key = "" if self._keys is None else keys.of_programs(self._keys.secret)
+        return UsePeers(rollouts=serving(ROLLOUT), environments=serving(ENVIRONMENT), key=key)
+
+    def _address(self, gateway: Member, peer: Any) -> PeerAddress:
+        """`peer`: its Registration."""
+        parties = process(gateway.name, gateway.incarnation), process(peer.name, peer.incarnation)
+        return PeerAddress(
+            name=peer.name,
+            incarnation=peer.incarnation,
+            address=peer.address,
+            machine=peer.machine,
+            slots=self._rollouts.slots.get(peer.name, 1),
             token="" if self._keys is None else self._keys.token_of(*parties),
         )

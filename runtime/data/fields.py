@@ -22,7 +22,8 @@ class Rejected(Exception):
 
 
 class MissingColumn(Exception):
-    """A row without the column that holds `role`: "prompt", "query", "label", "system", "difficulty" or "additional"."""
+    """A row without the column that holds `role`: "prompt", "query", "label", "system", "difficulty", "environment" or
+    "additional"."""
 
     def __init__(self, role: str, column: str):
         super().__init__(role, column)
@@ -55,6 +56,10 @@ class Fields:
         if column not in self.row:
             raise MissingColumn(role, column)
         return self.row[column]
+
+    def has(self, role: str) -> bool:
+        """Whether the row has the column of `role`."""
+        return getattr(self._columns, role) in self.row
 
     def conversation(self) -> Messages:
         """The prompt as messages: text, with the query in a line of its own below, or a chat; before it the system text."""

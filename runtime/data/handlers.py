@@ -66,11 +66,13 @@ class Problem(msgspec.Struct, frozen=True):
     label: str
     source: str  # the file's folder and stem: "gsm8k/train"
     difficulty: float = 0.0  # 0 where nobody asked for it
-    extra: dict[str, Any] = {}  # the columns that `additional_keys` names, as JSON values
+    extra: dict[str, Any] = {}  # the columns that `additional_keys` names, as JSON values; all, of one that an agent plays
+    environment: str = ""  # whose agent plays it; "": nobody's
 
     @property
     def question(self) -> str:
-        return question(self.messages)
+        """What is asked; of a task without a conversation, all of its row."""
+        return question(self.messages) if self.messages else msgspec.json.encode(self.extra).decode()
 
 
 class ProblemSet(msgspec.Struct, kw_only=True):
@@ -115,13 +117,26 @@ class RowReader:
         self._system_prompt = row_format.system_prompt
         self._additional = row_format.additional_keys
         self._difficulty_key = difficulty_key
+        self._environment, self._environment_key = row_format.environment, row_format.environment_key
 
     def problem(self, found: SourceRow) -> Problem:
         """The problem of a row. Raises Rejected, and MissingColumn."""
         messages, label = self._handler.read(Fields(found.row, self._columns, self._system_prompt))
         hard = difficulty(found.row, self._difficulty_key) if self._difficulty_key else 0.0
-        more = extra(found.row, self._additional)
-        return Problem(f"{found.source}:{found.position}", messages, label, found.source, hard, more)
+        environment = environment_of(found.row, self._environment, self._environment_key)
+        more = extra(found.row, list(found.row) if environment else self._additional)
+        return Problem(f"{found.source}:{found.position}", messages, label, found.source, hard, more, environment)
+
+
+def environment_of(row: Row, environment: str, key: str) -> str:
+    """What the column `key` names, if there is such a key; else `environment`. Raises MissingColumn, Rejected."""
+    if not key:
+        return environment
+    if key not in row:
+        raise MissingColumn("environment", key)
+    if not isinstance(row[key], str) or not row[key]:
+        raise Rejected("row that names no environment")
+    return str(row[key])
 
 
 def columns_of(row_format: config.RowFormat, of: Handler) -> FieldColumns:
@@ -189,6 +204,13 @@ def source_rows(path: str, key: str) -> Iterator[SourceRow]:
 def plain(fields: Fields) -> tuple[Messages, str]:
     """The prompt as it is, the label as it is: text or a number."""
     return fields.conversation(), fields.label()
+
+
+@handler("task", FieldColumns(prompt="messages", label="label"))
+def task(fields: Fields) -> tuple[Messages, str]:
+    """A task of an agent, which has the whole row: a conversation and a label where there are such."""
+    messages = fields.conversation() if fields.has("prompt") else []
+    return messages, fields.label() if fields.has("label") else ""
 
 
 @handler("gsm8k", FieldColumns(prompt="question", label="answer"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -45,7 +46,9 @@ def tokenise(found: ProblemSet, tokenizer: Tokenizer, max_prompt_tokens: int, ke
     """Render and encode every prompt once. Longer ones are dropped and counted; UserError when none is left."""
     problems: list[Problem] = []
     tokens: list[np.ndarray] = []
-    for problem, ids in zip(found.problems, tokenizer.encode_chats([p.messages for p in found.problems]), strict=True):
+    encoded = iter(tokenizer.encode_chats([each.messages for each in found.problems if each.messages]))
+    for problem in found.problems:
+        ids = next(encoded) if problem.messages else np.zeros(0, np.int32)
         if len(ids) <= max_prompt_tokens:
             ids.setflags(write=False)
             problems.append(problem)
@@ -164,8 +167,13 @@ class PromptStream:
     @cached_property
     def _fingerprint(self) -> int:
         if self.curriculum is None:
-            return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([(p.messages, p.label) for p in self.problems]))
-        return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([(p.messages, p.label, p.difficulty) for p in self.problems]))
+            return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode([_identity(each) for each in self.problems]))
+        hard = [(*_identity(each), each.difficulty) for each in self.problems]
+        return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(hard))
+
+
+def _identity(problem: Problem) -> tuple[Any, ...]:
+    return (problem.messages, problem.label, *((problem.environment, problem.extra) if problem.environment else ()))
 
 
 def _told(shares: Sequence[Share]) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from runtime.config import Data, RowFormat
 from runtime.data import prepared
 from runtime.data.chosen import row_format_of, sources
-from runtime.data.handlers import data_key, load_problems, role_key
+from runtime.data.handlers import data_key, environment_of, load_problems, role_key
 from runtime.data.order import Share
 from runtime.data.prompts import Prompts, tokenise
 from runtime.data.tokenizer import Tokenizer
@@ -44,7 +46,11 @@ def read_prompts(
     Raises UserError for what cannot be used.
     """
     if prepared.is_prepared(Path(path)):
-        return prepared.read(Path(path), tokenizer, max_prompt_tokens, key, difficulty_key, row_format.additional_keys)
+        of, column = row_format.environment, row_format.environment_key
+        names = [*row_format.additional_keys, *([column] if column else [])]
+        found = prepared.read(Path(path), tokenizer, max_prompt_tokens, key, difficulty_key, names)
+        named = [replace(each, environment=environment_of(each.extra, of, column)) for each in found.problems]
+        return replace(found, problems=named)
 
     def column_key(role: str) -> str:
         return data_key(role) if role == "difficulty" or key.count(".") == 1 else f"{key.rpartition('.')[0]}.{role_key(role)}"

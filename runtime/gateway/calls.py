@@ -24,8 +24,8 @@ from msgspec.structs import replace
 
 from runtime import timeouts
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
-from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply, Refused, ReplyEnd, Told
-from runtime.gateway.episodes import Episode, mixed
+from runtime.gateway.conversation import TOO_LONG, Completion, PolicyCall, PolicyReply, Refused, ReplyEnd, Told
+from runtime.gateway.episode import Episode, mixed
 from runtime.gateway.graph import Extension
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.gateway.tool_calls import without_start_of
@@ -105,7 +105,7 @@ class PolicyCalls:
 
     def _seed(self, episode: Episode, call: PolicyCall) -> int:
         if episode.request is not None:
-            return mixed(episode.request.seed, episode.request.first + episode.index)
+            return episode.seed
         return call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
 
     def _sampling(self, task: PlayRequest | None, call: PolicyCall, prompt: int) -> SamplingParams:
@@ -116,7 +116,7 @@ class PolicyCalls:
                 400,
                 f"this model's maximum context length is {self._context} tokens, reply included; the messages have {prompt}",
                 "messages",
-                code="context_length_exceeded",
+                code=TOO_LONG,
             )
         run = self._run if task is None else task.sampling
         wishes = {name: getattr(call, name) for name in ("temperature", "top_p", "top_k", "min_p")}

@@ -14,6 +14,7 @@ from msgspec import Struct
 from runtime.errors import SluiceError
 
 ReplyEnd = Literal["stop", "length", "tool_calls"]
+TOO_LONG = "context_length_exceeded"  # OpenAI's code of such an error
 
 # What conversations keep has `gc=False`: nothing in it knows itself, and a gateway has more of it than could be looked through
 # for such things while programs wait.
@@ -21,8 +22,7 @@ ReplyEnd = Literal["stop", "length", "tool_calls"]
 
 class Refused(SluiceError):
     """A request that is answered with an error: its HTTP `status`, and the field `param` where one is at fault. `retry_after`:
-    seconds until another try may succeed. `code`: OpenAI's, by which clients tell a context that is too long:
-    "context_length_exceeded"."""
+    seconds until another try may succeed. `code`: OpenAI's, as TOO_LONG is."""
 
     def __init__(self, status: int, message: str, param: str = "", retry_after: float | None = None, code: str = ""):
         super().__init__(message)
@@ -74,6 +74,7 @@ class PolicyCall(Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    branch: str = ""  # a part of the episode that has a name
     repeats: str = ""  # what makes another request the same call: "key:" and its idempotency key, else "body:" and a digest
 
 

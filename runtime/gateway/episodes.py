@@ -15,86 +15,18 @@ import logging
 import math
 import secrets
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
-import numpy as np
-import xxhash
-from msgspec import Struct
-
-from runtime import codec, timeouts
+from runtime import timeouts
+from runtime.environments.messages import STOP_REASONS
 from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
-from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused, Told
-from runtime.gateway.graph import EpisodeGraph, payload_of
+from runtime.gateway.conversation import TOO_LONG, Completion, Message, PolicyCall, Refused, Told
+from runtime.gateway.episode import Begun, Episode, Playing, SharedCall, finished
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.process.aio import done_within, now
-from runtime.types import EpisodeTask, GeneratedGroup, PlayRequest
+from runtime.process.aio import TaskGroup, done_within, first_error, now
+from runtime.types import GeneratedGroup, PlayRequest
 
 log = logging.getLogger("sluice")
-
-STOP_REASONS = (
-    *("completed", "max_turns", "max_tokens", "context_overflow", "parse_error", "tool_failed", "timeout", "cancelled"),
-)
-KEY_BYTES = 24
-
-
-class Begun(Struct, frozen=True):
-    """An episode, as who plays it is told. `base` is the path below which it is addressed, "/episodes/ID"; `key` is its own."""
-
-    id: str
-    key: str
-    base: str
-    task: EpisodeTask | None  # None: of the caller's own
-
-
-class Episode:
-    """One that is open, or was; or, open to nobody, that of a call which belongs to none."""
-
-    def __init__(self, renderer: TemplateRenderer, group: Playing | None = None, index: int = 0):
-        """`group`: None where there is no run; `index`: in it."""
-        self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(KEY_BYTES)
-        self.graph = EpisodeGraph(renderer)
-        self.group, self.index = group, index
-        self.request = None if group is None else group.request
-        self.reward: float | None = None
-        self.program = ""  # the key of who plays it
-        self.stop_reason = ""  # of one that is over
-        self.rollout = ""  # that it keeps to
-        self.calls = 0  # so far
-        self.under_way: dict[str, SharedCall] = {}  # by what makes a request the same
-        self.answered: dict[str, Completion] = {}  # to those that had an idempotency key
-        self.timer: asyncio.TimerHandle | None = None
-
-    @property
-    def over(self) -> bool:
-        return bool(self.stop_reason)
-
-
-class Playing:
-    """A group whose episodes are played."""
-
-    def __init__(self, request: PlayRequest, done: asyncio.Future[GeneratedGroup]):
-        self.request, self.done = request, done
-        self.episodes: dict[int, Episode] = {}  # by their index
-        self.left = request.n  # that are not over
-
-
-class SharedCall:
-    """A call under way, for which repeats of the same request wait too. It is withdrawn when nobody does."""
-
-    def __init__(self, work: asyncio.Task[Completion]):
-        self._work, self._waiting = work, 0
-
-    async def answer(self) -> Completion:
-        self._waiting += 1
-        try:
-            return await asyncio.shield(self._work)
-        finally:
-            self._waiting -= 1
-            if not self._waiting:
-                self._work.cancel()
-
-    def withdraw(self) -> None:
-        self._work.cancel()
 
 
 Answer = Callable[[Episode, PolicyCall, Told | None], Awaitable[Completion]]
@@ -123,9 +55,10 @@ class Episodes:
         self._waiting: deque[tuple[Playing, int]] = deque()  # tasks that nobody plays yet
         self._came = asyncio.Event()  # one of them
         self._asked = self._warns = False  # whether a program ever asked for one; whether the log will say that none did
+        self.players: Callable[[Playing, int], Awaitable[None]] | None = None
+        """Has one of a group's episodes played, where its task names an environment."""
         self._open: dict[str, Episode] = {}
         self._by_key: dict[str, Episode] = {}
-        self._programs: set[str] = set()  # keys of programs of the gateway's own
         self.counts: Counter[str] = Counter()
         self.forks: Counter[str] = Counter()
 
@@ -135,6 +68,8 @@ class Episodes:
         """Answered once all its episodes are over. Raises DeadlineExceeded when no program asked for one of them in time."""
         loop = asyncio.get_running_loop()
         group = Playing(request, loop.create_future())
+        if request.task.environment:
+            return await self._have_played(group)
         timer = loop.call_later(self._seconds, self._expire, group)
         self._waiting.extend((group, index) for index in range(request.n))
         self._came.set()
@@ -146,9 +81,25 @@ class Episodes:
         finally:  # also where the coordinator withdraws it
             timer.cancel()
             self._waiting = deque(each for each in self._waiting if each[0] is not group)
-            for episode in group.episodes.values():
-                self._close(episode, "cancelled")
-            group.episodes.clear()  # which know the group: what knows itself is not freed at once
+            self._leave_all(group)
+
+    async def _have_played(self, group: Playing) -> GeneratedGroup:
+        """By the environment that its task names. Raises what `players` does."""
+        assert self.players is not None
+        try:
+            async with TaskGroup() as together:
+                for index in range(group.request.n):
+                    together.create_task(self.players(group, index))  # type: ignore[arg-type]  # a coroutine
+            return await group.done
+        except Exception as error:  # noqa: BLE001 - it comes in a group
+            raise first_error(error) from None
+        finally:
+            self._leave_all(group)
+
+    def _leave_all(self, group: Playing) -> None:
+        for episode in group.episodes.values():
+            self.close_one(episode, "cancelled")
+        group.episodes.clear()  # which know the group: what knows itself is not freed at once
 
     def _tell_of_nobody(self) -> None:
         if not self._asked and self._waiting:
@@ -160,16 +111,15 @@ class Episodes:
             why = f"no program has asked for {unasked} of {group.request.n} episodes of group {group.request.group_id}"
             group.done.set_exception(DeadlineExceeded(self._name, "Play", why, self._seconds))
         for episode in list(group.episodes.values()):
-            self._close(episode, "timeout")
+            self.close_one(episode, "timeout")
 
     def _finish(self, group: Playing) -> None:
         """All its episodes are over."""
         episodes = [group.episodes[index] for index in range(group.request.n)]
-        rewards = [math.nan if episode.reward is None else episode.reward for episode in episodes]
-        given = not self._rewarded or not all(map(math.isnan, rewards))
-        graphs = [episode.graph for episode in episodes]
+        # Where the run has rewards of its own those who play may give none at all; what is left out is left out all the same.
+        given = not self._rewarded or any(episode.left_out or episode.reward is not None for episode in episodes)
         try:
-            found = finished(group.request, graphs, self._renderer, rewards if given else [])
+            found = finished(group.request, episodes, self._renderer, group.repeated, given)
         except SluiceError as error:
             group.done.set_exception(error)
         else:
@@ -186,7 +136,7 @@ class Episodes:
             raise Refused(429, f"{self._most} episodes are open (gateway.episodes)", retry_after=timeouts.GATEWAY_RETRY)
         if self._serves:
             episode, task = Episode(self._renderer), None
-            episode.timer = asyncio.get_running_loop().call_later(self._seconds, self._close, episode, "timeout")
+            episode.timer = asyncio.get_running_loop().call_later(self._seconds, self.close_one, episode, "timeout")
         else:
             until = now() + min(wait, timeouts.TASK_WAIT)
             while not self._waiting:
@@ -195,7 +145,7 @@ class Episodes:
                     raise Refused(429, "no task waits", retry_after=timeouts.GATEWAY_RETRY)
             group, index = self._waiting.popleft()
             episode = group.episodes[index] = Episode(self._renderer, group, index)
-            episode.program, task = key, group.request.task
+            task = group.request.task
         self._open[episode.id] = self._by_key[episode.key] = episode
         self.counts["episodes"] += 1
         return Begun(id=episode.id, key=episode.key, base=f"/episodes/{episode.id}", task=task)
@@ -216,30 +166,28 @@ class Episodes:
         raise Refused(401, "the key is that of no episode which is open" if key else "needs the key of an episode")
 
     def _is_own(self, key: str) -> bool:
-        return not self.key or key in self._programs or hmac.compare_digest(self.key.encode(), key.encode())
+        return not self.key or hmac.compare_digest(self.key.encode(), key.encode())
 
     def check(self, key: str) -> None:
         """Refused, 401, unless it is the gateway's own."""
         if not self._is_own(key):
             raise Refused(401, "needs the gateway's key")
 
-    def admit(self) -> str:
-        """A key by which one program more may ask for tasks."""
-        key = secrets.token_urlsafe(KEY_BYTES)
-        self._programs.add(key)
-        return key
+    def open_one(self, group: Playing, index: int) -> Episode:
+        """One of a group's episodes, for an environment to play."""
+        episode = group.episodes[index] = Episode(self._renderer, group, index)
+        self._open[episode.id] = self._by_key[episode.key] = episode
+        self.counts["episodes"] += 1
+        return episode
 
-    def give_up(self, key: str) -> None:
-        """The program with this key of `admit` is gone: what it was playing is played again, from the same seeds."""
-        self._programs.discard(key)
-        for episode in [each for each in self._open.values() if each.program == key]:
-            group = episode.group
-            assert group is not None
-            del group.episodes[episode.index]
-            self._waiting.appendleft((group, episode.index))
-            self._leave(episode, "cancelled")
-            self.counts["played_again"] += 1
-        self._came.set()
+    def play_again(self, episode: Episode, why: str) -> None:
+        """It is as if it had not been: another is opened in its place."""
+        group = episode.group
+        assert group is not None
+        del group.episodes[episode.index]
+        group.repeated[why] += 1
+        self._leave(episode, "cancelled")
+        self.counts["played_again"] += 1
 
     async def call(self, episode: Episode, call: PolicyCall, told: Told | None = None) -> Completion:
         """The policy's answer. A request that is made again gets that of the first. Cancelled when the client hangs up, which
@@ -268,11 +216,14 @@ class Episodes:
             completion = await self._answer(episode, call, told)
         except Refused as error:
             self.counts[f"refused_{error.status}"] += 1
+            episode.overflowed |= error.code == TOO_LONG
             raise
         finally:
             self.counts["under_way"] -= 1
         if call.repeats.startswith("key:"):
             episode.answered[call.repeats] = completion
+        if call.branch:
+            episode.branches[call.branch] = completion.id
         return completion
 
     def history(self, episode: Episode, completion_id: str) -> tuple[Message, ...]:
@@ -293,9 +244,9 @@ class Episodes:
         """No more calls of the episode. Refused: 400 for a reason that is none of `STOP_REASONS`."""
         if stop_reason and stop_reason not in STOP_REASONS:
             raise Refused(400, f"stop_reason: '{stop_reason}' is not one of {', '.join(STOP_REASONS)}", "stop_reason")
-        self._close(episode, stop_reason or "completed")
+        self.close_one(episode, stop_reason or "completed")
 
-    def _close(self, episode: Episode, stop_reason: str) -> None:
+    def close_one(self, episode: Episode, stop_reason: str) -> None:
         """Idempotent."""
         if episode.over:
             return
@@ -330,33 +281,7 @@ class Episodes:
 
     def close(self) -> None:
         for episode in list(self._open.values()):
-            self._close(episode, "cancelled")
+            self.close_one(episode, "cancelled")
         for group in {group for group, _ in self._waiting}:
             if not group.done.done():
                 group.done.set_exception(Cancelled("the gateway was stopped"))
-
-
-def finished(
-    request: PlayRequest, graphs: Sequence[EpisodeGraph], renderer: TemplateRenderer, rewards: list[float]
-) -> GeneratedGroup:
-    """What leaves the gateway: header and encoded payload. A group of which nothing is trained is as if it were of no version
-    yet."""
-    messages = tuple(Message(each["role"], each["content"]) for each in request.task.messages)
-    task = np.array(renderer.render(messages, ()), np.int32)
-    payload, versions = payload_of(request.group_id, graphs, task)
-    oldest, newest = versions or (request.version, request.version)
-    return GeneratedGroup(
-        group_id=request.group_id,
-        prompt_tokens=len(payload.prompt),
-        response_tokens=payload.lengths.tolist(),
-        truncated=payload.finish_reasons.count("length"),
-        oldest=oldest,
-        newest=newest,
-        rewards=rewards,
-        payload=codec.encode(payload),
-    )
-
-
-def mixed(seed: int, *parts: int) -> int:
-    """A seed in [0, 2^63) for one part of what has `seed`."""
-    return xxhash.xxh3_64_intdigest(codec.encode([seed, *parts])) >> 1

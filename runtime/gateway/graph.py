@@ -135,6 +135,17 @@ class EpisodeGraph:
             parent.followed = True
         self._completions[completion_id] = tuple(nodes)
 
+    @property
+    def calls(self) -> int:
+        """Those that were answered."""
+        return len(self._completions)
+
+    def turn(self, number: int) -> str:
+        """The completion id of the call that was answered as the one of that number, from 0. Raises Refused."""
+        if not 0 <= number < len(self._completions):
+            raise _unknown(f"turn {number}")
+        return list(self._completions)[number]
+
     def reward(self, completion_id: str, value: float) -> None:
         """What a completion earned: each of its replies. Replaces what it was given before. Raises Refused."""
         if completion_id not in self._completions:

@@ -22,7 +22,8 @@ from runtime.gateway.conversation import Completion, PolicyCall, Refused
 from runtime.gateway.dialects import anthropic, chat, completions, responses
 from runtime.gateway.dialects.answers import Events, Parse, error_body
 from runtime.gateway.dialects.fields import FieldTable, NonNegative, decode
-from runtime.gateway.episodes import Episode, Episodes
+from runtime.gateway.episode import Episode
+from runtime.gateway.episodes import Episodes
 from runtime.process.aio import done_within
 
 log = logging.getLogger("sluice")
@@ -66,7 +67,7 @@ def runner(episodes: Episodes, max_body: int) -> web.AppRunner:
     made = web.Application(middlewares=[_errors], client_max_size=max_body)
     made.on_response_prepare.append(_sign)
     routes = _GatewayRoutes(episodes)
-    for prefix in ("", "/episodes/{episode}"):
+    for prefix in ("", "/episodes/{episode}", "/episodes/{episode}/branches/{branch}"):
         for path, parse in _DIALECTS.items():
             made.router.add_post(prefix + path, partial(routes.ask, parse))
         made.router.add_get(prefix + "/v1/models", routes.models)
@@ -122,7 +123,8 @@ class _GatewayRoutes:
             call = asked.continues(self._episodes.history(episode, asked.previous))
         key = request.headers.get("Idempotency-Key")
         digest = xxhash.xxh3_128_hexdigest(f"{request.method} {request.path}\n".encode() + body)
-        call = replace(call, repeats=f"key:{key}" if key else f"body:{digest}")
+        branch = request.match_info.get("branch", "")
+        call = replace(call, repeats=f"key:{key}" if key else f"body:{digest}", branch=branch)
         if asked.stream:
             return await self._stream(request, episode, call, asked.events(self._episodes.model, time.time()))
         completion = await self._episodes.call(episode, call, None)

@@ -1,73 +1,288 @@
-"""The programs that play: started beside the gateway, and again when they end. What one that ended had is played again."""
+"""Whom a gateway has its tasks played by: the agents of `services.environment`, and what becomes of an episode that fails.
+
+    Episodes.play ── task ──► Players.play ── Run ──► a process of the environment, whose agent calls the gateway
+                                  ▲                                     │
+                                  └── rewards, figures, the end ◄───────┘
+
+A failure is of one of three kinds. *Infrastructure*: the episode is played again, from the same seed, elsewhere where there is
+another; then it is left out. *Data*: the task is at fault; it is left out, and named. *Agent*: it earns its reward, 0 if none.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-import os
-import signal
-import sys
-from contextlib import suppress
-from pathlib import Path
+import re
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, Literal, Protocol
 
-from runtime import run_files
-from runtime.cluster.restarts import Allowance
-from runtime.config import Config, Player
-from runtime.config.secret_values import resolved
-from runtime.errors import ServiceFault
+from runtime import timeouts
+from runtime.config import Environment
+from runtime.config.services import Slow
+from runtime.environments.messages import STOP_REASONS, EpisodeEnd, EpisodeEvent, EpisodeRequest
+from runtime.errors import ServiceFault, Unreachable
+from runtime.gateway.conversation import Refused
+from runtime.gateway.episode import Episode, Playing
 from runtime.gateway.episodes import Episodes
-from runtime.process import os_process
-from runtime.process.aio import TaskGroup, first_error, now
-from runtime.rewards.worker_process import worker_environment
+from runtime.process.aio import done_within, now
+from runtime.types import EpisodeTask
 
 log = logging.getLogger("sluice")
 
+FIGURES = 64  # that an episode may tell
+SHOWN = 60  # characters of a reason that is counted
+_FIGURE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}")
+
+
+class EnvironmentPort(Protocol):
+    """One process that plays episodes of an environment."""
+
+    name: str
+
+    def run(self, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        """Raises Unreachable."""
+
+    async def cancel(self, episode: str) -> None:
+        """Its agent is to end now, and to tell what it earned. Raises Unreachable."""
+
+
+Late = Literal["wait", "truncate", "leave out", "repeat"]
+
+
+def late(slow: Slow, others: int, repeats_left: int) -> Late:
+    """What becomes of an episode that is late. `others`: of its group, those that are over and are trained on; `repeats_left`:
+    how often it may be played again."""
+    if slow == "shrink":
+        return "leave out" if others >= 2 else "truncate"
+    if slow == "retry":
+        return "repeat" if repeats_left > 0 else "leave out"
+    return slow
+
+
+class _Attempt:
+    """An episode at one process. `verdict`: how it ended, by whoever knows it first."""
+
+    def __init__(self, port: EnvironmentPort, episode: Episode, settings: Environment, repeats_left: int):
+        loop = asyncio.get_running_loop()
+        self.port, self.episode, self.settings, self.repeats_left = port, episode, settings, repeats_left
+        self.verdict: asyncio.Future[EpisodeEnd] = loop.create_future()
+        self.repeat = False  # as it was late
+        self.runs = False  # its agent does
+        self._timers: list[asyncio.TimerHandle] = []
+        self._cancelling: asyncio.Task[None] | None = None
+
+    def decide(self, end: EpisodeEnd) -> None:
+        if not self.verdict.done():
+            self.verdict.set_result(end)
+
+    def begin(self) -> None:
+        """The agent runs now."""
+        self.runs = True
+        if self.settings.slow != "wait":
+            self._later(self.settings.budgets.episode, self.be_late)
+
+    def be_late(self) -> None:
+        """At its deadline, or when the trainer waits for it alone."""
+        group, budgets = self.episode.group, self.settings.budgets
+        assert group is not None
+        ended = sum(each.over and not each.left_out for each in group.episodes.values())
+        what = late(self.settings.slow, ended, self.repeats_left)
+        if what == "truncate" and self.runs and self._cancelling is None:
+            self._cancelling = asyncio.get_running_loop().create_task(self._cancel())
+            patience = budgets.scoring + 2 * budgets.cleanup + timeouts.EPISODE_END
+            self._later(patience, lambda: self.decide(EpisodeEnd(stop_reason="timeout")))
+        elif what in ("repeat", "leave out") or (what == "truncate" and not self.runs):
+            self.repeat = what == "repeat"
+            self.decide(EpisodeEnd(left_out=True, reason="slow"))
+
+    async def _cancel(self) -> None:
+        with suppress(Unreachable):  # whoever reads its events hears of it
+            await self.port.cancel(self.episode.id)
+
+    def _later(self, seconds: float, what: Any) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, what))
+
+    async def close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        if self._cancelling is not None:
+            self._cancelling.cancel()
+            await asyncio.gather(self._cancelling, return_exceptions=True)
+
 
 class Players:
-    """`player.processes` of them, each in a process group of its own. What they print goes to the gateway's log."""
+    """All methods belong to one event loop."""
 
-    def __init__(self, config: Config, player: Player, url: str, episodes: Episodes):
-        """`url`, `episodes`: the gateway's. Raises UserError for a variable that is not there."""
-        self._player, self._restarts = player, config.services.gateway.restarts
-        self._episodes = episodes
-        self._environment = worker_environment(()) | {"SLUICE_GATEWAY_URL": url}
-        self._environment.pop("PYTHONPATH", None)  # its interpreter has modules of its own
-        ca = Path(config.run.dir) / run_files.GATEWAYS_CA
-        if ca.exists():
-            self._environment["SSL_CERT_FILE"] = str(ca.absolute())
-        self._environment |= resolved(player.env, os.environ, "gateway.player.env")
+    def __init__(self, settings: Mapping[str, Environment], url: str, episodes: Episodes, silence: float, seconds: float):
+        """`url`, `episodes`: of the gateway. `silence`: how long a task waits for a process of its environment to be there;
+        `seconds`: how long a group may take."""
+        self._settings, self._url, self._episodes = settings, url, episodes
+        self._silence, self._seconds = silence, seconds
+        self._ports: dict[str, Sequence[EnvironmentPort]] = {}
+        self._changed = asyncio.Event()
+        self._busy: Counter[str] = Counter()  # episodes under way, by process
+        self._attempts: dict[str, _Attempt] = {}  # by episode
+        self._in_a_row: Counter[str] = Counter()  # failures, by environment
+        self.counts: Counter[str] = Counter()
 
-    async def run(self) -> None:
-        """Until cancelled. Raises ServiceFault when one has ended more often than `services.gateway.restarts` allow."""
-        try:
-            async with TaskGroup() as group:
-                for index in range(self._player.processes):
-                    group.create_task(self._keep(index))
-        except Exception as error:  # noqa: BLE001 - it comes in a group
-            raise first_error(error) from None
+    def use(self, ports: Mapping[str, Sequence[EnvironmentPort]]) -> None:
+        """From now on, by environment."""
+        self._ports = dict(ports)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    async def _keep(self, index: int) -> None:
-        allowance, name = Allowance(self._restarts), f"gateway.player.run: {self._player.run} ({index})"
+    def hurry(self, group_id: int) -> None:
+        """The trainer waits for this group alone."""
+        for attempt in list(self._attempts.values()):
+            if attempt.episode.request is not None and attempt.episode.request.group_id == group_id:
+                attempt.be_late()
+
+    async def play(self, group: Playing, index: int) -> None:
+        """One episode, until it is over. Raises ServiceFault when too many have failed in a row, or nobody is there to ask."""
+        name, until = group.request.task.environment, now() + self._seconds
+        settings, tried = self._settings[name], list[str]()
         while True:
-            key = self._episodes.admit()
-            process = await asyncio.create_subprocess_exec(
-                self._player.python or sys.executable,
-                self._player.run,
-                env=self._environment | {"SLUICE_GATEWAY_KEY": key},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=sys.stderr,
-                preexec_fn=os_process.before_exec,
-                start_new_session=True,
+            port = await self._choose(name, tried)
+            tried.append(port.name)
+            attempt = _Attempt(port, self._episodes.open_one(group, index), settings, settings.retries + 1 - len(tried))
+            end = await self._attempt(attempt, until)
+            failed = end.failure == "infrastructure" and not attempt.episode.overflowed
+            if failed:
+                self._count(name, settings, end.reason)
+            if attempt.repeat or (failed and attempt.repeats_left > 0 and now() < until):
+                self._episodes.play_again(attempt.episode, _short(end.reason))
+                continue
+            self._end(name, attempt.episode, end)
+            return
+
+    async def _attempt(self, attempt: _Attempt, until: float) -> EpisodeEnd:
+        """How it ended; at `until` at the latest."""
+        episode = attempt.episode
+        self._attempts[episode.id] = attempt
+        self._busy[attempt.port.name] += 1
+        reading = asyncio.get_running_loop().create_task(self._read(attempt))
+        try:
+            if await done_within(asyncio.wait({attempt.verdict}), until - now()):
+                return attempt.verdict.result()
+            return EpisodeEnd(stop_reason="timeout") if attempt.runs else EpisodeEnd(left_out=True, reason="never begun")
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, attempt.close(), return_exceptions=True)
+            self._busy[attempt.port.name] -= 1
+            del self._attempts[episode.id]
+
+    async def _read(self, attempt: _Attempt) -> None:
+        """Its events, until its end is known."""
+        port, episode = attempt.port, attempt.episode
+        reason = f"{port.name}: it ended without a word"
+        try:
+            async with aclosing(port.run(self._asked(attempt))) as events:
+                async for event in events:
+                    if event.phase == "run":
+                        attempt.begin()
+                    self._heard(episode, event)
+                    if event.end is not None:
+                        self._reward(episode, event.end)
+                        attempt.decide(event.end)
+        except Unreachable as error:
+            reason = f"{port.name}: {error.reason}"
+        except Refused as error:  # a reward of nothing that there is
+            reason = str(error)
+        except Exception as error:  # a fault of ours, which is not to leave anybody waiting
+            if not attempt.verdict.done():
+                attempt.verdict.set_exception(error)
+            raise
+        attempt.decide(EpisodeEnd(failure="infrastructure", reason=reason))
+
+    def _asked(self, attempt: _Attempt) -> EpisodeRequest:
+        episode, budgets = attempt.episode, attempt.settings.budgets
+        request = episode.request
+        assert request is not None
+        return EpisodeRequest(
+            id=episode.id,
+            base_url=f"{self._url}/episodes/{episode.id}",
+            api_key=episode.key,
+            task=json.dumps(row_of(request.task)),
+            seed=episode.seed,
+            purpose="train" if request.purpose == "train" else "evaluate",
+            call_seconds=budgets.call,
+            tool_seconds=budgets.tool,
+            setup_seconds=budgets.setup,
+            score_seconds=budgets.scoring,
+            cleanup_seconds=budgets.cleanup,
+        )
+
+    async def _choose(self, name: str, tried: Sequence[str]) -> EnvironmentPort:
+        """The one with the fewest episodes, of those that have not failed with this one where there are such."""
+        until = now() + self._silence
+        while not (ports := self._ports.get(name, ())):
+            if not await done_within(self._changed.wait(), until - now()):
+                raise ServiceFault(f"services.environment.{name}", "play", "no process of it serves", self._silence)
+        fresh = [port for port in ports if port.name not in tried]
+        return min(fresh or ports, key=lambda port: (self._busy[port.name], port.name))
+
+    def _heard(self, episode: Episode, event: EpisodeEvent) -> None:
+        """Raises Refused."""
+        for name, value in event.log.items():
+            if not _FIGURE.fullmatch(name) or len(episode.log) >= FIGURES:
+                raise Refused(400, f"log: {name!r} is no name of a figure, or one of more than {FIGURES}")
+            episode.log[name] = value
+        if event.reward is None:
+            return
+        of = event.completion_id
+        if event.turn is not None:
+            of = episode.graph.turn(event.turn)
+        elif event.branch:
+            of = episode.branches.get(event.branch, f"of branch {event.branch}")
+        self._episodes.reward(episode, event.reward, of)
+
+    def _reward(self, episode: Episode, end: EpisodeEnd) -> None:
+        """Raises Refused."""
+        if end.stop_reason and end.stop_reason not in STOP_REASONS:
+            raise Refused(400, f"stop_reason: {end.stop_reason!r} is not one of {', '.join(STOP_REASONS)}")
+        for completion, value in end.rewards.items():
+            self._episodes.reward(episode, value, completion)
+        if end.reward is not None:
+            self._episodes.reward(episode, end.reward)
+
+    def _end(self, name: str, episode: Episode, end: EpisodeEnd) -> None:
+        stop_reason = end.stop_reason or "completed"
+        if episode.overflowed and (end.failure or stop_reason == "completed"):
+            stop_reason = "context_overflow"
+        elif end.failure or end.left_out:
+            episode.left_out = _short(f"{end.failure}: {end.reason}" if end.failure else end.reason or "its agent's wish")
+            stop_reason = "cancelled"
+        if end.failure == "data":
+            request = episode.request
+            assert request is not None
+            log.warning(
+                "environment %s: group %d: a bad task, of %s: %s", name, request.group_id, request.task.source, end.reason
             )
-            try:
-                code = await process.wait()
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
-                self._episodes.give_up(key)
-                await process.wait()
-            pause = allowance.delay(now())
-            if pause is None:
-                raise ServiceFault("gateway", "play", f"{name}: ended again, with exit code {code}")
-            log.warning("%s: ended with exit code %d; it is started again", name, code)
-            await asyncio.sleep(pause)
+        if end.failure != "infrastructure":
+            self._in_a_row[name] = 0
+        if not episode.left_out and episode.reward is None and stop_reason != "completed":
+            episode.reward = 0.0  # of an agent that did not come to its end
+        self.counts["left_out"] += bool(episode.left_out)
+        self._episodes.close_one(episode, stop_reason)
+
+    def _count(self, name: str, settings: Environment, reason: str) -> None:
+        """A failure of infrastructure. Raises ServiceFault where it is one too many."""
+        self._in_a_row[name] += 1
+        self.counts["failures"] += 1
+        log.warning("environment %s: an episode failed: %s", name, reason)
+        if self._in_a_row[name] >= settings.failures_in_a_row:
+            what = f"{self._in_a_row[name]} failures in a row (failures_in_a_row), the last: {reason}"
+            raise ServiceFault(f"services.environment.{name}", "play", what)
+
+
+def row_of(task: EpisodeTask) -> dict[str, Any]:
+    """What an agent is told of its task: the columns of its row."""
+    return {"messages": task.messages, "label": task.label, "source": task.source, **task.extra}
+
+
+def _short(reason: str) -> str:
+    """As it is counted: of reasons that differ in what stands behind the first colons the beginning."""
+    return " ".join(reason.split())[:SHOWN]

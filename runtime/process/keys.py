@@ -86,6 +86,11 @@ class Keys(Struct, frozen=True, kw_only=True):
     def tls(self) -> bool:
         return self.certificates is not None or self.files is not None
 
+    def ca(self) -> bytes:
+        """PEM: whom to believe, where there is TLS."""
+        assert self.tls
+        return self.certificates.ca if self.certificates is not None else Path(self.files.ca).read_bytes()  # type: ignore[union-attr]
+
     def token(self, called: str) -> str:
         """What a call to `called` carries."""
         return f"{self.name}:{self._tag(self.name, called, called)}"

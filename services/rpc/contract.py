@@ -25,6 +25,7 @@ from runtime.cluster import nodes
 from runtime.codec import Body, Parts, parts_of
 from runtime.commands import Priority
 from runtime.config import Config
+from runtime.environments.messages import CancelRequest, Description, EpisodeEvent, EpisodeRequest
 from runtime.process import keys
 from runtime.rewards.remote_messages import RemoteScoreReply, RemoteScoreRequest
 from runtime.trainer.rows import balance, balance_each
@@ -43,6 +44,7 @@ from services.rpc.generated import (
     common_pb2,
     coordinator_pb2,
     critic_pb2,
+    environment_pb2,
     gateway_pb2,
     reference_pb2,
     remote_reward_pb2,
@@ -125,6 +127,7 @@ class Method:
     that make a repeat the same call, which is not done twice: it outlives its stream, and its answer is kept until the caller
     acknowledges it. Groups of evaluations and probes, whose ids are negative, are asked for anew instead. `callers`: the kinds
     of those who may call it (`keys.kind_of`). `speaker`: the command's fields that name the one of them who alone may say it.
+    `streamed`: the answer is any number of replies.
     """
 
     service: str
@@ -140,6 +143,7 @@ class Method:
     key: tuple[str, ...] = ()
     callers: tuple[str, ...] = (keys.COORDINATOR,)
     speaker: tuple[str, ...] = ()
+    streamed: bool = False
 
     @property
     def path(self) -> str:
@@ -236,7 +240,7 @@ def _side(descriptor: Descriptor, kind: Any) -> MethodSide:
 _SERVICES = {
     service.name: service
     for module in (
-        *(common_pb2, coordinator_pb2, critic_pb2, gateway_pb2, reference_pb2),
+        *(common_pb2, coordinator_pb2, critic_pb2, environment_pb2, gateway_pb2, reference_pb2),
         *(remote_reward_pb2, reward_pb2, rollout_pb2, trainer_pb2),
     )
     for service in module.DESCRIPTOR.services_by_name.values()
@@ -276,6 +280,7 @@ _ALL: dict[str, Any] = {"ranks": Ranks.ALL}
 _OF_GROUP = ("group_id", "attempt")
 _SEEN = (keys.COORDINATOR, keys.AGENT, keys.OPERATOR)
 _PROCESSES = (keys.PROCESS, keys.GATEWAY)
+_PLAYED = (keys.GATEWAY,)
 
 
 _ROWS = (
@@ -290,7 +295,11 @@ _ROWS = (
     _method("Coordinator", "Scale", nodes.Scale, nodes.Scaled, callers=(keys.OPERATOR,)),
     _method("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply, callers=()),  # served by a process of the user's
     _command("Gateway", PlayRequest, "deadlines.episode", name="Play", key=_OF_GROUP),
-    _command("Gateway", commands.UseRollouts, _JOIN, **_CONTROL),
+    _command("Gateway", commands.UsePeers, _JOIN, **_CONTROL),
+    _command("Gateway", commands.Hurry, _JOIN, **_CONTROL),
+    _method("Environment", "Describe", None, Description, callers=_PLAYED),
+    _method("Environment", "Run", EpisodeRequest, EpisodeEvent, callers=_PLAYED, streamed=True),
+    _method("Environment", "Cancel", CancelRequest, None, callers=_PLAYED),
     _command(
         *("Rollout", GroupRequest, "deadlines.generate"),
         name="Generate",

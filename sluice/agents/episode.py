@@ -1,7 +1,7 @@
 """An episode, as the agent that plays it sees it. The standard library alone.
 
-    agent ── chat, generate ──► the run's gateway          by HTTP, as every client of OpenAI's API
-      └──── reward, log, sandbox ──► the environment's process (`Channel`)
+agent ── chat, generate ──► the run's gateway          by HTTP, as every client of OpenAI's API
+  └──── reward, log, sandbox ──► the environment's process (`Channel`)
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Branch:
 
 
 class Episode:
-    """`data`: the task, a row of the data. `base_url` (which ends in /v1) and `api_key`: for a client of OpenAI's API; Anthropic's
-    wants the URL without /v1, `root`. `seed`: in [0, 2^63), the same when the episode is played again. `purpose`: "train" or
-    "evaluate"."""
+    """`data`: the task, a row of the data. `base_url` (which ends in /v1) and `api_key`: for a client of OpenAI's API;
+    Anthropic's wants the URL without /v1, `root`. `seed`: in [0, 2^63), the same when the episode is played
+    again. `purpose`: "train" or "evaluate"."""
 
     def __init__(self, told: Mapping[str, Any], channel: Channel, tools: Any = None):
         """`told`: what the environment's process says of it. `tools`: of the agent, a Toolset."""
@@ -101,12 +101,11 @@ class Episode:
         return Branch(self, name)
 
     def sandbox(self, spec: Mapping[str, Any] | None = None) -> SandboxHandle:
-        """`async with episode.sandbox() as box:`. `spec`: keys of `services.environment.NAME.sandbox` that are to be stricter."""
+        """`async with episode.sandbox() as box:`. `spec`: keys of `services.environment.NAME.sandbox`, to be
+        stricter."""
         return SandboxHandle(self._channel, self.id, dict(spec or {}))
 
-    async def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, base_url: str = "", **fields: Any
-    ) -> dict[str, Any]:
+    async def chat(self, messages: Sequence[Mapping[str, Any]], *, base_url: str = "", **fields: Any) -> dict[str, Any]:
         """The policy's reply as a message of OpenAI's API, with its completion id as "id". `fields`: of the request, such as
         `tools`. Raises PolicyRefused."""
         body = {"model": "policy", "messages": list(messages), **fields}
@@ -126,9 +125,9 @@ class Episode:
 
     def _post_now(self, url: str, body: Mapping[str, Any]) -> Any:
         head = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
-        request = urllib.request.Request(url, json.dumps(body).encode(), head)  # noqa: S310 - the gateway's own
+        request = urllib.request.Request(url, json.dumps(body).encode(), head)
         try:
-            with urllib.request.urlopen(request, timeout=self._call_seconds) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=self._call_seconds) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
@@ -156,8 +155,8 @@ class SandboxHandle:
         await self._channel.ask(self._episode, "sandbox_close", name=self._name)
 
     async def run(self, *command: str, stdin: str = "", timeout: float | None = None) -> dict[str, Any]:
-        """`{"code", "stdout", "stderr", "reason"}`: `reason` is empty, or the limit that ended it. `timeout`: seconds; None: the
-        sandbox's."""
+        """`{"code", "stdout", "stderr", "reason"}`: `reason` is empty, or the limit that ended it. `timeout`: seconds;
+        None: the sandbox's."""
         found: dict[str, Any] = await self._channel.ask(
             self._episode, "sandbox_run", name=self._name, command=list(command), stdin=stdin, timeout=timeout
         )

@@ -1,4 +1,5 @@
-"""Plays episodes in the agent's own interpreter: `python worker.py FILE NAME DESCRIPTOR PER_PROCESS`. The standard library alone.
+"""Plays episodes in the agent's own interpreter: `python worker.py FILE NAME DESCRIPTOR PER_PROCESS`. The standard library
+alone.
 
     services.environment ── socket ──► Nursery    imports the agent's file once; forks a worker for each that is wanted, reaps
                                          │ fork    them, and ends whatever they leave behind
@@ -39,7 +40,7 @@ def main() -> None:
     """Ends with exit code 2 where the file cannot be imported, and says why in its last message."""
     file, name, descriptor, per_process = sys.argv[1:5]
     sys.path[0] = str(Path(file).resolve().parent)
-    sys.path.append(os.getcwd())
+    sys.path.append(str(Path.cwd()))
     _own_package()
     own = socket.socket(fileno=int(descriptor))
     own.set_inheritable(False)
@@ -102,7 +103,7 @@ class Nursery:
         """`again`: the arguments of a worker that imports for itself."""
         self._own, self._made, self._again = own, made, again
         self._workers: set[int] = set()
-        self._forks = not sys.platform.startswith("linux") or len(os.listdir("/proc/self/task")) == 1
+        self._forks = not sys.platform.startswith("linux") or len(list(Path("/proc/self/task").iterdir())) == 1
 
     def run(self) -> None:
         """Until its socket is closed."""
@@ -228,8 +229,7 @@ class _Worker:
         self._only = per_process == 1
         self._playing: dict[str, _Play] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._http = None
+        self._http: Any = None
 
     async def run(self, own: socket.socket) -> None:
         asyncio.get_running_loop().set_default_executor(self._threads)
@@ -237,26 +237,27 @@ class _Worker:
         if importlib.util.find_spec("httpx") is not None:
             import httpx
 
-            self._http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))  # noqa: S113 - the gateway's
+            self._http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         self._write({"idle": True})
         while line := await reader.readline():
             told = json.loads(line)
             if "task" in told:
-                task = asyncio.create_task(self._play(told))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                play = self._playing[told["id"]] = _Play(self._agent, told, self, self._http)
+                play.task = asyncio.create_task(self._play(play, told))
             elif "end" in told:
-                if (play := self._playing.get(told["end"])) is not None:
-                    play.end(told["phase"])
+                if (late := self._playing.get(told["end"])) is not None:
+                    late.end(told["phase"])
+            elif "drop" in told:
+                if (dropped := self._playing.pop(told["drop"], None)) is not None:
+                    dropped.task.cancel()
             else:
                 self._answered(**told)
         os._exit(0)  # who had it is gone: nobody wants what is under way
 
-    async def _play(self, told: Mapping[str, Any]) -> None:
+    async def _play(self, play: _Play, told: Mapping[str, Any]) -> None:
         kept = children()
         if self._only:
             random.seed(told["seed"])
-        play = self._playing[told["id"]] = _Play(self._agent, told, self, self._http)
         outcome = await play.outcome()
         del self._playing[told["id"]]
         if self._only:
@@ -300,6 +301,7 @@ class _Play:
         tools = toolset(getattr(agent, "tools", ()), float(told["tool_seconds"]))
         self._agent, self._http = agent, http
         self.episode = Episode(told, worker, tools)
+        self.task: asyncio.Task[None]
         self._phase, self._work = "", asyncio.ensure_future(asyncio.sleep(0))
 
     def end(self, phase: str) -> None:
@@ -377,7 +379,7 @@ async def _nothing() -> None:
 
 async def _awaited(function: Any, *arguments: Any, **given: Any) -> Any:
     """Its value; of one that does not await, from a thread."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):
+    if inspect.iscoroutinefunction(function):
         return await function(*arguments, **given)
     found = await asyncio.to_thread(function, *arguments, **given)
     return await found if inspect.isawaitable(found) else found

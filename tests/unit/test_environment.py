@@ -218,7 +218,7 @@ class TestMachine:
 class TestFileOfVariables:
     def test_variables_of_ones_own_stand_over_the_files(self, tmp_path: Path) -> None:
         path = tmp_path / "c.yaml"
-        path.write_text("run: {name: a}\nservices:\n  environment: ascend\n  trainer: {env: {HCCL_BUFFSIZE: '512', A: b}}\n")
+        path.write_text("run: {name: a}\nservices:\n  platform: ascend\n  trainer: {env: {HCCL_BUFFSIZE: '512', A: b}}\n")
         services = loading.load(path, ["services.rollout.slots=7"]).services
         trainer = services.trainer.env
         assert (trainer["HCCL_BUFFSIZE"], trainer["A"], trainer["HCCL_CONNECT_TIMEOUT"]) == ("512", "b", "1800")
@@ -238,14 +238,14 @@ class TestFileOfVariables:
         roles = ["coordinator", "reward", "reward_model", "reference", "critic", "rollout"]
         path = tmp_path / "c.yaml"
         path.write_text(
-            "run: {name: a}\nservices:\n  environment: ascend\n  trainer: {processes: 1}\n"
+            "run: {name: a}\nservices:\n  platform: ascend\n  trainer: {processes: 1}\n"
             + "".join(f"  {role}: {{threads: 1}}\n" for role in roles)
         )
         assert loading.load(path).services.trainer.env["TASK_QUEUE_ENABLE"] == "2"
 
     def test_every_file_that_is_delivered_is_whole(self, tmp_path: Path) -> None:
-        assert loading.preset_names("services.environment") == ["ascend"]
-        for name in loading.preset_names("services.environment"):
+        assert loading.preset_names("services.platform") == ["ascend"]
+        for name in loading.preset_names("services.platform"):
             path = tmp_path / "c.yaml"
             path.write_text(f"run: {{name: a}}\nservices: {{environment: {name}}}\n")
-            assert loading.load(path).services != loading.load(path, ["services.environment=''"]).services
+            assert loading.load(path).services != loading.load(path, ["services.platform=''"]).services

@@ -61,7 +61,7 @@ def test_a_secret_in_a_file_of_variables_is_refused(loading: Loading, tmp_path: 
     preset = tmp_path / "mine.yaml"
     preset.write_text(f"trainer: {{env: {{HF_TOKEN: {VALUE}}}}}\n")
     (fault,) = faults_of(loading, RUN + f"services: {{environment: {preset}}}")
-    assert fault.startswith(f"services.environment: {preset}: services.trainer.env.HF_TOKEN: a secret") and VALUE not in fault
+    assert fault.startswith(f"services.platform: {preset}: services.trainer.env.HF_TOKEN: a secret") and VALUE not in fault
 
 
 def test_what_only_looks_like_a_secret_is_taken(loading: Loading) -> None:

@@ -19,7 +19,7 @@ class PlayReply(_message.Message):
     group: bytes
     def __init__(self, group: _Optional[bytes] = ...) -> None: ...
 
-class RolloutAddress(_message.Message):
+class PeerAddress(_message.Message):
     __slots__ = ("name", "incarnation", "address", "machine", "slots", "token")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -35,10 +35,18 @@ class RolloutAddress(_message.Message):
     token: str
     def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., machine: _Optional[str] = ..., slots: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
 
-class UseRolloutsRequest(_message.Message):
-    __slots__ = ("rollouts", "key")
+class UsePeersRequest(_message.Message):
+    __slots__ = ("rollouts", "key", "environments")
     ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
-    rollouts: _containers.RepeatedCompositeFieldContainer[RolloutAddress]
+    ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
+    rollouts: _containers.RepeatedCompositeFieldContainer[PeerAddress]
     key: str
-    def __init__(self, rollouts: _Optional[_Iterable[_Union[RolloutAddress, _Mapping]]] = ..., key: _Optional[str] = ...) -> None: ...
+    environments: _containers.RepeatedCompositeFieldContainer[PeerAddress]
+    def __init__(self, rollouts: _Optional[_Iterable[_Union[PeerAddress, _Mapping]]] = ..., key: _Optional[str] = ..., environments: _Optional[_Iterable[_Union[PeerAddress, _Mapping]]] = ...) -> None: ...
+
+class HurryRequest(_message.Message):
+    __slots__ = ("group_id",)
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    group_id: int
+    def __init__(self, group_id: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""Agents of the user's: how they are asked for an episode, and the processes that play it."""

@@ -1,0 +1,317 @@
+"""The processes in which the user's agents play: a nursery, which has imported their file, and the workers that it forks.
+
+    AgentWorkers ── "fork", "kill PID" ──► nursery     sluice/agents/worker.py, in the user's interpreter
+         └── a task, "end" ──► worker ── events ──►    one socket for each; its end is the worker's
+
+An episode that is over its time is told to end, and its worker killed if it does not. A worker that dies fails its own
+episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+import sluice
+from runtime import timeouts
+from runtime.config import Environment
+from runtime.environments.messages import EpisodeEnd, EpisodeEvent, EpisodeRequest
+from runtime.environments.output import forward
+from runtime.errors import ServiceFault, UserError
+from runtime.process import os_process
+from runtime.process.aio import done_within
+
+log = logging.getLogger("sluice")
+
+SCRIPT = Path(sluice.__file__).parent / "agents" / "worker.py"
+MESSAGE = 1 << 16  # bytes of one of the nursery's
+LINE = 64 << 20  # bytes of one of a worker's
+_SECONDS = {"setup": "setup_seconds", "score": "score_seconds", "cleanup": "cleanup_seconds"}  # of phases that have their own
+
+
+class Asked(Protocol):
+    """Answers what an agent asks besides calls of the policy."""
+
+    async def answer(self, episode: str, what: str, fields: Mapping[str, Any]) -> Any:
+        """Raises SluiceError, of which the agent is told."""
+
+    async def forget(self, episode: str) -> None:
+        """It is over."""
+
+
+class AgentWorkers:
+    """All methods belong to one event loop."""
+
+    def __init__(self, key: str, settings: Environment, variables: Mapping[str, str], asked: Asked):
+        """`key`: of the settings. `variables`: the whole environment of the agents' processes."""
+        self._key, self._settings, self._variables, self._asked = key, settings, variables, asked
+        self._room = asyncio.Semaphore(settings.concurrency)
+        self._forking = asyncio.Lock()
+        self._workers: list[_Worker] = []
+        self._starting: asyncio.Future[int] | None = None  # the pid of the worker that is being forked
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails with a ServiceFault when the nursery has ended."""
+        self.lost = self.dropped = 0  # workers that died; bytes of their output that were too many
+
+    async def start(self) -> None:
+        """Raises UserError when the agent's file cannot be imported in time."""
+        settings = self._settings
+        file, _, name = settings.run.rpartition(":")
+        path = os.path.abspath(file)  # noqa: PTH100 - asks nothing of the disk
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ready = ready
+        with theirs:
+            self._nursery = await asyncio.create_subprocess_exec(
+                *(settings.python or sys.executable, str(SCRIPT), path, name),
+                *(str(theirs.fileno()), str(settings.per_process)),
+                env=dict(self._variables),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                preexec_fn=os_process.before_exec,
+                start_new_session=True,
+            )
+        asyncio.get_running_loop().add_reader(self._control.fileno(), self._hear)
+        assert self._nursery.stdout is not None
+        self._spawn(forward(self._nursery.stdout, self._drop))
+        if not await done_within(asyncio.wait({ready}), settings.budgets.setup):
+            late = f"is not imported within budgets.setup, {settings.budgets.setup:g} s"
+            raise UserError(f"{self._key}.run: {settings.run} {late}")
+        if why := ready.result():
+            raise UserError(f"{self._key}.run: {settings.run} cannot be imported: {why}")
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if hasattr(self, "_nursery"):
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            for worker in list(self._workers):
+                self._kill(worker)
+            self._control.close()  # then it ends
+            if not await done_within(self._nursery.wait(), timeouts.PROCESS_END):
+                with suppress(ProcessLookupError):
+                    self._nursery.kill()
+                await self._nursery.wait()
+
+    async def play(self, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        """The events of an episode, the last of which has its end. It waits until fewer than `concurrency` are under way. Who
+        wants no more of it closes the generator."""
+        async with self._room:
+            worker, playing = await self._worker_with_room(request)
+            try:
+                async with aclosing(worker.play(playing)) as events:
+                    async for event in events:
+                        yield event
+            finally:
+                worker.episodes.pop(request.id, None)
+                self._spawn(self._asked.forget(request.id))
+
+    def end(self, episode: str) -> None:
+        """The agent is to stop what it does; what it earned is scored."""
+        for worker in self._workers:
+            worker.end(episode, "run")
+
+    @property
+    def under_way(self) -> int:
+        return sum(len(worker.episodes) for worker in self._workers)
+
+    @property
+    def processes(self) -> int:
+        return len(self._workers)
+
+    # ------------------------------------------------------------------------------------------ workers
+
+    async def _worker_with_room(self, request: EpisodeRequest) -> tuple[_Worker, _Playing]:
+        """One with a place for the episode, which it has from now on."""
+        async with self._forking:
+            found = next((each for each in self._workers if len(each.episodes) < self._settings.per_process), None)
+            if found is None:
+                found = await self._fork()
+            playing = found.episodes[request.id] = _Playing(request)
+        return found, playing
+
+    async def _fork(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        self._starting = asyncio.get_running_loop().create_future()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise ServiceFault(self._key, "fork a worker", str(error)) from None
+        if not await done_within(asyncio.wait({self._starting}), timeouts.AGENT_FORK):
+            ours.close()
+            raise ServiceFault(self._key, "fork a worker", "the nursery does not answer", timeouts.AGENT_FORK)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=LINE)
+        worker = _Worker(self._starting.result(), reader, writer, self)
+        self._workers.append(worker)
+        self._spawn(worker.run())
+        return worker
+
+    def _kill(self, worker: _Worker) -> None:
+        with suppress(OSError):
+            self._control.send(f"kill {worker.pid}".encode())
+
+    def lose(self, worker: _Worker, why: str) -> None:
+        if worker in self._workers:
+            self._workers.remove(worker)
+            self.lost += 1
+            self._kill(worker)
+            worker.fail(why)
+
+    def _hear(self) -> None:
+        """What the nursery says."""
+        try:
+            data = self._control.recv(MESSAGE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            if not self._ready.done():
+                self._ready.set_result("its process ended")
+            if not self.ended.done():
+                self.ended.set_exception(ServiceFault(self._key, "run", "the process that starts the workers has ended"))
+            return
+        told = json.loads(data)
+        if "started" in told and self._starting is not None and not self._starting.done():
+            self._starting.set_result(told["started"])
+        elif "ended" in told:
+            worker = next((each for each in self._workers if each.pid == told["ended"]), None)
+            if worker is not None:
+                self.lose(worker, f"its process ended with {_in_words(told['code'])}")
+        elif not self._ready.done():
+            self._ready.set_result(told.get("failed", ""))
+
+    def answer(self, worker: _Worker, told: Mapping[str, Any]) -> None:
+        """What an agent asks."""
+        self._spawn(self._answer(worker, dict(told)))
+
+    async def _answer(self, worker: _Worker, told: dict[str, Any]) -> None:
+        number, episode, what = told.pop("ask"), told.pop("episode"), told.pop("what")
+        try:
+            worker.write({"answer": number, "found": await self._asked.answer(episode, what, told)})
+        except Exception as error:  # noqa: BLE001 - the agent is told
+            worker.write({"answer": number, "failed": f"{type(error).__name__}: {error}"})
+
+    def _drop(self, size: int) -> None:
+        self.dropped += size
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class _Playing:
+    """An episode in a worker."""
+
+    def __init__(self, request: EpisodeRequest):
+        self.request, self.phase = request, "setup"
+        self.events: asyncio.Queue[EpisodeEvent] = asyncio.Queue()
+
+
+class _Worker:
+    """A process that plays, and the events of the episodes that it has."""
+
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, owner: AgentWorkers):
+        self.pid = pid
+        self.episodes: dict[str, _Playing] = {}
+        self._reader, self._writer, self._owner = reader, writer, owner
+
+    async def run(self) -> None:
+        """Read what it says until it ends. What is no message of ours is the end of it, too."""
+        try:
+            while line := await self._reader.readline():
+                self._heard(json.loads(line))
+            why = "its process ended"
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"its process said what cannot be read: {str(error)[:200]}"
+        finally:
+            self._writer.close()
+        await asyncio.sleep(timeouts.AGENT_LAST_WORD)  # the nursery knows how it ended
+        self._owner.lose(self, why)
+
+    def _heard(self, told: dict[str, Any]) -> None:
+        if "ask" in told:
+            self._owner.answer(self, told)
+        elif (playing := self.episodes.get(told.pop("episode", ""))) is not None:
+            event = _event(told)
+            playing.phase = event.phase or playing.phase
+            playing.events.put_nowait(event)
+
+    async def play(self, playing: _Playing) -> AsyncGenerator[EpisodeEvent, None]:
+        request, over = playing.request, False
+        self.write({**msgspec.structs.asdict(request), "task": json.loads(request.task)})
+        try:
+            while not over:
+                event = await self._next(playing)
+                over = event.end is not None
+                yield event
+        finally:
+            if not over and len(self.episodes) > 1:  # nobody wants it any more
+                self.write({"drop": request.id})
+            elif not over:
+                self._owner.lose(self, "an episode that it played was withdrawn")
+
+    async def _next(self, playing: _Playing) -> EpisodeEvent:
+        """The next event, within the time of its phase; `run` has what whoever asked for the episode gives it."""
+        events, phase = playing.events, playing.phase
+        if phase == "run":
+            return await events.get()
+        seconds: float = getattr(playing.request, _SECONDS[phase])
+        if not await done_within(_something_in(events), seconds):
+            self.end(playing.request.id, phase)
+        return await events.get()
+
+    def end(self, episode: str, phase: str) -> None:
+        """Its phase, if it is that one. Where it does not end within the time of clearing up, its process does."""
+        playing = self.episodes.get(episode)
+        if playing is not None and playing.phase == phase:
+            self.write({"end": episode, "phase": phase})
+            asyncio.get_running_loop().call_later(playing.request.cleanup_seconds, self._insist, playing, phase)
+
+    def _insist(self, playing: _Playing, phase: str) -> None:
+        if self.episodes.get(playing.request.id) is playing and playing.phase == phase and playing.events.empty():
+            self._owner.lose(self, f"{phase} was told to end, and did not within {playing.request.cleanup_seconds:g} s")
+
+    def fail(self, why: str) -> None:
+        for playing in self.episodes.values():
+            playing.events.put_nowait(EpisodeEvent(end=EpisodeEnd(failure="infrastructure", reason=why)))
+
+    def write(self, message: Mapping[str, Any]) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+
+async def _something_in(events: asyncio.Queue[EpisodeEvent]) -> None:
+    events.put_nowait(await events.get())  # the only one: who waits is alone
+
+
+def _event(told: Mapping[str, Any]) -> EpisodeEvent:
+    """Raises msgspec.ValidationError."""
+    fields = {{"ended": "end"}.get(name, name): value for name, value in told.items()}
+    turn = fields.get("turn")
+    if isinstance(turn, str):
+        fields["completion_id"] = fields.pop("turn")
+    return msgspec.convert(fields, EpisodeEvent)
+
+
+def _in_words(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

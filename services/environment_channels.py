@@ -1,0 +1,110 @@
+"""How a gateway reaches those who play: the run's own processes, which the coordinator names, and servers of the user's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from runtime import timeouts
+from runtime.cluster.topology import players
+from runtime.commands import PeerAddress
+from runtime.config import Config, RemoteServer
+from runtime.config.secret_values import resolved
+from runtime.environments.messages import CancelRequest, EpisodeEvent, EpisodeRequest
+from runtime.errors import InvalidMessage, Unreachable
+from runtime.process import keys
+from runtime.process.keys import Keys
+from services.rpc import contract, security
+from services.rpc.server import OPTIONS, options
+
+RUN, CANCEL = contract.METHODS["Environment", "Run"], contract.METHODS["Environment", "Cancel"]
+
+
+class EnvironmentChannel:
+    """Implements `runtime.gateway.players.EnvironmentPort`. Made on the event loop."""
+
+    def __init__(self, name: str, channel: Any, metadata: Sequence[tuple[str, str]]):
+        self.name = name
+        self._channel, self._metadata = channel, tuple(metadata)
+        # Replies are parsed here: gRPC would only log what its deserializer raises.
+        self._run = channel.unary_stream(RUN.path, RUN.request.serialize)
+        self._cancel = channel.unary_unary(CANCEL.path, CANCEL.request.serialize)
+
+    async def run(self, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        call = self._run(request, metadata=self._metadata)
+        try:
+            async for data in call:
+                yield RUN.reply.parse(data)
+        except (grpc.aio.AioRpcError, InvalidMessage) as error:
+            raise _lost(self.name, "Run", error) from None
+        finally:
+            call.cancel()
+
+    async def cancel(self, episode: str) -> None:
+        try:
+            await self._cancel(CancelRequest(episode), timeout=timeouts.CONTROL_CALL, metadata=self._metadata)
+        except grpc.aio.AioRpcError as error:
+            raise _lost(self.name, "Cancel", error) from None
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+def _lost(name: str, phase: str, error: Exception) -> Unreachable:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return Unreachable(name, phase, f"{error.code().name}: {security.in_words(error.details() or '')}")
+    return Unreachable(name, phase, str(error))
+
+
+class EnvironmentChannels:
+    """One channel for each process, by the name of its environment."""
+
+    def __init__(self, config: Config, own_keys: Keys | None):
+        """Raises UserError for a token that this process's environment has not."""
+        self._config, self._keys = config, own_keys
+        self._own: dict[PeerAddress, EnvironmentChannel] = {}
+        self._paths = players(config)
+        self._servers = {
+            name: _to_server(name, settings.server)
+            for name, settings in config.services.environment.items()
+            if settings.server is not None
+        }
+
+    async def use(self, processes: Sequence[PeerAddress]) -> None:
+        """The run's own that serve, from now on."""
+        for address in [each for each in self._own if each not in processes]:
+            await self._own.pop(address).close()
+        for address in processes:
+            if address not in self._own:
+                self._own[address] = self._to(address)
+
+    def _to(self, to: PeerAddress) -> EnvironmentChannel:
+        called = keys.process(to.name, to.incarnation)
+        channel = security.connection(grpc.aio, to.address, self._keys, called, options(self._config.deadlines.silence))
+        return EnvironmentChannel(to.name, channel, security.shown_to(called, self._keys, to.token))
+
+    def by_name(self) -> dict[str, list[EnvironmentChannel]]:
+        found = {name: [channel] for name, channel in self._servers.items()}
+        for address, channel in self._own.items():
+            found.setdefault(self._paths[address.name].rpartition(".")[2], []).append(channel)
+        return found
+
+    async def close(self) -> None:
+        for channel in [*self._own.values(), *self._servers.values()]:
+            await channel.close()
+
+
+def _to_server(name: str, server: RemoteServer) -> EnvironmentChannel:
+    token = resolved(server.token, os.environ, f"services.environment.{name}.server.token")
+    metadata = () if token is None else ((security.HEADER, security.SCHEME + token),)
+    if not server.ca:
+        return EnvironmentChannel(f"{name} at {server.address}", grpc.aio.insecure_channel(server.address, OPTIONS), metadata)
+    roots = None if server.ca == "system" else Path(server.ca).read_bytes()
+    credentials = grpc.ssl_channel_credentials(roots)
+    return EnvironmentChannel(
+        f"{name} at {server.address}", grpc.aio.secure_channel(server.address, credentials, OPTIONS), metadata
+    )
