@@ -38,13 +38,15 @@ def _parser() -> CommandParser:
     evaluate = commands.add_parser("eval", help="evaluate the model of a configuration; train nothing")
     validate = commands.add_parser("validate", help="check a configuration; start nothing")
     simulate = commands.add_parser("simulate", help="what a configuration would do, and what would change it; start nothing")
-    for command in (train, evaluate, validate, simulate):
+    play = commands.add_parser("play", help="play one task of a configuration, and print the conversation; train nothing")
+    play.add_argument("--task", type=int, default=0, metavar="N", help="which task to play, from 0 (default: 0)")
+    for command in (train, evaluate, play, validate, simulate):
         command.add_argument("config", type=Path, help="a YAML file")
         command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
     serve = commands.add_parser("serve", help="an endpoint for agents, in OpenAI's and Anthropic's API; train nothing")
     serve.add_argument("model", help="a Hugging Face folder, or a run's")
     serve.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-    for command in (train, evaluate, serve):
+    for command in (train, evaluate, play, serve):
         command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
 
     of_command.add_simulate(simulate)
@@ -112,7 +114,13 @@ def _add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Ends with one of EXIT_CODES."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes no more positional arguments behind an option.
+    if not hasattr(options, "overrides") or any(each.startswith("-") or "=" not in each for each in rest):
+        parser.parse_args(arguments)  # which says what is wrong
+    elif rest:
+        options.overrides = [*options.overrides, *rest]
     sys.exit(run_and_report(lambda: _COMMANDS[options.command](options)))
 
 
@@ -198,6 +206,27 @@ def _eval(options: argparse.Namespace) -> int:
         return how.code
     console.print(render([result]))
     say(console, f"results and replies: {evaluation.folder_for(Path(config.run.dir), result.step)}")
+    return 0
+
+
+def _play(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from launcher.commands.play import play, shown
+    from launcher.job import Interrupted
+    from launcher.view import View
+    from runtime.config import loading
+    from runtime.telemetry.shown import say
+
+    console = Console()
+    config = loading.resolve(loading.load(options.config, options.overrides))
+    try:
+        with View(console, verbose=options.verbose) as view:
+            played = asyncio.run(play(config, options.task, view))
+    except Interrupted as how:
+        say(console, str(how))
+        return how.code
+    say(console, shown(played))
     return 0
 
 
@@ -350,6 +379,7 @@ def _accept(options: argparse.Namespace) -> int:
 _COMMANDS = {
     "train": _train,
     "eval": _eval,
+    "play": _play,
     "serve": _serve,
     "validate": _validate,
     "simulate": _simulate,

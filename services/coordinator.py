@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
 from runtime.coordinator.run_context import EvaluationContext, RunContext
 from runtime.coordinator.takeover import MembersKeeper, Takeover
-from runtime.data.sources import training_prompts
+from runtime.data.sources import check_environments, training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.evaluation.held_out import load_held_out
@@ -216,6 +217,8 @@ class CoordinatorProcess:
         train = training_prompts(config.data, tokenizer)
         log.info("prompts: %s", train.report())
         held_out = load_held_out(config, tokenizer, train.problems)
+        tasks = chain(train.problems, *(each.prompts.problems for each in held_out))
+        check_environments(list(tasks), config.services.environment)
         began = Startup.read(self._folder) if self._left is not None else None  # the run's, which an earlier one has told
         phases["data"] = time.monotonic() - before
         return RunContext(

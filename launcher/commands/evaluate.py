@@ -20,19 +20,21 @@ FOLDER = "eval"
 """Where an evaluation lives in the folder of the run whose configuration it takes: it leaves that run alone."""
 
 
-def own_folder(config: Config) -> Config:
-    """The configuration with the evaluation's folder as that of the run, on this machine alone."""
-    run = replace(config.run, dir=str(Path(config.run.dir) / FOLDER), resume="never")
+def own_folder(config: Config, name: str = FOLDER) -> Config:
+    """The configuration with a folder in the run's as that of the run, on this machine alone."""
+    run = replace(config.run, dir=str(Path(config.run.dir) / name), resume="never")
     return replace(config, run=run, cluster=Cluster())
 
 
 async def evaluate(config: Config, view: View) -> EvaluationResult:
     """Evaluate in the folder `run.dir`. Raises UserError for the user's mistakes, ServiceFault for a fault, Interrupted; no
     process is left either way."""
-    return await _Evaluation(config, view, LocalNode.of(config)).run()
+    return await Evaluating(config, view, LocalNode.of(config)).run()
 
 
-class _Evaluation(Job[EvaluationResult]):
+class Evaluating(Job[EvaluationResult]):
+    """An evaluation alone."""
+
     trains = False
     stopped_early = "stopped before the evaluation began"
     stopped_late = "stopped at once; the evaluation has no results"
@@ -48,7 +50,12 @@ class _Evaluation(Job[EvaluationResult]):
             )
         if config.warmup is not None and not (config.model.path and evaluation_sets(config)):
             config = await self.warmed_up(config)
+        config = self.chosen(config)
         run_folder.begin(self.folder, config)
+        return config
+
+    def chosen(self, config: Config) -> Config:
+        """What is evaluated, of what the configuration has."""
         return config
 
     async def outcome(self) -> EvaluationResult:

@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec import Struct, structs
 
 from runtime.coordinator import staleness
-from runtime.coordinator.depth import PipelineDepth
+from runtime.coordinator.depth import PATIENCE, PipelineDepth
 from runtime.coordinator.group import Group, asked_of, restored
 from runtime.errors import InvariantViolated
 from runtime.ledger import states
@@ -66,7 +66,9 @@ class Buffer:
         """Set when `take` may have become possible, or a group is generated, referenced or dropped. Clear it, call `take`, then
         wait."""
         self.room_changed = asyncio.Event()
-        """Set when `capacity` may have grown, or a group came back to be dispatched again."""
+        """Set when `capacity` may have grown, a group came back to be dispatched again, or the trainer has nothing to do."""
+        self.trainer_waits = False
+        """Nothing can be taken, and the trainer has nothing else to do."""
         self._depth = depth
         self._journal = journal
         self._clock = clock
@@ -272,6 +274,14 @@ class Buffer:
         """How many groups may hold a place now."""
         bound = staleness.most_live(self.staleness, self.groups_per_step)
         return bound if self._depth is None else self._depth.target
+
+    def late(self) -> Iterator[tuple[Group, float]]:
+        """The groups under way that the trainer waits for alone, and for how many seconds more that is nothing out of the
+        ordinary: `PATIENCE` times what the slowest of a step takes."""
+        usual = PATIENCE * self._depth.slowest if self._depth is not None and self.trainer_waits else 0.0
+        for group in self if usual else ():
+            if group.state.phase == Phase.GENERATING and group.deadline is not None and group.deadline <= self.step:
+                yield group, max(0.0, usual - (self._clock() - group.since))
 
     @property
     def generating(self) -> int:

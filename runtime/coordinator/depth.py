@@ -20,6 +20,7 @@ from runtime.config import Config
 from runtime.coordinator.staleness import most_live
 
 STEPS = 4  # over which the measured times are averaged
+PATIENCE = 2.0  # times as long as the slowest group of a step takes: one that the trainer waits for longer is late
 
 
 class MovingMoments:
@@ -39,20 +40,20 @@ class MovingMoments:
         self.variance = (1 - share) * (self.variance + share * gap * gap)
 
 
-def depth_of(config: Config) -> PipelineDepth | None:
-    """None where the bound says how many: where it is to, and where rollouts and trainer have the devices in turn, as all that
-    the bound allows is generated before the trainer has them."""
+def depth_of(config: Config) -> PipelineDepth:
+    """The bound says how many where it is to, and where rollouts and trainer have the devices in turn, as all that it allows is
+    generated before the trainer has them."""
     training = config.training
-    if training.depth == "bound" or takes_turns(config):
-        return None
-    return PipelineDepth(training.groups_per_step, most_live(training.staleness, training.groups_per_step))
+    measured = training.depth == "auto" and not takes_turns(config)
+    return PipelineDepth(training.groups_per_step, most_live(training.staleness, training.groups_per_step), measured)
 
 
 class PipelineDepth:
     """The groups that may hold a place. `bound`: that staleness allows, (η + 1) · B."""
 
-    def __init__(self, groups_per_step: int, bound: int):
-        self._size, self._bound = groups_per_step, bound
+    def __init__(self, groups_per_step: int, bound: int, measured: bool = True):
+        """`measured`: False for as many as the bound allows."""
+        self._size, self._bound, self._measured = groups_per_step, bound, measured
         self._ready = MovingMoments(STEPS * groups_per_step)  # seconds
         self._step = MovingMoments(STEPS)  # seconds
         self._spent = 0.0  # seconds on groups that were dropped, since one became ready
@@ -73,7 +74,13 @@ class PipelineDepth:
     @property
     def target(self) -> int:
         """The bound, until both times are known."""
-        if not self._step.mean or self._ready.count < self._size:
+        if not self._measured or not self._step.mean or not self.slowest:
             return self._bound
-        slowest = self._ready.mean + math.sqrt(2 * math.log(self._size) * self._ready.variance)
-        return min(self._bound, math.ceil(self._size * (1 + max(1.0, slowest / self._step.mean))))
+        return min(self._bound, math.ceil(self._size * (1 + max(1.0, self.slowest / self._step.mean))))
+
+    @property
+    def slowest(self) -> float:
+        """Seconds that the slowest of a step's groups takes to be ready; 0: not known yet."""
+        if self._ready.count < self._size:
+            return 0.0
+        return self._ready.mean + math.sqrt(2 * math.log(self._size) * self._ready.variance)

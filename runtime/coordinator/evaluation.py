@@ -194,7 +194,9 @@ class Evaluator:
         """Write the replies to one problem; what its set's figures need of them. In the evaluation's thread."""
         held_out = self._sets[which]
         decoded = [(codec.decode(GroupPayload, generated.payload), scores) for generated, scores in parts]
-        found = replies_to(held_out.settings.name, held_out.prompts.problems[index], decoded, self._judge, self._text)
+        problem = held_out.prompts.problems[index]
+        outcomes = [each for generated, _ in parts if generated.outcomes is not None for each in generated.outcomes.reasons]
+        found = replies_to(held_out.settings.name, problem, decoded, self._judge, self._text, outcomes)
         transcript.add(index, found)
         return EvaluatedProblem(
             correct=[each.correct for each in found],

@@ -23,6 +23,7 @@ class Group(Struct, eq=False, kw_only=True):
     dispatched: float = 0.0  # the same; 0.0: not by this coordinator
     replica: str = ""
     attempt: int = 0
+    hurried: int = 0  # the attempt that the trainer waited for too long
     deadline: int | None = None
     generated: GeneratedGroup | None = None  # its payload moved to `payload`
     payload: Part | None = None
@@ -62,6 +63,7 @@ def restored(row: GroupRow, needs: Mark, now: float, bound: int) -> Group:
         response_tokens=row.response_tokens or [],
         truncated=row.truncated or 0,
         rewards=row.rewards or [],
+        outcomes=row.outcomes,
         oldest=row.oldest,
         newest=row.newest,
         payload=b"",

@@ -16,7 +16,7 @@ from runtime import codec
 from runtime.algorithms.advantages import has_signal
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.devices import Devices
-from runtime.coordinator.gateways import request_for
+from runtime.coordinator.gateways import GatewayPool, request_for
 from runtime.coordinator.group import Group
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import member_of
@@ -96,7 +96,20 @@ class GroupStage:
                 group = waiting[index] if index < len(waiting) else self._admit()
                 buffer.dispatch(group.group_id, rollout.name)
                 self._spawn(tasks, self._live(group, rollout))
+            self._hurry(tasks)
             await buffer.room_changed.wait()
+
+    def _hurry(self, tasks: TaskGroup) -> None:
+        """Have the gateways deal with the groups that the trainer waits for alone."""
+        if not isinstance(self._pool, GatewayPool):
+            return
+        for group, seconds in self._buffer.late():
+            gateway = self._pool.find(group.replica)
+            if seconds:
+                asyncio.get_running_loop().call_later(seconds, self._buffer.room_changed.set)
+            elif gateway is not None and group.hurried != group.attempt:
+                group.hurried = group.attempt
+                self._spawn(tasks, self._pool.hurry(gateway, group.group_id))
 
     def _former(self, group: Group, taken_up: TakenUp | None) -> RolePort | None:
         """The rollout that was asked for a group before this coordinator came, unless it is lost, or another by now."""

@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from runtime import timeouts
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.history import RunHistory
@@ -314,9 +316,10 @@ class Probes:
 
     async def _ask(self, rollout: RolePort, version: PolicyVersion) -> bytes | None:
         """The encoded group; None when it does not come."""
+        prompt = self._prompts[version.step % len(self._prompts)][-PROMPT_TOKENS:]
         request = GroupRequest(
             group_id=FIRST_ID + version.pack(),
-            prompt=self._prompts[version.step % len(self._prompts)][-PROMPT_TOKENS:],
+            prompt=prompt if len(prompt) else np.zeros(1, np.int32),  # any will do
             n=1,
             seed=group_seed(self._seed, version.step),
             sampling=self._sampling,

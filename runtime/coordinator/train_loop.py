@@ -164,6 +164,7 @@ class TrainLoop:
         if self._running is not None:
             self._running.add_done_callback(lambda _: buffer.ready_changed.set())
         while buffer.step == step:
+            buffer.trainer_waits = False
             if step >= buffer.last_step:
                 return None
             buffer.ready_changed.clear()
@@ -175,6 +176,9 @@ class TrainLoop:
                 last = buffer.step != step
                 self._updates.accumulate(tasks, step, [await self._train_group(group) for group in groups], last)
             else:
+                buffer.trainer_waits = self._running is None or self._running.done()
+                if buffer.trainer_waits:
+                    buffer.room_changed.set()
                 await buffer.ready_changed.wait()
         return batch
 
@@ -220,7 +224,7 @@ class TrainLoop:
         that. It counts once the step is told of."""
         trainer, *others = applying
         result = await joined(trainer, others)
-        self._buffer.consume(step)
+        self._buffer.consume(step, result.seconds)
         if position is not None:
             loop = asyncio.get_running_loop()
             self._told, written = loop.create_future(), loop.create_future()

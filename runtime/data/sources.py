@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -9,10 +10,11 @@ from msgspec.structs import replace
 from runtime.config import Data, RowFormat
 from runtime.data import prepared
 from runtime.data.chosen import row_format_of, sources
-from runtime.data.handlers import data_key, environment_of, load_problems, role_key
+from runtime.data.handlers import Problem, data_key, environment_of, load_problems, role_key
 from runtime.data.order import Share
 from runtime.data.prompts import Prompts, tokenise
 from runtime.data.tokenizer import Tokenizer
+from runtime.errors import UserError
 
 
 def training_prompts(data: Data, tokenizer: Tokenizer) -> Prompts:
@@ -36,6 +38,14 @@ def training_prompts(data: Data, tokenizer: Tokenizer) -> Prompts:
         dropped=dropped,
         shares=[Share(len(prompts.problems), source.weight) for prompts, (_, source) in zip(read, found, strict=True)],
     )
+
+
+def check_environments(problems: Sequence[Problem], known: Collection[str]) -> None:
+    """Raises UserError for a row that names an environment which is none of `known`."""
+    for problem in problems:
+        if problem.environment not in known and (known or problem.environment):
+            allowed = ", ".join(known) or "there is none"
+            raise UserError(f"{problem.id}: environment '{problem.environment}' is not one of services.environment: {allowed}")
 
 
 def read_prompts(

@@ -15,17 +15,22 @@ SECONDS = 1.0
 async def forward(stream: asyncio.StreamReader, dropped: Callable[[int], None]) -> None:
     """Until it ends. `dropped` is told how many bytes were too many."""
     began, passed, left_out = now(), 0, 0
-    while data := await stream.read(1 << 16):
-        if now() - began > SECONDS:
-            if left_out:
-                _write(f"\n[{left_out} bytes of output were left out]\n".encode())
-            began, passed, left_out = now(), 0, 0
-        part = data[: max(0, BYTES - passed)]
-        passed += len(part)
-        _write(part)
-        if more := len(data) - len(part):
-            left_out += more
-            dropped(more)
+    try:
+        while data := await stream.read(1 << 16):
+            if now() - began > SECONDS:
+                _tell(left_out)
+                began, passed, left_out = now(), 0, 0
+            part = data[: max(0, BYTES - passed)]
+            passed += len(part)
+            _write(part)
+            if more := len(data) - len(part):
+                left_out += more
+                dropped(more)
+    finally:
+        _tell(left_out)
+
+
+def _tell(left_out: int) -> None:
     if left_out:
         _write(f"\n[{left_out} bytes of output were left out]\n".encode())
 

@@ -68,7 +68,7 @@ class AgentWorkers:
         """Raises UserError when the agent's file cannot be imported in time."""
         settings = self._settings
         file, _, name = settings.run.rpartition(":")
-        path = os.path.abspath(file)  # noqa: PTH100 - asks nothing of the disk
+        path = os.path.abspath(file)  # noqa: ASYNC240, PTH100 - asks nothing of the disk
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -275,10 +275,14 @@ class _Worker:
         events, phase = playing.events, playing.phase
         if phase == "run":
             return await events.get()
-        seconds: float = getattr(playing.request, _SECONDS[phase])
-        if not await done_within(_something_in(events), seconds):
-            self.end(playing.request.id, phase)
-        return await events.get()
+        coming = asyncio.ensure_future(events.get())
+        try:
+            await asyncio.wait({coming}, timeout=getattr(playing.request, _SECONDS[phase]))
+            if not coming.done():
+                self.end(playing.request.id, phase)
+            return await coming
+        finally:
+            coming.cancel()
 
     def end(self, episode: str, phase: str) -> None:
         """Its phase, if it is that one. Where it does not end within the time of clearing up, its process does."""
@@ -298,10 +302,6 @@ class _Worker:
     def write(self, message: Mapping[str, Any]) -> None:
         if not self._writer.is_closing():
             self._writer.write(json.dumps(message).encode() + b"\n")
-
-
-async def _something_in(events: asyncio.Queue[EpisodeEvent]) -> None:
-    events.put_nowait(await events.get())  # the only one: who waits is alone
 
 
 def _event(told: Mapping[str, Any]) -> EpisodeEvent:

@@ -45,12 +45,19 @@ class Generation(Struct, kw_only=True):
     finish: FinishReason
     versions: tuple[str, str]  # of its oldest and newest token
     logprob: float | None  # mean over the model's tokens; None: there are none
+    outcome: str = ""  # of an episode: its stop reason, or why it is left out
 
 
 def replies_to(
-    name: str, problem: Problem, parts: Sequence[tuple[GroupPayload, Scores]], judge: config.Rule, text: TextDecoder
+    name: str,
+    problem: Problem,
+    parts: Sequence[tuple[GroupPayload, Scores]],
+    judge: config.Rule,
+    text: TextDecoder,
+    outcomes: Sequence[str] = (),
 ) -> list[Generation]:
-    """The replies to one problem of the set `name`, which were asked for in `parts`. `judge`: whose `correct` decides."""
+    """The replies to one problem of the set `name`, which were asked for in `parts`. `judge`: whose `correct` decides.
+    `outcomes`: of episodes, one for each."""
     rule = judge.name.rpartition(":")[2]  # one of the user's own is FILE.py:NAME
     prompt = text.decode(parts[0][0].prompt, skip_special=False)
     found: list[Generation] = []
@@ -75,6 +82,7 @@ def replies_to(
                     finish=sample.finish_reason,
                     versions=versions_of(sample),
                     logprob=mean_logprob(sample),
+                    outcome=outcomes[len(found)] if outcomes else "",
                 )
             )
     return found

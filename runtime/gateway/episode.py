@@ -16,6 +16,7 @@ from runtime import codec
 from runtime.gateway.conversation import Completion, Message
 from runtime.gateway.graph import EpisodeGraph, payload_of
 from runtime.gateway.rendering import TemplateRenderer
+from runtime.telemetry.metrics import LEFT_OUT
 from runtime.types import EpisodeTask, GeneratedGroup, Outcomes, PlayRequest
 
 KEY_BYTES = 24
@@ -64,7 +65,7 @@ class Episode:
     @property
     def outcome(self) -> str:
         """Its stop reason, or why it is left out."""
-        return f"left out: {self.left_out}" if self.left_out else self.stop_reason
+        return LEFT_OUT + self.left_out if self.left_out else self.stop_reason
 
 
 class Playing:

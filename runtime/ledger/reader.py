@@ -15,12 +15,12 @@ from runtime.errors import InvariantViolated, UserError
 from runtime.ledger import payloads
 from runtime.ledger.payloads import Handle
 from runtime.ledger.states import Mark, Phase
-from runtime.types import PolicyVersion, Scores
+from runtime.types import Outcomes, PolicyVersion, Scores
 
 T = TypeVar("T")
 
 DATABASE = "ledger.sqlite"
-FORMAT = 4  # kept as the user_version: another one whenever the columns or the payloads change
+FORMAT = 5  # kept as the user_version: another one whenever the columns or the payloads change
 PARTS = ("payload", "reference", "values")  # what a group keeps in the segment files
 MARKS = ("scored", "referenced", "valued")
 
@@ -33,7 +33,8 @@ CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY, problem INTEGER NOT NULL, source TEXT NOT NULL, label TEXT NOT NULL,
     seed INTEGER NOT NULL, state TEXT NOT NULL, marks INTEGER NOT NULL, why TEXT, step INTEGER, taken INTEGER, place INTEGER,
     replica TEXT, attempt INTEGER NOT NULL DEFAULT 0, due INTEGER, oldest INTEGER, newest INTEGER, prompt_tokens INTEGER,
-    response_tokens BLOB, truncated INTEGER, rewards BLOB, reward REAL, scores BLOB, {", ".join(_HANDLES.values())},
+    response_tokens BLOB, truncated INTEGER, rewards BLOB, outcomes BLOB, reward REAL, scores BLOB,
+    {", ".join(_HANDLES.values())},
     {", ".join(f"{name}_at REAL" for name in (*(phase.value for phase in Phase), *MARKS, "lost"))}
 );
 CREATE INDEX IF NOT EXISTS groups_by_step ON groups(step);
@@ -70,6 +71,7 @@ class GroupRow(Struct, kw_only=True):
     response_tokens: list[int] | None  # [rows]
     truncated: int | None
     rewards: list[float] | None  # [n], as of GeneratedGroup
+    outcomes: Outcomes | None
     reward: float | None  # mean of the valid episodes
     scores: Scores | None
     handles: dict[str, Handle]  # by PARTS
@@ -115,6 +117,7 @@ def group_row(row: sqlite3.Row) -> GroupRow:
         "newest": _version(row["newest"]),
         "response_tokens": _decoded(list[int], row["response_tokens"]),
         "rewards": _decoded(list[float], row["rewards"]),
+        "outcomes": _decoded(Outcomes, row["outcomes"]),
         "scores": _decoded(Scores, row["scores"]),
         "handles": handles,
         "times": times,

@@ -65,7 +65,7 @@ class Note(Record, kw_only=True):
 
 
 _TIMES = [phase.value for phase in Phase]
-_GENERATED = ("oldest", "newest", "prompt_tokens", "response_tokens", "truncated", "rewards")
+_GENERATED = ("oldest", "newest", "prompt_tokens", "response_tokens", "truncated", "rewards", "outcomes")
 _LATER = ("reward", "scores", "replica", "due")
 
 
@@ -90,6 +90,7 @@ def _generated_columns(generated: GeneratedGroup) -> dict[str, Any]:
         "response_tokens": codec.encode(generated.response_tokens),
         "truncated": generated.truncated,
         "rewards": codec.encode(generated.rewards),
+        "outcomes": None if generated.outcomes is None else codec.encode(generated.outcomes),
     }
 
 

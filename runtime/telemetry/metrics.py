@@ -64,6 +64,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
         **figures.timing,
         **lengths,
         **score_metrics(figures.scores),
+        **environment_metrics(figures.generated, figures.scores),
         **staleness_metrics(figures.staleness),
         **throughput_metrics(
             prompt_mean=lengths.get("prompt_length/mean", 0.0),
@@ -143,6 +144,39 @@ def score_metrics(scores: Sequence[Scores]) -> dict[str, float]:
         )
         if held.size:
             figures[f"{rule}_rewards/mean"] = float(held.mean(dtype=np.float64))
+    return figures
+
+
+LEFT_OUT = "left out: "  # how the outcome of an episode that is not trained on begins
+
+
+def environment_metrics(groups: Sequence[GeneratedGroup], scores: Sequence[Scores]) -> dict[str, float]:
+    """`environment/NAME/*` of those whose agents played: the mean reward of what is trained on, episodes, calls of the
+    policy in each, how many were played again and left out, how they ended, and the means of the figures that agents told."""
+    figures: dict[str, float] = {}
+    for name in sorted({group.outcomes.environment for group in groups if group.outcomes is not None} - {""}):
+        own = [
+            (group.outcomes, score)
+            for group, score in zip(groups, scores, strict=True)
+            if group.outcomes is not None and group.outcomes.environment == name
+        ]
+        rewards = np.concatenate([score.rewards[score.valid.astype(bool)] for _, score in own])
+        turns = [each for outcomes, _ in own for each in outcomes.turns]
+        reasons = Counter(reason for outcomes, _ in own for reason in outcomes.reasons)
+        log: dict[str, list[tuple[int, float]]] = {}
+        for outcomes, _ in own:
+            for figure, told in outcomes.log.items():
+                log.setdefault(figure, []).append(told)
+        named = {
+            **({"reward": float(rewards.mean(dtype=np.float64))} if rewards.size else {}),
+            "episodes": float(len(turns)),
+            "turns": sum(turns) / len(turns),
+            "repeated": float(sum(sum(outcomes.repeated.values()) for outcomes, _ in own)),
+            "left_out": float(sum(count for reason, count in reasons.items() if reason.startswith(LEFT_OUT))),
+            **{f"ended/{reason}": float(count) for reason, count in reasons.items() if not reason.startswith(LEFT_OUT)},
+            **{f"log/{figure}": sum(total for _, total in told) / sum(n for n, _ in told) for figure, told in log.items()},
+        }
+        figures |= {f"environment/{name}/{figure}": value for figure, value in named.items()}
     return figures
 
 

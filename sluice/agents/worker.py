@@ -379,10 +379,13 @@ async def _nothing() -> None:
 
 async def _awaited(function: Any, *arguments: Any, **given: Any) -> Any:
     """Its value; of one that does not await, from a thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **given)
-    found = await asyncio.to_thread(function, *arguments, **given)
-    return await found if inspect.isawaitable(found) else found
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments, **given)
+        found = await asyncio.to_thread(function, *arguments, **given)
+        return await found if inspect.isawaitable(found) else found
+    except SystemExit as error:  # which would end everybody else's work
+        raise RuntimeError(f"sys.exit({error.code!r})") from None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+"""`sluice play`: one task of a configuration, played as in a run, and the conversation in the terminal."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import asdict, replace
+
+from launcher.commands.evaluate import Evaluating, own_folder
+from launcher.node.local_node import LocalNode
+from launcher.view import View
+from runtime.config import Config, Evaluation, Source
+from runtime.data.chosen import row_format_of, sources
+from runtime.data.fields import extra
+from runtime.data.handlers import source_rows
+from runtime.errors import UserError
+from runtime.evaluation import generations
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.generations import Generation
+
+FOLDER = "play"
+"""Where what is played lives in the folder of the run whose configuration it takes."""
+
+
+async def play(config: Config, task: int, view: View) -> Generation:
+    """Task `task` of what there is to train on, counted from 0 over all sources. Raises as `evaluate` does, and UserError where
+    there are not so many."""
+    config = own_folder(config, FOLDER)
+    playing = _Playing(replace(config, run=replace(config.run, overwrite=True)), view, LocalNode.of(config))
+    playing.task = task
+    result = await playing.run()
+    path = evaluation.folder_for(Path(config.run.dir), result.step) / f"{result.sets[0].name}{generations.SUFFIX}"
+    (played,) = generations.read(path)
+    return played
+
+
+def shown(played: Generation) -> str:
+    """The conversation as the model saw and made it, and what came of it."""
+    earned = "no reward" if played.reward is None else f"reward {played.reward:g}"
+    of = [f"{name} {value:g}" for name, value in played.rules.items() if value is not None]
+    return f"{played.prompt}{played.reply}\n\n{played.problem}: {earned} ({', '.join(of)}), {played.outcome or played.finish}"
+
+
+class _Playing(Evaluating):
+    task: int
+
+    def chosen(self, config: Config) -> Config:
+        """With the one task as all that there is to evaluate."""
+        data, left = config.data, self.task
+        for key, source in sources(data) or [("data.eval", Source(path=data.eval))]:
+            path, row_format = source.path, row_format_of(source, data)
+            for found in islice(source_rows(path, key), left, left + 1):
+                folder = Path(config.run.dir) / "task" / found.source
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                file = folder.with_suffix(".jsonl")
+                file.write_bytes(msgspec.json.encode(extra(found.row, list(found.row))) + b"\n")
+                alone = replace(data, **asdict(row_format), train="", eval=str(file))
+                return replace(config, data=alone, evaluation=Evaluation(temperature=config.sampling.temperature))
+            left -= sum(1 for _ in source_rows(path, key))
+        raise UserError(f"--task: {self.task}, but there are only {self.task + left} tasks")
