@@ -256,11 +256,9 @@ class Players:
             episode.left_out = _short(f"{end.failure}: {end.reason}" if end.failure else end.reason or "its agent's wish")
             stop_reason = "cancelled"
         if end.failure == "data":
-            request = episode.request
-            assert request is not None
-            log.warning(
-                "environment %s: group %d: a bad task, of %s: %s", name, request.group_id, request.task.source, end.reason
-            )
+            assert episode.request is not None
+            of = episode.request.task.source
+            log.warning("environment %s: a bad task of %s (group %d): %s", name, of, episode.request.group_id, end.reason)
         if end.failure != "infrastructure":
             self._in_a_row[name] = 0
         if not episode.left_out and episode.reward is None and stop_reason != "completed":

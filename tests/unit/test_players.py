@@ -1,0 +1,358 @@
+"""Who plays a gateway's tasks: retries by kind of failure, late episodes by policy, and what is told of each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from runtime.config import Budgets, Environment
+from runtime.environments.messages import EpisodeEnd, EpisodeEvent, EpisodeRequest
+from runtime.errors import ServiceFault, Unreachable
+from runtime.gateway.episodes import Episodes
+from runtime.gateway.players import Late, Players, late
+from runtime.gateway.rendering import TemplateRenderer
+from runtime.types import EpisodeTask, GeneratedGroup, PlayRequest, SamplingParams
+from tests.unit.template_cases import tiny_renderer
+from tests.unit.test_episodes import ScriptedPolicy, call
+
+PATIENCE = 60.0
+INFRASTRUCTURE = EpisodeEnd(failure="infrastructure", reason="the database is down")
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> TemplateRenderer:
+    return tiny_renderer(tmp_path_factory.mktemp("model"))
+
+
+Act = Callable[["ScriptedEnvironment", EpisodeRequest], AsyncGenerator[EpisodeEvent, None]]
+
+
+class ScriptedEnvironment:
+    """Plays as `act` does."""
+
+    def __init__(self, name: str, act: Act):
+        self.name, self.act = name, act
+        self.asked: list[EpisodeRequest] = []
+        self.cancelled: dict[str, asyncio.Event] = {}
+        self.left: list[str] = []
+        self.began = asyncio.Event()
+
+    async def run(self, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        self.asked.append(request)
+        self.cancelled[request.id] = asyncio.Event()
+        try:
+            async for event in self.act(self, request):
+                yield event
+        finally:
+            self.left.append(request.id)
+
+    async def cancel(self, episode: str) -> None:
+        self.cancelled[episode].set()
+
+
+def ending(*ends: EpisodeEnd, events: tuple[EpisodeEvent, ...] = ()) -> Act:
+    """Each episode with the next of these ends; the last one again and again."""
+    left = list(ends)
+
+    async def act(environment: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        yield EpisodeEvent(phase="run")
+        for event in events:
+            yield event
+        yield EpisodeEvent(end=left.pop(0) if len(left) > 1 else left[0])
+
+    return act
+
+
+async def hanging(environment: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+    """Until it is told to end; then it says what it earned so far."""
+    yield EpisodeEvent(phase="run")
+    environment.began.set()
+    await environment.cancelled[request.id].wait()
+    yield EpisodeEvent(end=EpisodeEnd(reward=0.25, stop_reason="timeout"))
+
+
+class Played:
+    def __init__(self, episodes: Episodes, players: Players, policy: ScriptedPolicy):
+        self.episodes, self.players, self.policy = episodes, players, policy
+
+    def group(self, n: int = 2, group_id: int = 7) -> Awaitable[GeneratedGroup]:
+        task = EpisodeTask(
+            messages=[{"role": "user", "content": "hello"}],
+            label="5",
+            source="test/train",
+            extra={"row": 3},
+            environment="game",
+        )
+        request = PlayRequest(group_id=group_id, task=task, n=n, seed=3, sampling=SamplingParams(max_new_tokens=8))
+        return asyncio.ensure_future(self.episodes.play(request))
+
+
+def play(
+    renderer: TemplateRenderer,
+    ports: list[ScriptedEnvironment],
+    scenario: Callable[[Played], Awaitable[Any]],
+    rewarded: bool = False,
+    seconds: float = PATIENCE,
+    **settings: Any,
+) -> Any:
+    async def whole() -> Any:
+        policy = ScriptedPolicy(renderer)
+        episodes = Episodes(
+            model="m",
+            renderer=renderer,
+            answer=policy,
+            most=16,
+            seconds=PATIENCE,
+            name="gateway-0",
+            serves=False,
+            rewarded=rewarded,
+        )
+        players = Players({"game": Environment(run="a.py:b", **settings)}, "http://gateway", episodes, 0.05, seconds)
+        players.use({"game": ports} if ports else {})
+        episodes.players = players.play
+        return await scenario(Played(episodes, players, policy))
+
+    return asyncio.run(asyncio.wait_for(whole(), PATIENCE))
+
+
+def generated(renderer: TemplateRenderer, *ports: ScriptedEnvironment, n: int = 2, **settings: Any) -> GeneratedGroup:
+    async def scenario(played: Played) -> GeneratedGroup:
+        group = await played.group(n)
+        assert not played.episodes.open and not played.players._attempts  # nothing is left of it
+        return group
+
+    found: GeneratedGroup = play(renderer, list(ports), scenario, **settings)
+    return found
+
+
+def reasons(group: GeneratedGroup) -> list[str]:
+    assert group.outcomes is not None
+    return group.outcomes.reasons
+
+
+def test_an_agent_is_told_its_task_whole_and_its_seed_is_its_own(renderer: TemplateRenderer) -> None:
+    port = ScriptedEnvironment("environment-0", ending(EpisodeEnd(reward=1.0)))
+    group = generated(renderer, port)
+    assert group.rewards == [1.0, 1.0]
+    assert reasons(group) == ["completed", "completed"]
+    task = {"messages": [{"role": "user", "content": "hello"}], "label": "5", "source": "test/train", "row": 3}
+    assert [json.loads(asked.task) for asked in port.asked] == [task, task]
+    assert len({asked.seed for asked in port.asked}) == 2
+    assert all(asked.base_url == f"http://gateway/episodes/{asked.id}" for asked in port.asked)
+    assert port.asked[0].purpose == "train"
+
+
+def test_infrastructure_is_tried_again_elsewhere_from_the_same_seed(renderer: TemplateRenderer) -> None:
+    broken = ScriptedEnvironment("environment-0", ending(INFRASTRUCTURE))
+    whole = ScriptedEnvironment("environment-1", ending(EpisodeEnd(reward=1.0)))
+    group = generated(renderer, broken, whole, n=1)
+    assert group.rewards == [1.0]
+    assert [asked.seed for asked in broken.asked] == [asked.seed for asked in whole.asked]
+    assert group.outcomes is not None and group.outcomes.repeated == {"the database is down": 1}
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_what_fails_again_and_again_is_left_out_and_says_why(renderer: TemplateRenderer, retries: int) -> None:
+    port = ScriptedEnvironment("environment-0", ending(INFRASTRUCTURE))
+    group = generated(renderer, port, n=1, retries=retries)
+    assert len(port.asked) == retries + 1
+    assert math.isnan(group.rewards[0])
+    assert reasons(group) == ["left out: infrastructure: the database is down"]
+
+
+def test_a_bad_task_is_not_tried_again(renderer: TemplateRenderer, caplog: pytest.LogCaptureFixture) -> None:
+    port = ScriptedEnvironment("environment-0", ending(EpisodeEnd(failure="data", reason="no answer in the row")))
+    group = generated(renderer, port, n=1)
+    assert len(port.asked) == 1
+    assert reasons(group) == ["left out: data: no answer in the row"]
+    assert "a bad task of test/train (group 7): no answer in the row" in caplog.text
+
+
+def test_an_agent_that_fails_earns_its_reward(renderer: TemplateRenderer) -> None:
+    port = ScriptedEnvironment("environment-0", ending(EpisodeEnd(stop_reason="max_turns"), EpisodeEnd(reward=0.5)))
+    group = generated(renderer, port)
+    assert sorted(group.rewards) == [0.0, 0.5]
+    assert sorted(reasons(group)) == ["completed", "max_turns"]
+
+
+def test_too_many_failures_in_a_row_end_the_run_and_name_the_cause(renderer: TemplateRenderer) -> None:
+    port = ScriptedEnvironment("environment-0", ending(INFRASTRUCTURE))
+    with pytest.raises(ServiceFault, match=r"services\.environment\.game: play: 5 failures in a row .*the database is down"):
+        generated(renderer, port, n=8, failures_in_a_row=5)
+
+
+def test_an_episode_that_ended_well_lies_between_failures(renderer: TemplateRenderer) -> None:
+    port = ScriptedEnvironment("environment-0", ending(*[INFRASTRUCTURE, EpisodeEnd(reward=1.0)] * 4))
+    group = generated(renderer, port, n=4, failures_in_a_row=5, retries=8)
+    assert group.rewards == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (EpisodeEvent(reward=math.nan), "not a finite number"),
+        (EpisodeEvent(reward=1.0, completion_id="call-99"), "'call-99' is none of this episode"),
+        (EpisodeEvent(reward=1.0, turn=3), "'turn 3' is none of this episode"),
+        (EpisodeEvent(reward=1.0, branch="critic"), "'of branch critic' is none"),
+        (EpisodeEvent(log={"a b": 1.0}), "no name of a figure"),
+        (EpisodeEvent(end=EpisodeEnd(rewards={"call-99": 1.0})), "'call-99' is none of this episode"),
+        (EpisodeEvent(end=EpisodeEnd(stop_reason="bored")), "'bored' is not one of completed"),
+    ],
+)
+def test_what_an_agent_may_not_tell_is_a_failure(renderer: TemplateRenderer, event: EpisodeEvent, reason: str) -> None:
+    port = ScriptedEnvironment("environment-0", ending(EpisodeEnd(reward=1.0), events=(event,)))
+    group = generated(renderer, port, n=1, retries=0)
+    (told,) = reasons(group)
+    assert told.startswith("left out: infrastructure: ")
+    assert reason[:20] in told
+
+
+def test_rewards_of_turns_branches_and_figures_arrive(renderer: TemplateRenderer) -> None:
+    async def scenario(played: Played) -> GeneratedGroup:
+        async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+            yield EpisodeEvent(phase="run")
+            episode = played.episodes.episode(request.id, request.api_key)
+            await played.episodes.call(episode, call())
+            yield EpisodeEvent(reward=0.5, turn=0)
+            yield EpisodeEvent(log={"moves": 3.0})
+            yield EpisodeEvent(log={"moves": 5.0})
+            yield EpisodeEvent(end=EpisodeEnd(reward=2.0))
+
+        played.players.use({"game": [ScriptedEnvironment("environment-0", act)]})
+        return await played.group(2)
+
+    group = play(renderer, [], scenario)
+    assert group.rewards == [2.0, 2.0]
+    assert group.outcomes is not None
+    assert (group.outcomes.turns, group.outcomes.log) == ([1, 1], {"moves": (2, 10.0)})
+
+
+def test_a_process_that_is_lost_costs_a_repeat(renderer: TemplateRenderer) -> None:
+    async def lost(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        yield EpisodeEvent(phase="run")
+        raise Unreachable(port.name, "Run", "the connection is lost")
+
+    group = generated(renderer, ScriptedEnvironment("a", lost), ScriptedEnvironment("b", ending(EpisodeEnd(reward=1.0))), n=1)
+    assert group.rewards == [1.0]
+    assert group.outcomes is not None and group.outcomes.repeated == {"a: the connection is lost": 1}
+
+
+def test_without_a_process_of_the_environment_nobody_waits_for_ever(renderer: TemplateRenderer) -> None:
+    with pytest.raises(ServiceFault, match=r"services\.environment\.game: play: no process of it serves"):
+        generated(renderer, n=1)
+
+
+def test_a_group_has_an_end_whatever_its_policy_is(renderer: TemplateRenderer) -> None:
+    async def silent(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        yield EpisodeEvent(phase="setup")
+        await asyncio.Event().wait()
+
+    ports = [ScriptedEnvironment("a", hanging)]
+    group = generated(renderer, *ports, n=1, slow="wait", seconds=0.05)
+    assert (group.rewards, reasons(group)) == ([0.0], ["timeout"])
+    assert len(ports[0].left) == 1
+    group = generated(renderer, ScriptedEnvironment("a", silent), n=1, seconds=0.05)
+    assert reasons(group) == ["left out: never begun"]
+
+
+# ------------------------------------------------------------------------------------------------- who is late
+
+
+@pytest.mark.parametrize(
+    ("slow", "others", "repeats_left", "what"),
+    [
+        ("wait", 7, 3, "wait"),
+        ("truncate", 0, 0, "truncate"),
+        ("shrink", 2, 0, "leave out"),
+        ("shrink", 1, 0, "truncate"),
+        ("retry", 0, 1, "repeat"),
+        ("retry", 7, 0, "leave out"),
+    ],
+)
+def test_what_becomes_of_a_late_episode(slow: Any, others: int, repeats_left: int, what: Late) -> None:
+    assert late(slow, others, repeats_left) == what
+
+
+def test_truncate_ends_it_at_its_deadline_and_scores_what_is_there(renderer: TemplateRenderer) -> None:
+    group = generated(renderer, ScriptedEnvironment("a", hanging), budgets=Budgets(episode=0.02))
+    assert (group.rewards, reasons(group)) == ([0.25, 0.25], ["timeout", "timeout"])
+
+
+def quick_but_one() -> ScriptedEnvironment:
+    """The first episode that it is asked for hangs."""
+
+    async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        whose = hanging if request is port.asked[0] else ending(EpisodeEnd(reward=1.0))
+        async for event in whose(port, request):
+            yield event
+
+    return ScriptedEnvironment("a", act)
+
+
+@pytest.mark.parametrize(
+    ("slow", "rewards", "told"),
+    [
+        ("truncate", [0.25, 1.0, 1.0], ["timeout", "completed", "completed"]),
+        ("shrink", [math.nan, 1.0, 1.0], ["left out: slow", "completed", "completed"]),
+        ("retry", [1.0, 1.0, 1.0], ["completed", "completed", "completed"]),
+    ],
+)
+def test_one_that_the_trainer_waits_for_alone_is_dealt_with(
+    renderer: TemplateRenderer, slow: str, rewards: list[float], told: list[str]
+) -> None:
+    port = quick_but_one()
+
+    async def scenario(played: Played) -> GeneratedGroup:
+        group = asyncio.ensure_future(played.group(3))
+        await port.began.wait()
+        while played.episodes.open > 1:  # noqa: ASYNC110 - no time passes
+            await asyncio.sleep(0)
+        played.players.hurry(8)  # another group
+        assert not group.done() and not port.cancelled[port.asked[0].id].is_set()
+        played.players.hurry(7)
+        return await group
+
+    group = play(renderer, [port], scenario, slow=slow)
+    assert group.rewards == pytest.approx(rewards, nan_ok=True)
+    assert reasons(group) == told
+    assert group.outcomes is not None and sum(group.outcomes.repeated.values()) == (slow == "retry")
+
+
+def test_wait_is_not_hurried(renderer: TemplateRenderer) -> None:
+    port = quick_but_one()
+
+    async def scenario(played: Played) -> GeneratedGroup:
+        group = asyncio.ensure_future(played.group(3))
+        await port.began.wait()
+        played.players.hurry(7)
+        assert not port.cancelled[port.asked[0].id].is_set()
+        await port.cancel(port.asked[0].id)  # it ends by itself
+        return await group
+
+    assert reasons(play(renderer, [port], scenario, slow="wait")) == ["timeout", "completed", "completed"]
+
+
+def test_a_group_that_is_withdrawn_takes_its_episodes_along(renderer: TemplateRenderer) -> None:
+    port = ScriptedEnvironment("a", hanging)
+
+    async def scenario(played: Played) -> None:
+        group = asyncio.ensure_future(played.group(2))
+        await port.began.wait()
+        group.cancel()
+        await asyncio.gather(group, return_exceptions=True)
+        assert len(port.left) == len(port.asked) == 2
+        assert not played.episodes.open
+
+    play(renderer, [port], scenario)
+
+
+def test_where_the_run_has_rewards_of_its_own_an_agent_need_not_give_any(renderer: TemplateRenderer) -> None:
+    port = ScriptedEnvironment("a", ending(EpisodeEnd()))
+    assert generated(renderer, port, rewarded=True).rewards == []
+    port = ScriptedEnvironment("a", ending(EpisodeEnd(left_out=True), EpisodeEnd()))
+    assert all(map(math.isnan, generated(renderer, port, rewarded=True).rewards))
