@@ -15,6 +15,7 @@ from runtime.config.gateway import Gateway, Player
 from runtime.config.model import Lora, Model, Warmup
 from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule
 from runtime.config.run import Checkpoint, Ledger, Logs, MetricNames, Mismatch, Run, StopConditions, Tracker
+from runtime.config.sandbox import Sandbox
 from runtime.config.services import (
     Computing,
     Coordinator,

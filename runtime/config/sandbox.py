@@ -18,7 +18,7 @@ class Sandbox(Section, frozen=True):
     """`bwrap`: bubblewrap, without a daemon; `docker` and `apptainer`: containers of `image`; `subprocess`: limits alone, for
     programs that are trusted."""
     image: str = ""
-    """Of `docker` and `apptainer`: an image that is on the machine and has python3, 3.9 or later. Empty: none, for the others."""
+    """Of `docker` and `apptainer`: an image on the machine that has python3, 3.9 or later. Empty: none, for the others."""
     timeout: Seconds = 8.0
     """Of a command, by the clock. `rewards.sandbox`: of all tests of a reply, below `rewards.timeout`."""
     cpu_seconds: Seconds = 8.0
@@ -37,6 +37,9 @@ class Sandbox(Section, frozen=True):
     """Absolute paths that it may read besides the system's programs and libraries and Python's own."""
 
 
+CODE_RULES = ("code", "code_share")  # whose programs run in `rewards.sandbox`
+
+
 def sandbox_faults(key: str, sandbox: Sandbox) -> Iterator[str]:
     """What no machine can do, one line each. `key` is the section's."""
     runtime, network = sandbox.runtime, sandbox.network
@@ -48,7 +51,7 @@ def sandbox_faults(key: str, sandbox: Sandbox) -> Iterator[str]:
     if runtime not in IN_CONTAINERS and sandbox.image:
         yield f"{key}.image: {sandbox.image!r} is for docker and apptainer; must be empty with runtime {runtime!r}"
     if runtime == "subprocess" and sandbox.read:
-        yield f"{key}.read: {sandbox.read[0]!r} is no limit with runtime 'subprocess', which can read all that you can; leave it out"
+        yield f"{key}.read: {sandbox.read[0]!r} must be left out: with runtime 'subprocess' a program reads all that you can"
     for path in sandbox.read:
         if not PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or set(path) & set(":,"):
             yield f"{key}.read: {path!r} must be an absolute path without '..', ':' and ','"

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from runtime.sandbox.command_lines import HOME, LINKS, SandboxHost, command_line
 
 INSTALL = {"bwrap": "apt-get install bubblewrap", "docker": "see docs.docker.com", "apptainer": "see apptainer.org"}
 EVERY_UID = "0 0 4294967295"  # the map of a user namespace that has them all
+OUTPUT = 1 << 20
 SHOWN = 300  # characters of what a runtime says
 
 _SOURCE = Path(keeper.__file__).read_text("utf-8")
@@ -38,8 +39,8 @@ class Finished(Struct, frozen=True):
     """A command that has ended, and every process that it started with it.
 
     `code`: its exit code, -N where signal N ended it. `reason`: the limit at which it was killed, one of timeout, cpu, memory,
-    processes and disk; "lost" where it took its sandbox down, after which there is no other command; else "". Of stdout and
-    stderr the first MiB is kept each; `dropped` are the bytes behind it.
+    processes and disk; "lost" where it took its sandbox down, after which there is no other command; else "". `dropped`: bytes
+    of stdout and of stderr behind those that were kept.
     """
 
     code: int
@@ -102,35 +103,36 @@ class Box:
         environment: Mapping[str, str] | None = None,
         files: Mapping[str, bytes] | None = None,
         timeout: float | None = None,
+        output: int = OUTPUT,
     ) -> Finished:
-        """Run `command`, with `environment` besides the sandbox's own; `files`, by their paths in its folder, are written first.
+        """Run `command`, with `environment` beside the sandbox's own. `files`, by their paths in its folder, are written first.
 
         `source`: Python that is run in its place, with `command` as its sys.argv; no interpreter is started for it, and of
         packages it has what this process has (not with docker and apptainer). `timeout`: seconds in place of the sandbox's.
-        Raises ServiceFault when the sandbox is lost before.
+        `output`: bytes that are kept of stdout, and of stderr. Raises ServiceFault when the sandbox is lost before.
         """
         if not self._usable:
             raise ServiceFault("sandbox", "run a command", "it was lost")
         self._usable = False  # until the whole answer is here
         seconds = self._sandbox.timeout if timeout is None else timeout
-        head = [repr(seconds), repr(self._sandbox.cpu_seconds), stdin, source]
+        head: list[str | bytes] = [repr(seconds), repr(self._sandbox.cpu_seconds), stdin, source, str(output)]
         message = _message(head) + _message(command) + _message(_flat(environment or {})) + _message(_flat(files or {}))
         assert self._process.stdin is not None
         try:
             with suppress(ConnectionError):  # what follows tells
                 self._process.stdin.write(message)
-            finished = await asyncio.wait_for(self._answer(), seconds + timeouts.SANDBOX_GRACE)
+            finished = await asyncio.wait_for(self._answer(output), seconds + timeouts.SANDBOX_GRACE)
         except (asyncio.IncompleteReadError, asyncio.TimeoutError):
             await self.close()
             return Finished(-9, reason="lost")
         self._usable = finished.reason != "lost"
         return finished
 
-    async def _answer(self) -> Finished:
+    async def _answer(self, most: int) -> Finished:
         assert self._process.stdout is not None
         header = await self._process.stdout.readexactly(keeper.ANSWER.size)
         code, reason, out, err, *dropped = keeper.ANSWER.unpack(header)
-        if max(out, err) > keeper.OUTPUT or reason >= len(keeper.REASONS):  # a keeper that was taken over, with `subprocess`
+        if max(out, err) > most or reason >= len(keeper.REASONS):  # a keeper that was taken over, with `subprocess`
             return Finished(-9, reason="lost")
         stdout, stderr = await self._process.stdout.readexactly(out), await self._process.stdout.readexactly(err)
         return Finished(code, stdout, stderr, keeper.REASONS[reason], (dropped[0], dropped[1]))
@@ -171,7 +173,9 @@ class Box:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command_line(self._sandbox, machine, _SOURCE, self._name, filter_fd),
-                **_pipes(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 pass_fds=passed,
                 env=dict(os.environ) if self._sandbox.runtime in IN_CONTAINERS else variables(machine, self._home),
                 start_new_session=True,  # Ctrl-C on the terminal passes it by
@@ -244,30 +248,28 @@ async def run(sandbox: Sandbox, command: Sequence[str], *, gateway: str = "", **
 
 async def check(sandbox: Sandbox, key: str) -> None:
     """Open one, and run a command in it. Raises UserError, one line a fault, that names `key`, the section's."""
-    faults = list(sandbox_faults(key, sandbox))
-    faults += [f"{key}.read: {path!r} is not there" for path in sandbox.read if not Path(path).exists()]
-    runtime = sandbox.runtime
-    if runtime != "subprocess" and shutil.which(runtime) is None:
-        others = ", ".join(name for name in ("bwrap", "docker", "apptainer") if shutil.which(name)) or "none"
-        faults.append(f"{key}.runtime: {runtime!r} is not installed: {INSTALL[runtime]}; there is: {others}")
-    elif runtime == "bwrap" and not filters_exist(platform.machine()):
-        faults.append(f"{key}.runtime: 'bwrap' is for x86_64 and aarch64; this machine is {platform.machine()}")
-    if faults:
+    if faults := [*sandbox_faults(key, sandbox), *_missing(key, sandbox)]:
         raise UserError("\n".join(faults))
     try:
-        if sandbox.network == "gateway":
-            finished = await run(sandbox, ["true"], gateway="127.0.0.1:9")
-        else:
-            finished = await run(sandbox, ["true"])
+        finished = await run(sandbox, ["true"], gateway="127.0.0.1:9" if sandbox.network == "gateway" else "")
     except ServiceFault as fault:
-        raise UserError(f"{key}.runtime: {runtime!r} does not work here: {fault}") from None
+        raise UserError(f"{key}.runtime: {sandbox.runtime!r} does not work here: {fault}") from None
     if finished.code or finished.reason:
         said = finished.reason or " ".join(finished.stderr.decode("utf-8", "replace").split())[-SHOWN:]
-        raise UserError(f"{key}.runtime: a command does not run with {runtime!r} here: {said or finished.code}")
+        raise UserError(f"{key}.runtime: a command does not run with {sandbox.runtime!r} here: {said or finished.code}")
 
 
-def _pipes() -> dict[str, int]:
-    return dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+def _missing(key: str, sandbox: Sandbox) -> Iterator[str]:
+    """What this machine lacks, one line each."""
+    runtime, processor = sandbox.runtime, host().processor
+    for path in sandbox.read:
+        if not Path(path).exists():
+            yield f"{key}.read: {path!r} is not there"
+    if runtime != "subprocess" and shutil.which(runtime) is None:
+        others = ", ".join(name for name in INSTALL if shutil.which(name)) or "none"
+        yield f"{key}.runtime: {runtime!r} is not installed: {INSTALL[runtime]}; there is: {others}"
+    elif runtime == "bwrap" and not filters_exist(processor):
+        yield f"{key}.runtime: 'bwrap' is for x86_64 and aarch64; this machine is {processor}"
 
 
 def _in_memory(data: bytes) -> int:

@@ -56,7 +56,9 @@ def _bwrap(sandbox: Sandbox, host: SandboxHost, filter_fd: int) -> list[str]:
     line = ["bwrap", "--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--clearenv"]
     for name, value in variables(host, HOME).items():
         line += ["--setenv", name, value]
-    if host.root:  # the keeper takes a uid that no other process has: of processes with root's own the kernel does not limit the number
+    if (
+        host.root
+    ):  # the keeper takes a uid that no other process has: of processes with root's own the kernel does not limit the number
         line += [f"--unshare-{space}" for space in ("ipc", "pid", "net", "uts", "cgroup-try")]
         line += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
@@ -103,9 +105,10 @@ def _apptainer(sandbox: Sandbox) -> list[str]:
 # ------------------------------------------------------------------------------------------------ system calls
 
 # By `uname -m`: audit's number of the processor, clone, clone3, and what is refused: memory that is neither a process's nor a
-# file's (memfd_create, memfd_secret, shmget, msgget, semget, mq_open), other namespaces (unshare, setns), other processes' memory
-# and descriptors (ptrace, process_vm_readv, process_vm_writev, pidfd_getfd), keys (add_key, request_key, keyctl), and what finds
-# most of the kernel's faults (bpf, perf_event_open, io_uring_setup, userfaultfd, open_by_handle_at, fanotify_init, syslog).
+# file's (memfd_create, memfd_secret, shmget, msgget, semget, mq_open), other namespaces (unshare, setns), other processes'
+# memory and descriptors (ptrace, process_vm_readv, process_vm_writev, pidfd_getfd), keys (add_key, request_key, keyctl), and
+# where most faults of the kernel are (bpf, perf_event_open, io_uring_setup, userfaultfd, open_by_handle_at, fanotify_init,
+# syslog).
 _REFUSED: dict[str, tuple[int, int, int, tuple[int, ...]]] = {
     "x86_64": (
         *(0xC000003E, 56, 435),

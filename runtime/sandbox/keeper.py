@@ -4,8 +4,8 @@ It is handed over as source, since nothing of Sluice's is in the sandbox, and im
 socket would double its start. When its input ends it ends, and with it all that it has started.
 
 A message to it is a list of byte strings: their number, then the length of each before it, as little-endian uint32. The first
-message are the settings, names and values in turn. A command is four: [timeout, cpu_seconds, stdin, source], the arguments, and
-names and values in turn of variables and of files. Its answer is an `ANSWER`, and what was kept of stdout and stderr.
+message are the settings, names and values in turn. A command is four: [timeout, cpu_seconds, stdin, source, output], the
+arguments, and names and values in turn of variables and of files. Its answer is an `ANSWER`, and what was kept of stdout and stderr.
 
 As process 1 of a pid namespace it can be neither killed nor stopped from within, and it is not dumpable: its memory and its
 descriptors are closed to the processes that it watches. With runtime `subprocess` it is neither.
@@ -23,7 +23,6 @@ import time
 LENGTH = struct.Struct("<I")
 ANSWER = struct.Struct("<iI4Q")  # exit code, place in REASONS; bytes kept of stdout and stderr, bytes dropped of each
 REASONS = ("", "timeout", "cpu", "memory", "processes", "disk")
-OUTPUT = 1 << 20  # bytes that are kept of stdout, and of stderr
 FILES = 10_000  # files that may lie in the folder: an empty one takes memory too
 DESCRIPTORS = 256  # that a process may have open
 
@@ -85,10 +84,12 @@ def kill_others() -> None:
         for pid in [-1] if _ALONE else others():  # -1: all at once, so that none can be started meanwhile
             try:
                 os.kill(pid, _SIGKILL)
-            except ProcessLookupError:
+            except OSError:  # it has ended
                 continue
         try:
             os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         except ChildProcessError:
             return
 
@@ -151,13 +152,14 @@ class Keeper:
             self._become((inward[0], outward[1], errors[1]), cpu_seconds, head[3], arguments, variables)
         for end in (inward[0], outward[1], errors[1]):
             os.close(end)
+        most = int(head[4])
         kept, dropped = {outward[0]: bytearray(), errors[0]: bytearray()}, {outward[0]: 0, errors[0]: 0}
-        reason = self._attend(child, (inward[1], head[2]), (kept, dropped), (timeout, cpu_seconds))
+        reason = self._attend(child, (inward[1], head[2]), (kept, dropped, most), (timeout, cpu_seconds))
         code = -_SIGKILL if reason else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         kill_others()
         for end in kept:  # what they left in the pipes, at whose other ends nobody is now
             while data := os.read(end, 1 << 16):
-                keep(end, data, kept, dropped)
+                keep(end, data, kept, dropped, most)
             os.close(end)
         reason = reason or ("cpu" if code == -_SIGXCPU else "")
         sizes = *map(len, kept.values()), *dropped.values()
@@ -199,7 +201,7 @@ class Keeper:
         self,
         child: int,
         given: tuple[int, bytes],
-        taken: tuple[dict[int, bytearray], dict[int, int]],
+        taken: tuple[dict[int, bytearray], dict[int, int], int],
         limits: tuple[float, float],
     ) -> str:
         """Feed and hear the command until `child` has ended: "". Or until a limit is passed: which one."""
@@ -251,8 +253,8 @@ def limit(kind: int, amount: int, more: int = 0) -> None:
     resource.setrlimit(kind, (amount, most))
 
 
-def keep(end: int, data: bytes, kept: dict[int, bytearray], dropped: dict[int, int]) -> None:
-    room = OUTPUT - len(kept[end])
+def keep(end: int, data: bytes, kept: dict[int, bytearray], dropped: dict[int, int], most: int) -> None:
+    room = most - len(kept[end])
     kept[end] += data[:room]
     dropped[end] += max(len(data) - room, 0)
 
