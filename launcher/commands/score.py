@@ -79,8 +79,8 @@ class Tally(Struct):
 def score(path: Path, verifier: str | None, workers: int | None, timeout: float | None, output: Path | None) -> None:
     """Score the file and print a summary to standard error. `workers`: one a core when None.
 
-    Raises UserError for an unknown verifier, one whose sandbox does not work here, files that cannot be opened, and, when all the others are scored, for lines that
-    cannot be judged. ServiceFault when no worker can be started.
+    Raises UserError for an unknown verifier, one whose sandbox does not work here, files that cannot be opened, and, when all
+    the others are scored, for lines that cannot be judged. ServiceFault when no worker can be started.
     """
     rules = _rules(verifier)
     workers = len(os.sched_getaffinity(0)) if workers is None else workers

@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 LENGTH = struct.Struct("<I")
 RESULT = struct.Struct("<iI")
@@ -34,8 +34,9 @@ def parts() -> Iterator[bytes]:
         at += LENGTH.size + size
 
 
-def function_of(code: CodeType, name: str) -> Callable[[bytes], bytes]:
-    """The function, or method of `Solution`, by which a test is run. Such programs take the usual imports for granted."""
+def function_of(code: CodeType, name: str) -> Callable[[bytes, int], None]:
+    """What runs a test: calls the function, or the method of `Solution`, and writes what it returns. Such programs take the
+    usual imports for granted."""
     import json
 
     scope: dict[str, Any] = {"__name__": "program"}
@@ -43,9 +44,9 @@ def function_of(code: CodeType, name: str) -> Callable[[bytes], bytes]:
         exec(f"import {module}\nfrom {module} import *", scope)
     exec(code, scope)
 
-    def call(given: bytes) -> bytes:
+    def call(given: bytes, target: int) -> None:
         function = getattr(scope["Solution"](), name) if "Solution" in scope else scope[name]
-        return json.dumps(function(*json.loads(given))).encode()
+        os.write(target, json.dumps(function(*json.loads(given))).encode())
 
     return call
 
@@ -57,6 +58,28 @@ def scratch(data: bytes = b"") -> int:
     os.write(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+def finish(work: Callable[..., object], *arguments: object) -> NoReturn:
+    """Do it, and end as an interpreter does, but for taking itself apart: that takes longer than most tests."""
+    code: Any = 0
+    try:
+        work(*arguments)
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:  # noqa: BLE001 - whatever the program raises, its test is not passed
+        code = 1
+    if "threading" in sys.modules:
+        threading = sys.modules["threading"]
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+    if "atexit" in sys.modules:  # some print there
+        sys.modules["atexit"]._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    finally:
+        os._exit(code & 0xFF if isinstance(code, int) else 1)
 
 
 def main() -> None:
@@ -73,12 +96,7 @@ def main() -> None:
             os.setsid()
             os.dup2(nothing if call else source, 0)
             os.dup2(nothing if call else target, 1)
-            if call:
-                os.write(target, call(given))
-            else:
-                os.closerange(3, source + 10)
-                exec(code, {"__name__": "__main__"})
-            return  # and the interpreter ends
+            finish(call, given, target) if call else finish(exec, code, {"__name__": "__main__"})
         status = os.waitpid(child, 0)[1]
         try:
             os.killpg(child, 9)

@@ -30,6 +30,7 @@ from runtime.sandbox.command_lines import HOME, LINKS, SandboxHost, command_line
 INSTALL = {"bwrap": "apt-get install bubblewrap", "docker": "see docs.docker.com", "apptainer": "see apptainer.org"}
 EVERY_UID = "0 0 4294967295"  # the map of a user namespace that has them all
 OUTPUT = 1 << 20
+NOWHERE = "127.0.0.1:1024"  # a gateway, to try one
 SHOWN = 300  # characters of what a runtime says
 
 _SOURCE = Path(keeper.__file__).read_text("utf-8")
@@ -251,7 +252,7 @@ async def check(sandbox: Sandbox, key: str) -> None:
     if faults := [*sandbox_faults(key, sandbox), *_missing(key, sandbox)]:
         raise UserError("\n".join(faults))
     try:
-        finished = await run(sandbox, ["true"], gateway="127.0.0.1:9" if sandbox.network == "gateway" else "")
+        finished = await run(sandbox, ["true"], gateway=NOWHERE if sandbox.network == "gateway" else "")
     except ServiceFault as fault:
         raise UserError(f"{key}.runtime: {sandbox.runtime!r} does not work here: {fault}") from None
     if finished.code or finished.reason:

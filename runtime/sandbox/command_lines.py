@@ -56,9 +56,7 @@ def _bwrap(sandbox: Sandbox, host: SandboxHost, filter_fd: int) -> list[str]:
     line = ["bwrap", "--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox", "--clearenv"]
     for name, value in variables(host, HOME).items():
         line += ["--setenv", name, value]
-    if (
-        host.root
-    ):  # the keeper takes a uid that no other process has: of processes with root's own the kernel does not limit the number
+    if host.root:  # then the keeper takes a uid that no process has: the kernel does not limit how many are root's
         line += [f"--unshare-{space}" for space in ("ipc", "pid", "net", "uts", "cgroup-try")]
         line += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:

@@ -5,7 +5,8 @@ socket would double its start. When its input ends it ends, and with it all that
 
 A message to it is a list of byte strings: their number, then the length of each before it, as little-endian uint32. The first
 message are the settings, names and values in turn. A command is four: [timeout, cpu_seconds, stdin, source, output], the
-arguments, and names and values in turn of variables and of files. Its answer is an `ANSWER`, and what was kept of stdout and stderr.
+arguments, and names and values in turn of variables and of files. Its answer is an `ANSWER`, and what was kept of stdout and
+stderr.
 
 As process 1 of a pid namespace it can be neither killed nor stopped from within, and it is not dumpable: its memory and its
 descriptors are closed to the processes that it watches. With runtime `subprocess` it is neither.
@@ -27,8 +28,9 @@ FILES = 10_000  # files that may lie in the folder: an empty one takes memory to
 DESCRIPTORS = 256  # that a process may have open
 
 _SIGKILL, _SIGPIPE, _SIGXCPU, _SIGXFSZ = 9, 13, 24, 25
+_NOT_RUN = 127  # a shell's exit code for a command that is not there
 _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36  # of prctl
-_TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
 _ALONE = os.getpid() == 1  # every other process that there is here is one of ours
 
 now = time.monotonic
@@ -95,18 +97,19 @@ def kill_others() -> None:
 
 
 def usage() -> tuple[float, int, int]:
-    """Seconds of processor time, bytes resident, and threads of all of them. A page that two share is counted twice."""
-    ticks = pages = threads = 0
+    """Seconds of processor time, bytes, and threads of all of them. What is mapped of files is not counted; a page that is two
+    processes' is counted twice."""
+    ticks = kilobytes = threads = 0
     for pid in others():
         try:
-            with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
-                fields = file.read().rpartition(b")")[2].split()
+            with open(f"/proc/{pid}/stat", "rb") as stat, open(f"/proc/{pid}/status", "rb") as status:  # noqa: PTH123
+                fields, lines = stat.read().rpartition(b")")[2].split(), status.readlines()
         except OSError:
             continue
         ticks += sum(map(int, fields[11:15]))  # its own, and those of its children that have ended
         threads += int(fields[17])
-        pages += int(fields[21])
-    return ticks / _TICKS + sum(os.times()[2:4]), pages * _PAGE, threads
+        kilobytes += sum(int(line.split()[1]) for line in lines if line.startswith((b"RssAnon:", b"RssShmem:")))
+    return ticks / _TICKS + sum(os.times()[2:4]), kilobytes << 10, threads
 
 
 def stored(home: str) -> tuple[int, int]:
@@ -141,11 +144,12 @@ class Keeper:
         """Run one command, and answer."""
         arguments, variables, files = receive(), pairs(receive()), pairs(receive())
         timeout, cpu_seconds = float(head[0]), float(head[1])
-        for name, data in files.items():
-            path = f"{self._home}/{name}"
-            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
-            with open(path, "wb") as file:  # noqa: PTH123
-                file.write(data)
+        try:
+            self._store(files)
+        except OSError as error:
+            said = f"{error.filename}: {error.strerror}\n".encode()
+            send(ANSWER.pack(_NOT_RUN, 0, 0, len(said), 0, 0) + said)
+            return
         inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
         child = os.fork()
         if not child:
@@ -164,6 +168,15 @@ class Keeper:
         reason = reason or ("cpu" if code == -_SIGXCPU else "")
         sizes = *map(len, kept.values()), *dropped.values()
         send(ANSWER.pack(code, REASONS.index(reason), *sizes) + b"".join(kept.values()))
+
+    def _store(self, files: dict[str, bytes]) -> None:
+        """An earlier command may have put a link or a pipe in their place."""
+        for name, data in files.items():
+            path = f"{self._home}/{name}"
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+            how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+            with open(os.open(path, how, 0o644), "wb") as file:  # noqa: PTH123
+                file.write(data)
 
     def _become(
         self, ends: tuple[int, int, int], cpu_seconds: float, source: bytes, arguments: list[bytes], variables: dict[str, bytes]
@@ -195,7 +208,7 @@ class Keeper:
             os.execvp(arguments[0], arguments)
         except OSError as error:
             os.write(2, f"{arguments[0].decode()}: {error.strerror}\n".encode())
-            os._exit(127)
+            os._exit(_NOT_RUN)
 
     def _attend(
         self,
