@@ -8,28 +8,20 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 from runtime import run_files
 from runtime.cluster.topology import Instance, path_of, settings_of
 from runtime.config import Config, Environment
 from runtime.config.secret_values import resolved
 from runtime.environments.messages import CancelRequest, Description, EpisodeEvent, EpisodeRequest
+from runtime.environments.sandboxes import EpisodeSandboxes
 from runtime.environments.workers import AgentWorkers
-from runtime.errors import UserError
 from runtime.rewards.worker_process import worker_environment
+from runtime.sandbox import check
 from services import process
-
-
-class NoSandboxes:
-    async def answer(self, episode: str, what: str, fields: Mapping[str, Any]) -> Any:
-        raise UserError(f"{what}: there is no sandbox")
-
-    async def forget(self, episode: str) -> None:
-        pass
 
 
 class EnvironmentService(process.Service):
@@ -51,8 +43,11 @@ class EnvironmentService(process.Service):
         """Nothing: the agents' file is another interpreter's."""
 
     async def start(self) -> None:
-        """Raises UserError when the agents' file cannot be imported."""
-        self._workers = AgentWorkers(self._key, self._settings, self._variables(), NoSandboxes())
+        """Raises UserError when the agents' file cannot be imported, and for a sandbox that this machine cannot make."""
+        sandbox = self._settings.sandbox
+        if sandbox is not None:
+            await check(sandbox, f"{self._key}.sandbox")
+        self._workers = AgentWorkers(self._key, self._settings, self._variables(), EpisodeSandboxes(sandbox, self._key))
         await self._workers.start()
         self.background = self._workers.ended
 

@@ -110,7 +110,7 @@ class RewardService(process.Service):
             self._scorers.append(self._rules)
 
     async def start(self) -> None:
-        """Raises UserError for a remote reward that does not answer."""
+        """Raises UserError for a remote reward that does not answer, and for a sandbox that does not work here."""
         fail = self.config.rewards.on_error == "fail"
         for index, settings in enumerate(self.config.rewards.remote):
             client = RemoteRewardClient(settings, f"rewards.remote.{index}")
@@ -118,6 +118,7 @@ class RewardService(process.Service):
             self._scorers.append(RemoteScorer(settings, self._tokenizer, client, fail))
         await asyncio.gather(*(client.check() for client in self._clients))
         if self._rules is not None:
+            await self._rules.check()
             self._rules.start()
 
     async def close(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from runtime.config import Rewards
 from runtime.errors import UserError
@@ -27,10 +27,12 @@ from runtime.rewards.pool import KillablePool
 from runtime.rewards.rules import RULES, RewardRule, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task, Verdict
 from runtime.rewards.worker_process import Limits, withdraw
+from runtime.sandbox import check
 from runtime.telemetry.shown import shown
 
 FORMATS = ("think_answer", "think_prefix")  # what the truth of a case of kind `format` may name
 RIGHT = 1.0  # the value from which on a reply is right
+SANDBOX_SHARE = 0.8  # of a case's time that its program may take at most
 WINDOW = 4096  # cases that are held because an earlier one is not judged yet
 WINDOW_BYTES = 64 << 20  # and of their lines
 TURN = 64  # cases after which the pool is given a turn
@@ -77,8 +79,8 @@ class Tally(Struct):
 def score(path: Path, verifier: str | None, workers: int | None, timeout: float | None, output: Path | None) -> None:
     """Score the file and print a summary to standard error. `workers`: one a core when None.
 
-    Raises UserError for an unknown verifier, files that cannot be opened, and, when all the others are scored, for lines that
-    cannot be judged. ServiceFault when no worker can be started.
+    Raises UserError for an unknown verifier, one whose sandbox does not work here, files that cannot be opened, and, when all
+    the others are scored, for lines that cannot be judged. ServiceFault when no worker can be started.
     """
     rules = _rules(verifier)
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
@@ -90,7 +92,10 @@ def score(path: Path, verifier: str | None, workers: int | None, timeout: float 
         raise UserError(f"--output: {output} is the file that is scored")
     defaults = Rewards()
     seconds = defaults.timeout if timeout is None else timeout
-    limits = Limits(seconds, min(defaults.cpu_seconds, seconds), defaults.memory_bytes)
+    sandbox = structs.replace(defaults.sandbox, timeout=min(defaults.sandbox.timeout, SANDBOX_SHARE * seconds))
+    if verifier is not None and rules[verifier].sandboxed:
+        asyncio.run(check(sandbox, "--verifier"))
+    limits = Limits(seconds, min(defaults.cpu_seconds, seconds), defaults.memory_bytes, sandbox)
     start = time.perf_counter()
     with contextlib.ExitStack() as files:
         source = files.enter_context(_opened(path, "rb"))

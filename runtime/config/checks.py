@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from runtime.cluster.topology import data_leaders, fleets, processes
-from runtime.config import Algorithm, Config, Sampling
+from runtime.config import Algorithm, Config, Rewards, Sampling
 from runtime.config.environment_checks import address_faults, environment_faults
 from runtime.config.model_checks import kv_faults, megatron_faults, model_faults, policy_model, rank_faults, spread_models
+from runtime.config.sandbox import CODE_RULES, sandbox_faults
 from runtime.config.service_checks import (
     colocation_faults,
     device_faults,
@@ -248,6 +249,7 @@ def reward_faults(config: Config, trains: bool) -> Iterator[str]:
     taken[ENVIRONMENT] += plays
     if rewards.model is not None:
         taken[REWARD_MODEL] += 1
+    yield from _sandbox(rewards)
     for index, remote in enumerate(rewards.remote):
         path = f"rewards.remote.{index}"
         if not _COLUMN.fullmatch(remote.name):
@@ -258,6 +260,20 @@ def reward_faults(config: Config, trains: bool) -> Iterator[str]:
         yield from address_faults(path, remote)
         if remote.timeout >= config.deadlines.score:
             yield f"{path}.timeout: {remote.timeout:g} is not below deadlines.score {config.deadlines.score:g}"
+
+
+def _sandbox(rewards: Rewards) -> Iterator[str]:
+    """A worker waits for its sandbox, and hands its own limit of memory down to it."""
+    key, sandbox = "rewards.sandbox", rewards.sandbox
+    yield from sandbox_faults(key, sandbox)
+    if not any(rule.name in CODE_RULES for rule in rewards.rules):
+        return
+    if sandbox.network == "gateway":
+        yield f"{key}.network: 'gateway' is for episodes; must be none for the rules {' and '.join(CODE_RULES)}"
+    if sandbox.timeout >= rewards.timeout:
+        yield f"{key}.timeout: {sandbox.timeout:g} is not below rewards.timeout {rewards.timeout:g}"
+    if sandbox.memory > rewards.memory_bytes:
+        yield f"{key}.memory: {sandbox.memory} is more than rewards.memory_bytes {rewards.memory_bytes}, which bounds it"
 
 
 def _evaluates(config: Config) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.config import Config, Environment, RemoteReward, RemoteServer, Source
+from runtime.config.sandbox import sandbox_faults
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 
@@ -25,6 +26,8 @@ def _environment(key: str, name: str, settings: Environment) -> Iterator[str]:
         yield f"{key}: a name must consist of letters, digits, _ and -"
     if bool(settings.run) == (settings.server is not None):
         yield f"{key}: must have either run or server"
+    if settings.sandbox is not None:
+        yield from sandbox_faults(f"{key}.sandbox", settings.sandbox)
     if settings.server is not None:
         yield from address_faults(f"{key}.server", settings.server)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from runtime.config.base import FromEnvironment, NonNegative, Positive, Samples, Seconds, Section, TokensOr0, in_unit
+from runtime.config.sandbox import Sandbox
 
 
 class Rule(Section, frozen=True):
@@ -78,6 +79,8 @@ class Rewards(Section, frozen=True):
     """Processor time after which it is."""
     memory_bytes: Annotated[int, in_unit("bytes", ge=128 << 20)] = 384 << 20
     """What a worker may allocate in all, its imports included. A rule that loads torch needs more."""
+    sandbox: Sandbox = Sandbox()
+    """Where the rules `code` and `code_share` run what a reply has written."""
     cache_entries: NonNegative = 65_536
     """Values that each reward service keeps, by rule, text, label and context, about 200 bytes each; 0: none."""
     on_error: Literal["mask", "fail"] = "mask"

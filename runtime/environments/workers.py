@@ -42,8 +42,8 @@ _SECONDS = {"setup": "setup_seconds", "score": "score_seconds", "cleanup": "clea
 class Asked(Protocol):
     """Answers what an agent asks besides calls of the policy."""
 
-    async def answer(self, episode: str, what: str, fields: Mapping[str, Any]) -> Any:
-        """Raises SluiceError, of which the agent is told."""
+    async def answer(self, request: EpisodeRequest, what: str, fields: Mapping[str, Any]) -> Any:
+        """What agent of the episode `request` is answered, as JSON. Raises SluiceError, of which it is told."""
 
     async def forget(self, episode: str) -> None:
         """It is over."""
@@ -204,9 +204,11 @@ class AgentWorkers:
         self._spawn(self._answer(worker, dict(told)))
 
     async def _answer(self, worker: _Worker, told: dict[str, Any]) -> None:
-        number, episode, what = told.pop("ask"), told.pop("episode"), told.pop("what")
+        number, playing, what = told.pop("ask"), worker.episodes.get(told.pop("episode")), told.pop("what")
+        if playing is None:
+            return  # it is over
         try:
-            worker.write({"answer": number, "found": await self._asked.answer(episode, what, told)})
+            worker.write({"answer": number, "found": await self._asked.answer(playing.request, what, told)})
         except Exception as error:  # noqa: BLE001 - the agent is told
             worker.write({"answer": number, "failed": f"{type(error).__name__}: {error}"})
 

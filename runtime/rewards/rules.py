@@ -65,7 +65,8 @@ class RewardRule(msgspec.Struct, frozen=True):
     """A registered rule. `screen` answers None where the case is left to a worker. `grouped`: it is one over whole groups.
 
     `answer` names a reply's final answer so that equal ones read alike ("1,000" and "1000."), None where there is none: what
-    maj@k counts. It runs in the service, as a screen does: it must end in time linear in the text.
+    maj@k counts. It runs in the service, as a screen does: it must end in time linear in the text. `sandboxed`: it runs
+    programs in the sandbox of `rewards.sandbox`, which is tried before the first.
     """
 
     name: str
@@ -73,6 +74,7 @@ class RewardRule(msgspec.Struct, frozen=True):
     screen: Screen | None = None
     answer: Answer | None = None
     grouped: bool = False
+    sandboxed: bool = False
 
 
 class RuleOutcome(msgspec.Struct, frozen=True, array_like=True):

@@ -50,9 +50,16 @@ class RewardScorer:
                 raise UserError(f"rewards.rules: {name!r} is named {count} times")
         self._tokenizer = tokenizer
         self._fail = settings.on_error == "fail"
-        limits = Limits(settings.timeout, settings.cpu_seconds, settings.memory_bytes)
+        self._limits = Limits(settings.timeout, settings.cpu_seconds, settings.memory_bytes, settings.sandbox)
         names = [entry.name for entry in settings.rules]
-        self.pool = KillablePool(names, settings.workers, limits, settings.cache_entries, variables)
+        self.pool = KillablePool(names, settings.workers, self._limits, settings.cache_entries, variables)
+
+    async def check(self) -> None:
+        """Raises UserError when a rule runs programs, and `rewards.sandbox` does not work on this machine."""
+        if any(weighted.rule.sandboxed for weighted in self._rules):
+            from runtime.sandbox import check  # loaded where programs are run alone
+
+            await check(self._limits.sandbox, "rewards.sandbox")
 
     def start(self) -> None:
         """Start the pool in the background when a rule always needs it; otherwise its first use starts it."""

@@ -1,7 +1,8 @@
-"""A worker of the pool: `python -m runtime.rewards.worker PARENT_PID CPU_SECONDS MEMORY_BYTES RULE...`.
+"""A worker of the pool: `python -m runtime.rewards.worker PARENT_PID CPU_SECONDS MEMORY_BYTES SANDBOX RULE...`.
 
-It loads neither numpy nor torch. Frames on its standard input and output are a little-endian uint32 length and msgpack: a batch
-of tasks in, one verdict per task out, each as soon as it is known. An empty frame says that the worker is ready.
+SANDBOX is `rewards.sandbox` as JSON. It loads neither numpy nor torch. Frames on its standard input and output are a
+little-endian uint32 length and msgpack: a batch of tasks in, one verdict per task out, each as soon as it is known. An empty
+frame says that the worker is ready.
 
 Its limits are the kernel's, so that no code can sit them out: SIGPROF ends the process when one task has used its CPU time, and
 memory beyond the limit is refused, which raises MemoryError here.
@@ -21,6 +22,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from runtime.config.sandbox import Sandbox
 from runtime.process.os_process import die_with_parent
 from runtime.rewards.rules import Context, Evaluate, RewardRule, RuleOutcome, Value, attempt
 
@@ -47,10 +49,12 @@ def frame(message: bytes) -> bytes:
     return LENGTH.pack(len(message)) + message
 
 
-def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: float) -> None:
+def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: float, sandbox: Sandbox) -> None:
     """Answer batches until the parent closes the pipe."""
     from runtime.rewards.catalogue import find_rule  # the rules' own modules may be anything: load them behind the pipes
+    from runtime.rewards.code import use
 
+    use(sandbox)
     loop = asyncio.new_event_loop()
     evaluate = {name: _synchronous(find_rule(name), loop) for name in rules}
     decode = msgspec.msgpack.Decoder(list[Task]).decode
@@ -92,7 +96,7 @@ def _limit(memory_bytes: int) -> None:
 
 
 def main() -> None:
-    parent, cpu_seconds, memory_bytes, *rules = sys.argv[1:]
+    parent, cpu_seconds, memory_bytes, sandbox, *rules = sys.argv[1:]
     die_with_parent(int(parent))  # where there is no such thing, the closed pipe ends an idle worker
     _limit(int(memory_bytes))
     # Keep the pipes for the protocol: a rule that prints or reads gets standard error and nothing.
@@ -102,7 +106,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    serve(requests, replies, rules, float(cpu_seconds))
+    serve(requests, replies, rules, float(cpu_seconds), msgspec.json.decode(sandbox, type=Sandbox))
 
 
 if __name__ == "__main__":

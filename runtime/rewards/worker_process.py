@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from runtime import timeouts
+from runtime.config.sandbox import Sandbox
 from runtime.errors import ServiceFault
 from runtime.rewards.rules import RuleOutcome
 from runtime.rewards.worker import LENGTH, Task, Verdict, frame
@@ -43,11 +44,13 @@ def withdraw(futures: Iterable[asyncio.Future[Verdict]]) -> None:
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one task may take: `seconds` by the clock, `cpu_seconds` of its worker; and what a worker may allocate in all."""
+    """What one task may take: `seconds` by the clock, `cpu_seconds` of its worker; and what a worker may allocate in all.
+    `sandbox`: of the programs that it runs."""
 
     seconds: float
     cpu_seconds: float
     memory_bytes: int
+    sandbox: Sandbox = Sandbox()
 
 
 class WorkerTask:
@@ -136,7 +139,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         _, worker = await asyncio.get_running_loop().subprocess_exec(
             lambda: cls(limits, employer),
             *start.command("runtime.rewards.worker", str(os.getpid())),
-            *(repr(limits.cpu_seconds), str(limits.memory_bytes), *rules),
+            *(repr(limits.cpu_seconds), str(limits.memory_bytes), msgspec.json.encode(limits.sandbox).decode(), *rules),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=None,

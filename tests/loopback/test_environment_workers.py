@@ -26,7 +26,7 @@ SHORT = Budgets(setup=60.0, scoring=60.0, cleanup=0.3)
 
 
 class NothingToAsk:
-    async def answer(self, episode: str, what: str, fields: Any) -> Any:
+    async def answer(self, request: EpisodeRequest, what: str, fields: Any) -> Any:
         raise UserError(f"{what}: nobody answers")
 
     async def forget(self, episode: str) -> None:

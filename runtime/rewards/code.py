@@ -1,0 +1,233 @@
+"""Rules that run a reply's program on tests. What is expected of it stays here: no program sees it.
+
+A label has the tests in one of two forms. LiveCodeBench's: a JSON list of {"input", "output", "testtype"}, the type `stdin` or
+`functional`; or such a list as it packs it (base64 of zlib of a pickled text). verl's of PRIME: a JSON object {"inputs",
+"outputs", "fn_name"}.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from runtime.config.sandbox import Sandbox
+from runtime.rewards.rules import RULES, RewardRule, RuleContext
+from runtime.weights import plain_pickle
+
+SCREENED = 32_768  # characters of a reply in which the service itself looks for a program
+UNPACKED = 256 << 20  # bytes that packed tests may have
+ROOM = 4096  # bytes of an output that are read beyond twice what is expected
+_FENCE = re.compile(r"^[ \t]{0,3}```[ \t]*([A-Za-z0-9_+.-]*)[^\n`]*$", re.MULTILINE)
+_PYTHON = ("python", "py", "python3")
+_NAMES = ("fn_name", "func_name")  # of the function, in a label, in `extra` or in its `metadata`
+
+_DRIVER = Path(__file__).with_name("code_driver.py").read_text("utf-8")
+LENGTH, RESULT = struct.Struct("<I"), struct.Struct("<iI")  # as the driver has them
+
+_sandbox = Sandbox()
+
+
+def use(sandbox: Sandbox) -> None:
+    """In this process programs run in `sandbox`: what `rewards.sandbox` says."""
+    global _sandbox
+    _sandbox = sandbox
+
+
+class CodeTests(Struct, frozen=True):
+    """`function`: the one that is called; "" where a program reads its input. An input is text: of a function, a JSON list of
+    its arguments. An expected value is text, or of a function any JSON value. `wrapped`: it may be the first item of a list."""
+
+    inputs: Sequence[str]
+    expected: Sequence[Any]
+    function: str = ""
+    wrapped: bool = False
+
+
+def last_program(text: str) -> str | None:
+    """The last complete block of Python between fences, else the last one of any kind; None without one."""
+    blocks: list[tuple[str, str]] = []
+    opened: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        if opened is None or fence.group(1):
+            opened = fence
+        else:
+            blocks.append((opened.group(1).lower(), text[opened.end() + 1 : fence.start()]))
+            opened = None
+    python = [block for kind, block in blocks if kind in _PYTHON]
+    found = python or [block for _, block in blocks]
+    return found[-1] if found else None
+
+
+# ------------------------------------------------------------------------------------------------ labels
+
+
+class _NoNames:
+    """What a pickle of a text refers to."""
+
+    def named(self, full: str) -> Any:
+        raise plain_pickle.RefusedPickle(full)
+
+    def outside(self, identity: Any) -> Any:
+        raise plain_pickle.Malformed("it refers to what is not in it")
+
+
+def read_tests(label: str, extra: dict[str, Any]) -> CodeTests:
+    """The tests of a label; `extra` may name the function. Raises ValueError where it has none that can be read."""
+    try:
+        found = json.loads(label)
+    except ValueError:
+        found = json.loads(_unpacked(label))
+    if isinstance(found, dict) and isinstance(found.get("inputs"), list) and isinstance(found.get("outputs"), list):
+        name = _function({**extra, **found})
+        inputs, expected, wrapped = found["inputs"], found["outputs"], True
+    elif isinstance(found, list) and all(isinstance(test, dict) and {"input", "output"} <= test.keys() for test in found):
+        inputs, expected, wrapped = [test["input"] for test in found], [test["output"] for test in found], False
+        name = _function(extra) if any(test.get("testtype") == "functional" for test in found) else ""
+    else:
+        raise ValueError("the label has neither a list of tests nor inputs and outputs")
+    if not inputs or len(inputs) != len(expected):
+        raise ValueError(f"the label has {len(inputs)} inputs and {len(expected)} outputs")
+    if not name:
+        return CodeTests(list(map(_lines, inputs)), list(map(_lines, expected)))
+    return CodeTests(list(map(_arguments, inputs)), list(map(_value, expected)), name, wrapped)
+
+
+def _unpacked(label: str) -> str:
+    try:
+        data = zlib.decompressobj().decompress(base64.b64decode(label, validate=True), UNPACKED)
+        found = plain_pickle.load(data, _NoNames(), UNPACKED // plain_pickle.MOST_BYTES)
+    except (binascii.Error, zlib.error, plain_pickle.RefusedPickle, *plain_pickle.FAULTS) as error:
+        raise ValueError(f"the label is neither JSON nor packed tests: {plain_pickle.line(error)}") from None
+    if not isinstance(found, str):
+        raise ValueError("the label's packed tests are no text")
+    return found
+
+
+def _function(values: dict[str, Any]) -> str:
+    """Of a row's columns; LiveCodeBench has its `metadata` as JSON text."""
+    metadata = values.get("metadata")
+    inner = json.loads(metadata) if isinstance(metadata, str) and metadata else metadata
+    for source in (values, inner if isinstance(inner, dict) else {}):
+        for name in _NAMES:
+            if source.get(name):
+                return str(source[name])
+    return ""
+
+
+def _lines(value: Any) -> str:
+    """APPS has some inputs as lists of lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _arguments(value: Any) -> str:
+    """Given as a JSON value a line, or as a list."""
+    return json.dumps([json.loads(line) for line in value.split("\n") if line] if isinstance(value, str) else value)
+
+
+def _value(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+# ------------------------------------------------------------------------------------------------ comparing
+
+
+def passed(tests: CodeTests, index: int, output: bytes) -> bool:
+    """Whether `output` is what test `index` wants."""
+    expected, text = tests.expected[index], output.decode("utf-8", "replace")
+    if not tests.function:
+        return same_text(text, expected)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(value == expected or (tests.wrapped and isinstance(expected, list) and expected and value == expected[0]))
+
+
+def same_text(text: str, expected: str) -> bool:
+    """Line by line the same words, numbers by value; what stands at the ends of lines and of the whole does not count."""
+    ours, theirs = ([line.split() for line in each.strip().splitlines()] for each in (text, expected))
+    return len(ours) == len(theirs) and all(
+        len(one) == len(other) and all(map(_same_word, one, other)) for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+def _same_word(word: str, expected: str) -> bool:
+    """A number that is expected with a decimal point may differ by 1e-5 of it."""
+    if word == expected:
+        return True
+    try:
+        ours, theirs = Decimal(word), Decimal(expected)
+        if ours == theirs:
+            return True
+        return not expected.lstrip("+-").isdecimal() and math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=1e-8)
+    except (InvalidOperation, OverflowError, ValueError):
+        return False
+
+
+# ------------------------------------------------------------------------------------------------ rules
+
+
+async def verdicts(text: str, label: str, context: RuleContext) -> list[bool]:
+    """Of each test. One that did not come to its turn before a limit is not passed.
+
+    Raises ValueError for a label without tests, ServiceFault when the sandbox cannot be started.
+    """
+    program, tests = last_program(text), read_tests(label, context.extra)
+    if program is None:
+        return [False] * len(tests.inputs)
+    from runtime.sandbox import run  # loaded where programs are run alone
+
+    most = ROOM + 2 * max(len(json.dumps(value)) for value in tests.expected)
+    given = [tests.function, str(most), program, *tests.inputs]
+    data = [part.encode("utf-8", "replace") for part in given]
+    stdin = b"".join(LENGTH.pack(len(part)) + part for part in data)
+    output = len(tests.inputs) * (most + RESULT.size)
+    finished = await run(_sandbox, ["program.py"], source=_DRIVER, stdin=stdin, output=output)
+    found = list(_results(finished.stdout))[: len(tests.inputs)]
+    judged = [not code and passed(tests, index, said) for index, (code, said) in enumerate(found)]
+    return judged + [False] * (len(tests.inputs) - len(judged))
+
+
+def _results(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Exit code and output of each test that was done. The program may have had its hands in it: any bytes are read."""
+    at = 0
+    while at + RESULT.size <= len(data):
+        code, size = RESULT.unpack_from(data, at)
+        at += RESULT.size + size
+        if at > len(data):
+            return
+        yield code, data[at - size : at]
+
+
+async def _code(text: str, label: str, context: RuleContext) -> bool:
+    """Whether the reply's last program passes all tests."""
+    return all(await verdicts(text, label, context))
+
+
+async def _code_share(text: str, label: str, context: RuleContext) -> float:
+    """The share of tests that the reply's last program passes."""
+    found = await verdicts(text, label, context)
+    return sum(found) / len(found)
+
+
+def _screen(text: str, label: str, context: RuleContext) -> bool | None:
+    return False if last_program(text[:SCREENED]) is None and len(text) <= SCREENED else None
+
+
+def _share_screen(text: str, label: str, context: RuleContext) -> float | None:
+    return None if _screen(text, label, context) is None else 0.0
+
+
+code = RULES.register("code")(RewardRule("code", _code, _screen, sandboxed=True))
+code_share = RULES.register("code_share")(RewardRule("code_share", _code_share, _share_screen, sandboxed=True))

@@ -1,0 +1,14 @@
+"""Programs of strangers, with limits, away from everything else: `run` for one command, `Box` for several in one folder.
+
+::
+
+    this process ── command line of the runtime ──►  keeper (process 1 of the sandbox)  ── fork ──►  a command
+          │  Box: commands down a pipe, answers up ──────┘  looks at its limits, kills, answers          └─ its processes
+
+docs/guides/sandboxes.md says what each runtime holds back, and what it does not.
+"""
+
+from runtime.config.sandbox import Sandbox
+from runtime.sandbox.box import Box, Finished, check, run
+
+__all__ = ["Box", "Finished", "Sandbox", "check", "run"]

@@ -1,0 +1,291 @@
+"""A sandbox that is open: commands run in it one after the other, and its folder keeps their files until it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+from msgspec import Struct
+
+from runtime import timeouts
+from runtime.config.sandbox import IN_CONTAINERS, Sandbox, sandbox_faults
+from runtime.errors import ServiceFault, UserError
+from runtime.sandbox import keeper
+from runtime.sandbox.command_lines import HOME, LINKS, SandboxHost, command_line, filters_exist, system_calls, variables
+
+INSTALL = {"bwrap": "apt-get install bubblewrap", "docker": "see docs.docker.com", "apptainer": "see apptainer.org"}
+EVERY_UID = "0 0 4294967295"  # the map of a user namespace that has them all
+OUTPUT = 1 << 20
+NOWHERE = "127.0.0.1:1024"  # a gateway, to try one
+SHOWN = 300  # characters of what a runtime says
+
+_SOURCE = Path(keeper.__file__).read_text("utf-8")
+
+
+class Finished(Struct, frozen=True):
+    """A command that has ended, and every process that it started with it.
+
+    `code`: its exit code, -N where signal N ended it. `reason`: the limit at which it was killed, one of timeout, cpu, memory,
+    processes and disk; "lost" where it took its sandbox down, after which there is no other command; else "". `dropped`: bytes
+    of stdout and of stderr behind those that were kept.
+    """
+
+    code: int
+    stdout: bytes = b""
+    stderr: bytes = b""
+    reason: str = ""
+    dropped: tuple[int, int] = (0, 0)
+
+
+@cache
+def host() -> SandboxHost:
+    """This machine."""
+    links = {path: str(Path(path).readlink()) if Path(path).is_symlink() else "" for path in LINKS if Path(path).exists()}
+    uids = " ".join(Path("/proc/self/uid_map").read_text().split())
+    return SandboxHost(
+        python=sys.executable,
+        prefixes=tuple(sorted({path for path in (sys.prefix, sys.base_prefix) if not Path(path).is_relative_to("/usr")})),
+        packages=sysconfig.get_path("purelib"),
+        links=links,
+        root=os.geteuid() == 0 and uids == EVERY_UID,
+        processor=platform.machine(),
+    )
+
+
+class Box:
+    """`async with Box(sandbox) as box: await box.run(...)`. Of one event loop.
+
+    `gateway`: with `network: gateway`, the HOST:PORT that programs reach, at the same port of 127.0.0.1. Entering it raises
+    ServiceFault when it cannot be started: `check` tells beforehand why.
+    """
+
+    def __init__(self, sandbox: Sandbox, gateway: str = ""):
+        assert bool(gateway) == (sandbox.network == "gateway"), "a gateway is needed for network: gateway, and only then"
+        self._sandbox = sandbox
+        address, _, port = gateway.rpartition(":")
+        self._gateway = (address.strip("[]"), int(port or 0))
+        self._name = f"sluice-box-{secrets.token_hex(8)}"
+        self._home = f"{tempfile.gettempdir()}/{self._name}" if sandbox.runtime == "subprocess" else HOME
+        self._process: asyncio.subprocess.Process
+        self._relay: asyncio.Server | None = None
+        self._usable = False
+
+    async def __aenter__(self) -> Box:
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        source: str = "",
+        environment: Mapping[str, str] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        timeout: float | None = None,
+        output: int = OUTPUT,
+    ) -> Finished:
+        """Run `command`, with `environment` beside the sandbox's own. `files`, by their paths in its folder, are written first.
+
+        `source`: Python that is run in its place, with `command` as its sys.argv; no interpreter is started for it, and of
+        packages it has what this process has (not with docker and apptainer). `timeout`: seconds in place of the sandbox's.
+        `output`: bytes that are kept of stdout, and of stderr. Raises ServiceFault when the sandbox is lost before.
+        """
+        if not self._usable:
+            raise ServiceFault("sandbox", "run a command", "it was lost")
+        self._usable = False  # until the whole answer is here
+        seconds = self._sandbox.timeout if timeout is None else timeout
+        head: list[str | bytes] = [repr(seconds), repr(self._sandbox.cpu_seconds), stdin, source, str(output)]
+        message = _message(head) + _message(command) + _message(_flat(environment or {})) + _message(_flat(files or {}))
+        assert self._process.stdin is not None
+        try:
+            with suppress(ConnectionError):  # what follows tells
+                self._process.stdin.write(message)
+            finished = await asyncio.wait_for(self._answer(output), seconds + timeouts.SANDBOX_GRACE)
+        except (asyncio.IncompleteReadError, asyncio.TimeoutError):
+            await self.close()
+            return Finished(-9, reason="lost")
+        self._usable = finished.reason != "lost"
+        return finished
+
+    async def _answer(self, most: int) -> Finished:
+        assert self._process.stdout is not None
+        header = await self._process.stdout.readexactly(keeper.ANSWER.size)
+        code, reason, out, err, *dropped = keeper.ANSWER.unpack(header)
+        if max(out, err) > most or reason >= len(keeper.REASONS):  # a keeper that was taken over, with `subprocess`
+            return Finished(-9, reason="lost")
+        stdout, stderr = await self._process.stdout.readexactly(out), await self._process.stdout.readexactly(err)
+        return Finished(code, stdout, stderr, keeper.REASONS[reason], (dropped[0], dropped[1]))
+
+    async def close(self) -> None:
+        """End it, and everything in it; returns when it is gone. Raises asyncio.TimeoutError when it is not."""
+        self._usable = False
+        if self._relay is not None:
+            self._relay.close()
+        process = getattr(self, "_process", None)
+        if process is None:
+            return
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), timeouts.SANDBOX_GRACE)
+        except asyncio.TimeoutError:
+            await asyncio.to_thread(self._kill)
+            await asyncio.wait_for(process.wait(), timeouts.SANDBOX_REAP)
+
+    def _kill(self) -> None:
+        """From outside. The keeper goes first: as process 1 of its namespace it takes all others along."""
+        if self._sandbox.runtime == "docker":
+            subprocess.run(["docker", "kill", self._name], capture_output=True, timeout=timeouts.SANDBOX_REAP, check=False)
+        with suppress(psutil.NoSuchProcess):
+            of_runtime = psutil.Process(self._process.pid)
+            for one in (*of_runtime.children(recursive=True), of_runtime):
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+        if self._sandbox.runtime == "subprocess":
+            shutil.rmtree(self._home, ignore_errors=True)
+
+    async def _start(self) -> None:
+        machine, passed = host(), list[int]()
+        ours, control = socket.socketpair()
+        filter_fd = _in_memory(system_calls(machine.processor)) if self._sandbox.runtime == "bwrap" else -1
+        passed += [filter_fd] if filter_fd >= 0 else []
+        passed += [control.fileno()] if self._gateway[1] else []
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command_line(self._sandbox, machine, _SOURCE, self._name, filter_fd),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=passed,
+                env=dict(os.environ) if self._sandbox.runtime in IN_CONTAINERS else variables(machine, self._home),
+                start_new_session=True,  # Ctrl-C on the terminal passes it by
+            )
+            await self._settle(machine, control.fileno())
+            if self._gateway[1]:
+                _, received, _, _ = socket.recv_fds(ours, 1, 1)
+                self._relay = await asyncio.start_server(self._connect, sock=socket.socket(fileno=received[0]))
+        except OSError as error:
+            raise ServiceFault("sandbox", "start", str(error)) from None
+        finally:
+            ours.close()
+            control.close()
+            if filter_fd >= 0:
+                os.close(filter_fd)
+        self._usable = True
+
+    async def _settle(self, machine: SandboxHost, control: int) -> None:
+        """Tell the keeper what to hold its commands to, and wait until it is ready."""
+        alone = self._sandbox.runtime == "bwrap"
+        settings: dict[str, Any] = {
+            "uid": (1 << 30) + secrets.randbelow(1 << 30) if alone and machine.root else 0,  # nobody's
+            "port": self._gateway[1],
+            "control": control,
+            "home": self._home,
+            "packages": machine.packages,
+            "look": timeouts.SANDBOX_LOOK,
+            "memory": self._sandbox.memory,
+            "processes": self._sandbox.processes + 1 if alone else 0,  # the keeper too
+            "threads": self._sandbox.processes,
+            "disk": self._sandbox.disk,
+        }
+        assert self._process.stdin is not None and self._process.stdout is not None and self._process.stderr is not None
+        with suppress(ConnectionError):
+            self._process.stdin.write(_message(_flat({name: str(value) for name, value in settings.items()})))
+        try:
+            await asyncio.wait_for(self._process.stdout.readexactly(keeper.LENGTH.size), timeouts.SANDBOX_START)
+        except asyncio.IncompleteReadError:
+            said = (await asyncio.wait_for(self._process.stderr.read(), timeouts.SANDBOX_START)).decode("utf-8", "replace")
+            raise ServiceFault("sandbox", "start", " ".join(said.split())[-SHOWN:] or "it ended without a word") from None
+        except asyncio.TimeoutError:
+            raise ServiceFault("sandbox", "start", "it is not ready", timeouts.SANDBOX_START) from None
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection from within, led on to the gateway until either end closes it."""
+        try:
+            there, onward = await asyncio.open_connection(*self._gateway)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(_copy(reader, onward), _copy(there, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    except ConnectionError:
+        return
+    finally:
+        writer.close()
+
+
+async def run(sandbox: Sandbox, command: Sequence[str], *, gateway: str = "", **options: Any) -> Finished:
+    """One command in a sandbox of its own; `options` are those of `Box.run`. Raises ServiceFault as `Box` does."""
+    async with Box(sandbox, gateway) as box:
+        return await box.run(command, **options)
+
+
+async def check(sandbox: Sandbox, key: str) -> None:
+    """Open one, and run a command in it. Raises UserError, one line a fault, that names `key`, the section's."""
+    if faults := [*sandbox_faults(key, sandbox), *_missing(key, sandbox)]:
+        raise UserError("\n".join(faults))
+    try:
+        finished = await run(sandbox, ["true"], gateway=NOWHERE if sandbox.network == "gateway" else "")
+    except ServiceFault as fault:
+        raise UserError(f"{key}.runtime: {sandbox.runtime!r} does not work here: {fault}") from None
+    if finished.code or finished.reason:
+        said = finished.reason or " ".join(finished.stderr.decode("utf-8", "replace").split())[-SHOWN:]
+        raise UserError(f"{key}.runtime: a command does not run with {sandbox.runtime!r} here: {said or finished.code}")
+
+
+def _missing(key: str, sandbox: Sandbox) -> Iterator[str]:
+    """What this machine lacks, one line each."""
+    runtime, processor = sandbox.runtime, host().processor
+    for path in sandbox.read:
+        if not Path(path).exists():
+            yield f"{key}.read: {path!r} is not there"
+    if runtime != "subprocess" and shutil.which(runtime) is None:
+        others = ", ".join(name for name in INSTALL if shutil.which(name)) or "none"
+        yield f"{key}.runtime: {runtime!r} is not installed: {INSTALL[runtime]}; there is: {others}"
+    elif runtime == "bwrap" and not filters_exist(processor):
+        yield f"{key}.runtime: 'bwrap' is for x86_64 and aarch64; this machine is {processor}"
+
+
+def _in_memory(data: bytes) -> int:
+    """A descriptor from which a child reads `data`."""
+    descriptor = os.memfd_create("sluice-seccomp")
+    os.write(descriptor, data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _flat(pairs: Mapping[str, str | bytes]) -> list[str | bytes]:
+    return [item for pair in pairs.items() for item in pair]
+
+
+def _message(items: Sequence[str | bytes]) -> bytes:
+    """As the keeper reads it."""
+    parts = [item.encode() if isinstance(item, str) else item for item in items]
+    return keeper.LENGTH.pack(len(parts)) + b"".join(keeper.LENGTH.pack(len(part)) + part for part in parts)

@@ -1,0 +1,325 @@
+"""The first process of a sandbox and the parent of every command there: `python -I -S -c SOURCE`, asked on its standard input.
+
+It is handed over as source, since nothing of Sluice's is in the sandbox, and imports only what loads at once: json, signal and
+socket would double its start. When its input ends it ends, and with it all that it has started.
+
+A message to it is a list of byte strings: their number, then the length of each before it, as little-endian uint32. The first
+message are the settings, names and values in turn. A command is four: [timeout, cpu_seconds, stdin, source, output], the
+arguments, and names and values in turn of variables and of files. Its answer is an `ANSWER`, and what was kept of stdout and
+stderr.
+
+As process 1 of a pid namespace it can be neither killed nor stopped from within, and it is not dumpable: its memory and its
+descriptors are closed to the processes that it watches. With runtime `subprocess` it is neither.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import struct
+import sys
+import time
+
+LENGTH = struct.Struct("<I")
+ANSWER = struct.Struct("<iI4Q")  # exit code, place in REASONS; bytes kept of stdout and stderr, bytes dropped of each
+REASONS = ("", "timeout", "cpu", "memory", "processes", "disk")
+FILES = 10_000  # files that may lie in the folder: an empty one takes memory too
+DESCRIPTORS = 256  # that a process may have open
+
+_SIGKILL, _SIGPIPE, _SIGXCPU, _SIGXFSZ = 9, 13, 24, 25
+_NOT_RUN = 127  # a shell's exit code for a command that is not there
+_SET_DUMPABLE, _SET_CHILD_SUBREAPER = 4, 36  # of prctl
+_TICKS = os.sysconf("SC_CLK_TCK")
+_ALONE = os.getpid() == 1  # every other process that there is here is one of ours
+
+now = time.monotonic
+
+
+def exactly(size: int) -> bytes:
+    """That many bytes of standard input; at its end this process ends."""
+    parts = bytearray()
+    while len(parts) < size:
+        part = os.read(0, min(size - len(parts), 1 << 20))
+        if not part:
+            raise EOFError
+        parts += part
+    return bytes(parts)
+
+
+def receive() -> list[bytes]:
+    (count,) = LENGTH.unpack(exactly(LENGTH.size))
+    return [exactly(LENGTH.unpack(exactly(LENGTH.size))[0]) for _ in range(count)]
+
+
+def pairs(items: list[bytes]) -> dict[str, bytes]:
+    return {name.decode(): value for name, value in zip(items[::2], items[1::2], strict=False)}
+
+
+def send(data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(1, view) :]
+
+
+# ------------------------------------------------------------------------------------------------ all processes but this one
+
+
+def others() -> list[int]:
+    """Their pids; with runtime `subprocess`, of what descends from this process."""
+    if _ALONE:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]  # noqa: PTH208 - loads at once
+    found = [os.getpid()]
+    for pid in found:  # grows meanwhile
+        try:
+            for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+                with open(f"/proc/{pid}/task/{thread}/children") as children:  # noqa: PTH123
+                    found += map(int, children.read().split())
+        except OSError:  # it has ended
+            continue
+    return found[1:]
+
+
+def kill_others() -> None:
+    """Returns when they are gone."""
+    while True:
+        for pid in [-1] if _ALONE else others():  # -1: all at once, so that none can be started meanwhile
+            try:
+                os.kill(pid, _SIGKILL)
+            except OSError:  # it has ended
+                continue
+        try:
+            os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+
+
+def usage() -> tuple[float, int, int]:
+    """Seconds of processor time, bytes, and threads of all of them. What is mapped of files is not counted; a page that is two
+    processes' is counted twice."""
+    ticks = kilobytes = threads = 0
+    for pid in others():
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as stat, open(f"/proc/{pid}/status", "rb") as status:  # noqa: PTH123
+                fields, lines = stat.read().rpartition(b")")[2].split(), status.readlines()
+        except OSError:
+            continue
+        ticks += sum(map(int, fields[11:15]))  # its own, and those of its children that have ended
+        threads += int(fields[17])
+        kilobytes += sum(int(line.split()[1]) for line in lines if line.startswith((b"RssAnon:", b"RssShmem:")))
+    return ticks / _TICKS + sum(os.times()[2:4]), kilobytes << 10, threads
+
+
+def stored(home: str) -> tuple[int, int]:
+    """Bytes and files in the folder."""
+    if _ALONE:
+        found = os.statvfs(home)
+        return (found.f_blocks - found.f_bfree) * found.f_frsize, found.f_files - found.f_ffree
+    size = files = 0
+    for folder, _, names in os.walk(home):
+        files += len(names)
+        for name in names:
+            try:
+                size += os.lstat(f"{folder}/{name}").st_size
+            except OSError:
+                continue
+    return size, files
+
+
+# ------------------------------------------------------------------------------------------------ a command
+
+
+class Keeper:
+    """`settings`: uid, look (seconds), home, packages, and the limits memory, processes, threads and disk; 0: none."""
+
+    def __init__(self, settings: dict[str, bytes]):
+        self._home = settings["home"].decode()
+        self._packages = settings["packages"].decode()
+        self._look = float(settings["look"])
+        self._most = {name: int(settings[name]) for name in ("memory", "processes", "threads", "disk")}
+
+    def carry_out(self, head: list[bytes]) -> None:
+        """Run one command, and answer."""
+        arguments, variables, files = receive(), pairs(receive()), pairs(receive())
+        timeout, cpu_seconds = float(head[0]), float(head[1])
+        try:
+            self._store(files)
+        except OSError as error:
+            said = f"{error.filename}: {error.strerror}\n".encode()
+            send(ANSWER.pack(_NOT_RUN, 0, 0, len(said), 0, 0) + said)
+            return
+        inward, outward, errors = os.pipe(), os.pipe(), os.pipe()
+        child = os.fork()
+        if not child:
+            self._become((inward[0], outward[1], errors[1]), cpu_seconds, head[3], arguments, variables)
+        for end in (inward[0], outward[1], errors[1]):
+            os.close(end)
+        most = int(head[4])
+        kept, dropped = {outward[0]: bytearray(), errors[0]: bytearray()}, {outward[0]: 0, errors[0]: 0}
+        reason = self._attend(child, (inward[1], head[2]), (kept, dropped, most), (timeout, cpu_seconds))
+        code = -_SIGKILL if reason else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        kill_others()
+        for end in kept:  # what they left in the pipes, at whose other ends nobody is now
+            while data := os.read(end, 1 << 16):
+                keep(end, data, kept, dropped, most)
+            os.close(end)
+        reason = reason or ("cpu" if code == -_SIGXCPU else "")
+        sizes = *map(len, kept.values()), *dropped.values()
+        send(ANSWER.pack(code, REASONS.index(reason), *sizes) + b"".join(kept.values()))
+
+    def _store(self, files: dict[str, bytes]) -> None:
+        """An earlier command may have put a link or a pipe in their place."""
+        for name, data in files.items():
+            path = f"{self._home}/{name}"
+            os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+            how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+            with open(os.open(path, how, 0o644), "wb") as file:  # noqa: PTH123
+                file.write(data)
+
+    def _become(
+        self, ends: tuple[int, int, int], cpu_seconds: float, source: bytes, arguments: list[bytes], variables: dict[str, bytes]
+    ) -> None:
+        """In the child: the command, or `source` in this interpreter, which ends with it."""
+        os.setsid()
+        for number, end in enumerate(ends):
+            os.dup2(end, number)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.chdir(self._home)
+        os.environ.update({name: value.decode() for name, value in variables.items()})
+        limit(resource.RLIMIT_CPU, int(cpu_seconds) + 1, 1)
+        limit(resource.RLIMIT_DATA, self._most["memory"])
+        limit(resource.RLIMIT_FSIZE, self._most["disk"])
+        limit(resource.RLIMIT_NOFILE, DESCRIPTORS)
+        limit(resource.RLIMIT_CORE, 0)
+        if self._most["processes"]:
+            limit(resource.RLIMIT_NPROC, self._most["processes"])
+        if source:
+            sys.argv = [argument.decode() for argument in arguments]
+            sys.path.append(self._packages)
+            exec(compile(source, "main", "exec"), {"__name__": "__main__"})
+            sys.exit()
+        import _signal  # type: ignore[import-not-found]  # what `signal` is made of: without its enumerations
+
+        for ignored in (_SIGPIPE, _SIGXFSZ):  # by Python, and so it would be by the command
+            _signal.signal(ignored, _signal.SIG_DFL)
+        try:
+            os.execvp(arguments[0], arguments)
+        except OSError as error:
+            os.write(2, f"{arguments[0].decode()}: {error.strerror}\n".encode())
+            os._exit(_NOT_RUN)
+
+    def _attend(
+        self,
+        child: int,
+        given: tuple[int, bytes],
+        taken: tuple[dict[int, bytearray], dict[int, int], int],
+        limits: tuple[float, float],
+    ) -> str:
+        """Feed and hear the command until `child` has ended: "". Or until a limit is passed: which one."""
+        inward, left = given[0], memoryview(given[1])
+        ended, deadline, cpu = os.pidfd_open(child), now() + limits[0], limits[1] + sum(os.times()[2:4])
+        heard, due, reason = set(taken[0]), now() + self._look, ""
+        os.set_blocking(inward, False)
+        while not reason:
+            if not left and inward:
+                os.close(inward)
+                inward = 0
+            readable, writable, _ = select.select([0, ended, *heard], [inward] if inward else [], [], self._look)
+            if 0 in readable:  # nothing is asked while a command runs: whoever asked is gone
+                raise EOFError
+            for end in heard & set(readable):
+                if data := os.read(end, 1 << 16):
+                    keep(end, data, *taken)
+                else:
+                    heard.discard(end)
+            if writable:
+                left = left[feed(inward, left) :]
+            if ended in readable:
+                break
+            if now() >= due:
+                reason, due = self._beyond(deadline, cpu), now() + self._look
+        os.close(ended)
+        if inward:
+            os.close(inward)
+        return reason
+
+    def _beyond(self, deadline: float, cpu: float) -> str:
+        """Which limit is passed, if any."""
+        seconds, resident, threads = usage()
+        size, files = stored(self._home)
+        passed = {
+            "timeout": now() >= deadline,
+            "cpu": seconds >= cpu,
+            "memory": resident > self._most["memory"],
+            "processes": threads > self._most["threads"],
+            "disk": size > self._most["disk"] or files > FILES,
+        }
+        return next((reason for reason, is_so in passed.items() if is_so), "")
+
+
+def limit(kind: int, amount: int, more: int = 0) -> None:
+    """The kernel's limit of this process; `more`: from the first signal to the kill. A lower one that it has stays."""
+    most = resource.getrlimit(kind)[1]
+    amount, most = (value if most == resource.RLIM_INFINITY else min(value, most) for value in (amount, amount + more))
+    resource.setrlimit(kind, (amount, most))
+
+
+def keep(end: int, data: bytes, kept: dict[int, bytearray], dropped: dict[int, int], most: int) -> None:
+    room = most - len(kept[end])
+    kept[end] += data[:room]
+    dropped[end] += max(len(data) - room, 0)
+
+
+def feed(inward: int, data: memoryview) -> int:
+    """Bytes that the command has taken, or does not want any more."""
+    try:
+        return os.write(inward, data[: 1 << 16])
+    except BrokenPipeError:
+        return len(data)
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+def settle(settings: dict[str, bytes]) -> None:
+    """Give up what the commands are not to have, and make their folder."""
+    if port := int(settings["port"]):
+        import socket
+
+        with socket.create_server(("127.0.0.1", port)) as listener, socket.socket(fileno=int(settings["control"])) as control:
+            socket.send_fds(control, [b"."], [listener.fileno()])
+    if uid := int(settings["uid"]):  # after which it is not dumpable
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    if not _ALONE:
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        os.mkdir(settings["home"], 0o700)  # noqa: PTH102
+
+
+def main() -> None:
+    keeper = os.getpid()
+    settings = pairs(receive())
+    settle(settings)
+    send(LENGTH.pack(0))
+    try:
+        while True:
+            Keeper(settings).carry_out(receive())
+    except EOFError:
+        if os.getpid() != keeper:  # of the source that it runs for a command
+            raise
+        kill_others()
+        if not _ALONE:
+            import shutil
+
+            shutil.rmtree(settings["home"], ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
