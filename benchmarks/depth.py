@@ -1,8 +1,8 @@
-"""`sluice bench depth`: the quickstart with `training.depth: auto` and `bound`, in turn: how stale its samples are, and how many
-a second are trained on.
+"""`sluice bench depth`: the quickstart with `training.depth: auto` and `bound`, in turn: how stale its samples are, and how
+many a second are trained on.
 
-Nothing is evaluated meanwhile, so that the rollouts generate for training alone. All runs have the same warmed model; a pair has
-a seed. Seconds are those from the first step to the last.
+Nothing is evaluated meanwhile, so that the rollouts generate for training alone. All runs have the same warmed model; a pair
+has a seed. Seconds are those from the first step to the last.
 """
 
 from __future__ import annotations

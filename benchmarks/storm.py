@@ -1,5 +1,5 @@
-"""`sluice bench storm`: a run of the quickstart's problems, asked by an agent, beside the same run in which 10 % of the attempts
-at an episode crash, 5 % hang and 5 % answer garbage.
+"""`sluice bench storm`: a run of the quickstart's problems, asked by an agent, beside the same run in which 10 % of the
+attempts at an episode crash, 5 % hang and 5 % answer garbage.
 
 What crashes or answers garbage is played again, and so is work of which nothing comes: rates are of attempts, not of episodes.
 An attempt that hangs is ended at its deadline.
