@@ -20,21 +20,21 @@ TURNS = 1 << 30  # verifiers counts them itself: `max_turns` of an agent's confi
 class VerifiersTaskset:
     """`VerifiersTaskset("my-taskset", agent={"max_turns": 4})`: the row's `task` is the task's number in the taskset, from 0.
 
-    `taskset`: its name, as of an installed package. `config`: sections of its environment, `taskset` among them. An agent of
+    The first is its name, as of an installed package. `config`: sections of its environment, `taskset` among them. An agent of
     the environment whose harness is not named, here or by the taskset, talks to the policy from this process, with the tools of
     the task; its `runtime` is "subprocess" unless another is named. Rewards are verifiers' own, with their weights; metrics are
     logged.
     """
 
-    def __init__(self, taskset: str, **config: Any):
+    def __init__(self, name: str, /, **config: Any):
         """Raises ImportError where verifiers is missing, and what it raises itself for the configuration."""
         self._vf = package("verifiers.v1", "verifiers>=0.4")
         sys.modules.setdefault(HARNESS, harness_module(self._vf))
-        fields = self._vf.env_config_type(taskset).model_fields
-        roles = [name for name, field in fields.items() if isinstance(field.default, self._vf.AgentConfig)]
-        own = {"harness": {"id": HARNESS}} if self._vf.default_harness_id(taskset) == "bash" else {}
-        agents = {name: {"runtime": {"type": "subprocess"}, **own, **config.get(name, {})} for name in roles}
-        config = {**config, **agents, "taskset": {**config.get("taskset", {}), "id": taskset}}
+        fields = self._vf.env_config_type(name).model_fields
+        roles = [role for role, field in fields.items() if isinstance(field.default, self._vf.AgentConfig)]
+        own = {"harness": {"id": HARNESS}} if self._vf.default_harness_id(name) == "bash" else {}
+        agents = {role: {"runtime": {"type": "subprocess"}, **own, **config.get(role, {})} for role in roles}
+        config = {**config, **agents, "taskset": {**config.get("taskset", {}), "id": name}}
         self._config = self._vf.resolve_env_config(config)
         self._ahead = iter(self._vf.load_environment(self._config).taskset)
         self._tasks: list[Any] = []
