@@ -10,6 +10,8 @@ from typing import Any
 from sluice.agents.conversation import package
 from sluice.agents.episode import InfrastructureError
 
+CLOSED = -32000  # MCP's code of a call whose connection has ended
+
 
 class McpServer:
     """`McpServer("python", "-m", "mcp_server_time")` is started for each episode and ended with it;
@@ -34,7 +36,7 @@ class McpServer:
         """Raises InfrastructureError where there is no such server."""
         connection = self._connection
         if not self._shared or connection is None or connection.closed:
-            connection = self._connection = _McpConnection(self._mcp.Client(self._target()), self._only)
+            connection = self._connection = _McpConnection(self._mcp.Client(self._target()), self._mcp.MCPError, self._only)
         connection.users += 1
         try:
             await connection.opened()
@@ -54,10 +56,11 @@ class McpServer:
 class _McpConnection:
     """A session, in a task of its own: who enters a session must leave it. `schemas`: of its tools, once it is open."""
 
-    def __init__(self, client: Any, only: Collection[str]):
+    def __init__(self, client: Any, error: Any, only: Collection[str]):
+        """`error`: what a call raises that the server does not answer."""
         self.users = 0
         self.schemas: list[dict[str, Any]] = []
-        self._client, self._only = client, only
+        self._client, self._error, self._only = client, error, only
         self._ready, self._left = asyncio.Event(), asyncio.Event()
         self._task = asyncio.create_task(self._hold())
 
@@ -83,12 +86,17 @@ class _McpConnection:
         finally:
             ready.cancel()
         if self._task.done():
-            raise InfrastructureError(f"the MCP server did not begin: {self._task.exception()}")
+            raise InfrastructureError(f"the MCP server did not begin: {innermost(self._task.exception())!r}")
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The texts of what the tool gave. Raises ValueError for what it refused, InfrastructureError where the server has
         gone."""
-        found = await self._client.call_tool(name, dict(arguments))
+        try:
+            found = await self._client.call_tool(name, dict(arguments))
+        except self._error as error:
+            if error.code == CLOSED:
+                raise InfrastructureError("the MCP server has gone") from None
+            raise ValueError(error.message) from None
         text = "\n".join(part.text for part in found.content if part.type == "text")
         if found.is_error:
             raise ValueError(text)
@@ -107,5 +115,19 @@ class _McpConnection:
 
 def schema_of(tool: Any) -> dict[str, Any]:
     """As an entry of a request's `tools`."""
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    function = {"name": tool.name, "description": tool.description or "", "parameters": untitled(tool.input_schema)}
     return {"type": "function", "function": function}
+
+
+def untitled(schema: Any) -> Any:
+    """Without the titles that say a name once more, and cost tokens."""
+    if isinstance(schema, list):
+        return [untitled(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: untitled(value) for key, value in schema.items() if key != "title" or not isinstance(value, str)}
+
+
+def innermost(error: Any) -> Any:
+    """The first of a group of exceptions, at whatever depth."""
+    return innermost(error.exceptions[0]) if hasattr(error, "exceptions") else error
