@@ -61,6 +61,8 @@ def main() -> None:
 
 def imported(file: str, name: str) -> Any:
     """What `name` is in the file. Raises AttributeError, TypeError, and what the file does."""
+    from sluice.agents.functions import toolset
+
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -71,6 +73,7 @@ def imported(file: str, name: str) -> Any:
         found = getattr(found, part)
     if not callable(getattr(found, "run", found)):
         raise TypeError(f"{name} is neither a function nor has it a method run")
+    toolset(getattr(found, "tools", ()), 0.0)  # raises for a tool that has no schema
     return found
 
 
@@ -300,7 +303,7 @@ class _Play:
 
         tools = toolset(getattr(agent, "tools", ()), float(told["tool_seconds"]))
         self._agent, self._http = agent, http
-        self.episode = Episode(told, worker, tools)
+        self.episode = tools.episode = Episode(told, worker, tools)
         self.task: asyncio.Task[None]
         self._phase, self._work = "", asyncio.ensure_future(asyncio.sleep(0))
 
@@ -322,7 +325,7 @@ class _Play:
         except Exception as error:  # noqa: BLE001 - whatever the agent raises is told
             found = {"failure": "infrastructure", "reason": _told(error)}
         try:
-            await self._do("cleanup", self._own("cleanup"))
+            await self._do("cleanup", self._clean_up())
         except Exception as error:  # noqa: BLE001
             found.setdefault("reason", f"cleanup: {_told(error)}")
         return {**found, "stop_reason": self.episode.stop_reason}
@@ -330,7 +333,7 @@ class _Play:
     async def _played(self) -> dict[str, Any]:
         episode = self.episode
         given = {"base_url": episode.base_url, "api_key": episode.api_key, "http_client": self._http, "episode": episode}
-        await self._do("setup", self._own("setup", given))
+        await self._do("setup", self._set_up(given))
         run = getattr(self._agent, "run", self._agent)
         try:
             value = await self._do("run", _awaited(run, episode.data, **given))
@@ -339,6 +342,16 @@ class _Play:
         if hasattr(self._agent, "score"):
             value = await self._do("score", self._own("score", given))
         return self._read(value)
+
+    async def _set_up(self, given: Mapping[str, Any]) -> None:
+        await self.episode.tools.open()
+        await self._own("setup", given)
+
+    async def _clean_up(self) -> None:
+        try:
+            await self._own("cleanup")
+        finally:
+            await self.episode.tools.close()
 
     def _own(self, method: str, given: Mapping[str, Any] | None = None) -> Awaitable[Any]:
         found = getattr(self._agent, method, None)
