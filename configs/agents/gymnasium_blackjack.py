@@ -4,7 +4,7 @@ from sluice.agents import GymnasiumText
 
 
 def text(observation, environment):
-    own, dealer, ace = observation
+    own, dealer, _ = observation
     return f"{own}+{dealer}="  # what the tiny model of the example has learned to read
 
 

@@ -277,8 +277,9 @@ class Players:
 
 
 def row_of(task: EpisodeTask) -> dict[str, Any]:
-    """What an agent is told of its task: the columns of its row."""
-    return {"messages": task.messages, "label": task.label, "source": task.source, **task.extra}
+    """What an agent is told of its task: the columns of its row, and what was made of them."""
+    made = {"messages": task.messages, "label": task.label, "source": task.source}
+    return {name: value for name, value in made.items() if value} | task.extra
 
 
 def _short(reason: str) -> str:

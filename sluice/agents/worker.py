@@ -23,7 +23,6 @@ import signal
 import socket
 import subprocess
 import sys
-import types
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -82,7 +81,6 @@ def _own_package() -> None:
     if "sluice" in sys.modules:
         return
     home = Path(__file__).resolve().parents[1]
-    package = types.ModuleType("sluice")
     spec = importlib.util.spec_from_file_location("sluice", home / "__init__.py", submodule_search_locations=[str(home)])
     assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)
@@ -353,9 +351,9 @@ class _Play:
         finally:
             await self.episode.tools.close()
 
-    def _own(self, method: str, given: Mapping[str, Any] | None = None) -> Awaitable[Any]:
+    async def _own(self, method: str, given: Mapping[str, Any] | None = None) -> Any:
         found = getattr(self._agent, method, None)
-        return _nothing() if found is None else _awaited(found, self.episode.data, **(given or {"episode": self.episode}))
+        return found and await _awaited(found, self.episode.data, **(given or {"episode": self.episode}))
 
     async def _do(self, phase: str, work: Awaitable[Any]) -> Any:
         self._phase, self._work = phase, asyncio.ensure_future(work)
@@ -384,10 +382,6 @@ class _Ended(Exception):
 
 def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
-
-
-async def _nothing() -> None:
-    pass
 
 
 async def _awaited(function: Any, *arguments: Any, **given: Any) -> Any:
