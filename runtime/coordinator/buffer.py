@@ -67,6 +67,8 @@ class Buffer:
         wait."""
         self.room_changed = asyncio.Event()
         """Set when `capacity` may have grown, or a group came back to be dispatched again."""
+        self.limit = 0
+        """How many groups rollouts may have, as it was said last."""
         self._depth = depth
         self._journal = journal
         self._clock = clock
@@ -263,6 +265,7 @@ class Buffer:
 
     def capacity(self, max_in_flight: int, steps: int) -> int:
         """How many groups may be dispatched now in a run of `steps` steps: `waiting()` ones first, then new ones."""
+        self.limit = max_in_flight
         holding = len(self._groups) - len(self._waiting)
         missing = (steps - self.step) * self.groups_per_step - self._filled - sum(opened for opened, _ in self._due.values())
         return staleness.admission_capacity(holding, self.generating, max_in_flight, self.depth, missing)

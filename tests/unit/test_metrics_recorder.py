@@ -51,7 +51,7 @@ def test_a_long_step_is_as_idle_as_all_of_it_was(monkeypatch: pytest.MonkeyPatch
     async def measured() -> tuple[dict[str, float], dict[str, float]]:
         rollout = Working(0.0, 2.0, 4.0, 4.0, 4.0)
         meter = BusyMeter(Pool(rollout), silence=1e9)  # type: ignore[arg-type]
-        running = asyncio.create_task(meter.run())
+        running = asyncio.create_task(meter.run(lambda _: None))
         await asyncio.wait_for(rollout.asked.wait(), 10)
         running.cancel()
         first = meter.close_step()
