@@ -30,8 +30,8 @@ from typing import Any
 from runtime import codec, run_files
 from runtime.cluster.topology import alternates, takes_turns
 from runtime.commands import Export, Restore
+from runtime.coordinator.admission.depth import depth_of
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.depth import depth_of
 from runtime.coordinator.devices import devices_of
 from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.groups import STREAM, DynamicSampling, GroupStage

@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec import Struct, structs
 
 from runtime.coordinator import staleness
-from runtime.coordinator.depth import PipelineDepth
+from runtime.coordinator.admission.depth import PipelineDepth
 from runtime.coordinator.group import Group, asked_of, restored
 from runtime.errors import InvariantViolated
 from runtime.ledger import states

@@ -14,8 +14,8 @@ from typing import Any
 
 from runtime import codec
 from runtime.algorithms.advantages import has_signal
+from runtime.coordinator.admission.concurrency import Load, concurrency_of
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.concurrency import Load, concurrency_of
 from runtime.coordinator.devices import Devices
 from runtime.coordinator.gateways import request_for
 from runtime.coordinator.group import Group

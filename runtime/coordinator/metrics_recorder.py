@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from runtime import timeouts
+from runtime.coordinator.admission.concurrency import Load, load_of
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.concurrency import Load, load_of
 from runtime.coordinator.history import RunHistory
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import Member, member_of

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.coordinator.concurrency import AFTER_CUT, LOOKS, START, TRIMMED, Concurrency, Load, concurrency_of
+from runtime.coordinator.admission.concurrency import AFTER_CUT, LOOKS, START, TRIMMED, Concurrency, Load, concurrency_of
 from tests.unit.config_cases import Loading
 
 SIZE, SLOTS = 4, 64
@@ -42,9 +42,11 @@ def test_it_begins_with_what_plain_replies_have() -> None:
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
+        ({"running": 0, "waiting": 0}, 2 * START),
         ({"running": 20, "waiting": 0}, 2 * START),
-        ({"running": 20, "waiting": 0, "kv_use": 0.4}, START * 1.125),
-        ({"running": 60, "waiting": 10}, START * 1.125),
+        ({"running": 20, "waiting": 0, "kv_use": 0.4}, START * 0.6 / 0.4),
+        ({"running": 48, "waiting": 0}, START * (64 + 8) / 48),
+        ({"running": 60, "waiting": 20}, START * (80 + 8) / 80),
         ({"running": 60, "waiting": 10, "kv_use": 0.6}, START),
         ({"running": 60, "waiting": 10, "preempted": 2}, START),
         ({"running": 20, "waiting": 0, "unasked": 3}, START),
@@ -238,8 +240,8 @@ def test_a_rollout_that_is_lost_or_comes_changes_the_limit_at_once(slots: int) -
     model = controlled(10.0)
     model.run(1000.0)
     model.slots = slots
-    model.run(100.0)
-    assert model.rate(50.0) >= 0.85 * slots
+    model.run(400.0)
+    assert model.rate(200.0) >= 0.85 * slots
     assert model.policy is not None
     assert 0.6 <= model.limits[-1] / model.limits[1990] * SLOTS / slots <= 1.6
 

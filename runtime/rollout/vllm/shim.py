@@ -38,7 +38,7 @@ class Output(NamedTuple):
     logprobs: np.ndarray  # float32, of the same length
     finish: str  # vLLM's finish reason; "" while it goes on
     cached: int  # prompt tokens found in the prefix cache, told with the first output
-    preemptions: int  # since the output before: how often its keys and values were taken away
+    preemptions: int = 0  # since the output before: how often its keys and values were taken away
 
 
 @dataclass

@@ -6,24 +6,27 @@ rollouts and gateways tell:
 
     limit = ⌊x · slots / n⌋ + 1 groups of n episodes, x = 2 at first, as for plain replies
 
-    slow start             2 · x            the limit is what bounds, at most half of the slots are wanted, KV use ≤ 0.3
-    additive increase      x + 1/2          it is what bounds, few sequences wait, KV use < 0.6; x/8 where that is less
-    trim                   0.9 · x          many sequences wait, or KV use ≥ 0.8
-    cut                    0.7 · x          KV use ≥ 0.9; or more than few sequences are preempted, at once
+    increase    x · (max(slots, w) + slots/8) / w     the limit is what bounds, few sequences wait, and use < 0.6
+    trim        0.9 · x                               many sequences wait, or use ≥ 0.8
+    cut         0.7 · x                               use ≥ 0.9; or, at once, more than few sequences are preempted
 
-All but preemptions are means over a cycle, after which x is changed once, or stays. A cycle is over when as many calls were
-made as episodes are played: each has made one, and waited for one tool, on average. So tools may take no time or minutes, and
-no wall time stands in the rule. A decrease counts from what is under way, if that is less than the limit, and nothing is
-measured until it has taken effect: no episode is withdrawn for it.
+w: the sequences that run or wait, which is what is wanted of the slots; use: of the room for keys and values. They are means
+over a cycle, after which x is changed once, or stays. A cycle is over when as many calls were made as episodes are played: each
+has made one, and waited for one tool, on average. So tools may take no time or minutes, and no wall time stands in the rule. A
+decrease counts from what is under way, if that is less than the limit, and nothing is measured until it has taken effect: no
+episode is withdrawn for it.
 
-Doubling x cannot overfill the slots while half of them are enough: what is wanted of them is in proportion to the episodes
-(Little's law). Few sequences wait if they are at most half of those that run: wants vary, and slots are full most of the time
-only if some sequences wait most of the time. Many are one and a half times those that run: they only make episodes late, and
-their tokens stale.
+What is wanted is in proportion to the episodes while the slots take it (Little's law). So an increase fills the slots, and then
+adds an eighth of them to what is wanted. At most it doubles x, and once there was a decrease it adds an eighth of x: what is
+measured as episodes are begun, or end, is not what they come to. It is not to bring use above 0.6 either.
 
-KV use is of room that sequences share as they grow, and that can run out: vLLM's, unless it holds the longest sequences of all
+Few sequences wait if they are at most half of those that run: wants vary, and slots are full most of the time only if some
+sequences wait most of the time. Many are one and a half times those that run: they only make episodes late, and their tokens
+stale.
+
+The use is of room that sequences share as they grow, which can run out: vLLM's, unless it holds the longest sequences of all
 slots. Preemptions are the proof that it ran out. At 0.6, 0.8 and 0.9 prime-rl's controller grows, trims and cuts too (its
-orchestrator/concurrency.py). In the embedded engine each slot has room of its own, so that its queue alone says when it is full.
+orchestrator/concurrency.py). In the embedded engine each slot has room of its own, and its queue says when it is full.
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from typing import Any, NamedTuple
 from runtime.config import Config
 
 START = 2.0  # episodes for a slot
-STEP, STEP_SHARE = 0.5, 1 / 8
-GROW, TRIM, CUT = 0.6, 0.8, 0.9  # of KV use
+STEP = 1 / 8  # of the slots
+GROW, TRIM, CUT = 0.6, 0.8, 0.9  # of the room for keys and values
 TRIMMED, AFTER_CUT = 0.9, 0.7
 FEW_WAIT, MANY_WAIT = 1 / 2, 3 / 2  # of those that run
 FEW_PREEMPTED = 1 / 20  # of those that run, from one look to the next
@@ -93,6 +96,7 @@ class Concurrency:
         self._size, self._most = size, most
         self._slots = 0
         self._looks: list[Load] = []  # of the cycle
+        self._most_growth = 2.0
         self.per_slot = START
 
     def limit(self, slots: int) -> int:
@@ -115,17 +119,18 @@ class Concurrency:
         running, waiting, use = self._mean("running"), self._mean("waiting"), self._mean("kv_use")
         if waiting > MANY_WAIT * running or use >= TRIM:
             self._decrease(AFTER_CUT if use >= CUT else TRIMMED, groups)
-        elif groups < self.limit(load.slots) or load.unasked or self._sum("preempted"):
             return
-        elif running + waiting <= load.slots / 2 and use <= GROW / 2:
-            self.per_slot *= 2
-        elif waiting <= FEW_WAIT * running and use < GROW:
-            self.per_slot += min(STEP, STEP_SHARE * self.per_slot)
+        bounds = groups >= self.limit(load.slots) and not load.unasked
+        if bounds and waiting <= FEW_WAIT * running and use < GROW and not self._sum("preempted"):
+            slots, wanted = load.slots, running + waiting
+            filled = (max(slots, wanted) + STEP * slots) / wanted if wanted else self._most_growth
+            self.per_slot *= min(filled, self._most_growth, GROW / use if use else self._most_growth)
 
     def _decrease(self, share: float, groups: int) -> None:
         """Down to half a group, which makes the limit one."""
         under_way = groups * self._size / self._slots
         self.per_slot = max(min(self.per_slot, under_way) * share, self._size / self._slots / 2)
+        self._most_growth = 1 + STEP
         self._looks = []
 
     def _sum(self, name: str) -> float:
