@@ -77,10 +77,17 @@ def test_a_cut_is_made_at_once_and_waits_until_it_has_taken_effect() -> None:
     assert policy.per_slot == pytest.approx(START * AFTER_CUT**2, rel=0.1)
 
 
+def test_it_goes_on_with_what_an_earlier_coordinator_has_left() -> None:
+    policy = Concurrency(SIZE, FREE)
+    policy.look(load(), groups=200)
+    assert 200 <= policy.limit(SLOTS) <= 201
+    assert policy.limit(SLOTS // 2) == 101
+
+
 def test_a_decrease_counts_from_what_is_under_way() -> None:
     policy = Concurrency(SIZE, FREE)
     after(policy, *[load(running=20, waiting=0)] * 3)
-    assert policy.per_slot > 15
+    assert policy.per_slot == 2**3 * START
     policy.look(load(preempted=SLOTS), groups=SLOTS // SIZE)
     assert policy.per_slot == pytest.approx(AFTER_CUT)
 
@@ -109,6 +116,7 @@ LOADS = st.builds(
 @given(st.lists(st.tuples(LOADS, st.integers(0, 500)), max_size=60), st.integers(1, 32), st.integers(1, 300))
 def test_whatever_it_is_told_a_group_is_played_and_the_bound_holds(told: list[tuple[Load, int]], size: int, most: int) -> None:
     policy = Concurrency(size, most)
+    policy.look(load(), 0)
     for each, groups in told:
         before = policy.limit(each.slots)
         policy.look(each, groups)

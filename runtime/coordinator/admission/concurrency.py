@@ -25,8 +25,8 @@ sequences wait most of the time. Many are one and a half times those that run: t
 stale.
 
 The use is of room that sequences share as they grow, which can run out: vLLM's, unless it holds the longest sequences of all
-slots. Preemptions are the proof that it ran out. At 0.6, 0.8 and 0.9 prime-rl's controller grows, trims and cuts too (its
-orchestrator/concurrency.py). In the embedded engine each slot has room of its own, and its queue says when it is full.
+slots. Preemptions are the proof that it ran out. At 0.6, 0.8 and 0.9 prime-rl's controller grows, trims and cuts too (module
+`concurrency` of its orchestrator). In the embedded engine each slot has room of its own, and its queue says when it is full.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class Concurrency:
 
     def look(self, load: Load, groups: int) -> None:
         """What was told, with so many groups under way."""
+        if not self._slots and groups > self.limit(load.slots):  # an earlier coordinator has left them
+            self.per_slot = groups * self._size / load.slots
         if load.slots != self._slots or groups > self.limit(load.slots):
             self._slots, self._looks = load.slots, []  # what was measured is of another state
             return
