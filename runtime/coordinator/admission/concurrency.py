@@ -32,6 +32,7 @@ slots. Preemptions are the proof that it ran out. At 0.6, 0.8 and 0.9 prime-rl's
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import add
 from typing import Any, NamedTuple
 
 from runtime.config import Config
@@ -39,6 +40,7 @@ from runtime.config import Config
 START = 2.0  # episodes for a slot
 STEP = 1 / 8  # of the slots
 GROW, TRIM, CUT = 0.6, 0.8, 0.9  # of the room for keys and values
+FIRST_GROWTH = 2.0  # at most, before the first decrease
 TRIMMED, AFTER_CUT = 0.9, 0.7
 FEW_WAIT, MANY_WAIT = 1 / 2, 3 / 2  # of those that run
 FEW_PREEMPTED = 1 / 20  # of those that run, from one look to the next
@@ -95,8 +97,8 @@ class Concurrency:
     def __init__(self, size: int, most: int):
         self._size, self._most = size, most
         self._slots = 0
-        self._looks: list[Load] = []  # of the cycle
-        self._most_growth = 2.0
+        self._begin_cycle()
+        self._most_growth = FIRST_GROWTH
         self.per_slot = START
 
     def limit(self, slots: int) -> int:
@@ -108,35 +110,33 @@ class Concurrency:
         if not self._slots and groups > self.limit(load.slots):  # an earlier coordinator has left them
             self.per_slot = groups * self._size / load.slots
         if load.slots != self._slots or groups > self.limit(load.slots):
-            self._slots, self._looks = load.slots, []  # what was measured is of another state
+            self._slots = load.slots
+            self._begin_cycle()  # what was measured is of another state
             return
-        self._looks.append(load)
+        self._looks += 1
+        self._sum = Load(*map(add, self._sum, load))
         if load.preempted > FEW_PREEMPTED * load.running:
             self._decrease(AFTER_CUT, groups)
-        elif len(self._looks) >= LOOKS and self._sum("calls") >= self._mean("episodes"):
-            self._end_cycle(load, groups)
-            self._looks = []
+        elif self._looks >= LOOKS and self._sum.calls >= max(1, self._sum.episodes / self._looks):
+            self._end_cycle(groups, bounds=groups >= self.limit(load.slots) and not load.unasked)
 
-    def _end_cycle(self, load: Load, groups: int) -> None:
-        running, waiting, use = self._mean("running"), self._mean("waiting"), self._mean("kv_use")
+    def _begin_cycle(self) -> None:
+        self._looks, self._sum = 0, Load(*[0] * len(Load._fields))
+
+    def _end_cycle(self, groups: int, bounds: bool) -> None:
+        """`bounds`: the limit, and nothing else."""
+        running, waiting, use = (each / self._looks for each in (self._sum.running, self._sum.waiting, self._sum.kv_use))
         if waiting > MANY_WAIT * running or use >= TRIM:
             self._decrease(AFTER_CUT if use >= CUT else TRIMMED, groups)
-            return
-        bounds = groups >= self.limit(load.slots) and not load.unasked
-        if bounds and waiting <= FEW_WAIT * running and use < GROW and not self._sum("preempted"):
-            slots, wanted = load.slots, running + waiting
-            filled = (max(slots, wanted) + STEP * slots) / wanted if wanted else self._most_growth
-            self.per_slot *= min(filled, self._most_growth, GROW / use if use else self._most_growth)
+        elif bounds and waiting <= FEW_WAIT * running and use < GROW and not self._sum.preempted:
+            wanted, most = running + waiting, self._most_growth
+            filled = (max(self._slots, wanted) + STEP * self._slots) / wanted if wanted else most
+            self.per_slot *= min(filled, most, GROW / use if use else most)
+        self._begin_cycle()
 
     def _decrease(self, share: float, groups: int) -> None:
         """Down to half a group, which makes the limit one."""
         under_way = groups * self._size / self._slots
         self.per_slot = max(min(self.per_slot, under_way) * share, self._size / self._slots / 2)
         self._most_growth = 1 + STEP
-        self._looks = []
-
-    def _sum(self, name: str) -> float:
-        return sum(getattr(look, name) for look in self._looks)
-
-    def _mean(self, name: str) -> float:
-        return self._sum(name) / len(self._looks)
+        self._begin_cycle()
