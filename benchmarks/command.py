@@ -26,7 +26,7 @@ FOLDER = Path("runs") / ".cache" / "bench"
 INPUTS = FOLDER / "inputs"  # made at once by a rename, so that nothing else may lie in it
 
 DATA = {"rewards": "a folder that holds cases/ and data/gsm8k/", "scale": "a folder that holds real replies"}
-QUICK = ("gateway", "staleness")
+QUICK = ("concurrency", "gateway", "staleness")
 VLLM = ("gateway", "rollout")
 
 Measured = tuple[Any, list[LiteralTable]]  # the figures, and how they are shown
@@ -74,7 +74,7 @@ def _check(name: str, options: Options) -> None:
     if options.depth != "auto" and name != "staleness":
         raise UserError(f"--depth: bench {name} has none to choose; staleness is the only one that has")
     if options.quick and name not in QUICK:
-        raise UserError(f"--quick: bench {name} has no shorter form; {' and '.join(QUICK)} have one")
+        raise UserError(f"--quick: bench {name} has no shorter form; {', '.join(QUICK[:-1])} and {QUICK[-1]} have one")
     if (options.data is not None) != (name in DATA):
         needs = f"bench {name} needs" if name in DATA else f"only bench {' and bench '.join(DATA)} take"
         raise UserError(f"--data: {needs} {DATA.get(name, 'a folder of data')}")
@@ -104,6 +104,13 @@ def _simulation(options: Options, show: Show) -> Measured:
     folder = FOLDER / "simulation"
     folder.mkdir(parents=True, exist_ok=True)
     report = asyncio.run(bench.measure(folder, show))
+    return report, bench.render(report)
+
+
+def _concurrency(options: Options, show: Show) -> Measured:
+    from benchmarks import concurrency as bench
+
+    report = bench.run(bench.QUICK if options.quick else bench.ConcurrencySettings(), show)
     return report, bench.render(report)
 
 
@@ -218,6 +225,7 @@ def _train(options: Options, show: Show) -> Measured:
 
 
 BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
+    "concurrency": _concurrency,
     "coordinator": _coordinator,
     "depth": _depth,
     "engine": _engine,

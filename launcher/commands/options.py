@@ -111,11 +111,15 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     bench.add_argument(
         "name",
         choices=(
-            *("coordinator", "depth", "engine", "engines", "gateway", "learning", "messages", "packing"),
-            *("publication", "rewards", "rollout", "scale", "simulation", "staleness", "startup", "storm", "train"),
+            *("concurrency", "coordinator", "depth", "engine", "engines", "gateway", "learning", "messages"),
+            *("packing", "publication", "rewards", "rollout", "scale", "simulation", "staleness", "startup", "storm", "train"),
         ),
     )
-    bench.add_argument("--quick", action="store_true", help="gateway: fewer episodes; staleness: one seed and three bounds")
+    bench.add_argument(
+        "--quick",
+        action="store_true",
+        help="concurrency: faster tools, one round; gateway: fewer episodes; staleness: one seed, three bounds",
+    )
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards, scale: what holds cases/ and data/")
     bench.add_argument(
         "--vllm-python",
