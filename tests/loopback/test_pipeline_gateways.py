@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime import codec, config
-from runtime.commands import RolloutAddress
+from runtime.commands import PeerAddress
 from runtime.config import Config, Gateway
 from runtime.coordinator.register import Register
 from runtime.coordinator.run import TrainingRun
@@ -38,7 +38,7 @@ class FakeGateway(FakeReplica):
         self.busy = asyncio.Event()  # it has had a few played, and has another
         self._cast, self._seconds = cast, seconds
 
-    async def use_rollouts(self, rollouts: tuple[RolloutAddress, ...], key: str) -> None:
+    async def use_peers(self, rollouts: tuple[PeerAddress, ...], environments: tuple[PeerAddress, ...], key: str) -> None:
         self.told.append(tuple(rollout.name for rollout in rollouts))
 
     async def play(self, request: PlayRequest) -> GeneratedGroup:
@@ -154,6 +154,6 @@ def test_a_gateway_that_does_not_take_the_news_is_lost(tmp_path: Path) -> None:
     async def refuse(*_: Any) -> None:
         cast.gateways[1].die("said nothing")
 
-    cast.gateways[1].use_rollouts = refuse  # type: ignore[method-assign]
+    cast.gateways[1].use_peers = refuse  # type: ignore[method-assign]
     folder.run(cast)
     assert [loss.name for loss in folder.losses] == ["gateway-1"] and not cast.gateways[1].played
