@@ -35,11 +35,19 @@ class FakeGateway(FakeReplica):
         self.name = name
         self.played: list[PlayRequest] = []
         self.told: list[tuple[str, ...]] = []
+        self.hurried: list[int] = []
         self.busy = asyncio.Event()  # it has had a few played, and has another
+        self.hangs: asyncio.Event | None = None  # until then the next one is not over
+        self.played_late: int | None = None  # the group that hangs
         self._cast, self._seconds = cast, seconds
 
     async def use_peers(self, rollouts: tuple[PeerAddress, ...], environments: tuple[PeerAddress, ...], key: str) -> None:
         self.told.append(tuple(rollout.name for rollout in rollouts))
+
+    async def hurry(self, group_id: int) -> None:
+        self.hurried.append(group_id)
+        if self.hangs is not None and self.played_late == group_id:
+            self.hangs.set()
 
     async def play(self, request: PlayRequest) -> GeneratedGroup:
         return await self.reached(self._play(request))
@@ -50,6 +58,9 @@ class FakeGateway(FakeReplica):
             self.busy.set()
         oldest = self._version()
         await asyncio.sleep(self._seconds())
+        if self.hangs is not None and self.played_late is None:
+            self.played_late = request.group_id
+            await self.hangs.wait()
         newest = self._version()
         tokens, versions = np.arange(5, dtype=np.int32), np.array([oldest.pack()] * 3 + [newest.pack()] * 2, np.int64)
         sample = Sample(
@@ -118,6 +129,21 @@ def test_gateways_have_all_groups_played_and_every_bound_on_staleness_holds(tmp_
     assert all(gateway.told[-1] == ("rollout-0", "rollout-1") for gateway in cast.gateways)
     request = cast.gateways[0].played[0]
     assert (request.n, request.task.label, request.task.messages) == (2, request.task.extra["label"], request.task.messages)
+
+
+def test_a_group_that_the_trainer_waits_for_alone_is_hurried(tmp_path: Path) -> None:
+    cast, folder = AgentCast.made(), AgentRun(tmp_path)
+
+    async def course(run: TrainingRun) -> None:
+        await cast.gateways[1].busy.wait()
+        cast.gateways[1].hangs = asyncio.Event()  # it would wait for ever
+
+    folder.run(cast, course)
+    check_books(folder, folder.steps)
+    late = cast.gateways[1].played_late
+    assert late is not None and cast.gateways[1].hurried.count(late) == 1
+    (group,) = (group for group in folder.groups(Phase.RETIRED) if group.group_id == late)
+    assert group.attempt == 1
 
 
 def test_what_a_lost_gateway_had_is_played_again_and_counted(tmp_path: Path) -> None:
