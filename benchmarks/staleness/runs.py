@@ -106,6 +106,7 @@ def overrides(trial: StalenessTrial, settings: StalenessSettings, folder: Path) 
         "algorithm.correction=none",
         f"training.steps={settings.steps}",
         f"training.staleness={trial.bound}",
+        "training.depth=bound",
         "checkpoint.every=0",
         "trackers=[{name: jsonl}]",
     ]
