@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ class EnvironmentChannel:
     def __init__(self, name: str, channel: Any, metadata: Sequence[tuple[str, str]]):
         self.name = name
         self._channel, self._metadata = channel, tuple(metadata)
+        self._closed = False
         # Replies are parsed here: gRPC would only log what its deserializer raises.
         self._run = channel.unary_stream(RUN.path, RUN.request.serialize)
         self._cancel = channel.unary_unary(CANCEL.path, CANCEL.request.serialize)
@@ -41,6 +43,10 @@ class EnvironmentChannel:
                 yield RUN.reply.parse(data)
         except (grpc.aio.AioRpcError, InvalidMessage) as error:
             raise _lost(self.name, "Run", error) from None
+        except asyncio.CancelledError:  # also what gRPC raises in a call whose channel is closed
+            if not self._closed:
+                raise
+            raise Unreachable(self.name, "Run", "it serves no more") from None
         finally:
             call.cancel()
 
@@ -51,6 +57,8 @@ class EnvironmentChannel:
             raise _lost(self.name, "Cancel", error) from None
 
     async def close(self) -> None:
+        """What is under way ends with Unreachable."""
+        self._closed = True
         await self._channel.close()
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, ReplyEnd, Told, ToolCall
-from runtime.gateway.episodes import Begun
+from runtime.gateway.episode import Begun
 from runtime.types import EpisodeTask
 
 LINE = re.compile(r"^(think|say|call|fail) (.*)$|^---$", re.MULTILINE)

@@ -49,6 +49,8 @@ class _Playing(Evaluating):
     def chosen(self, config: Config) -> Config:
         """With the one task as all that there is to evaluate."""
         data, left = config.data, self.task
+        if left < 0:
+            raise UserError(f"--task: {left} is below 0")
         for key, source in sources(data) or [("data.eval", Source(path=data.eval))]:
             path, row_format = source.path, row_format_of(source, data)
             for found in islice(source_rows(path, key), left, left + 1):
@@ -59,4 +61,4 @@ class _Playing(Evaluating):
                 alone = replace(data, **asdict(row_format), train="", eval=str(file))
                 return replace(config, data=alone, evaluation=Evaluation(temperature=config.sampling.temperature))
             left -= sum(1 for _ in source_rows(path, key))
-        raise UserError(f"--task: {self.task}, but there are only {self.task + left} tasks")
+        raise UserError(f"--task: {self.task}, but there are only {self.task - left} tasks")

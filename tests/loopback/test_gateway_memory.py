@@ -15,7 +15,8 @@ from aiohttp import web
 
 from runtime import codec
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
-from runtime.gateway.episodes import Episode, Episodes
+from runtime.gateway.episode import Episode
+from runtime.gateway.episodes import Episodes
 from runtime.gateway.http import runner
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import EpisodeTask, GroupPayload, PlayRequest, Sample, SamplingParams

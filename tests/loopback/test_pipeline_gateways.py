@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from runtime import codec, config
-from runtime.commands import RolloutAddress
+from runtime.commands import PeerAddress
 from runtime.config import Config, Gateway
 from runtime.coordinator.register import Register
 from runtime.coordinator.run import TrainingRun
@@ -36,11 +36,19 @@ class FakeGateway(FakeReplica):
         self.name = name
         self.played: list[PlayRequest] = []
         self.told: list[tuple[str, ...]] = []
+        self.hurried: list[int] = []
         self.busy = asyncio.Event()  # it has had a few played, and has another
+        self.hangs: asyncio.Event | None = None  # until then the next one is not over
+        self.played_late: int | None = None  # the group that hangs
         self._cast, self._seconds = cast, seconds
 
-    async def use_rollouts(self, rollouts: tuple[RolloutAddress, ...], key: str) -> None:
+    async def use_peers(self, rollouts: tuple[PeerAddress, ...], environments: tuple[PeerAddress, ...], key: str) -> None:
         self.told.append(tuple(rollout.name for rollout in rollouts))
+
+    async def hurry(self, group_id: int) -> None:
+        self.hurried.append(group_id)
+        if self.hangs is not None and self.played_late == group_id:
+            self.hangs.set()
 
     async def play(self, request: PlayRequest) -> GeneratedGroup:
         return await self.reached(self._play(request))
@@ -51,6 +59,9 @@ class FakeGateway(FakeReplica):
             self.busy.set()
         oldest = self._version()
         await asyncio.sleep(self._seconds())
+        if self.hangs is not None and self.played_late is None:
+            self.played_late = request.group_id
+            await self.hangs.wait()
         newest = self._version()
         tokens, versions = np.arange(5, dtype=np.int32), np.array([oldest.pack()] * 3 + [newest.pack()] * 2, np.int64)
         sample = Sample(
@@ -121,6 +132,21 @@ def test_gateways_have_all_groups_played_and_every_bound_on_staleness_holds(tmp_
     assert (request.n, request.task.label, request.task.messages) == (2, request.task.extra["label"], request.task.messages)
 
 
+def test_a_group_that_the_trainer_waits_for_alone_is_hurried(tmp_path: Path) -> None:
+    cast, folder = AgentCast.made(), AgentRun(tmp_path)
+
+    async def course(run: TrainingRun) -> None:
+        await cast.gateways[1].busy.wait()
+        cast.gateways[1].hangs = asyncio.Event()  # it would wait for ever
+
+    folder.run(cast, course)
+    check_books(folder, folder.steps)
+    late = cast.gateways[1].played_late
+    assert late is not None and cast.gateways[1].hurried.count(late) == 1
+    (group,) = (group for group in folder.groups(Phase.RETIRED) if group.group_id == late)
+    assert group.attempt == 1
+
+
 def test_what_a_lost_gateway_had_is_played_again_and_counted(tmp_path: Path) -> None:
     cast, folder = AgentCast.made(), AgentRun(tmp_path)
 
@@ -155,7 +181,7 @@ def test_a_gateway_that_does_not_take_the_news_is_lost(tmp_path: Path) -> None:
     async def refuse(*_: Any) -> None:
         cast.gateways[1].die("said nothing")
 
-    cast.gateways[1].use_rollouts = refuse  # type: ignore[method-assign]
+    cast.gateways[1].use_peers = refuse  # type: ignore[method-assign]
     folder.run(cast)
     assert [loss.name for loss in folder.losses] == ["gateway-1"] and not cast.gateways[1].played
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -19,24 +22,30 @@ from tests.system.runs import Live, check_gone, eventually, one_line, sluice, st
 
 pytestmark = pytest.mark.timeout(400)
 
-PLAYER = Path(__file__).with_name("gateway_player.py")
+AGENT = f"{Path(__file__).with_name('gateway_agent.py')}:run"
+PROGRAM = Path(__file__).with_name("gateway_program.py")
 STEPS = 12
 BACK = 150.0  # seconds until a process has loaded again, on a busy machine
 NO_REFERENCE = {"kl_coefficient": 0.0}
 
 
-@pytest.fixture
-def agents(tiny: Path, tmp_path: Path) -> Path:
+def written(tiny: Path, folder: Path, **services: object) -> Path:
     """A run of episodes, which are rewarded by who plays them."""
     return write_config(
-        tmp_path / "config.yaml",
+        folder / "config.yaml",
         tiny,
         rewards={"rules": []},
-        gateway={"player": {"run": str(PLAYER)}, "context": 96},
+        gateway={"context": 96},
         algorithm=NO_REFERENCE,
         training={"steps": STEPS},
         evaluation={"before": False, "after": False},
+        services=services,
     )
+
+
+@pytest.fixture
+def agents(tiny: Path, tmp_path: Path) -> Path:
+    return written(tiny, tmp_path, environment={"two-turns": {"run": AGENT}})
 
 
 def goes_on_without_loss(run: Live, lost: str) -> None:
@@ -98,31 +107,46 @@ def test_a_gateway_that_is_stopped_is_ended_and_its_tasks_are_played_again(agent
         goes_on_without_loss(run, "gateway-0")
 
 
-def test_a_task_that_no_program_asks_for_ends_the_run_in_words(agents: Path, tmp_path: Path) -> None:
-    idle = tmp_path / "idle.py"
-    idle.write_text("import signal\nsignal.pause()\n")
-    settings = (f"gateway.player.run={idle}", "deadlines.episode=3")
-    with started(agents, *settings, folder=tmp_path / "run") as run:
+def test_a_program_of_ones_own_asks_for_tasks_where_there_is_no_environment(tiny: Path, tmp_path: Path) -> None:
+    with started(written(tiny, tmp_path), folder=tmp_path / "run") as run:
+        urls = run.folder / "gateways"
+        eventually(lambda: urls.is_dir() and list(urls.iterdir()), BACK, "a gateway")
+        told = eventually(lambda: sluice("status", str(run.folder), "--gateway").stdout, BACK, "how to reach it")
+        found = dict(line.removeprefix("export ").split("=") for line in told.splitlines() if line.startswith("export "))
+        with subprocess.Popen([sys.executable, str(PROGRAM)], env={**os.environ, **found}) as program:
+            try:
+                assert run.wait(BACK) == 0, run.output + run.errors
+            finally:
+                program.kill()
+        check_gone(run.folder)
+        assert all(point["episode/turns"] == 2.0 for point in steps(run.folder))
+
+
+def test_a_task_that_no_program_asks_for_ends_the_run_in_words(tiny: Path, tmp_path: Path) -> None:
+    with started(written(tiny, tmp_path), "deadlines.episode=3", folder=tmp_path / "run") as run:
         assert run.wait(BACK) == 1, run.output + run.errors
         check_gone(run.folder)
         assert "gateway-0: Play: no program has asked for" in one_line(run.errors)
 
 
-def test_a_program_that_keeps_ending_ends_the_run_and_is_named(agents: Path, tmp_path: Path) -> None:
+def test_an_agent_that_always_fails_ends_the_run_and_the_cause_is_named(tiny: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
-    broken.write_text("raise SystemExit(3)\n")
-    restarts = "services.gateway.restarts={attempts: 1, backoff: 0.1}"
-    with started(agents, f"gateway.player.run={broken}", restarts, folder=tmp_path / "run") as run:
+    broken.write_text("async def run(data, **_):\n    raise ConnectionError('the shop is closed')\n")
+    config = written(tiny, tmp_path, environment={"shop": {"run": f"{broken}:run", "failures_in_a_row": 5}})
+    with started(config, folder=tmp_path / "run") as run:
         assert run.wait(BACK) == 1, run.output + run.errors
         check_gone(run.folder)
-        assert "broken.py (0): ended again, with exit code 3" in (run.folder / "logs" / "gateway-0.log").read_text()
+        line = one_line(run.errors)
+        assert "services.environment.shop: play: 5 failures in a row (failures_in_a_row)" in line
+        assert "the last: ConnectionError: the shop is closed" in line
 
 
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("gateway.player.run=nowhere.py", "gateway.player.run: 'nowhere.py' is not a file"),
-        ("gateway.player.python=nowhere/python", "gateway.player.python: 'nowhere/python' is not an executable"),
+        ("gateway.player={run: a.py}", "gateway.player: write services.environment"),
+        ("services.environment.two-turns.run=nowhere.py:run", "services.environment.two-turns.run: 'nowhere.py' is not a file"),
+        ("services.environment.two-turns.python=no/python", "services.environment.two-turns.python: 'no/python' is not an"),
         ("services.rollout.colocate=trainer", "services.rollout.colocate: trainer is not for a run with a gateway"),
     ],
 )

@@ -21,6 +21,7 @@ from tests.system.runs import (
     write_config,
 )
 from tests.system.test_faults import all_gone, everyone
+from tests.system.test_gateway import AGENT
 
 pytestmark = [needs_vllm, pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -68,11 +69,11 @@ def test_episodes_of_several_turns_are_trained_as_they_were_sampled(tmp_path: Pa
         tmp_path / "config.yaml",
         tiny,
         rewards={"rules": []},
-        gateway={"player": {"run": str(ROOT / "tests" / "system" / "gateway_player.py")}, "context": 512},
+        gateway={"context": 512},
         algorithm={"kl_coefficient": 0.0},
         training={"steps": 3, "staleness": 0},
         evaluation={"before": False, "after": False},
-        services={"rollout": FLEETS[1]},
+        services={"rollout": FLEETS[1], "environment": {"two-turns": {"run": AGENT}}},
         deadlines={"start": START},
     )
     run = trained(config, "sampling.max_new_tokens=160", folder=tmp_path / "run", timeout=START)

@@ -118,8 +118,6 @@ class Workplace:
         if reward:
             _model(reward.path, architectures=["Qwen2ForSequenceClassification"], id2label={"0": "score"})
         interpreters = {process.python for process in processes(config).values()}
-        if config.gateway is not None and config.gateway.player is not None:
-            interpreters.add(config.gateway.player.python)
         for name in interpreters:
             if name and not Path(name).exists():
                 python = self._file(Path(name))

@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from runtime.coordinator.depth import PATIENCE, PipelineDepth
 
 from runtime.coordinator import staleness
 from runtime.coordinator.buffer import Buffer
@@ -26,11 +27,16 @@ class KeptChanges(list[Change]):
 class Harness:
     """A buffer with a list as its journal and a clock that the test moves."""
 
-    def __init__(self, staleness: int = 1, per_step: int = 2, needs: Mark = Mark.SCORED):
+    def __init__(self, staleness: int = 1, per_step: int = 2, needs: Mark = Mark.SCORED, depth: PipelineDepth | None = None):
         self.journal = KeptChanges()
         self.now = 100.0
         self.buffer = Buffer(
-            needs=needs, groups_per_step=per_step, staleness=staleness, journal=self.journal, clock=lambda: self.now
+            needs=needs,
+            groups_per_step=per_step,
+            staleness=staleness,
+            journal=self.journal,
+            clock=lambda: self.now,
+            depth=depth,
         )
 
     def dispatch(self, *ids: int, replica: str = "rollout-0") -> None:
@@ -297,3 +303,45 @@ def test_what_is_counted_is_what_is_there(seed: int) -> None:
         counts = buffer.counts()
         assert all(counts[phase.value] == sum(group.state.phase == phase for group in buffer) for phase in list(Phase)[:5])
     assert buffer.committed > 2
+
+
+# ------------------------------------------------------------------------------------------------------ who is waited for
+
+
+def test_a_group_that_the_trainer_waits_for_alone_is_late_once_that_is_out_of_the_ordinary() -> None:
+    depth = PipelineDepth(groups_per_step=2, bound=2)
+    h = Harness(staleness=0, depth=depth)
+    h.dispatch(0, 1)
+    h.now += 4.0
+    h.finish(0)
+    depth.became_ready(4.0)
+    assert ids(h.buffer.take(0)) == [0]
+    assert not list(h.buffer.late())  # the trainer has something to do
+    h.buffer.trainer_waits = True
+    ((group, seconds),) = h.buffer.late()
+    assert (group.group_id, seconds) == (1, PATIENCE * depth.slowest - 4.0)
+    h.now += seconds
+    ((group, seconds),) = h.buffer.late()
+    assert (group.group_id, seconds) == (1, 0.0)
+    h.finish(1)
+    assert not list(h.buffer.late())
+
+
+def test_what_need_not_be_ready_for_this_step_is_not_late() -> None:
+    depth = PipelineDepth(groups_per_step=2, bound=4)
+    h = Harness(staleness=1, depth=depth)
+    h.dispatch(0, 1)
+    h.finish(0)
+    depth.became_ready(1.0)
+    h.buffer.trainer_waits = True
+    h.now += 1000.0
+    assert not list(h.buffer.late())  # another may take its place until step 1
+
+
+def test_nobody_is_late_before_it_is_known_how_long_groups_take() -> None:
+    for depth in (None, PipelineDepth(groups_per_step=2, bound=2)):
+        h = Harness(staleness=0, depth=depth)
+        h.dispatch(0, 1)
+        h.buffer.trainer_waits = True
+        h.now += 1000.0
+        assert not list(h.buffer.late())

@@ -12,7 +12,8 @@ import pytest
 from runtime import codec
 from runtime.errors import DeadlineExceeded
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
-from runtime.gateway.episodes import Episode, Episodes
+from runtime.gateway.episode import Episode, Playing
+from runtime.gateway.episodes import Episodes
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import EpisodeTask, GeneratedGroup, GroupPayload, PlayRequest, PolicyVersion, SamplingParams
 from tests.unit.template_cases import tiny_renderer
@@ -52,8 +53,8 @@ class ScriptedPolicy:
         return Completion(id=f"call-{number}", created=0.0, model="m", prompt=extension.prompt, replies=(reply,))
 
 
-def request(group_id: int = 7, n: int = 2) -> PlayRequest:
-    task = EpisodeTask(messages=[{"role": "user", "content": "hello"}], label="5")
+def request(group_id: int = 7, n: int = 2, environment: str = "") -> PlayRequest:
+    task = EpisodeTask(messages=[{"role": "user", "content": "hello"}], label="5", environment=environment)
     sampling = SamplingParams(max_new_tokens=8)
     return PlayRequest(group_id=group_id, task=task, n=n, seed=3, sampling=sampling, version=PolicyVersion(0, 4))
 
@@ -186,31 +187,38 @@ def test_a_client_that_hangs_up_withdraws_its_call_and_leaves_the_episode(render
     run(renderer, scenario)
 
 
-def test_what_a_program_that_is_gone_played_is_played_again(renderer: TemplateRenderer) -> None:
+def test_what_an_environment_lost_is_played_again_from_the_task_on(renderer: TemplateRenderer) -> None:
     async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        playing = asyncio.ensure_future(episodes.play(request()))
-        await asyncio.sleep(0)
-        key = episodes.admit()
-        begun = await episodes.begin(key)
-        lost = episodes.episode(begun.id, begun.key)
-        kept = await opened(episodes)  # by a program that somebody else has started
+        groups: list[Playing] = []
+
+        async def stay_away(group: Playing, index: int) -> None:
+            groups.append(group)
+
+        episodes.players = stay_away
+        playing = asyncio.ensure_future(episodes.play(request(environment="game")))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert episodes.waiting == 0 and await refusal(episodes.begin(KEY)) == 429  # it is nobody else's
+        lost, kept = (episodes.open_one(groups[0], index) for index in range(2))
+        assert episodes.episode(lost.id, lost.key) is lost
         await episodes.call(lost, call())
         policy.gate.clear()
         under_way = asyncio.ensure_future(episodes.call(lost, call()))
         await policy.began.get()
         await policy.began.get()
-        episodes.give_up(key)
+        episodes.play_again(lost, "it was lost")
         assert await refusal(under_way) == 404
         policy.gate.set()
-        assert (episodes.waiting, episodes.open, episodes.counts["played_again"]) == (1, 1, 1)
-        assert await refusal(episodes.begin(key)) == 401
-        again = await opened(episodes)
-        assert (again.index, again.graph.nodes) == (lost.index, [])
+        assert (episodes.open, episodes.counts["played_again"]) == (1, 1)
+        again = episodes.open_one(groups[0], lost.index)
+        assert (again.seed, again.graph.nodes) == (lost.seed, [])
         for episode in (again, kept):
             await episodes.call(episode, call())
-            await episodes.end(episode, "completed")
-        payload = codec.decode(GroupPayload, (await playing).payload)
+            episodes.close_one(episode, "completed")
+        group = await playing
+        payload = codec.decode(GroupPayload, group.payload)
         assert payload.rows.tolist() == [1, 1] and payload.tokens.size
+        assert group.outcomes is not None and group.outcomes.repeated == {"it was lost": 1}
 
     run(renderer, scenario)
 

@@ -12,17 +12,20 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from runtime import timeouts
 from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.group import restored
 from runtime.errors import InvariantViolated, UserError
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.payloads import segment_path
 from runtime.ledger.reader import DATABASE, LedgerReader
 from runtime.ledger.records import CheckpointSaved, Note
 from runtime.ledger.states import Phase
+from runtime.types import Outcomes
 from tests.unit.ledger_cases import NEEDS, buffer_on, make_ready, train, with_ledger
-from tests.unit.test_buffer import KeptChanges, ticket
+from tests.unit.test_buffer import KeptChanges, generated, ticket
 
 # -------------------------------------------------------------------------------------------------------------- reading
 
@@ -67,6 +70,30 @@ def test_a_finished_run_can_be_read_with_every_filter(tmp_path: Path) -> None:
         assert reader.dropped() == {"end of run": 1}
         assert reader.note("stream") == b"position"
         assert [c.path for c in reader.checkpoints()] == ["checkpoints/2"]
+
+
+def test_what_became_of_episodes_is_read_as_it_was_written(tmp_path: Path) -> None:
+    outcomes = Outcomes(
+        environment="maze",
+        reasons=["completed", "left out: slow"],
+        turns=[3, 0],
+        log={"moves": (1, 2.5)},
+        repeated={"environment-0: it was lost": 2},
+    )
+
+    async def run(ledger: LedgerWriter) -> None:
+        buffer = buffer_on(ledger)
+        for group_id, told in ((0, outcomes), (1, None)):
+            buffer.admit(ticket(group_id))
+            buffer.dispatch(group_id, "gateway-0")
+            buffer.generated(structs.replace(generated(group_id, 0), outcomes=told))
+
+    with_ledger(tmp_path, run)
+    with LedgerReader(tmp_path) as reader:
+        played, replies = reader.groups()
+    assert (played.outcomes, replies.outcomes) == (outcomes, None)
+    group = restored(played, NEEDS, 0.0, 2)
+    assert group.generated is not None and group.generated.outcomes == outcomes
 
 
 def test_reading_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -195,7 +222,7 @@ def test_a_ledger_of_another_format_is_neither_read_nor_written(tmp_path: Path) 
         database.execute("PRAGMA user_version = 0")
         before = database.execute("SELECT * FROM groups").fetchall()
         for use in (lambda: LedgerReader(tmp_path), lambda: with_ledger(tmp_path, run)):
-            with pytest.raises(UserError, match=f"^{tmp_path}: the ledger is of format 0, and .* reads format 4 only$"):
+            with pytest.raises(UserError, match=f"^{tmp_path}: the ledger is of format 0, and .* reads format 5 only$"):
                 use()
         assert database.execute("SELECT * FROM groups").fetchall() == before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from runtime.config import Config, Critic, Run
 from runtime.telemetry import metrics
 from runtime.telemetry.metric_names import mindspeed, ours, score_prefixes
 from runtime.telemetry.metrics import PublicationFigures, SpanClock, StepFigures, covered, intersection, step_metrics, union
-from runtime.types import GeneratedGroup, PolicyVersion, Scores, StepResult
+from runtime.types import GeneratedGroup, Outcomes, PolicyVersion, Scores, StepResult
 
 
 class Clock:
@@ -251,3 +252,48 @@ def test_overlapping_phases_sum_to_more_than_the_step() -> None:
     timing = spans.close_step()
     assert timing["timing/all"] == 3.0 < timing["timing/rollout"] + timing["timing/update"]
     assert timing["timing/non_overlap_reference_model"] == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------------- environments
+
+
+def played(environment: str, reasons: list[str], turns: list[int], **rest: Any) -> GeneratedGroup:
+    outcomes = Outcomes(environment=environment, reasons=reasons, turns=turns, **rest)
+    return structs.replace(generated(10, [4, 8]), outcomes=outcomes)
+
+
+def test_each_environment_has_figures_of_its_own() -> None:
+    groups = [
+        played("maze", ["completed", "max_turns"], [1, 4], log={"moves": (2, 6.0)}, repeated={"a": 1, "b": 2}),
+        generated(10, [4, 8]),
+        played("shop", ["completed", "completed"], [2, 2]),
+        played("maze", ["completed", "left out: slow"], [3, 0], log={"moves": (1, 9.0), "walls": (1, 0.5)}),
+    ]
+    scores = [scored([1.0, 0.0], [1, 1]), scored([9.0, 9.0], [1, 1]), scored([0.5, 0.25], [1, 1]), scored([0.5, 7.0], [1, 0])]
+    assert metrics.environment_metrics(groups, scores) == {
+        "environment/maze/reward": 0.5,
+        "environment/maze/episodes": 4.0,
+        "environment/maze/turns": 2.0,
+        "environment/maze/repeated": 3.0,
+        "environment/maze/left_out": 1.0,
+        "environment/maze/ended/completed": 2.0,
+        "environment/maze/ended/max_turns": 1.0,
+        "environment/maze/log/moves": 5.0,
+        "environment/maze/log/walls": 0.5,
+        "environment/shop/reward": 0.375,
+        "environment/shop/episodes": 2.0,
+        "environment/shop/turns": 2.0,
+        "environment/shop/repeated": 0.0,
+        "environment/shop/left_out": 0.0,
+        "environment/shop/ended/completed": 2.0,
+    }
+    assert "environment/shop/reward" in step_metrics(figures(generated=groups, scores=scores))
+
+
+def test_what_no_environment_plays_has_none_of_these_figures() -> None:
+    assert metrics.environment_metrics([played("", ["completed"], [1]), generated(1, [1])], [scored([1.0], [1])] * 2) == {}
+
+
+def test_an_environment_of_which_nothing_is_trained_has_no_reward() -> None:
+    found = metrics.environment_metrics([played("maze", ["left out: slow"], [1])], [scored([1.0], [0])])
+    assert "environment/maze/reward" not in found and found["environment/maze/left_out"] == 1.0

@@ -15,7 +15,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.calls import PIECES, PolicyCalls
 from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused, Tool
-from runtime.gateway.episodes import Episode, Playing
+from runtime.gateway.episode import Episode, Playing
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import EpisodeTask, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
 from tests.unit.template_cases import HERMES, folder_of

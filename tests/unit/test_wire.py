@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from runtime import codec, commands, errors, status
 from runtime.cluster import nodes
 from runtime.commands import Priority
+from runtime.environments.messages import CancelRequest, Description, EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import (
     SCHEMA_VERSION,
@@ -39,6 +40,7 @@ from services.rpc.generated import (
     common_pb2,
     coordinator_pb2,
     critic_pb2,
+    environment_pb2,
     gateway_pb2,
     reference_pb2,
     remote_reward_pb2,
@@ -49,7 +51,7 @@ from services.rpc.generated import (
 )
 
 MODULES = (
-    *(common_pb2, coordinator_pb2, critic_pb2, gateway_pb2, reference_pb2),
+    *(common_pb2, coordinator_pb2, critic_pb2, environment_pb2, gateway_pb2, reference_pb2),
     *(remote_reward_pb2, reward_pb2, rollout_pb2, trainer_pb2, weights_pb2),
 )
 
@@ -193,12 +195,48 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
             payload=b"\x00\x01",
         ),
     ),
-    ("Gateway", "UseRollouts"): (
-        commands.UseRollouts(
-            (commands.RolloutAddress("rollout-0", 3, "[::1]:65535", "a machine", 64, "gateway-0/1:00ff"),), "00ff"
+    ("Gateway", "UsePeers"): (
+        commands.UsePeers(
+            rollouts=(commands.PeerAddress("rollout-0", 3, "[::1]:65535", "a machine", 64, "gateway-0/1:00ff"),),
+            environments=(commands.PeerAddress("environment-1", 0, "[::1]:1", "a machine", 1),),
+            key="00ff",
         ),
         None,
     ),
+    ("Gateway", "Hurry"): (commands.Hurry(1 << 40), None),
+    ("Environment", "Describe"): (None, Description(name="é", concurrency=64)),
+    ("Environment", "Run"): (
+        EpisodeRequest(
+            id="f0a8",
+            base_url="http://[::1]:1/episodes/f0a8",
+            api_key="k",
+            task='{"label": "é"}',
+            seed=(1 << 63) - 1,
+            purpose="evaluate",
+            call_seconds=600.0,
+            tool_seconds=0.5,
+            setup_seconds=2.0,
+            score_seconds=3.0,
+            cleanup_seconds=4.0,
+        ),
+        EpisodeEvent(
+            phase="run",
+            reward=-0.5,
+            turn=0,
+            completion_id="call-1",
+            branch="critic",
+            log={"moves": 3.0},
+            end=EpisodeEnd(
+                reward=0.0,
+                rewards={"call-1": 1.0},
+                left_out=True,
+                stop_reason="max_turns",
+                failure="data",
+                reason="é",
+            ),
+        ),
+    ),
+    ("Environment", "Cancel"): (CancelRequest("f0a8"), None),
     ("Rollout", "JoinWeights"): (commands.JoinWeights(ADDRESS, MANIFEST), None),
     ("Rollout", "ReceiveWeights"): (commands.ReceiveWeights(VERSION, 6), None),
     ("Rollout", "CommitWeights"): (commands.CommitWeights(VERSION, 6), commands.WeightsCommitted(0.0125)),
@@ -314,6 +352,7 @@ def test_a_message_arrives_as_it_was_sent(side: contract.MethodSide, value: Any)
         (("Coordinator", "Processes"), None, status.Topology()),
         (("Coordinator", "Watch"), None, status.Progress()),
         (("Process", "Status"), None, status.Status(role="", name="")),
+        (("Environment", "Run"), MESSAGES["Environment", "Run"][0], EpisodeEvent()),
         (("Rollout", "ReceiveWeights"), commands.ReceiveWeights(PolicyVersion(), 0), None),
         (("Reference", "Logprobs"), LogprobRequest(group_id=0, payload=b""), b""),
     ],
@@ -433,7 +472,7 @@ def test_the_protocol_files_declare_exactly_these_methods() -> None:
                     assert (method.input_type, method.output_type) == frames
                     assert method.client_streaming and method.server_streaming
                     continue
-                assert method.server_streaming == (method.name in ("Watch", "Join"))
+                assert method.server_streaming == (method.name in ("Watch", "Join", "Run"))
                 assert not method.client_streaming
                 declared[service.name, method.name] = (
                     f"/{service.full_name}/{method.name}",
@@ -449,7 +488,7 @@ def test_the_protocol_files_declare_exactly_these_methods() -> None:
 def test_what_steers_a_role_goes_before_its_data() -> None:
     control = {name for (_, name), method in contract.METHODS.items() if method.priority is Priority.CONTROL}
     assert control == {
-        *("Status", "Stop", "HostWeights", "Move", "UseRollouts"),
+        *("Status", "Stop", "HostWeights", "Move", "UsePeers", "Hurry"),
         *("JoinWeights", "ReceiveWeights", "ResendWeights", "CommitWeights", "AbortWeights"),
     }
 

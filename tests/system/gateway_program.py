@@ -1,4 +1,4 @@
-"""A program that plays episodes of two turns, which gateways of the tests start. It knows a URL and a key."""
+"""A program that asks a run for tasks, and plays episodes of two turns. It knows a URL and a key."""
 
 from __future__ import annotations
 

@@ -1,0 +1,28 @@
+"""Two kinds of agents for tests/system/test_environments.py: a function, and a class with every method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+async def sums(data: dict[str, Any], *, episode: Any, **_: Any) -> float:
+    message = await episode.chat(data["messages"])
+    return len(set(message["content"] or "")) / 16
+
+
+class Maze:
+    """Two turns, of which the second has a reward of its own. Its tasks have no conversation."""
+
+    async def setup(self, data: dict[str, Any], **_: Any) -> None:
+        self.walls = data["walls"]
+
+    async def run(self, data: dict[str, Any], *, episode: Any, **_: Any) -> None:
+        messages = [{"role": "user", "content": f"{self.walls} walls"}]
+        for _turn in range(2):
+            message = await episode.chat(messages)
+            messages += [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": "on?"}]
+        episode.reward(len(set(message["content"] or "")) / 16, turn=1)
+        episode.log(walls=self.walls)
+
+    async def score(self, data: dict[str, Any], **_: Any) -> float:
+        return 0.5
