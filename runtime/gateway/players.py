@@ -147,15 +147,17 @@ class Players:
         while True:
             port = await self._choose(name, tried)
             tried.append(port.name)
-            attempt = _Attempt(port, self._episodes.open_one(group, index), settings, settings.retries + 1 - len(tried))
+            episode = self._episodes.open_one(group, index)
+            episode.call_seconds = settings.budgets.call
+            attempt = _Attempt(port, episode, settings, settings.retries + 1 - len(tried))
             end = await self._attempt(attempt, until)
-            failed = end.failure == "infrastructure" and not attempt.episode.overflowed
+            failed = end.failure == "infrastructure" and not episode.overflowed
             if failed:
                 self._count(name, settings, end.reason)
             if attempt.repeat or (failed and attempt.repeats_left > 0 and now() < until):
-                self._episodes.play_again(attempt.episode, _short(end.reason))
+                self._episodes.play_again(episode, _short(end.reason))
                 continue
-            self._end(name, attempt.episode, end)
+            self._end(name, episode, end)
             return
 
     async def _attempt(self, attempt: _Attempt, until: float) -> EpisodeEnd:
