@@ -145,7 +145,7 @@ class Players:
         name, until = group.request.task.environment, now() + self._seconds
         settings, tried = self._settings[name], list[str]()
         while True:
-            port = await self._choose(name, tried)
+            port = await self._choose(name, tried, until)
             tried.append(port.name)
             episode = self._episodes.open_one(group, index)
             episode.call_seconds = settings.budgets.call
@@ -217,9 +217,9 @@ class Players:
             cleanup_seconds=budgets.cleanup,
         )
 
-    async def _choose(self, name: str, tried: Sequence[str]) -> EnvironmentPort:
+    async def _choose(self, name: str, tried: Sequence[str], until: float) -> EnvironmentPort:
         """The one with the fewest episodes, of those that have not failed with this one where there are such."""
-        until = now() + self._silence
+        until = min(until, now() + self._silence)
         while not (ports := self._ports.get(name, ())):
             if not await done_within(self._changed.wait(), until - now()):
                 raise ServiceFault(f"services.environment.{name}", "play", "no process of it serves", self._silence)
