@@ -14,9 +14,11 @@ from sluice.agents.conversation import opening, package
 from sluice.agents.episode import DataError
 from sluice.agents.mcp_tools import innermost, untitled
 from sluice.agents.trl_environment import methods_of, with_text
+from tests.unit.docs_blocks import read
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("GymnasiumText", "McpServer", "OpenEnvClient", "VerifiersTaskset")
+EXAMPLES = sorted(file.name for file in (ROOT / "configs" / "agents").iterdir() if file.is_file() and file.name != "lookup.py")
 PACKAGES = {"GymnasiumText": "gymnasium", "McpServer": "mcp", "OpenEnvClient": "openenv", "VerifiersTaskset": "verifiers"}
 
 
@@ -85,6 +87,13 @@ def test_titles_of_a_schema_go_and_properties_of_that_name_stay() -> None:
         "properties": {"title": {"title": "Title", "type": "string"}, "many": {"anyOf": [{"title": "A"}]}},
     }
     assert untitled(schema) == {"properties": {"title": {"type": "string"}, "many": {"anyOf": [{}]}}}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_guide_has_the_examples_as_they_are(name: str) -> None:
+    page = ROOT / "docs" / "guides" / "environments.md"
+    assert (ROOT / "configs" / "agents" / name).read_text() in [block.text for block in read(page)]
+    assert f"`configs/agents/{name}`" in page.read_text()
 
 
 def test_the_first_of_a_group_of_exceptions_is_told() -> None:
