@@ -3,14 +3,14 @@
 from sluice.agents import GymnasiumText
 
 
-def text(observation, environment):
-    own, dealer, _ = observation
-    return f"{own}+{dealer}="  # what the tiny model of the example has learned to read
+class Blackjack(GymnasiumText):
+    def text(self, observation, environment):
+        own, dealer, _ = observation
+        return f"{own}+{dealer}="  # what the tiny model of the example has learned to read
+
+    def action(self, reply):
+        """1: another card; 0: no more."""
+        return int("1" in reply)
 
 
-def action(reply):
-    """1: another card; 0: no more."""
-    return int("1" in reply)
-
-
-agent = GymnasiumText("Blackjack-v1", text=text, action=action, turns=8)
+agent = Blackjack("Blackjack-v1", turns=8)

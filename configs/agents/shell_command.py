@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-from sluice.agents import Command
+from sluice.agents import CommandAgent
 
-agent = Command("sh", str(Path(__file__).with_name("ask.sh")), "{question}", "{answer}")
+agent = CommandAgent("sh", str(Path(__file__).with_name("ask.sh")), "{question}", "{answer}")

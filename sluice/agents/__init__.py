@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sluice.agents.episode import Branch, DataError, Episode, InfrastructureError, PolicyRefused
 
 if TYPE_CHECKING:
-    from sluice.agents.command import Command
+    from sluice.agents.command import CommandAgent
     from sluice.agents.functions import ToolAgent, Toolset
     from sluice.agents.gymnasium_text import GymnasiumText
     from sluice.agents.mcp_tools import McpServer
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sluice.agents.verifiers_taskset import VerifiersTaskset
 
 _HOMES = {
-    "Command": "command",
+    "CommandAgent": "command",
     "GymnasiumText": "gymnasium_text",
     "McpServer": "mcp_tools",
     "OpenEnvClient": "openenv_client",
@@ -33,7 +33,7 @@ _HOMES = {
 
 __all__ = [
     "Branch",
-    "Command",
+    "CommandAgent",
     "DataError",
     "Episode",
     "GymnasiumText",

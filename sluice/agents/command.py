@@ -22,10 +22,10 @@ COLUMN = re.compile(r"(?<!\$)\{([A-Za-z_][A-Za-z_0-9]*)\}")
 PIECE = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|""" + COLUMN.pattern, re.DOTALL)
 
 
-class Command:
-    """`Command("solve", "--ask", "{question}")`: a program with its arguments; or one text, a line for the shell. `{question}`
-    stands for the column of the row. `check`: another command, which judges what the first one did; its exit code 0 is worth 1,
-    any other 0.
+class CommandAgent:
+    """`CommandAgent("solve", "--ask", "{question}")`: a program with its arguments; or one text, a line for the shell.
+    `{question}` stands for the column of the row. `check`: another command, which judges what the first one did; its exit code
+    0 is worth 1, any other 0.
 
     Both find the gateway as programs do that know OpenAI's or Anthropic's API, and the task on standard input, in SLUICE_TASK
     and in the file SLUICE_TASK_FILE. The reward is in the last line of output that is a number or has `{"reward": number}`.
@@ -34,7 +34,7 @@ class Command:
     def __init__(self, *command: str, check: str | Sequence[str] = (), env: Mapping[str, str] | None = None):
         """`env`: variables of both, besides this process's own."""
         if not command:
-            raise ValueError("Command: names no program")
+            raise ValueError("CommandAgent: names no program")
         self._command, self._env = command, dict(env or {})
         self._check = (check,) if isinstance(check, str) and check else tuple(check)
 

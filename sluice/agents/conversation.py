@@ -90,8 +90,12 @@ def package(module: str, requirement: str) -> Any:
 
 
 async def value_of(function: Any, *arguments: Any, **given: Any) -> Any:
-    """What a function gives, whether it awaits or not; one that does not runs in a thread."""
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments, **given)
-    found = await asyncio.to_thread(function, *arguments, **given)
-    return await found if inspect.isawaitable(found) else found
+    """What a function gives, whether it awaits or not; one that does not runs in a thread. Raises what the function does, and
+    RuntimeError in place of SystemExit, which would end everybody else's work."""
+    try:
+        if any(inspect.iscoroutinefunction(each) for each in (function, type(function).__call__)):
+            return await function(*arguments, **given)
+        found = await asyncio.to_thread(function, *arguments, **given)
+        return await found if inspect.isawaitable(found) else found
+    except SystemExit as error:
+        raise RuntimeError(f"sys.exit({error.code!r})") from None

@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-import gymnasium
 import psutil
 import pytest
 
 from sluice.agents import (
-    Command,
+    CommandAgent,
     DataError,
     GymnasiumText,
     InfrastructureError,
@@ -50,20 +49,20 @@ def test_mini_swe_agents_own_command_is_judged_by_another(gateway: Gateway, tmp_
     mini = ["mini", "--yolo", "--exit-immediately", "--model", "openai/policy", "--output", str(tmp_path / "told.json")]
     env = {"SLUICE_TEST_FILE": str(tmp_path / "file"), "MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
     env["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    agent = Command(*mini, "--task", "{task}", check="grep -q {word} $SLUICE_TEST_FILE", env=env)
+    agent = CommandAgent(*mini, "--task", "{task}", check="grep -q {word} $SLUICE_TEST_FILE", env=env)
     assert play(gateway, agent, {"task": SWE_TASK, "word": "hello"}).reward == 1.0
     assert play(gateway, agent, {"task": SWE_TASK, "word": "farewell"}).reward == 0.0
 
 
 def test_the_example_of_a_shell_script(gateway: Gateway) -> None:
-    agent = Command("sh", str(EXAMPLES / "ask.sh"), "{question}", "{answer}")
+    agent = CommandAgent("sh", str(EXAMPLES / "ask.sh"), "{question}", "{answer}")
     assert play(gateway, agent, {"question": "2+3=", "answer": "5"}).reward == 0.0  # it is told its question again
     assert play(gateway, agent, {"question": "It is #### 5", "answer": "5"}).reward == 1.0
 
 
 def test_a_command_ends_with_all_that_it_started(gateway: Gateway, tmp_path: Path) -> None:
     kept = tmp_path / "pid"
-    agent = Command(f"sleep 1000 & echo $! > {kept}; echo 0.25")
+    agent = CommandAgent(f"sleep 1000 & echo $! > {kept}; echo 0.25")
     assert play(gateway, agent, {}).reward == 0.25
     pid = int(kept.read_text())
     eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, PATIENCE, "its end")
@@ -71,7 +70,7 @@ def test_a_command_ends_with_all_that_it_started(gateway: Gateway, tmp_path: Pat
 
 def test_a_command_that_fails_without_a_reward_is_no_episode(gateway: Gateway) -> None:
     with pytest.raises(InfrastructureError, match="exit code 3"):
-        play(gateway, Command("exit 3"), {})
+        play(gateway, CommandAgent("exit 3"), {})
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -187,30 +186,29 @@ def test_trls_reward_functions(gateway: Gateway) -> None:
     assert play(gateway, agent, {"prompt": "Which fruit?", "secret": "plum"}).reward == 0.75
 
 
-FROZEN = {"map_name": "4x4", "is_slippery": False, "render_mode": "ansi"}
+class Walk(GymnasiumText):
+    """On the ice, by a player who says these moves, one after the other."""
 
+    def __init__(self, moves: str, **given: Any):
+        super().__init__("FrozenLake-v1", map_name="4x4", is_slippery=False, render_mode="ansi", **given)
+        self._left = iter(moves)
 
-def frozen_lake(moves: str, **given: Any) -> GymnasiumText:
-    """Whose player says these moves, one after the other."""
-    left = iter(moves)
+    def text(self, observation: Any, environment: Any) -> str:
+        return f"{super().text(observation, environment)}\nsay I go {next(self._left, '0')}"
 
-    def text(observation: Any, environment: Any) -> str:
-        return f"{environment.render()}\nsay I go {next(left, '0')}"
-
-    return GymnasiumText(
-        lambda _: gymnasium.make("FrozenLake-v1", **FROZEN), text=text, action=lambda reply: int(reply[-1]), **given
-    )
+    def action(self, reply: str) -> int:
+        return int(reply[-1])
 
 
 def test_gymnasiums_frozen_lake(gateway: Gateway) -> None:
-    assert play(gateway, frozen_lake("112212"), {"seed": 1}) == (1.0, "", [])  # 1: down, 2: right
-    assert play(gateway, frozen_lake("21"), {"seed": 1}) == (0.0, "", [])  # a hole
-    assert play(gateway, frozen_lake("000", turns=3), {"seed": 1}) == (0.0, "max_turns", [])
-    assert play(gateway, frozen_lake("1x"), {"seed": 1}) == (0.0, "parse_error", [])
+    assert play(gateway, Walk("112212"), {"seed": 1}) == (1.0, "", [])  # 1: down, 2: right
+    assert play(gateway, Walk("21"), {"seed": 1}) == (0.0, "", [])  # a hole
+    assert play(gateway, Walk("000", turns=3), {"seed": 1}) == (0.0, "max_turns", [])
+    assert play(gateway, Walk("1x"), {"seed": 1}) == (0.0, "parse_error", [])
 
 
 def test_each_turn_of_gymnasiums_may_be_rewarded(gateway: Gateway) -> None:
-    reward, stop_reason, news = play(gateway, frozen_lake("112212", turn_rewards=True), {"seed": 1})
+    reward, stop_reason, news = play(gateway, Walk("112212", turn_rewards=True), {"seed": 1})
     assert (reward, stop_reason) == (None, "")
     assert news == [{"reward": float(turn == 5), "turn": turn} for turn in range(6)]
 
@@ -218,23 +216,39 @@ def test_each_turn_of_gymnasiums_may_be_rewarded(gateway: Gateway) -> None:
 def test_gymnasiums_blackjack_is_dealt_by_the_rows_seed(gateway: Gateway) -> None:
     seen: list[str] = []
 
-    def text(observation: Any, environment: Any) -> str:
-        seen.append(str(observation))
-        return f"{observation}\nsay 0"
+    class Cautious(GymnasiumText):
+        def text(self, observation: Any, environment: Any) -> str:
+            seen.append(str(observation))
+            return f"{super().text(observation, environment)}\nsay 0"
 
-    agent = GymnasiumText("Blackjack-v1", text=text, action=int)
+    agent = Cautious("Blackjack-v1")
     rewards = [play(gateway, agent, {"seed": seed}).reward for seed in (1, 1, 2)]
     assert rewards[0] == rewards[1] and seen[0] == seen[2] != seen[4]
     assert set(rewards) <= {-1.0, 0.0, 1.0, 1.5}
 
 
+class Echo(OpenEnvClient):
+    def action(self, reply: str) -> Any:
+        return {"message": reply}
+
+    def text(self, observation: Any) -> str:
+        return f"{super().text(observation)}\nsay hello"
+
+
+class Json(OpenEnvClient):
+    said = '{"message": "hi"}'
+
+    def text(self, observation: Any) -> str:
+        return f"say {self.said}"
+
+
 def test_openenvs_own_environment(gateway: Gateway, tmp_path: Path) -> None:
     with openenv_echo(tmp_path) as url:
-        agent = OpenEnvClient(url, action=lambda text: {"message": text}, text=lambda seen: f"{seen}\nsay hello", turns=3)
-        assert play(gateway, agent, {"seed": 3}) == (pytest.approx(1.5), "max_turns", [])
-        agent = OpenEnvClient(url, text=lambda _: 'say {"message": "hi"}', turns=1, turn_rewards=True)
+        assert play(gateway, Echo(url, turns=3), {"seed": 3}) == (pytest.approx(1.5), "max_turns", [])
+        agent = Json(url, turns=1, turn_rewards=True)
         assert play(gateway, agent, {}) == (None, "max_turns", [{"reward": pytest.approx(0.2), "turn": 0}])
-        assert play(gateway, OpenEnvClient(url, text=lambda _: "say hi"), {}).stop_reason == "parse_error"
+        agent.said = "hi"
+        assert play(gateway, agent, {}).stop_reason == "parse_error"
     with pytest.raises(InfrastructureError, match="OpenEnv's server"):
         play(gateway, agent, {})
 

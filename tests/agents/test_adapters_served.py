@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import pytest
 
-from sluice.agents import Command, GymnasiumText, McpServer, OpenEnvClient, ToolAgent, TrlEnvironment, VerifiersTaskset
+from sluice.agents import CommandAgent, GymnasiumText, McpServer, OpenEnvClient, ToolAgent, TrlEnvironment, VerifiersTaskset
 from tests.agents.adapters import play
 from tests.agents.conftest import PYTHON, ROOT, Gateway
 from tests.agents.servers import openenv_echo
@@ -57,7 +56,9 @@ class Counted:
 
 
 def test_a_shell_script(served: Gateway) -> None:
-    found = play(served, Command("sh", str(EXAMPLES / "ask.sh"), "{question}", "{answer}"), {"question": "2+3=", "answer": "5"})
+    found = play(
+        served, CommandAgent("sh", str(EXAMPLES / "ask.sh"), "{question}", "{answer}"), {"question": "2+3=", "answer": "5"}
+    )
     assert found == (0.0, "", [])
 
 
@@ -74,10 +75,12 @@ def test_trl(served: Gateway) -> None:
 def test_gymnasium(served: Gateway) -> None:
     """Until the conversation is too long: the ice is walked on from one side to the other, and never left."""
 
-    def endless(_: dict[str, Any]) -> Any:
-        return gymnasium.make("FrozenLake-v1", desc=["SF", "FG"], is_slippery=False, render_mode="ansi")
+    class Still(GymnasiumText):
+        def action(self, reply: str) -> int:
+            return 0
 
-    found = play(served, GymnasiumText(endless, action=lambda reply: 0, turns=1000, turn_rewards=True), {"seed": 1})
+    still = Still("FrozenLake-v1", turns=1000, turn_rewards=True, desc=["SF", "FG"], is_slippery=False, render_mode="ansi")
+    found = play(served, still, {"seed": 1})
     assert (found.reward, found.stop_reason) == (None, "context_overflow")
     assert len(found.news) > 3 and found.news[-1] == {"reward": 0.0, "turn": len(found.news) - 1}
 
@@ -94,12 +97,15 @@ def test_openenv_and_verifiers_own_taskset_of_it(served: Gateway, tmp_path: Path
     with openenv_echo(tmp_path) as url:
         lengths: list[int] = []
 
-        def text(seen: dict[str, Any]) -> str:
-            lengths.append(seen["message_length"])
-            return f"{lengths[-1]} characters."
+        class Echo(OpenEnvClient):
+            def action(self, reply: str) -> Any:
+                return {"message": reply}
 
-        agent: Any = OpenEnvClient(url, action=lambda reply: {"message": reply}, text=text, turns=3)
-        found = play(served, agent, {})
+            def text(self, observation: Any) -> str:
+                lengths.append(observation["message_length"])
+                return f"{lengths[-1]} characters."
+
+        found = play(served, Echo(url, turns=3), {})
         assert found.reward == pytest.approx(sum(min(length * 0.1, 1.0) for length in lengths))
         assert (found.stop_reason, len(lengths), lengths[0]) == ("max_turns", 1 + 3, 0)
         player = {"max_turns": 1, "sampling": {"temperature": 0.0}}

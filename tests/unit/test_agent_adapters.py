@@ -6,7 +6,6 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,9 +14,11 @@ from sluice.agents.conversation import opening, package
 from sluice.agents.episode import DataError
 from sluice.agents.mcp_tools import innermost, untitled
 from sluice.agents.trl_environment import methods_of, with_text
+from tests.unit.docs_blocks import read
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("GymnasiumText", "McpServer", "OpenEnvClient", "VerifiersTaskset")
+EXAMPLES = sorted(file.name for file in (ROOT / "configs" / "agents").iterdir() if file.is_file() and file.name != "lookup.py")
 PACKAGES = {"GymnasiumText": "gymnasium", "McpServer": "mcp", "OpenEnvClient": "openenv", "VerifiersTaskset": "verifiers"}
 
 
@@ -30,9 +31,8 @@ def test_the_standard_library_is_enough_to_import_them_all() -> None:
 def test_a_missing_package_is_told_with_what_installs_it(name: str) -> None:
     if importlib.util.find_spec(PACKAGES[name]):
         pytest.skip(f"{PACKAGES[name]} is installed")
-    given: dict[str, Any] = {"action": int} if name == "GymnasiumText" else {}
     with pytest.raises(ImportError, match=rf" is not installed: {sys.executable} -m pip install '{PACKAGES[name]}"):
-        getattr(sluice.agents, name)("x", **given)
+        getattr(sluice.agents, name)("x")
 
 
 def test_what_a_package_itself_lacks_is_not_told_as_its_absence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +87,13 @@ def test_titles_of_a_schema_go_and_properties_of_that_name_stay() -> None:
         "properties": {"title": {"title": "Title", "type": "string"}, "many": {"anyOf": [{"title": "A"}]}},
     }
     assert untitled(schema) == {"properties": {"title": {"type": "string"}, "many": {"anyOf": [{}]}}}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_guide_has_the_examples_as_they_are(name: str) -> None:
+    page = ROOT / "docs" / "guides" / "environments.md"
+    assert (ROOT / "configs" / "agents" / name).read_text() in [block.text for block in read(page)]
+    assert f"`configs/agents/{name}`" in page.read_text()
 
 
 def test_the_first_of_a_group_of_exceptions_is_told() -> None:

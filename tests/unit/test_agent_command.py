@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sluice.agents.command import LONGEST, Command, filled, reward_of, variables
+from sluice.agents.command import LONGEST, CommandAgent, filled, reward_of, variables
 from sluice.agents.episode import DataError, Episode
 
 HOSTILE = """$(echo no) `echo no` "; echo no #' \\ {other}"""
@@ -85,4 +85,4 @@ def test_what_a_program_is_told_of_the_gateway() -> None:
 
 def test_a_command_has_a_name() -> None:
     with pytest.raises(ValueError, match="names no program"):
-        Command()
+        CommandAgent()
