@@ -28,7 +28,7 @@ def load(**told: float) -> Load:
 def after(policy: Concurrency, *told: Load, groups: int | None = None) -> float:
     """x, after a cycle of each, with as many groups under way as there may be."""
     for each in told:
-        for _ in range(LOOKS + 1):
+        for _ in range(LOOKS if policy._slots else LOOKS + 1):  # at the first look it learns of the slots
             policy.look(each, policy.limit(each.slots) if groups is None else groups)
     return policy.per_slot
 
@@ -48,6 +48,7 @@ def test_it_begins_with_what_plain_replies_have() -> None:
         ({"running": 48, "waiting": 0}, START * (64 + 8) / 48),
         ({"running": 60, "waiting": 20}, START * (80 + 8) / 80),
         ({"running": 60, "waiting": 10, "kv_use": 0.6}, START),
+        ({"running": 60, "waiting": 10, "kv_use": 0.7}, START),
         ({"running": 60, "waiting": 10, "preempted": 2}, START),
         ({"running": 20, "waiting": 0, "unasked": 3}, START),
         ({"running": 20, "waiting": 0, "calls": 10}, START),
@@ -82,6 +83,22 @@ def test_it_goes_on_with_what_an_earlier_coordinator_has_left() -> None:
     policy.look(load(), groups=200)
     assert 200 <= policy.limit(SLOTS) <= 201
     assert policy.limit(SLOTS // 2) == 101
+
+
+def test_after_a_decrease_it_grows_by_an_eighth_but_where_half_of_the_slots_stand_empty() -> None:
+    policy = Concurrency(SIZE, FREE)
+    before = after(policy, load(waiting=2 * SLOTS), load())
+    assert after(policy, load(running=36, waiting=0)) == pytest.approx(before * 1.125)
+    assert after(policy, load(running=30, waiting=0)) == pytest.approx(2 * before * 1.125)
+
+
+def test_from_the_least_it_comes_back() -> None:
+    policy = Concurrency(SIZE, FREE)
+    for _ in range(100):
+        policy.look(load(preempted=SLOTS), policy.limit(SLOTS))
+    assert policy.limit(SLOTS) == 1
+    after(policy, *[load(running=2, waiting=0)] * 2)
+    assert policy.limit(SLOTS) == 3
 
 
 def test_a_decrease_counts_from_what_is_under_way() -> None:

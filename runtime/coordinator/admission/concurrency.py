@@ -17,8 +17,9 @@ decrease counts from what is under way, if that is less than the limit, and noth
 episode is withdrawn for it.
 
 What is wanted is in proportion to the episodes while the slots take it (Little's law). So an increase fills the slots, and then
-adds an eighth of them to what is wanted. At most it doubles x, and once there was a decrease it adds an eighth of x: what is
-measured as episodes are begun, or end, is not what they come to. It is not to bring use above 0.6 either.
+adds an eighth of them to what is wanted. At most it doubles x; once there was a decrease it adds at most an eighth of x, unless
+half of the slots stand empty: what is measured as episodes are begun, or end, is not what they come to. Nor is it to bring use
+above 0.6.
 
 Few sequences wait if they are at most half of those that run: wants vary, and slots are full most of the time only if some
 sequences wait most of the time. Many are one and a half times those that run: they only make episodes late, and their tokens
@@ -40,7 +41,7 @@ from runtime.config import Config
 START = 2.0  # episodes for a slot
 STEP = 1 / 8  # of the slots
 GROW, TRIM, CUT = 0.6, 0.8, 0.9  # of the room for keys and values
-FIRST_GROWTH = 2.0  # at most, before the first decrease
+MOST_GROWTH = 2.0
 TRIMMED, AFTER_CUT = 0.9, 0.7
 FEW_WAIT, MANY_WAIT = 1 / 2, 3 / 2  # of those that run
 FEW_PREEMPTED = 1 / 20  # of those that run, from one look to the next
@@ -58,6 +59,9 @@ class Load(NamedTuple):
     calls: float  # of the policy, since the look before
     episodes: float  # that programs play
     unasked: float  # tasks that wait for a program
+
+
+NOTHING = Load(*[0] * len(Load._fields))
 
 
 def load_of(before: Mapping[Any, Mapping[str, float]], now: Mapping[Any, Mapping[str, float]]) -> Load | None:
@@ -99,9 +103,9 @@ class Concurrency:
 
     def __init__(self, size: int, most: int):
         self._size, self._most = size, most
-        self._slots = self._looks = 0
-        self._sum = Load(0, 0, 0, 0, 0, 0, 0, 0)
-        self._most_growth = FIRST_GROWTH
+        self._slots = 0
+        self._looks, self._sum = 0, NOTHING  # of the cycle
+        self._decreased = False
         self.per_slot = START
 
     def limit(self, slots: int) -> int:
@@ -124,7 +128,7 @@ class Concurrency:
             self._end_cycle(groups, bounds=groups >= self.limit(load.slots) and not load.unasked)
 
     def _begin_cycle(self) -> None:
-        self._looks, self._sum = 0, Load(0, 0, 0, 0, 0, 0, 0, 0)
+        self._looks, self._sum = 0, NOTHING
 
     def _end_cycle(self, groups: int, bounds: bool) -> None:
         """`bounds`: the limit, and nothing else."""
@@ -132,7 +136,8 @@ class Concurrency:
         if waiting > MANY_WAIT * running or use >= TRIM:
             self._decrease(AFTER_CUT if use >= CUT else TRIMMED, groups)
         elif bounds and waiting <= FEW_WAIT * running and use < GROW and not self._sum.preempted:
-            wanted, most = running + waiting, self._most_growth
+            wanted = running + waiting
+            most = MOST_GROWTH if wanted <= self._slots / 2 or not self._decreased else 1 + STEP
             filled = (max(self._slots, wanted) + STEP * self._slots) / wanted if wanted else most
             self.per_slot *= min(filled, most, GROW / use if use else most)
         self._begin_cycle()
@@ -141,5 +146,5 @@ class Concurrency:
         """Down to half a group, which makes the limit one."""
         under_way = groups * self._size / self._slots
         self.per_slot = max(min(self.per_slot, under_way) * share, self._size / self._slots / 2)
-        self._most_growth = 1 + STEP
+        self._decreased = True
         self._begin_cycle()
