@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec import Struct, structs
 
 from runtime.coordinator import staleness
-from runtime.coordinator.admission.depth import PATIENCE, PipelineDepth
+from runtime.coordinator.admission.depth import LATE, PipelineDepth
 from runtime.coordinator.group import Group, asked_of, restored
 from runtime.errors import InvariantViolated
 from runtime.ledger import states
@@ -280,8 +280,8 @@ class Buffer:
 
     def late(self) -> Iterator[tuple[Group, float]]:
         """The groups under way that the trainer waits for alone, and for how many seconds more that is nothing out of the
-        ordinary: `PATIENCE` times what the slowest of a step takes."""
-        usual = PATIENCE * (self._depth.slowest or 0.0) if self._depth is not None and self.trainer_waits else 0.0
+        ordinary: `LATE` times what the slowest of a step takes."""
+        usual = LATE * (self._depth.slowest or 0.0) if self._depth is not None and self.trainer_waits else 0.0
         for group in self if usual else ():
             if group.state.phase == Phase.GENERATING and group.deadline is not None and group.deadline <= self.step:
                 yield group, max(0.0, usual - (self._clock() - group.since))

@@ -95,15 +95,19 @@ def test_evaluations_and_single_tasks_are_played_too(mixed: Path, tmp_path: Path
     assert (done.returncode, one_line(done.stderr)) == (2, "error: --task: 99, but there are only 16 tasks")
 
 
-SHORT = ("deadlines.silence=5", "deadlines.stall={loop: 3}", "services.environment.sums.restarts.backoff=0.1")
+SHORT = ("deadlines.silence=5", "deadlines.stall={loop: 3}")
 
 
-@pytest.mark.parametrize("how", ["kill", "suspend"])
-def test_an_environment_that_is_lost_costs_no_task(mixed: Path, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "lost"),
+    [("kill", "environment-0"), ("suspend", "environment-0"), ("kill", "environment-2")],
+)
+def test_an_environment_that_is_lost_costs_no_task(mixed: Path, tmp_path: Path, how: str, lost: str) -> None:
+    """One of two of its kind, and one that is alone."""
     with started(mixed, LONG, *SHORT, folder=tmp_path / "run") as run:
         run.reaches(2)
-        getattr(run.member("environment-0"), how)()
-        goes_on_without_loss(run, "environment-0")
+        getattr(run.member(lost), how)()
+        goes_on_without_loss(run, lost)
 
 
 def test_an_agent_that_cannot_be_imported_is_the_users_to_mend(tiny: Path, tmp_path: Path) -> None:
@@ -123,7 +127,7 @@ def test_a_row_that_names_an_unknown_environment_is_the_users_to_mend(mixed: Pat
     with started(mixed, folder=tmp_path / "run") as run:
         assert run.wait(BACK) == 2, run.output + run.errors
         check_gone(run.folder)
-        assert one_line(run.errors).endswith("tasks:17: environment 'shop' is not one of services.environment: sums, maze")
+        assert one_line(run.errors).endswith("tasks:17: environment 'shop' is not one of services.environment: maze, sums")
 
 
 @contextmanager

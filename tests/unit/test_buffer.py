@@ -7,9 +7,9 @@ import random
 
 import numpy as np
 import pytest
-from runtime.coordinator.depth import PATIENCE, PipelineDepth
 
 from runtime.coordinator import staleness
+from runtime.coordinator.admission.depth import LATE, PipelineDepth
 from runtime.coordinator.buffer import Buffer
 from runtime.errors import InvariantViolated
 from runtime.ledger.records import Change, Ticket
@@ -319,7 +319,7 @@ def test_a_group_that_the_trainer_waits_for_alone_is_late_once_that_is_out_of_th
     assert not list(h.buffer.late())  # the trainer has something to do
     h.buffer.trainer_waits = True
     ((group, seconds),) = h.buffer.late()
-    assert (group.group_id, seconds) == (1, PATIENCE * depth.slowest - 4.0)
+    assert (group.group_id, seconds) == (1, LATE * depth.slowest - 4.0)
     h.now += seconds
     ((group, seconds),) = h.buffer.late()
     assert (group.group_id, seconds) == (1, 0.0)

@@ -41,6 +41,7 @@ SHAPES = (
     *("training.staleness: η", "rewards.rules.0.name=...", "services.coordinator: {host, port}"),
     *("services.preset: my/layout.yaml", "network.port_range: [first, last]"),
     "algorithm.norm_adv_by_std_in_grpo: false",  # verl's
+    "services.environment: ascend",  # of 0.1
 )
 # Files of other projects, and placeholders.
 THEIRS = (

@@ -26,7 +26,7 @@ from runtime.evaluation.results import EvaluatedProblem
 from runtime.evaluation.sets import EvaluationData
 from runtime.telemetry import metric_names, metrics
 from runtime.telemetry.metrics import PublicationFigures, SpanClock
-from runtime.types import GeneratedGroup, PolicyVersion, Scores, StepResult
+from runtime.types import GeneratedGroup, Outcomes, PolicyVersion, Scores, StepResult
 from tests.metric_names import described
 
 pytest.importorskip("torch", reason="needs torch: make install")
@@ -70,6 +70,7 @@ def of_the_coordinator() -> set[str]:
         truncated=0,
         oldest=PolicyVersion(),
         newest=PolicyVersion(),
+        outcomes=Outcomes(environment="NAME", reasons=["REASON"], turns=[1], log={"FIGURE": (1, 1.0)}),
         payload=b"",
     )
     scores = Scores(
