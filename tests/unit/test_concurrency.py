@@ -39,6 +39,14 @@ def test_it_begins_with_what_plain_replies_have() -> None:
     assert after(policy, load()) == START, "slots are full, and as many wait as are to"
 
 
+def test_idle_for_ever_at_the_bound_it_stays_there() -> None:
+    policy = Concurrency(SIZE, 40)
+    idle = load(running=0, waiting=0)
+    after(policy, *[idle] * 1200)
+    assert policy.limit(SLOTS) == 40
+    assert policy.per_slot <= 2 * 40 * SIZE / SLOTS
+
+
 @pytest.mark.parametrize(
     ("told", "expected"),
     [

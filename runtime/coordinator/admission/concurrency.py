@@ -125,7 +125,7 @@ class Concurrency:
         if load.preempted > FEW_PREEMPTED * load.running:
             self._decrease(AFTER_CUT, groups)
         elif self._looks >= LOOKS and self._sum.calls >= max(1, self._sum.episodes / self._looks):
-            self._end_cycle(groups, bounds=groups >= self.limit(load.slots) and not load.unasked)
+            self._end_cycle(groups, bounds=self.limit(load.slots) <= groups < self._most and not load.unasked)
 
     def _begin_cycle(self) -> None:
         self._looks, self._sum = 0, NOTHING
