@@ -35,7 +35,11 @@ class TrlEnvironment:
         begun = len(messages)
         tools = Toolset([*self._tools, *methods_of(environment)], episode.tools.seconds)
         tools.episode = episode
-        await with_tools(conversation, tools, self._turns)
+        try:
+            await tools.open()
+            await with_tools(conversation, tools, self._turns)
+        finally:
+            await tools.close()
         return await self._earned(environment, row, messages[:begun], conversation.messages[begun:])
 
     def _made(self, data: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
