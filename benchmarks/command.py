@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 from rich.console import Console
 
 from runtime.errors import UserError
@@ -25,7 +26,7 @@ FOLDER = Path("runs") / ".cache" / "bench"
 INPUTS = FOLDER / "inputs"  # made at once by a rename, so that nothing else may lie in it
 
 DATA = {"rewards": "a folder that holds cases/ and data/gsm8k/", "scale": "a folder that holds real replies"}
-QUICK = ("gateway", "staleness")
+QUICK = ("concurrency", "gateway", "staleness")
 VLLM = ("gateway", "rollout")
 
 Measured = tuple[Any, list[LiteralTable]]  # the figures, and how they are shown
@@ -42,6 +43,7 @@ class Options(Struct, frozen=True, kw_only=True):
     trl_python: Path | None = None
     sizes: str | None = None
     receivers: int | None = None
+    depth: str = "auto"
 
 
 class BenchMachine(Struct):
@@ -69,8 +71,10 @@ def _check(name: str, options: Options) -> None:
     for option, given in (("--sizes", options.sizes), ("--receivers", options.receivers)):
         if given is not None and name != "publication":
             raise UserError(f"{option}: bench {name} publishes nothing; publication is the only one that does")
+    if options.depth != "auto" and name != "staleness":
+        raise UserError(f"--depth: bench {name} has none to choose; staleness is the only one that has")
     if options.quick and name not in QUICK:
-        raise UserError(f"--quick: bench {name} has no shorter form; {' and '.join(QUICK)} have one")
+        raise UserError(f"--quick: bench {name} has no shorter form; {', '.join(QUICK[:-1])} and {QUICK[-1]} have one")
     if (options.data is not None) != (name in DATA):
         needs = f"bench {name} needs" if name in DATA else f"only bench {' and bench '.join(DATA)} take"
         raise UserError(f"--data: {needs} {DATA.get(name, 'a folder of data')}")
@@ -103,10 +107,24 @@ def _simulation(options: Options, show: Show) -> Measured:
     return report, bench.render(report)
 
 
+def _concurrency(options: Options, show: Show) -> Measured:
+    from benchmarks import concurrency as bench
+
+    report = bench.run(bench.QUICK if options.quick else bench.ConcurrencySettings(), show)
+    return report, bench.render(report)
+
+
 def _coordinator(options: Options, show: Show) -> Measured:
     from benchmarks import coordinator as bench
 
     report = asyncio.run(bench.measure(INPUTS, bench.CoordinatorBenchSettings(), show))
+    return report, bench.render(report)
+
+
+def _depth(options: Options, show: Show) -> Measured:
+    from benchmarks import depth as bench
+
+    report = asyncio.run(bench.measure(FOLDER / "depth", bench.DepthSettings(), show))
     return report, bench.render(report)
 
 
@@ -178,8 +196,8 @@ def _rollout(options: Options, show: Show) -> Measured:
 def _staleness(options: Options, show: Show) -> Measured:
     from benchmarks.staleness import bench
 
-    settings = bench.QUICK if options.quick else bench.StalenessSettings()
-    report = asyncio.run(bench.measure(FOLDER / "staleness", settings, show, print))
+    settings = replace(bench.QUICK if options.quick else bench.StalenessSettings(), depth=options.depth)
+    report = asyncio.run(bench.measure(FOLDER / "staleness" / options.depth, settings, show, print))
     return report, bench.render(report)
 
 
@@ -187,6 +205,13 @@ def _startup(options: Options, show: Show) -> Measured:
     from benchmarks import startup as bench
 
     report = asyncio.run(bench.measure(FOLDER / "startup", bench.StartupSettings(), show))
+    return report, bench.render(report)
+
+
+def _storm(options: Options, show: Show) -> Measured:
+    from benchmarks import storm as bench
+
+    report = asyncio.run(bench.measure(FOLDER / "storm", bench.StormSettings(), show))
     return report, bench.render(report)
 
 
@@ -200,7 +225,9 @@ def _train(options: Options, show: Show) -> Measured:
 
 
 BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
+    "concurrency": _concurrency,
     "coordinator": _coordinator,
+    "depth": _depth,
     "engine": _engine,
     "engines": _engines,
     "gateway": _gateway,
@@ -214,5 +241,6 @@ BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
     "simulation": _simulation,
     "staleness": _staleness,
     "startup": _startup,
+    "storm": _storm,
     "train": _train,
 }

@@ -8,7 +8,6 @@ programs call a plain aiohttp server, and vLLM's own where it is installed.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import sys
 import tempfile
@@ -27,10 +26,8 @@ from msgspec.structs import replace
 from benchmarks.gateway_script import write_model
 from benchmarks.gateway_trial import HOST, Played, TrialSettings
 from benchmarks.inputs import CONFIG
-from benchmarks.process import end
+from benchmarks.process import end, service
 from benchmarks.rollout import DEFAULT_PYTHON, interpreter
-from launcher.node.environment import environment
-from launcher.node.machine import Machine
 from runtime import codec, run_files
 from runtime.commands import PeerAddress, UsePeers
 from runtime.config import Gateway, Network, loading
@@ -228,7 +225,10 @@ async def _gateway(folder: Path, trial: TrialSettings, group: int) -> ServerLoad
     address = coordinator.bind(HOST, 0)
     await coordinator.start()
     try:
-        async with _started(("benchmarks.gateway_trial", "rollout"), trial) as (_, rollout), _process(folder, address):
+        async with (
+            _started(("benchmarks.gateway_trial", "rollout"), trial) as (_, rollout),
+            service("gateway", folder, address),
+        ):
             known = await asyncio.wait_for(registered, START)
             session = Session(known.address, known.name, "Gateway", known.machine)
             await session.open(START)
@@ -253,27 +253,6 @@ def _configure(folder: Path, trial: TrialSettings) -> None:
         gateway=Gateway(context=CONTEXT),
     )
     (folder / run_files.CONFIG).write_text(loading.to_yaml(config))
-
-
-@asynccontextmanager
-async def _process(folder: Path, coordinator: str) -> AsyncIterator[None]:
-    """The gateway's, as the launcher would start it."""
-    path = folder / run_files.CONFIG
-    settings = loading.load(path, ()).services.gateway
-    own = {name: str(value) for name, value in environment(settings, 1, Machine()).items()}
-    arguments = ("--config", str(path), "--name", "gateway-0", "--coordinator", coordinator)
-    with (folder / "log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            *start.command("services.gateway", *arguments), env={**os.environ, **own}, stderr=log
-        )
-        try:
-            yield
-        except Exception as error:
-            last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]
-            raise ServiceFault(OURS, "run", f"{error}; the last line of its log: {last}") from error
-        finally:
-            process.kill()
-            await process.wait()
 
 
 async def _group_by_group(session: Session, pid: int, trial: TrialSettings, size: int) -> ServerLoad:

@@ -1,10 +1,44 @@
-"""The end of a process that a bench started, and that ends by itself with its standard input."""
+"""Processes that a bench starts: those of a run, and those that end by themselves with their standard input."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from launcher.node.environment import environment
+from launcher.node.machine import Machine
+from runtime import run_files
+from runtime.config import loading
+from runtime.errors import ServiceFault
+from sluice import start
 
 ENDING = 10.0  # seconds
+
+
+@asynccontextmanager
+async def service(role: str, folder: Path, coordinator: str) -> AsyncIterator[None]:
+    """The first process of a role, as the launcher would start it, with the configuration of the run's `folder`. Raises
+    ServiceFault in place of what goes wrong meanwhile, with the last line of its log."""
+    path = folder / run_files.CONFIG
+    settings = getattr(loading.load(path, ()).services, role)
+    own = {name: str(value) for name, value in environment(settings, 1, Machine()).items()}
+    arguments = ("--config", str(path), "--name", f"{role}-0", "--coordinator", coordinator)
+    log = folder / f"{role}.log"
+    with log.open("wb") as written:
+        process = await asyncio.create_subprocess_exec(
+            *start.command(f"services.{role}", *arguments), env={**os.environ, **own}, stderr=written
+        )
+        try:
+            yield
+        except Exception as error:
+            last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+            raise ServiceFault(role, "run", f"{error}; the last line of its log: {last}") from error
+        finally:
+            process.kill()
+            await process.wait()
 
 
 async def end(process: asyncio.subprocess.Process) -> None:

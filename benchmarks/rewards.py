@@ -1,4 +1,5 @@
-"""`sluice bench rewards`: cases/s of the answer verifiers beside plain math-verify, and GSM8K's test through the pool."""
+"""`sluice bench rewards`: cases/s of the answer verifiers beside plain math-verify, GSM8K's test through the pool, and
+programs/s of the rule `code`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from benchmarks import programs
+from benchmarks.programs import ProgramsReport
 from benchmarks.rewards_trial import OURS, PLAIN, JudgedCases
 from runtime.config import Rewards
 from runtime.errors import ServiceFault, UserError
@@ -37,6 +40,8 @@ class RewardsBenchSettings(Struct, frozen=True):
     verifiers: tuple[str, ...] = ("gsm8k", "math")
     workers: tuple[int, ...] = (1, 2)
     rounds: int = 3
+    programs: int = 100
+    """0: none."""
 
 
 class JudgingSide(Struct):
@@ -64,6 +69,7 @@ class RewardsBenchReport(Struct):
     ratio: float  # ours over plain
     replies: int
     scored: list[Scored]
+    programs: ProgramsReport | None = None  # where there is a sandbox
 
 
 async def measure(
@@ -84,6 +90,8 @@ async def measure(
             for workers in settings.workers:
                 show(f"GSM8K's test: {verifier}, {workers} workers")
                 report.scored.append(await _score(verifier, workers, tasks, labels, settings.rounds))
+    if settings.programs:
+        report.programs = await programs.measure(settings.programs, settings.workers, settings.rounds, show)
     return report
 
 
@@ -187,6 +195,7 @@ def render(report: RewardsBenchReport) -> list[LiteralTable]:
     return [
         *([_render_cases(report)] if report.cases else []),
         *([_render_replies(report)] if report.replies else []),
+        *([programs.render(report.programs)] if report.programs is not None else []),
     ]
 
 

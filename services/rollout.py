@@ -321,6 +321,9 @@ class RolloutService(process.Service):
             "kv_waiting_texts": stats.kv_waiting_texts,
             "kv_hits_total": stats.kv_hits,
             "kv_misses_total": stats.kv_misses,
+            "kv_use": stats.kv_use,
+            "kv_shared": float(stats.kv_shared),
+            "preemptions_total": stats.preemptions,
             "swaps_total": self.weights.swaps,
             "torn": float(self._engine.torn),
         }

@@ -31,6 +31,7 @@ class StalenessSettings(Struct, frozen=True):
     problems: int = 820  # held out of 1,600, a seed: five seeds give 4,100 a cell
     every: int = 25  # steps between evaluations, each of which takes some 10 to 20 of them
     deadline: float = 1800.0  # seconds of one run, its warm-up included
+    depth: str = "auto"  # of `training.depth`
 
 
 QUICK = StalenessSettings(seeds=1, bounds=(0, 2, 8))
@@ -106,7 +107,7 @@ def overrides(trial: StalenessTrial, settings: StalenessSettings, folder: Path) 
         "algorithm.correction=none",
         f"training.steps={settings.steps}",
         f"training.staleness={trial.bound}",
-        "training.depth=bound",
+        f"training.depth={settings.depth}",
         "checkpoint.every=0",
         "trackers=[{name: jsonl}]",
     ]

@@ -111,11 +111,15 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     bench.add_argument(
         "name",
         choices=(
-            *("coordinator", "engine", "engines", "gateway", "learning", "messages", "packing"),
-            *("publication", "rewards", "rollout", "scale", "simulation", "staleness", "startup", "train"),
+            *("concurrency", "coordinator", "depth", "engine", "engines", "gateway", "learning", "messages"),
+            *("packing", "publication", "rewards", "rollout", "scale", "simulation", "staleness", "startup", "storm", "train"),
         ),
     )
-    bench.add_argument("--quick", action="store_true", help="gateway: fewer episodes; staleness: one seed and three bounds")
+    bench.add_argument(
+        "--quick",
+        action="store_true",
+        help="concurrency: faster tools, one round; gateway: fewer episodes; staleness: one seed, three bounds",
+    )
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards, scale: what holds cases/ and data/")
     bench.add_argument(
         "--vllm-python",
@@ -128,6 +132,9 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     )
     bench.add_argument("--sizes", metavar="MB,MB,...", help="publication: of the weights (default: 64,512,2048)")
     bench.add_argument("--receivers", type=int, metavar="N", help="publication: rollouts (default: 1)")
+    bench.add_argument(
+        "--depth", choices=("auto", "bound"), default="auto", help="staleness: of training.depth (default: auto)"
+    )
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
 
     accept = commands.add_parser("accept", help="check this machine with its devices, and write a report to send back")

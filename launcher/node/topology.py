@@ -18,6 +18,8 @@ from runtime.process import os_process
 from runtime.process.network import host_port
 from sluice import start
 
+ONE_THREAD = ("reward", "gateway", "environment")  # roles that compute nothing themselves
+
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
     """One operating-system process that the launcher starts (one that starts the ranks, for an SPMD role)."""
@@ -65,14 +67,14 @@ def service_specs(
     """By name, how each launch of a node is started. `cores` are shared out among the processes that compute, unless `threads`
     is set."""
     arguments = ("--config", str(config_path), "--coordinator", coordinator)
-    computing = sum(len(launch.ranks) or 1 for launch in launches if launch.role != "reward")
+    computing = sum(len(launch.ranks) or 1 for launch in launches if launch.role not in ONE_THREAD)
     threads = max(1, cores // max(1, computing))
     npus = {launch.name: launch.devices for launch in launches if machine.kind == "npu" and launch.devices}
     ports = hccl_ports(config.network, npus, hccl_beside_workers(config))
     specs = {}
     for launch in launches:
         role = settings_of(config, Instance(launch.role, launch.name))
-        env = environment(role, 1 if launch.role == "reward" else threads, machine, launch.devices)
+        env = environment(role, 1 if launch.role in ONE_THREAD else threads, machine, launch.devices)
         specs[launch.name] = ProcessSpec(
             name=launch.name,
             role=launch.role,

@@ -15,7 +15,8 @@ class Gateway(Section, frozen=True):
     """Tokens of a conversation, prompt and reply; a call that needs more is refused. 0: `data.max_prompt_tokens` +
     `sampling.max_new_tokens`."""
     episodes: Positive = 4096
-    """Episodes that one gateway has at once; more are answered 429."""
+    """Episodes that one gateway has at once, at most; more are answered 429. A run begins fewer where these keep its rollouts
+    busy."""
     max_body: Bytes = 8 << 20
     """Of a request; a larger one is answered 413."""
     serve: bool = False

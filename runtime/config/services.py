@@ -34,7 +34,7 @@ class Process(Section, frozen=True):
     environment."""
     threads: NonNegative = 0
     """OMP and MKL threads; 0: the cores shared out among rollouts, reward models, references, and the ranks of trainer and
-    critic. Coordinator and reward get one."""
+    critic. All others get one."""
     cpus: str = ""
     """The processors that the role's processes may run on, all of them on each, as taskset writes them: `0-15,32`. Set before
     the process begins; what it starts has the same. No more threads are started than these, unless `threads` says so. Empty:

@@ -30,8 +30,8 @@ from typing import Any
 from runtime import codec, run_files
 from runtime.cluster.topology import alternates, takes_turns
 from runtime.commands import Export, Restore
+from runtime.coordinator.admission.depth import depth_of
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.depth import depth_of
 from runtime.coordinator.devices import devices_of
 from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.groups import STREAM, DynamicSampling, GroupStage
@@ -70,9 +70,8 @@ class Attempt:
         was cut off."""
         config = context.config
         self._context, self._config, self._roles, self._pool, self._history = context, config, roles, pool, history
-        self._stream = PromptStream(
-            context.train.problems, config.run.seed, config.data.shuffle, context.train.shares, config.data.curriculum
-        )
+        train, data = context.train, config.data
+        self._stream = PromptStream(train.problems, config.run.seed, data.shuffle, train.shares, data.curriculum)
         self._taken_up = taken_up
         self._position = None if taken_up else self._first_position()
         first = taken_up.version.step if taken_up else self._position.version.step if self._position else 0
@@ -219,7 +218,7 @@ class Attempt:
             self._context.startup.phases.setdefault("first publication", now() - before)
         self._recovery.begun, self._history.version = True, version
         self._write_course()
-        self._beside += [self._tasks.create_task(self._pool.guard()), self._tasks.create_task(self._meter.run())]
+        self._beside += [self._tasks.create_task(each) for each in (self._pool.guard(), self._meter.run(self._groups.measured))]
 
     async def _evaluate_before(self) -> float | None:
         began = now()

@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec import Struct, structs
 
 from runtime.coordinator import staleness
-from runtime.coordinator.depth import LATE, PipelineDepth
+from runtime.coordinator.admission.depth import LATE, PipelineDepth
 from runtime.coordinator.group import Group, asked_of, restored
 from runtime.errors import InvariantViolated
 from runtime.ledger import states
@@ -69,6 +69,8 @@ class Buffer:
         """Set when `capacity` may have grown, a group came back to be dispatched again, or the trainer has nothing to do."""
         self.trainer_waits = False
         """Nothing can be taken, and the trainer has nothing else to do."""
+        self.limit = 0
+        """How many groups rollouts may have, as it was said last."""
         self._depth = depth
         self._journal = journal
         self._clock = clock
@@ -265,6 +267,7 @@ class Buffer:
 
     def capacity(self, max_in_flight: int, steps: int) -> int:
         """How many groups may be dispatched now in a run of `steps` steps: `waiting()` ones first, then new ones."""
+        self.limit = max_in_flight
         holding = len(self._groups) - len(self._waiting)
         missing = (steps - self.step) * self.groups_per_step - self._filled - sum(opened for opened, _ in self._due.values())
         return staleness.admission_capacity(holding, self.generating, max_in_flight, self.depth, missing)
@@ -278,7 +281,7 @@ class Buffer:
     def late(self) -> Iterator[tuple[Group, float]]:
         """The groups under way that the trainer waits for alone, and for how many seconds more that is nothing out of the
         ordinary: `LATE` times what the slowest of a step takes."""
-        usual = LATE * self._depth.slowest if self._depth is not None and self.trainer_waits else 0.0
+        usual = LATE * (self._depth.slowest or 0.0) if self._depth is not None and self.trainer_waits else 0.0
         for group in self if usual else ():
             if group.state.phase == Phase.GENERATING and group.deadline is not None and group.deadline <= self.step:
                 yield group, max(0.0, usual - (self._clock() - group.since))

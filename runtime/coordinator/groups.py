@@ -14,6 +14,7 @@ from typing import Any
 
 from runtime import codec
 from runtime.algorithms.advantages import has_signal
+from runtime.coordinator.admission.concurrency import Load, concurrency_of
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.devices import Devices
 from runtime.coordinator.gateways import GatewayPool, request_for
@@ -56,7 +57,8 @@ class GroupStage:
         sampling = context.config.sampling
         self._size = sampling.group_size
         self._roles = roles
-        self._pool, self._config = pool.players, context.config
+        self._rollouts, self._pool, self._config = pool, pool.players, context.config
+        self._concurrency = concurrency_of(context.config)
         self._devices = devices
         self._buffer = buffer
         self._ledger = context.ledger
@@ -146,16 +148,25 @@ class GroupStage:
         self._most = None
         self._buffer.room_changed.set()
 
+    def measured(self, load: Load) -> None:
+        """What rollouts and gateways have told of themselves."""
+        if self._concurrency is not None:
+            self._concurrency.look(load, self._buffer.generating)
+            self._look()
+
     def _max_in_flight(self) -> int:
         if not self._pool.admits:
             return 0
-        if self._most is None:
+        if self._most is None and self._concurrency is not None:
+            self._most = self._concurrency.limit(sum(self._rollouts.slots[each.name] for each in self._rollouts.serving))
+        elif self._most is None:
             self._most = sum(map(self._max_groups, self._pool.admitting))
         return self._most
 
     def _max_groups(self, rollout: RolePort) -> int:
-        """Groups that `rollout` may hold: what twice its slots take, and one more. Replies are long-tailed, so that most groups
-        under way are down to a few that still run, and with what its slots take two thirds of the slots would be empty."""
+        """Groups of replies that `rollout` may hold: what twice its slots take, and one more. Replies are long-tailed, so that
+        most groups under way are down to a few that still run, and with what its slots take two thirds of the slots would be
+        empty."""
         return 2 * self._pool.slots[rollout.name] // self._size + 1
 
     def _together(self, rollout: RolePort) -> int:

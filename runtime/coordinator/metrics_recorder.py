@@ -6,12 +6,13 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from runtime import timeouts
+from runtime.coordinator.admission.concurrency import Load, load_of
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.history import RunHistory
 from runtime.coordinator.pools import RolloutPool
@@ -57,13 +58,18 @@ class BusyMeter:
         if steps := grown["decode_steps_total"]:
             figures["rollout/batch"] = grown["tokens_total"] / steps
             figures["rollout/decode_seconds"] = grown["busy_seconds_total"] / steps
+        if looks := grown["looks"]:
+            figures["rollout/waiting"] = grown["waiting"] / looks
+            figures["rollout/kv_use"] = grown["kv_use"] / looks
+            figures["rollout/preemptions"] = grown["preempted"]
         if grown["gateways"]:
             figures |= {f"gateway/{name}": grown[f"{name}_total"] for name in _OF_GATEWAYS}
             figures["gateway/loop_lag_p99"] = grown["loop_lag_p99"]
         return figures
 
-    async def run(self) -> None:
-        """Measure until cancelled, over the rollouts and gateways that answered at both ends of an interval."""
+    async def run(self, told: Callable[[Load], None]) -> None:
+        """Measure until cancelled, over the rollouts and gateways that answered at both ends of an interval. `told` hears of
+        each look at which rollouts answered."""
         then = now()
         while True:
             before, self._counts = self._counts, await self._ask()
@@ -71,6 +77,9 @@ class BusyMeter:
             for who in before.keys() & self._counts.keys():
                 self._add(before[who], self._counts[who], asked - then)
             then = asked
+            if (load := load_of(before, self._counts)) is not None:
+                self._look(load)
+                told(load)
             await asyncio.sleep(timeouts.STATUS_INTERVAL)
 
     def _add(self, before: dict[str, float], counts: dict[str, float], seconds: float) -> None:
@@ -84,6 +93,13 @@ class BusyMeter:
             counted = _COUNTED
         for name in counted:
             self._grown[name] += counts[name] - before[name]
+
+    def _look(self, load: Load) -> None:
+        uses = [counts["kv_use"] for counts in self._counts.values() if "kv_use" in counts]
+        self._grown["looks"] += 1
+        self._grown["waiting"] += load.waiting
+        self._grown["kv_use"] += sum(uses) / len(uses)
+        self._grown["preempted"] += load.preempted
 
     async def _ask(self) -> dict[RolePort, dict[str, float]]:
         """The counts of each that answers."""
@@ -174,7 +190,7 @@ class MetricsRecorder:
 
     def _queues(self) -> dict[str, int]:
         counts = self._buffer.counts()
-        return {name: counts[name] for name in ("admitted", "generating", "generated", "ready")}
+        return {name: counts[name] for name in ("admitted", "generating", "generated", "ready")} | {"limit": self._buffer.limit}
 
 
 def gap(figures: dict[str, float]) -> str:

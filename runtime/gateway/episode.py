@@ -48,6 +48,7 @@ class Episode:
         self.stop_reason = ""  # of one that is over
         self.rollout = ""  # that it keeps to
         self.calls = 0  # so far
+        self.call_seconds: float | None = None  # that one may take; None: as `deadlines.generate` says
         self.under_way: dict[str, SharedCall] = {}  # by what makes a request the same
         self.answered: dict[str, Completion] = {}  # to those that had an idempotency key
         self.timer: asyncio.TimerHandle | None = None

@@ -213,7 +213,10 @@ class Episodes:
         self.counts["calls"] += 1
         self.counts["under_way"] += 1
         try:
-            completion = await self._answer(episode, call, told)
+            completion = await asyncio.wait_for(self._answer(episode, call, told), episode.call_seconds)
+        except asyncio.TimeoutError:
+            self.counts["refused_408"] += 1
+            raise Refused(408, f"no answer within {episode.call_seconds:g} s (budgets.call)") from None
         except Refused as error:
             self.counts[f"refused_{error.status}"] += 1
             episode.overflowed |= error.code == TOO_LONG

@@ -145,17 +145,19 @@ class Players:
         name, until = group.request.task.environment, now() + self._seconds
         settings, tried = self._settings[name], list[str]()
         while True:
-            port = await self._choose(name, tried)
+            port = await self._choose(name, tried, until)
             tried.append(port.name)
-            attempt = _Attempt(port, self._episodes.open_one(group, index), settings, settings.retries + 1 - len(tried))
+            episode = self._episodes.open_one(group, index)
+            episode.call_seconds = settings.budgets.call
+            attempt = _Attempt(port, episode, settings, settings.retries + 1 - len(tried))
             end = await self._attempt(attempt, until)
-            failed = end.failure == "infrastructure" and not attempt.episode.overflowed
+            failed = end.failure == "infrastructure" and not episode.overflowed
             if failed:
                 self._count(name, settings, end.reason)
             if attempt.repeat or (failed and attempt.repeats_left > 0 and now() < until):
-                self._episodes.play_again(attempt.episode, _short(end.reason))
+                self._episodes.play_again(episode, _short(end.reason))
                 continue
-            self._end(name, attempt.episode, end)
+            self._end(name, episode, end)
             return
 
     async def _attempt(self, attempt: _Attempt, until: float) -> EpisodeEnd:
@@ -215,9 +217,9 @@ class Players:
             cleanup_seconds=budgets.cleanup,
         )
 
-    async def _choose(self, name: str, tried: Sequence[str]) -> EnvironmentPort:
+    async def _choose(self, name: str, tried: Sequence[str], until: float) -> EnvironmentPort:
         """The one with the fewest episodes, of those that have not failed with this one where there are such."""
-        until = now() + self._silence
+        until = min(until, now() + self._silence)
         while not (ports := self._ports.get(name, ())):
             if not await done_within(self._changed.wait(), until - now()):
                 raise ServiceFault(f"services.environment.{name}", "play", "no process of it serves", self._silence)
@@ -277,8 +279,9 @@ class Players:
 
 
 def row_of(task: EpisodeTask) -> dict[str, Any]:
-    """What an agent is told of its task: the columns of its row."""
-    return {"messages": task.messages, "label": task.label, "source": task.source, **task.extra}
+    """What an agent is told of its task: the columns of its row, and what was made of them."""
+    made = {"messages": task.messages, "label": task.label, "source": task.source}
+    return {name: value for name, value in made.items() if value} | task.extra
 
 
 def _short(reason: str) -> str:

@@ -31,6 +31,9 @@ class EngineStats(Struct, kw_only=True):
     kv_waiting_texts: int = 0
     kv_hits: int = 0  # prompts of which a beginning was there already
     kv_misses: int = 0  # of requests with `keep`, those of which none was
+    kv_use: float = 0.0  # of the room for running sequences, how much holds keys and values
+    kv_shared: bool = False  # whether the room is less than `slots` sequences of the longest length need, and may run out
+    preemptions: int = 0  # sequences that lost their keys and values to others, and were begun anew
 
 
 class RolloutEngine(ABC):

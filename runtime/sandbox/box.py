@@ -24,8 +24,8 @@ from msgspec import Struct
 from runtime import timeouts
 from runtime.config.sandbox import IN_CONTAINERS, Sandbox, sandbox_faults
 from runtime.errors import ServiceFault, UserError
-from runtime.sandbox import keeper
 from runtime.sandbox.command_lines import HOME, LINKS, SandboxHost, command_line, filters_exist, system_calls, variables
+from runtime.sandbox.keeper import ANSWER, LENGTH, REASONS
 
 INSTALL = {"bwrap": "apt-get install bubblewrap", "docker": "see docs.docker.com", "apptainer": "see apptainer.org"}
 EVERY_UID = "0 0 4294967295"  # the map of a user namespace that has them all
@@ -33,7 +33,7 @@ OUTPUT = 1 << 20
 NOWHERE = "127.0.0.1:1024"  # a gateway, to try one
 SHOWN = 300  # characters of what a runtime says
 
-_SOURCE = Path(keeper.__file__).read_text("utf-8")
+_SOURCE = Path(__file__).with_name("keeper.py").read_text("utf-8")
 
 
 class Finished(Struct, frozen=True):
@@ -131,12 +131,12 @@ class Box:
 
     async def _answer(self, most: int) -> Finished:
         assert self._process.stdout is not None
-        header = await self._process.stdout.readexactly(keeper.ANSWER.size)
-        code, reason, out, err, *dropped = keeper.ANSWER.unpack(header)
-        if max(out, err) > most or reason >= len(keeper.REASONS):  # a keeper that was taken over, with `subprocess`
+        header = await self._process.stdout.readexactly(ANSWER.size)
+        code, reason, out, err, *dropped = ANSWER.unpack(header)
+        if max(out, err) > most or reason >= len(REASONS):  # a keeper that was taken over, with `subprocess`
             return Finished(-9, reason="lost")
         stdout, stderr = await self._process.stdout.readexactly(out), await self._process.stdout.readexactly(err)
-        return Finished(code, stdout, stderr, keeper.REASONS[reason], (dropped[0], dropped[1]))
+        return Finished(code, stdout, stderr, REASONS[reason], (dropped[0], dropped[1]))
 
     async def close(self) -> None:
         """End it, and everything in it; returns when it is gone. Raises asyncio.TimeoutError when it is not."""
@@ -171,9 +171,11 @@ class Box:
         filter_fd = _in_memory(system_calls(machine.processor)) if self._sandbox.runtime == "bwrap" else -1
         passed += [filter_fd] if filter_fd >= 0 else []
         passed += [control.fileno()] if self._gateway[1] else []
+        program, *arguments = command_line(self._sandbox, machine, _SOURCE, self._name, filter_fd)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *command_line(self._sandbox, machine, _SOURCE, self._name, filter_fd),
+                shutil.which(program) or program,  # by our PATH, not by that which it is given
+                *arguments,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -213,7 +215,7 @@ class Box:
         with suppress(ConnectionError):
             self._process.stdin.write(_message(_flat({name: str(value) for name, value in settings.items()})))
         try:
-            await asyncio.wait_for(self._process.stdout.readexactly(keeper.LENGTH.size), timeouts.SANDBOX_START)
+            await asyncio.wait_for(self._process.stdout.readexactly(LENGTH.size), timeouts.SANDBOX_START)
         except asyncio.IncompleteReadError:
             said = (await asyncio.wait_for(self._process.stderr.read(), timeouts.SANDBOX_START)).decode("utf-8", "replace")
             raise ServiceFault("sandbox", "start", " ".join(said.split())[-SHOWN:] or "it ended without a word") from None
@@ -288,4 +290,4 @@ def _flat(pairs: Mapping[str, str | bytes]) -> list[str | bytes]:
 def _message(items: Sequence[str | bytes]) -> bytes:
     """As the keeper reads it."""
     parts = [item.encode() if isinstance(item, str) else item for item in items]
-    return keeper.LENGTH.pack(len(parts)) + b"".join(keeper.LENGTH.pack(len(part)) + part for part in parts)
+    return LENGTH.pack(len(parts)) + b"".join(LENGTH.pack(len(part)) + part for part in parts)

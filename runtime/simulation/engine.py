@@ -22,6 +22,7 @@ class SimulatedEngine:
     def __init__(self, loop: asyncio.AbstractEventLoop, costs: Costs, slots: int, cores: Cores):
         self.busy = 0.0  # seconds
         self.tokens = self.steps = 0.0  # that were decoded
+        self.slots = slots
         self._loop, self._costs, self._slots, self._cores = loop, costs, slots, cores
         self._queue: deque[tuple[object, int, int, Callable[[], None], Callable[[], None]]] = deque()
         self._running: list[tuple[float, int, object, Callable[[], None]]] = []
@@ -36,6 +37,11 @@ class SimulatedEngine:
     @property
     def running(self) -> int:
         return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences without a slot."""
+        return len(self._queue)
 
     def submit(self, owner: object, prompt: int, tokens: int, begun: Callable[[], None], done: Callable[[], None]) -> None:
         """A sequence: `begun` is called as it gets a slot, `done` with its last token."""

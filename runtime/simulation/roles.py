@@ -185,7 +185,17 @@ class SimulatedRollout(SimulatedProcess):
 
     def gauges(self) -> dict[str, float]:
         engine = self.engine
-        return {"busy_seconds_total": engine.busy, "decode_steps_total": engine.steps, "tokens_total": engine.tokens}
+        return {
+            "busy_seconds_total": engine.busy,
+            "decode_steps_total": engine.steps,
+            "tokens_total": engine.tokens,
+            "slots": engine.slots,
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "kv_use": 0.0,  # each slot has room of its own, and what it holds is not modelled
+            "kv_shared": 0.0,
+            "preemptions_total": 0.0,
+        }
 
 
 def _samples(lengths: list[int], versions: list[PolicyVersion]) -> list[Sample]:

@@ -108,7 +108,7 @@ class Episode:
     async def chat(self, messages: Sequence[Mapping[str, Any]], *, base_url: str = "", **fields: Any) -> dict[str, Any]:
         """The policy's reply as a message of OpenAI's API, with its completion id as "id". `fields`: of the request, such as
         `tools`. Raises PolicyRefused."""
-        body = {"model": "policy", "messages": list(messages), **fields}
+        body = {"model": "policy", "messages": [_said(message) for message in messages], **fields}
         answer = await self._post((base_url or self.base_url) + "/chat/completions", body)
         choice = answer["choices"][0]
         return {**choice["message"], "id": answer["id"], "finish_reason": choice["finish_reason"]}
@@ -161,6 +161,11 @@ class SandboxHandle:
             self._episode, "sandbox_run", name=self._name, command=list(command), stdin=stdin, timeout=timeout
         )
         return found
+
+
+def _said(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what `chat` added to the policy's reply."""
+    return {name: value for name, value in message.items() if name not in ("id", "finish_reason")}
 
 
 def finite(value: Any) -> float:

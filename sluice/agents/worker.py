@@ -23,7 +23,6 @@ import signal
 import socket
 import subprocess
 import sys
-import types
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -61,6 +60,8 @@ def main() -> None:
 
 def imported(file: str, name: str) -> Any:
     """What `name` is in the file. Raises AttributeError, TypeError, and what the file does."""
+    from sluice.agents.functions import toolset
+
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -71,6 +72,7 @@ def imported(file: str, name: str) -> Any:
         found = getattr(found, part)
     if not callable(getattr(found, "run", found)):
         raise TypeError(f"{name} is neither a function nor has it a method run")
+    toolset(getattr(found, "tools", ()), 0.0)  # raises for a tool that has no schema
     return found
 
 
@@ -79,7 +81,6 @@ def _own_package() -> None:
     if "sluice" in sys.modules:
         return
     home = Path(__file__).resolve().parents[1]
-    package = types.ModuleType("sluice")
     spec = importlib.util.spec_from_file_location("sluice", home / "__init__.py", submodule_search_locations=[str(home)])
     assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)
@@ -300,7 +301,7 @@ class _Play:
 
         tools = toolset(getattr(agent, "tools", ()), float(told["tool_seconds"]))
         self._agent, self._http = agent, http
-        self.episode = Episode(told, worker, tools)
+        self.episode = tools.episode = Episode(told, worker, tools)
         self.task: asyncio.Task[None]
         self._phase, self._work = "", asyncio.ensure_future(asyncio.sleep(0))
 
@@ -322,7 +323,7 @@ class _Play:
         except Exception as error:  # noqa: BLE001 - whatever the agent raises is told
             found = {"failure": "infrastructure", "reason": _told(error)}
         try:
-            await self._do("cleanup", self._own("cleanup"))
+            await self._do("cleanup", self._clean_up())
         except Exception as error:  # noqa: BLE001
             found.setdefault("reason", f"cleanup: {_told(error)}")
         return {**found, "stop_reason": self.episode.stop_reason}
@@ -330,7 +331,7 @@ class _Play:
     async def _played(self) -> dict[str, Any]:
         episode = self.episode
         given = {"base_url": episode.base_url, "api_key": episode.api_key, "http_client": self._http, "episode": episode}
-        await self._do("setup", self._own("setup", given))
+        await self._do("setup", self._set_up(given))
         run = getattr(self._agent, "run", self._agent)
         try:
             value = await self._do("run", _awaited(run, episode.data, **given))
@@ -340,9 +341,19 @@ class _Play:
             value = await self._do("score", self._own("score", given))
         return self._read(value)
 
-    def _own(self, method: str, given: Mapping[str, Any] | None = None) -> Awaitable[Any]:
+    async def _set_up(self, given: Mapping[str, Any]) -> None:
+        await self.episode.tools.open()
+        await self._own("setup", given)
+
+    async def _clean_up(self) -> None:
+        try:
+            await self._own("cleanup")
+        finally:
+            await self.episode.tools.close()
+
+    async def _own(self, method: str, given: Mapping[str, Any] | None = None) -> Any:
         found = getattr(self._agent, method, None)
-        return _nothing() if found is None else _awaited(found, self.episode.data, **(given or {"episode": self.episode}))
+        return found and await _awaited(found, self.episode.data, **(given or {"episode": self.episode}))
 
     async def _do(self, phase: str, work: Awaitable[Any]) -> Any:
         self._phase, self._work = phase, asyncio.ensure_future(work)
@@ -371,10 +382,6 @@ class _Ended(Exception):
 
 def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
-
-
-async def _nothing() -> None:
-    pass
 
 
 async def _awaited(function: Any, *arguments: Any, **given: Any) -> Any:

@@ -80,3 +80,11 @@ async def kinds(data, *, episode, **_):
 async def late(data, *, episode, **_):
     episode.stop_reason = "max_turns"
     return 0.0
+
+
+async def boxed(data, *, episode, **_):
+    """Two commands in one sandbox: the second one finds what the first one wrote."""
+    async with episode.sandbox(data.get("spec")) as box:
+        await box.run("sh", "-c", "cat > kept", stdin="kept")
+        found = await box.run("sh", "-c", "cat kept; ls / | grep -c shadow")
+    return float(found["stdout"].startswith("kept") and not found["reason"])

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import command
+from benchmarks import command, programs
 from benchmarks.rewards import CASES, GSM8K, MODEL, RewardsBenchSettings, measure, render
 from benchmarks.rewards_trial import OURS, PLAIN
 from runtime.errors import UserError
+from tests.sandboxes import needs_bwrap
 
 
 def write_cases(folder: Path) -> None:
@@ -40,7 +41,7 @@ def write_replies(folder: Path) -> None:
 def test_both_ways_judge_the_same_cases_and_the_pool_the_replies(tmp_path: Path) -> None:
     write_cases(tmp_path)
     write_replies(tmp_path)
-    report = asyncio.run(measure(tmp_path, RewardsBenchSettings(verifiers=("gsm8k",), workers=(1,), rounds=1)))
+    report = asyncio.run(measure(tmp_path, RewardsBenchSettings(verifiers=("gsm8k",), workers=(1,), rounds=1, programs=0)))
     assert report.cases == 4
     assert report.sides[OURS].agreement == 1.0
     assert report.sides[PLAIN].agreement == 0.75
@@ -54,9 +55,27 @@ def test_both_ways_judge_the_same_cases_and_the_pool_the_replies(tmp_path: Path)
 
 def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
     write_replies(tmp_path)
-    report = asyncio.run(measure(tmp_path, RewardsBenchSettings(verifiers=("gsm8k",), workers=(1,), rounds=1)))
+    report = asyncio.run(measure(tmp_path, RewardsBenchSettings(verifiers=("gsm8k",), workers=(1,), rounds=1, programs=0)))
     assert (report.cases, report.replies) == (0, 3)
     assert len(render(report)) == 1
+
+
+def test_programs_are_judged_beside_the_bare_start_of_a_sandbox() -> None:
+    needs_bwrap()
+    report = asyncio.run(programs.measure(2, (1,), 1))
+    assert report is not None
+    assert [judging.workers for judging in report.judged] == [1]
+    assert report.judged[0].programs_per_second > 0
+    assert set(report.starts) == set(programs.STARTS)
+    assert report.late > 0
+    assert programs.render(report).row_count == 3
+
+
+def test_programs_are_left_out_without_a_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said: list[str] = []
+    assert asyncio.run(programs.measure(2, (1,), 1, said.append)) is None
+    assert said[0].startswith("programs are left out: rewards.sandbox.runtime: 'bwrap' is not installed")
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

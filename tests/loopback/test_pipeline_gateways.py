@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,67 @@ def test_a_gateway_that_does_not_take_the_news_is_lost(tmp_path: Path) -> None:
     cast.gateways[1].use_peers = refuse  # type: ignore[method-assign]
     folder.run(cast)
     assert [loss.name for loss in folder.losses] == ["gateway-1"] and not cast.gateways[1].played
+
+
+IDLE = {
+    **dict.fromkeys(("busy_seconds_total", "decode_steps_total", "tokens_total", "preemptions_total"), 0.0),
+    "slots": 2,
+    "running": 0,
+    "waiting": 0,
+    "kv_use": 0.0,
+    "kv_shared": 1.0,
+}
+FIRST_LIMIT = 2 * 4 // 2 + 1  # groups of two, for two rollouts of two slots
+
+
+class Measured:
+    """Rollouts and gateways that tell of themselves; `preempted`: sequences of each rollout, from look to look. With `holds` no
+    group ends before more are under way than the first limit admits."""
+
+    def __init__(self, cast: AgentCast, preempted: float = 0.0, holds: bool = False):
+        self._grow = {"calls_total": 100.0, "preemptions_total": preempted}
+        self._looks = Counter[str]()
+        self._under_way, self._more = 0, asyncio.Event()
+        if not holds:
+            self._more.set()
+        for rollout in cast.rollouts:
+            rollout.status = partial(self._status, rollout.name, IDLE)  # type: ignore[method-assign]
+        for gateway in cast.gateways:
+            told = {**GAUGES, "episodes": 4, "waiting": 0}
+            gateway.status = partial(self._status, gateway.name, told)  # type: ignore[method-assign]
+            gateway.play = partial(self._play, gateway.play)  # type: ignore[method-assign]
+
+    async def _status(self, name: str, gauges: dict[str, float]) -> Status:
+        self._looks[name] += 1
+        counters = {counter: self._looks[name] * more for counter, more in self._grow.items() if counter in gauges}
+        return Status(role=name.partition("-")[0], name=name, gauges={**gauges, **counters})
+
+    async def _play(self, play: Any, request: PlayRequest) -> GeneratedGroup:
+        self._under_way += 1
+        if self._under_way > FIRST_LIMIT:
+            self._more.set()
+        await self._more.wait()
+        try:
+            return await play(request)
+        finally:
+            self._under_way -= 1
+
+
+def test_more_groups_are_played_at_once_while_rollouts_are_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cast, folder = AgentCast.made(), AgentRun(tmp_path, staleness=12)
+    monkeypatch.setattr("runtime.timeouts.STATUS_INTERVAL", 0.0)
+    Measured(cast, holds=True)
+    folder.run(cast)  # which no group's end lets go on before
+    check_books(folder, folder.steps)
+    assert max(point["queue/limit"] for point in folder.points()) >= 2 * FIRST_LIMIT - 1
+
+
+def test_fewer_groups_are_played_at_once_while_sequences_are_preempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cast, folder = AgentCast.made(), AgentRun(tmp_path, staleness=12)
+    monkeypatch.setattr("runtime.timeouts.STATUS_INTERVAL", 0.0)
+    Measured(cast, preempted=1.0)
+    folder.run(cast)
+    check_books(folder, folder.steps)
+    points = folder.points()
+    assert points[-1]["queue/limit"] == 1
+    assert sum(point["rollout/preemptions"] for point in points) > 0

@@ -73,7 +73,7 @@ class ProgramEnding(Struct):
     late: float
     left: list[int]
     touched: list[str]
-    told: bool  # it came by the secret
+    told: bool  # it came by the secret, or says that it escaped
     said: str
 
 
@@ -128,7 +128,7 @@ async def carry_out(program: HostileProgram, limits: Sandbox = LIMITS) -> Progra
             late=max(seconds - limits.timeout, 0.0),
             left=members(spaces),
             touched=beside.touched(),
-            told=beside.secret.encode() in said or b"root:$" in said or b"root:*:" in said,
+            told=any(words in said for words in (beside.secret.encode(), b"root:$", b"root:*:", b"ESCAPED")),
             said=said[-600:].decode("utf-8", "replace"),
         )
 

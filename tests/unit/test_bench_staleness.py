@@ -372,7 +372,10 @@ def test_quick_is_of_this_bench_alone(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as ended:
         main(["bench", "engine", "--quick"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: --quick: bench engine has no shorter form; gateway and staleness have one\n"
+    assert (
+        capsys.readouterr().err
+        == "error: --quick: bench engine has no shorter form; concurrency, gateway and staleness have one\n"
+    )
 
 
 @pytest.mark.parametrize(("options", "settings"), [([], StalenessSettings()), (["--quick"], QUICK)])

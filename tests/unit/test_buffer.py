@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from runtime.coordinator import staleness
+from runtime.coordinator.admission.depth import LATE, PipelineDepth
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.depth import LATE, PipelineDepth
 from runtime.errors import InvariantViolated
 from runtime.ledger.records import Change, Ticket
 from runtime.ledger.states import Mark, Phase

@@ -201,3 +201,22 @@ def test_its_column_is_nobody_else_s(policy: Path) -> None:
 def test_a_discount_by_turns_is_not_ignored(policy: Path, advantage: str, refused: bool) -> None:
     found = faults(policy, {"rules": [RULE]}, algorithm={"advantage": advantage, "turn_discount": 0.9})
     assert [each.partition(":")[0] for each in found] == ["algorithm.turn_discount"] * refused
+
+
+# ------------------------------------------------------------------------------------------------ the sandbox of programs
+
+
+def test_a_worker_waits_for_its_sandbox(policy: Path) -> None:
+    sandbox = {"timeout": 10.0, "memory": 1 << 30}
+    assert faults(policy, {"rules": [RULE], "sandbox": sandbox}) == []
+    assert faults(policy, {"rules": [{"name": "code"}]}) == []
+    assert faults(policy, {"rules": [{"name": "code"}], "sandbox": sandbox}) == [
+        "rewards.sandbox.timeout: 10 is not below rewards.timeout 10",
+        f"rewards.sandbox.memory: {1 << 30} is more than rewards.memory_bytes {384 << 20}, which bounds it",
+    ]
+    assert faults(policy, {"rules": [{"name": "code_share"}], "sandbox": {"network": "gateway"}}) == [
+        "rewards.sandbox.network: 'gateway' is for episodes; must be none for the rules code and code_share"
+    ]
+    assert faults(policy, {"rules": [RULE], "sandbox": {"runtime": "docker"}}) == [
+        "rewards.sandbox.image: empty; runtime 'docker' needs an image that has python3"
+    ]

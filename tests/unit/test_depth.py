@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from runtime.coordinator.depth import STEPS, MovingMoments, PipelineDepth, depth_of
+from runtime.coordinator.admission.depth import STEPS, MovingMoments, PipelineDepth, depth_of
 from runtime.coordinator.staleness import most_live
 from tests.unit.config_cases import Loading
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -26,7 +28,7 @@ from runtime.rollout.torch import prefill
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.rollout.torch.kept import SHORTEST, KeptTexts
 from runtime.rollout.vllm import engine as rollout_vllm
-from runtime.rollout.vllm.shim import Output
+from runtime.rollout.vllm.shim import CoreLoad, Output
 from runtime.types import GroupRequest, PolicyVersion, Sample
 from services.rollout import RolloutService, make_engine
 from tests.closeness import LOGITS, assert_close, forward_terms, gamma
@@ -430,6 +432,23 @@ def test_vllm_tells_which_conversations_went_on() -> None:
         for tokens in ([1], [2]):
             engine._record([Output(name, tokens, np.zeros(1, np.float32), "", cached)])
     assert (engine._stats.kv_hits, engine._stats.kv_misses, engine._stats.prefill_tokens) == (1, 1, 12 + 60 + 12)
+
+
+def test_vllm_tells_who_lost_its_memory_to_others_and_not_to_a_swap() -> None:
+    engine = object.__new__(rollout_vllm.VLLMRolloutEngine)
+    engine._stats, engine._version = EngineStats(slots=8), OLD
+    engine._waiting, engine._slots, engine._context = deque(), 8, 100
+    engine._core = SimpleNamespace(told=CoreLoad(room=799, kv_use=0.9, waiting=3))  # type: ignore[assignment]
+    group = rollout_vllm._VllmGroup(turn(1, words(60)), [None], 1)
+    engine._running = {name: rollout_vllm._Sequence(group, 0, forgotten=name == "b") for name in ("a", "b", "c")}
+    for name, preemptions in (("a", 1), ("b", 1), ("c", 0), ("b", 2)):
+        engine._record([Output(name, [1], np.zeros(1, np.float32), "", 0, preemptions)])
+    stats = engine.stats()
+    assert stats.preemptions == 1 + 2
+    assert (stats.running, stats.waiting, stats.kv_use, stats.kv_shared) == (3, 3, 0.9, True)
+    engine._running, engine._core.told.room = {}, 800
+    stats = engine.stats()
+    assert (stats.waiting, stats.kv_use, stats.kv_shared) == (0, 0, False)
 
 
 def test_a_slot_holds_the_context_of_the_gateway(models: TwoModels) -> None:

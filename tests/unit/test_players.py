@@ -13,6 +13,7 @@ import pytest
 from runtime.config import Budgets, Environment
 from runtime.environments.messages import EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, Unreachable
+from runtime.gateway.conversation import Refused
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.players import Late, Players, late
 from runtime.gateway.rendering import TemplateRenderer
@@ -230,6 +231,22 @@ def test_rewards_of_turns_branches_and_figures_arrive(renderer: TemplateRenderer
     assert group.rewards == [2.0, 2.0]
     assert group.outcomes is not None
     assert (group.outcomes.turns, group.outcomes.log) == ([1, 1], {"moves": (2, 10.0)})
+
+
+def test_a_call_has_its_own_time(renderer: TemplateRenderer) -> None:
+    async def scenario(played: Played) -> None:
+        async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+            yield EpisodeEvent(phase="run")
+            played.policy.gate.clear()
+            with pytest.raises(Refused, match=r"no answer within 0\.02 s \(budgets\.call\)") as refused:
+                await played.episodes.call(played.episodes.episode(request.id, request.api_key), call())
+            assert refused.value.status == 408
+            yield EpisodeEvent(end=EpisodeEnd(reward=0.5))
+
+        played.players.use({"game": [ScriptedEnvironment("environment-0", act)]})
+        assert (await played.group(1)).rewards == [0.5]
+
+    play(renderer, [], scenario, budgets=Budgets(call=0.02))
 
 
 def test_a_process_that_is_lost_costs_a_repeat(renderer: TemplateRenderer) -> None:

@@ -148,3 +148,18 @@ def test_points_between_gaps_are_marked_as_no_line_shows_them(step: int, marked:
     panel = Panel("mismatch", "nats", [Series("mean", np.arange(200), values)], log=True)
     (curve,) = json.loads(figures.draw(panel, []))["data"]
     assert ("markers" in curve["mode"]) == marked
+
+
+def test_each_environment_has_a_section_of_its_own() -> None:
+    game = {"reward": 0.5, "turns": 2.0, "left_out": 1.0, "repeated": 3.0, "ended/completed": 6.0, "ended/timeout": 1.0}
+    told = {f"environment/game/{name}": value for name, value in {**game, "log/moves": 4.0}.items()}
+    found = panels.sections(history([step(1, **told, **{"environment/shop/reward": 1.0})]))[-2:]
+    assert [section.title for section in found] == ["Environment game", "Environment shop"]
+    ended = next(panel for panel in found[0].panels if panel.title == "How episodes ended")
+    assert {each.name: each.values.tolist() for each in ended.series} == {
+        "completed": [6.0],
+        "timeout": [1.0],
+        "left out": [1.0],
+        "played again": [3.0],
+    }
+    assert [panel.title for panel in found[0].panels] == ["Reward", "How episodes ended", "Calls of the policy", "log/moves"]

@@ -322,6 +322,27 @@ def test_statistics_count_tokens(make: Make) -> None:
     assert (stats.running, stats.waiting, stats.slots) == (0, 0, 4)
 
 
+def test_it_tells_what_runs_what_waits_and_how_full_the_cache_is(make: Make) -> None:
+    engine = make(slots=2)
+
+    async def stopped() -> None:
+        engine.submit([request(1, n=3, limit=20)])
+        checks = iter([False] * 6 + [True])
+        assert await engine.advance(lambda: next(checks)) == []
+
+    asyncio.run(stopped())
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_shared, stats.preemptions) == (2, 1, False, 0)
+    assert stats.kv_use == 2 * (3 + 6) / (3 * 64), "prompts, and a token a step; a third slot is kept for a probe"
+    asyncio.run(drain_all(engine))
+    assert engine.stats().kv_use == 0
+
+
+async def drain_all(engine: TorchRolloutEngine) -> None:
+    async for _ in drain(engine):
+        pass
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

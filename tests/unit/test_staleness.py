@@ -106,6 +106,10 @@ class Job:
     generating: bool = False
     ready: bool = False
     taken: int | None = None
+    hurried: int = 0
+
+
+EPISODE = 1e3  # the deadline of one that hangs
 
 
 @dataclass
@@ -126,6 +130,8 @@ class Plant:
     seed: int
     without_signal: float = 0.0  # of the scored groups
     shallow: bool = False  # as many groups as some policy or other wants, a step's at least
+    slow: str = "wait"  # what becomes of groups that the trainer waits for alone, as `services.environment.NAME.slow`
+    hangs: float = 0.0  # of the groups, those that end at the deadline of episodes
 
 
 @dataclass
@@ -171,9 +177,24 @@ class Simulation:
     def pump(self) -> None:
         self.dispatch()
         self.fill()
+        self.hurry()
         if not self.training and self.trained < self.filling:
             self.training = True
             self.at(self.plant.train * self.random.uniform(0.5, 1.5), "on_trained", self.trained)
+
+    def hurry(self) -> None:
+        """The trainer has nothing to do: the groups that are due are ended, left out in part, or played again in part."""
+        if self.plant.slow == "wait" or self.training or self.trained < self.filling:
+            return
+        for group, job in self.jobs.items():
+            if job.generating and job.oldest is not None and job.deadline is not None and job.deadline <= self.filling:
+                if self.plant.slow == "retry" and job.hurried < 2:
+                    if job.hurried == self.random.randrange(2):  # every member of the group
+                        job.oldest = self.versions[job.replica]
+                    self.at(self.random.paretovariate(0.9), "on_generated", group, job.attempt)
+                elif job.hurried < 3:
+                    self.at(self.random.random(), "on_generated", group, job.attempt)
+                job.hurried += 1
 
     def depth(self) -> int:
         bound = most_live(self.plant.staleness, self.plant.per_step)
@@ -206,7 +227,8 @@ class Simulation:
             job = self.jobs[group]
             if job.oldest is None:
                 job.oldest = self.versions[replica]
-                self.at(self.random.paretovariate(0.9), "on_generated", group, job.attempt)
+                hangs = self.random.random() < self.plant.hangs
+                self.at(EPISODE if hangs else self.random.paretovariate(0.9), "on_generated", group, job.attempt)
 
     def on_generated(self, group: int, attempt: int) -> None:
         job = self.jobs.get(group)
@@ -299,6 +321,8 @@ def plants(draw: st.DrawFn, faults: bool) -> Plant:
         seed=draw(st.integers(0, 2**32)),
         without_signal=draw(st.sampled_from([0.0, 0.3, 0.9])) if faults else 0.0,
         shallow=draw(st.booleans()),
+        slow=(slow := draw(st.sampled_from(["wait", "truncate", "shrink", "retry"]))),
+        hangs=0.0 if slow == "wait" else draw(st.sampled_from([0.0, 0.1, 0.5])),
     )
 
 

@@ -104,6 +104,18 @@ def test_updates_during_continuous_generation(rig: Rig) -> None:
     rig.run(rig.update())
 
 
+def test_it_tells_how_full_its_memory_is_and_that_it_preempts_nobody(rig: Rig) -> None:
+    """That of CPUs holds all slots' longest sequences. What a swap has computed anew is no preemption."""
+    rig.engine.submit([rig.request(n=SLOTS, tokens=100)])
+    rig.run(rig.until_tokens(30 * SLOTS))
+    stats = rig.engine.stats()
+    assert 0 < stats.kv_use <= 1 and not stats.kv_shared and stats.waiting == 0
+    rig.run(rig.update(recompute=True))
+    rig.run(rig.finish(1))
+    stats = rig.engine.stats()
+    assert (stats.kv_use, stats.preemptions) == (0, 0)
+
+
 def test_an_aborted_group_is_forgotten_and_the_others_go_on(rig: Rig) -> None:
     gone, waiting, stays = rig.request(n=SLOTS - 1, tokens=100), rig.request(n=SLOTS), rig.request(n=2)
     rig.engine.submit([gone, stays, waiting])

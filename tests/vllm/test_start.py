@@ -123,3 +123,19 @@ def until(holds: Callable[[], bool], seconds: float) -> None:
     while not holds():
         assert time.monotonic() < give_up
         time.sleep(0.1)
+
+
+def test_memory_that_is_too_little_for_all_slots_is_told_and_so_is_who_lost_it(model_path: Path) -> None:
+    blocks = 12 * 128 * 1024  # bytes: 12 of 128 tokens, and 16 sequences of 350 tokens need three each
+    rig = Rig(model_path, engine_args={"kv_cache_memory_bytes": blocks})
+    try:
+        rig.engine.submit([rig.request(n=16, tokens=200)])
+        rig.run(rig.until_tokens(16 * 20))
+        stats = rig.engine.stats()
+        assert stats.kv_shared and stats.kv_use > 0.8
+        (payload,) = rig.run(rig.finish(1))
+        assert len(payload.samples) == 16
+        assert rig.engine.stats().preemptions > 0
+        rig.check_exact(payload.samples)
+    finally:
+        rig.close()

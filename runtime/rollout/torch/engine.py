@@ -367,6 +367,7 @@ class TorchRolloutEngine(RolloutEngine):
             self._stats,
             running=self._slots.count,
             waiting=waiting,
+            kv_use=self._slots.tokens / (self._slots.size * self._cache.max_length),
             kv_waiting_bytes=self._kept.bytes,
             kv_waiting_texts=len(self._kept),
         )

@@ -163,6 +163,11 @@ class Slots:
     def free(self) -> int:
         return self.size - self.count
 
+    @property
+    def tokens(self) -> int:
+        """That the cache holds, of all active slots."""
+        return int(self._position[self._sequence[self.active()]].sum())
+
     def active(self) -> list[int]:
         holes = set(self._holes)
         return [slot for slot in range(self._top) if slot not in holes]

@@ -64,6 +64,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    forgotten: bool = False  # its keys and values were taken away by a swap, which vLLM will tell as a preemption
 
 
 class VLLMRolloutEngine(RolloutEngine):
@@ -206,6 +207,8 @@ class VLLMRolloutEngine(RolloutEngine):
                 self._stats.prefill_tokens += len(request.prompt) - output.cached
                 self._stats.kv_hits += request.keep and output.cached > 0
                 self._stats.kv_misses += request.keep and not output.cached
+            self._stats.preemptions += max(0, output.preemptions - sequence.forgotten)
+            sequence.forgotten = False
             self._stats.decode_tokens += len(output.tokens)
             sequence.tokens.extend(output.tokens)
             sequence.logprobs.append(output.logprobs)
@@ -286,6 +289,8 @@ class VLLMRolloutEngine(RolloutEngine):
         if self._level == Level.AWAKE:  # otherwise it stands still, and nothing is running
             await self._core.pause(forget=recompute)
         self._record(await self._core.outstanding())
+        for sequence in self._running.values():
+            sequence.forgotten = recompute
         unbegun = self._withdraw([id for id, sequence in self._running.items() if not sequence.tokens])
         self._waiting.extendleft(reversed(unbegun))
         await self._flush()
@@ -331,8 +336,15 @@ class VLLMRolloutEngine(RolloutEngine):
         self._level = Level.AWAKE if cache else Level.WEIGHTS
 
     def stats(self) -> EngineStats:
-        """`running` and `waiting` count samples; `decode_steps` outputs of vLLM."""
-        return msgspec.structs.replace(self._stats, running=len(self._running), waiting=len(self._waiting))
+        """`running` and `waiting` count samples, those that vLLM has and does not run as both; `decode_steps` its outputs."""
+        told, any_runs = self._core.told, bool(self._running)  # where nothing runs, what it told last is of before
+        return msgspec.structs.replace(
+            self._stats,
+            running=len(self._running),
+            waiting=len(self._waiting) + any_runs * told.waiting,
+            kv_use=any_runs * told.kv_use,
+            kv_shared=told.room < self._slots * self._context,
+        )
 
     async def close(self) -> None:
         await self._core.close()

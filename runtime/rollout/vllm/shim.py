@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,6 +38,16 @@ class Output(NamedTuple):
     logprobs: np.ndarray  # float32, of the same length
     finish: str  # vLLM's finish reason; "" while it goes on
     cached: int  # prompt tokens found in the prefix cache, told with the first output
+    preemptions: int = 0  # since the output before: how often its keys and values were taken away
+
+
+@dataclass
+class CoreLoad:
+    """What vLLM tells with its outputs: gauges are of the newest step."""
+
+    room: int  # tokens whose keys and values fit, all sequences together
+    kv_use: float = 0.0  # of that room, 0 to 1
+    waiting: int = 0  # requests that it has, and does not run
 
 
 def check_version() -> None:
@@ -85,13 +95,14 @@ class Core:
             config = AsyncEngineArgs(**{**arguments, **theirs}).create_engine_config()
             os.environ[_METHOD] = method  # vLLM's platform for CPUs overwrites it
             with self._relay, self._leftovers.starting():
-                self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+                self._llm: AsyncLLM = AsyncLLM.from_vllm_config(config, disable_log_stats=False)
         except Exception as error:
             self._leftovers.remove()
             raise UserError(f"services.rollout: vLLM did not start: {self._relay.reason(error)}") from error
         self._core: Any = self._llm.engine_core
         self._next: asyncio.Future[Any] | None = None
         self.vocabulary = int(self._llm.model_config.get_vocab_size())
+        self.told = CoreLoad(room=int(config.cache_config.num_gpu_blocks or 0) * int(config.cache_config.block_size or 0))
 
     @property
     def dead(self) -> bool:
@@ -149,6 +160,8 @@ class Core:
         if self._next is None or not self._next.done():
             return []
         outputs, self._next = self._next.result(), None
+        if (stats := outputs.scheduler_stats) is not None:
+            self.told.kv_use, self.told.waiting = float(stats.kv_cache_usage), int(stats.num_waiting_reqs)
         return [_output(each) for each in outputs.outputs]
 
     async def pause(self, forget: bool) -> None:
@@ -187,4 +200,5 @@ def _output(raw: Any) -> Output:
     prefill = getattr(raw, "prefill_stats", None)
     cached = prefill.num_cached_tokens if prefill is not None else getattr(raw, "num_cached_tokens", 0)
     finish = "" if raw.finish_reason is None else str(raw.finish_reason)
-    return Output(raw.request_id, raw.new_token_ids, logprobs, finish, cached)
+    preemptions = sum(event.type.name == "PREEMPTED" for event in raw.events or ())
+    return Output(raw.request_id, raw.new_token_ids, logprobs, finish, cached, preemptions)

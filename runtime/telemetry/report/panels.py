@@ -17,6 +17,8 @@ from runtime.telemetry.report.lineages import STEP_ENDED, LoggedHistory, Point
 SMOOTHED_FROM = 30  # steps; below, a mean over several of them hides more than it shows
 WINDOW = 10
 _RULE = re.compile(r"(.+)_rewards/mean")
+_ENVIRONMENT = re.compile(r"environment/(?P<name>[^/]+)/(?P<figure>.+)")
+_COUNTED = {"left_out": "left out", "repeated": "played again"}
 _SET = re.compile(r"eval/(.+)/pass@1")
 
 Kind = Literal["curves", "sparse", "stack", "bars"]
@@ -159,7 +161,27 @@ def sections(history: LoggedHistory) -> list[PanelSection]:
         PanelSection("Optimisation", _panels(_OPTIMISATION, columns)),
         PanelSection("Off-policy", off_policy),
         PanelSection("Speed", speed),
+        *_environments(columns),
     ]
+
+
+def _environments(columns: MetricColumns) -> list[PanelSection]:
+    """One section for each: what was earned, how episodes ended, and the figures that agents told."""
+    found = [match for metric in columns.names if (match := _ENVIRONMENT.fullmatch(metric))]
+    sections = []
+    for name in sorted({match["name"] for match in found}):
+        own = {match["figure"]: match[0] for match in found if match["name"] == name}
+        counted = {own[figure]: figure.removeprefix("ended/") for figure in own if figure.startswith("ended/")}
+        counted |= {own[figure]: shown for figure, shown in _COUNTED.items() if figure in own}
+        told = [_Wanted(figure, "mean", {metric: figure}) for figure, metric in own.items() if figure.startswith("log/")]
+        wanted = [
+            _Wanted("Reward", "reward", {f"environment/{name}/reward": "mean of what is trained on"}),
+            _Wanted("How episodes ended", "episodes", counted, smooth=False),
+            _Wanted("Calls of the policy", "calls", {f"environment/{name}/turns": "mean of an episode"}),
+            *told,
+        ]
+        sections.append(PanelSection(f"Environment {name}", _panels(wanted, columns)))
+    return sections
 
 
 class MetricColumns:

@@ -74,13 +74,14 @@ class PipelineDepth:
     @property
     def target(self) -> int:
         """The bound, until both times are known."""
-        if not self._measured or not self._step.mean or not self.slowest:
+        slowest = self.slowest
+        if not self._measured or not self._step.mean or slowest is None:
             return self._bound
-        return min(self._bound, math.ceil(self._size * (1 + max(1.0, self.slowest / self._step.mean))))
+        return min(self._bound, math.ceil(self._size * (1 + max(1.0, slowest / self._step.mean))))
 
     @property
-    def slowest(self) -> float:
-        """Seconds that the slowest of a step's groups takes to be ready; 0: not known yet."""
+    def slowest(self) -> float | None:
+        """Seconds that the slowest of a step's groups takes to be ready; None: not known yet."""
         if self._ready.count < self._size:
-            return 0.0
+            return None
         return self._ready.mean + math.sqrt(2 * math.log(self._size) * self._ready.variance)

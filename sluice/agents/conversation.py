@@ -1,0 +1,101 @@
+"""A conversation with the policy, as the adapters hold it. The standard library alone."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from sluice.agents.episode import DataError, Episode, PolicyRefused
+
+Message = dict[str, Any]
+Step = Callable[[str], Awaitable[tuple[str, float, bool]]]
+
+
+class Conversation:
+    """`messages`: all that was said, as messages of OpenAI's API."""
+
+    def __init__(self, episode: Episode, messages: list[Message]):
+        self.episode, self.messages = episode, messages
+
+    def tell(self, text: str) -> None:
+        """The user's next message."""
+        self.messages.append({"role": "user", "content": text})
+
+    async def reply(self, **fields: Any) -> Message | None:
+        """The policy's next message, which is kept; `fields`: of the request. None: the conversation has become too long, and
+        the episode's stop reason says so. Raises PolicyRefused for whatever else the gateway does not answer."""
+        try:
+            message = await self.episode.chat(self.messages, **fields)
+        except PolicyRefused as error:
+            if error.code != "context_length_exceeded":
+                raise
+            self.episode.stop_reason = "context_overflow"
+            return None
+        self.messages.append(message)
+        return message
+
+    async def play(self, step: Step, turns: int, turn_rewards: bool) -> float | None:
+        """A game in text. `step`: from the text of a reply to what is seen then, what it earned, and whether it was the last;
+        it raises ValueError for a text that is no move, which ends the game. At most `turns` replies.
+
+        Gives the sum of what was earned; None with `turn_rewards`, which has each turn rewarded by itself.
+        """
+        total, episode = 0.0, self.episode
+        for turn in range(turns):
+            if (message := await self.reply()) is None:
+                break
+            try:
+                seen, earned, last = await step(message["content"] or "")
+            except ValueError:
+                episode.stop_reason = "parse_error"
+                break
+            total += earned
+            if turn_rewards:
+                episode.reward(earned, turn)
+            if last:
+                break
+            self.tell(seen)
+        else:
+            episode.stop_reason = "max_turns"
+        return None if episode.rewarded else total
+
+
+def opening(data: Mapping[str, Any], system: str = "") -> list[Message]:
+    """The messages that a row begins with: its column `messages`, or `prompt`, a text or messages. Raises DataError."""
+    found = data.get("messages") or data.get("prompt")
+    if isinstance(found, str):
+        found = [{"role": "user", "content": found}]
+    if not found or not isinstance(found, list):
+        raise DataError(f"the row has neither messages nor a prompt; its columns are {', '.join(data) or 'none'}")
+    return [*told_by(system), *found]
+
+
+def told_by(system: str) -> list[Message]:
+    """The system's message; none of an empty text."""
+    return [{"role": "system", "content": system}] if system else []
+
+
+def package(module: str, requirement: str) -> Any:
+    """The module. Raises ImportError, which says what installs it, where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+            raise
+        raise ImportError(f"{module} is not installed: {sys.executable} -m pip install '{requirement}'") from None
+
+
+async def value_of(function: Any, *arguments: Any, **given: Any) -> Any:
+    """What a function gives, whether it awaits or not; one that does not runs in a thread. Raises what the function does, and
+    RuntimeError in place of SystemExit, which would end everybody else's work."""
+    try:
+        if any(inspect.iscoroutinefunction(each) for each in (function, type(function).__call__)):
+            return await function(*arguments, **given)
+        found = await asyncio.to_thread(function, *arguments, **given)
+        return await found if inspect.isawaitable(found) else found
+    except SystemExit as error:
+        raise RuntimeError(f"sys.exit({error.code!r})") from None

@@ -1,0 +1,290 @@
+"""Sandboxes that are really opened: what commands get and give, where they are ended, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from runtime.errors import ServiceFault, UserError
+from runtime.sandbox import Box, Finished, Sandbox, check, run
+from tests.sandboxes import members, namespaces_below, needs_bwrap
+
+STAY = "import time\ntime.sleep(999)"
+SHARED = f"import mmap\nheld = mmap.mmap(-1, 99 << 20)\nfor _ in range(99): held.write(b'x' * (1 << 20))\n{STAY}"
+EMPTY = f"import os\nfor n in range(20_000): os.close(os.open(f'{{n}}', os.O_CREAT))\n{STAY}"
+ENOUGH = 20.0  # seconds that no command needs here: the machine may be busy
+RUNTIMES: dict[str, dict[str, Any]] = {"bwrap": {}, "subprocess": {"runtime": "subprocess", "network": "open"}}
+
+
+@pytest.fixture(params=RUNTIMES)
+def make(request: pytest.FixtureRequest) -> Callable[..., Sandbox]:
+    if request.param == "bwrap":
+        needs_bwrap()
+    return lambda **settings: Sandbox(**({"timeout": ENOUGH, "cpu_seconds": ENOUGH} | RUNTIMES[request.param] | settings))
+
+
+@pytest.fixture
+def bwrap() -> Sandbox:
+    needs_bwrap()
+    return Sandbox(timeout=ENOUGH, cpu_seconds=ENOUGH)
+
+
+def one(sandbox: Sandbox, command: list[str], **options: Any) -> Finished:
+    return asyncio.run(run(sandbox, command, **options))
+
+
+def boxes() -> list[str]:
+    """Folders of sandboxes of this process."""
+    return [path.name for path in Path(tempfile.gettempdir()).glob("sluice-box-*")]
+
+
+# ------------------------------------------------------------------------------------------------ what a command gets and gives
+
+
+def test_a_command(make: Callable[..., Sandbox]) -> None:
+    finished = one(make(), ["sh", "-c", 'cat; echo "$WORD" >&2; exit 3'], stdin=b"given", environment={"WORD": "said"})
+    assert finished == Finished(3, b"given", b"said\n")
+
+
+def test_much_input_that_nobody_reads(make: Callable[..., Sandbox]) -> None:
+    assert one(make(), ["true"], stdin=b"x" * (4 << 20)) == Finished(0)
+
+
+def test_a_command_that_is_not_there(make: Callable[..., Sandbox]) -> None:
+    assert one(make(), ["no-such-program"]) == Finished(127, b"", b"no-such-program: No such file or directory\n")
+
+
+def test_python_without_another_interpreter(make: Callable[..., Sandbox]) -> None:
+    source = "import sys\nprint(sys.argv, input(), __name__)\nimport msgspec\nsys.exit(4)"
+    assert one(make(), ["a", "b"], source=source, stdin=b"c\n") == Finished(4, b"['a', 'b'] c __main__\n")
+    failed = one(make(), ["a"], source="1 / 0")
+    assert failed.code == 1
+    assert failed.stderr.endswith(b"ZeroDivisionError: division by zero\n")
+
+
+def test_what_is_kept_of_much_output(make: Callable[..., Sandbox]) -> None:
+    finished = one(make(), ["a"], source="print('x' * 5000, end='')", output=1000)
+    assert finished == Finished(0, b"x" * 1000, dropped=(4000, 0))
+
+
+def test_files_stay_from_one_command_to_the_next(make: Callable[..., Sandbox]) -> None:
+    async def session() -> list[Finished]:
+        async with Box(make()) as box:
+            first = await box.run(["sh", "-c", "cat a/b > c; (sleep 999 &)"], files={"a/b": b"kept"})
+            second = await box.run(["cat", "c"])
+            await box.run(["ln", "-sf", "/etc/passwd", "c"])
+            return [first, second, await box.run(["cat", "c"], files={"c": b"not where the link leads"})]
+
+    first, second, through = asyncio.run(session())
+    assert (first, second) == (Finished(0), Finished(0, b"kept"))
+    assert through.code == 127
+    assert boxes() == []
+
+
+def test_nothing_of_a_command_is_there_when_it_is_done(make: Callable[..., Sandbox]) -> None:
+    command = ["sleep", f"9{os.getpid()}"]
+
+    async def session() -> list[int]:
+        async with Box(make()) as box:
+            await box.run(["sh", "-c", f"setsid {' '.join(command)} >/dev/null 2>&1 &"])
+            return [process.pid for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == command]
+
+    assert asyncio.run(session()) == []
+
+
+# ------------------------------------------------------------------------------------------------ limits
+
+
+@pytest.mark.parametrize(
+    ("settings", "source", "reason"),
+    [
+        ({"timeout": 0.3}, STAY, "timeout"),
+        ({"cpu_seconds": 0.3}, "while True: pass", "cpu"),
+        ({"memory": 64 << 20}, SHARED, "memory"),
+        ({"disk": 1 << 20}, EMPTY, "disk"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "\n" not in value else "",
+)
+def test_a_command_at_its_limit(make: Callable[..., Sandbox], settings: dict[str, Any], source: str, reason: str) -> None:
+    async def session() -> tuple[Finished, Finished]:
+        async with Box(make(**settings)) as box:
+            return await box.run(["a"], source=source), await box.run(["true"], timeout=ENOUGH)
+
+    ended, following = asyncio.run(session())
+    assert (ended.code, ended.reason) == (-9, reason)
+    assert following.reason in ("", "disk")  # of what the first has left
+
+
+def test_memory_that_the_kernel_refuses(make: Callable[..., Sandbox]) -> None:
+    finished = one(make(memory=64 << 20), ["a"], source="held = bytearray(99 << 20)")
+    assert finished.code == 1
+    assert finished.stderr.endswith(b"MemoryError\n")
+
+
+def test_more_processes_than_it_may_have(bwrap: Sandbox) -> None:
+    source = "import os, time\nwhile True:\n    if not os.fork(): time.sleep(999)"
+    finished = one(bwrap, ["a"], source=source)
+    assert finished.code == 1
+    assert b"BlockingIOError" in finished.stderr
+
+
+def test_too_many_processes_of_a_subprocess() -> None:
+    source = "import os, time\nfor _ in range(40):\n    if not os.fork(): time.sleep(999)\ntime.sleep(999)"
+    sandbox = Sandbox(runtime="subprocess", network="open", timeout=ENOUGH, memory=4 << 30)
+    assert one(sandbox, ["a"], source=source).reason == "processes"
+
+
+def test_what_may_be_read(bwrap: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "given").write_text("shown")
+    (tmp_path / "hidden").mkdir()
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)  # pytest's are for their owner alone
+    sandbox = Sandbox(timeout=ENOUGH, read=[str(tmp_path / "given")])
+    finished = one(sandbox, ["sh", "-c", f"cat {tmp_path}/given; echo x >> {tmp_path}/given; ls {tmp_path}"])
+    assert finished.stdout == b"showngiven\n"
+    assert (tmp_path / "given").read_text() == "shown"
+
+
+CONNECT = """
+import socket
+end = socket.create_connection(("127.0.0.1", {}))
+end.sendall(b"said\\n")
+print(end.makefile().read())
+"""
+
+
+def test_the_gateway_alone(bwrap: Sandbox) -> None:
+    async def session() -> tuple[Finished, Finished]:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(await reader.readline() + b"heard\n")
+            writer.close()
+
+        gateway = await asyncio.start_server(answer, "127.0.0.1", 0)
+        other = await asyncio.start_server(answer, "127.0.0.1", 0)
+        there, elsewhere = (server.sockets[0].getsockname()[1] for server in (gateway, other))
+        async with gateway, other, Box(Sandbox(timeout=ENOUGH, network="gateway"), f"127.0.0.1:{there}") as box:
+            found = [await box.run(["a"], source=CONNECT.format(port)) for port in (there, elsewhere)]
+        return found[0], found[1]
+
+    reached, refused = asyncio.run(session())
+    assert reached.stdout == b"said\nheard\n\n"
+    assert b"ConnectionRefusedError" in refused.stderr
+
+
+# ------------------------------------------------------------------------------------------------ its end
+
+
+def test_a_keeper_that_hangs_is_killed_from_outside(make: Callable[..., Sandbox]) -> None:
+    async def session() -> Finished:
+        async with Box(make(timeout=0.2)) as box:
+            (runtime,) = psutil.Process().children()
+            keeper = (runtime.children() or [runtime])[-1]
+            running = asyncio.create_task(box.run(["sleep", "999"]))
+            while not keeper.children():  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0)
+            keeper.send_signal(signal.SIGSTOP)
+            finished = await running
+            with pytest.raises(ServiceFault, match="sandbox: run a command: it was lost"):
+                await box.run(["true"])
+            return finished
+
+    assert asyncio.run(session()) == Finished(-9, reason="lost")
+    assert psutil.Process().children() == []
+    assert boxes() == []
+
+
+def test_a_run_that_is_cancelled_leaves_nothing(make: Callable[..., Sandbox]) -> None:
+    async def session() -> set[int]:
+        async with Box(make()) as box:
+            spaces = namespaces_below()
+            running = asyncio.create_task(box.run(["sleep", "999"]))
+            await asyncio.sleep(0)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            with pytest.raises(ServiceFault):
+                await box.run(["true"])
+        return spaces
+
+    assert members(asyncio.run(session())) == []
+
+
+OWNER = """
+import asyncio
+from runtime.sandbox import Box, Sandbox
+async def main():
+    async with Box(Sandbox(timeout=900.0, **{settings})) as box:
+        await box.run(["sh", "-c", "setsid sleep 901 & sleep 900"])
+asyncio.run(main())
+"""
+
+
+def test_it_ends_with_whoever_opened_it(make: Callable[..., Sandbox]) -> None:
+    settings = RUNTIMES[make().runtime]
+    owner = subprocess.Popen([sys.executable, "-c", OWNER.format(settings=settings)], cwd=Path(__file__).parents[2])
+    try:
+        process = psutil.Process(owner.pid)
+        while not any("901" in child.cmdline() for child in _alive(process)):
+            assert owner.poll() is None
+        descendants = _alive(process)
+    finally:
+        owner.kill()
+        owner.communicate()
+    assert len(descendants) >= 3
+    assert psutil.wait_procs(descendants, timeout=ENOUGH)[1] == []
+
+
+def _alive(process: psutil.Process) -> list[psutil.Process]:
+    found = []
+    for child in process.children(recursive=True):
+        try:
+            child.cmdline()
+        except psutil.Error:
+            continue
+        found.append(child)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def refusal(sandbox: Sandbox) -> str:
+    with pytest.raises(UserError) as error:
+        asyncio.run(check(sandbox, "rewards.sandbox"))
+    return str(error.value)
+
+
+def test_a_sandbox_that_works(make: Callable[..., Sandbox]) -> None:
+    asyncio.run(check(make(), "rewards.sandbox"))
+
+
+def test_a_runtime_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert refusal(Sandbox()) == "rewards.sandbox.runtime: 'bwrap' is not installed: apt-get install bubblewrap; there is: none"
+    told = refusal(Sandbox(runtime="apptainer", image="python.sif"))
+    assert told == "rewards.sandbox.runtime: 'apptainer' is not installed: see apptainer.org; there is: none"
+
+
+@pytest.mark.parametrize("runtime", ["bwrap", "docker", "apptainer"])
+def test_a_runtime_that_does_not_work_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runtime: str) -> None:
+    """As without user namespaces, or without a daemon."""
+    program = tmp_path / runtime
+    program.write_text("#!/bin/sh\necho 'not permitted' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    told = refusal(Sandbox(runtime=runtime, image="" if runtime == "bwrap" else "python:3.12"))  # type: ignore[arg-type]
+    assert told == f"rewards.sandbox.runtime: {runtime!r} does not work here: sandbox: start: not permitted"
+
+
+def test_a_path_that_is_not_there() -> None:
+    assert "rewards.sandbox.read: '/no/such' is not there" in refusal(Sandbox(read=["/no/such"]))
