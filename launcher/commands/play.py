@@ -27,13 +27,15 @@ FOLDER = "play"
 async def play(config: Config, task: int, view: View) -> Generation:
     """Task `task` of what there is to train on, counted from 0 over all sources. Raises as `evaluate` does, and UserError where
     there are not so many."""
-    config = own_folder(config, FOLDER)
+    config, data = own_folder(config, FOLDER), config.data
+    held_out = data.eval or next((source.path for _, source in sources(data)), "")
+    config = replace(config, data=replace(data, eval=held_out))  # the one task takes its place
     playing = _Playing(replace(config, run=replace(config.run, overwrite=True)), view, LocalNode.of(config))
     playing.task = task
     result = await playing.run()
     path = evaluation.folder_for(Path(config.run.dir), result.step) / f"{result.sets[0].name}{generations.SUFFIX}"
     (played,) = generations.read(path)
-    return played
+    return replace(played, problem=playing.problem)
 
 
 def shown(played: Generation) -> str:
@@ -45,6 +47,7 @@ def shown(played: Generation) -> str:
 
 class _Playing(Evaluating):
     task: int
+    problem: str  # its id
 
     def chosen(self, config: Config) -> Config:
         """With the one task as all that there is to evaluate."""
@@ -54,6 +57,7 @@ class _Playing(Evaluating):
         for key, source in sources(data) or [("data.eval", Source(path=data.eval))]:
             path, row_format = source.path, row_format_of(source, data)
             for found in islice(source_rows(path, key), left, left + 1):
+                self.problem = f"{found.source}:{found.position}"
                 folder = Path(config.run.dir) / "task" / found.source
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 file = folder.with_suffix(".jsonl")

@@ -11,6 +11,10 @@ from pathlib import Path
 from runtime.config import Config, Environment, RemoteReward, RemoteServer, Source
 from runtime.config.sandbox import sandbox_faults
 
+_OF_PROCESSES = (
+    *("python", "env", "threads", "cpus", "jemalloc", "placement", "replicas", "restarts"),
+    *("concurrency", "per_process", "sandbox"),
+)
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 
 
@@ -30,6 +34,9 @@ def _environment(key: str, name: str, settings: Environment) -> Iterator[str]:
         yield from sandbox_faults(f"{key}.sandbox", settings.sandbox)
     if settings.server is not None:
         yield from address_faults(f"{key}.server", settings.server)
+        for own in _OF_PROCESSES:
+            if getattr(settings, own) != getattr(Environment(), own):
+                yield f"{key}.{own}: is of processes that the run starts; must be left out with server"
         return
     file, colon, entry = settings.run.rpartition(":")
     if settings.run and not (colon and entry and file.endswith(".py")):

@@ -52,6 +52,8 @@ def test_one_environment_needs_to_be_named_by_nobody(agent: str) -> None:
         ({"python": ".venv-agents/none"}, f"{KEY}.python: '.venv-agents/none' is not an executable; run make install-agents"),
         ({"server": {"address": "here"}}, f"{KEY}.server.address: 'here' is not HOST:PORT, with a port from 1 to 65535"),
         ({"server": {"address": "h:65536"}}, f"{KEY}.server.address: 'h:65536' is not HOST:PORT, with a port from 1 to 65535"),
+        ({"replicas": 2, **OTHER}, f"{KEY}.replicas: is of processes that the run starts; must be left out with server"),
+        ({"env": {"A": "1"}, **OTHER}, f"{KEY}.env: is of processes that the run starts; must be left out with server"),
         ({"sandbox": {"runtime": "docker"}}, f"{KEY}.sandbox.image: empty; runtime 'docker' needs an image that has python3"),
     ],
 )
