@@ -39,7 +39,7 @@ LINE = 64 << 20  # bytes of one of a worker's
 _SECONDS = {"setup": "setup_seconds", "score": "score_seconds", "cleanup": "cleanup_seconds"}  # of phases that have their own
 
 
-class Asked(Protocol):
+class AgentRequests(Protocol):
     """Answers what an agent asks besides calls of the policy."""
 
     async def answer(self, request: EpisodeRequest, what: str, fields: Mapping[str, Any]) -> Any:
@@ -52,7 +52,7 @@ class Asked(Protocol):
 class AgentWorkers:
     """All methods belong to one event loop."""
 
-    def __init__(self, key: str, settings: Environment, variables: Mapping[str, str], asked: Asked):
+    def __init__(self, key: str, settings: Environment, variables: Mapping[str, str], asked: AgentRequests):
         """`key`: of the settings. `variables`: the whole environment of the agents' processes."""
         self._key, self._settings, self._variables, self._asked = key, settings, variables, asked
         self._room = asyncio.Semaphore(settings.concurrency)
@@ -136,13 +136,13 @@ class AgentWorkers:
 
     # ------------------------------------------------------------------------------------------ workers
 
-    async def _worker_with_room(self, request: EpisodeRequest) -> tuple[_Worker, _Playing]:
+    async def _worker_with_room(self, request: EpisodeRequest) -> tuple[_Worker, _AtWorker]:
         """One with a place for the episode, which it has from now on."""
         async with self._forking:
             found = next((each for each in self._workers if len(each.episodes) < self._settings.per_process), None)
             if found is None:
                 found = await self._fork()
-            playing = found.episodes[request.id] = _Playing(request)
+            playing = found.episodes[request.id] = _AtWorker(request)
         return found, playing
 
     async def _fork(self) -> _Worker:
@@ -221,7 +221,7 @@ class AgentWorkers:
         task.add_done_callback(self._tasks.discard)
 
 
-class _Playing:
+class _AtWorker:
     """An episode in a worker."""
 
     def __init__(self, request: EpisodeRequest):
@@ -234,7 +234,7 @@ class _Worker:
 
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, owner: AgentWorkers):
         self.pid = pid
-        self.episodes: dict[str, _Playing] = {}
+        self.episodes: dict[str, _AtWorker] = {}
         self._reader, self._writer, self._owner = reader, writer, owner
 
     async def run(self) -> None:
@@ -258,7 +258,7 @@ class _Worker:
             playing.phase = event.phase or playing.phase
             playing.events.put_nowait(event)
 
-    async def play(self, playing: _Playing) -> AsyncGenerator[EpisodeEvent, None]:
+    async def play(self, playing: _AtWorker) -> AsyncGenerator[EpisodeEvent, None]:
         request, over = playing.request, False
         self.write({**msgspec.structs.asdict(request), "task": json.loads(request.task)})
         try:
@@ -272,7 +272,7 @@ class _Worker:
             elif not over:
                 self._owner.lose(self, "an episode that it played was withdrawn")
 
-    async def _next(self, playing: _Playing) -> EpisodeEvent:
+    async def _next(self, playing: _AtWorker) -> EpisodeEvent:
         """The next event, within the time of its phase; `run` has what whoever asked for the episode gives it."""
         events, phase = playing.events, playing.phase
         if phase == "run":
@@ -293,7 +293,7 @@ class _Worker:
             self.write({"end": episode, "phase": phase})
             asyncio.get_running_loop().call_later(playing.request.cleanup_seconds, self._insist, playing, phase)
 
-    def _insist(self, playing: _Playing, phase: str) -> None:
+    def _insist(self, playing: _AtWorker, phase: str) -> None:
         if self.episodes.get(playing.request.id) is playing and playing.phase == phase and playing.events.empty():
             self._owner.lose(self, f"{phase} was told to end, and did not within {playing.request.cleanup_seconds:g} s")
 
