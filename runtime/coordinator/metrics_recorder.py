@@ -190,7 +190,10 @@ class MetricsRecorder:
 
     def _queues(self) -> dict[str, int]:
         counts = self._buffer.counts()
-        return {name: counts[name] for name in ("admitted", "generating", "generated", "ready")} | {"limit": self._buffer.limit}
+        return {name: counts[name] for name in ("admitted", "generating", "generated", "ready")} | {
+            "limit": self._buffer.limit,
+            "depth": self._buffer.depth,
+        }
 
 
 def gap(figures: dict[str, float]) -> str:

@@ -13,9 +13,12 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from types import CodeType
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # what types and contexts are made of would take as long to load as all the rest
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import CodeType
+    from typing import Any, NoReturn
 
 LENGTH = struct.Struct("<I")
 RESULT = struct.Struct("<iI")
@@ -98,10 +101,10 @@ def main() -> None:
             os.dup2(nothing if call else target, 1)
             finish(call, given, target) if call else finish(exec, code, {"__name__": "__main__"})
         status = os.waitpid(child, 0)[1]
-        try:
-            os.killpg(child, 9)
-        except ProcessLookupError:  # it has left nothing
-            os.sched_yield()
+        try:  # noqa: SIM105 - contextlib takes long to load
+            os.killpg(child, 9)  # what it has left
+        except ProcessLookupError:
+            pass
         output = os.pread(target, int(most), 0)
         os.close(source)
         os.close(target)

@@ -85,7 +85,8 @@ def filled(command: Sequence[str], data: Mapping[str, Any]) -> list[str]:
 
     if len(command) == 1:
         return ["sh", "-c", PIECE.sub(reference, command[0])]
-    return [sys.executable if argument == "python" else COLUMN.sub(text, argument) for argument in command]
+    program = sys.executable if command[0] == "python" else COLUMN.sub(text, command[0])
+    return [program, *(COLUMN.sub(text, argument) for argument in command[1:])]
 
 
 def reward_of(output: str) -> float | None:

@@ -19,7 +19,7 @@ class McpServer:
     interpreter.
 
     `only`: the tools that the model is shown; none named: all. `env`: variables of a server that is started, besides PATH, HOME
-    and the like. `shared`: episodes that one process plays at the same time have the same server and session.
+    and the like. `shared`: all episodes that one process plays have the same server and session.
     """
 
     def __init__(self, *server: str, only: Collection[str] = (), env: Mapping[str, str] | None = None, shared: bool = False):
@@ -34,14 +34,17 @@ class McpServer:
 
     async def connect(self) -> _McpConnection:
         """Raises InfrastructureError where there is no such server."""
-        connection = self._connection
-        if not self._shared or connection is None or connection.closed:
-            connection = self._connection = _McpConnection(self._mcp.Client(self._target()), self._mcp.MCPError, self._only)
-        connection.users += 1
+        kept = self._connection
+        if kept is not None and not await kept.answers():  # killed since, or its loop has ended
+            await kept.leave()
+            self._connection = None if self._connection is kept else self._connection
+        connection = self._connection or _McpConnection(self._mcp.Client(self._target()), self._mcp.MCPError, self._only)
+        if self._shared:
+            self._connection, connection.kept = connection, True
         try:
             await connection.opened()
         except BaseException:
-            await connection.close()
+            await connection.leave()
             raise
         return connection
 
@@ -54,19 +57,16 @@ class McpServer:
 
 
 class _McpConnection:
-    """A session, in a task of its own: who enters a session must leave it. `schemas`: of its tools, once it is open."""
+    """A session, in a task of its own: who enters a session must leave it. `schemas`: of its tools, once it is open. `kept`: it
+    stays open while its process does."""
 
     def __init__(self, client: Any, error: Any, only: Collection[str]):
         """`error`: what a call raises that the server does not answer."""
-        self.users = 0
+        self.kept = False
         self.schemas: list[dict[str, Any]] = []
         self._client, self._error, self._only = client, error, only
         self._ready, self._left = asyncio.Event(), asyncio.Event()
         self._task = asyncio.create_task(self._hold())
-
-    @property
-    def closed(self) -> bool:
-        return self._left.is_set() or self._task.done()
 
     async def _hold(self) -> None:
         async with self._client:
@@ -88,6 +88,15 @@ class _McpConnection:
         if self._task.done():
             raise InfrastructureError(f"the MCP server did not begin: {innermost(self._task.exception())!r}")
 
+    async def answers(self) -> bool:
+        """Whether the server does; also where it has not begun yet."""
+        if self._ready.is_set() and not self._task.done():
+            try:
+                await self._client.list_tools(cache_mode="bypass")
+            except self._error:
+                return False
+        return not self._task.done()
+
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The texts of what the tool gave. Raises ValueError for what it refused, InfrastructureError where the server has
         gone."""
@@ -103,10 +112,11 @@ class _McpConnection:
         return text
 
     async def close(self) -> None:
-        """The last to do so ends the session, and the server with it."""
-        self.users -= 1
-        if self.users:
-            return
+        """Ends the session, and a server that was started with it, unless it is kept."""
+        if not self.kept:
+            await self.leave()
+
+    async def leave(self) -> None:
         self._left.set()
         if not self._ready.is_set():
             self._task.cancel()

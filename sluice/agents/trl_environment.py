@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from sluice.agents.conversation import Conversation, Message, opening, value_of
+from sluice.agents.conversation import Conversation, Message, opening, told_by, value_of
 from sluice.agents.episode import DataError, Episode
 from sluice.agents.functions import Toolset, with_tools
 
@@ -30,12 +30,17 @@ class TrlEnvironment:
     async def run(self, data: dict[str, Any], *, episode: Episode, **_: Any) -> float | None:
         environment, row = self._made(data)
         seen = await value_of(environment.reset, **row)
-        messages = with_text(opening(data, self._system) if "prompt" in data or "messages" in data else [], seen)
+        begins = data.get("prompt") or data.get("messages")
+        messages = with_text(opening(data, self._system) if begins else told_by(self._system), seen)
         conversation = Conversation(episode, messages)
         begun = len(messages)
         tools = Toolset([*self._tools, *methods_of(environment)], episode.tools.seconds)
         tools.episode = episode
-        await with_tools(conversation, tools, self._turns)
+        try:
+            await tools.open()
+            await with_tools(conversation, tools, self._turns)
+        finally:
+            await tools.close()
         return await self._earned(environment, row, messages[:begun], conversation.messages[begun:])
 
     def _made(self, data: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -66,10 +71,11 @@ def methods_of(environment: Any) -> list[Any]:
 
 
 def with_text(messages: list[Message], text: str | None) -> list[Message]:
-    """The last message with `text` behind its own; a message of the user's where there is none yet. Raises DataError where
-    nothing was said at all."""
-    if not messages and not text:
+    """With `text` behind the last message's own, if that is the user's, else as a message of the user's. Raises DataError where
+    the user says nothing at all."""
+    asked = bool(messages) and messages[-1]["role"] == "user"
+    if not asked and not text:
         raise DataError("the row has no prompt, and reset gave none")
-    if not messages:
-        return [{"role": "user", "content": text}]
+    if not asked:
+        return [*messages, {"role": "user", "content": text}]
     return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + (text or "")}]

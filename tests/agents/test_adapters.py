@@ -105,21 +105,31 @@ def test_the_tools_of_mcp_server_time(gateway: Gateway, way: str, tmp_path: Path
         )
 
 
-def test_episodes_at_the_same_time_may_share_a_server(gateway: Gateway) -> None:
+def test_episodes_of_a_process_may_share_a_server_and_get_another_when_it_has_died(gateway: Gateway) -> None:
     server = McpServer("python", str(EXAMPLES / "lookup_server.py"), shared=True)
-    sessions = set[Any]()
-
-    def right(data: dict[str, Any], messages: list[dict[str, Any]]) -> float:
-        sessions.add(server._connection)
-        return float(messages[-2]["content"] == "814")
-
+    me = psutil.Process()
+    before = set(me.children())
     task = {"prompt": 'x\ncall lookup {"key": "rc8"}\n---\nsay 814'}
 
-    async def both() -> list[Any]:
-        return await asyncio.gather(*(played(gateway, ToolAgent([server], reward=right), task) for _ in range(4)))
+    def right(data: dict[str, Any], messages: list[dict[str, Any]]) -> float:
+        return float(messages[-2]["content"] == "814")
 
-    assert [each.reward for each in asyncio.run(both())] == [1.0] * 4
-    assert len(sessions) == 1 and sessions.pop().closed
+    async def servers(episodes: int) -> set[psutil.Process]:
+        """What runs behind them."""
+        agent = ToolAgent([server], reward=right)
+        found = await asyncio.gather(*(played(gateway, agent, task) for _ in range(episodes)))
+        assert [each.reward for each in found] == [1.0] * episodes
+        return set(me.children()) - before
+
+    async def play_all() -> None:
+        (first,) = await servers(4)
+        assert await servers(1) == {first}
+        first.kill()
+        (second,) = await servers(2)
+        assert second != first
+
+    asyncio.run(play_all())
+    assert set(me.children()) <= before
 
 
 def test_a_server_that_is_not_there_is_infrastructure(gateway: Gateway) -> None:

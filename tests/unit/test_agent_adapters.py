@@ -76,9 +76,9 @@ def test_what_reset_says_is_put_behind_the_task() -> None:
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
     assert with_text(asked, " y") == [asked[0], {"role": "user", "content": "x y"}]
     assert with_text(asked, None) == asked and asked[1]["content"] == "x"
-    assert with_text([], "y") == [{"role": "user", "content": "y"}]
+    assert with_text(asked[:1], "y") == [asked[0], {"role": "user", "content": "y"}]
     with pytest.raises(DataError, match="reset gave none"):
-        with_text([], None)
+        with_text(asked[:1], None)
 
 
 def test_titles_of_a_schema_go_and_properties_of_that_name_stay() -> None:

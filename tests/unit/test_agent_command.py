@@ -39,7 +39,7 @@ def test_columns_are_filled_into_arguments() -> None:
         '[1, "ä"]',
         "${HOME} {}",
     ]
-    assert filled(["python", "x.py"], row)[0] == sys.executable
+    assert filled(["python", "python"], row) == [sys.executable, "python"]
 
 
 @pytest.mark.parametrize("line", ["printf %s {question}", "cat <<END\n{question}\nEND", "echo `printf %s {question}`"])

@@ -94,7 +94,7 @@ def of_the_coordinator() -> set[str]:
     fakes: dict[str, Any] = {
         "context": SimpleNamespace(trackers=SimpleNamespace(log=log, dropped=1), config=config),
         "spans": SimpleNamespace(close_step=lambda: closed(spans())),
-        "buffer": SimpleNamespace(counts=Counter, limit=3),
+        "buffer": SimpleNamespace(counts=Counter, limit=3, depth=24),
         "meter": meter,
         "pool": SimpleNamespace(close_step=lambda: RolloutPool.close_step(pool)),
         "totals": SimpleNamespace(add=lambda _: None),

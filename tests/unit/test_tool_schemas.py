@@ -22,7 +22,7 @@ def search(text: str, limit: int = 5, *, order: Literal["new", "old"] = "new", t
 
     Args:
         text: What to look for,
-            in any language.
+            language: any.
         limit (int): How many.
 
     Returns:
@@ -40,7 +40,7 @@ def test_signature_and_docstring_are_the_schema() -> None:
             "parameters": {
                 "type": "object",
                 "properties": {
-                    "text": {"type": "string", "description": "What to look for, in any language."},
+                    "text": {"type": "string", "description": "What to look for, language: any."},
                     "limit": {"type": "integer", "description": "How many.", "default": 5},
                     "order": {"type": "string", "enum": ["new", "old"], "default": "new"},
                     "tags": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},

@@ -56,16 +56,20 @@ def test_what_no_model_can_mend_is_raised(how: str, error: type[Exception]) -> N
 
 
 def test_a_tool_has_its_seconds() -> None:
-    ended = threading.Event()
+    async def work() -> str:
+        ended = asyncio.Event()
 
-    async def wait() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
+        async def wait() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
 
-    assert called("wait", "{}", [wait], 0.01) == "Error: ValueError: wait did not answer within 0.01 s"
-    assert ended.is_set()
+        told = await Toolset([wait], 0.01).call("wait", "{}")
+        await asyncio.wait_for(ended.wait(), SECONDS)
+        return told
+
+    assert asyncio.run(work()) == "Error: ValueError: wait did not answer within 0.01 s"
 
 
 def test_calls_of_one_message_are_made_at_the_same_time_and_answered_in_order() -> None:
