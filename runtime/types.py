@@ -289,9 +289,8 @@ def outside(tokens: np.ndarray, vocabulary: int) -> bool:
 
 
 class Outcomes(msgspec.Struct, kw_only=True):
-    """What became of a group's episodes. `reasons`: of each its stop reason, or "left out: " and why; `turns`: calls that were
-    answered; `log`: of each figure that agents told, how many did and their sum; `repeated`: by reason, how often an episode
-    was played again."""
+    """What became of a group's episodes. `reasons`: stop reasons, or "left out: " and why; `turns`: calls that were answered;
+    `log`: of each figure that agents told, how many did, their sum; `repeated`: by reason, how often one was played again."""
 
     environment: str
     reasons: list[str]  # [n]

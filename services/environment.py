@@ -16,7 +16,7 @@ from runtime import run_files
 from runtime.cluster.topology import Instance, path_of, settings_of
 from runtime.config import Config, Environment
 from runtime.config.secret_values import resolved
-from runtime.environments.messages import CancelRequest, Description, EpisodeEvent, EpisodeRequest
+from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
 from runtime.environments.sandboxes import EpisodeSandboxes
 from runtime.environments.workers import AgentWorkers
 from runtime.rewards.worker_process import worker_environment
@@ -65,8 +65,8 @@ class EnvironmentService(process.Service):
         if hasattr(self, "_workers"):
             await self._workers.close()
 
-    async def describe(self, _: None) -> Description:
-        return Description(name=self._key.rpartition(".")[2], concurrency=self._settings.concurrency)
+    async def describe(self, _: None) -> EnvironmentDescription:
+        return EnvironmentDescription(name=self._key.rpartition(".")[2], concurrency=self._settings.concurrency)
 
     async def run(self, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
         self._counts["episodes"] += 1

@@ -13,7 +13,7 @@ STOP_REASONS = (
 )
 
 
-class Description(Struct, frozen=True):
+class EnvironmentDescription(Struct, frozen=True):
     name: str = ""
     concurrency: int = 1
 

@@ -35,7 +35,7 @@ def stricter(sandbox: Sandbox, spec: Mapping[str, Any]) -> Sandbox:
 
 
 class EpisodeSandboxes:
-    """Implements `runtime.environments.workers.Asked`."""
+    """Implements `runtime.environments.workers.AgentAnswers`."""
 
     def __init__(self, sandbox: Sandbox | None, key: str):
         """`key`: of the environment's settings."""

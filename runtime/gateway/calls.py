@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from runtime import timeouts
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.conversation import TOO_LONG, Completion, PolicyCall, PolicyReply, Refused, ReplyEnd, Told
-from runtime.gateway.episode import Episode, mixed
+from runtime.gateway.episode import GatewayEpisode, mixed
 from runtime.gateway.graph import Extension
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.gateway.tool_calls import without_start_of
@@ -58,7 +58,7 @@ class PolicyCalls:
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
-    async def answer(self, episode: Episode, call: PolicyCall, told: Told | None = None) -> Completion:
+    async def answer(self, episode: GatewayEpisode, call: PolicyCall, told: Told | None = None) -> Completion:
         """Raises Refused: 400 for what does not fit, 408 at the deadline, 503 where no rollout serves."""
         began, completion_id, task = time.time(), f"call-{secrets.token_hex(12)}", episode.request
         extension: Extension = await self._in_thread(episode.graph.extend, call)
@@ -103,7 +103,7 @@ class PolicyCalls:
             episode.graph.add(extension, completion.id, made)
         return completion
 
-    def _seed(self, episode: Episode, call: PolicyCall) -> int:
+    def _seed(self, episode: GatewayEpisode, call: PolicyCall) -> int:
         if episode.request is not None:
             return episode.seed
         return call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
@@ -129,7 +129,7 @@ class PolicyCalls:
         stop = (*self._renderer.stop_ids, *call.stop_token_ids)
         return replace(run, max_new_tokens=most, stop_token_ids=tuple(dict.fromkeys(stop)))
 
-    async def _generate(self, episode: Episode, request: GroupRequest) -> list[Sample]:
+    async def _generate(self, episode: GatewayEpisode, request: GroupRequest) -> list[Sample]:
         """With an id that no other call has: they are below those of evaluations, and above those of probes."""
         own = replace(request, group_id=-(1 << 32) - secrets.randbits(60))
         least = PolicyVersion() if episode.request is None else episode.request.version
@@ -138,7 +138,7 @@ class PolicyCalls:
 
     async def _in_pieces(
         self,
-        episode: Episode,
+        episode: GatewayEpisode,
         request: GroupRequest,
         forced: Sequence[int],
         stops: Sequence[str],

@@ -31,7 +31,7 @@ class Begun(Struct, frozen=True):
     task: EpisodeTask | None  # None: of the caller's own
 
 
-class Episode:
+class GatewayEpisode:
     """One that is open, or was; or, open to nobody, that of a call which belongs to none."""
 
     def __init__(self, renderer: TemplateRenderer, group: Playing | None = None, index: int = 0):
@@ -74,7 +74,7 @@ class Playing:
 
     def __init__(self, request: PlayRequest, done: asyncio.Future[GeneratedGroup]):
         self.request, self.done = request, done
-        self.episodes: dict[int, Episode] = {}  # by their index
+        self.episodes: dict[int, GatewayEpisode] = {}  # by their index
         self.left = request.n  # that are not over
         self.repeated: Counter[str] = Counter()  # by reason, episodes that are played again
 
@@ -99,7 +99,11 @@ class SharedCall:
 
 
 def finished(
-    request: PlayRequest, episodes: Sequence[Episode], renderer: TemplateRenderer, repeated: Mapping[str, int], given: bool
+    request: PlayRequest,
+    episodes: Sequence[GatewayEpisode],
+    renderer: TemplateRenderer,
+    repeated: Mapping[str, int],
+    given: bool,
 ) -> GeneratedGroup:
     """What leaves the gateway: header and encoded payload. A group of which nothing is trained is as if it were of no version
     yet. `given`: whether what they earned counts."""
@@ -131,7 +135,7 @@ def finished(
     )
 
 
-def _earned(episode: Episode) -> float:
+def _earned(episode: GatewayEpisode) -> float:
     """NaN: nothing that counts."""
     return math.nan if episode.reward is None or episode.left_out else episode.reward
 

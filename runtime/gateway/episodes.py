@@ -21,7 +21,7 @@ from runtime import timeouts
 from runtime.environments.messages import STOP_REASONS
 from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
 from runtime.gateway.conversation import TOO_LONG, Completion, Message, PolicyCall, Refused, Told
-from runtime.gateway.episode import Begun, Episode, Playing, SharedCall, finished
+from runtime.gateway.episode import Begun, GatewayEpisode, Playing, SharedCall, finished
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process.aio import TaskGroup, done_within, first_error, now
 from runtime.types import GeneratedGroup, PlayRequest
@@ -29,7 +29,7 @@ from runtime.types import GeneratedGroup, PlayRequest
 log = logging.getLogger("sluice")
 
 
-Answer = Callable[[Episode, PolicyCall, Told | None], Awaitable[Completion]]
+Answer = Callable[[GatewayEpisode, PolicyCall, Told | None], Awaitable[Completion]]
 
 
 class Episodes:
@@ -57,8 +57,8 @@ class Episodes:
         self._asked = self._warns = False  # whether a program ever asked for one; whether the log will say that none did
         self.players: Callable[[Playing, int], Awaitable[None]] | None = None
         """Has one of a group's episodes played, where its task names an environment."""
-        self._open: dict[str, Episode] = {}
-        self._by_key: dict[str, Episode] = {}
+        self._open: dict[str, GatewayEpisode] = {}
+        self._by_key: dict[str, GatewayEpisode] = {}
         self.counts: Counter[str] = Counter()
         self.forks: Counter[str] = Counter()
 
@@ -135,7 +135,7 @@ class Episodes:
         if len(self._open) >= self._most:
             raise Refused(429, f"{self._most} episodes are open (gateway.episodes)", retry_after=timeouts.GATEWAY_RETRY)
         if self._serves:
-            episode, task = Episode(self._renderer), None
+            episode, task = GatewayEpisode(self._renderer), None
             episode.timer = asyncio.get_running_loop().call_later(self._seconds, self.close_one, episode, "timeout")
         else:
             until = now() + min(wait, timeouts.TASK_WAIT)
@@ -144,13 +144,13 @@ class Episodes:
                 if not await done_within(self._came.wait(), until - now()):
                     raise Refused(429, "no task waits", retry_after=timeouts.GATEWAY_RETRY)
             group, index = self._waiting.popleft()
-            episode = group.episodes[index] = Episode(self._renderer, group, index)
+            episode = group.episodes[index] = GatewayEpisode(self._renderer, group, index)
             task = group.request.task
         self._open[episode.id] = self._by_key[episode.key] = episode
         self.counts["episodes"] += 1
         return Begun(id=episode.id, key=episode.key, base=f"/episodes/{episode.id}", task=task)
 
-    def episode(self, id: str, key: str) -> Episode:
+    def episode(self, id: str, key: str) -> GatewayEpisode:
         """By its key, and by its id where there is one; the key may stand in the place of the id, for who sends another. A new
         one that is not open for a call that belongs to none, where that may be. Refused: 404 where it is not there, 401 for a
         wrong key, or none."""
@@ -162,7 +162,7 @@ class Episodes:
         if found is not None and hmac.compare_digest(found.key.encode(), key.encode()):
             return found
         if not id and self._serves and self._is_own(key):
-            return Episode(self._renderer)
+            return GatewayEpisode(self._renderer)
         raise Refused(401, "the key is that of no episode which is open" if key else "needs the key of an episode")
 
     def _is_own(self, key: str) -> bool:
@@ -173,14 +173,14 @@ class Episodes:
         if not self._is_own(key):
             raise Refused(401, "needs the gateway's key")
 
-    def open_one(self, group: Playing, index: int) -> Episode:
+    def open_one(self, group: Playing, index: int) -> GatewayEpisode:
         """One of a group's episodes, for an environment to play."""
-        episode = group.episodes[index] = Episode(self._renderer, group, index)
+        episode = group.episodes[index] = GatewayEpisode(self._renderer, group, index)
         self._open[episode.id] = self._by_key[episode.key] = episode
         self.counts["episodes"] += 1
         return episode
 
-    def play_again(self, episode: Episode, why: str) -> None:
+    def play_again(self, episode: GatewayEpisode, why: str) -> None:
         """It is as if it had not been: another is opened in its place."""
         group = episode.group
         assert group is not None
@@ -189,7 +189,7 @@ class Episodes:
         self._leave(episode, "cancelled")
         self.counts["played_again"] += 1
 
-    async def call(self, episode: Episode, call: PolicyCall, told: Told | None = None) -> Completion:
+    async def call(self, episode: GatewayEpisode, call: PolicyCall, told: Told | None = None) -> Completion:
         """The policy's answer. A request that is made again gets that of the first. Cancelled when the client hangs up, which
         withdraws the call and leaves the episode."""
         if episode.over:
@@ -209,7 +209,7 @@ class Episodes:
                 raise Refused(404, f"episode {episode.id} is over ({episode.stop_reason})") from None
             raise
 
-    async def _counted(self, episode: Episode, call: PolicyCall, told: Told | None) -> Completion:
+    async def _counted(self, episode: GatewayEpisode, call: PolicyCall, told: Told | None) -> Completion:
         self.counts["calls"] += 1
         self.counts["under_way"] += 1
         try:
@@ -229,11 +229,11 @@ class Episodes:
             episode.branches[call.branch] = completion.id
         return completion
 
-    def history(self, episode: Episode, completion_id: str) -> tuple[Message, ...]:
+    def history(self, episode: GatewayEpisode, completion_id: str) -> tuple[Message, ...]:
         """The conversation up to and with the reply of a completion. Refused: 404."""
         return episode.graph.history(completion_id)
 
-    def reward(self, episode: Episode, value: float, completion: str = "") -> None:
+    def reward(self, episode: GatewayEpisode, value: float, completion: str = "") -> None:
         """Of a completion; empty: of the whole episode. Refused: 404 for an unknown completion, 400 if not finite."""
         if not math.isfinite(value):
             raise Refused(400, f"reward: {value} is not a finite number", "reward")
@@ -243,13 +243,13 @@ class Episodes:
         else:
             episode.reward = value
 
-    async def end(self, episode: Episode, stop_reason: str = "") -> None:
+    async def end(self, episode: GatewayEpisode, stop_reason: str = "") -> None:
         """No more calls of the episode. Refused: 400 for a reason that is none of `STOP_REASONS`."""
         if stop_reason and stop_reason not in STOP_REASONS:
             raise Refused(400, f"stop_reason: '{stop_reason}' is not one of {', '.join(STOP_REASONS)}", "stop_reason")
         self.close_one(episode, stop_reason or "completed")
 
-    def close_one(self, episode: Episode, stop_reason: str) -> None:
+    def close_one(self, episode: GatewayEpisode, stop_reason: str) -> None:
         """Idempotent."""
         if episode.over:
             return
@@ -261,7 +261,7 @@ class Episodes:
             if not group.left and not group.done.done():
                 self._finish(group)
 
-    def _leave(self, episode: Episode, stop_reason: str) -> None:
+    def _leave(self, episode: GatewayEpisode, stop_reason: str) -> None:
         """It is open no more, its key of no use, and what it asked for is withdrawn."""
         episode.stop_reason = stop_reason
         self._open.pop(episode.id, None)

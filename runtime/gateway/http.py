@@ -22,7 +22,7 @@ from runtime.gateway.conversation import Completion, PolicyCall, Refused
 from runtime.gateway.dialects import anthropic, chat, completions, responses
 from runtime.gateway.dialects.answers import Events, Parse, error_body
 from runtime.gateway.dialects.fields import FieldTable, NonNegative, decode
-from runtime.gateway.episode import Episode
+from runtime.gateway.episode import GatewayEpisode
 from runtime.gateway.episodes import Episodes
 from runtime.process.aio import done_within
 
@@ -130,10 +130,12 @@ class _GatewayRoutes:
         completion = await self._episodes.call(episode, call, None)
         return await _aside(_is_long(completion), lambda: _json(asked.answer(completion)))
 
-    def _episode(self, request: web.Request) -> Episode:
+    def _episode(self, request: web.Request) -> GatewayEpisode:
         return self._episodes.episode(request.match_info.get("episode", ""), _key(request))
 
-    async def _stream(self, request: web.Request, episode: Episode, call: PolicyCall, events: Events) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, episode: GatewayEpisode, call: PolicyCall, events: Events
+    ) -> web.StreamResponse:
         """Until something is to be told, an error is answered as where nothing is streamed; from then on it is an event."""
         news, texts = asyncio.Event(), dict[int, tuple[str, str]]()
 

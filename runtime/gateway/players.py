@@ -25,7 +25,7 @@ from runtime.config.services import Slow
 from runtime.environments.messages import STOP_REASONS, EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
-from runtime.gateway.episode import Episode, Playing
+from runtime.gateway.episode import GatewayEpisode, Playing
 from runtime.gateway.episodes import Episodes
 from runtime.process.aio import done_within, now
 from runtime.types import EpisodeTask
@@ -65,7 +65,7 @@ def late(slow: Slow, others: int, repeats_left: int) -> Late:
 class _Attempt:
     """An episode at one process. `verdict`: how it ended, by whoever knows it first."""
 
-    def __init__(self, port: EnvironmentPort, episode: Episode, settings: Environment, repeats_left: int):
+    def __init__(self, port: EnvironmentPort, episode: GatewayEpisode, settings: Environment, repeats_left: int):
         loop = asyncio.get_running_loop()
         self.port, self.episode, self.settings, self.repeats_left = port, episode, settings, repeats_left
         self.verdict: asyncio.Future[EpisodeEnd] = loop.create_future()
@@ -226,7 +226,7 @@ class Players:
         fresh = [port for port in ports if port.name not in tried]
         return min(fresh or ports, key=lambda port: (self._busy[port.name], port.name))
 
-    def _heard(self, episode: Episode, event: EpisodeEvent) -> None:
+    def _heard(self, episode: GatewayEpisode, event: EpisodeEvent) -> None:
         """Raises Refused."""
         for name, value in event.log.items():
             if not _FIGURE.fullmatch(name) or len(episode.log) >= FIGURES:
@@ -241,7 +241,7 @@ class Players:
             of = episode.branches.get(event.branch, f"of branch {event.branch}")
         self._episodes.reward(episode, event.reward, of)
 
-    def _reward(self, episode: Episode, end: EpisodeEnd) -> None:
+    def _reward(self, episode: GatewayEpisode, end: EpisodeEnd) -> None:
         """Raises Refused."""
         if end.stop_reason and end.stop_reason not in STOP_REASONS:
             raise Refused(400, f"stop_reason: {end.stop_reason!r} is not one of {', '.join(STOP_REASONS)}")
@@ -250,7 +250,7 @@ class Players:
         if end.reward is not None:
             self._episodes.reward(episode, end.reward)
 
-    def _end(self, name: str, episode: Episode, end: EpisodeEnd) -> None:
+    def _end(self, name: str, episode: GatewayEpisode, end: EpisodeEnd) -> None:
         stop_reason = end.stop_reason or "completed"
         if episode.overflowed and (end.failure or stop_reason == "completed"):
             stop_reason = "context_overflow"

@@ -25,7 +25,7 @@ from runtime.cluster import nodes
 from runtime.codec import Body, Parts, parts_of
 from runtime.commands import Priority
 from runtime.config import Config
-from runtime.environments.messages import CancelRequest, Description, EpisodeEvent, EpisodeRequest
+from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
 from runtime.process import keys
 from runtime.rewards.remote_messages import RemoteScoreReply, RemoteScoreRequest
 from runtime.trainer.rows import balance, balance_each
@@ -297,7 +297,7 @@ _ROWS = (
     _command("Gateway", PlayRequest, "deadlines.episode", name="Play", key=_OF_GROUP),
     _command("Gateway", commands.UsePeers, _JOIN, **_CONTROL),
     _command("Gateway", commands.Hurry, _JOIN, **_CONTROL),
-    _method("Environment", "Describe", None, Description, callers=_PLAYED),
+    _method("Environment", "Describe", None, EnvironmentDescription, callers=_PLAYED),
     _method("Environment", "Run", EpisodeRequest, EpisodeEvent, callers=_PLAYED, streamed=True),
     _method("Environment", "Cancel", CancelRequest, None, callers=_PLAYED),
     _command(

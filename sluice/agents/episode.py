@@ -1,7 +1,7 @@
 """An episode, as the agent that plays it sees it. The standard library alone.
 
 agent ── chat, generate ──► the run's gateway          by HTTP, as every client of OpenAI's API
-  └──── reward, log, sandbox ──► the environment's process (`Channel`)
+  └──── reward, log, sandbox ──► the environment's process (`EpisodeChannel`)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PolicyRefused(Exception):
         self.status, self.code = status, code
 
 
-class Channel(Protocol):
+class EpisodeChannel(Protocol):
     """To the process that has the episode played."""
 
     def tell(self, episode: str, **news: Any) -> None:
@@ -68,7 +68,7 @@ class Episode:
     Anthropic's wants the URL without /v1, `root`. `seed`: in [0, 2^63), the same when the episode is played
     again. `purpose`: "train" or "evaluate"."""
 
-    def __init__(self, told: Mapping[str, Any], channel: Channel, tools: Any = None):
+    def __init__(self, told: Mapping[str, Any], channel: EpisodeChannel, tools: Any = None):
         """`told`: what the environment's process says of it. `tools`: of the agent, a Toolset."""
         self.id: str = told["id"]
         self.data: dict[str, Any] = told["task"]
@@ -143,7 +143,7 @@ class Episode:
 class SandboxHandle:
     """A sandbox with a folder of its own, in which commands are run one after the other."""
 
-    def __init__(self, channel: Channel, episode: str, spec: dict[str, Any]):
+    def __init__(self, channel: EpisodeChannel, episode: str, spec: dict[str, Any]):
         self._channel, self._episode, self._spec = channel, episode, spec
         self._name = ""
 

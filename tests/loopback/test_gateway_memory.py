@@ -15,7 +15,7 @@ from aiohttp import web
 
 from runtime import codec
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
-from runtime.gateway.episode import Episode
+from runtime.gateway.episode import GatewayEpisode
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.http import runner
 from runtime.gateway.rendering import TemplateRenderer
@@ -67,7 +67,7 @@ def played(episodes: Episodes, n: int) -> asyncio.Future[Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_is_refused(renderer: TemplateRenderer, uncollected: None, stream: bool) -> None:
-    async def refuse(episode: Episode, call: PolicyCall, told: Any) -> Completion:
+    async def refuse(episode: GatewayEpisode, call: PolicyCall, told: Any) -> Completion:
         await asyncio.sleep(0)
         raise Refused(400, "too long")
 
@@ -111,7 +111,7 @@ def test_the_message_that_a_reply_came_in() -> None:
 
 
 def test_an_episode_that_is_over(renderer: TemplateRenderer, uncollected: None) -> None:
-    async def answer(episode: Episode, call: PolicyCall, told: Any) -> Completion:
+    async def answer(episode: GatewayEpisode, call: PolicyCall, told: Any) -> Completion:
         extension = episode.graph.extend(call)
         tokens = np.array([*b"yes", *renderer.stop_ids[:1]], np.int32)
         logprobs, message = np.zeros(4, np.float32), Message("assistant", "yes")

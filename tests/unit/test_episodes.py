@@ -12,7 +12,7 @@ import pytest
 from runtime import codec
 from runtime.errors import DeadlineExceeded
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
-from runtime.gateway.episode import Episode, Playing
+from runtime.gateway.episode import GatewayEpisode, Playing
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import EpisodeTask, GeneratedGroup, GroupPayload, PlayRequest, PolicyVersion, SamplingParams
@@ -38,7 +38,7 @@ class ScriptedPolicy:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def __call__(self, episode: Episode, call: PolicyCall, told: Any) -> Completion:
+    async def __call__(self, episode: GatewayEpisode, call: PolicyCall, told: Any) -> Completion:
         self.calls += 1
         number = self.calls
         self.began.put_nowait(number)
@@ -70,7 +70,7 @@ def run(renderer: TemplateRenderer, scenario: Callable[[Episodes, ScriptedPolicy
     asyncio.run(asyncio.wait_for(whole(), PATIENCE))
 
 
-async def opened(episodes: Episodes) -> Episode:
+async def opened(episodes: Episodes) -> GatewayEpisode:
     begun = await episodes.begin(KEY)
     return episodes.episode(begun.id, begun.key)
 

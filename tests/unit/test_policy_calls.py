@@ -15,7 +15,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.calls import PIECES, PolicyCalls
 from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused, Tool
-from runtime.gateway.episode import Episode, Playing
+from runtime.gateway.episode import GatewayEpisode, Playing
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import EpisodeTask, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
 from tests.unit.template_cases import HERMES, folder_of
@@ -89,7 +89,7 @@ class Desk:
         task = EpisodeTask(messages=[{"role": "user", "content": "hello"}])
         asked = PlayRequest(group_id=1, task=task, n=1, seed=5, sampling=RUN, version=PolicyVersion(0, 4), purpose="eval")
         group = None if run is None else Playing(asked, asyncio.get_running_loop().create_future())
-        self.episode = Episode(renderer, group)
+        self.episode = GatewayEpisode(renderer, group)
 
     def say(self, text: str, ended: bool = True) -> list[int]:
         """What the policy will."""
@@ -232,7 +232,7 @@ def test_where_there_is_no_run_a_call_samples_as_it_says(renderer: TemplateRende
     async def scenario(desk: Desk) -> None:
         wish: dict[str, Any] = {"temperature": 0.2, "top_p": 0.5, "top_k": 3, "min_p": 0.1}
         for seed in (8, 8, None):
-            desk.episode = Episode(renderer)
+            desk.episode = GatewayEpisode(renderer)
             desk.say("hi")
             await desk.ask(max_tokens=20, seed=seed, **wish)
         first, again, other = desk.port.requests

@@ -30,8 +30,8 @@ def test_a_plan_has_as_many_nodes_as_the_run_waits_for() -> None:
 
 
 def test_the_device_follows_from_the_environment_unless_it_is_said() -> None:
-    assert made(services={"environment": "ascend"}, devices=8).device == "npu"
-    assert made("cpu", services={"environment": "ascend"}).device == "cpu"
+    assert made(services={"platform": "ascend"}, devices=8).device == "npu"
+    assert made("cpu", services={"platform": "ascend"}).device == "cpu"
     assert made().device == "cpu"
 
 

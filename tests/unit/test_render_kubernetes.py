@@ -19,7 +19,7 @@ PLANS = {
     "one": made(),
     "three": made(**auto(3)),
     "cuda": made("cuda", 8, **auto(2), run={"name": "x", "resume": "auto"}),
-    "named": made("npu", **listed(trains=8, generates=4), services={"environment": "ascend", "coordinator": {"port": 7000}}),
+    "named": made("npu", **listed(trains=8, generates=4), services={"platform": "ascend", "coordinator": {"port": 7000}}),
 }
 
 

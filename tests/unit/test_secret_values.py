@@ -60,7 +60,7 @@ def test_an_override_that_cannot_be_read_shows_no_value(loading: Loading) -> Non
 def test_a_secret_in_a_file_of_variables_is_refused(loading: Loading, tmp_path: Path) -> None:
     preset = tmp_path / "mine.yaml"
     preset.write_text(f"trainer: {{env: {{HF_TOKEN: {VALUE}}}}}\n")
-    (fault,) = faults_of(loading, RUN + f"services: {{environment: {preset}}}")
+    (fault,) = faults_of(loading, RUN + f"services: {{platform: {preset}}}")
     assert fault.startswith(f"services.platform: {preset}: services.trainer.env.HF_TOKEN: a secret") and VALUE not in fault
 
 

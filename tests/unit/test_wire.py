@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from runtime import codec, commands, errors, status
 from runtime.cluster import nodes
 from runtime.commands import Priority
-from runtime.environments.messages import CancelRequest, Description, EpisodeEnd, EpisodeEvent, EpisodeRequest
+from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import (
     SCHEMA_VERSION,
@@ -204,7 +204,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
         None,
     ),
     ("Gateway", "Hurry"): (commands.Hurry(1 << 40), None),
-    ("Environment", "Describe"): (None, Description(name="é", concurrency=64)),
+    ("Environment", "Describe"): (None, EnvironmentDescription(name="é", concurrency=64)),
     ("Environment", "Run"): (
         EpisodeRequest(
             id="f0a8",
