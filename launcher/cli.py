@@ -55,9 +55,7 @@ def _parser() -> CommandParser:
         command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
 
     of_command.add_simulate(simulate)
-
     commands.add_parser("schema", help="print the configuration's JSON Schema")
-
     of_command.add_render(commands.add_parser("render", help="write the files that start a run on several machines"))
 
     _add_looking(commands)

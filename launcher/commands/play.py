@@ -30,7 +30,7 @@ async def play(config: Config, task: int, view: View) -> Generation:
     config, data = own_folder(config, FOLDER), config.data
     held_out = data.eval or next((source.path for _, source in sources(data)), "")
     config = replace(config, data=replace(data, eval=held_out))  # the one task takes its place
-    playing = _Playing(replace(config, run=replace(config.run, overwrite=True)), view, LocalNode.of(config))
+    playing = _OneTask(replace(config, run=replace(config.run, overwrite=True)), view, LocalNode.of(config))
     playing.task = task
     result = await playing.run()
     path = evaluation.folder_for(Path(config.run.dir), result.step) / f"{result.sets[0].name}{generations.SUFFIX}"
@@ -45,7 +45,7 @@ def shown(played: Generation) -> str:
     return f"{played.prompt}{played.reply}\n\n{played.problem}: {earned} ({', '.join(of)}), {played.outcome or played.finish}"
 
 
-class _Playing(Evaluating):
+class _OneTask(Evaluating):
     task: int
     problem: str  # its id
 

@@ -57,7 +57,7 @@ class AgentWorkers:
         self._key, self._settings, self._variables, self._asked = key, settings, variables, asked
         self._room = asyncio.Semaphore(settings.concurrency)
         self._forking = asyncio.Lock()
-        self._workers: list[_Worker] = []
+        self._workers: list[_AgentProcess] = []
         self._starting: asyncio.Future[int] | None = None  # the pid of the worker that is being forked
         self._tasks: set[asyncio.Task[Any]] = set()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -136,16 +136,16 @@ class AgentWorkers:
 
     # ------------------------------------------------------------------------------------------ workers
 
-    async def _worker_with_room(self, request: EpisodeRequest) -> tuple[_Worker, _AtWorker]:
+    async def _worker_with_room(self, request: EpisodeRequest) -> tuple[_AgentProcess, _PlayedEpisode]:
         """One with a place for the episode, which it has from now on."""
         async with self._forking:
             found = next((each for each in self._workers if len(each.episodes) < self._settings.per_process), None)
             if found is None:
                 found = await self._fork()
-            playing = found.episodes[request.id] = _AtWorker(request)
+            playing = found.episodes[request.id] = _PlayedEpisode(request)
         return found, playing
 
-    async def _fork(self) -> _Worker:
+    async def _fork(self) -> _AgentProcess:
         ours, theirs = socket.socketpair()
         self._starting = asyncio.get_running_loop().create_future()
         with theirs:
@@ -158,16 +158,16 @@ class AgentWorkers:
             ours.close()
             raise ServiceFault(self._key, "fork a worker", "the nursery does not answer", timeouts.AGENT_FORK)
         reader, writer = await asyncio.open_connection(sock=ours, limit=LINE)
-        worker = _Worker(self._starting.result(), reader, writer, self)
+        worker = _AgentProcess(self._starting.result(), reader, writer, self)
         self._workers.append(worker)
         self._spawn(worker.run())
         return worker
 
-    def _kill(self, worker: _Worker) -> None:
+    def _kill(self, worker: _AgentProcess) -> None:
         with suppress(OSError):
             self._control.send(f"kill {worker.pid}".encode())
 
-    def lose(self, worker: _Worker, why: str) -> None:
+    def lose(self, worker: _AgentProcess, why: str) -> None:
         if worker in self._workers:
             self._workers.remove(worker)
             self.lost += 1
@@ -199,11 +199,11 @@ class AgentWorkers:
         elif not self._ready.done():
             self._ready.set_result(told.get("failed", ""))
 
-    def answer(self, worker: _Worker, told: Mapping[str, Any]) -> None:
+    def answer(self, worker: _AgentProcess, told: Mapping[str, Any]) -> None:
         """What an agent asks."""
         self._spawn(self._answer(worker, dict(told)))
 
-    async def _answer(self, worker: _Worker, told: dict[str, Any]) -> None:
+    async def _answer(self, worker: _AgentProcess, told: dict[str, Any]) -> None:
         number, playing, what = told.pop("ask"), worker.episodes.get(told.pop("episode")), told.pop("what")
         if playing is None:
             return  # it is over
@@ -221,7 +221,7 @@ class AgentWorkers:
         task.add_done_callback(self._tasks.discard)
 
 
-class _AtWorker:
+class _PlayedEpisode:
     """An episode in a worker."""
 
     def __init__(self, request: EpisodeRequest):
@@ -229,12 +229,12 @@ class _AtWorker:
         self.events: asyncio.Queue[EpisodeEvent] = asyncio.Queue()
 
 
-class _Worker:
+class _AgentProcess:
     """A process that plays, and the events of the episodes that it has."""
 
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, owner: AgentWorkers):
         self.pid = pid
-        self.episodes: dict[str, _AtWorker] = {}
+        self.episodes: dict[str, _PlayedEpisode] = {}
         self._reader, self._writer, self._owner = reader, writer, owner
 
     async def run(self) -> None:
@@ -258,7 +258,7 @@ class _Worker:
             playing.phase = event.phase or playing.phase
             playing.events.put_nowait(event)
 
-    async def play(self, playing: _AtWorker) -> AsyncGenerator[EpisodeEvent, None]:
+    async def play(self, playing: _PlayedEpisode) -> AsyncGenerator[EpisodeEvent, None]:
         request, over = playing.request, False
         self.write({**msgspec.structs.asdict(request), "task": json.loads(request.task)})
         try:
@@ -272,7 +272,7 @@ class _Worker:
             elif not over:
                 self._owner.lose(self, "an episode that it played was withdrawn")
 
-    async def _next(self, playing: _AtWorker) -> EpisodeEvent:
+    async def _next(self, playing: _PlayedEpisode) -> EpisodeEvent:
         """The next event, within the time of its phase; `run` has what whoever asked for the episode gives it."""
         events, phase = playing.events, playing.phase
         if phase == "run":
@@ -293,7 +293,7 @@ class _Worker:
             self.write({"end": episode, "phase": phase})
             asyncio.get_running_loop().call_later(playing.request.cleanup_seconds, self._insist, playing, phase)
 
-    def _insist(self, playing: _AtWorker, phase: str) -> None:
+    def _insist(self, playing: _PlayedEpisode, phase: str) -> None:
         if self.episodes.get(playing.request.id) is playing and playing.phase == phase and playing.events.empty():
             self._owner.lose(self, f"{phase} was told to end, and did not within {playing.request.cleanup_seconds:g} s")
 

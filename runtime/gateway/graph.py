@@ -71,7 +71,7 @@ class Extension:
     tools: tuple[Tool, ...]
 
 
-class Branch(Sample, frozen=True, kw_only=True):
+class GraphBranch(Sample, frozen=True, kw_only=True):
     """A path to a leaf, from its first token on. `sampled`: index of the first one that the model wrote; `rewards`: those of
     the turns that are trained here, by the index of a turn's last token."""
 
@@ -160,7 +160,7 @@ class EpisodeGraph:
             raise _unknown(completion_id)
         return nodes[0].conversation
 
-    def branches(self) -> list[Branch]:
+    def branches(self) -> list[GraphBranch]:
         """One for each leaf, in the order in which leaves were made. A reply is trained in the first branch that has it."""
         trained: set[ReplyNode] = set()
         found = []
@@ -171,7 +171,7 @@ class EpisodeGraph:
                 trained.update(path)
         return found
 
-    def _branch(self, path: Sequence[ReplyNode], trained: set[ReplyNode]) -> Branch:
+    def _branch(self, path: Sequence[ReplyNode], trained: set[ReplyNode]) -> GraphBranch:
         mask, logprobs, versions = [], [], []
         rewards: dict[int, float] = {}
         length = 0
@@ -185,7 +185,7 @@ class EpisodeGraph:
             logprobs += [np.zeros(given, np.float32), reply.logprobs if new else np.zeros_like(reply.logprobs)]
             # Tokens that were given have the version of the one sampled next: long runs of equal versions take no room.
             versions += [np.full(given, reply.versions[0], np.int64), reply.versions]
-        return Branch(
+        return GraphBranch(
             tokens=path[-1].tokens(),
             loss_mask=np.concatenate(mask),
             logprobs=np.concatenate(logprobs),
@@ -305,10 +305,10 @@ def payload_of(
     return payload, (PolicyVersion.unpack(int(versions.min())), PolicyVersion.unpack(int(versions.max())))
 
 
-def _idle(task: np.ndarray, version: int) -> Branch:
+def _idle(task: np.ndarray, version: int) -> GraphBranch:
     tokens = task if len(task) else np.zeros(1, np.int32)
     size = len(tokens)
-    return Branch(
+    return GraphBranch(
         tokens=tokens,
         loss_mask=np.zeros(size, np.uint8),
         logprobs=np.zeros(size, np.float32),

@@ -219,10 +219,10 @@ def end_children(kept: set[int]) -> None:
 def work(made: Any, own: socket.socket, per_process: int) -> None:
     """Play episodes until the socket is closed."""
     agent = made() if inspect.isclass(made) else made
-    asyncio.run(_Worker(agent, per_process).run(own))
+    asyncio.run(_EpisodeWorker(agent, per_process).run(own))
 
 
-class _Worker:
+class _EpisodeWorker:
     """Also the AgentChannel of its episodes."""
 
     def __init__(self, agent: Any, per_process: int):
@@ -295,7 +295,7 @@ class _Worker:
 class _Play:
     """One episode, through its phases: setup, run, score, cleanup. Each may be ended, and has its own time to be."""
 
-    def __init__(self, agent: Any, told: Mapping[str, Any], worker: _Worker, http: Any):
+    def __init__(self, agent: Any, told: Mapping[str, Any], worker: _EpisodeWorker, http: Any):
         from sluice.agents.episode import Episode
         from sluice.agents.functions import toolset
 

@@ -144,7 +144,7 @@ def test_an_agent_that_always_fails_ends_the_run_and_the_cause_is_named(tiny: Pa
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("gateway.player={run: a.py}", "gateway.player: write services.environment"),
+        ("gateway.player={run: a.py}", "gateway.player: no longer a key: write services.environment"),
         ("services.environment.two-turns.run=nowhere.py:run", "services.environment.two-turns.run: 'nowhere.py' is not a file"),
         ("services.environment.two-turns.python=no/python", "services.environment.two-turns.python: 'no/python' is not an"),
         ("services.rollout.colocate=trainer", "services.rollout.colocate: trainer is not for a run with a gateway"),

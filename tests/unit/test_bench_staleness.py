@@ -396,7 +396,7 @@ def test_the_command_prints_and_writes(
     with pytest.raises(SystemExit) as ended:
         main(["bench", "staleness", "--json", str(tmp_path / "out.json"), *options])
     assert ended.value.code == 0
-    assert asked == [(Path("runs/.cache/bench/staleness"), settings)]
+    assert asked == [(Path("runs/.cache/bench/staleness/auto"), settings)]
     assert "Final accuracy" in capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["bench"] == "staleness" and len(written["cells"]) == 4

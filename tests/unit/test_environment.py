@@ -227,7 +227,7 @@ class TestFileOfVariables:
     def test_a_resolved_file_outlives_it(self, tmp_path: Path) -> None:
         preset, path, again = tmp_path / "mine.yaml", tmp_path / "c.yaml", tmp_path / "again.yaml"
         preset.write_text("rollout: {env: {A: b}, slots: 3}\n")
-        path.write_text(f"run: {{name: a}}\nservices: {{environment: {preset}, rollout: {{slots: 9}}}}\n")
+        path.write_text(f"run: {{name: a}}\nservices: {{platform: {preset}, rollout: {{slots: 9}}}}\n")
         first = loading.load(path)
         assert (first.services.rollout.env, first.services.rollout.slots) == ({"A": "b"}, 9)
         preset.unlink()
@@ -247,5 +247,5 @@ class TestFileOfVariables:
         assert loading.preset_names("services.platform") == ["ascend"]
         for name in loading.preset_names("services.platform"):
             path = tmp_path / "c.yaml"
-            path.write_text(f"run: {{name: a}}\nservices: {{environment: {name}}}\n")
+            path.write_text(f"run: {{name: a}}\nservices: {{platform: {name}}}\n")
             assert loading.load(path).services != loading.load(path, ["services.platform=''"]).services

@@ -33,7 +33,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def playing(config: Config, task: int) -> Config:
-    made = play._Playing(config, View(Console(file=io.StringIO())), LocalNode.of(config))
+    made = play._OneTask(config, View(Console(file=io.StringIO())), LocalNode.of(config))
     made.task = task
     return made.chosen(config)
 
