@@ -78,6 +78,11 @@ class _Attempt:
         if not self.verdict.done():
             self.verdict.set_result(end)
 
+    def result(self) -> EpisodeEnd:
+        """Of one that is decided. Where the agent was told to end, it is the agent's own affair that it did not."""
+        end = self.verdict.result()
+        return EpisodeEnd(stop_reason="timeout") if self._cancelling is not None and end.failure == "infrastructure" else end
+
     def begin(self) -> None:
         """The agent runs now."""
         self.runs = True
@@ -168,7 +173,7 @@ class Players:
         reading = asyncio.get_running_loop().create_task(self._read(attempt))
         try:
             if await done_within(asyncio.wait({attempt.verdict}), until - now()):
-                return attempt.verdict.result()
+                return attempt.result()
             return EpisodeEnd(stop_reason="timeout") if attempt.runs else EpisodeEnd(left_out=True, reason="never begun")
         finally:
             reading.cancel()

@@ -89,13 +89,24 @@ def package(module: str, requirement: str) -> Any:
         raise ImportError(f"{module} is not installed: {sys.executable} -m pip install '{requirement}'") from None
 
 
+RUNNING: set[object] = set()  # calls in threads: also those that nobody waits for any more
+
+
+def _counted(function: Any, *arguments: Any, **given: Any) -> Any:
+    RUNNING.add(mark := object())
+    try:
+        return function(*arguments, **given)
+    finally:
+        RUNNING.discard(mark)
+
+
 async def value_of(function: Any, *arguments: Any, **given: Any) -> Any:
     """What a function gives, whether it awaits or not; one that does not runs in a thread. Raises what the function does, and
     RuntimeError in place of SystemExit, which would end everybody else's work."""
     try:
         if any(inspect.iscoroutinefunction(each) for each in (function, type(function).__call__)):
             return await function(*arguments, **given)
-        found = await asyncio.to_thread(function, *arguments, **given)
+        found = await asyncio.to_thread(_counted, function, *arguments, **given)
         return await found if inspect.isawaitable(found) else found
     except SystemExit as error:
         raise RuntimeError(f"sys.exit({error.code!r})") from None

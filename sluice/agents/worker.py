@@ -256,6 +256,8 @@ class _EpisodeWorker:
         os._exit(0)  # who had it is gone: nobody wants what is under way
 
     async def _play(self, play: _Play, told: Mapping[str, Any]) -> None:
+        from sluice.agents.conversation import RUNNING
+
         kept = children()
         if self._only:
             random.seed(told["seed"])
@@ -264,6 +266,9 @@ class _EpisodeWorker:
         if self._only:
             end_children(kept)
         self._write({"episode": told["id"], "ended": outcome})
+        if self._only and RUNNING:  # a thread goes on, which nothing but the process's end can stop
+            await self._writer.drain()
+            os._exit(0)
 
     def tell(self, episode: str, **news: Any) -> None:
         self._write({"episode": episode, **news})
@@ -329,12 +334,14 @@ class _Play:
         return {**found, "stop_reason": self.episode.stop_reason}
 
     async def _played(self) -> dict[str, Any]:
+        from sluice.agents.conversation import value_of
+
         episode = self.episode
         given = {"base_url": episode.base_url, "api_key": episode.api_key, "http_client": self._http, "episode": episode}
         await self._do("setup", self._set_up(given))
         run = getattr(self._agent, "run", self._agent)
         try:
-            value = await self._do("run", _awaited(run, episode.data, **given))
+            value = await self._do("run", value_of(run, episode.data, **given))
         except _Ended:  # score what is there
             value, episode.stop_reason = None, "timeout"
         if hasattr(self._agent, "score"):
@@ -352,8 +359,10 @@ class _Play:
             await self.episode.tools.close()
 
     async def _own(self, method: str, given: Mapping[str, Any] | None = None) -> Any:
+        from sluice.agents.conversation import value_of
+
         found = getattr(self._agent, method, None)
-        return found and await _awaited(found, self.episode.data, **(given or {"episode": self.episode}))
+        return found and await value_of(found, self.episode.data, **(given or {"episode": self.episode}))
 
     async def _do(self, phase: str, work: Awaitable[Any]) -> Any:
         self._phase, self._work = phase, asyncio.ensure_future(work)
@@ -382,17 +391,6 @@ class _Ended(Exception):
 
 def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:2000]
-
-
-async def _awaited(function: Any, *arguments: Any, **given: Any) -> Any:
-    """Its value; of one that does not await, from a thread."""
-    try:
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments, **given)
-        found = await asyncio.to_thread(function, *arguments, **given)
-        return await found if inspect.isawaitable(found) else found
-    except SystemExit as error:  # which would end everybody else's work
-        raise RuntimeError(f"sys.exit({error.code!r})") from None
 
 
 if __name__ == "__main__":

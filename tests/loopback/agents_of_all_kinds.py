@@ -36,6 +36,8 @@ class Whole:
 
 
 def plain(data, **_):
+    if data.get("hang"):
+        time.sleep(3600)
     return 1
 
 

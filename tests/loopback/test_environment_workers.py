@@ -129,6 +129,17 @@ def test_a_function_that_does_not_await_is_an_agent_too() -> None:
     asyncio.run(work())
 
 
+def test_a_thread_that_goes_on_goes_with_its_process() -> None:
+    async def work() -> None:
+        async with workers("plain") as made:
+            assert (await played(made, request(hang=True), end_in="run"))[1] == EpisodeEnd(stop_reason="timeout")
+            while made.processes:  # noqa: ASYNC110 - until the process has ended
+                await asyncio.sleep(0)
+            assert (await played(made, request()))[1].reward == 1.0
+
+    asyncio.run(work())
+
+
 def test_an_agent_says_why_it_stopped() -> None:
     async def work() -> None:
         async with workers("late") as made:

@@ -300,6 +300,17 @@ def test_truncate_ends_it_at_its_deadline_and_scores_what_is_there(renderer: Tem
     assert (group.rewards, reasons(group)) == ([0.25, 0.25], ["timeout", "timeout"])
 
 
+def test_one_that_has_to_be_killed_at_its_deadline_is_not_played_again(renderer: TemplateRenderer) -> None:
+    async def stubborn(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        yield EpisodeEvent(phase="run")
+        yield EpisodeEvent(reward=0.75)
+        await port.cancelled[request.id].wait()
+        yield EpisodeEvent(end=INFRASTRUCTURE)
+
+    group = generated(renderer, ScriptedEnvironment("a", stubborn), n=1, budgets=Budgets(episode=0.02))
+    assert (group.rewards, reasons(group)) == ([0.75], ["timeout"])
+
+
 def quick_but_one() -> ScriptedEnvironment:
     """The first episode that it is asked for hangs."""
 
