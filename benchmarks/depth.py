@@ -22,8 +22,8 @@ DEPTHS = ("auto", "bound")
 
 
 class DepthSettings(Struct, frozen=True):
-    pairs: tuple[tuple[int, int], ...] = ((2, 10), (8, 5))  # the bound on staleness, and how many pairs with it
-    steps: int = 100
+    pairs: tuple[tuple[int, int], ...] = ((2, 10), (8, 3))  # the bound on staleness, and how many pairs with it
+    steps: int = 80
     deadline: float = 900.0  # seconds of one run
 
 

@@ -6,17 +6,22 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from launcher.commands import options as of_command
 from runtime.errors import SluiceError, UserError
 from runtime.process.command_line import CommandParser, ended_as_by_ctrl_c
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from launcher.node.local_node import LocalNode
+    from launcher.view import View
     from runtime.config import Config
+
+T = TypeVar("T")
 
 EXIT_CODES = """exit codes:
   0    done; or stopped in order by Ctrl-C or SIGTERM, what was learnt being saved
@@ -39,7 +44,7 @@ def _parser() -> CommandParser:
     validate = commands.add_parser("validate", help="check a configuration; start nothing")
     simulate = commands.add_parser("simulate", help="what a configuration would do, and what would change it; start nothing")
     play = commands.add_parser("play", help="play one task of a configuration, and print the conversation; train nothing")
-    play.add_argument("--task", type=int, default=0, metavar="N", help="which task to play, from 0 (default: 0)")
+    play.add_argument("--task", type=int, default=0, metavar="N", help="which one, from 0 (default: 0)")
     for command in (train, evaluate, play, validate, simulate):
         command.add_argument("config", type=Path, help="a YAML file")
         command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
@@ -117,8 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # argparse takes no more positional arguments behind an option.
     if not hasattr(options, "overrides") or any(each.startswith("-") or "=" not in each for each in rest):
         parser.parse_args(arguments)  # which says what is wrong
-    elif rest:
-        options.overrides = [*options.overrides, *rest]
+    else:
+        options.overrides += rest
     sys.exit(run_and_report(lambda: _COMMANDS[options.command](options)))
 
 
@@ -160,20 +165,13 @@ def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
     from rich.console import Console
 
     from launcher.commands.train import train
-    from launcher.job import Interrupted
-    from launcher.view import View
     from runtime.evaluation import results as evaluation
     from runtime.evaluation.table import render
     from runtime.telemetry import summary
     from runtime.telemetry.shown import say, shown
 
     console = Console()
-    try:
-        with View(console, verbose=verbose) as view:
-            result = asyncio.run(train(config, view, here))
-    except Interrupted as how:
-        say(console, str(how))
-        return how.code
+    result = _watched(console, verbose, lambda view: train(config, view, here))
     console.print(summary.render(result))
     if found := evaluation.read(Path(config.run.dir)):
         console.print(render([found[0], *found[1:][-1:]]))
@@ -183,12 +181,24 @@ def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
     return 0
 
 
+def _watched(console: Console, verbose: bool, work: Callable[[View], Coroutine[Any, Any, T]]) -> T:
+    """What `work` gives, whose progress is shown meanwhile. Ends with its exit code where it was interrupted."""
+    from launcher.job import Interrupted
+    from launcher.view import View
+    from runtime.telemetry.shown import say
+
+    try:
+        with View(console, verbose=verbose) as view:
+            return asyncio.run(work(view))
+    except Interrupted as how:
+        say(console, str(how))
+        sys.exit(how.code)
+
+
 def _eval(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from launcher.commands.evaluate import evaluate, own_folder
-    from launcher.job import Interrupted
-    from launcher.view import View
     from runtime.config import loading
     from runtime.evaluation import results as evaluation
     from runtime.evaluation.table import render
@@ -196,12 +206,7 @@ def _eval(options: argparse.Namespace) -> int:
 
     console = Console()
     config = own_folder(loading.resolve(loading.load(options.config, options.overrides)))
-    try:
-        with View(console, verbose=options.verbose) as view:
-            result = asyncio.run(evaluate(config, view))
-    except Interrupted as how:
-        say(console, str(how))
-        return how.code
+    result = _watched(console, options.verbose, lambda view: evaluate(config, view))
     console.print(render([result]))
     say(console, f"results and replies: {evaluation.folder_for(Path(config.run.dir), result.step)}")
     return 0
@@ -211,20 +216,12 @@ def _play(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from launcher.commands.play import play, shown
-    from launcher.job import Interrupted
-    from launcher.view import View
     from runtime.config import loading
     from runtime.telemetry.shown import say
 
     console = Console()
     config = loading.resolve(loading.load(options.config, options.overrides))
-    try:
-        with View(console, verbose=options.verbose) as view:
-            played = asyncio.run(play(config, options.task, view))
-    except Interrupted as how:
-        say(console, str(how))
-        return how.code
-    say(console, shown(played))
+    say(console, shown(_watched(console, options.verbose, lambda view: play(config, options.task, view))))
     return 0
 
 

@@ -289,14 +289,13 @@ def outside(tokens: np.ndarray, vocabulary: int) -> bool:
 
 
 class Outcomes(msgspec.Struct, kw_only=True):
-    """What became of a group's episodes. `reasons`: stop reasons, or "left out: " and why; `turns`: calls that were answered;
-    `log`: of each figure that agents told, how many did, their sum; `repeated`: by reason, how often one was played again."""
+    """What became of a group's episodes."""
 
     environment: str
-    reasons: list[str]  # [n]
-    turns: list[int]  # [n]
-    log: dict[str, tuple[int, float]] = {}
-    repeated: dict[str, int] = {}
+    reasons: list[str]  # [n]: of each its stop reason, or "left out: " and why
+    turns: list[int]  # [n]: its calls that were answered
+    log: dict[str, tuple[int, float]] = {}  # of each figure that agents told, how many did, and their sum
+    repeated: dict[str, int] = {}  # by reason, how often an episode was played again
 
 
 class GeneratedGroup(msgspec.Struct, kw_only=True):

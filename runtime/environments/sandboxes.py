@@ -35,7 +35,7 @@ def stricter(sandbox: Sandbox, spec: Mapping[str, Any]) -> Sandbox:
 
 
 class EpisodeSandboxes:
-    """Implements `runtime.environments.workers.AgentAnswers`."""
+    """Implements `runtime.environments.workers.AgentRequests`."""
 
     def __init__(self, sandbox: Sandbox | None, key: str):
         """`key`: of the environment's settings."""

@@ -39,7 +39,7 @@ LINE = 64 << 20  # bytes of one of a worker's
 _SECONDS = {"setup": "setup_seconds", "score": "score_seconds", "cleanup": "cleanup_seconds"}  # of phases that have their own
 
 
-class AgentAnswers(Protocol):
+class AgentRequests(Protocol):
     """Answers what an agent asks besides calls of the policy."""
 
     async def answer(self, request: EpisodeRequest, what: str, fields: Mapping[str, Any]) -> Any:
@@ -52,7 +52,7 @@ class AgentAnswers(Protocol):
 class AgentWorkers:
     """All methods belong to one event loop."""
 
-    def __init__(self, key: str, settings: Environment, variables: Mapping[str, str], asked: AgentAnswers):
+    def __init__(self, key: str, settings: Environment, variables: Mapping[str, str], asked: AgentRequests):
         """`key`: of the settings. `variables`: the whole environment of the agents' processes."""
         self._key, self._settings, self._variables, self._asked = key, settings, variables, asked
         self._room = asyncio.Semaphore(settings.concurrency)

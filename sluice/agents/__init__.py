@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from sluice.agents.episode import Branch, DataError, Episode, InfrastructureError, PolicyRefused
+from sluice.agents.episode import DataError, Episode, EpisodeBranch, InfrastructureError, PolicyRefused
 
 if TYPE_CHECKING:
     from sluice.agents.command import CommandAgent
@@ -32,10 +32,10 @@ _HOMES = {
 }
 
 __all__ = [
-    "Branch",
     "CommandAgent",
     "DataError",
     "Episode",
+    "EpisodeBranch",
     "GymnasiumText",
     "InfrastructureError",
     "McpServer",

@@ -1,7 +1,7 @@
 """An episode, as the agent that plays it sees it. The standard library alone.
 
 agent ── chat, generate ──► the run's gateway          by HTTP, as every client of OpenAI's API
-  └──── reward, log, sandbox ──► the environment's process (`EpisodeChannel`)
+  └──── reward, log, sandbox ──► the environment's process (`AgentChannel`)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PolicyRefused(Exception):
         self.status, self.code = status, code
 
 
-class EpisodeChannel(Protocol):
+class AgentChannel(Protocol):
     """To the process that has the episode played."""
 
     def tell(self, episode: str, **news: Any) -> None:
@@ -46,7 +46,7 @@ class EpisodeChannel(Protocol):
         """The answer. Raises InfrastructureError where there is none."""
 
 
-class Branch:
+class EpisodeBranch:
     """A part of the episode, such as a sub-agent's: conversations of its own, with a name by which they are rewarded."""
 
     def __init__(self, episode: Episode, name: str):
@@ -68,7 +68,7 @@ class Episode:
     Anthropic's wants the URL without /v1, `root`. `seed`: in [0, 2^63), the same when the episode is played
     again. `purpose`: "train" or "evaluate"."""
 
-    def __init__(self, told: Mapping[str, Any], channel: EpisodeChannel, tools: Any = None):
+    def __init__(self, told: Mapping[str, Any], channel: AgentChannel, tools: Any = None):
         """`told`: what the environment's process says of it. `tools`: of the agent, a Toolset."""
         self.id: str = told["id"]
         self.data: dict[str, Any] = told["task"]
@@ -94,11 +94,11 @@ class Episode:
         """Figures of this episode, whose mean over a step's episodes are metrics of the run."""
         self.tell(log={name: finite(value) for name, value in numbers.items()})
 
-    def branch(self, name: str) -> Branch:
+    def branch(self, name: str) -> EpisodeBranch:
         """A URL of its own for a sub-agent. Raises ValueError for a name that is no identifier."""
         if not name.replace("-", "_").isidentifier():
             raise ValueError(f"branch: {name!r} must consist of letters, digits, _ and -")
-        return Branch(self, name)
+        return EpisodeBranch(self, name)
 
     def sandbox(self, spec: Mapping[str, Any] | None = None) -> SandboxHandle:
         """`async with episode.sandbox() as box:`. `spec`: keys of `services.environment.NAME.sandbox`, to be
@@ -143,7 +143,7 @@ class Episode:
 class SandboxHandle:
     """A sandbox with a folder of its own, in which commands are run one after the other."""
 
-    def __init__(self, channel: EpisodeChannel, episode: str, spec: dict[str, Any]):
+    def __init__(self, channel: AgentChannel, episode: str, spec: dict[str, Any]):
         self._channel, self._episode, self._spec = channel, episode, spec
         self._name = ""
 

@@ -223,7 +223,7 @@ def work(made: Any, own: socket.socket, per_process: int) -> None:
 
 
 class _EpisodeWorker:
-    """Also the EpisodeChannel of its episodes."""
+    """Also the AgentChannel of its episodes."""
 
     def __init__(self, agent: Any, per_process: int):
         self._agent, self._threads = agent, ThreadPoolExecutor(4 * per_process, "agent")
