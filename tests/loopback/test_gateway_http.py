@@ -139,7 +139,8 @@ def test_an_episode_begins_is_rewarded_and_ends() -> None:
     async def test(served: Served) -> None:
         assert (await served.post("/v1/episodes", b"no JSON", "another")).status == 401  # before anything is read
         begun = (await served.post("/v1/episodes", b"", KEY)).json
-        assert begun["task"] == {"messages": task.messages, "label": "5", "source": "sums", "extra": {"level": 2}}
+        told = {"messages": task.messages, "label": "5", "source": "sums", "extra": {"level": 2}, "environment": ""}
+        assert begun["task"] == told
         episode, key = served.backend.episodes[begun["id"]], begun["key"]
         answer = (await served.post(f"{begun['base']}/v1/chat/completions", CHAT, key)).json
         path = f"/v1/episodes/{begun['id']}"
