@@ -15,14 +15,14 @@ from runtime.cluster.topology import players
 from runtime.commands import PeerAddress
 from runtime.config import Config, RemoteServer
 from runtime.config.secret_values import resolved
-from runtime.environments.messages import CancelRequest, EpisodeEvent, EpisodeRequest
-from runtime.errors import InvalidMessage, Unreachable
+from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
+from runtime.errors import InvalidMessage, Unreachable, UserError
 from runtime.process import keys
 from runtime.process.keys import Keys
 from services.rpc import contract, security
 from services.rpc.server import OPTIONS, options
 
-RUN, CANCEL = contract.METHODS["Environment", "Run"], contract.METHODS["Environment", "Cancel"]
+DESCRIBE, RUN, CANCEL = (contract.METHODS["Environment", name] for name in ("Describe", "Run", "Cancel"))
 
 
 class EnvironmentChannel:
@@ -35,6 +35,7 @@ class EnvironmentChannel:
         # Replies are parsed here: gRPC would only log what its deserializer raises.
         self._run = channel.unary_stream(RUN.path, RUN.request.serialize)
         self._cancel = channel.unary_unary(CANCEL.path, CANCEL.request.serialize)
+        self._describe = channel.unary_unary(DESCRIBE.path, DESCRIBE.request.serialize)
 
     async def run(self, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
         call = self._run(request, metadata=self._metadata)
@@ -49,6 +50,16 @@ class EnvironmentChannel:
             raise Unreachable(self.name, "Run", "it serves no more") from None
         finally:
             call.cancel()
+
+    async def describe(self, seconds: float) -> EnvironmentDescription:
+        """Raises Unreachable when it does not come within so many seconds."""
+        try:
+            found: EnvironmentDescription = DESCRIBE.reply.parse(
+                await self._describe(None, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
+            )
+        except (grpc.aio.AioRpcError, InvalidMessage) as error:
+            raise _lost(self.name, "Describe", error) from None
+        return found
 
     async def cancel(self, episode: str) -> None:
         try:
@@ -81,6 +92,16 @@ class EnvironmentChannels:
             for name, settings in config.services.environment.items()
             if settings.server is not None
         }
+
+    async def check(self) -> None:
+        """Raises UserError for a server of the user's that does not answer within `deadlines.silence`."""
+        silence = self._config.deadlines.silence
+        for name, channel in self._servers.items():
+            try:
+                await channel.describe(silence)
+            except Unreachable as error:
+                what = f"no Environment answers within {silence:g} s: {error.reason}"
+                raise UserError(f"services.environment.{name}.server.address: {what}") from None
 
     async def use(self, processes: Sequence[PeerAddress]) -> None:
         """The run's own that serve, from now on."""

@@ -174,7 +174,7 @@ class GatewayService(process.Service):
         self._renderer = renderer_of(tokenizer, self._settings.tools, config.model.path)
 
     async def start(self) -> None:
-        """Raises UserError where the port is taken."""
+        """Raises UserError where the port is taken, and for a server of environments that does not answer."""
         config, serves = self.config, self._settings.serve
         sampling, rewards = config.sampling, config.rewards
         self._rollouts = RolloutSessions(config, self.keys)
@@ -200,6 +200,7 @@ class GatewayService(process.Service):
         self._watching = asyncio.create_task(self._lag.run())
         own = config.services.environment
         self._environments = EnvironmentChannels(config, self.keys)
+        await self._environments.check()
         self._players = Players(own, self.url, self._episodes, config.deadlines.start, config.deadlines.episode)
         self._players.use(self._environments.by_name())
         self._episodes.players = self._players.play

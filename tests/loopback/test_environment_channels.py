@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from runtime.config import Config, Environment, RemoteServer, Run, Services
+from runtime.config import Config, Deadlines, Environment, RemoteServer, Run, Services
 from runtime.config.base import FromEnvironment
 from runtime.environments.messages import EpisodeEnd, EpisodeEvent, EpisodeRequest
-from runtime.errors import Unreachable
+from runtime.errors import Unreachable, UserError
 from services.environment_channels import RUN, EnvironmentChannel, EnvironmentChannels
 from services.rpc.generated import environment_pb2
 
@@ -43,6 +43,9 @@ class ScriptedServer:
         self.metadata: dict[str, str] = {}
         self.over = asyncio.Event()
 
+    async def describe(self, request: Any, context: Any) -> Any:
+        return environment_pb2.Description(name="scripted", concurrency=1)
+
     async def run(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         self.metadata = dict(context.invocation_metadata())
         try:
@@ -60,6 +63,11 @@ class ScriptedServer:
     async def start(self) -> tuple[Any, int]:
         server = grpc.aio.server()
         handlers = {
+            "Describe": grpc.unary_unary_rpc_method_handler(
+                self.describe,
+                environment_pb2.DescribeRequest.FromString,
+                environment_pb2.Description.SerializeToString,
+            ),
             "Run": grpc.unary_stream_rpc_method_handler(self.run),
             "Cancel": grpc.unary_unary_rpc_method_handler(
                 self.cancel, environment_pb2.CancelRequest.FromString, environment_pb2.CancelReply.SerializeToString
@@ -162,3 +170,27 @@ def test_nobody_at_the_address_is_the_same_error() -> None:
             await gone.close()
 
     served(ScriptedServer([]), use)
+
+
+def test_a_server_is_asked_who_it_is_before_a_run_begins() -> None:
+    async def check(address: str) -> None:
+        services = Services(environment={"game": Environment(server=RemoteServer(address=address))})
+        config = Config(run=Run(name="a"), services=services, deadlines=Deadlines(silence=0.2))
+        channels = EnvironmentChannels(config, None)
+        try:
+            await channels.check()
+        finally:
+            await channels.close()
+
+    async def whole() -> None:
+        server, port = await ScriptedServer([]).start()
+        try:
+            await check(f"127.0.0.1:{port}")
+        finally:
+            await server.stop(None)
+        with pytest.raises(
+            UserError, match=r"^services\.environment\.game\.server\.address: no Environment answers within 0\.2 s"
+        ):
+            await check("127.0.0.1:1")
+
+    asyncio.run(asyncio.wait_for(whole(), PATIENCE))
