@@ -173,9 +173,9 @@ def test_nobody_at_the_address_is_the_same_error() -> None:
 
 
 def test_a_server_is_asked_who_it_is_before_a_run_begins() -> None:
-    async def check(address: str) -> None:
+    async def check(address: str, silence: float) -> None:
         services = Services(environment={"game": Environment(server=RemoteServer(address=address))})
-        config = Config(run=Run(name="a"), services=services, deadlines=Deadlines(silence=0.2))
+        config = Config(run=Run(name="a"), services=services, deadlines=Deadlines(silence=silence))
         channels = EnvironmentChannels(config, None)
         try:
             await channels.check()
@@ -185,12 +185,12 @@ def test_a_server_is_asked_who_it_is_before_a_run_begins() -> None:
     async def whole() -> None:
         server, port = await ScriptedServer([]).start()
         try:
-            await check(f"127.0.0.1:{port}")
+            await check(f"127.0.0.1:{port}", PATIENCE)
         finally:
             await server.stop(None)
         with pytest.raises(
             UserError, match=r"^services\.environment\.game\.server\.address: no Environment answers within 0\.2 s"
         ):
-            await check("127.0.0.1:1")
+            await check("127.0.0.1:1", 0.2)
 
     asyncio.run(asyncio.wait_for(whole(), PATIENCE))
