@@ -52,7 +52,7 @@ def test_the_gateway_and_a_plain_server_are_given_the_same_calls(tmp_path: Path,
     for load in report.loads:
         assert (load.calls, load.failures) == (8 * 3, {})
         assert load.latencies[0] >= 0.005, "a reply takes half of its pace at least"
-        assert load.cpu_seconds > 0 and load.memory > 1 << 20
+        assert load.cpu_seconds >= 0 and load.memory > 1 << 20  # the kernel counts in hundredths of a second
         assert 0 <= load.lags[0] <= load.lags[1] <= load.lags[2]
     text = shown(report)
     assert "8 episodes at once, 3 turns each" in text
