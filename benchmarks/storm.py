@@ -30,7 +30,7 @@ AGENT = Path(__file__).parent / "agents" / "stormy.py"
 class StormSettings(Struct, frozen=True):
     steps: int = 200
     staleness: int = 4
-    episode: float = 2.0  # seconds of an agent, some ten times what it takes
+    episode: float = 1.0  # seconds of an agent, some four times what it takes
     deadline: float = 1800.0  # seconds of a run
 
 

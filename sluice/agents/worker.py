@@ -60,6 +60,7 @@ def main() -> None:
 
 def imported(file: str, name: str) -> Any:
     """What `name` is in the file. Raises AttributeError, TypeError, and what the file does."""
+    from sluice.agents.clients import trust
     from sluice.agents.functions import toolset
 
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
@@ -73,6 +74,7 @@ def imported(file: str, name: str) -> Any:
     if not callable(getattr(found, "run", found)):
         raise TypeError(f"{name} is neither a function nor has it a method run")
     toolset(getattr(found, "tools", ()), 0.0)  # raises for a tool that has no schema
+    trust()  # once for all workers
     return found
 
 
@@ -233,12 +235,11 @@ class _EpisodeWorker:
         self._http: Any = None
 
     async def run(self, own: socket.socket) -> None:
+        from sluice.agents.clients import http_client
+
         asyncio.get_running_loop().set_default_executor(self._threads)
         reader, self._writer = await asyncio.open_connection(sock=own, limit=LINE)
-        if importlib.util.find_spec("httpx") is not None:
-            import httpx
-
-            self._http = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        self._http = http_client()
         self._write({"idle": True})
         while line := await reader.readline():
             told = json.loads(line)

@@ -20,7 +20,7 @@ from runtime.config import Config
 from runtime.coordinator.staleness import most_live
 
 STEPS = 4  # over which the measured times are averaged
-LATE = 2.0  # times as long as the slowest group of a step takes: one that the trainer waits for longer is late
+LATE = 4.0  # times as long as the slowest group of a step takes: one that the trainer waits for longer is late
 
 
 class MovingMoments:
