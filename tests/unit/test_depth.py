@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from runtime.coordinator.admission.depth import STEPS, MovingMoments, PipelineDepth, depth_of
+from runtime.coordinator.admission.depth import FIRST, STEPS, MovingMoments, PipelineDepth, depth_of
 from runtime.coordinator.staleness import most_live
 from tests.unit.config_cases import Loading
 
@@ -24,13 +24,13 @@ def measured(seconds: list[float], step: float, size: int = SIZE) -> PipelineDep
     return depth
 
 
-def test_until_both_times_are_known_the_bound_holds() -> None:
+def test_until_both_times_are_known_a_few_steps_groups_are_admitted() -> None:
     depth = PipelineDepth(SIZE, BOUND)
-    assert depth.target == BOUND
+    assert depth.target == FIRST * SIZE
     depth.stepped(1.0)
     for _ in range(SIZE - 1):
         depth.became_ready(0.1)
-    assert depth.target == BOUND
+    assert depth.target == FIRST * SIZE
     depth.became_ready(0.1)
     assert depth.target == 2 * SIZE
 
@@ -43,7 +43,7 @@ def test_until_both_times_are_known_the_bound_holds() -> None:
         (1.5, 1.0, 20),
         (3.0, 0.5, 7 * SIZE),
         (30.0, 1.0, BOUND),
-        (1.0, 0.0, BOUND),
+        (1.0, 0.0, FIRST * SIZE),
     ],
 )
 def test_as_many_as_become_ready_while_a_step_is_made(latency: float, step: float, expected: int) -> None:

@@ -19,6 +19,7 @@ from runtime.cluster.topology import takes_turns
 from runtime.config import Config
 from runtime.coordinator.staleness import most_live
 
+FIRST = 3  # steps whose groups hold a place before anything is measured
 STEPS = 4  # over which the measured times are averaged
 LATE = 4.0  # times as long as the slowest group of a step takes: one that the trainer waits for longer is late
 
@@ -73,10 +74,12 @@ class PipelineDepth:
 
     @property
     def target(self) -> int:
-        """The bound, until both times are known."""
+        """A few steps' groups until both times are known."""
         slowest = self.slowest
-        if not self._measured or not self._step.mean or slowest is None:
+        if not self._measured:
             return self._bound
+        if not self._step.mean or slowest is None:
+            return min(self._bound, FIRST * self._size)
         return min(self._bound, math.ceil(self._size * (1 + max(1.0, slowest / self._step.mean))))
 
     @property
