@@ -8,6 +8,7 @@ admission: a group is dispatched only while it may still be trained on in time.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -75,6 +76,7 @@ class GroupStage:
         self._most: int | None = None  # groups that all rollouts may hold, until one comes or goes
         self._pool.subscribe(self._look)
         self._lives: set[asyncio.Task[None]] = set()
+        self._alarm: asyncio.TimerHandle | None = None  # when a group may be late
 
     async def run(self, tasks: TaskGroup, taken_up: TakenUp | None = None) -> None:
         """Admit until cancelled, as far as the buffer's `last_step`. `taken_up`: by which groups are under way already."""
@@ -105,13 +107,18 @@ class GroupStage:
         """Have the gateways deal with the groups that the trainer waits for alone."""
         if not isinstance(self._pool, GatewayPool):
             return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        soonest = math.inf
         for group, seconds in self._buffer.late():
             gateway = self._pool.find(group.replica)
             if seconds:
-                asyncio.get_running_loop().call_later(seconds, self._buffer.room_changed.set)
+                soonest = min(seconds, soonest)
             elif gateway is not None and group.hurried != group.attempt:
                 group.hurried = group.attempt
                 self._spawn(tasks, self._pool.hurry(gateway, group.group_id))
+        if soonest < math.inf:
+            self._alarm = asyncio.get_running_loop().call_later(soonest, self._buffer.room_changed.set)
 
     def _former(self, group: Group, taken_up: TakenUp | None) -> RolePort | None:
         """The rollout that was asked for a group before this coordinator came, unless it is lost, or another by now."""
@@ -125,6 +132,8 @@ class GroupStage:
     async def close(self) -> None:
         """Withdraw every group that is on its way."""
         self._pool.unsubscribe(self._look)
+        if self._alarm is not None:
+            self._alarm.cancel()
         for life in self._lives:
             life.cancel()
         await asyncio.gather(*self._lives, return_exceptions=True)
