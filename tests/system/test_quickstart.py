@@ -11,6 +11,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from runtime.coordinator.metrics_recorder import NEW_TOKENS
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import LedgerReader
@@ -149,7 +150,10 @@ def test_its_metrics_name_what_each_step_did(run: Live) -> None:
 def test_both_rollouts_have_every_version_that_is_trained(run: Live) -> None:
     found, result = steps(run.folder), summary(run.folder)
     assert {(point["mismatch/probes"], point["mismatch/unanswered"]) for point in found} == {(2, 0)}
-    assert max(point["mismatch/max"] for point in found) < 1e-4
+    assert max(point["mismatch/worst_rollout"] for point in found) < 1e-4
+    # Where the policy's own samples are compared too, some were under way as weights were swapped, with keys of both versions.
+    probed = [point for point in found if point["mismatch/tokens"] <= 2 * NEW_TOKENS]
+    assert len(probed) > len(found) / 2 and max(point["mismatch/max"] for point in probed) < 1e-4
     assert (result["mismatch"]["steps"], result["mismatch_alarms"]) == (len(found), 0)
     assert f"tokens in {len(found)} of {len(found)} steps" in " ".join(run.output.replace("│", " ").split())
 
