@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from msgspec import Struct
-
-Failure = Literal["", "infrastructure", "data"]
 
 STOP_REASONS = (
     *("completed", "max_turns", "max_tokens", "context_overflow", "parse_error", "tool_failed", "timeout", "cancelled"),
@@ -39,7 +35,7 @@ class EpisodeEnd(Struct, frozen=True, kw_only=True):
     rewards: dict[str, float] = {}
     left_out: bool = False
     stop_reason: str = ""
-    failure: str = ""  # a Failure
+    failure: str = ""  # "", "infrastructure" or "data"
     reason: str = ""
 
 

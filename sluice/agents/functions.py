@@ -92,11 +92,6 @@ class Toolset:
         return await value_of(function, **given, **own)
 
 
-def toolset(tools: Any, seconds: float) -> Toolset:
-    """As Toolset. Raises as it does."""
-    return Toolset(tools, seconds)
-
-
 class ToolAgent:
     """An agent that asks the policy until it answers without a call of a tool.
 

@@ -61,7 +61,7 @@ def main() -> None:
 def imported(file: str, name: str) -> Any:
     """What `name` is in the file. Raises AttributeError, TypeError, and what the file does."""
     from sluice.agents.clients import trust
-    from sluice.agents.functions import toolset
+    from sluice.agents.functions import Toolset
 
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
@@ -73,7 +73,7 @@ def imported(file: str, name: str) -> Any:
         found = getattr(found, part)
     if not callable(getattr(found, "run", found)):
         raise TypeError(f"{name} is neither a function nor has it a method run")
-    toolset(getattr(found, "tools", ()), 0.0)  # raises for a tool that has no schema
+    Toolset(getattr(found, "tools", ()), 0.0)  # raises for a tool that has no schema
     trust()  # once for all workers
     return found
 
@@ -240,7 +240,6 @@ class _EpisodeWorker:
         asyncio.get_running_loop().set_default_executor(self._threads)
         reader, self._writer = await asyncio.open_connection(sock=own, limit=LINE)
         self._http = http_client()
-        self._write({"idle": True})
         while line := await reader.readline():
             told = json.loads(line)
             if "task" in told:
@@ -303,9 +302,9 @@ class _Play:
 
     def __init__(self, agent: Any, told: Mapping[str, Any], worker: _EpisodeWorker, http: Any):
         from sluice.agents.episode import Episode
-        from sluice.agents.functions import toolset
+        from sluice.agents.functions import Toolset
 
-        tools = toolset(getattr(agent, "tools", ()), float(told["tool_seconds"]))
+        tools = Toolset(getattr(agent, "tools", ()), float(told["tool_seconds"]))
         self._agent, self._http = agent, http
         self.episode = tools.episode = Episode(told, worker, tools)
         self.task: asyncio.Task[None]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sluice.agents import Episode, InfrastructureError
-from sluice.agents.functions import toolset
+from sluice.agents.functions import Toolset
 from tests.agents.conftest import Gateway
 
 TOOL_SECONDS = 30.0
@@ -43,7 +43,7 @@ def play(gateway: Gateway, agent: Any, data: Mapping[str, Any], tool_seconds: fl
 async def played(gateway: Gateway, agent: Any, data: Mapping[str, Any], tool_seconds: float = TOOL_SECONDS) -> PlayedEpisode:
     begun = await asyncio.to_thread(posted, gateway.url, "/v1/episodes", {"wait": 60}, gateway.key)
     told = {"id": begun["id"], "task": data, "base_url": gateway.url + begun["base"], "api_key": begun["key"], "seed": 7}
-    channel, tools = RecordingChannel(), toolset(getattr(agent, "tools", ()), tool_seconds)
+    channel, tools = RecordingChannel(), Toolset(getattr(agent, "tools", ()), tool_seconds)
     episode = tools.episode = Episode({**told, "purpose": "train", "call_seconds": PATIENCE}, channel, tools)
     given = {"base_url": episode.base_url, "api_key": episode.api_key, "http_client": None, "episode": episode}
     try:

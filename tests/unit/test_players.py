@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from runtime.config import Budgets, Environment
+from runtime.environments import messages
 from runtime.environments.messages import EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
@@ -18,6 +19,7 @@ from runtime.gateway.episodes import Episodes
 from runtime.gateway.players import Late, Players, late
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import EpisodeTask, GeneratedGroup, PlayRequest, SamplingParams
+from sluice.agents import episode
 from tests.unit.template_cases import tiny_renderer
 from tests.unit.test_episodes import ScriptedPolicy, call
 
@@ -134,6 +136,11 @@ def generated(renderer: TemplateRenderer, *ports: ScriptedEnvironment, n: int = 
 def reasons(group: GeneratedGroup) -> list[str]:
     assert group.outcomes is not None
     return group.outcomes.reasons
+
+
+def test_agents_know_the_stop_reasons_that_gateways_take() -> None:
+    """Two lists, as neither of the two may import the other."""
+    assert episode.STOP_REASONS == messages.STOP_REASONS
 
 
 def test_an_agent_is_told_its_task_whole_and_its_seed_is_its_own(renderer: TemplateRenderer) -> None:
