@@ -82,7 +82,8 @@ def test_gymnasium(served: Gateway) -> None:
     still = Still("FrozenLake-v1", turns=1000, turn_rewards=True, desc=["SF", "FG"], is_slippery=False, render_mode="ansi")
     found = play(served, still, {"seed": 1})
     assert (found.reward, found.stop_reason) == (None, "context_overflow")
-    assert len(found.news) > 3 and found.news[-1] == {"reward": 0.0, "turn": len(found.news) - 1}
+    # How many replies fill the conversation is chance: a random model ends one after some hundreds of tokens, or thousands.
+    assert found.news == [{"reward": 0.0, "turn": turn} for turn in range(len(found.news))] and found.news
 
 
 @pytest.fixture
