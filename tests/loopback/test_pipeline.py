@@ -301,5 +301,6 @@ def test_each_rollout_is_given_groups_by_its_own_slots(tmp_path: Path) -> None:
     for rollout in cast.rollouts:
         rollout.asked, rollout.full = asked, full  # type: ignore[attr-defined]
     fleets = config.Services(rollout=[config.Rollout(slots=4), config.Rollout(slots=16)])
-    RunFolder(tmp_path, steps=20, staleness=20, sections={"services": fleets}).run(cast)
+    training = config.Training(steps=20, staleness=20, groups_per_step=4, depth="bound")
+    RunFolder(tmp_path, sections={"services": fleets, "training": training}).run(cast)
     assert asked == {"rollout-0": 5, "rollout-1": 17}
