@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,7 +12,6 @@ from runtime import timeouts
 from runtime.cluster.topology import players
 from runtime.commands import PeerAddress
 from runtime.config import Config, RemoteServer
-from runtime.config.secret_values import resolved
 from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
 from runtime.errors import InvalidMessage, Unreachable, UserError
 from runtime.process import keys
@@ -128,12 +125,5 @@ class EnvironmentChannels:
 
 
 def _to_server(name: str, server: RemoteServer) -> EnvironmentChannel:
-    token = resolved(server.token, os.environ, f"services.environment.{name}.server.token")
-    metadata = () if token is None else ((security.HEADER, security.SCHEME + token),)
-    if not server.ca:
-        return EnvironmentChannel(f"{name} at {server.address}", grpc.aio.insecure_channel(server.address, OPTIONS), metadata)
-    roots = None if server.ca == "system" else Path(server.ca).read_bytes()
-    credentials = grpc.ssl_channel_credentials(roots)
-    return EnvironmentChannel(
-        f"{name} at {server.address}", grpc.aio.secure_channel(server.address, credentials, OPTIONS), metadata
-    )
+    channel, metadata = security.to_server(server, f"services.environment.{name}.server", OPTIONS)
+    return EnvironmentChannel(f"{name} at {server.address}", channel, metadata)

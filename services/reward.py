@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import grpc
 
 from runtime import config, timeouts
 from runtime.config import Config
-from runtime.config.secret_values import resolved
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage, UserError
 from runtime.rewards.combination import combine
@@ -21,8 +18,7 @@ from runtime.rewards.remote_messages import RemoteItem, RemoteResult, RemoteScor
 from runtime.rewards.scorer import RewardScorer
 from runtime.types import ScoreRequest, Scores
 from services import process
-from services.rpc import contract
-from services.rpc.security import HEADER, SCHEME
+from services.rpc import contract, security
 from services.rpc.server import OPTIONS
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -42,13 +38,7 @@ class RemoteRewardClient:
     def __init__(self, settings: config.RemoteReward, key: str = "rewards.remote"):
         """Raises UserError for a token that the environment has not. `key`: of the settings."""
         self._settings = settings
-        options, token = (*OPTIONS, *RECONNECT), resolved(settings.token, os.environ, f"{key}.token")
-        self._metadata = () if token is None else ((HEADER, SCHEME + token),)
-        if settings.ca:
-            roots = None if settings.ca == "system" else Path(settings.ca).read_bytes()
-            self._channel = grpc.aio.secure_channel(settings.address, grpc.ssl_channel_credentials(roots), options)
-        else:
-            self._channel = grpc.aio.insecure_channel(settings.address, options)
+        self._channel, self._metadata = security.to_server(settings, key, (*OPTIONS, *RECONNECT))
         # The reply is parsed here: gRPC would only log what its deserializer raises.
         self._call = self._channel.unary_unary(SCORE.path, SCORE.request.serialize)
 

@@ -8,7 +8,7 @@ string under each field is what `sluice schema` and docs/configuration-reference
 from msgspec import field
 
 from runtime.config.algorithm import Algorithm
-from runtime.config.base import UNIT, DType, FromEnvironment, NonNegative, Positive, Section
+from runtime.config.base import UNIT, DType, FromEnvironment, NonNegative, Positive, RemoteServer, Section
 from runtime.config.cluster import Cluster, Deadlines, Network, Node, Tls
 from runtime.config.data import Curriculum, Data, Evaluation, EvaluationSet, RowFormat, RowFormatChoice, Sampling, Source
 from runtime.config.gateway import Gateway
@@ -27,7 +27,6 @@ from runtime.config.services import (
     Process,
     Publication,
     ReferenceScorer,
-    RemoteServer,
     Restarts,
     Reward,
     Rollout,

@@ -57,3 +57,18 @@ class FromEnvironment(Section, frozen=True, rename={"variable": "from"}):
 
     variable: str
     """Its name."""
+
+
+class RemoteServer(Section, frozen=True, kw_only=True):
+    """A gRPC server of your own, in any language, that Sluice calls."""
+
+    address: str
+    """`HOST:PORT`."""
+    ca: str = ""
+    """TLS: a file with the authorities of which the server's certificate may be, PEM; `system`: those that gRPC comes with.
+    Empty: plain text."""
+    token: FromEnvironment | None = None
+    """The variable of the calling service's environment that each call carries, as `authorization: Bearer VALUE`. Off this
+    machine with TLS alone. Null: none."""
+    plaintext: bool = False
+    """True allows an address that is not this machine's without `ca`: nothing is encrypted."""

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from runtime.config import Config, Environment, RemoteReward, RemoteServer, Source
+from runtime.config import Config, Environment, RemoteServer, Source
 from runtime.config.sandbox import sandbox_faults
 
 _OF_PROCESSES = (
@@ -63,7 +63,7 @@ def _named(config: Config) -> Iterator[str]:
             yield f"{key}.environment: '{name}' is not one of services.environment: {', '.join(known) or 'there is none'}"
 
 
-def address_faults(path: str, remote: RemoteReward | RemoteServer) -> Iterator[str]:
+def address_faults(path: str, remote: RemoteServer) -> Iterator[str]:
     """Of a server of the user's, which other machines may listen in to."""
     found = _ADDRESS.fullmatch(remote.address)
     if found is None or not 0 < int(found["port"]) < 65536:

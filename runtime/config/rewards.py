@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from runtime.config.base import FromEnvironment, NonNegative, Positive, Samples, Seconds, Section, TokensOr0, in_unit
+from runtime.config.base import NonNegative, Positive, RemoteServer, Samples, Seconds, Section, TokensOr0, in_unit
 from runtime.config.sandbox import Sandbox
 
 
@@ -21,27 +21,17 @@ class Rule(Section, frozen=True):
     """Value when it does not hold."""
 
 
-class RemoteReward(Section, frozen=True):
+class RemoteReward(RemoteServer, frozen=True, kw_only=True):
     """A reward that a process of your own serves."""
 
     name: str
     """Of its column and its metric, `NAME_rewards/mean`."""
-    address: str
-    """`HOST:PORT`."""
     weight: float = 1.0
     """Factor in the sum."""
     timeout: Seconds = 10.0
     """From the question to the answer, attempts to reach the server included; below `deadlines.score`."""
     batch: Samples = 64
     """Most replies in one call."""
-    ca: str = ""
-    """TLS: a file with the authorities of which the server's certificate may be, PEM; `system`: those that gRPC comes with.
-    Empty: plain text."""
-    token: FromEnvironment | None = None
-    """The variable of the reward service's environment that each call carries, as `authorization: Bearer VALUE`. Off this
-    machine with TLS alone. Null: none."""
-    plaintext: bool = False
-    """True allows an address that is not this machine's without `ca`: nothing is encrypted."""
 
 
 class RewardModel(Section, frozen=True):

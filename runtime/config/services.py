@@ -14,6 +14,7 @@ from runtime.config.base import (
     Port,
     Positive,
     Processes,
+    RemoteServer,
     Seconds,
     SecondsOr0,
     Section,
@@ -150,21 +151,6 @@ class Budgets(Section, frozen=True):
     """The agent's `cleanup`, and its end where it is told to end; then its process is killed."""
 
 
-class RemoteServer(Section, frozen=True):
-    """A server of your own, in any language, of the service Environment in `proto/environment.proto`."""
-
-    address: str
-    """`HOST:PORT`."""
-    ca: str = ""
-    """TLS: a file with the authorities of which the server's certificate may be, PEM; `system`: those that gRPC comes with.
-    Empty: plain text."""
-    token: FromEnvironment | None = None
-    """The variable of the gateway's environment that each call carries, as `authorization: Bearer VALUE`. Off this machine with
-    TLS alone. Null: none."""
-    plaintext: bool = False
-    """True allows an address that is not this machine's without `ca`: nothing is encrypted."""
-
-
 Slow = Literal["wait", "truncate", "shrink", "retry"]
 
 
@@ -176,7 +162,7 @@ class Environment(Placed, frozen=True):
     """`FILE.py:NAME`: a function `async def run(data, *, base_url, api_key, http_client, episode=None, **_)`, or a class, or an
     object, with such a method."""
     server: RemoteServer | None = None
-    """In the place of `run`. Null: none."""
+    """In the place of `run`: a server of the service Environment in `proto/environment.proto`. Null: none."""
     replicas: Processes = 1
     """Services, among which episodes are shared out."""
     restarts: Restarts = Restarts()

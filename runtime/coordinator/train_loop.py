@@ -31,8 +31,6 @@ from runtime.process.aio import TaskGroup, now
 from runtime.telemetry.metrics import UPDATE, UPDATE_CRITIC, PublicationFigures, SpanClock
 from runtime.types import PolicyVersion, StepResult, TrainGroup
 
-CHUNKS = 4  # an idle trainer is given what is ready once it is a quarter of the step
-
 
 class TrainedStep(Struct, kw_only=True):
     """One step, applied and published."""
@@ -168,7 +166,7 @@ class TrainLoop:
             if step >= buffer.last_step:
                 return None
             buffer.ready_changed.clear()
-            groups = buffer.take(step, whole=not self._may_stream(len(batch)))
+            groups = buffer.take(step, whole=not self._may_stream())
             if groups:
                 if not batch:  # no sooner: between steps the trainer's devices may be lent out
                     self._updates.begin(tasks, step)
@@ -182,12 +180,12 @@ class TrainLoop:
                 await buffer.ready_changed.wait()
         return batch
 
-    def _may_stream(self, taken: int) -> bool:
-        """Whether a part of the batch is worth sending: it is, when the trainer has nothing else to do."""
+    def _may_stream(self) -> bool:
+        """Whether a part of the batch is worth sending: it is, when the trainer has nothing else to do, and it is half of what
+        is missing. So parts are few, and the last is small, for which the trainer waits until the slowest group is ready."""
         if not self._streams or not (self._running is None or self._running.done()):
             return False
-        buffer = self._buffer
-        return buffer.takeable >= min(buffer.groups_per_step - taken, -(-buffer.groups_per_step // CHUNKS))
+        return 2 * self._buffer.takeable >= self._buffer.places
 
     async def _finish(self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], sync: Transaction) -> None:
         """A step whose version is published as soon as the trainer has it."""

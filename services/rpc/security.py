@@ -7,12 +7,16 @@ anything of a call's body is read. What each may call is a column of `contract.M
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import grpc
 
+from runtime.config import RemoteServer
+from runtime.config.secret_values import resolved
 from runtime.errors import Forbidden
 from runtime.process.keys import COORDINATOR, GATEWAY, OPERATOR, Certificates, Keys, kind_of
 from services.rpc import contract, refusals
@@ -21,6 +25,8 @@ log = logging.getLogger("sluice")
 
 HEADER = "authorization"
 SCHEME = "Bearer "
+
+Metadata = tuple[tuple[str, str], ...]
 
 ANYBODY = ("",)  # also who has no key
 _CALLERS: dict[str, tuple[str, ...]] = {
@@ -123,9 +129,20 @@ def connection(kind: Any, address: str, keys: Keys | None, called: str, options:
     return kind.secure_channel(address, grpc.ssl_channel_credentials(pem.ca, pem.key, pem.own), options=options)
 
 
-def shown_to(called: str, keys: Keys | None, token: str = "") -> tuple[tuple[str, str], ...]:
+def shown_to(called: str, keys: Keys | None, token: str = "") -> Metadata:
     """The metadata of each call to `called`; with the `token` that was given for it, if there is one."""
     return () if keys is None else ((HEADER, SCHEME + (token or keys.token(called))),)
+
+
+def to_server(server: RemoteServer, key: str, options: Sequence[tuple[str, Any]]) -> tuple[grpc.aio.Channel, Metadata]:
+    """A channel to a server of the user's, and what each call carries. Raises UserError for a token that this process's
+    environment has not; `key`: of the settings."""
+    token = resolved(server.token, os.environ, f"{key}.token")
+    metadata = () if token is None else ((HEADER, SCHEME + token),)
+    if not server.ca:
+        return grpc.aio.insecure_channel(server.address, options), metadata
+    roots = None if server.ca == "system" else Path(server.ca).read_bytes()
+    return grpc.aio.secure_channel(server.address, grpc.ssl_channel_credentials(roots), options), metadata
 
 
 _IN_WORDS = {

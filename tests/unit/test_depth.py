@@ -16,8 +16,8 @@ SIZE, STALENESS = 8, 8
 BOUND = most_live(STALENESS, SIZE)
 
 
-def measured(seconds: list[float], step: float, size: int = SIZE) -> PipelineDepth:
-    depth = PipelineDepth(size, most_live(STALENESS, size))
+def measured(seconds: list[float], step: float, size: int = SIZE, streams: bool = True) -> PipelineDepth:
+    depth = PipelineDepth(size, most_live(STALENESS, size), streams=streams)
     for each in seconds:
         depth.became_ready(each)
     depth.stepped(step)
@@ -50,11 +50,14 @@ def test_as_many_as_become_ready_while_a_step_is_made(latency: float, step: floa
     assert measured([latency] * SIZE, step).target == expected
 
 
-def test_a_batch_waits_for_its_slowest_group() -> None:
+def test_a_batch_that_is_sent_whole_waits_for_its_slowest_group_and_one_in_parts_for_most() -> None:
     seconds = [0.5, 1.5] * SIZE
     slowest = np.mean(seconds) + np.std(seconds) * math.sqrt(2 * math.log(SIZE))
-    assert measured(seconds, 1.0).target == math.ceil(SIZE * (1 + slowest)) == 25
-    assert measured([0.5, 1.5], 1.0, size=1).target == 2, "the largest of one number is the mean"
+    whole = measured(seconds, 1.0, streams=False)
+    assert whole.slowest == pytest.approx(slowest, rel=1e-12)
+    assert whole.target == round(SIZE * (1 + slowest)) == 24
+    assert measured(seconds, 1.0).target == SIZE * (1 + 1.5)
+    assert measured([0.5, 1.5], 1.0, size=1, streams=False).target == 2, "the largest of one number is the mean"
 
 
 def test_what_was_dropped_makes_the_next_one_late() -> None:
