@@ -58,37 +58,10 @@ def _parser() -> CommandParser:
     commands.add_parser("schema", help="print the configuration's JSON Schema")
     of_command.add_render(commands.add_parser("render", help="write the files that start a run on several machines"))
 
-    _add_looking(commands)
+    of_command.add_looking(commands)
     _add_files(commands)
     of_command.add_measuring(commands)
     return parser
-
-
-def _add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Commands that look at a run, also while it is under way."""
-    status = commands.add_parser("status", help="how each process of a run is doing")
-    status.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
-    status.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
-    status.add_argument("--gateway", action="store_true", help="print how agents reach the run's gateways instead")
-    status.add_argument("--grpcurl", metavar="NAME", default="", help="print what grpcurl needs to call this process instead")
-
-    scale = commands.add_parser("scale", help="change the number of a run's rollouts while it goes on")
-    scale.add_argument("wanted", metavar="rollout=N", help="how many there are to be")
-    scale.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
-
-    samples = commands.add_parser("samples", help="prompts, replies, rewards and versions of a run")
-    samples.add_argument("run", type=Path, help="a run's folder")
-    samples.add_argument("--step", help="a step, or a range of steps a:b")
-    samples.add_argument("--state", action="append", default=[], help="a group's state; may be repeated")
-    samples.add_argument("--reward", help="a range of the group's mean reward a:b")
-    samples.add_argument("--group", type=int, help="one group's id")
-    samples.add_argument("--eval", action="store_true", help="evaluation samples instead of training ones")
-    samples.add_argument("--limit", type=int, default=20, help="at most this many groups (0 = all)")
-    samples.add_argument("--jsonl", action="store_true", help="one JSON object a sample")
-
-    report = commands.add_parser("report", help="a run as one HTML file: curves, tables, configuration")
-    report.add_argument("run", type=Path, help="a run's folder")
-    report.add_argument("--output", type=Path, metavar="FILE", help="(default: report.html in the run's folder)")
 
 
 def _add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -303,6 +276,20 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
+def _why(options: argparse.Namespace) -> int:
+    from launcher.commands import why
+
+    why.why(options.run, options.steps, options.json)
+    return 0
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from launcher.commands import trace
+
+    print(trace.trace(options.run, options.steps, options.output))
+    return 0
+
+
 def _data(options: argparse.Namespace) -> int:
     from launcher.commands import prepare
 
@@ -384,6 +371,8 @@ _COMMANDS = {
     "scale": _scale,
     "samples": _samples,
     "report": _report,
+    "why": _why,
+    "trace": _trace,
     "data": _data,
     "score": _score,
     "convert": _convert,

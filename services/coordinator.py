@@ -387,7 +387,7 @@ def main() -> None:
         process = CoordinatorProcess(config, phases, not arguments.evaluate, arguments.address)
         return process.serve(arguments.ready_fd)
 
-    process.lead(arguments.config, work)
+    process.lead(arguments.config, "coordinator", work)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from runtime import timeouts
 from runtime.commands import Priority
 from runtime.config import Config, loading
 from runtime.errors import SluiceError, Unreachable, UserError
-from runtime.process import keys, os_process, progress
+from runtime.process import keys, os_process, progress, spans
 from runtime.process.keys import Keys
 from runtime.process.network import transport_variables
 from runtime.status import CallStats, Registration, State, Status, Stop
@@ -110,7 +110,7 @@ class Calls:
             answer = asyncio.ensure_future(handler(command))
             self._open.add(answer)
             self.stats.open = len(self._open)
-            answer.add_done_callback(partial(self._ended, method, time.monotonic()))
+            answer.add_done_callback(partial(self._ended, method, time.monotonic(), *_of(command)))
             return answer
 
         return begin
@@ -127,11 +127,12 @@ class Calls:
                 answer.cancel()
             await asyncio.wait(late)
 
-    def _ended(self, method: contract.Method, began: float, answer: asyncio.Future[Any]) -> None:
-        stats = self.stats
+    def _ended(self, method: contract.Method, began: float, group: int, step: int, answer: asyncio.Future[Any]) -> None:
+        stats, now = self.stats, time.monotonic()
+        spans.log.add(method.name, began, now, spans.CALLS, group, step)
         self._open.discard(answer)
         stats.open = len(self._open)
-        stats.seconds += SMOOTHING * (time.monotonic() - began - stats.seconds)
+        stats.seconds += SMOOTHING * (now - began - stats.seconds)
         if answer.cancelled():
             stats.withdrawn += 1
         elif (error := answer.exception()) is None:
@@ -141,6 +142,12 @@ class Calls:
             if not isinstance(error, SluiceError) and error is not self._logged:  # who asked hears its last line alone
                 self._logged = error
                 log.error("%s: %s failed", self._name, method.name, exc_info=error)
+
+
+def _of(command: Any) -> tuple[int, int]:
+    """The group and the step that a command is of, or the version that it moves; -1 for none."""
+    step: int = getattr(command if hasattr(command, "step") else getattr(command, "version", None), "step", -1)
+    return getattr(command, "group_id", -1), step
 
 
 def main(make: Callable[[Config, str, int], Service]) -> None:
@@ -158,12 +165,12 @@ def main(make: Callable[[Config, str, int], Service]) -> None:
         service.keys = keys.given(config.network, service.name)
         return ServiceProcess(service, arguments.coordinator, phases, service.keys).run()
 
-    lead(arguments.config, work)
+    lead(arguments.config, arguments.name, work)
 
 
-def lead(path: Path, work: Callable[[Config, Phases], Coroutine[Any, Any, None]]) -> None:
-    """The life of a process: what `work` makes of the configuration in `path` and of the start-up so far. Ends the process
-    with its exit code when that fails."""
+def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, Any, None]]) -> None:
+    """The life of the process `name`: what `work` makes of the configuration in `path` and of the start-up so far. Ends the
+    process with its exit code when that fails."""
     os_process.die_with_parent()
     os_process.stacks_on_signal()
     os_process.raise_descriptor_limit()
@@ -174,6 +181,7 @@ def lead(path: Path, work: Callable[[Config, Phases], Coroutine[Any, Any, None]]
     try:
         config = loading.load(path, ())
         uvloop.install()
+        spans.log.open(config, name)
         asyncio.run(progress.telling(config, work(config, phases)))
     except UserError as error:
         os_process.say_errors(str(error).splitlines())
@@ -181,6 +189,8 @@ def lead(path: Path, work: Callable[[Config, Phases], Coroutine[Any, Any, None]]
     except SluiceError as error:
         os_process.say_errors([str(error)])
         sys.exit(1)
+    finally:
+        spans.log.close()
 
 
 class ServiceProcess:

@@ -11,7 +11,8 @@ from runtime.cluster.topology import replicas, takes_turns
 from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Level, Move, ReceiveWeights, WeightsCommitted
 from runtime.config import Config, Publication
 from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, ServiceFault
-from runtime.process import os_process
+from runtime.process import os_process, spans
+from runtime.process.spans import PUBLICATION
 from runtime.status import State
 from runtime.types import GroupRequest, PolicyVersion
 from services import process
@@ -141,7 +142,8 @@ class Subscription:
 
     async def _swap(self, request: Request, since: float) -> None:
         assert self._received is not None
-        await self._engine.swap(self._received, self._settings.in_flight == "recompute")
+        with spans.log.span("swap", PUBLICATION, step=self._received.step):
+            await self._engine.swap(self._received, self._settings.in_flight == "recompute")
         self._committed, self._received = self._received, None
         self.staging.taken_over()
         self.swaps += 1

@@ -1,4 +1,4 @@
-"""The options of `sluice convert`, `import-mindspeed`, `render`, `simulate`, `bench`, `accept` and `check-template`."""
+"""The options of the commands that look at a run, and of those that have many of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,41 @@ import argparse
 from pathlib import Path
 
 from runtime.process.command_line import CommandParser
+
+
+def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    """Commands that look at a run, also while it is under way."""
+    status = commands.add_parser("status", help="how each process of a run is doing")
+    status.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
+    status.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
+    status.add_argument("--gateway", action="store_true", help="print how agents reach the run's gateways instead")
+    status.add_argument("--grpcurl", metavar="NAME", default="", help="print what grpcurl needs to call this process instead")
+
+    scale = commands.add_parser("scale", help="change the number of a run's rollouts while it goes on")
+    scale.add_argument("wanted", metavar="rollout=N", help="how many there are to be")
+    scale.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
+
+    samples = commands.add_parser("samples", help="prompts, replies, rewards and versions of a run")
+    samples.add_argument("run", type=Path, help="a run's folder")
+    samples.add_argument("--step", help="a step, or a range of steps a:b")
+    samples.add_argument("--state", action="append", default=[], help="a group's state; may be repeated")
+    samples.add_argument("--reward", help="a range of the group's mean reward a:b")
+    samples.add_argument("--group", type=int, help="one group's id")
+    samples.add_argument("--eval", action="store_true", help="evaluation samples instead of training ones")
+    samples.add_argument("--limit", type=int, default=20, help="at most this many groups (0 = all)")
+    samples.add_argument("--jsonl", action="store_true", help="one JSON object a sample")
+
+    why = commands.add_parser("why", help="what the steps of a run waited for, by cause and process")
+    why.add_argument("--json", action="store_true", help="print all of it for programs")
+    trace = commands.add_parser("trace", help="a run as a trace that Perfetto shows")
+    trace.add_argument("--output", type=Path, metavar="FILE", help="(default: trace.json in the run's folder)")
+    for command in (why, trace):
+        command.add_argument("run", type=Path, help="a run's folder")
+        command.add_argument("--steps", metavar="a:b", help="these, both included, or one (default: all)")
+
+    report = commands.add_parser("report", help="a run as one HTML file: curves, tables, configuration")
+    report.add_argument("run", type=Path, help="a run's folder")
+    report.add_argument("--output", type=Path, metavar="FILE", help="(default: report.html in the run's folder)")
 
 
 def add_convert(convert: CommandParser) -> None:

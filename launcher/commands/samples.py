@@ -6,9 +6,8 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +15,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
+from launcher.commands.ranges import range_of, steps_of
 from runtime import codec, run_files
 from runtime.config import loading
 from runtime.data.tokenizer import Tokenizer
@@ -28,8 +28,6 @@ from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
 from runtime.telemetry.shown import LiteralTable, literal, shown
 from runtime.types import GroupPayload, Sample
-
-N = TypeVar("N", int, float)
 
 GIVEN = "⟦⟧"  # around what is not trained: terminals without colours show it too
 
@@ -104,7 +102,7 @@ def _selected(reader: LedgerReader, options: argparse.Namespace) -> Iterator[Gro
 
 
 def _ranges(options: argparse.Namespace) -> tuple[tuple[int, int] | None, tuple[float, float] | None]:
-    return _range("--step", options.step, int, 1 << 62), _range("--reward", options.reward, float, math.inf)
+    return steps_of("--step", options.step), range_of("--reward", options.reward, float, math.inf)
 
 
 def _evaluated(options: argparse.Namespace) -> Iterator[SampleRow]:
@@ -157,22 +155,6 @@ def _states(names: list[str]) -> list[Phase]:
         if name not in allowed:
             raise UserError(f"--state: {name!r} is not one of {', '.join(allowed)}")
     return [Phase(name) for name in names]
-
-
-def _range(option: str, text: str | None, kind: Callable[[str], N], most: N) -> tuple[N, N] | None:
-    """`a:b`, either end open, or one value."""
-    if text is None:
-        return None
-    low, colon, high = text.partition(":")
-    try:
-        if not colon:
-            return kind(low), kind(low)
-        bounds = (kind(low) if low else -most), (kind(high) if high else most)
-    except ValueError:
-        raise UserError(f"{option}: {text!r} is neither a number nor a range a:b") from None
-    if bounds[0] > bounds[1]:
-        raise UserError(f"{option}: {text!r} ends before it begins; a range is a:b, with a at most b")
-    return bounds
 
 
 def _rows(reader: LedgerReader, found: Iterator[GroupRow], tokenizer: Tokenizer) -> Iterator[SampleRow]:

@@ -60,12 +60,14 @@ class Ledger(Section, frozen=True):
 
 
 class Logs(Section, frozen=True):
-    """`logs/NAME.log` of each process, and older files of it."""
+    """`logs/NAME.log` of each process, and older files of it; and `spans/`, what each process did and when."""
 
     max_bytes: Bytes = 64 << 20
     """Of a file; then a new one is begun."""
     keep: NonNegative = 3
     """So many older files stay for each process: `NAME.log.1` is the newest of them."""
+    span_bytes: Annotated[int, in_unit("bytes", ge=0)] = 64 << 20
+    """Of each process's file of spans, for `sluice why` and `trace`; what comes later is dropped, and counted. 0: none."""
 
 
 class Mismatch(Section, frozen=True):

@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from runtime import codec, run_files, timeouts
 from runtime.config import Config, Deadlines
-from runtime.process import os_process
+from runtime.process import os_process, spans
 from runtime.process.aio import unless_failed
 
 now = time.monotonic
@@ -84,7 +84,9 @@ class Work:
     def end(self, line: Hashable) -> None:
         """`line` waits for work."""
         if (was := self._open.pop(line, None)) is not None:
-            self._over(was[0], now() - was[2])
+            at = now()
+            self._over(was[0], at - was[2])
+            spans.log.add(was[0], was[2], at, threading.current_thread().name, detail=was[1])
 
     def _over(self, phase: str, seconds: float) -> None:
         times, longest = self._taken.get(phase, (0, 0.0))

@@ -15,6 +15,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
+from runtime.process import spans as spans_file
 from runtime.telemetry.metric_names import SCORE_ERRORS
 from runtime.types import GeneratedGroup, Scores, StepResult
 
@@ -271,7 +272,11 @@ class SpanClock:
             spans.setdefault(phase, []).append((start, now))
         inside = {phase: intersection(found, step) for phase, found in spans.items()}
         timing = {"timing/all": now - self._step_start}
-        timing |= {f"timing/{phase}": covered(found) for phase, found in inside.items()}
+        for phase, found in inside.items():
+            whole = inside[phase] = union(found)
+            timing[f"timing/{phase}"] = covered(whole)
+            for start, end in whole:
+                spans_file.log.add(phase, start, end, phase)
         update = inside.get(UPDATE, [])
         for phase in NON_OVERLAP_PHASES:
             if phase in inside:

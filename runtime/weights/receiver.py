@@ -20,6 +20,8 @@ from concurrent.futures import Future
 import torch
 
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault, SluiceError
+from runtime.process import spans
+from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from runtime.weights.gloo_mesh import reason
 from runtime.weights.group import Transfer, WeightGroup, allocate, views
@@ -187,9 +189,11 @@ class WeightReceiver:
         if not self._free:
             self._free.append(self._new_set())
             self._made += 1
-        reception.await_sender()
+        with spans.log.span("await sender", PUBLICATION, step=reception.version.step):
+            reception.await_sender()
         buckets = self._free[-1]
-        reception.take(buckets.buffers.__getitem__)
+        with spans.log.span("receive", PUBLICATION, step=reception.version.step):
+            reception.take(buckets.buffers.__getitem__)
         with self._lock:
             self._free.remove(buckets)
             self._staged = Staged(reception.version, time.monotonic() - reception.began, buckets, self)

@@ -14,6 +14,8 @@ from msgspec import Struct
 
 from runtime import timeouts
 from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError
+from runtime.process import spans
+from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import drop_frames, reason
@@ -125,7 +127,8 @@ class WeightSender:
             group.describe(self._manifest)
             group.bound(deadline)
             group.announce(version)
-            self._send_all(group, version, give_up)
+            with spans.log.span("send", PUBLICATION, step=version.step):
+                self._send_all(group, version, give_up)
             sent = group.settle(group.sent_bytes - before, give_up)
         except RuntimeError as error:
             message = f"{self._where(version)}: {reason(error)}"
@@ -283,7 +286,8 @@ class SendingMember:
         except SluiceError as error:
             sending = _failed(error)
         try:
-            self.sender.fill(tensors)
+            with spans.log.span("gather", PUBLICATION, step=version.step):
+                self.sender.fill(tensors)
         except BaseException:
             with self._changed:
                 self._held = None

@@ -1,0 +1,109 @@
+"""`sluice trace`: a run as a trace of Chrome's format, which Perfetto, chrome://tracing and others show.
+
+::
+
+    process (of each process of the run)     a thread for each line of spans; calls, which overlap, on as many as they need
+    process "steps"                           the critical path of each step
+    flows                                     a group, from its generation by its scores to the step that trains on it
+
+The format is that of "Trace Event Format" (Google, 2016): times in microseconds, here from the first event on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from launcher.commands.why import by_process, explained
+from runtime.errors import UserError
+from runtime.process.spans import CALLS, TracedSpan
+from runtime.telemetry.critical_path import TRAINER, StepPath
+
+FILE = "trace.json"
+STEPS = "steps"
+
+Event = dict[str, Any]
+
+
+def trace(folder: Path, steps: str | None, output: Path | None) -> Path:
+    """Write the trace; returns its path. Raises UserError as `sluice why` does, and for a file that cannot be written."""
+    found = explained(folder, steps)
+    path = output or folder / FILE
+    made = {"displayTimeUnit": "ms", "traceEvents": list(events(found, by_process(folder)))}
+    try:
+        path.write_bytes(msgspec.json.encode(made) + b"\n")
+    except OSError as error:
+        raise UserError(f"--output: cannot write {path}: {(error.strerror or str(error)).lower()}") from error
+    return path
+
+
+def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]]) -> Iterator[Event]:
+    """Of what went on during `steps`."""
+    origin, end = steps[0].start, steps[-1].end
+    yield from _named(0, STEPS, {0: "critical path"})
+    for step in steps:
+        for part in step.parts:
+            told = {"step": step.step, "group": part.group, "process": part.process}
+            yield _slice(f"{part.cause} {part.process}".strip(), (part.start - origin, part.end - origin), (0, 0), told)
+    flows: dict[int, list[Event]] = {}
+    for pid, process in enumerate(sorted(spans), start=1):
+        within = [span for span in spans[process] if span.end > origin and span.start < end]
+        threads, placed = _threads(within)
+        yield from _named(pid, process, threads)
+        for thread, span in placed:
+            told = {name: value for name, value in (("group", span.group), ("step", span.step)) if value >= 0}
+            told |= {"detail": span.detail} if span.detail else {}
+            yield (one := _slice(span.name, (span.start - origin, span.end - origin), (pid, thread), told))
+            if span.line == CALLS and span.group >= 0:
+                flows.setdefault(span.group, []).append(one)
+            elif process == TRAINER and span.name == "command" and span.detail == "Apply":
+                for group in _groups_of(steps, (span.start + span.end) / 2):
+                    flows.setdefault(group, []).append(one)
+    for group, slices in flows.items():
+        yield from _flow(group, sorted(slices, key=lambda one: one["ts"]))
+
+
+def _threads(spans: Iterable[TracedSpan]) -> tuple[dict[int, str], list[tuple[int, TracedSpan]]]:
+    """A thread's name by its number, and each span's thread: one for a line, of calls the first that is free."""
+    names: list[str] = []
+    free_from: list[float] = []
+    placed = []
+    for span in sorted(spans, key=lambda span: span.start):
+        fits = (at for at, name in enumerate(names) if name == span.line and (name != CALLS or free_from[at] <= span.start))
+        at = next(fits, len(names))
+        if at == len(names):
+            names.append(span.line)
+            free_from.append(0.0)
+        free_from[at] = span.end
+        placed.append((at, span))
+    return dict(enumerate(names)), placed
+
+
+def _groups_of(steps: Sequence[StepPath], moment: float) -> Iterator[int]:
+    for step in steps:
+        if step.start <= moment < step.end:
+            yield from step.groups
+
+
+def _slice(name: str, times: tuple[float, float], place: tuple[int, int], told: Mapping[str, Any]) -> Event:
+    start, end = (round(1e6 * each, 1) for each in times)
+    pid, tid = place
+    place_of = {"pid": pid, "tid": tid, "ts": start, "dur": end - start}
+    return {"ph": "X", "name": name, "cat": "sluice", **place_of, "args": dict(told)}
+
+
+def _named(pid: int, process: str, threads: Mapping[int, str]) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
+    for tid, name in threads.items():
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _flow(group: int, slices: Sequence[Event]) -> Iterator[Event]:
+    """Arrows from each slice to the next."""
+    for at, one in enumerate(slices if len(slices) > 1 else ()):
+        phase = "s" if at == 0 else "f" if at == len(slices) - 1 else "t"
+        arrow = {"ph": phase, "id": group, "name": "group", "cat": "group", "pid": one["pid"], "tid": one["tid"]}
+        yield {**arrow, "ts": one["ts"] + one["dur"] / 2, **({"bp": "e"} if phase == "f" else {})}

@@ -1,0 +1,103 @@
+"""`sluice why`: what the steps of a run waited for, from its ledger and its processes' spans."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from launcher.commands.ranges import steps_of
+from runtime import run_files
+from runtime.errors import UserError
+from runtime.ledger.reader import LedgerReader
+from runtime.process.spans import SpanFolder, TracedSpan
+from runtime.telemetry import critical_path
+from runtime.telemetry.critical_path import CauseTotal, ProcessSpans, StepPath
+from runtime.telemetry.shown import LiteralTable, say
+
+SLOWEST = 5  # steps that are shown one by one
+INSIDE = 3  # phases of a process that are told
+LEAST = 0.005  # of the time: what took less is not shown
+MEANINGS = {
+    "admit": "no place: staleness bounds how many groups there are",
+    "dispatch": "no rollout took the group yet",
+    "generate": "the step's last group was generated",
+    "generate again": "what was generated of it was lost with its process",
+    "score": "the step's last group was scored",
+    "reference": "the reference's log-probabilities of the last group",
+    "value": "the critic's values of the last group",
+    "train": "the trainer had all, and was at work",
+    "publish": "the new weights went to the rollouts",
+}
+
+
+def why(folder: Path, steps: str | None, as_json: bool) -> None:
+    """Print it. Raises UserError for what is no run's folder, and where none of these steps was made."""
+    found = explained(folder, steps)
+    if as_json:
+        sys.stdout.write(msgspec.json.encode({"steps": found, "totals": critical_path.totals(found)}).decode() + "\n")
+        return
+    console = Console()
+    seconds = sum(step.seconds for step in found)
+    console.print(_totals(critical_path.totals(found), seconds))
+    console.print(_slowest(found))
+    say(console, f"{len(found)} steps, {found[0].step} to {found[-1].step}, {seconds:.1f} s: {verdict(found)}")
+
+
+def explained(folder: Path, steps: str | None = None) -> list[StepPath]:
+    """The critical path of each step."""
+    wanted = steps_of("--steps", steps)
+    with LedgerReader(folder / run_files.LEDGER) as reader:
+        before = None if wanted is None else (max(0, wanted[0] - 1), wanted[1])  # which tells when the first one began
+        found = critical_path.paths(reader.groups(steps=before))
+    found = [step for step in found if wanted is None or step.step >= wanted[0]]
+    if not found:
+        raise UserError(f"{folder}: no step was made" + (f" from {wanted[0]} to {wanted[1]}" if wanted else " yet"))
+    spans = ProcessSpans(by_process(folder))
+    return [spans.explain(step) for step in found]
+
+
+def by_process(folder: Path) -> Mapping[str, Sequence[TracedSpan]]:
+    """The spans of each process, those of all that had its name; of a group those of its first rank."""
+    files = SpanFolder(folder)
+    files.follow()
+    found: dict[str, list[TracedSpan]] = {}
+    for file in files.files.values():
+        if file.header.rank == 0:
+            found.setdefault(file.header.process, []).extend(file.spans)
+    return found
+
+
+def verdict(steps: Sequence[StepPath]) -> str:
+    """In a sentence, what was waited for most."""
+    first = critical_path.totals(steps)[0]
+    share = first.seconds / sum(step.seconds for step in steps)
+    whom = f" by {first.process}" if first.process else ""
+    return f"{share:.0%} of the time went to {first.cause}{whom} – {MEANINGS[first.cause]}"
+
+
+def _totals(totals: Sequence[CauseTotal], seconds: float) -> LiteralTable:
+    head = ("waited for", "by", "seconds", "share", "steps", "which meanwhile was at")
+    table = LiteralTable(*head, title="what the steps waited for")
+    for total in totals:
+        if total.seconds >= LEAST * seconds:
+            share = f"{total.seconds / seconds:.0%}"
+            table.add_row(total.cause, total.process, f"{total.seconds:.2f}", share, str(total.steps), _inside(total))
+    return table
+
+
+def _inside(total: CauseTotal) -> str:
+    phases = sorted(total.inside.items(), key=lambda phase: -phase[1])[:INSIDE]
+    return ", ".join(f"{name} {seconds / total.seconds:.0%}" for name, seconds in phases if seconds >= LEAST * total.seconds)
+
+
+def _slowest(steps: Sequence[StepPath]) -> LiteralTable:
+    table = LiteralTable("step", "seconds", "group", "its time", title="the slowest steps")
+    for step in sorted(steps, key=lambda step: -step.seconds)[:SLOWEST]:
+        group = next((part.group for part in step.parts if part.group >= 0), None)
+        parts = ", ".join(f"{part.cause} {part.seconds:.2f}" for part in step.parts if part.seconds >= LEAST * step.seconds)
+        table.add_row(str(step.step), f"{step.seconds:.2f}", "" if group is None else str(group), parts)
+    return table

@@ -1,0 +1,162 @@
+"""What a step waited for: hand-made lives of groups, whose paths are known."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+
+from runtime.ledger.reader import GroupRow
+from runtime.ledger.states import Mark, Phase
+from runtime.process.spans import CALLS, PUBLICATION, TracedSpan
+from runtime.telemetry.critical_path import TRAINER, PathPart, ProcessSpans, StepPath, path, paths, totals
+
+LIFE = ("admitted", "generating", "generated", "scored", "ready", "consumed", "retired")
+
+
+def group(group_id: int, step: int, *times: float, replica: str = "rollout-0", attempt: int = 1, **marks: float) -> GroupRow:
+    """`times`: of LIFE, in order."""
+    return GroupRow(
+        group_id=group_id,
+        problem=0,
+        source="",
+        label="",
+        seed=0,
+        phase=Phase.RETIRED,
+        marks=Mark.SCORED,
+        why=None,
+        step=step,
+        taken=step,
+        place=0,
+        replica=replica,
+        attempt=attempt,
+        due=step,
+        oldest=None,
+        newest=None,
+        prompt_tokens=1,
+        response_tokens=[1],
+        truncated=0,
+        rewards=[],
+        outcomes=None,
+        reward=1.0,
+        scores=None,
+        handles={},
+        times={**dict(zip(LIFE, times, strict=True)), **marks},
+    )
+
+
+def told(found: StepPath) -> list[tuple[str, float, str, int]]:
+    return [(part.cause, part.seconds, part.process, part.group) for part in found.parts]
+
+
+def test_a_step_waits_for_its_last_group() -> None:
+    batch = [group(1, 5, 10, 10, 11, 12, 12, 20, 21), group(2, 5, 10.5, 11, 16, 18, 18, 20, 21, replica="rollout-1")]
+    assert told(path(5, batch, 10.0)) == [
+        ("admit", 0.5, "", 2),
+        ("dispatch", 0.5, "", 2),
+        ("generate", 5.0, "rollout-1", 2),
+        ("score", 2.0, "", 2),
+        ("train", 2.0, TRAINER, -1),
+        ("publish", 1.0, "", -1),
+    ]
+
+
+def test_what_was_done_before_the_step_began_is_not_on_its_path() -> None:
+    batch = [group(1, 5, 2, 3, 14, 15, 15, 20, 21)]
+    assert told(path(5, batch, 10.0)) == [
+        ("generate", 4.0, "rollout-0", 1),
+        ("score", 1.0, "", 1),
+        ("train", 5.0, TRAINER, -1),
+        ("publish", 1.0, "", -1),
+    ]
+
+
+def test_a_step_whose_groups_were_ready_waits_for_the_trainer_alone() -> None:
+    batch = [group(1, 5, 2, 3, 4, 5, 5, 20, 21), group(2, 5, 2, 3, 4, 9, 9, 20, 21)]
+    assert told(path(5, batch, 10.0)) == [("train", 10.0, TRAINER, -1), ("publish", 1.0, "", -1)]
+
+
+@pytest.mark.parametrize(("mark", "cause"), [("scored", "score"), ("referenced", "reference"), ("valued", "value")])
+def test_the_mark_that_came_last_is_the_one_that_was_waited_for(mark: str, cause: str) -> None:
+    marks = {"referenced": 12.1, "valued": 12.2, mark: 14.0}
+    row = group(1, 5, 10, 10, 12, marks.pop("scored", 12.05), 14, 15, 15, **marks)
+    assert told(path(5, [row], 10.0))[1][:2] == (cause, 2.0)
+
+
+def test_what_was_lost_and_generated_again_says_so() -> None:
+    found = path(5, [group(1, 5, 10, 13, 14, 15, 15, 16, 16, attempt=2)], 10.0)
+    assert told(found)[0] == ("generate again", 3.0, "", 1)
+
+
+def test_a_step_begins_where_the_one_before_was_committed() -> None:
+    rows = [group(step, step, step, step, step, step, step + 0.5, step + 1.5, step + 2.0) for step in (3, 4, 6)]
+    assert [(each.start, each.end) for each in paths(rows)] == [(3.0, 5.0), (5.0, 6.0), (6.0, 8.0)]
+
+
+def test_groups_that_are_not_committed_are_of_no_step() -> None:
+    row = group(1, 5, 10, 10, 12, 13, 14, 15, 15)
+    del row.times["retired"]
+    assert paths([row]) == []
+
+
+def test_the_parts_are_as_long_as_the_step_whatever_the_times() -> None:
+    chance = random.Random(3)
+    for _ in range(300):
+        batch = [
+            group(number, 5, *sorted(chance.uniform(0, 20) for _ in LIFE), attempt=chance.choice((1, 2)))
+            for number in range(chance.randint(1, 5))
+        ]
+        found = path(5, batch, chance.choice((None, chance.uniform(0, 25))))
+        assert math.isclose(sum(part.seconds for part in found.parts), found.seconds, rel_tol=0, abs_tol=1e-12)  # 6 additions
+        assert all(one.end == other.start for one, other in pairwise(found.parts))
+        if found.parts:
+            assert (found.parts[0].start, found.parts[-1].end) == (found.start, found.end)
+
+
+def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
+    step = path(5, [group(1, 5, 10, 10, 12, 16, 16, 20, 21)], 10.0)
+    spans = ProcessSpans(
+        {
+            "reward-0": [TracedSpan("Score", 12, 13, CALLS, 7), TracedSpan("Score", 15, 15.5, CALLS, 7)],
+            "reward-1": [TracedSpan("Score", 12.1, 15.9, CALLS, 1)],
+            "rollout-0": [TracedSpan("decode", 9, 11), TracedSpan("Generate", 10, 12, CALLS, 1)],
+            "rollout-1": [
+                TracedSpan("receive", 19, 20.9, PUBLICATION, step=6),
+                TracedSpan("receive", 20, 21, PUBLICATION, step=9),
+            ],
+            TRAINER: [TracedSpan("backward", 15, 18), TracedSpan("command", 18, 22, detail="Apply")],
+        }
+    )
+    found = spans.explain(step)
+    assert told(found) == [
+        ("generate", 2.0, "rollout-0", 1),
+        ("score", 4.0, "reward-1", 1),
+        ("train", 4.0, TRAINER, -1),
+        ("publish", 1.0, "rollout-1", -1),
+    ]
+    assert found.inside == [{"decode": 1.0}, {}, {"backward": 2.0, "Apply": 2.0}, {"receive": pytest.approx(1.9, abs=1e-9)}]
+
+
+def test_what_lies_in_a_stretch_of_time_is_found_however_long_it_goes_on() -> None:
+    chance = random.Random(5)
+    spans = [TracedSpan(str(n), (start := chance.uniform(0, 10)), start + chance.expovariate(1)) for n in range(200)]
+    index = ProcessSpans({"a": spans})
+    for _ in range(200):
+        low, high = sorted((chance.uniform(-1, 12), chance.uniform(-1, 12)))
+        expected = {span.name for span in spans if span.end > low and span.start < high}
+        assert {span.name for span in index.within("a", low, high)} == expected
+    assert index.within("b", 0, 10) == []
+
+
+def test_the_totals_are_as_long_as_the_steps_and_the_longest_first() -> None:
+    parts = [PathPart("generate", 0, 3, "rollout-0", 1), PathPart("train", 3, 4, TRAINER)]
+    more = [PathPart("train", 4, 9, TRAINER), PathPart("publish", 9, 10)]
+    found = totals([StepPath(0, 0, 4, [1], parts, [{"decode": 2.0}, {}]), StepPath(1, 4, 10, [2], more)])
+    assert [(total.cause, total.process, total.seconds, total.steps) for total in found] == [
+        ("train", TRAINER, 6.0, 2),
+        ("generate", "rollout-0", 3.0, 1),
+        ("publish", "", 1.0, 1),
+    ]
+    assert found[1].inside == {"decode": 2.0}

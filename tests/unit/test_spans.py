@@ -1,0 +1,96 @@
+"""The file of a process's spans: what it holds, what it leaves out, and how it is read while it is written."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime import config, run_files
+from runtime.config import Config
+from runtime.process.spans import CALLS, SpanFolder, SpanLog, TracedSpan, joined
+
+
+def opened(folder: Path, most_bytes: int = 1 << 20, process: str = "rollout-0") -> SpanLog:
+    log = SpanLog()
+    log.open(Config(run=config.Run(name="test", dir=str(folder)), logs=config.Logs(span_bytes=most_bytes)), process)
+    return log
+
+
+def read(folder: Path) -> SpanFolder:
+    files = SpanFolder(folder)
+    files.follow()
+    return files
+
+
+def test_what_was_added_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("SLUICE_INCARNATION", "2")
+    log, now = opened(tmp_path), time.monotonic()
+    log.add("decode", now - 2, now - 1, "engine")
+    log.add("Generate", now - 2, now, CALLS, 7, 5, "why ☃\n")
+    log.close()
+    (file,) = read(tmp_path).files.values()
+    assert (file.header.process, file.header.rank, file.header.incarnation, file.header.dropped) == ("rollout-0", 3, 2, 0)
+    decode, generate = file.spans
+    assert (decode.name, decode.line, decode.group, decode.step) == ("decode", "engine", -1, -1)
+    assert generate[3:] == (CALLS, 7, 5, "why ☃\n")
+    # Both clocks are read one after the other, in an interval that holds this one.
+    assert decode.end - decode.start == pytest.approx(1.0, abs=1e-6)
+    assert generate.start == decode.start
+
+
+def test_a_log_that_is_not_open_takes_nothing(tmp_path: Path) -> None:
+    for log in (SpanLog(), opened(tmp_path, 0)):
+        log.add("decode", 0.0, 1.0)
+        with log.span("gather"):
+            pass
+        log.close()
+    assert not (tmp_path / run_files.SPANS).exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_the_spans_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / run_files.SPANS).write_text("")
+    log = opened(tmp_path)
+    log.add("decode", 0.0, 1.0)
+    log.close()
+    assert "no spans of rollout-0" in caplog.text
+
+
+def test_what_does_not_fit_is_dropped_the_newest_and_counted(tmp_path: Path) -> None:
+    most = 4096
+    log = opened(tmp_path, most)
+    for number in range(200):
+        log.add(f"phase-{number}", number, number + 0.5)
+    log.close()
+    (file,) = read(tmp_path).files.values()
+    assert file.path.stat().st_size <= most
+    assert [span.name for span in file.spans] == [f"phase-{number}" for number in range(len(file.spans))]
+    assert 0 < len(file.spans) < 200
+    assert file.header.dropped == 200 - len(file.spans)
+
+
+def test_a_file_is_followed_and_a_torn_line_left_out(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    log.add("one", 0.0, 1.0)
+    log.close()
+    files = read(tmp_path)
+    (file,) = files.files.values()
+    with file.path.open("ab") as more:
+        more.write(b'["two",1.0,2.0,"",-1,-1,""]\n["thr')
+    files.follow()
+    assert [span.name for span in file.spans] == ["one", "two"]
+    with file.path.open("ab") as more:
+        more.write(b'ee",2.0,3.0,"",-1,-1,""]\n["torn\n["four",3.0,4.0,"",-1,-1,""]\n')
+    files.follow()
+    assert [span.name for span in file.spans] == ["one", "two", "three", "four"]
+
+
+def test_what_only_a_short_gap_parts_is_one_span() -> None:
+    def decode(start: float, end: float, detail: str = "") -> TracedSpan:
+        return TracedSpan("decode", start, end, "engine", detail=detail)
+
+    call = TracedSpan("Score", 0.0, 1.0, CALLS)
+    spans = [decode(0, 1), call, decode(1.001, 2), decode(2.0, 3, "other"), call._replace(start=1.0), decode(2.01, 4)]
+    assert joined(spans) == [decode(0, 2), call, decode(2.0, 3, "other"), call._replace(start=1.0), decode(2.01, 4)]
