@@ -283,6 +283,14 @@ def _why(options: argparse.Namespace) -> int:
     return 0
 
 
+def _page(options: argparse.Namespace) -> int:
+    from launcher.page.server import serve
+
+    with ended_as_by_ctrl_c():
+        asyncio.run(serve(options.folder, options.host, options.port, lambda address: print(address, flush=True)))
+    return 0
+
+
 def _trace(options: argparse.Namespace) -> int:
     from launcher.commands import trace
 
@@ -373,6 +381,7 @@ _COMMANDS = {
     "report": _report,
     "why": _why,
     "trace": _trace,
+    "page": _page,
     "data": _data,
     "score": _score,
     "convert": _convert,

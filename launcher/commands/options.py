@@ -38,6 +38,11 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
         command.add_argument("run", type=Path, help="a run's folder")
         command.add_argument("--steps", metavar="a:b", help="these, both included, or one (default: all)")
 
+    page = commands.add_parser("page", help="a page of a run, or of a folder of runs, that follows them live")
+    page.add_argument("folder", type=Path, help="a run's folder, or one with such in it")
+    page.add_argument("--port", type=int, default=0, metavar="N", help="(default: one that is free)")
+    page.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="another than this machine's own wants a token")
+
     report = commands.add_parser("report", help="a run as one HTML file: curves, tables, configuration")
     report.add_argument("run", type=Path, help="a run's folder")
     report.add_argument("--output", type=Path, metavar="FILE", help="(default: report.html in the run's folder)")

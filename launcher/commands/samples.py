@@ -159,10 +159,10 @@ def _states(names: list[str]) -> list[Phase]:
 
 def _rows(reader: LedgerReader, found: Iterator[GroupRow], tokenizer: Tokenizer) -> Iterator[SampleRow]:
     for group in found:
-        yield from _samples(reader, group, tokenizer)
+        yield from samples_of(reader, group, tokenizer)
 
 
-def _samples(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Iterator[SampleRow]:
+def samples_of(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Iterator[SampleRow]:
     try:
         payload = codec.decode(GroupPayload, reader.read(group.handles["payload"]))
     except PayloadLost as error:

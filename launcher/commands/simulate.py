@@ -72,6 +72,17 @@ def simulate(
     say(console, f"{steps} steps of {len(rows)} configurations in {time.monotonic() - began:.1f} s")
 
 
+def what_if(source: Path) -> tuple[list[Row], list[str]]:
+    """What would change a run, calibrated on its folder: "as it is" first; and how sure that is. Raises UserError."""
+    config, calibration = loading.resolve(loading.load(source / run_files.CONFIG, ())), calibrated(source)
+    refuse(config)
+    base = _row("as it is", config, calibration.costs, STEPS)
+    if base.prediction is None:
+        raise UserError(f"the simulated run ends: {base.fault}")
+    others = [_row(name, tried, own, STEPS) for name, tried, own in variations(config, calibration.costs)]
+    return [base, *others], [*_sure(calibration, source), _NOT_MODELLED]
+
+
 def calibrated(source: Path) -> Calibration:
     """On a run's folder. Raises UserError where it holds too little, or is of another version."""
     if not (source / run_files.CONFIG).is_file():

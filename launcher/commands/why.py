@@ -47,8 +47,8 @@ def why(folder: Path, steps: str | None, as_json: bool) -> None:
     say(console, f"{len(found)} steps, {found[0].step} to {found[-1].step}, {seconds:.1f} s: {verdict(found)}")
 
 
-def explained(folder: Path, steps: str | None = None) -> list[StepPath]:
-    """The critical path of each step."""
+def explained(folder: Path, steps: str | None = None, spans: ProcessSpans | None = None) -> list[StepPath]:
+    """The critical path of each step; `spans`: those of the run, where they are known."""
     wanted = steps_of("--steps", steps)
     with LedgerReader(folder / run_files.LEDGER) as reader:
         before = None if wanted is None else (max(0, wanted[0] - 1), wanted[1])  # which tells when the first one began
@@ -56,7 +56,7 @@ def explained(folder: Path, steps: str | None = None) -> list[StepPath]:
     found = [step for step in found if wanted is None or step.step >= wanted[0]]
     if not found:
         raise UserError(f"{folder}: no step was made" + (f" from {wanted[0]} to {wanted[1]}" if wanted else " yet"))
-    spans = ProcessSpans(by_process(folder))
+    spans = spans or ProcessSpans(by_process(folder))
     return [spans.explain(step) for step in found]
 
 

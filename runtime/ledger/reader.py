@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from msgspec import Struct
 
 from runtime import codec
@@ -168,6 +169,13 @@ class LedgerReader:
         where.among("state", [state.value for state in states])
         where.between("reward", reward)
         return map(group_row, self._connection.execute(f"SELECT * FROM groups{where} ORDER BY id", where.values))
+
+    def times(self) -> dict[str, np.ndarray]:
+        """When each group came to each phase: float64 [groups], seconds since the epoch, NaN for never. By phase, in order of
+        id."""
+        rows = self._connection.execute(f"SELECT {', '.join(f'{phase.value}_at' for phase in Phase)} FROM groups ORDER BY id")
+        table = np.array([tuple(row) for row in rows], np.float64).reshape(-1, len(Phase))
+        return {phase.value: table[:, at] for at, phase in enumerate(Phase)}
 
     def checkpoints(self) -> list[CheckpointRow]:
         rows = self._connection.execute("SELECT * FROM checkpoints ORDER BY step")

@@ -1,0 +1,152 @@
+"""What the page shows of samples: which there are, a few lines of each, and one group token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from launcher.commands.samples import samples_of
+from runtime import codec, run_files
+from runtime.config import loading
+from runtime.data.tokenizer import Tokenizer
+from runtime.ledger.payloads import PayloadLost
+from runtime.ledger.reader import GroupRow, LedgerReader
+from runtime.ledger.states import Phase
+from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample
+
+SHOWN = 400  # characters of a reply in the list
+EXAMINED = 2000  # groups whose texts are searched in one go
+TOKENS = 20_000  # of a reply, that are shown one by one
+
+
+class SampleFilter(Struct, frozen=True):
+    """What is looked for; an end of a range that is None is open. `after`: groups with a larger id alone, where a search for a
+    text goes on."""
+
+    states: tuple[str, ...] = ()
+    steps: tuple[int | None, int | None] = (None, None)
+    reward: tuple[float | None, float | None] = (None, None)
+    tokens: tuple[int | None, int | None] = (None, None)  # of a group's longest reply
+    source: str = ""
+    replica: str = ""
+    text: str = ""
+    after: int = -1
+
+
+class SampleReader:
+    """Of one run. Loads its tokenizer with the first text."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            config = loading.load(self._folder / run_files.CONFIG, ())
+            self._tokenizer = Tokenizer(config.model.path, config.model.chat_template)
+        return self._tokenizer
+
+    def index(self, wanted: SampleFilter) -> dict[str, Any]:
+        """The groups that `wanted` selects, as columns, oldest first. With a text those of the next EXAMINED groups that have
+        it; `next`: where to go on, None at the end."""
+        with LedgerReader(self._folder / run_files.LEDGER) as reader:
+            rows = [row for row in self._selected(reader, wanted) if row.group_id > wanted.after]
+            more = None
+            if wanted.text:
+                more = rows[EXAMINED - 1].group_id if len(rows) > EXAMINED else None
+                rows = [row for row in rows[:EXAMINED] if self._has(reader, row, wanted.text)]
+        return {
+            "ids": [row.group_id for row in rows],
+            "rows": [len(row.response_tokens or ()) for row in rows],
+            "steps": [row.step for row in rows],
+            "next": more,
+        }
+
+    def _selected(self, reader: LedgerReader, wanted: SampleFilter) -> list[GroupRow]:
+        found = reader.groups(
+            steps=_closed(wanted.steps, 1 << 62), states=[Phase(s) for s in wanted.states], reward=_closed(wanted.reward, 1e300)
+        )
+        return [
+            row
+            for row in found
+            if "payload" in row.handles
+            and (not wanted.source or row.source == wanted.source)
+            and (not wanted.replica or row.replica == wanted.replica)
+            and _within(max(row.response_tokens or [0]), wanted.tokens)
+        ]
+
+    def _has(self, reader: LedgerReader, row: GroupRow, text: str) -> bool:
+        return any(text in sample.reply or text in sample.prompt for sample in samples_of(reader, row, self.tokenizer))
+
+    def rows(self, ids: list[int]) -> list[dict[str, Any]]:
+        """A line for each row of these groups."""
+        with LedgerReader(self._folder / run_files.LEDGER) as reader:
+            rows = [row for group_id in ids for row in reader.groups(group_id=group_id)]
+            return [line for row in rows for line in self._lines(reader, row)]
+
+    def _lines(self, reader: LedgerReader, row: GroupRow) -> list[dict[str, Any]]:
+        lines = [msgspec.to_builtins(each) for each in samples_of(reader, row, self.tokenizer)]
+        return [{**line, "parts": [], "reply": line["reply"][:SHOWN], "prompt": line["prompt"][-SHOWN:]} for line in lines]
+
+    def group(self, group_id: int) -> dict[str, Any] | None:
+        """All of one group: its life, and each row token by token. None where there is none."""
+        with LedgerReader(self._folder / run_files.LEDGER) as reader:
+            row = next(iter(reader.groups(group_id=group_id)), None)
+            if row is None:
+                return None
+            told = {
+                **{name: getattr(row, name) for name in ("group_id", "step", "source", "label", "replica", "attempt", "why")},
+                "state": row.phase.value,
+                "times": row.times,
+                "reasons": [] if row.outcomes is None else row.outcomes.reasons,
+                "samples": [],
+            }
+            if "payload" not in row.handles:
+                return told
+            told["samples"] = [msgspec.to_builtins(each) for each in samples_of(reader, row, self.tokenizer)]
+            try:
+                payload = codec.decode(GroupPayload, reader.read(row.handles["payload"]))
+            except PayloadLost:
+                return told
+            reference = _reference(reader, row, payload)
+        for at, (line, sample) in enumerate(zip(told["samples"], payload.samples, strict=True)):
+            line["tokens_shown"] = self._tokens(sample, None if reference is None else reference[at])
+        return told
+
+    def _tokens(self, sample: Sample, reference: np.ndarray | None) -> list[list[Any]]:
+        """Of each token its text, log-probability as it was sampled, version, whether it is trained here, and the reference's
+        log-probability."""
+        shown = slice(0, TOKENS)
+        ids = sample.tokens[shown]
+        texts = self.tokenizer.decode_batch([[token] for token in ids.tolist()], skip_special=False)
+        versions = [str(PolicyVersion.unpack(int(version))) for version in sample.versions[shown]]
+        others = [None] * len(ids) if reference is None else [round(float(each), 4) for each in reference[shown]]
+        sampled = [round(float(each), 4) for each in sample.logprobs[shown]]
+        masks = sample.loss_mask[shown].tolist()
+        return [list(each) for each in zip(texts, sampled, versions, masks, others, strict=True)]
+
+
+def _reference(reader: LedgerReader, row: GroupRow, payload: GroupPayload) -> Sequence[np.ndarray] | None:
+    """The reference's log-probabilities, float32 [R] of each row."""
+    if "reference" not in row.handles:
+        return None
+    flat = codec.decode(Logprobs, reader.read(row.handles["reference"])).values
+    return np.split(flat, np.cumsum(payload.lengths)[:-1])
+
+
+def _closed(bounds: tuple[Any, Any], most: Any) -> tuple[Any, Any] | None:
+    low, high = bounds
+    if low is None and high is None:
+        return None
+    return (-most if low is None else low), (most if high is None else high)
+
+
+def _within(value: int, bounds: tuple[int | None, int | None]) -> bool:
+    low, high = bounds
+    return (low is None or value >= low) and (high is None or value <= high)

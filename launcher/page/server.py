@@ -1,0 +1,250 @@
+"""The page's HTTP side: who may ask, which run is meant, and what has changed. It only reads, and keeps nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from launcher.page import follow, lanes
+from launcher.page.samples import SampleFilter, SampleReader
+from launcher.page.views import RunView
+from runtime import run_files, timeouts
+from runtime.errors import UserError
+
+LOCAL = ("127.0.0.1", "::1", "localhost")
+THIS = "_"  # the name of a run that is alone
+COOKIE = "sluice-page"
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+
+
+class Pages:
+    """The runs of a folder: itself, or those directly in it."""
+
+    def __init__(self, root: Path):
+        """Raises UserError for a folder that is no run's and holds none."""
+        self.root = root
+        self._views: dict[str, tuple[RunView, SampleReader]] = {}
+        if not self.names():
+            raise UserError(f"page: {root}: neither a run's folder nor a folder of runs")
+
+    def names(self) -> list[str]:
+        """`THIS` for the folder itself."""
+        if _is_run(self.root):
+            return [THIS]
+        return sorted(path.name for path in self.root.iterdir() if _is_run(path)) if self.root.is_dir() else []
+
+    def of(self, name: str) -> tuple[RunView, SampleReader]:
+        """Raises HTTPNotFound for what is none of `names`."""
+        if name not in self.names():
+            raise web.HTTPNotFound(text=f"no run {name!r} here")
+        folder = self.root if name == THIS else self.root / name
+        return self._views.setdefault(name, (RunView(folder), SampleReader(folder)))
+
+    def list(self) -> list[dict[str, Any]]:
+        found = []
+        for name in self.names():
+            try:
+                found.append({"id": name, **self.of(name)[0].summary()})
+            except UserError as error:
+                found.append({"id": name, "name": name, "state": str(error), "facts": []})
+        return found
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / run_files.CONFIG).is_file() or (folder / run_files.METRICS).is_file()
+
+
+# ------------------------------------------------------------------------------------------ who may ask
+
+
+class PageGuard:
+    """On a loopback address without a token: then the Host header has to name it, lest a page of another site, whose name leads
+    here by now (DNS rebinding), reads a run. With a token whoever shows it may, once in the address and then by a cookie."""
+
+    def __init__(self, host: str, token: str):
+        self._token, self._names = token, {*LOCAL, host}
+
+    @web.middleware
+    async def check(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.query.get("token", request.cookies.get(COOKIE, ""))
+        if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
+            raise web.HTTPUnauthorized(text="this page wants the token that `sluice page` printed: ?token=…\n")
+        if not self._token and (request.url.host or "") not in self._names:
+            raise web.HTTPForbidden(text=f"this page is not {request.host}: open it as localhost\n")
+        if self._token and "token" in request.query and request.method == "GET":
+            answer: web.StreamResponse = web.HTTPFound(request.url.without_query_params("token"))
+            answer.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict")
+            return answer
+        return await handler(request)
+
+
+async def _sign(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(
+        {
+            "Content-Security-Policy": _POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Server": "sluice",
+        }
+    )
+
+
+# ------------------------------------------------------------------------------------------ what is answered
+
+
+class PageRoutes:
+    """Each view in a thread, so that a long one delays no other's."""
+
+    def __init__(self, pages: Pages):
+        self._pages = pages
+
+    async def file(self, request: web.Request) -> web.Response:
+        name = request.match_info.get("name") or "page.html"
+        if name == "plotly.js":
+            text = await asyncio.to_thread(_plotly)
+        else:
+            found = resources.files("launcher.page") / "static" / name
+            if Path(name).suffix not in _TYPES or not found.is_file():
+                raise web.HTTPNotFound(text="no such file\n")
+            text = found.read_text(encoding="utf-8")
+        headers = {"Cache-Control": "max-age=86400" if name == "plotly.js" else "no-cache"}
+        return web.Response(text=text, content_type=_TYPES[Path(name).suffix], headers=headers)
+
+    async def runs(self, _: web.Request) -> web.Response:
+        return await _answer(self._pages.list)
+
+    async def view(self, request: web.Request) -> web.Response:
+        run, samples = self._pages.of(request.match_info["run"])
+        query = request.query
+        views: dict[str, Callable[[], Any]] = {
+            "summary": run.summary,
+            "curves": run.curves,
+            "metric": lambda: run.metric(query.get("name", "")),
+            "why": lambda: run.why(_whole(query, "from"), _whole(query, "to")),
+            "lanes": lambda: self._lanes(run, query),
+            "occupancy": run.occupancy,
+            "weights": run.weights,
+            "evaluations": run.evaluations,
+            "processes": run.processes,
+            "configuration": lambda: run.configuration(self._pages.of(query["other"])[0] if query.get("other") else None),
+            "what-if": run.what_if,
+            "samples": lambda: samples.index(_filter(query)),
+            "rows": lambda: samples.rows([int(each) for each in query["groups"].split(",")][:200]),
+            "group": lambda: samples.group(_whole(query, "id") or 0),
+        }
+        name = request.match_info["view"]
+        if name not in views:
+            raise web.HTTPNotFound(text=f"no view {name!r}\n")
+        return await _answer(views[name])
+
+    def _lanes(self, run: RunView, query: Any) -> dict[str, Any]:
+        spans = run.spans()
+        every = [span for found in spans.values() for span in found]
+        if not every:
+            return {"start": 0, "end": 0, "lanes": []}
+        first, last = min(span.start for span in every), max(span.end for span in every)
+        start, end = _number(query, "start", first), _number(query, "end", last)
+        shown = lanes.lanes(spans, start, end, min(4000, _whole(query, "pixels") or 1200))
+        return {"first": first, "last": last, "start": start, "end": end, "lanes": shown}
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """What of the run's files has changed, until the browser goes."""
+        folder = self._pages.of(request.match_info["run"])[0].folder
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await answer.prepare(request)
+        before = await asyncio.to_thread(follow.marks, folder)
+        while True:
+            await asyncio.sleep(timeouts.PAGE_FOLLOW)
+            after = await asyncio.to_thread(follow.marks, folder)
+            found, before = follow.changed(before, after), after
+            await answer.write(b"data: " + msgspec.json.encode(found) + b"\n\n" if found else b":\n\n")
+
+
+async def _answer(work: Callable[[], Any]) -> web.Response:
+    try:
+        made = await asyncio.to_thread(work)
+    except UserError as error:
+        return web.json_response({"error": str(error)}, status=404)
+    return web.Response(body=await asyncio.to_thread(msgspec.json.encode, made), content_type="application/json")
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def _whole(query: Any, name: str) -> int | None:
+    value = _number(query, name, None)
+    return None if value is None else int(value)
+
+
+def _number(query: Any, name: str, otherwise: Any) -> Any:
+    text = query.get(name, "")
+    try:
+        return float(text) if text else otherwise
+    except ValueError:
+        raise web.HTTPBadRequest(text=f"{name}: {text!r} is no number\n") from None
+
+
+def _filter(query: Any) -> SampleFilter:
+    def bounds(name: str) -> tuple[Any, Any]:
+        return _number(query, f"{name}-from", None), _number(query, f"{name}-to", None)
+
+    return SampleFilter(
+        states=tuple(filter(None, query.get("states", "").split(","))),
+        steps=bounds("step"),
+        reward=bounds("reward"),
+        tokens=bounds("tokens"),
+        source=query.get("source", ""),
+        replica=query.get("replica", ""),
+        text=query.get("text", ""),
+        after=int(_number(query, "after", -1)),
+    )
+
+
+# ------------------------------------------------------------------------------------------ serving
+
+
+def application(pages: Pages, guard: PageGuard) -> web.Application:
+    made = web.Application(middlewares=[guard.check])
+    made.on_response_prepare.append(_sign)
+    routes = PageRoutes(pages)
+    made.router.add_get("/", routes.file)
+    made.router.add_get("/static/{name}", routes.file)
+    made.router.add_get("/api/runs", routes.runs)
+    made.router.add_get("/api/run/{run}/events", routes.events)
+    made.router.add_get("/api/run/{run}/{view}", routes.view)
+    return made
+
+
+async def serve(root: Path, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Until cancelled; `ready` is told the address. Raises UserError where the port is another's, or the folder no run's."""
+    token = "" if host in LOCAL else secrets.token_urlsafe(24)
+    runner = web.AppRunner(application(Pages(root), PageGuard(host, token)), access_log=None, shutdown_timeout=0.0)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise UserError(f"--port: {host}:{port}: {(error.strerror or str(error)).lower()}") from None
+        bound = runner.addresses[0][1]
+        shown = f"[{host}]" if ":" in host else host
+        ready(f"http://{shown}:{bound}/" + (f"?token={token}" if token else ""))
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,86 @@
+"use strict";
+// Which run and view are shown (by the address: #RUN/VIEW?key=value), and following them live.
+const page = {
+  runs: [], run: null, view: null, query: {}, search: null,
+
+  async ask(view, query, run) {
+    const given = Object.entries(query || {}).filter(([, value]) => value !== undefined && value !== null && value !== "");
+    const answer = await fetch(`/api/run/${encodeURIComponent(run || page.run)}/${view}?${new URLSearchParams(given)}`);
+    if (!answer.ok) throw new Error((await answer.text()).slice(0, 500));
+    return answer.json();
+  },
+
+  link(view, query) { return `#${encodeURIComponent(page.run)}/${view}?${new URLSearchParams(query || {})}`; },
+};
+
+const main = document.getElementById("main");
+let busy = false, again = false, events = null;
+
+async function show(fresh) {
+  if (busy) { again = again || fresh || "data"; return; }
+  busy = true;
+  try {
+    if (fresh === true) { main.replaceChildren(); page.search = null; }
+    if (page.view === null) showRuns(page, main);
+    else await VIEWS[page.view].show(page, main);
+  } catch (error) {
+    main.replaceChildren(make("p", { class: "note" }, error.message));
+  } finally {
+    busy = false;
+    if (again) { const next = again; again = false; show(next); }
+  }
+}
+
+async function summarise() {
+  const found = await page.ask("summary");
+  document.title = `${shown(found.name)} – Sluice`;
+  document.getElementById("name").textContent = shown(found.name);
+  document.getElementById("state").textContent = shown(`${found.state}; step ${found.steps}${found.of === null ? "" : ` of ${found.of}`}`);
+  const alarm = document.getElementById("alarm");
+  alarm.hidden = !found.alarm;
+  alarm.textContent = shown(found.alarm);
+}
+
+function follow() {
+  if (events) events.close();
+  events = new EventSource(`/api/run/${encodeURIComponent(page.run)}/events`);
+  events.onmessage = (event) => {
+    const changed = JSON.parse(event.data);
+    if (changed.some((kind) => kind === "metrics" || kind === "state")) summarise();
+    if (page.view && VIEWS[page.view].follows.some((kind) => changed.includes(kind))) show("data");
+  };
+}
+
+async function route() {
+  const [path, query] = location.hash.slice(1).split("?");
+  const [run, view] = path.split("/").map(decodeURIComponent);
+  const before = page.run;
+  page.query = Object.fromEntries(new URLSearchParams(query || ""));
+  page.run = page.runs.some((each) => each.id === run) ? run : page.runs.length === 1 ? page.runs[0].id : null;
+  page.view = page.run === null ? null : view in VIEWS ? view : "why";
+  const nav = document.getElementById("views");
+  nav.replaceChildren(...(page.run === null ? [] : Object.entries(VIEWS).map(([name, { title }], at) =>
+    make("a", { href: page.link(name), "aria-current": name === page.view ? "page" : undefined, title: `key ${(at + 1) % 10}` }, title))));
+  const choice = document.getElementById("runs");
+  choice.hidden = page.runs.length < 2;
+  choice.replaceChildren(make("option", { value: "" }, "all runs"), ...page.runs.map((each) => make("option", { value: each.id, selected: each.id === page.run }, each.name)));
+  if (page.run !== null && page.run !== before) { follow(); await summarise(); }
+  if (page.run === null && events) { events.close(); events = null; }
+  await show(true);
+}
+
+document.getElementById("runs").addEventListener("change", (event) => { location.hash = event.target.value ? `#${encodeURIComponent(event.target.value)}/${page.view || "why"}` : ""; });
+document.getElementById("theme").addEventListener("click", () => {
+  const root = document.documentElement, dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = (root.dataset.theme || (dark ? "dark" : "light")) === "dark" ? "light" : "dark";
+  show(true);
+});
+document.addEventListener("keydown", (event) => {
+  if (/INPUT|SELECT|TEXTAREA/.test(event.target.tagName) || event.ctrlKey || event.metaKey || event.altKey) return;
+  const names = Object.keys(VIEWS), at = "1234567890".indexOf(event.key);
+  if (at >= 0 && at < names.length && page.run !== null) location.hash = page.link(names[at]);
+  else if (event.key === "/" && page.search) { event.preventDefault(); page.search(); }
+});
+window.addEventListener("hashchange", route);
+fetch("/api/runs").then((answer) => answer.json()).then((runs) => { page.runs = runs; return route(); })
+  .catch((error) => main.replaceChildren(make("p", { class: "note" }, error.message)));

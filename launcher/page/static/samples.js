@@ -1,0 +1,159 @@
+"use strict";
+// Samples: a list of which only the rows in sight exist, and one group with its siblings, token by token.
+const ROW = 26; // pixels of a row
+const CHUNK = 20; // groups asked for at once
+
+class SampleList {
+  constructor(ask, open) {
+    this.ask = ask; // (view, query) → data
+    this.open = open; // (group id)
+    this.inside = make("div", {});
+    this.list = make("div", { class: "list", tabindex: "0", role: "listbox", "aria-label": "samples", onscroll: () => this.paint() }, this.inside);
+    this.told = make("p", { class: "faint", role: "status" });
+    this.form = this.fields();
+    this.element = make("div", {}, this.form, this.told, this.list);
+    this.list.addEventListener("keydown", (event) => this.key(event));
+    this.selected = 0;
+  }
+
+  fields() {
+    const field = (name, hint, wide) => make("input", { name, placeholder: hint, "aria-label": hint, class: wide ? "wide" : "" });
+    const states = make("select", { name: "states", "aria-label": "state" },
+      ["any state", "retired", "consumed", "ready", "generated", "dropped"].map((name, at) => make("option", { value: at ? name : "" }, name)));
+    const form = make("form", { class: "form", onsubmit: (event) => { event.preventDefault(); this.search(); } },
+      field("text", "text, in prompt or reply", true), states, field("step-from", "step ≥"), field("step-to", "step ≤"),
+      field("reward-from", "reward ≥"), field("reward-to", "reward ≤"), field("tokens-from", "tokens ≥"), field("tokens-to", "tokens ≤"),
+      field("source", "source"), field("replica", "rollout"), make("button", {}, "search"));
+    return form;
+  }
+
+  query() { return Object.fromEntries([...new FormData(this.form)].filter(([, value]) => value !== "")); }
+
+  async search(after) {
+    const query = this.query();
+    const found = await this.ask("samples", after === undefined ? query : { ...query, after });
+    this.ids = found.ids;
+    this.lines = new Map(); // group id → its rows, or a promise of them
+    this.begins = [0];
+    for (const rows of found.rows) this.begins.push(this.begins[this.begins.length - 1] + rows);
+    const total = this.begins[this.begins.length - 1];
+    this.inside.style.height = `${total * ROW}px`;
+    this.inside.replaceChildren();
+    this.told.replaceChildren(`${number(total)} samples in ${number(this.ids.length)} groups `);
+    if (found.next !== null) this.told.append(make("button", { type: "button", onclick: () => this.search(found.next) }, "search on"));
+    if (after === undefined) this.list.scrollTop = 0;
+    this.selected = 0;
+    this.paint();
+  }
+
+  // The index of the group that has row `at`.
+  groupAt(at) {
+    let low = 0, high = this.ids.length - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.begins[middle] <= at) low = middle; else high = middle - 1;
+    }
+    return low;
+  }
+
+  paint() {
+    if (!this.ids) return;
+    const total = this.begins[this.begins.length - 1];
+    const first = Math.max(0, Math.floor(this.list.scrollTop / ROW) - 5);
+    const last = Math.min(total, first + Math.ceil(this.list.clientHeight / ROW) + 10);
+    const rows = [];
+    const missing = new Set();
+    for (let at = first; at < last; at += 1) {
+      const index = this.groupAt(at), id = this.ids[index], lines = this.lines.get(id);
+      if (!Array.isArray(lines) && !this.lines.has(id)) missing.add(index);
+      rows.push(this.row(at, id, Array.isArray(lines) ? lines[at - this.begins[index]] : null));
+    }
+    this.inside.replaceChildren(...rows);
+    if (missing.size) this.fetch(Math.min(...missing), Math.max(...missing));
+  }
+
+  row(at, id, line) {
+    const cells = line === null || line === undefined ? [id, "", "…"] :
+      [id, line.step ?? "", line.reward === null ? "–" : number(line.reward), line.tokens, line.versions[0], line.reply];
+    return make("div", { class: "row", role: "option", style: `top:${at * ROW}px`, "aria-selected": at === this.selected ? "true" : undefined, onclick: () => this.choose(at) },
+      cells.map((cell) => make("span", {}, String(cell))));
+  }
+
+  async fetch(first, last) {
+    const ids = this.ids.slice(Math.max(0, first - 2), Math.min(last + 3, first + CHUNK * 4));
+    const wanted = ids.filter((id) => !this.lines.has(id));
+    wanted.forEach((id) => this.lines.set(id, "asked"));
+    for (const row of await this.ask("rows", { groups: wanted.join(",") })) {
+      if (!Array.isArray(this.lines.get(row.group))) this.lines.set(row.group, []);
+      this.lines.get(row.group).push(row);
+    }
+    wanted.filter((id) => !Array.isArray(this.lines.get(id))).forEach((id) => this.lines.set(id, []));
+    requestAnimationFrame(() => this.paint());
+  }
+
+  choose(at) {
+    this.selected = at;
+    this.paint();
+    this.open(this.ids[this.groupAt(at)]);
+  }
+
+  key(event) {
+    const total = this.begins ? this.begins[this.begins.length - 1] : 0;
+    const by = { j: 1, ArrowDown: 1, k: -1, ArrowUp: -1 }[event.key];
+    if (by !== undefined && total) {
+      event.preventDefault();
+      this.selected = Math.min(total - 1, Math.max(0, this.selected + by));
+      const top = this.selected * ROW;
+      if (top < this.list.scrollTop || top > this.list.scrollTop + this.list.clientHeight - ROW) this.list.scrollTop = top - this.list.clientHeight / 2;
+      this.paint();
+    } else if (event.key === "Enter" && total) this.choose(this.selected);
+  }
+}
+
+// How a token is coloured: by one of its figures, each with what it means.
+const FIGURES = {
+  "log-probability as sampled": (token) => -token[1] / 5,
+  "gap to the reference": (token) => (token[4] === null ? 0 : Math.abs(token[1] - token[4]) / 1),
+  version: (token, versions) => versions.indexOf(token[2]) / Math.max(1, versions.length - 1),
+  "trained here": (token) => (token[3] ? 1 : 0),
+};
+
+function groupView(group) {
+  if (group === null) return make("p", {}, "There is no such group.");
+  const choice = make("select", { "aria-label": "colour tokens by" }, Object.keys(FIGURES).map((name) => make("option", {}, name)));
+  const order = make("select", { "aria-label": "order" }, ["as sampled", "highest reward first", "largest gap first"].map((name) => make("option", {}, name)));
+  const siblings = make("div", { class: "siblings" });
+  const gap = (sample) => Math.max(0, ...(sample.tokens_shown || []).filter((token) => token[3] && token[4] !== null).map((token) => Math.abs(token[1] - token[4])));
+  const draw = () => {
+    const sorted = [...group.samples];
+    if (order.value === "highest reward first") sorted.sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+    if (order.value === "largest gap first") sorted.sort((a, b) => gap(b) - gap(a));
+    siblings.replaceChildren(...sorted.map((sample) => siblingView(sample, FIGURES[choice.value], gap(sample))));
+  };
+  choice.addEventListener("change", draw);
+  order.addEventListener("change", draw);
+  draw();
+  const times = Object.entries(group.times).sort((a, b) => a[1] - b[1]);
+  const life = times.map(([name, at], index) => (index ? `${name} + ${seconds(at - times[index - 1][1])}` : name)).join(" → ");
+  const first = group.samples[0];
+  return make("section", {},
+    make("h2", {}, `group ${group.group_id}`), make("p", { class: "faint" }, `${group.state}${group.why ? `: ${group.why}` : ""}${group.step === null ? "" : `, step ${group.step}`}, ${group.replica || "no rollout"}, attempt ${group.attempt}; label `, make("b", {}, group.label)),
+    make("p", { class: "faint" }, life), first ? make("div", { class: "text" }, first.prompt) : null,
+    make("p", { class: "form" }, choice, order), siblings);
+}
+
+function siblingView(sample, figure, gap) {
+  const tokens = sample.tokens_shown || [];
+  const versions = [...new Set(tokens.map((token) => token[2]))].sort();
+  const text = make("div", { class: "text" }, tokens.map((token) => {
+    const strength = Math.min(1, Math.max(0, figure(token, versions)));
+    const told = `log p ${token[1]}, version ${token[2]}${token[4] === null ? "" : `, reference ${token[4]}`}${token[3] ? "" : ", not trained here"}`;
+    return make("span", { class: token[3] ? "token" : "token given", title: told, style: `background:rgba(213,94,0,${(0.75 * strength).toFixed(2)})` }, token[0]);
+  }));
+  const rules = Object.entries(sample.rules).map(([name, value]) => `${name} ${value === null ? "failed" : number(value)}`).join(", ");
+  const gaps = gap ? `, largest gap ${gap.toFixed(3)}` : "";
+  return make("article", { class: "sibling" },
+    make("p", {}, make("b", {}, sample.reward === null ? "no reward" : sample.valid ? `reward ${number(sample.reward)}` : "masked"),
+      ` ${rules ? `(${rules}) ` : ""}`, make("span", { class: "faint" }, `${sample.branch || sample.sample ? `episode ${sample.sample}.${sample.branch}, ` : ""}${sample.tokens} tokens, ${sample.finish}, versions ${sample.versions.join("–")}${gaps}`)),
+    text);
+}

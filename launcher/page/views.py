@@ -1,0 +1,298 @@
+"""What the page shows of a run but for lanes and samples: each view as data for its script."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import yaml
+
+from launcher import run_folder
+from launcher.commands import why
+from launcher.page import follow
+from runtime import run_files
+from runtime.config import Config, Run
+from runtime.config.secret_values import without_secrets
+from runtime.config.yaml_text import read_texts
+from runtime.errors import UserError
+from runtime.evaluation import generations
+from runtime.evaluation import results as evaluation
+from runtime.ledger.reader import LedgerReader
+from runtime.ledger.states import Phase
+from runtime.process.spans import PUBLICATION, SpanFolder, TracedSpan
+from runtime.telemetry import critical_path
+from runtime.telemetry.critical_path import ProcessSpans
+from runtime.telemetry.report import lineages, panels, record, tables
+from runtime.telemetry.report.record import RunRecord
+from runtime.telemetry.startup import Startup
+
+POINTS = 1000  # of a curve over time
+LOG_LINES = 40
+CHANGED = 20  # examples of what two evaluations differ in
+LIVE = (Phase.ADMITTED, Phase.GENERATING, Phase.GENERATED, Phase.READY, Phase.CONSUMED)
+
+
+class RunView:
+    """One run's folder. Its methods block, and may be called from any thread. Raises UserError for what is no run's."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._spans = SpanFolder(folder)
+        self._marks: dict[str, tuple[follow.Mark, ...]] = {}
+        self._record: RunRecord | None = None
+
+    # ------------------------------------------------------------------------------------------ what is read
+
+    def record(self) -> RunRecord:
+        """Anew where something of it has changed."""
+        with self._lock:
+            marks = follow.marks(self.folder)
+            if self._record is None or set(follow.changed(self._marks, marks)) - {"spans", "logs"}:
+                self._record, self._marks = record.read(self.folder), marks
+            return self._record
+
+    def spans(self) -> Mapping[str, Sequence[TracedSpan]]:
+        """By process and rank, those of all its incarnations."""
+        with self._lock:
+            self._spans.follow()
+            found: dict[str, list[TracedSpan]] = {}
+            for file in self._spans.files.values():
+                header = file.header
+                found.setdefault(header.process if not header.rank else f"{header.process}.{header.rank}", []).extend(
+                    file.spans
+                )
+            return found
+
+    def ledger(self) -> LedgerReader:
+        return LedgerReader(self.folder / run_files.LEDGER)
+
+    # ------------------------------------------------------------------------------------------ views
+
+    def summary(self) -> dict[str, Any]:
+        found = self.record()
+        history = lineages.history(found.points)
+        steps = history.steps
+        return {
+            "name": found.settings.run.name or self.folder.resolve().name,
+            "state": self._state(found),
+            "under_way": run_folder.under_way(self.folder),
+            "facts": [[fact.name, fact.value, fact.detail] for fact in tables.facts(found, history)],
+            "steps": int(steps[-1]["step"]) if steps else 0,
+            "of": found.settings.training.steps,
+            "alarm": _alarm(found, steps),
+        }
+
+    def _state(self, found: RunRecord) -> str:
+        if run_folder.under_way(self.folder):
+            return "under way"
+        return f"stopped: {found.ended.stop_reason}" if found.ended else "ended without a summary: it was killed, or failed"
+
+    def curves(self) -> dict[str, Any]:
+        """The report's panels, drawn as there."""
+        from runtime.telemetry.report.page import draw  # which loads plotly
+
+        history = lineages.history(self.record().points)
+        drawn = [
+            [section.title, [[panel.title, draw(panel, history.returns) if panel.series else None] for panel in section.panels]]
+            for section in panels.sections(history)
+        ]
+        return {"sections": drawn}
+
+    def metric(self, name: str) -> dict[str, Any]:
+        """One figure of each step, and of each evaluation."""
+        history = lineages.history(self.record().points)
+        points = [point for point in [*history.steps, *history.evaluations] if isinstance(point.get(name), int | float)]
+        points.sort(key=lambda point: point["step"])
+        return {"steps": [point["step"] for point in points], "values": [point[name] for point in points]}
+
+    def why(self, first: int | None, last: int | None) -> dict[str, Any]:
+        """The critical paths of the steps from `first` to `last`, and what the run waits for now."""
+        steps = None if first is None and last is None else f"{first or 0}:{'' if last is None else last}"
+        waits = self._waits()
+        try:
+            found = why.explained(self.folder, steps, ProcessSpans(self.spans()))
+        except UserError as none:
+            return {"steps": [], "totals": [], "verdict": str(none), "waits": waits}
+        totals = critical_path.totals(found)
+        return {"steps": found, "totals": totals, "verdict": why.verdict(found), "waits": waits, "meanings": why.MEANINGS}
+
+    def _waits(self) -> list[dict[str, Any]]:
+        """The groups under way that have waited longest in their state; nothing of a run that is over."""
+        if not run_folder.under_way(self.folder):
+            return []
+        now = time.time()
+        with self.ledger() as reader:
+            rows = list(reader.groups(states=LIVE[:3]))
+        since = {row.group_id: max(row.times.values(), default=now) for row in rows}
+        oldest = sorted(rows, key=lambda row: since[row.group_id])[:5]
+        return [
+            {"group": row.group_id, "state": row.phase.value, "at": row.replica or "", "seconds": now - since[row.group_id]}
+            for row in oldest
+        ]
+
+    def occupancy(self) -> dict[str, Any]:
+        """Groups by state over time, ages of what was trained by step, and what was lost on the way by reason."""
+        with self.ledger() as reader:
+            times, dropped = reader.times(), reader.dropped()
+        training = self.record().settings.training
+        history = lineages.history(self.record().points)
+        bound = None if training.staleness is None else (training.staleness + 1) * (training.groups_per_step or 0)
+        ages = [point.get("staleness/histogram") or {} for point in history.steps]
+        return {
+            **occupied(times, POINTS),
+            "bound": bound,
+            "depth": [point.get("queue/depth") for point in history.steps],
+            "steps": [point["step"] for point in history.steps],
+            "ages": ages,
+            "staleness": training.staleness,
+            "dropped": dropped,
+            "reasons": _reasons(history.steps),
+        }
+
+    def weights(self) -> dict[str, Any]:
+        """Publications by step, and of each rollout the newest version that it took over, with how long that took."""
+        history = lineages.history(self.record().points)
+        names = ["publication/seconds", "publication/pause_seconds", "publication/bytes", "publication/aborts"]
+        names += ["mismatch/abs_logprob", "mismatch/worst_rollout"]
+        rows = [{"step": point["step"], **{name: point.get(name) for name in names}} for point in history.steps]
+        replicas: list[dict[str, Any]] = []
+        for process, spans in sorted(self.spans().items()):
+            swaps = [span for span in spans if span.line == PUBLICATION and span.name == "swap"]
+            if swaps:
+                receptions = [span.end - span.start for span in spans if span.line == PUBLICATION and span.name == "receive"]
+                newest = max(span.step for span in swaps)
+                replicas.append({"rollout": process, "version": newest, "swaps": len(swaps), **_spread(receptions)})
+        committed = max((replica["version"] for replica in replicas), default=0)
+        return {"steps": rows, "replicas": replicas, "committed": committed}
+
+    def evaluations(self) -> dict[str, Any]:
+        table = tables.evaluations(self.record().evaluations)
+        results = self.record().evaluations
+        pairs = [_changed(self.folder, one.step, other.step) for one, other in pairwise(results)][-3:]
+        return {"table": None if table is None else {"head": table.head, "rows": table.rows}, "changed": pairs}
+
+    def processes(self) -> dict[str, Any]:
+        """Each process that kept spans, oldest first, and the last lines of every log."""
+        with self._lock:
+            self._spans.follow()
+            rows = [
+                {
+                    **msgspec.to_builtins(file.header),
+                    "spans": len(file.spans),
+                    "last": file.spans[-1].end if file.spans else None,
+                }
+                for file in self._spans.files.values()
+            ]
+        started = Startup.read(self.folder)
+        logs = {path.name: _tail(path) for path in sorted((self.folder / run_files.LOGS).glob("*.log"))}
+        failures = tables.failures(lineages.history(self.record().points))
+        return {
+            "processes": rows,
+            "startup": {} if started is None else started.processes,
+            "logs": logs,
+            "failures": [] if failures is None else failures.rows,
+        }
+
+    def configuration(self, other: RunView | None) -> dict[str, Any]:
+        """As YAML, and what of it differs from the defaults, or from another run's."""
+        text = self.record().configuration
+        base = _defaults() if other is None else _flat(read_texts(other.record().configuration) or {})
+        own = _flat(read_texts(text) or {})
+        differing = sorted(key for key in {*own, *base} if own.get(key) != base.get(key))
+        return {"text": text, "differs": [[key, base.get(key), own.get(key)] for key in differing]}
+
+    def what_if(self) -> dict[str, Any]:
+        """The simulator's, calibrated on this run. Raises UserError where that is not possible."""
+        from launcher.commands import simulate
+
+        rows, sure = simulate.what_if(self.folder)
+        return {"rows": rows, "sure": sure}
+
+
+def occupied(times: Mapping[str, np.ndarray], points: int) -> dict[str, Any]:
+    """How many groups are in each live state, at `points` moments. `times`: [groups] seconds since the epoch by state, NaN for
+    a state that a group never came to."""
+    entered = [times[phase.value] for phase in LIVE]
+    left = np.fmin(times[Phase.RETIRED.value], times[Phase.DROPPED.value])
+    there = ~np.isnan(times[Phase.ADMITTED.value])
+    if not there.any():
+        return {"start": 0.0, "seconds": [], "states": {}}
+    start, end = np.nanmin(entered[0]), np.nanmax([np.nanmax(each) for each in [*entered, left] if not np.isnan(each).all()])
+    moments = np.linspace(start, end, points)
+    # A group is past a state as soon as it is in any later one; NaN, never, sorts last.
+    past = [np.sort(each) for each in _first_later([*entered, left])]
+    since = [np.searchsorted(each[~np.isnan(each)], moments, side="right") for each in past]
+    counts = {phase.value: (since[at] - since[at + 1]).tolist() for at, phase in enumerate(LIVE)}
+    return {"start": float(start), "seconds": (moments - start).tolist(), "states": counts}
+
+
+def _first_later(times: list[np.ndarray]) -> list[np.ndarray]:
+    """For each state the moment from which a group is in it or a later one."""
+    found = [times[-1]]
+    for each in reversed(times[:-1]):
+        found.append(np.fmin(each, found[-1]))
+    return found[::-1]
+
+
+def _reasons(points: Sequence[lineages.Point]) -> dict[str, float]:
+    """What was cut off, left out or played again, over all steps."""
+    found: dict[str, float] = {}
+    for point in points:
+        for name, value in point.items():
+            if isinstance(value, int | float) and ("/ended/" in name or name.endswith(("/left_out", "/repeated"))):
+                key = name.removeprefix("environment/")
+                found[key] = found.get(key, 0.0) + value
+    return found
+
+
+def _alarm(found: RunRecord, steps: Sequence[lineages.Point]) -> str:
+    """Where a rollout may have other weights than the trainer, by the newest step's probes."""
+    limit = float(_flat(read_texts(found.configuration) or {}).get("mismatch.limit") or 0)
+    worst = steps[-1].get("mismatch/worst_rollout") if steps else None
+    return f"a rollout's log-probabilities are {worst:.3g} from the trainer's" if limit and worst and worst > limit else ""
+
+
+def _spread(values: Sequence[float]) -> dict[str, float | None]:
+    return {"median": float(np.median(values)) if values else None, "worst": max(values, default=None)}
+
+
+def _changed(folder: Path, one: int, other: int) -> dict[str, Any]:
+    """The problems whose first reply was right in one of two evaluations alone."""
+    before, after = (_firsts(evaluation.folder_for(folder, step)) for step in (one, other))
+    both = [key for key in before if key in after and before[key].correct != after[key].correct]
+    shown = [
+        {"problem": key[1], "before": before[key].reply, "after": after[key].reply, "now": after[key].correct} for key in both
+    ]
+    return {"from": one, "to": other, "number": len(both), "examples": shown[:20]}
+
+
+def _firsts(folder: Path) -> dict[tuple[str, str], generations.Generation]:
+    replies = (each for path in sorted(folder.glob(f"*{generations.SUFFIX}")) for each in generations.read(path))
+    return {(each.set, each.problem): each for each in replies if each.sample == 0}
+
+
+def _tail(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16384))
+        return file.read().decode("utf-8", "replace").splitlines()[-LOG_LINES:]
+
+
+def _defaults() -> dict[str, Any]:
+    return _flat(read_texts(yaml.safe_dump(without_secrets(Config(run=Run(name=""))))))
+
+
+def _flat(section: Any, path: str = "") -> dict[str, Any]:
+    """Every value by its key, with dots; lists as they are."""
+    if not isinstance(section, dict) or not section:
+        return {path: section}
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        found |= _flat(value, f"{path}.{key}" if path else str(key))
+    return found
