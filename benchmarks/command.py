@@ -170,6 +170,13 @@ def _packing(options: Options, show: Show) -> Measured:
     return report, bench.render(report)
 
 
+def _page(options: Options, show: Show) -> Measured:
+    from benchmarks import page as bench
+
+    report = asyncio.run(bench.measure(FOLDER / "page", bench.PageSettings(), show))
+    return report, bench.render(report)
+
+
 def _publication(options: Options, show: Show) -> Measured:
     from benchmarks.publication import bench
 
@@ -234,6 +241,7 @@ BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
     "learning": _learning,
     "messages": _messages,
     "packing": _packing,
+    "page": _page,
     "publication": _publication,
     "rewards": _rewards,
     "rollout": _rollout,

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from launcher import run_folder
 from launcher.job import Job
 from launcher.node.local_node import LocalNode
+from launcher.page.beside import PageBeside
 from launcher.view import View
 from runtime import timeouts
 from runtime.config import Config
@@ -31,6 +32,7 @@ class _TrainJob(Job[Summary]):
     def __init__(self, config: Config, view: View, here: LocalNode):
         super().__init__(config, view, here)
         self._memory = PeakMemory(LAUNCHER)
+        self._page = PageBeside(config, view.say)
 
     async def run(self) -> Summary:
         watching = asyncio.create_task(self._watch_memory())
@@ -38,6 +40,11 @@ class _TrainJob(Job[Summary]):
             return await super().run()
         finally:
             watching.cancel()
+            await self._page.end()
+
+    async def _start(self, config: Config) -> str:
+        await self._page.start()
+        return await super()._start(config)
 
     async def prepared(self) -> Config:
         """After the warm-up if there is one to do; what an earlier run left is gone, unless this one resumes it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -47,8 +47,11 @@ def why(folder: Path, steps: str | None, as_json: bool) -> None:
     say(console, f"{len(found)} steps, {found[0].step} to {found[-1].step}, {seconds:.1f} s: {verdict(found)}")
 
 
-def explained(folder: Path, steps: str | None = None, spans: ProcessSpans | None = None) -> list[StepPath]:
-    """The critical path of each step; `spans`: those of the run, where they are known."""
+Spans = Mapping[str, Sequence[TracedSpan]]
+
+
+def explained(folder: Path, steps: str | None = None, spans: Callable[[], Spans] | None = None) -> list[StepPath]:
+    """The critical path of each step; `spans`: what reads those of the run, in place of `by_process`."""
     wanted = steps_of("--steps", steps)
     with LedgerReader(folder / run_files.LEDGER) as reader:
         before = None if wanted is None else (max(0, wanted[0] - 1), wanted[1])  # which tells when the first one began
@@ -56,11 +59,13 @@ def explained(folder: Path, steps: str | None = None, spans: ProcessSpans | None
     found = [step for step in found if wanted is None or step.step >= wanted[0]]
     if not found:
         raise UserError(f"{folder}: no step was made" + (f" from {wanted[0]} to {wanted[1]}" if wanted else " yet"))
-    spans = spans or ProcessSpans(by_process(folder))
-    return [spans.explain(step) for step in found]
+    every = by_process(folder) if spans is None else spans()
+    start = found[0].start
+    index = ProcessSpans({process: [span for span in own if span.end > start] for process, own in every.items()})
+    return [index.explain(step) for step in found]
 
 
-def by_process(folder: Path) -> Mapping[str, Sequence[TracedSpan]]:
+def by_process(folder: Path) -> Spans:
     """The spans of each process, those of all that had its name; of a group those of its first rank."""
     files = SpanFolder(folder)
     files.follow()

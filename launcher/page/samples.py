@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from msgspec import Struct
 
 from launcher.commands.samples import samples_of
 from runtime import codec, run_files
-from runtime.config import loading
+from runtime.config import Config, loading
 from runtime.data.tokenizer import Tokenizer
 from runtime.ledger.payloads import PayloadLost
 from runtime.ledger.reader import GroupRow, LedgerReader
@@ -43,14 +44,14 @@ class SampleReader:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._tokenizer: Tokenizer | None = None
 
-    @property
+    @cached_property
+    def config(self) -> Config:
+        return loading.load(self._folder / run_files.CONFIG, ())
+
+    @cached_property
     def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            config = loading.load(self._folder / run_files.CONFIG, ())
-            self._tokenizer = Tokenizer(config.model.path, config.model.chat_template)
-        return self._tokenizer
+        return Tokenizer(self.config.model.path, self.config.model.chat_template)
 
     def index(self, wanted: SampleFilter) -> dict[str, Any]:
         """The groups that `wanted` selects, as columns, oldest first. With a text those of the next EXAMINED groups that have
@@ -115,9 +116,23 @@ class SampleReader:
             except PayloadLost:
                 return told
             reference = _reference(reader, row, payload)
+        advantages = self._advantages(row)
         for at, (line, sample) in enumerate(zip(told["samples"], payload.samples, strict=True)):
+            line["advantage"] = None if advantages is None else advantages[line["sample"]]
             line["tokens_shown"] = self._tokens(sample, None if reference is None else reference[at])
         return told
+
+    def _advantages(self, row: GroupRow) -> list[float] | None:
+        """Of each episode, where they are those of `group_norm` and depend on the group alone; 0 of one that is masked."""
+        algorithm = self.config.algorithm
+        if row.scores is None or algorithm.advantage != "group_norm" or algorithm.group_std != "group":
+            return None
+        valid, rewards = row.scores.valid.astype(bool), row.scores.rewards.astype(np.float64)
+        if valid.sum() < 2:
+            return [0.0] * len(rewards)
+        deviation = rewards - rewards[valid].mean()
+        std = rewards[valid].std(ddof=algorithm.group_std_ddof) + algorithm.group_std_eps
+        return [float(each) for each in np.where(valid, deviation / std, 0.0)]
 
     def _tokens(self, sample: Sample, reference: np.ndarray | None) -> list[list[Any]]:
         """Of each token its text, log-probability as it was sampled, version, whether it is trained here, and the reference's

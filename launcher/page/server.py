@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,9 @@ class PageGuard:
         if not self._token and (request.url.host or "") not in self._names:
             raise web.HTTPForbidden(text=f"this page is not {request.host}: open it as localhost\n")
         if self._token and "token" in request.query and request.method == "GET":
-            answer: web.StreamResponse = web.HTTPFound(request.url.without_query_params("token"))
-            answer.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict")
-            return answer
+            again = web.HTTPFound(request.url.without_query_params("token"))
+            again.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict")
+            raise again
         return await handler(request)
 
 
@@ -152,7 +153,7 @@ class PageRoutes:
         return await _answer(views[name])
 
     def _lanes(self, run: RunView, query: Any) -> dict[str, Any]:
-        spans = run.spans()
+        spans = run.lanes()
         every = [span for found in spans.values() for span in found]
         if not every:
             return {"start": 0, "end": 0, "lanes": []}
@@ -167,11 +168,13 @@ class PageRoutes:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await answer.prepare(request)
         before = await asyncio.to_thread(follow.marks, folder)
-        while True:
-            await asyncio.sleep(timeouts.PAGE_FOLLOW)
-            after = await asyncio.to_thread(follow.marks, folder)
-            found, before = follow.changed(before, after), after
-            await answer.write(b"data: " + msgspec.json.encode(found) + b"\n\n" if found else b":\n\n")
+        with suppress(ConnectionResetError):
+            while True:
+                await asyncio.sleep(timeouts.PAGE_FOLLOW)
+                after = await asyncio.to_thread(follow.marks, folder)
+                found, before = follow.changed(before, after), after
+                await answer.write(b"data: " + msgspec.json.encode(found) + b"\n\n" if found else b":\n\n")
+        return answer
 
 
 async def _answer(work: Callable[[], Any]) -> web.Response:

@@ -27,13 +27,14 @@ from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
 from runtime.process.spans import PUBLICATION, SpanFolder, TracedSpan
 from runtime.telemetry import critical_path
-from runtime.telemetry.critical_path import ProcessSpans
 from runtime.telemetry.report import lineages, panels, record, tables
 from runtime.telemetry.report.record import RunRecord
 from runtime.telemetry.startup import Startup
 
 POINTS = 1000  # of a curve over time
+NEWEST = 200  # steps
 LOG_LINES = 40
+STEPS = " steps"  # the first lane, by its name
 CHANGED = 20  # examples of what two evaluations differ in
 LIVE = (Phase.ADMITTED, Phase.GENERATING, Phase.GENERATED, Phase.READY, Phase.CONSUMED)
 
@@ -47,6 +48,7 @@ class RunView:
         self._spans = SpanFolder(folder)
         self._marks: dict[str, tuple[follow.Mark, ...]] = {}
         self._record: RunRecord | None = None
+        self._points = record.PointFile(folder / run_files.METRICS)
 
     # ------------------------------------------------------------------------------------------ what is read
 
@@ -55,7 +57,7 @@ class RunView:
         with self._lock:
             marks = follow.marks(self.folder)
             if self._record is None or set(follow.changed(self._marks, marks)) - {"spans", "logs"}:
-                self._record, self._marks = record.read(self.folder), marks
+                self._record, self._marks = record.read(self.folder, self._points), marks
             return self._record
 
     def spans(self) -> Mapping[str, Sequence[TracedSpan]]:
@@ -69,6 +71,25 @@ class RunView:
                     file.spans
                 )
             return found
+
+    def lanes(self) -> Mapping[str, Sequence[TracedSpan]]:
+        """The spans of each process, and what the steps waited for: their critical paths."""
+        spans = self.spans()
+        try:
+            paths = why.explained(self.folder, None, lambda: spans)
+        except UserError:  # no step yet
+            return spans
+        waited = [
+            TracedSpan(f"{part.cause} {part.process}".strip(), part.start, part.end, "", part.group, step.step)
+            for step in paths
+            for part in step.parts
+        ]
+        return {STEPS: waited, **spans}
+
+    def newest(self) -> int:
+        """The newest step that was trained; 0 where there is none."""
+        with self.ledger() as reader:
+            return reader.newest_step() or 0
 
     def ledger(self) -> LedgerReader:
         return LedgerReader(self.folder / run_files.LEDGER)
@@ -113,15 +134,18 @@ class RunView:
         return {"steps": [point["step"] for point in points], "values": [point[name] for point in points]}
 
     def why(self, first: int | None, last: int | None) -> dict[str, Any]:
-        """The critical paths of the steps from `first` to `last`, and what the run waits for now."""
-        steps = None if first is None and last is None else f"{first or 0}:{'' if last is None else last}"
+        """The critical paths of the steps from `first` to `last`, of the newest alone where neither is said; and what the run
+        waits for now."""
         waits = self._waits()
         try:
-            found = why.explained(self.folder, steps, ProcessSpans(self.spans()))
+            newest = self.newest()
+            low = first if first is not None else 0 if last is not None else max(0, newest - NEWEST + 1)
+            found = why.explained(self.folder, f"{low}:{newest if last is None else last}", self.spans)
         except UserError as none:
             return {"steps": [], "totals": [], "verdict": str(none), "waits": waits}
         totals = critical_path.totals(found)
-        return {"steps": found, "totals": totals, "verdict": why.verdict(found), "waits": waits, "meanings": why.MEANINGS}
+        told = {"totals": totals, "verdict": why.verdict(found), "waits": waits, "meanings": why.MEANINGS, "newest": newest}
+        return {"steps": found, **told}
 
     def _waits(self) -> list[dict[str, Any]]:
         """The groups under way that have waited longest in their state; nothing of a run that is over."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from runtime.config.base import Bytes, Fraction, HoursOr0, NonNegative, Positive, Seconds, Section, StepsOr0, in_unit
+from runtime.config.base import Bytes, Fraction, HoursOr0, NonNegative, Port, Positive, Seconds, Section, StepsOr0, in_unit
 
 
 class Run(Section, frozen=True):
@@ -68,6 +68,15 @@ class Logs(Section, frozen=True):
     """So many older files stay for each process: `NAME.log.1` is the newest of them."""
     span_bytes: Annotated[int, in_unit("bytes", ge=0)] = 64 << 20
     """Of each process's file of spans, for `sluice why` and `trace`; what comes later is dropped, and counted. 0: none."""
+
+
+class Page(Section, frozen=True):
+    """`sluice page` of the run while it goes on, by the launcher of the coordinator's node."""
+
+    port: Port = 0
+    """0: one that is free. Where it is told: on the console, as the run begins."""
+    host: str = "127.0.0.1"
+    """The address that it listens on. Any but this machine's own wants a token, which is told with it."""
 
 
 class Mismatch(Section, frozen=True):

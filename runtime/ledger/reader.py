@@ -190,6 +190,12 @@ class LedgerReader:
         ).fetchone()
         return bool(found)
 
+    def newest_step(self) -> int | None:
+        """The last step whose groups retired; None: no such."""
+        query = "SELECT max(step) FROM groups WHERE state = 'retired'"
+        found: int | None = self._connection.execute(query).fetchone()[0]
+        return found
+
     def counts(self) -> dict[str, int]:
         """The number of groups in each phase, 0 included."""
         found = dict(self._connection.execute("SELECT state, count(*) FROM groups GROUP BY state").fetchall())

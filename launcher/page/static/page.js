@@ -41,14 +41,26 @@ async function summarise() {
   alarm.textContent = shown(found.alarm);
 }
 
+// Within a second, and not more often: who looks at a run is not to slow it down.
+let due = null, last = 0;
+const pending = new Set();
+function soon(kinds) {
+  kinds.forEach((kind) => pending.add(kind));
+  due = due || setTimeout(() => {
+    const shows = page.view !== null && VIEWS[page.view].follows.some((kind) => pending.has(kind));
+    const tells = pending.has("metrics") || pending.has("state");
+    pending.clear();
+    due = null;
+    last = performance.now();
+    if (tells) summarise();
+    if (shows) show("data");
+  }, Math.max(0, last + 900 - performance.now()));
+}
+
 function follow() {
   if (events) events.close();
   events = new EventSource(`/api/run/${encodeURIComponent(page.run)}/events`);
-  events.onmessage = (event) => {
-    const changed = JSON.parse(event.data);
-    if (changed.some((kind) => kind === "metrics" || kind === "state")) summarise();
-    if (page.view && VIEWS[page.view].follows.some((kind) => changed.includes(kind))) show("data");
-  };
+  events.onmessage = (event) => soon(JSON.parse(event.data));
 }
 
 async function route() {

@@ -128,7 +128,7 @@ function groupView(group) {
     const sorted = [...group.samples];
     if (order.value === "highest reward first") sorted.sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
     if (order.value === "largest gap first") sorted.sort((a, b) => gap(b) - gap(a));
-    siblings.replaceChildren(...sorted.map((sample) => siblingView(sample, FIGURES[choice.value], gap(sample))));
+    siblings.replaceChildren(...sorted.map((sample) => siblingView(sample, FIGURES[choice.value], gap(sample), group.samples.some((each) => each.branch))));
   };
   choice.addEventListener("change", draw);
   order.addEventListener("change", draw);
@@ -142,7 +142,8 @@ function groupView(group) {
     make("p", { class: "form" }, choice, order), siblings);
 }
 
-function siblingView(sample, figure, gap) {
+function siblingView(sample, figure, gap, branched) {
+  const advantage = sample.advantage === null || sample.advantage === undefined ? "" : `advantage ${sample.advantage.toFixed(3)}, `;
   const tokens = sample.tokens_shown || [];
   const versions = [...new Set(tokens.map((token) => token[2]))].sort();
   const text = make("div", { class: "text" }, tokens.map((token) => {
@@ -154,6 +155,6 @@ function siblingView(sample, figure, gap) {
   const gaps = gap ? `, largest gap ${gap.toFixed(3)}` : "";
   return make("article", { class: "sibling" },
     make("p", {}, make("b", {}, sample.reward === null ? "no reward" : sample.valid ? `reward ${number(sample.reward)}` : "masked"),
-      ` ${rules ? `(${rules}) ` : ""}`, make("span", { class: "faint" }, `${sample.branch || sample.sample ? `episode ${sample.sample}.${sample.branch}, ` : ""}${sample.tokens} tokens, ${sample.finish}, versions ${sample.versions.join("–")}${gaps}`)),
+      ` ${rules ? `(${rules}) ` : ""}`, make("span", { class: "faint" }, `${branched ? `episode ${sample.sample}.${sample.branch}, ` : ""}${advantage}${sample.tokens} tokens, ${sample.finish}, versions ${sample.versions.join("–")}${gaps}`)),
     text);
 }

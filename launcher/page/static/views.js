@@ -31,7 +31,8 @@ function part(element, key) {
 async function showWhy(page, element) {
   const { from, to } = page.query;
   const data = await page.ask("why", { from, to });
-  part(element, "verdict").replaceChildren(make("p", { class: "note" }, data.steps.length ? `${data.steps.length} steps: ${data.verdict}` : data.verdict));
+  part(element, "verdict").replaceChildren(make("p", { class: "note" }, data.steps.length ? `${data.steps.length} steps: ${data.verdict}` : data.verdict),
+    ...(data.steps.length && data.steps[0].step > 0 && from === undefined ? [make("p", { class: "faint" }, "The newest steps. ", make("a", { href: page.link("why", { from: 0 }) }, "all"))] : []));
   part(element, "waits").replaceChildren(...(data.waits.length ? [make("h2", {}, "Waited for now"), table(["group", "state", "at", "for"],
     data.waits.map((wait) => [String(wait.group), wait.state, wait.at, seconds(wait.seconds)]))] : []));
   if (!data.steps.length) return;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -89,24 +90,25 @@ class RunRecord(Struct, kw_only=True):
     described: dict[str, Any] | None
 
 
-def read(folder: Path) -> RunRecord:
-    """Raises UserError for what is no run's folder, or whose files cannot be read."""
+def read(folder: Path, points: PointFile | None = None) -> RunRecord:
+    """`points`: where they were read before. Raises UserError for what is no run's folder, or whose files cannot be read."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder" if not folder.exists() else f"{folder}: not a folder")
     if not (folder / run_files.CONFIG).is_file() and not (folder / run_files.METRICS).is_file():
         raise UserError(f"{folder}: not a run's folder: neither {run_files.CONFIG} nor {run_files.METRICS} is in it")
     configuration = _text(folder / run_files.CONFIG)
     settings = _settings(folder / run_files.CONFIG, configuration)
-    points, torn = _points(folder / run_files.METRICS)
+    points = points or PointFile(folder / run_files.METRICS)
+    points.follow()
     groups, dropped = _ledger(folder / run_files.LEDGER)
     started = startup.Startup.read(folder)
     return RunRecord(
         folder=folder,
         configuration=_shown(configuration),
         settings=settings,
-        points=points,
-        torn=torn,
-        ended=_ended(folder / run_files.SUMMARY, points),
+        points=points.points,
+        torn=points.torn,
+        ended=_ended(folder / run_files.SUMMARY, points.points),
         startup=startup.line(started) if started else "",
         evaluations=evaluation.read(folder),
         groups=groups,
@@ -145,25 +147,41 @@ CLOCKS = 1.0  # seconds by which a file's time may be before the clock's
 _Logged = dict[str, int | float | dict[str, int] | None]
 
 
-def _points(path: Path) -> tuple[list[Point], bool]:
-    """In the order in which they were logged, and whether a line is left out because it is not whole: the last one, that of a
-    run that is writing it, or was killed. Raises UserError, naming the line, for others that are no points."""
-    try:
-        *lines, rest = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return [], False
-    except OSError as error:
-        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    points: list[Point] = []
-    for number, line in enumerate(lines, start=1):
+class PointFile:
+    """The points of a run in the order in which they were logged. `torn`: a line is left out because it is not whole: the last
+    one, that of a run that is writing it, or was killed."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._read = 0  # bytes
+        self.points: list[Point] = []
+        self.torn = False
+
+    def follow(self) -> None:
+        """Read what came since. Raises UserError, naming the line, for what is no point."""
+        path = self._path
         try:
-            point = msgspec.json.decode(line, type=_Logged)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise UserError(f"{path}: line {number} is not a point of metrics: {error}") from error
-        if fault := _fault(point):
-            raise UserError(f"{path}: line {number} is not a point of metrics: {fault}")
-        points.append(metric_names.ours(point))
-    return points, bool(rest)
+            with path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._read:  # a run in the place of another
+                    self._read, self.points = 0, []
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
+        *lines, rest = data.split(b"\n")
+        for line in lines:
+            number = len(self.points) + 1
+            try:
+                point = msgspec.json.decode(line, type=_Logged)
+            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+                raise UserError(f"{path}: line {number} is not a point of metrics: {error}") from error
+            if fault := _fault(point):
+                raise UserError(f"{path}: line {number} is not a point of metrics: {fault}")
+            self.points.append(metric_names.ours(point))
+            self._read += len(line) + 1
+        self.torn = bool(rest)
 
 
 def _fault(point: Point) -> str:

@@ -1,0 +1,52 @@
+"""A page that a run has with it: a process of the launcher's that nothing waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from runtime import timeouts
+from runtime.config import Config
+
+
+class PageBeside:
+    """`say` is told where the page is, or why there is none: the run goes on without it."""
+
+    def __init__(self, config: Config, say: Callable[[str], None]):
+        self._config, self._say = config, say
+        self._process: asyncio.subprocess.Process | None = None
+        self._telling: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        page = self._config.page
+        if page is None:
+            return
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "launcher.page", self._config.run.dir, page.host, str(page.port)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        self._telling = asyncio.create_task(self._tell(self._process))
+
+    async def _tell(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None and process.stderr is not None
+        if address := (await process.stdout.readline()).decode().strip():
+            self._say(f"page: {address}")
+        if faults := (await process.stderr.read()).decode().strip():
+            self._say(f"page: {faults.splitlines()[-1]}")
+
+    async def end(self) -> None:
+        if self._process is None:
+            return
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._process.wait(), timeouts.PAGE_END)
+        if self._process.returncode is None:
+            self._process.kill()
+        if self._telling is not None:
+            self._telling.cancel()

@@ -1,0 +1,294 @@
+"""The page over HTTP: who may ask, and that every view says what the run's files hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, CookieJar, web
+
+from benchmarks.recorded_run import BEGAN, PROMPT, STEP, record, reply_of, reward_of
+from launcher.page.server import THIS, PageGuard, Pages, application
+from runtime import run_files
+from runtime.errors import UserError
+from runtime.ledger.reader import DATABASE, LedgerReader
+
+STEPS, GROUPS, SAMPLES = 6, 2, 3
+HOSTILE = [
+    "<script>document.title = 'taken'</script><img src=x onerror=alert(1)>",
+    "\u202egnihton\u202c \x1b]0;title\x07\x1b[2J",
+    "nul \x00 and ￾ and \ud7ff",
+    "long " + "y" * 2_000_000,
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("page") / "run", STEPS, GROUPS, SAMPLES)
+
+
+def served(root: Path, use: Callable[[ClientSession, str], Awaitable[Any]], host: str = "127.0.0.1", token: str = "") -> Any:
+    """What `use` gives, with the page of `root` at its address."""
+
+    async def work() -> Any:
+        runner = web.AppRunner(application(Pages(root), PageGuard(host, token)), access_log=None, shutdown_timeout=0.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as client:
+                return await use(client, address)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def asked(root: Path, path: str, **more: Any) -> Any:
+    async def use(client: ClientSession, address: str) -> Any:
+        async with client.get(f"{address}/api/run/{THIS}/{path}", **more) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+    return served(root, use)
+
+
+def test_the_files_are_served_with_a_policy_that_lets_nothing_else_in(run: Path) -> None:
+    async def use(client: ClientSession, address: str) -> None:
+        for path, kind in (
+            ("/", "text/html"),
+            ("/static/page.js", "text/javascript"),
+            ("/static/plotly.js", "text/javascript"),
+        ):
+            async with client.get(address + path) as answer:
+                assert (answer.status, answer.content_type) == (200, kind)
+                assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        for path in (
+            "/static/../server.py",
+            "/static/server.py",
+            "/static/nothing.js",
+            "/api/run/other/why",
+            f"/api/run/{THIS}/no",
+        ):
+            async with client.get(address + path) as answer:
+                assert answer.status == 404
+
+    served(run, use)
+
+
+def test_a_page_without_a_token_is_asked_by_its_own_names_alone(run: Path) -> None:
+    async def use(client: ClientSession, address: str) -> list[int]:
+        port = address.rpartition(":")[2]
+        found = []
+        for host in (f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}", f"rebound.example:{port}", "attacker.example"):
+            async with client.get(f"{address}/api/runs", headers={"Host": host}) as answer:
+                found.append(answer.status)
+        return found
+
+    assert served(run, use) == [200, 200, 200, 403, 403]
+
+
+def test_a_page_with_a_token_wants_it_once(run: Path) -> None:
+    async def use(client: ClientSession, address: str) -> list[int]:
+        found = []
+        for query in ("", "?token=wrong", "?token=sésame", "?token=right", ""):
+            async with client.get(f"{address}/{query}") as answer:
+                found.append(answer.status)
+                assert "token" not in str(answer.url) or answer.status == 401
+        return found
+
+    assert served(run, use, token="right") == [401, 401, 401, 200, 200]
+
+
+def test_the_critical_paths_are_those_of_the_ledger_and_the_spans(run: Path) -> None:
+    found = asked(run, "why")
+    assert [step["step"] for step in found["steps"]] == list(range(STEPS))
+    last = GROUPS - 1
+    for step in found["steps"]:
+        start = BEGAN + STEP * step["step"]
+        group = step["step"] * GROUPS
+        assert step["parts"] == [
+            ["generate", start, start + 2.0, f"rollout-{group % 2}", group],
+            ["score", start + 2.0, start + 2.5, "reward-0", group],
+            ["train", start + 2.5, start + 3.5, "trainer-0", -1],
+            ["publish", start + 3.5, start + 4.0, "rollout-0", -1],
+        ]
+    assert last  # the first group of a batch is the one that is named, as all are ready at once
+    totals = {(total["cause"], total["process"]): total["seconds"] for total in found["totals"]}
+    assert totals["generate", "rollout-0"] == pytest.approx(2.0 * STEPS, abs=1e-6)
+    assert found["waits"] == [], "the run is over"
+    assert [step["step"] for step in asked(run, "why?from=2&to=3")["steps"]] == [2, 3]
+    assert asked(run, "why?from=900")["steps"] == []
+
+
+def test_groups_are_counted_by_state_over_time(run: Path) -> None:
+    found = asked(run, "occupancy")
+    assert found["start"] == BEGAN
+    assert found["bound"] == 2 * GROUPS
+    for seconds, *counts in zip(found["seconds"], *found["states"].values(), strict=True):
+        within = seconds % STEP
+        state = "generating" if within < 2 else "generated" if within < 2.5 else "ready" if within < 3.5 else "consumed"
+        edge = min(abs(within - each) for each in (0.0, 2.0, 2.5, 3.5, STEP))
+        if edge > 1e-3:  # else the moment is where the state changes
+            assert dict(zip(found["states"], counts, strict=True))[state] == GROUPS
+            assert sum(counts) == GROUPS
+
+
+def test_samples_are_found_by_what_is_asked_for(run: Path) -> None:
+    everything = asked(run, "samples")
+    assert everything == {
+        "ids": list(range(STEPS * GROUPS)),
+        "rows": [SAMPLES] * STEPS * GROUPS,
+        "steps": [group // GROUPS for group in range(STEPS * GROUPS)],
+        "next": None,
+    }
+    assert asked(run, "samples?step-from=1&step-to=2")["ids"] == [2, 3, 4, 5]
+    assert asked(run, "samples?text=reply 7.")["ids"] == [7]
+    assert asked(run, "samples?replica=rollout-1")["ids"] == list(range(1, STEPS * GROUPS, 2))
+    means = [sum(reward_of(group, at) for at in range(SAMPLES)) / SAMPLES for group in range(STEPS * GROUPS)]
+    assert asked(run, "samples?reward-from=1")["ids"] == [group for group, mean in enumerate(means) if mean >= 1]
+    assert asked(run, "samples?states=dropped")["ids"] == []
+    lines = asked(run, "rows?groups=3,5")
+    assert [(line["group"], line["sample"], line["reply"], line["reward"]) for line in lines] == [
+        (group, at, reply_of(group, at), reward_of(group, at)) for group in (3, 5) for at in range(SAMPLES)
+    ]
+
+
+def test_a_group_is_told_token_by_token(run: Path) -> None:
+    found = asked(run, "group?id=4")
+    assert (found["state"], found["step"], found["label"], found["replica"]) == ("retired", 2, "4", "rollout-0")
+    rewards = [reward_of(4, at) for at in range(SAMPLES)]
+    mean = sum(rewards) / SAMPLES
+    deviation = (sum((each - mean) ** 2 for each in rewards) / (SAMPLES - 1)) ** 0.5
+    for at, sample in enumerate(found["samples"]):
+        assert sample["prompt"] == PROMPT
+        assert "".join(token[0] for token in sample["tokens_shown"]) == reply_of(4, at) == sample["reply"]
+        assert {tuple(token[1:]) for token in sample["tokens_shown"]} == {(-0.25, "0.2", 1, None)}
+        assert sample["advantage"] == pytest.approx((rewards[at] - mean) / (deviation + 1e-6), rel=1e-6)
+    assert asked(run, "group?id=999") is None
+
+
+def test_every_other_view_answers(run: Path) -> None:
+    assert asked(run, "summary")["facts"][0] == ["Steps", str(STEPS), f"of {STEPS}"]
+    assert asked(run, "metric?name=score/mean")["values"] == [step / STEPS for step in range(1, STEPS + 1)]
+    assert asked(run, "weights")["replicas"][0]["version"] == STEPS
+    assert {each["process"] for each in asked(run, "processes")["processes"]} == {
+        "rollout-0",
+        "rollout-1",
+        "reward-0",
+        "trainer-0",
+    }
+    differs = {row[0]: row[1:] for row in asked(run, "configuration")["differs"]}
+    assert differs["training.groups_per_step"][1] == str(GROUPS)
+    assert "network.interface" not in differs
+    assert any(title == "Off-policy" for title, _ in asked(run, "curves")["sections"])
+    assert asked(run, "evaluations") == {"table": None, "changed": []}
+    lanes = asked(run, "lanes?pixels=800")["lanes"]
+    decoded = next(lane for lane in lanes if (lane["process"], lane["line"]) == ("rollout-0", "engine"))
+    assert len(decoded["slices"]) == STEPS
+
+
+def test_text_of_a_model_is_data(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 1, replies=HOSTILE)
+    found = asked(run, "group?id=0")
+    assert [sample["reply"] for sample in found["samples"]] == HOSTILE
+    assert len(found["samples"][3]["tokens_shown"]) < len(HOSTILE[3]), "no browser is given two million elements"
+    assert asked(run, "samples?text=onerror")["ids"] == [0]
+
+
+def test_what_changes_is_told(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 1)
+
+    async def use(client: ClientSession, address: str) -> list[str]:
+        async with client.get(f"{address}/api/run/{THIS}/events") as answer:
+            with (run / run_files.METRICS).open("a") as file:
+                file.write(json.dumps({"step": 2, "time": BEGAN, "timing/all": 1.0}) + "\n")
+            async for line in answer.content:
+                if line.startswith(b"data: "):
+                    changed: list[str] = json.loads(line[6:])
+                    return changed
+        raise AssertionError("the stream ended")
+
+    assert served(run, use) == ["metrics"]
+
+
+def test_a_run_that_was_killed_and_one_of_another_version(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 2)
+    with (run / run_files.METRICS).open("a") as file:
+        file.write('{"step": 3, "ti')
+    assert asked(run, "summary")["state"] == "ended without a summary: it was killed, or failed"
+    with sqlite3.connect(run / run_files.LEDGER / DATABASE) as database:
+        database.execute("PRAGMA user_version = 99")
+    database.close()
+    assert "the ledger is of format 99" in asked(run, "why")["verdict"]
+
+    async def use(client: ClientSession, address: str) -> tuple[int, Any]:
+        async with client.get(f"{address}/api/run/{THIS}/occupancy") as answer:
+            return answer.status, await answer.json()
+
+    status, told = served(run, use)
+    assert status == 404
+    assert "format 99" in told["error"]
+
+
+def test_a_folder_of_runs_is_a_list(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        record(tmp_path / name, 2)
+    (tmp_path / "a" / run_files.METRICS).write_text("nonsense\n")
+    (tmp_path / "notes").mkdir()
+
+    async def use(client: ClientSession, address: str) -> Any:
+        async with client.get(f"{address}/api/runs") as answer:
+            return await answer.json()
+
+    first, second = served(tmp_path, use)
+    assert (first["id"], "line 1 is not a point" in first["state"]) == ("a", True)
+    assert (second["id"], second["steps"]) == ("b", 2)
+
+
+def test_a_copy_that_nobody_may_write_is_read(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    with LedgerReader(run / run_files.LEDGER) as reader:
+        counts = reader.counts()
+    assert counts["retired"] == STEPS * GROUPS
+    assert len(asked(copy, "why")["steps"]) == STEPS
+
+
+def test_where_there_is_no_run_a_line_says_so(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(UserError, match="neither a run's folder nor a folder of runs"):
+            Pages(folder)
+
+
+@contextmanager
+def command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "launcher.cli", "page", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_two_pages_on_one_port(run: Path) -> None:
+    with command(str(run)) as first:
+        assert first.stdout is not None
+        address = first.stdout.readline().strip()
+        port = address.rstrip("/").rpartition(":")[2]
+        with command(str(run), "--port", port) as second:
+            _, told = second.communicate(timeout=60)
+            assert second.returncode == 2
+            assert told.startswith(f"error: --port: 127.0.0.1:{port}: ")

@@ -1,0 +1,123 @@
+"""The page in a real browser: of a long run that is over, of a run while it goes on, and of a model's hostile words."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import browser
+from benchmarks.browser import NARROW, WIDE, opened, served
+from benchmarks.recorded_run import record, reply_of
+from runtime.errors import UserError
+from tests.system.runs import check_gone, eventually, started
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS, GROUPS, SAMPLES = 2000, 8, 8
+VIEWS = ("why", "lanes", "occupancy", "samples", "weights", "evaluations", "curves", "processes", "configuration")
+WAIT = 60_000  # ms that something may take to appear
+HOSTILE = ["<script>document.title = 'taken'</script><img src=x onerror=alert(1)>", "\u202egnihton\u202c \x1b[2J\x00"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needed() -> None:
+    try:
+        browser.found()
+    except UserError as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(tmp_path_factory.mktemp("recorded") / "run", STEPS, GROUPS, SAMPLES)
+
+
+def shows(page: Any, view: str) -> None:
+    """Go there, and wait until it has something to show."""
+    page.evaluate(f"location.hash = page.link('{view}')")
+    page.wait_for_selector("nav a[aria-current]", timeout=WAIT)
+    page.wait_for_function(f"page.view === '{view}' && main.childElementCount > 0 && !busy", timeout=WAIT)
+
+
+@pytest.mark.parametrize(("size", "dark"), [(WIDE, False), (NARROW, True)])
+def test_every_view_of_a_long_run_is_shown_without_a_complaint(long_run: Path, size: tuple[int, int], dark: bool) -> None:
+    with served(long_run) as address, opened(address, size, dark) as (page, faults):
+        for view in VIEWS:
+            shows(page, view)
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is wider than the screen"
+        assert faults == []
+
+
+def test_the_numbers_are_those_of_the_ledger(long_run: Path) -> None:
+    with served(long_run) as address, opened(address) as (page, faults):
+        shows(page, "why")
+        page.wait_for_selector("[data-plot=why] .bars", timeout=WAIT)
+        told = page.inner_text("[data-part=totals]")
+        # Of the four seconds of each step its last group is generated in 2 and scored in a half; training takes 1.
+        for cause, process, seconds in (
+            ("train", "trainer-0", STEPS),
+            ("score", "reward-0", STEPS / 2),
+            ("generate", "rollout-0", 2 * STEPS),
+        ):
+            assert re.search(rf"{cause}\s+{process}\s+{seconds:,.0f}\s", told), told
+        shows(page, "samples")
+        page.wait_for_selector(".row >> nth=3", timeout=WAIT)
+        assert f"{STEPS * GROUPS * SAMPLES:,} samples in {STEPS * GROUPS:,} groups" in page.inner_text("main")
+        page.evaluate("document.querySelector('.list').scrollTop = 1e9")
+        last = reply_of(STEPS * GROUPS - 1, SAMPLES - 1).strip()
+        page.wait_for_selector(f".row:has-text('{last}')", timeout=WAIT)
+        page.click(f".row:has-text('{last}')")
+        page.wait_for_selector(f"h2:has-text('group {STEPS * GROUPS - 1}')", timeout=WAIT)
+        assert page.locator(".sibling").count() == SAMPLES
+        assert faults == []
+
+
+def test_keys_lead_to_the_views_and_to_the_search(long_run: Path) -> None:
+    with served(long_run) as address, opened(address) as (page, _):
+        shows(page, "why")
+        page.keyboard.press("4")
+        page.wait_for_selector(".row >> nth=3", timeout=WAIT)
+        page.keyboard.press("/")
+        page.keyboard.type("reply 77.")
+        page.keyboard.press("Enter")
+        page.wait_for_function("document.querySelector('main').innerText.includes('8 samples in 1 groups')", timeout=WAIT)
+        page.focus(".list")
+        page.keyboard.press("j")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("h2:has-text('group 77')", timeout=WAIT)
+
+
+def test_what_a_model_says_is_text(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 2, replies=HOSTILE)
+    with served(run) as address, opened(address) as (page, faults):
+        shows(page, "samples")
+        page.wait_for_selector(".row >> nth=1", timeout=WAIT)
+        page.click(".row >> nth=0")
+        page.wait_for_selector(".sibling", timeout=WAIT)
+        told = page.inner_text(".siblings")
+        assert HOSTILE[0] in told
+        assert "\\u202egnihton\\u202c \\x1b[2J\\x00" in told
+        assert page.title() == "recorded – Sluice"
+        assert faults == []
+
+
+def test_a_run_is_followed_while_it_goes_on(config: Path, tmp_path: Path) -> None:
+    with started(config, "training.steps=100000", "page={}", folder=tmp_path / "run") as run:
+        address = eventually(lambda: re.search(r"page: (http\S+)", run.output), WAIT / 1000, "the page's address")[1]
+        run.reaches(3)
+        with opened(address) as (page, faults):
+            shows(page, "why")
+            reached = "Number(document.getElementById('state').textContent.match(/step (\\d+)/)?.[1])"
+            page.wait_for_function(f"{reached} >= 3", timeout=WAIT)
+            first = page.evaluate(reached)
+            page.wait_for_function(f"{reached} > {first} + 5", timeout=WAIT)
+            assert "under way" in page.inner_text("#state")
+            for view in VIEWS:
+                shows(page, view)
+            assert faults == []
+        run.interrupt()
+        assert run.wait(WAIT / 1000) == 0, run.output + run.errors
+        check_gone(run.folder)
