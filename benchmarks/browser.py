@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Dialog, Page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 START = 60.0  # seconds
@@ -54,9 +54,14 @@ def opened(address: str, size: tuple[int, int] = WIDE, dark: bool = False) -> It
         try:
             page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme="dark" if dark else "light")
             faults: list[str] = []
+
+            def refuse(dialog: Dialog) -> None:
+                faults.append(f"dialog: {dialog.message}")
+                dialog.dismiss()
+
             page.on("console", lambda told: faults.append(told.text) if told.type == "error" else None)
             page.on("pageerror", lambda error: faults.append(str(error)))
-            page.on("dialog", lambda dialog: (faults.append(f"dialog: {dialog.message}"), dialog.dismiss())[1])
+            page.on("dialog", refuse)
             page.goto(address)
             yield page, faults
         finally:

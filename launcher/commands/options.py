@@ -152,19 +152,8 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "name",
         choices=(
             *("concurrency", "coordinator", "depth", "engine", "engines", "gateway", "learning", "messages"),
-            *(
-                "packing",
-                "page",
-                "publication",
-                "rewards",
-                "rollout",
-                "scale",
-                "simulation",
-                "staleness",
-                "startup",
-                "storm",
-                "train",
-            ),
+            *("packing", "page", "publication", "rewards", "rollout", "scale", "simulation"),
+            *("staleness", "startup", "storm", "train"),
         ),
     )
     bench.add_argument(
