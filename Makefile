@@ -14,7 +14,7 @@ AGENTS_PIP := $(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
 .PHONY: run run-agent test test-numeric test-agents test-all check format proto reference install install-dev install-vllm install-trl install-agents clean accept-ascend accept-cuda \
-	accept-cpu contract-wheels cluster-demo docs mutants swarm swarm-bugs
+	accept-cpu contract-wheels cluster-demo docs mutants screenshots swarm swarm-bugs
 
 run: install
 	$(BIN)/sluice train configs/quickstart.yaml
@@ -53,6 +53,10 @@ check: install-dev docs
 	$(BIN)/mypy
 	$(BIN)/vermin --target=3.10- --no-tips --violations --backport typing --exclude-regex '_pb2' sluice runtime services launcher benchmarks
 	$(MAKE) test
+
+# Of the page, for its guide: needs a browser.
+screenshots: install-dev
+	$(TEST_ENV) $(BIN)/python -m benchmarks.screenshots
 
 format: install-dev
 	$(BIN)/ruff format .

@@ -19,6 +19,7 @@ from runtime.ledger.states import Mark
 from runtime.models.tiny_model import write_tokenizer
 from runtime.process.spans import CALLS, PUBLICATION, SUFFIX, SpanHeader, TracedSpan
 from runtime.telemetry.critical_path import TRAINER
+from runtime.telemetry.trained_tokens import TrainedTokenLog, TrainedTokens
 from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores
 
 BEGAN = 1_790_000_000.0  # seconds since the epoch
@@ -50,7 +51,22 @@ def record(folder: Path, steps: int, groups: int = 2, samples: int = 2, replies:
     asyncio.run(_ledger(folder, steps, groups, samples, replies))
     _metrics(folder, steps, groups, samples)
     _spans(folder, steps, groups)
+    _tokens(folder, steps, groups, samples)
     return folder
+
+
+def _tokens(folder: Path, steps: int, groups: int, samples: int) -> None:
+    """The trainer computed -0.5 for each, and a sample's number is its advantage."""
+    log = TrainedTokenLog(folder, "trainer-0")
+    for step in range(steps):
+        places = [
+            (group, at, position)
+            for group in range(step * groups, (step + 1) * groups)
+            for at in range(samples)
+            for position in range(len(reply_of(group, at)))
+        ]
+        group, row, position = np.array(places, np.int64).T.copy()
+        log.append(TrainedTokens(step, group, row, position, np.full(len(places), -0.5, np.float32), row.astype(np.float32)))
 
 
 async def _ledger(folder: Path, steps: int, groups: int, samples: int, replies: Sequence[str]) -> None:

@@ -22,12 +22,13 @@ EVALUATIONS = "evaluations"
 NONFINITE = "nonfinite"
 METRICS = "metrics.jsonl"
 SPANS = "spans"
+TRAINED = "trained"
 TENSORBOARD = "tensorboard"
 SUMMARY = "summary.json"
 STARTUP = "startup.json"
 
 OF_ONE_RUN = (
-    *(LEDGER, CHECKPOINTS, MODEL, EVALUATIONS, NONFINITE, METRICS, SPANS, TENSORBOARD, SUMMARY, STARTUP),
+    *(LEDGER, CHECKPOINTS, MODEL, EVALUATIONS, NONFINITE, METRICS, SPANS, TRAINED, TENSORBOARD, SUMMARY, STARTUP),
     *(GATEWAYS, GATEWAYS_CA),
 )
 """What a new run must not find."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.ledger.payloads import PayloadLost
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
+from runtime.telemetry import trained_tokens
 from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample
 
 SHOWN = 400  # characters of a reply in the list
@@ -111,32 +112,21 @@ class SampleReader:
             if "payload" not in row.handles:
                 return told
             told["samples"] = [msgspec.to_builtins(each) for each in samples_of(reader, row, self.tokenizer)]
+            trained = {} if row.step is None else _trained(self._folder, row.step, group_id)
             try:
                 payload = codec.decode(GroupPayload, reader.read(row.handles["payload"]))
             except PayloadLost:
                 return told
             reference = _reference(reader, row, payload)
-        advantages = self._advantages(row)
         for at, (line, sample) in enumerate(zip(told["samples"], payload.samples, strict=True)):
-            line["advantage"] = None if advantages is None else advantages[line["sample"]]
-            line["tokens_shown"] = self._tokens(sample, None if reference is None else reference[at])
+            line["tokens_shown"] = self._tokens(sample, None if reference is None else reference[at], trained.get(at, {}))
         return told
 
-    def _advantages(self, row: GroupRow) -> list[float] | None:
-        """Of each episode, where they are those of `group_norm` and depend on the group alone; 0 of one that is masked."""
-        algorithm = self.config.algorithm
-        if row.scores is None or algorithm.advantage != "group_norm" or algorithm.group_std != "group":
-            return None
-        valid, rewards = row.scores.valid.astype(bool), row.scores.rewards.astype(np.float64)
-        if valid.sum() < 2:
-            return [0.0] * len(rewards)
-        deviation = rewards - rewards[valid].mean()
-        std = rewards[valid].std(ddof=algorithm.group_std_ddof) + algorithm.group_std_eps
-        return [float(each) for each in np.where(valid, deviation / std, 0.0)]
-
-    def _tokens(self, sample: Sample, reference: np.ndarray | None) -> list[list[Any]]:
-        """Of each token its text, log-probability as it was sampled, version, whether it is trained here, and the reference's
-        log-probability."""
+    def _tokens(
+        self, sample: Sample, reference: np.ndarray | None, trained: Mapping[int, tuple[float, float]]
+    ) -> list[list[Any]]:
+        """Of each token its text, log-probability as it was sampled, version, whether it is trained here, the reference's
+        log-probability, the trainer's and the advantage; None for what is not known."""
         shown = slice(0, TOKENS)
         ids = sample.tokens[shown]
         texts = self.tokenizer.decode_batch([[token] for token in ids.tolist()], skip_special=False)
@@ -144,7 +134,18 @@ class SampleReader:
         others = [None] * len(ids) if reference is None else [round(float(each), 4) for each in reference[shown]]
         sampled = [round(float(each), 4) for each in sample.logprobs[shown]]
         masks = sample.loss_mask[shown].tolist()
-        return [list(each) for each in zip(texts, sampled, versions, masks, others, strict=True)]
+        own = [trained.get(at, (None, None)) for at in range(len(ids))]
+        return [[*each, *more] for *each, more in zip(texts, sampled, versions, masks, others, own, strict=True)]
+
+
+def _trained(folder: Path, step: int, group_id: int) -> dict[int, dict[int, tuple[float, float]]]:
+    """What the trainer kept of a group: by row and token its log-probability and the advantage."""
+    found: dict[int, dict[int, tuple[float, float]]] = {}
+    for kept in trained_tokens.read(folder, step):
+        for at in np.flatnonzero(kept.group == group_id).tolist():
+            figures = round(float(kept.logprob[at]), 4), round(float(kept.advantage[at]), 4)
+            found.setdefault(int(kept.row[at]), {})[int(kept.position[at])] = figures
+    return found
 
 
 def _reference(reader: LedgerReader, row: GroupRow, payload: GroupPayload) -> Sequence[np.ndarray] | None:

@@ -34,6 +34,8 @@ class Objective(ABC):
     """Whether the loss takes the column "proximal": `per_token_output` under the weights at the start of the step, which is
     that of the loss's own forward pass unless the step made updates before."""
     reference_is_base = False  # the reference is the policy without its adapters
+    token_figures: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of the newest micro-batch: log-probabilities at the step's beginning, [B, R], and advantages, [B, R] or [B, 1]."""
     needs: Needs
 
     def __init__(self, config: Config, backend: ModelBackend):
@@ -160,6 +162,7 @@ class PolicyObjective(Objective):
             values = values - self._entropy_coefficient * entropy
         fresh = batch.columns["fresh"]
         add_mismatch(statistics, behaviour, start, fresh)
+        self.token_figures = start, batch.columns["advantages"]
         statistics.total("mismatch/tokens_of_other_versions", tokens - fresh.sum())
         return self._aggregate(values, batch).total
 

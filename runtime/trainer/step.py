@@ -38,6 +38,7 @@ from runtime.trainer.backend import (
     load_backend,
     micro_batches,
 )
+from runtime.trainer.kept_tokens import KeptTokens
 from runtime.trainer.objective import CriticObjective, Objective, PolicyObjective, add_mismatch
 from runtime.trainer.rows import Rows
 from runtime.trainer.statistics import NonFiniteReport, Reduced, StepStatistics
@@ -96,6 +97,8 @@ class ModelTrainer:
         self._streams = streams(config)
         self._several_updates = updates_per_step(config) > 1
         self._rate = self._options.learning_rate
+        self._kept = KeptTokens(config, backend.rank_info.rank)
+        self._keeps: Rows | None = None  # the rows of the passes that are made
         self.step = 0
         """The step that comes next, or is under way: the weights are those of version `step`."""
         self._begin()
@@ -144,11 +147,13 @@ class ModelTrainer:
                 # The whole batch is here now. What the loss compares with is computed once, before the first update.
                 empty = train_rows.decode_groups([], 0, self.objective.needs)
                 samples = self._ready(train_rows.join(self._held or [empty]))
-                for _ in range(self._config.training.epochs):
+                for epoch in range(self._config.training.epochs):
                     for index in range(updates_per_epoch(self._config)):
-                        self._add(samples, (samples.rows.mini_batch == index)[samples.rows.group], last=True)
+                        chosen = (samples.rows.mini_batch == index)[samples.rows.group]
+                        self._add(samples, chosen, last=True, keep=not epoch)
                         self._update()
             metrics = self._close_step()
+            self._kept.write(self.step)
         self.step += 1
         return StepResult(metrics=metrics, seconds=self._seconds)
 
@@ -165,15 +170,18 @@ class ModelTrainer:
                 columns["proximal"] = self._per_token_output(rows)
         return ReadySamples(rows, columns, live)
 
-    def _add(self, samples: ReadySamples, chosen: np.ndarray, last: bool) -> None:
-        """Add the gradient of the samples `chosen` (bool [B]) of `samples`, the `last` ones of an update or not."""
+    def _add(self, samples: ReadySamples, chosen: np.ndarray, last: bool, keep: bool = True) -> None:
+        """Add the gradient of the samples `chosen` (bool [B]) of `samples`, the `last` ones of an update or not. `keep`: their
+        tokens are to be kept, as far as there is room."""
         self._added.append((samples, chosen))
         trained = samples.rows.trained() & chosen
         self.objective.count_masked(_episodes(samples.rows, chosen) - _episodes(samples.rows, trained), self._statistics)
         # Samples whose gradient is exactly 0 (all rewards of a group are alike) get a forward pass alone, for the statistics.
+        self._keeps = samples.rows if keep else None
         for backward, kind in enumerate((~samples.live, samples.live)):
             batches = self._micro_batches(samples.rows, samples.columns, trained & kind)
             self.backend.run(map(self._counted, batches), self._loss, bool(backward), last)
+        self._keeps = None
 
     def _update(self) -> None:
         """One optimizer update with what was added since the last. A gradient that is not finite changes no weight."""
@@ -237,7 +245,10 @@ class ModelTrainer:
         return batch
 
     def _loss(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
-        return self.objective.loss(batch, outputs, self._statistics)
+        loss = self.objective.loss(batch, outputs, self._statistics)
+        if self._keeps is not None and self.objective.token_figures is not None:
+            self._kept.add(self._keeps, batch, *self.objective.token_figures)
+        return loss
 
     @torch.no_grad()
     def _per_token_output(self, rows: Rows) -> np.ndarray:

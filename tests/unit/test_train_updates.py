@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from runtime import codec, config
 from runtime.config import Config
 from runtime.errors import InvalidMessage, ServiceFault, UserError
+from runtime.telemetry import trained_tokens
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest
 from tests.closeness import STEP, assert_close, forward_terms
@@ -91,6 +92,30 @@ class TestSeveralUpdates:
             assert_close(result.metrics["actor/grad_norm"], np.mean(plain.norms), terms=updates * STEP)
         assert_equals(engine, plain.model, made.training.optimizer, updates)
         assert engine.step == 4
+
+    @pytest.mark.parametrize("training", [{}, *SEVERAL], ids=str)
+    @pytest.mark.parametrize("most", [1 << 20, 7, 0])
+    def test_what_is_kept_of_tokens_are_the_numbers_of_a_plain_loop(
+        self, policy: str, tmp_path: Path, training: dict[str, int], most: int
+    ):
+        from transformers import AutoModelForCausalLM
+
+        made = settings(policy, **training)
+        made = replace(made, run=replace(made.run, dir=str(tmp_path)), mismatch=config.Mismatch(keep_tokens=most))
+        engine = policy_trainer(made)
+        plain = oracle.PolicyLoop(AutoModelForCausalLM.from_pretrained(policy), made, made.training.optimizer)
+        groups = batch(0, made)
+        run_step(engine, groups[:1], groups[1:])
+        trained = oracle.tokens_of(groups, 0)
+        kept = list(trained_tokens.read(tmp_path, 0))
+        assert sum(len(each.group) for each in kept) == min(most, len(trained))
+        logprobs, advantages = plain.logprobs(groups), oracle.group_norm(groups)
+        for each in kept:
+            places = [((int(g), int(i)), int(t)) for g, i, t in zip(each.group, each.row, each.position, strict=True)]
+            assert len(set(places)) == len(places)
+            expected = [float(logprobs[sample][t].detach()) for sample, t in places]
+            assert_close(each.logprob, expected, terms=forward_terms(20))
+            assert_close(each.advantage, [advantages[place] for place in places], terms=STEP)
 
     def test_seconds_of_its_parts_are_those_of_this_step(self, policy: str):
         several, single = (policy_trainer(settings(policy, **training)) for training in (SEVERAL[0], {}))

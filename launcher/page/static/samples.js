@@ -110,10 +110,15 @@ class SampleList {
   }
 }
 
+// Between the log-probability as sampled and as the trainer computed it, of a token of which both are known.
+const gapOf = (token) => (token[3] && token[5] !== null ? Math.abs(token[1] - token[5]) : 0);
+
 // How a token is coloured: by one of its figures, each with what it means.
 const FIGURES = {
   "log-probability as sampled": (token) => -token[1] / 5,
-  "gap to the reference": (token) => (token[4] === null ? 0 : Math.abs(token[1] - token[4]) / 1),
+  "gap to the trainer": (token) => 10 * gapOf(token),
+  advantage: (token) => Math.abs(token[6] ?? 0) / 2,
+  "gap to the reference": (token) => (token[4] === null ? 0 : Math.abs(token[1] - token[4])),
   version: (token, versions) => versions.indexOf(token[2]) / Math.max(1, versions.length - 1),
   "trained here": (token) => (token[3] ? 1 : 0),
 };
@@ -123,7 +128,7 @@ function groupView(group) {
   const choice = make("select", { "aria-label": "colour tokens by" }, Object.keys(FIGURES).map((name) => make("option", {}, name)));
   const order = make("select", { "aria-label": "order" }, ["as sampled", "highest reward first", "largest gap first"].map((name) => make("option", {}, name)));
   const siblings = make("div", { class: "siblings" });
-  const gap = (sample) => Math.max(0, ...(sample.tokens_shown || []).filter((token) => token[3] && token[4] !== null).map((token) => Math.abs(token[1] - token[4])));
+  const gap = (sample) => (sample.tokens_shown || []).reduce((most, token) => Math.max(most, gapOf(token)), 0);
   const draw = () => {
     const sorted = [...group.samples];
     if (order.value === "highest reward first") sorted.sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
@@ -143,12 +148,14 @@ function groupView(group) {
 }
 
 function siblingView(sample, figure, gap, branched) {
-  const advantage = sample.advantage === null || sample.advantage === undefined ? "" : `advantage ${sample.advantage.toFixed(3)}, `;
   const tokens = sample.tokens_shown || [];
+  const advantages = new Set(tokens.map((token) => token[6]).filter((value) => value !== null));
+  const advantage = advantages.size === 1 ? `advantage ${[...advantages][0].toFixed(3)}, ` : "";
   const versions = [...new Set(tokens.map((token) => token[2]))].sort();
   const text = make("div", { class: "text" }, tokens.map((token) => {
     const strength = Math.min(1, Math.max(0, figure(token, versions)));
-    const told = `log p ${token[1]}, version ${token[2]}${token[4] === null ? "" : `, reference ${token[4]}`}${token[3] ? "" : ", not trained here"}`;
+    const known = [["trained", 5], ["reference", 4], ["advantage", 6]].filter(([, at]) => token[at] !== null).map(([name, at]) => `, ${name} ${token[at]}`);
+    const told = `log p ${token[1]}, version ${token[2]}${known.join("")}${token[3] ? "" : ", not trained here"}`;
     return make("span", { class: token[3] ? "token" : "token given", title: told, style: `background:rgba(213,94,0,${(0.75 * strength).toFixed(2)})` }, token[0]);
   }));
   const rules = Object.entries(sample.rules).map(([name, value]) => `${name} ${value === null ? "failed" : number(value)}`).join(", ");

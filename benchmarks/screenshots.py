@@ -1,0 +1,42 @@
+"""`make screenshots`: the page's views as docs/images/page-VIEW.png, of a run of the quickstart that is made for them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.browser import WIDE, opened, served
+from benchmarks.staleness.runs import train_quickstart
+from runtime.errors import SluiceError
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+VIEWS = ("why", "lanes", "occupancy", "samples", "weights", "evaluations", "curves", "configuration", "whatif")
+CHANGES = ["training.steps=60", "evaluation={every: 20, max_new_tokens: 24}", "logs.keep=1"]
+GROUP = 100  # that is shown with the samples
+DEADLINE = 900.0  # seconds
+WAIT = 60_000  # ms
+SETTLE = 1500  # ms until what is drawn stands still
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        asyncio.run(train_quickstart("quickstart", [f"run.dir={folder / 'run'}", *CHANGES], folder, DEADLINE))
+        with served(folder / "run") as address, opened(address, WIDE) as (page, faults):
+            page.wait_for_selector("nav a[aria-current]", timeout=WAIT)
+            for view in VIEWS:
+                page.evaluate(f"location.hash = page.link('{view}', {{{f'group: {GROUP}' if view == 'samples' else ''}}})")
+                page.wait_for_function(f"page.view === '{view}' && !busy", timeout=WAIT)
+                page.wait_for_timeout(SETTLE)
+                page.screenshot(path=IMAGES / f"page-{view}.png", full_page=view != "curves")
+    if faults:
+        sys.exit("\n".join(faults))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SluiceError as error:
+        sys.exit(f"error: {error}")
