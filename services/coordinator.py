@@ -36,6 +36,7 @@ from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import LedgerWriter
 from runtime.process import disk, keys
 from runtime.process.aio import first_error
+from runtime.process.spans import LineStates
 from runtime.status import Loss, Progress, Registration, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
 from runtime.telemetry.trackers import Trackers
@@ -65,6 +66,7 @@ class CoordinatorProcess:
         self._launched = float(os.environ.get("SLUICE_LAUNCHED", phases.born))
         self._progress = Progress(steps=config.training.steps)
         self._watchers: set[asyncio.Event] = set()
+        self._states = LineStates()
         self._register = Register()
         self._register.subscribe(self._look)
         self._keys = keys.holder(config.network, keys.COORDINATOR, keys.known(self._folder))
@@ -123,6 +125,7 @@ class CoordinatorProcess:
             await self._peers.stop_all()
             self.report(msgspec.structs.replace(self._progress, phase=end))
             self._nodes.close()
+            self._states.close()
             await server.stop(timeouts.SERVER_GRACE)
 
     async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
@@ -335,6 +338,7 @@ class CoordinatorProcess:
         self.report(msgspec.structs.replace(self._progress, detail=f"waits for {missing}"))
 
     def _look(self, change: UnitChange) -> None:
+        self._states.enter(change.unit.name, change.unit.state.value, change.unit.reason)
         if UnitState.LOST in (change.was, change.unit.state):
             self.report(self._progress)
 

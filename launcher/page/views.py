@@ -30,6 +30,7 @@ from runtime.telemetry import critical_path
 from runtime.telemetry.report import lineages, panels, record, tables
 from runtime.telemetry.report.record import RunRecord
 from runtime.telemetry.startup import Startup
+from runtime.telemetry.summary import Summary
 
 POINTS = 1000  # of a curve over time
 NEWEST = 200  # steps
@@ -217,7 +218,9 @@ class RunView:
         started = Startup.read(self.folder)
         logs = {path.name: _tail(path) for path in sorted((self.folder / run_files.LOGS).glob("*.log"))}
         failures = tables.failures(lineages.history(self.record().points))
+        summary = Summary.read(self.folder) if (self.folder / run_files.SUMMARY).is_file() else None
         return {
+            "memory": {} if summary is None else summary.memory,
             "processes": rows,
             "startup": {} if started is None else started.processes,
             "logs": logs,

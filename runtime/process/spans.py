@@ -180,6 +180,24 @@ log = SpanLog()
 """This process's."""
 
 
+class LineStates:
+    """Lines that are in one state after the other: a span for each, once it is over."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, tuple[str, float, str]] = {}  # by line: state, since, detail
+
+    def enter(self, line: str, state: str, detail: str = "") -> None:
+        now = time.monotonic()
+        if (was := self._now.get(line)) is not None:
+            log.add(was[0], was[1], now, line, detail=was[2])
+        self._now[line] = state, now, detail
+
+    def close(self) -> None:
+        """All are over."""
+        for line in self._now:
+            self.enter(line, "")
+
+
 # ------------------------------------------------------------------------------------------ reading
 
 

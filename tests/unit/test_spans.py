@@ -9,7 +9,8 @@ import pytest
 
 from runtime import config, run_files
 from runtime.config import Config
-from runtime.process.spans import CALLS, SpanFolder, SpanLog, TracedSpan, joined
+from runtime.process import spans
+from runtime.process.spans import CALLS, LineStates, SpanFolder, SpanLog, TracedSpan, joined
 
 
 def opened(folder: Path, most_bytes: int = 1 << 20, process: str = "rollout-0") -> SpanLog:
@@ -85,6 +86,24 @@ def test_a_file_is_followed_and_a_torn_line_left_out(tmp_path: Path) -> None:
         more.write(b'ee",2.0,3.0,"",-1,-1,""]\n["torn\n["four",3.0,4.0,"",-1,-1,""]\n')
     files.follow()
     assert [span.name for span in file.spans] == ["one", "two", "three", "four"]
+
+
+def test_a_line_is_in_one_state_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = opened(tmp_path)
+    monkeypatch.setattr(spans, "log", log)
+    states = LineStates()
+    for line, state, detail in (("a", "placed", ""), ("b", "placed", ""), ("a", "lost", "signal 9"), ("a", "serving", "")):
+        states.enter(line, state, detail)
+    states.close()
+    log.close()
+    (file,) = read(tmp_path).files.values()
+    told = sorted((span.line, span.start, span.name, span.detail) for span in file.spans)
+    assert [(line, name, detail) for line, _, name, detail in told] == [
+        ("a", "placed", ""),
+        ("a", "lost", "signal 9"),
+        ("a", "serving", ""),
+        ("b", "placed", ""),
+    ]
 
 
 def test_what_only_a_short_gap_parts_is_one_span() -> None:

@@ -126,9 +126,10 @@ async function showCurves(page, element) {
 async function showProcesses(page, element) {
   const data = await page.ask("processes");
   const logs = Object.entries(data.logs).map(([name, lines]) => make("details", {}, make("summary", {}, name), make("pre", {}, lines.join("\n"))));
+  const resident = (name) => (data.memory[name] ? `${Math.round(data.memory[name].rss_bytes / 2 ** 20)} MiB` : "");
   const age = (last) => (last === null ? "" : new Date(1000 * last).toLocaleTimeString());
-  element.replaceChildren(make("h2", {}, "Processes"), table(["process", "rank", "incarnation", "pid", "host", "spans", "dropped", "last span"],
-    data.processes.map((each) => [each.process, String(each.rank), String(each.incarnation), String(each.pid), each.host, each.spans, each.dropped, age(each.last)])),
+  element.replaceChildren(make("h2", {}, "Processes"), table(["process", "rank", "incarnation", "pid", "host", "most memory", "spans", "dropped", "last span"],
+    data.processes.map((each) => [each.process, String(each.rank), String(each.incarnation), String(each.pid), each.host, resident(each.process), each.spans, each.dropped, age(each.last)])),
   ...(data.failures.length ? [make("h2", {}, "Failures of scorers"), table(["reason", "times"], data.failures)] : []), make("h2", {}, "Logs, their last lines"), logs);
 }
 
