@@ -20,25 +20,25 @@ class KeptTokens:
     def __init__(self, config: Config, rank: int):
         self._most = config.mismatch.keep_tokens if config.run.dir else 0
         self._log = TrainedTokenLog(Path(config.run.dir), f"trainer-{rank}")
-        self._parts: list[tuple[Rows, np.ndarray, torch.Tensor, torch.Tensor]] = []
+        self._parts: list[tuple[Rows, np.ndarray, torch.Tensor]] = []
         self._count = 0
 
     def add(self, rows: Rows, batch: MicroBatch, logprobs: torch.Tensor, advantages: torch.Tensor) -> None:
         """Of `batch`, which is of `rows`: `logprobs` float [B, R], `advantages` float [B, R] or [B, 1]."""
         take = min(len(batch.places), self._most - self._count)
         if take > 0:
-            cells, grid = batch.cells[:take], batch.mask.shape
-            found = (each.detach().expand(grid).reshape(-1)[cells] for each in (logprobs, advantages))
-            self._parts.append((rows, batch.places[:take], *found))
+            cells = batch.cells[:take]
+            figures = [each.detach().expand(batch.mask.shape).reshape(-1)[cells].float() for each in (logprobs, advantages)]
+            self._parts.append((rows, batch.places[:take], torch.stack(figures)))
             self._count += take
 
     def write(self, step: int) -> None:
         """Append the step's, and begin with the next."""
         parts, self._parts, self._count = self._parts, [], 0
         if parts:
-            places = [_places(rows, flat) for rows, flat, _, _ in parts]
+            places = [_places(rows, flat) for rows, flat, _ in parts]
             group, row, position = (np.concatenate(column) for column in zip(*places, strict=True))
-            logprob, advantage = (torch.cat([part[at].float() for part in parts]).cpu().numpy() for at in (2, 3))
+            logprob, advantage = torch.cat([figures for _, _, figures in parts], 1).cpu().numpy()
             self._log.append(TrainedTokens(step, group, row, position, logprob, advantage))
 
 
