@@ -2,7 +2,7 @@
 
 ::
 
-    process (of each process of the run)     a thread for each line of spans; calls, which overlap, on as many as they need
+    process (of each process of the run)     a thread for each line of spans; what overlaps, on as many as it needs
     process "steps"                           the critical path of each step
     flows                                     a group, from its generation by its scores to the step that trains on it
 
@@ -19,7 +19,7 @@ import msgspec
 
 from launcher.commands.why import by_process, explained
 from runtime.errors import UserError
-from runtime.process.spans import CALLS, TracedSpan
+from runtime.process.spans import CALLS, OVERLAPPING, TracedSpan
 from runtime.telemetry.critical_path import TRAINER, StepPath
 
 FILE = "trace.json"
@@ -67,12 +67,13 @@ def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]])
 
 
 def _threads(spans: Iterable[TracedSpan]) -> tuple[dict[int, str], list[tuple[int, TracedSpan]]]:
-    """A thread's name by its number, and each span's thread: one for a line, of calls the first that is free."""
+    """A thread's name by its number, and each span's thread: one for a line, of what overlaps the first that is free."""
     names: list[str] = []
     free_from: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: span.start):
-        fits = (at for at, name in enumerate(names) if name == span.line and (name != CALLS or free_from[at] <= span.start))
+        alone = span.line not in OVERLAPPING
+        fits = (at for at, name in enumerate(names) if name == span.line and (alone or free_from[at] <= span.start))
         at = next(fits, len(names))
         if at == len(names):
             names.append(span.line)

@@ -25,6 +25,12 @@ MEANINGS = {
     "admit": "no place: staleness bounds how many groups there are",
     "dispatch": "no rollout took the group yet",
     "generate": "the step's last group was generated",
+    "place": "an episode of the last group was not played yet",
+    "setup": "the agent prepared an episode of the last group",
+    "agent": "the agent and its tools, between calls of the policy",
+    "policy": "the policy's replies to the agent of the last group",
+    "agent's score": "the agent scored an episode of the last group",
+    "cleanup": "the agent cleared up after an episode of the last group",
     "generate again": "what was generated of it was lost with its process",
     "score": "the step's last group was scored",
     "reference": "the reference's log-probabilities of the last group",
@@ -98,6 +104,7 @@ def _slowest(steps: Sequence[StepPath]) -> LiteralTable:
     table = LiteralTable("step", "seconds", "group", "its time", title="the slowest steps")
     for step in sorted(steps, key=lambda step: -step.seconds)[:SLOWEST]:
         group = next((part.group for part in step.parts if part.group >= 0), None)
-        parts = ", ".join(f"{part.cause} {part.seconds:.2f}" for part in step.parts if part.seconds >= LEAST * step.seconds)
+        causes = [total for total in critical_path.totals([step]) if total.seconds >= LEAST * step.seconds]
+        parts = ", ".join(f"{total.cause} {total.process} {total.seconds:.2f}".replace("  ", " ") for total in causes)
         table.add_row(str(step.step), f"{step.seconds:.2f}", "" if group is None else str(group), parts)
     return table

@@ -41,7 +41,7 @@ _HEADER = 512  # bytes of a file's first line
 
 class TracedSpan(NamedTuple):
     """`start`, `end`: seconds since the epoch. `line`: what of the process; spans of one line do not overlap, but those of
-    CALLS. `group`: -1 for none. `step`: that it is of, or the version that it moves, -1 for none."""
+    OVERLAPPING. `group`: -1 for none. `step`: that it is of, or the version that it moves, -1 for none."""
 
     name: str
     start: float
@@ -52,8 +52,11 @@ class TracedSpan(NamedTuple):
     detail: str = ""
 
 
-CALLS = "calls"  # the line of what a process is asked, which overlaps
+CALLS = "calls"  # the line of what a process is asked
+EPISODES = "episodes"  # of a gateway: the phases of each episode, and its calls of the policy
+OVERLAPPING = (CALLS, EPISODES)
 PUBLICATION = "publication"
+POLICY = "policy"  # a call of it; `detail`: the episode's index in its group, and the rollout
 
 
 class SpanHeader(Struct):
@@ -168,7 +171,7 @@ def joined(spans: Iterable[TracedSpan]) -> list[TracedSpan]:
     for span in spans:
         key = (span.name, span.line, span.group, span.step, span.detail)
         at = newest.get(key)
-        if at is not None and span.line != CALLS and 0 <= span.start - found[at].end < JOINED:
+        if at is not None and span.line not in OVERLAPPING and 0 <= span.start - found[at].end < JOINED:
             found[at] = found[at]._replace(end=span.end)
             continue
         newest[key] = len(found)

@@ -10,8 +10,8 @@ import pytest
 
 from runtime.ledger.reader import GroupRow
 from runtime.ledger.states import Mark, Phase
-from runtime.process.spans import CALLS, PUBLICATION, TracedSpan
-from runtime.telemetry.critical_path import TRAINER, PathPart, ProcessSpans, StepPath, path, paths, totals
+from runtime.process.spans import CALLS, EPISODES, POLICY, PUBLICATION, TracedSpan
+from runtime.telemetry.critical_path import TRAINER, PathPart, ProcessSpans, StepPath, conversation, path, paths, totals
 
 LIFE = ("admitted", "generating", "generated", "scored", "ready", "consumed", "retired")
 
@@ -108,11 +108,68 @@ def test_the_parts_are_as_long_as_the_step_whatever_the_times() -> None:
             group(number, 5, *sorted(chance.uniform(0, 20) for _ in LIFE), attempt=chance.choice((1, 2)))
             for number in range(chance.randint(1, 5))
         ]
-        found = path(5, batch, chance.choice((None, chance.uniform(0, 25))))
-        assert math.isclose(sum(part.seconds for part in found.parts), found.seconds, rel_tol=0, abs_tol=1e-12)  # 6 additions
-        assert all(one.end == other.start for one, other in pairwise(found.parts))
-        if found.parts:
-            assert (found.parts[0].start, found.parts[-1].end) == (found.start, found.end)
+        whole = path(5, batch, chance.choice((None, chance.uniform(0, 25))))
+        played = [episode_span(chance.choice(PHASES), *two_of(chance), f"{chance.randrange(2)} x") for _ in range(20)]
+        for found in (whole, ProcessSpans({"rollout-0": played}).explain(whole)):
+            assert math.isclose(
+                sum(part.seconds for part in found.parts), found.seconds, rel_tol=0, abs_tol=1e-11
+            )  # 50 additions
+            assert all(one.end == other.start and one.seconds > 0 for one, other in pairwise(found.parts))
+            if found.parts:
+                assert (found.parts[0].start, found.parts[-1].end) == (found.start, found.end)
+
+
+PHASES = ("setup", "run", "score", "cleanup", POLICY)
+
+
+def two_of(chance: random.Random) -> list[float]:
+    return sorted(chance.uniform(-1, 22) for _ in range(2))
+
+
+def episode_span(name: str, start: float, end: float, detail: str, group: int = 1) -> TracedSpan:
+    return TracedSpan(name, start, end, EPISODES, group, detail=detail)
+
+
+GAME = "environment game"
+PLAYED = [  # the second episode of group 1, which ends last: it was played before, and failed
+    episode_span("run", 11, 12, f"1 {GAME}"),
+    episode_span("setup", 13, 14, f"1 {GAME}"),
+    episode_span("run", 14, 18, f"1 {GAME}"),
+    episode_span(POLICY, 14.5, 16, "1 rollout-1"),
+    episode_span(POLICY, 15, 17, "1 rollout-0"),
+    episode_span("score", 18, 19, f"1 {GAME}"),
+    episode_span("cleanup", 19, 19.5, f"1 {GAME}"),
+]
+OTHERS = [episode_span("run", 10, 16, f"0 {GAME}"), episode_span("run", 10, 19.75, f"1 {GAME}", group=2)]
+
+
+def test_the_generation_of_a_gateway_is_what_the_episode_that_ended_last_was_at() -> None:
+    step = path(5, [group(1, 5, 10, 10, 20, 20, 20, 21, 21, replica="gateway-0")], 10.0)
+    busy = {"rollout-0": [TracedSpan("decode", 16, 16.5, "engine")], "gateway-0": [*PLAYED, *OTHERS]}
+    found = ProcessSpans(busy).explain(step)
+    assert [(part.cause, part.seconds, part.process) for part in found.parts] == [
+        ("place", 1.0, GAME),
+        ("agent", 1.0, GAME),
+        ("place", 1.0, GAME),
+        ("setup", 1.0, GAME),
+        ("agent", 0.5, GAME),
+        (POLICY, 0.5, "rollout-1"),
+        (POLICY, 2.0, "rollout-0"),
+        ("agent", 1.0, GAME),
+        ("agent's score", 1.0, GAME),
+        ("cleanup", 0.5, GAME),
+        ("generate", 0.5, "gateway-0"),
+        ("train", 1.0, TRAINER),
+    ]
+    assert found.inside[6] == {"decode": 0.5}
+    (policy,) = (total for total in totals([found]) if total.process == "rollout-0")
+    assert (policy.cause, policy.seconds, policy.steps) == (POLICY, 2.0, 1)
+
+
+@pytest.mark.parametrize("spans", [[], [episode_span(POLICY, 12, 13, "0 rollout-0")], [PLAYED[0]._replace(end=11.0)]])
+def test_a_generation_of_which_the_spans_are_lost_stays_whole(spans: list[TracedSpan]) -> None:
+    part = PathPart("generate", 11.0, 20.0, "gateway-0", 1)
+    assert conversation(part, spans) == [part]
 
 
 def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:

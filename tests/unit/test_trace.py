@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import Any
 
 from launcher.commands.trace import events
-from runtime.process.spans import CALLS, TracedSpan
+from runtime.process.spans import CALLS, EPISODES, TracedSpan
 from runtime.telemetry.critical_path import TRAINER, PathPart, StepPath
 
 STEPS = [
@@ -22,6 +22,10 @@ SPANS = {
         TracedSpan("Generate", 101.0, 105.0, CALLS, 2),
         TracedSpan("Generate", 104.5, 106.0, CALLS, 3),
         TracedSpan("decode", 90.0, 95.0, "engine"),
+    ],
+    "gateway-0": [
+        TracedSpan("run", 101.0, 103.0, EPISODES, 1, detail="0 environment game"),
+        TracedSpan("policy", 101.5, 102.0, EPISODES, 1, detail="0 rollout-0"),
     ],
     "reward-0": [TracedSpan("Score", 104.0, 105.0, CALLS, 1)],
     TRAINER: [TracedSpan("command", 106.0, 109.0, "model", detail="Apply")],
@@ -41,6 +45,8 @@ def test_every_span_of_these_steps_is_a_slice_and_no_other() -> None:
         ("Score", 4.0e6, 1.0e6),
         ("command", 6.0e6, 3.0e6),
         ("decode", 1.0e6, 2.0e6),
+        ("policy", 1.5e6, 0.5e6),
+        ("run", 1.0e6, 2.0e6),
     ]
     path = [(one["name"], one["ts"], one["dur"]) for one in made() if one["ph"] == "X" and not one["pid"]]
     assert path == [("generate rollout-0", 0.0, 4.0e6), (f"train {TRAINER}", 4.0e6, 6.0e6)]
