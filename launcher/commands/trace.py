@@ -63,7 +63,7 @@ def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]])
                 for group in _groups_of(steps, (span.start + span.end) / 2):
                     flows.setdefault(group, []).append(one)
     for group, slices in flows.items():
-        yield from _flow(group, sorted(slices, key=lambda one: one["ts"]))
+        yield from _flow(group, sorted(slices, key=_middle))
 
 
 def _threads(spans: Iterable[TracedSpan]) -> tuple[dict[int, str], list[tuple[int, TracedSpan]]]:
@@ -102,9 +102,14 @@ def _named(pid: int, process: str, threads: Mapping[int, str]) -> Iterator[Event
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
+def _middle(one: Event) -> float:
+    middle: float = one["ts"] + one["dur"] / 2
+    return middle
+
+
 def _flow(group: int, slices: Sequence[Event]) -> Iterator[Event]:
     """Arrows from each slice to the next."""
     for at, one in enumerate(slices if len(slices) > 1 else ()):
         phase = "s" if at == 0 else "f" if at == len(slices) - 1 else "t"
         arrow = {"ph": phase, "id": group, "name": "group", "cat": "group", "pid": one["pid"], "tid": one["tid"]}
-        yield {**arrow, "ts": one["ts"] + one["dur"] / 2, **({"bp": "e"} if phase == "f" else {})}
+        yield {**arrow, "ts": _middle(one), **({"bp": "e"} if phase == "f" else {})}

@@ -61,7 +61,7 @@ def explained(folder: Path, steps: str | None = None) -> list[StepPath]:
         found = critical_path.paths(reader.groups(steps=before))
     found = [step for step in found if wanted is None or step.step >= wanted[0]]
     if not found:
-        raise UserError(f"{folder}: no step was made" + (f" from {wanted[0]} to {wanted[1]}" if wanted else " yet"))
+        raise UserError(f"{folder}: no step was made" + (f" of --steps {steps}" if steps else " yet"))
     spans = ProcessSpans(by_process(folder))
     return [spans.explain(step) for step in found]
 

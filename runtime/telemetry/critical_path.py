@@ -37,7 +37,7 @@ MARKS = {"scored": "score", "referenced": "reference", "valued": "value"}
 CALLED = {"score": "Score", "reference": "Logprobs", "value": "Values"}  # by cause: the command whose call has the group
 PLACE = "place"  # of an episode that nobody plays yet
 PHASES = {"run": "agent", "score": "agent's score"}  # of an episode, where the cause has another name
-PUBLISHED = ("receive", "await sender", "swap")
+PUBLISHED = ("gather", "receive", "swap")  # what of a publication is a process's own doing
 TRAINER = "trainer-0"
 
 
@@ -170,17 +170,15 @@ class ProcessSpans:
         return conversation(part, [span for span in found if span.line == EPISODES and span.group == part.group])
 
     def _who(self, part: PathPart, step: int) -> str:
-        """The process that had the group longest, or that came last with the version."""
-        latest, found = 0.0, ""
+        """The process that had the group last, or that took longest over the version."""
+        found: dict[str, float] = {}
         for process in self._spans:
             for span in self.within(process, part.start, part.end):
-                if part.cause == PUBLISH:
-                    known = span.name in PUBLISHED and span.step == step + 1
-                else:
-                    known = span.line == CALLS and span.group == part.group and span.name == CALLED.get(part.cause)
-                if known and span.end > latest:
-                    latest, found = span.end, process
-        return found
+                if part.cause == PUBLISH and span.name in PUBLISHED and span.step == step + 1:
+                    found[process] = found.get(process, 0.0) + min(span.end, part.end) - max(span.start, part.start)
+                elif span.line == CALLS and span.group == part.group and span.name == CALLED.get(part.cause):
+                    found[process] = max(found.get(process, 0.0), span.end)
+        return max(found, key=lambda process: found[process], default="")
 
     def _inside(self, part: PathPart) -> dict[str, float]:
         seconds: dict[str, float] = {}

@@ -111,9 +111,8 @@ def test_the_parts_are_as_long_as_the_step_whatever_the_times() -> None:
         whole = path(5, batch, chance.choice((None, chance.uniform(0, 25))))
         played = [episode_span(chance.choice(PHASES), *two_of(chance), f"{chance.randrange(2)} x") for _ in range(20)]
         for found in (whole, ProcessSpans({"rollout-0": played}).explain(whole)):
-            assert math.isclose(
-                sum(part.seconds for part in found.parts), found.seconds, rel_tol=0, abs_tol=1e-11
-            )  # 50 additions
+            together = sum(part.seconds for part in found.parts)
+            assert math.isclose(together, found.seconds, rel_tol=0, abs_tol=1e-11)  # some 50 additions
             assert all(one.end == other.start and one.seconds > 0 for one, other in pairwise(found.parts))
             if found.parts:
                 assert (found.parts[0].start, found.parts[-1].end) == (found.start, found.end)
@@ -178,9 +177,17 @@ def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
         {
             "reward-0": [TracedSpan("Score", 12, 13, CALLS, 7), TracedSpan("Score", 15, 15.5, CALLS, 7)],
             "reward-1": [TracedSpan("Score", 12.1, 15.9, CALLS, 1)],
-            "rollout-0": [TracedSpan("decode", 9, 11), TracedSpan("Generate", 10, 12, CALLS, 1)],
+            "rollout-0": [
+                *(TracedSpan("decode", 9, 11), TracedSpan("Generate", 10, 12, CALLS, 1)),
+                *(
+                    TracedSpan("receive", 20, 20.1, PUBLICATION, step=6),
+                    TracedSpan("await sender", 19, 20, PUBLICATION, step=6),
+                ),
+                TracedSpan("swap", 20.9, 21, PUBLICATION, step=6),  # once all have received it
+            ],
             "rollout-1": [
                 TracedSpan("receive", 19, 20.9, PUBLICATION, step=6),
+                TracedSpan("swap", 20.9, 20.95, PUBLICATION, step=6),
                 TracedSpan("receive", 20, 21, PUBLICATION, step=9),
             ],
             TRAINER: [TracedSpan("backward", 15, 18), TracedSpan("command", 18, 22, detail="Apply")],
@@ -193,7 +200,12 @@ def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
         ("train", 4.0, TRAINER, -1),
         ("publish", 1.0, "rollout-1", -1),
     ]
-    assert found.inside == [{"decode": 1.0}, {}, {"backward": 2.0, "Apply": 2.0}, {"receive": pytest.approx(1.9, abs=1e-9)}]
+    assert found.inside == [
+        {"decode": 1.0},
+        {},
+        {"backward": 2.0, "Apply": 2.0},
+        {"receive": pytest.approx(1.9, abs=1e-9), "swap": pytest.approx(0.05, abs=1e-9)},
+    ]
 
 
 def test_what_lies_in_a_stretch_of_time_is_found_however_long_it_goes_on() -> None:
