@@ -42,15 +42,16 @@ def trace(folder: Path, steps: str | None, output: Path | None) -> Path:
 
 def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]]) -> Iterator[Event]:
     """Of what went on during `steps`."""
-    origin, end = steps[0].start, steps[-1].end
+    begin, end = steps[0].start, steps[-1].end
+    shown = {name: [span for span in spans[name] if span.end > begin and span.start < end] for name in sorted(spans)}
+    origin = min([begin, *(span.start for found in shown.values() for span in found)])
     yield from _named(0, STEPS, {0: "critical path"})
     for step in steps:
         for part in step.parts:
             told = {"step": step.step, "group": part.group, "process": part.process}
             yield _slice(f"{part.cause} {part.process}".strip(), (part.start - origin, part.end - origin), (0, 0), told)
     flows: dict[int, list[Event]] = {}
-    for pid, process in enumerate(sorted(spans), start=1):
-        within = [span for span in spans[process] if span.end > origin and span.start < end]
+    for pid, (process, within) in enumerate(shown.items(), start=1):
         threads, placed = _threads(within)
         yield from _named(pid, process, threads)
         for thread, span in placed:

@@ -36,6 +36,7 @@ MEANINGS = {
     "reference": "the reference's log-probabilities of the last group",
     "value": "the critic's values of the last group",
     "train": "the trainer had all, and was at work",
+    "probe": "a rollout had not answered whether it has the trainer's weights",
     "publish": "the new weights went to the rollouts",
 }
 

@@ -21,6 +21,7 @@ from runtime.coordinator.run_context import RunContext, accelerators
 from runtime.data.prompts import group_seed
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError
 from runtime.ports import RolePort
+from runtime.process import spans
 from runtime.process.aio import now
 from runtime.status import Status
 from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
@@ -345,7 +346,8 @@ class Probes:
             purpose="probe",
         )
         try:
-            return (await asyncio.wait_for(self._pool.generate(rollout, request), self._seconds)).payload
+            with spans.log.span("probe", spans.CALLS, detail=rollout.name):
+                return (await asyncio.wait_for(self._pool.generate(rollout, request), self._seconds)).payload
         except InvariantViolated:
             raise
         except (asyncio.TimeoutError, SluiceError) as error:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from runtime.ledger.reader import GroupRow
-from runtime.process.spans import CALLS, EPISODES, OVERLAPPING, POLICY, TracedSpan
+from runtime.process.spans import CALLS, EPISODES, OVERLAPPING, POLICY, PUBLICATION, TracedSpan
 
 ADMIT, DISPATCH, GENERATE, TRAIN, PUBLISH = "admit", "dispatch", "generate", "train", "publish"
 AGAIN = "generate again"  # what was generated before was lost
@@ -37,8 +37,14 @@ MARKS = {"scored": "score", "referenced": "reference", "valued": "value"}
 CALLED = {"score": "Score", "reference": "Logprobs", "value": "Values"}  # by cause: the command whose call has the group
 PLACE = "place"  # of an episode that nobody plays yet
 PHASES = {"run": "agent", "score": "agent's score"}  # of an episode, where the cause has another name
-PUBLISHED = ("gather", "receive", "swap")  # what of a publication is a process's own doing
-TRAINER = "trainer-0"
+PUBLISHED = {
+    "gather": 1,
+    "ReceiveWeights": 1,
+    "await sender": -1,
+    "CommitWeights": 1,
+}  # a process's own time, what to add of it
+PROBE = "probe"  # the update waits until every rollout was asked whether it has the trainer's weights
+TRAINER, COORDINATOR = "trainer-0", "coordinator"
 
 
 class PathPart(NamedTuple):
@@ -159,15 +165,33 @@ class ProcessSpans:
 
     def explain(self, step: StepPath) -> StepPath:
         """`step`, with who was waited for where the ledger does not know, and what they did."""
-        parts = [each for part in step.parts for each in self._of_episode(part)]
+        parts = [each for part in step.parts for each in self._cut(part)]
         parts = [part._replace(process=part.process or self._who(part, step.step)) for part in parts]
         return StepPath(step.step, step.start, step.end, step.groups, parts, [self._inside(part) for part in parts])
 
-    def _of_episode(self, part: PathPart) -> list[PathPart]:
+    def _cut(self, part: PathPart) -> list[PathPart]:
+        if part.cause == TRAIN:
+            return self._probed(part)
         if part.cause != GENERATE:
             return [part]
         found = self.within(part.process, part.start, part.end)
         return conversation(part, [span for span in found if span.line == EPISODES and span.group == part.group])
+
+    def _probed(self, part: PathPart) -> list[PathPart]:
+        """`part`, of the trainer, without the time for which it had nothing to do, as a rollout had not answered its probe."""
+        told = self.within(COORDINATOR, part.start, part.end)
+        worked = self.within(TRAINER, part.start, part.end)
+        worked = [span for span in worked if span.line not in (*OVERLAPPING, PUBLICATION)]
+        parts, left = [], part
+        for wait in sorted(span for span in told if span.name == span.line == PROBE):
+            end = min(part.end, wait.end)
+            start = max([left.start, wait.start, *(min(span.end, end) for span in worked if span.start < end)])
+            answers = [span for span in told if span.name == PROBE and span.line == CALLS and start < span.end <= wait.end]
+            if answers and start < end:
+                last = max(answers, key=lambda span: span.end)
+                parts += [left._replace(end=start), PathPart(PROBE, start, end, last.detail)]
+                left = left._replace(start=end)
+        return [each for each in (*parts, left) if each.end > each.start]
 
     def _who(self, part: PathPart, step: int) -> str:
         """The process that had the group last, or that took longest over the version."""
@@ -175,7 +199,8 @@ class ProcessSpans:
         for process in self._spans:
             for span in self.within(process, part.start, part.end):
                 if part.cause == PUBLISH and span.name in PUBLISHED and span.step == step + 1:
-                    found[process] = found.get(process, 0.0) + min(span.end, part.end) - max(span.start, part.start)
+                    seconds = min(span.end, part.end) - max(span.start, part.start)
+                    found[process] = found.get(process, 0.0) + PUBLISHED[span.name] * seconds
                 elif span.line == CALLS and span.group == part.group and span.name == CALLED.get(part.cause):
                     found[process] = max(found.get(process, 0.0), span.end)
         return max(found, key=lambda process: found[process], default="")

@@ -36,7 +36,7 @@ really = TorchRolloutEngine._step
 def step(self):
     began = time.monotonic()
     really(self)
-    time.sleep(0.2 + 9 * (time.monotonic() - began))
+    time.sleep(0.1 + 9 * (time.monotonic() - began))
 
 TorchRolloutEngine._step = step
 """
@@ -99,13 +99,26 @@ def test_a_reward_that_is_slow_is_named_while_it_is_waited_for_and_afterwards(co
     assert blamed(run.folder) == ("score", "reward-0")
 
 
-@pytest.mark.parametrize(("patch", "cause"), [(ENGINE, "generate"), (LINK, "publish")], ids=["engine", "link"])
-def test_the_slower_of_two_rollouts_is_named(config: Path, tmp_path: Path, patch: str, cause: str) -> None:
-    run = trained(config, *SHORT, second_of_two(tmp_path, patch), folder=tmp_path / "run", timeout=END)
+LONG_REPLIES = ("training.staleness=0", "training.groups_per_step=8", "sampling.max_new_tokens=64")
+
+
+@pytest.mark.parametrize(
+    ("patch", "settings", "cause"),
+    [
+        pytest.param(ENGINE, LONG_REPLIES, "generate", id="engine"),
+        pytest.param(ENGINE, (), "probe", id="probe"),  # it is given few groups, and its probe is waited for in every step
+        pytest.param(LINK, (), "publish", id="link"),
+    ],
+)
+def test_the_slower_of_two_rollouts_is_named(
+    config: Path, tmp_path: Path, patch: str, settings: tuple[str, ...], cause: str
+) -> None:
+    run = trained(config, *SHORT, *settings, second_of_two(tmp_path, patch), folder=tmp_path / "run", timeout=END)
     assert blamed(run.folder) == (cause, "rollout-1")
     shutil.rmtree(run.folder / "spans")  # the ledger alone knows less
     found = why(run.folder)["totals"][0]
-    assert (found["cause"], found["process"]) == (cause, "rollout-1" if cause == "generate" else "")
+    known = {"generate": ("generate", "rollout-1"), "probe": ("train", "trainer-0"), "publish": ("publish", "")}
+    assert (found["cause"], found["process"]) == known[cause]
 
 
 @pytest.fixture

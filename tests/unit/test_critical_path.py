@@ -11,7 +11,17 @@ import pytest
 from runtime.ledger.reader import GroupRow
 from runtime.ledger.states import Mark, Phase
 from runtime.process.spans import CALLS, EPISODES, POLICY, PUBLICATION, TracedSpan
-from runtime.telemetry.critical_path import TRAINER, PathPart, ProcessSpans, StepPath, conversation, path, paths, totals
+from runtime.telemetry.critical_path import (
+    COORDINATOR,
+    TRAINER,
+    PathPart,
+    ProcessSpans,
+    StepPath,
+    conversation,
+    path,
+    paths,
+    totals,
+)
 
 LIFE = ("admitted", "generating", "generated", "scored", "ready", "consumed", "retired")
 
@@ -110,7 +120,10 @@ def test_the_parts_are_as_long_as_the_step_whatever_the_times() -> None:
         ]
         whole = path(5, batch, chance.choice((None, chance.uniform(0, 25))))
         played = [episode_span(chance.choice(PHASES), *two_of(chance), f"{chance.randrange(2)} x") for _ in range(20)]
-        for found in (whole, ProcessSpans({"rollout-0": played}).explain(whole)):
+        asked = [TracedSpan("probe", *two_of(chance), chance.choice(("probe", CALLS)), detail="x") for _ in range(4)]
+        worked = [TracedSpan("forward", *two_of(chance), "engine") for _ in range(3)]
+        spans = ProcessSpans({"rollout-0": played, COORDINATOR: asked, TRAINER: worked})
+        for found in (whole, spans.explain(whole)):
             together = sum(part.seconds for part in found.parts)
             assert math.isclose(together, found.seconds, rel_tol=0, abs_tol=1e-11)  # some 50 additions
             assert all(one.end == other.start and one.seconds > 0 for one, other in pairwise(found.parts))
@@ -179,17 +192,16 @@ def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
             "reward-1": [TracedSpan("Score", 12.1, 15.9, CALLS, 1)],
             "rollout-0": [
                 *(TracedSpan("decode", 9, 11), TracedSpan("Generate", 10, 12, CALLS, 1)),
-                *(
-                    TracedSpan("receive", 20, 20.1, PUBLICATION, step=6),
-                    TracedSpan("await sender", 19, 20, PUBLICATION, step=6),
-                ),
-                TracedSpan("swap", 20.9, 21, PUBLICATION, step=6),  # once all have received it
+                TracedSpan("ReceiveWeights", 19, 20.1, CALLS, step=6),
+                TracedSpan("await sender", 19, 20, PUBLICATION, step=6),
+                TracedSpan("CommitWeights", 20.6, 21, CALLS, step=6),  # once all have received it
             ],
             "rollout-1": [
-                TracedSpan("receive", 19, 20.9, PUBLICATION, step=6),
-                TracedSpan("swap", 20.9, 20.95, PUBLICATION, step=6),
-                TracedSpan("receive", 20, 21, PUBLICATION, step=9),
+                TracedSpan("ReceiveWeights", 19, 20.6, CALLS, step=6),
+                TracedSpan("receive", 20, 20.6, PUBLICATION, step=6),
+                TracedSpan("CommitWeights", 20.6, 20.9, CALLS, step=6),
             ],
+            "rollout-2": [TracedSpan("ReceiveWeights", 20, 21, CALLS, step=9)],
             TRAINER: [TracedSpan("backward", 15, 18), TracedSpan("command", 18, 22, detail="Apply")],
         }
     )
@@ -200,12 +212,34 @@ def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
         ("train", 4.0, TRAINER, -1),
         ("publish", 1.0, "rollout-1", -1),
     ]
-    assert found.inside == [
-        {"decode": 1.0},
-        {},
-        {"backward": 2.0, "Apply": 2.0},
-        {"receive": pytest.approx(1.9, abs=1e-9), "swap": pytest.approx(0.05, abs=1e-9)},
+    receive = {"receive": pytest.approx(0.6, abs=1e-9)}
+    assert found.inside == [{"decode": 1.0}, {}, {"backward": 2.0, "Apply": 2.0}, receive]
+
+
+def test_an_update_that_waits_for_a_rollouts_probe_is_not_the_trainers_doing() -> None:
+    step = path(5, [group(1, 5, 2, 3, 4, 5, 5, 20, 21)], 10.0)
+    spans = {
+        COORDINATOR: [
+            TracedSpan("probe", 11, 15, CALLS, detail="rollout-1"),
+            TracedSpan("probe", 11, 18, CALLS, detail="rollout-0"),
+            TracedSpan("probe", 11, 19, CALLS, detail="rollout-2"),  # which came later, and was not waited for
+            TracedSpan("probe", 12, 18, "probe"),
+        ],
+        TRAINER: [
+            TracedSpan("forward", 10, 13, "engine"),
+            TracedSpan("send", 10, 17, PUBLICATION),
+            TracedSpan("Accumulate", 10, 17, CALLS),
+            TracedSpan("update", 18, 20, "engine"),
+        ],
+    }
+    assert told(ProcessSpans(spans).explain(step)) == [
+        ("train", 3.0, TRAINER, -1),
+        ("probe", 5.0, "rollout-0", -1),
+        ("train", 2.0, TRAINER, -1),
+        ("publish", 1.0, "", -1),
     ]
+    spans[TRAINER][0] = TracedSpan("forward", 10, 18.5, "engine")  # busy all the while
+    assert [part.cause for part in ProcessSpans(spans).explain(step).parts] == ["train", "publish"]
 
 
 def test_what_lies_in_a_stretch_of_time_is_found_however_long_it_goes_on() -> None:

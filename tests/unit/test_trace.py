@@ -23,6 +23,7 @@ SPANS = {
         TracedSpan("Generate", 101.0, 105.0, CALLS, 2),
         TracedSpan("Generate", 104.5, 106.0, CALLS, 3),
         TracedSpan("decode", 90.0, 95.0, "engine"),
+        TracedSpan("swap", 98.5, 100.5, "publication"),
     ],
     "gateway-0": [
         TracedSpan("run", 101.0, 103.0, EPISODES, 1, detail="0 environment game"),
@@ -39,7 +40,7 @@ def made() -> list[dict[str, Any]]:
 
 def test_every_span_of_these_steps_is_a_slice_and_no_other() -> None:
     slices = [one for one in made() if one["ph"] == "X" and one["pid"]]
-    assert sorted((one["name"], one["ts"], one["dur"]) for one in slices) == [
+    assert sorted((one["name"], one["ts"] - 1.5e6, one["dur"]) for one in slices) == [
         ("Generate", 0.5e6, 3.5e6),
         ("Generate", 1.0e6, 4.0e6),
         ("Generate", 4.5e6, 1.5e6),
@@ -48,8 +49,9 @@ def test_every_span_of_these_steps_is_a_slice_and_no_other() -> None:
         ("decode", 1.0e6, 2.0e6),
         ("policy", 1.5e6, 0.5e6),
         ("run", 1.0e6, 2.0e6),
+        ("swap", -1.5e6, 2.0e6),  # which began before them
     ]
-    path = [(one["name"], one["ts"], one["dur"]) for one in made() if one["ph"] == "X" and not one["pid"]]
+    path = [(one["name"], one["ts"] - 1.5e6, one["dur"]) for one in made() if one["ph"] == "X" and not one["pid"]]
     assert path == [("generate rollout-0", 0.0, 4.0e6), (f"train {TRAINER}", 4.0e6, 6.0e6)]
 
 
