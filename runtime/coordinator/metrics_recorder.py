@@ -345,12 +345,14 @@ class Probes:
             sampling=self._sampling,
             purpose="probe",
         )
+        began = now()
         try:
-            with spans.log.span("probe", spans.CALLS, detail=rollout.name):
-                return (await asyncio.wait_for(self._pool.generate(rollout, request), self._seconds)).payload
+            return (await asyncio.wait_for(self._pool.generate(rollout, request), self._seconds)).payload
         except InvariantViolated:
             raise
         except (asyncio.TimeoutError, SluiceError) as error:
             why = str(error) or f"no answer within {self._seconds:g} s (publication.commit_timeout)"
             log.warning("%s did not answer the probe of version %s: %s", rollout.name, version, why)
             return None
+        finally:
+            spans.log.add("probe", began, now(), spans.CALLS, detail=rollout.name)

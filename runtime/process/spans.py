@@ -54,8 +54,8 @@ class TracedSpan(NamedTuple):
 
 CALLS = "calls"  # the line of what a process is asked
 EPISODES = "episodes"  # of a gateway: the phases of each episode, and its calls of the policy
-OVERLAPPING = (CALLS, EPISODES)
-PUBLICATION = "publication"
+PUBLICATION = "publication"  # of several threads
+OVERLAPPING = (CALLS, EPISODES, PUBLICATION)
 POLICY = "policy"  # a call of it; `detail`: the episode's index in its group, and the rollout
 
 
