@@ -39,3 +39,201 @@ PLACE = "place"  # of an episode that nobody plays yet
 PHASES = {"run": "agent", "score": "agent's score"}  # of an episode, where the cause has another name
 # How each span of a publication counts to the time that is its process's own doing.
 PUBLISHED = {"gather": 1, "ReceiveWeights": 1, "await sender": -1, "CommitWeights": 1}
+PROBE = "probe"  # the update waits until every rollout was asked whether it has the trainer's weights
+TRAINER, COORDINATOR = "trainer-0", "coordinator"
+
+
+class PathPart(NamedTuple):
+    """`start`, `end`: seconds since the epoch. `process`: who was waited for, "" where that is nobody. `group`: -1 for none."""
+
+    cause: str
+    start: float
+    end: float
+    process: str = ""
+    group: int = -1
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class StepPath(Struct):
+    """A step, which trained on `groups`, from the commit before it to its own; `parts` in order of time, without gaps.
+    `inside`: of each part, the seconds of what its process did meanwhile, by phase."""
+
+    step: int
+    start: float
+    end: float
+    groups: list[int]
+    parts: list[PathPart]
+    inside: list[dict[str, float]] = []
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def paths(rows: Iterable[GroupRow]) -> list[StepPath]:
+    """Of the steps that `rows` were trained in and whose versions were committed, by step. The first of all begins when its
+    first group was admitted; so does one whose predecessor is not among them."""
+    batches: dict[int, list[GroupRow]] = {}
+    for row in rows:
+        if row.step is not None and "retired" in row.times:
+            batches.setdefault(row.step, []).append(row)
+    found: list[StepPath] = []
+    for step in sorted(batches):
+        before = found[-1].end if found and found[-1].step == step - 1 else None
+        found.append(path(step, batches[step], before))
+    return found
+
+
+def path(step: int, batch: Sequence[GroupRow], before: float | None) -> StepPath:
+    """Of one step; `before`: when the version that it trains was committed."""
+    start = min(row.times["admitted"] for row in batch) if before is None else before
+    end = max(start, *(row.times["retired"] for row in batch))
+    applied = min(end, max(start, *(row.times["consumed"] for row in batch)))
+    last = max(batch, key=lambda row: row.times["ready"])
+    ready = min(applied, max(start, last.times["ready"]))
+    parts = [*_of_group(last, start, ready), PathPart(TRAIN, ready, applied, TRAINER), PathPart(PUBLISH, applied, end)]
+    return StepPath(step, start, end, [row.group_id for row in batch], [part for part in parts if part.end > part.start])
+
+
+def _of_group(row: GroupRow, start: float, end: float) -> list[PathPart]:
+    """The group's own life within these times."""
+    times = row.times
+    mark = max(MARKS, key=lambda mark: times.get(mark, 0.0))
+    turns = (  # each lasts until its time
+        (ADMIT, times["admitted"], ""),
+        (AGAIN if row.attempt > 1 else DISPATCH, times["generating"], ""),
+        (GENERATE, times["generated"], row.replica or ""),
+        (MARKS[mark], end, ""),
+    )
+    parts = []
+    for cause, until, process in turns:
+        until = min(end, max(start, until))
+        parts.append(PathPart(cause, start, until, process, row.group_id))
+        start = until
+    return parts
+
+
+def conversation(part: PathPart, spans: Iterable[TracedSpan]) -> list[PathPart]:
+    """`part`, the generation of a group by a gateway, by what its episode that ended last was at; as it is where nothing is
+    known of that. `spans`: of the group's episodes, in any order."""
+    phases = [span for span in spans if span.name != POLICY]
+    if not phases:
+        return [part]
+    last = max(phases, key=lambda span: span.end)
+    index, _, player = last.detail.partition(" ")
+    own = [span for span in spans if span.detail.partition(" ")[0] == index]
+    cuts = {min(part.end, max(part.start, time)) for span in own for time in (span.start, span.end)}
+    parts: list[PathPart] = []
+    for start, end in pairwise(sorted(cuts | {part.start, part.end})):
+        at = [span for span in own if span.start <= start and span.end >= end]
+        one = part._replace(start=start, end=end)
+        if at:
+            span = max(at, key=lambda span: (span.name == POLICY, span.end))
+            one = one._replace(cause=PHASES.get(span.name, span.name), process=span.detail.partition(" ")[2])
+        elif end <= last.end:
+            one = one._replace(cause=PLACE, process=player)
+        if parts and (parts[-1].cause, parts[-1].process) == (one.cause, one.process):
+            one = one._replace(start=parts.pop().start)
+        parts.append(one)
+    return parts
+
+
+# ------------------------------------------------------------------------------------------ what processes did meanwhile
+
+
+class ProcessSpans:
+    """The spans of each process, to be asked what lies in a stretch of time."""
+
+    def __init__(self, spans: Mapping[str, Sequence[TracedSpan]]):
+        """`spans`: by process, in any order."""
+        self._spans = {process: sorted(found, key=lambda span: span.end) for process, found in spans.items()}
+        self._ends = {process: [span.end for span in found] for process, found in self._spans.items()}
+        self._longest = {process: max((s.end - s.start for s in found), default=0.0) for process, found in self._spans.items()}
+
+    def within(self, process: str, start: float, end: float) -> list[TracedSpan]:
+        """Those of `process` that go on at some time between `start` and `end`."""
+        ends = self._ends.get(process, [])
+        first, last = bisect_right(ends, start), bisect_right(ends, end + self._longest.get(process, 0.0))
+        return [span for span in self._spans.get(process, [])[first:last] if span.start < end]
+
+    def explain(self, step: StepPath) -> StepPath:
+        """`step`, with who was waited for where the ledger does not know, and what they did."""
+        parts = [each for part in step.parts for each in self._cut(part)]
+        parts = [part._replace(process=part.process or self._who(part, step.step)) for part in parts]
+        return StepPath(step.step, step.start, step.end, step.groups, parts, [self._inside(part) for part in parts])
+
+    def _cut(self, part: PathPart) -> list[PathPart]:
+        if part.cause == TRAIN:
+            return self._probed(part)
+        if part.cause != GENERATE:
+            return [part]
+        found = self.within(part.process, part.start, part.end)
+        return conversation(part, [span for span in found if span.line == EPISODES and span.group == part.group])
+
+    def _probed(self, part: PathPart) -> list[PathPart]:
+        """`part`, of the trainer, without the time for which it had nothing to do, as a rollout had not answered its probe."""
+        told = self.within(COORDINATOR, part.start, part.end)
+        worked = self.within(TRAINER, part.start, part.end)
+        worked = [span for span in worked if span.line not in OVERLAPPING]
+        parts, left = [], part
+        for wait in sorted(span for span in told if span.name == span.line == PROBE):
+            end = min(part.end, wait.end)
+            start = max([left.start, wait.start, *(min(span.end, end) for span in worked if span.start < end)])
+            answers = [span for span in told if span.name == PROBE and span.line == CALLS and start < span.end <= wait.end]
+            if answers and start < end:
+                last = max(answers, key=lambda span: span.end)
+                parts += [left._replace(end=start), PathPart(PROBE, start, end, last.detail)]
+                left = left._replace(start=end)
+        return [each for each in (*parts, left) if each.end > each.start]
+
+    def _who(self, part: PathPart, step: int) -> str:
+        """The process that had the group last, or that took longest over the version."""
+        found: dict[str, float] = {}
+        for process in self._spans:
+            for span in self.within(process, part.start, part.end):
+                if part.cause == PUBLISH and span.name in PUBLISHED and span.step == step + 1:
+                    seconds = min(span.end, part.end) - max(span.start, part.start)
+                    found[process] = found.get(process, 0.0) + PUBLISHED[span.name] * seconds
+                elif span.line == CALLS and span.group == part.group and span.name == CALLED.get(part.cause):
+                    found[process] = max(found.get(process, 0.0), span.end)
+        return max(found, key=lambda process: found[process], default="")
+
+    def _inside(self, part: PathPart) -> dict[str, float]:
+        seconds: dict[str, float] = {}
+        for span in self.within(part.process, part.start, part.end):
+            if span.line in (CALLS, EPISODES):
+                continue
+            name = span.detail if span.name == "command" else span.name
+            overlap = min(span.end, part.end) - max(span.start, part.start)
+            seconds[name] = seconds.get(name, 0.0) + overlap
+        return seconds
+
+
+# ------------------------------------------------------------------------------------------ several steps
+
+
+class CauseTotal(Struct):
+    """What of all steps' time a cause took, and what its process did then, by phase: seconds."""
+
+    cause: str
+    process: str
+    seconds: float = 0.0
+    steps: int = 0
+    inside: dict[str, float] = {}
+
+
+def totals(steps: Sequence[StepPath]) -> list[CauseTotal]:
+    """The longest first; together as long as the steps."""
+    found: dict[tuple[str, str], CauseTotal] = {}
+    for step in steps:
+        for cause in dict.fromkeys((part.cause, part.process) for part in step.parts):
+            found.setdefault(cause, CauseTotal(*cause)).steps += 1
+        for part, inside in zip(step.parts, step.inside or [{}] * len(step.parts), strict=True):
+            total = found[part.cause, part.process]
+            total.seconds += part.seconds
+            for phase, seconds in inside.items():
+                total.inside[phase] = total.inside.get(phase, 0.0) + seconds
+    return sorted(found.values(), key=lambda total: -total.seconds)
