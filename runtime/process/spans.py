@@ -3,10 +3,10 @@
 ::
 
     a phase ends (`process.progress`) ───┐
-    a command is answered (`services`) ──┼──► add ──► a queue ── once a second, a thread ──► spans/NAME.rank.incarnation.jsonl
+    a command is answered (`services`) ──┼──► add ──► a queue ── once a second, a thread ──► spans/NAME.rank.start.jsonl
     a phase of the coordinator's ends ───┘
 
-Nothing waits for it, and nothing of a run is read from it. What would make the file larger than `logs.spans`, and what no disk
+Nothing waits for it, and nothing of a run is read from it. What would make the file larger than `logs.span_bytes`, and what no disk
 takes, is dropped, the newest, and counted.
 """
 
@@ -87,7 +87,7 @@ class SpanLog:
         rank, incarnation = (int(os.environ.get(name, "0")) for name in ("RANK", os_process.INCARNATION))
         self._header = header = SpanHeader(process, rank, incarnation, os.getpid(), socket.gethostname())
         self._room = config.logs.span_bytes - _HEADER
-        path = Path(config.run.dir) / run_files.SPANS / f"{process}.{rank}.{time.time():.0f}{SUFFIX}"
+        path = Path(config.run.dir) / run_files.SPANS / f"{process}.{rank}.{time.time():.3f}{SUFFIX}"
         if self._room <= 0:
             return
         try:
