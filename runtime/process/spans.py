@@ -6,8 +6,8 @@
     a command is answered (`services`) ──┼──► add ──► a queue ── once a second, a thread ──► spans/NAME.rank.start.jsonl
     a phase of the coordinator's ends ───┘
 
-Nothing waits for it, and nothing of a run is read from it. What would make the file larger than `logs.span_bytes`, and what no disk
-takes, is dropped, the newest, and counted.
+Nothing waits for it, and nothing of a run is read from it. What would make the file larger than `logs.span_bytes`, and what no
+disk takes, is dropped, the newest, and counted.
 """
 
 from __future__ import annotations
