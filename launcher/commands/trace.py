@@ -2,7 +2,7 @@
 
 ::
 
-    process (of each process of the run)     a thread for each line of spans; calls, which overlap, on as many as they need
+    process (of each process of the run)     a thread for each line of spans; what overlaps, on as many as it needs
     process "steps"                           the critical path of each step
     flows                                     a group, from its generation by its scores to the step that trains on it
 
@@ -19,7 +19,7 @@ import msgspec
 
 from launcher.commands.why import by_process, explained
 from runtime.errors import UserError
-from runtime.process.spans import CALLS, TracedSpan
+from runtime.process.spans import CALLS, OVERLAPPING, TracedSpan
 from runtime.telemetry.critical_path import TRAINER, StepPath
 
 FILE = "trace.json"
@@ -42,15 +42,16 @@ def trace(folder: Path, steps: str | None, output: Path | None) -> Path:
 
 def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]]) -> Iterator[Event]:
     """Of what went on during `steps`."""
-    origin, end = steps[0].start, steps[-1].end
+    begin, end = steps[0].start, steps[-1].end
+    shown = {name: [span for span in spans[name] if span.end > begin and span.start < end] for name in sorted(spans)}
+    origin = min([begin, *(span.start for found in shown.values() for span in found)])
     yield from _named(0, STEPS, {0: "critical path"})
     for step in steps:
         for part in step.parts:
             told = {"step": step.step, "group": part.group, "process": part.process}
             yield _slice(f"{part.cause} {part.process}".strip(), (part.start - origin, part.end - origin), (0, 0), told)
     flows: dict[int, list[Event]] = {}
-    for pid, process in enumerate(sorted(spans), start=1):
-        within = [span for span in spans[process] if span.end > origin and span.start < end]
+    for pid, (process, within) in enumerate(shown.items(), start=1):
         threads, placed = _threads(within)
         yield from _named(pid, process, threads)
         for thread, span in placed:
@@ -63,16 +64,17 @@ def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]])
                 for group in _groups_of(steps, (span.start + span.end) / 2):
                     flows.setdefault(group, []).append(one)
     for group, slices in flows.items():
-        yield from _flow(group, sorted(slices, key=lambda one: one["ts"]))
+        yield from _flow(group, sorted(slices, key=_middle))
 
 
 def _threads(spans: Iterable[TracedSpan]) -> tuple[dict[int, str], list[tuple[int, TracedSpan]]]:
-    """A thread's name by its number, and each span's thread: one for a line, of calls the first that is free."""
+    """A thread's name by its number, and each span's thread: one for a line, of what overlaps the first that is free."""
     names: list[str] = []
     free_from: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: span.start):
-        fits = (at for at, name in enumerate(names) if name == span.line and (name != CALLS or free_from[at] <= span.start))
+        alone = span.line not in OVERLAPPING
+        fits = (at for at, name in enumerate(names) if name == span.line and (alone or free_from[at] <= span.start))
         at = next(fits, len(names))
         if at == len(names):
             names.append(span.line)
@@ -101,9 +103,14 @@ def _named(pid: int, process: str, threads: Mapping[int, str]) -> Iterator[Event
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
 
 
+def _middle(one: Event) -> float:
+    middle: float = one["ts"] + one["dur"] / 2
+    return middle
+
+
 def _flow(group: int, slices: Sequence[Event]) -> Iterator[Event]:
     """Arrows from each slice to the next."""
     for at, one in enumerate(slices if len(slices) > 1 else ()):
         phase = "s" if at == 0 else "f" if at == len(slices) - 1 else "t"
         arrow = {"ph": phase, "id": group, "name": "group", "cat": "group", "pid": one["pid"], "tid": one["tid"]}
-        yield {**arrow, "ts": one["ts"] + one["dur"] / 2, **({"bp": "e"} if phase == "f" else {})}
+        yield {**arrow, "ts": _middle(one), **({"bp": "e"} if phase == "f" else {})}

@@ -25,11 +25,18 @@ MEANINGS = {
     "admit": "no place: staleness bounds how many groups there are",
     "dispatch": "no rollout took the group yet",
     "generate": "the step's last group was generated",
+    "place": "an episode of the last group was not played yet",
+    "setup": "the agent prepared an episode of the last group",
+    "agent": "the agent and its tools, between calls of the policy",
+    "policy": "the policy's replies to the agent of the last group",
+    "agent's score": "the agent scored an episode of the last group",
+    "cleanup": "the agent cleared up after an episode of the last group",
     "generate again": "what was generated of it was lost with its process",
     "score": "the step's last group was scored",
     "reference": "the reference's log-probabilities of the last group",
     "value": "the critic's values of the last group",
     "train": "the trainer had all, and was at work",
+    "probe": "a rollout had not answered whether it has the trainer's weights",
     "publish": "the new weights went to the rollouts",
 }
 
@@ -58,7 +65,7 @@ def explained(folder: Path, steps: str | None = None, spans: Callable[[], Spans]
         found = critical_path.paths(reader.groups(steps=before))
     found = [step for step in found if wanted is None or step.step >= wanted[0]]
     if not found:
-        raise UserError(f"{folder}: no step was made" + (f" from {wanted[0]} to {wanted[1]}" if wanted else " yet"))
+        raise UserError(f"{folder}: no step was made" + (f" of --steps {steps}" if steps else " yet"))
     every = by_process(folder) if spans is None else spans()
     start = found[0].start
     index = ProcessSpans({process: [span for span in own if span.end > start] for process, own in every.items()})
@@ -103,6 +110,7 @@ def _slowest(steps: Sequence[StepPath]) -> LiteralTable:
     table = LiteralTable("step", "seconds", "group", "its time", title="the slowest steps")
     for step in sorted(steps, key=lambda step: -step.seconds)[:SLOWEST]:
         group = next((part.group for part in step.parts if part.group >= 0), None)
-        parts = ", ".join(f"{part.cause} {part.seconds:.2f}" for part in step.parts if part.seconds >= LEAST * step.seconds)
+        causes = [total for total in critical_path.totals([step]) if total.seconds >= LEAST * step.seconds]
+        parts = ", ".join(f"{total.cause} {total.process} {total.seconds:.2f}".replace("  ", " ") for total in causes)
         table.add_row(str(step.step), f"{step.seconds:.2f}", "" if group is None else str(group), parts)
     return table

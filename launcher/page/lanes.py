@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from runtime.process.spans import CALLS, TracedSpan
+from runtime.process.spans import CALLS, OVERLAPPING, TracedSpan
 
 DENSE = "…"  # the name of what is too short to be seen one by one
 ROWS = 3  # of calls that overlap; where there are more at once, the last row has them over each other
@@ -46,7 +46,7 @@ def lanes(spans: Mapping[str, Sequence[TracedSpan]], start: float, end: float, p
             if span.end <= start or span.start >= end:
                 continue
             depth = 0
-            while span.line == CALLS and depth < ROWS - 1 and free.get((span.line, depth), 0.0) > span.start:
+            while span.line in OVERLAPPING and depth < ROWS - 1 and free.get((span.line, depth), 0.0) > span.start:
                 depth += 1
             free[span.line, depth] = span.end
             rows.setdefault((span.line, depth), []).append(span)

@@ -21,6 +21,7 @@ from runtime.coordinator.run_context import RunContext, accelerators
 from runtime.data.prompts import group_seed
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError
 from runtime.ports import RolePort
+from runtime.process import spans
 from runtime.process.aio import now
 from runtime.status import Status
 from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
@@ -344,6 +345,7 @@ class Probes:
             sampling=self._sampling,
             purpose="probe",
         )
+        began = now()
         try:
             return (await asyncio.wait_for(self._pool.generate(rollout, request), self._seconds)).payload
         except InvariantViolated:
@@ -352,3 +354,5 @@ class Probes:
             why = str(error) or f"no answer within {self._seconds:g} s (publication.commit_timeout)"
             log.warning("%s did not answer the probe of version %s: %s", rollout.name, version, why)
             return None
+        finally:
+            spans.log.add("probe", began, now(), spans.CALLS, detail=rollout.name)

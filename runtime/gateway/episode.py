@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -16,6 +17,7 @@ from runtime import codec
 from runtime.gateway.conversation import Completion, Message
 from runtime.gateway.graph import EpisodeGraph, payload_of
 from runtime.gateway.rendering import TemplateRenderer
+from runtime.process import spans
 from runtime.telemetry.metrics import LEFT_OUT
 from runtime.types import EpisodeTask, GeneratedGroup, Outcomes, PlayRequest
 
@@ -52,6 +54,25 @@ class GatewayEpisode:
         self.under_way: dict[str, SharedCall] = {}  # by what makes a request the same
         self.answered: dict[str, Completion] = {}  # to those that had an idempotency key
         self.timer: asyncio.TimerHandle | None = None
+        self._phase, self._since = "", 0.0
+
+    def enter(self, phase: str) -> None:
+        """It is in `phase` from now on, "" where in none. The one before is a span of this process."""
+        now = time.monotonic()
+        if self._phase and self.request is not None:
+            name = self.request.task.environment
+            self.trace(self._phase, self._since, now, f"environment {name}" if name else "a program")
+        self._phase, self._since = phase, now
+
+    def begin(self) -> None:
+        """It is played, though whoever plays it told of no phase."""
+        if not self._phase:
+            self.enter("run")
+
+    def trace(self, name: str, start: float, end: float, who: str) -> None:
+        """A span of it, on the clock of time.monotonic; of one that belongs to no group there is none."""
+        if self.request is not None:
+            spans.log.add(name, start, end, spans.EPISODES, self.request.group_id, detail=f"{self.index} {who}")
 
     @property
     def over(self) -> bool:

@@ -14,6 +14,7 @@ import hmac
 import logging
 import math
 import secrets
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 
@@ -24,6 +25,7 @@ from runtime.gateway.conversation import TOO_LONG, Completion, Message, PolicyCa
 from runtime.gateway.episode import Begun, GatewayEpisode, Playing, SharedCall, finished
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process.aio import TaskGroup, done_within, first_error, now
+from runtime.process.spans import POLICY
 from runtime.types import GeneratedGroup, PlayRequest
 
 log = logging.getLogger("sluice")
@@ -145,6 +147,7 @@ class Episodes:
                     raise Refused(429, "no task waits", retry_after=timeouts.GATEWAY_RETRY)
             group, index = self._waiting.popleft()
             episode = group.episodes[index] = GatewayEpisode(self._renderer, group, index)
+            episode.begin()
             task = group.request.task
         self._open[episode.id] = self._by_key[episode.key] = episode
         self.counts["episodes"] += 1
@@ -212,6 +215,8 @@ class Episodes:
     async def _counted(self, episode: GatewayEpisode, call: PolicyCall, told: Told | None) -> Completion:
         self.counts["calls"] += 1
         self.counts["under_way"] += 1
+        began = time.monotonic()
+        episode.begin()
         try:
             completion = await asyncio.wait_for(self._answer(episode, call, told), episode.call_seconds)
         except asyncio.TimeoutError:
@@ -223,6 +228,7 @@ class Episodes:
             raise
         finally:
             self.counts["under_way"] -= 1
+            episode.trace(POLICY, began, time.monotonic(), episode.rollout)
         if call.repeats.startswith("key:"):
             episode.answered[call.repeats] = completion
         if call.branch:
@@ -264,6 +270,7 @@ class Episodes:
     def _leave(self, episode: GatewayEpisode, stop_reason: str) -> None:
         """It is open no more, its key of no use, and what it asked for is withdrawn."""
         episode.stop_reason = stop_reason
+        episode.enter("")
         self._open.pop(episode.id, None)
         self._by_key.pop(episode.key, None)
         if episode.timer is not None:

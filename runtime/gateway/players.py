@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 from runtime import timeouts
 from runtime.config import Environment
 from runtime.config.services import Slow
-from runtime.environments.messages import STOP_REASONS, EpisodeEnd, EpisodeEvent, EpisodeRequest
+from runtime.environments.messages import PHASES, STOP_REASONS, EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
 from runtime.gateway.episode import GatewayEpisode, Playing
@@ -233,6 +233,8 @@ class Players:
 
     def _heard(self, episode: GatewayEpisode, event: EpisodeEvent) -> None:
         """Raises Refused."""
+        if event.phase in PHASES:
+            episode.enter(event.phase)
         for name, value in event.log.items():
             if not _FIGURE.fullmatch(name) or len(episode.log) >= FIGURES:
                 raise Refused(400, f"log: {name!r} is no name of a figure, or one of more than {FIGURES}")

@@ -3,11 +3,11 @@
 ::
 
     a phase ends (`process.progress`) ───┐
-    a command is answered (`services`) ──┼──► add ──► a queue ── once a second, a thread ──► spans/NAME.rank.incarnation.jsonl
+    a command is answered (`services`) ──┼──► add ──► a queue ── once a second, a thread ──► spans/NAME.rank.start.jsonl
     a phase of the coordinator's ends ───┘
 
-Nothing waits for it, and nothing of a run is read from it. What would make the file larger than `logs.spans`, and what no disk
-takes, is dropped, the newest, and counted.
+Nothing waits for it, and nothing of a run is read from it. What would make the file larger than `logs.span_bytes`, and what no
+disk takes, is dropped, the newest, and counted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HEADER = 512  # bytes of a file's first line
 
 class TracedSpan(NamedTuple):
     """`start`, `end`: seconds since the epoch. `line`: what of the process; spans of one line do not overlap, but those of
-    CALLS. `group`: -1 for none. `step`: that it is of, or the version that it moves, -1 for none."""
+    OVERLAPPING. `group`: -1 for none. `step`: that it is of, or the version that it moves, -1 for none."""
 
     name: str
     start: float
@@ -52,8 +52,11 @@ class TracedSpan(NamedTuple):
     detail: str = ""
 
 
-CALLS = "calls"  # the line of what a process is asked, which overlaps
-PUBLICATION = "publication"
+CALLS = "calls"  # the line of what a process is asked
+EPISODES = "episodes"  # of a gateway: the phases of each episode, and its calls of the policy
+PUBLICATION = "publication"  # of several threads
+OVERLAPPING = (CALLS, EPISODES, PUBLICATION)
+POLICY = "policy"  # a call of it; `detail`: the episode's index in its group, and the rollout
 
 
 class SpanHeader(Struct):
@@ -84,7 +87,7 @@ class SpanLog:
         rank, incarnation = (int(os.environ.get(name, "0")) for name in ("RANK", os_process.INCARNATION))
         self._header = header = SpanHeader(process, rank, incarnation, os.getpid(), socket.gethostname())
         self._room = config.logs.span_bytes - _HEADER
-        path = Path(config.run.dir) / run_files.SPANS / f"{process}.{rank}.{time.time():.0f}{SUFFIX}"
+        path = Path(config.run.dir) / run_files.SPANS / f"{process}.{rank}.{time.time():.3f}{SUFFIX}"
         if self._room <= 0:
             return
         try:
@@ -168,7 +171,7 @@ def joined(spans: Iterable[TracedSpan]) -> list[TracedSpan]:
     for span in spans:
         key = (span.name, span.line, span.group, span.step, span.detail)
         at = newest.get(key)
-        if at is not None and span.line != CALLS and 0 <= span.start - found[at].end < JOINED:
+        if at is not None and span.line not in OVERLAPPING and 0 <= span.start - found[at].end < JOINED:
             found[at] = found[at]._replace(end=span.end)
             continue
         newest[key] = len(found)

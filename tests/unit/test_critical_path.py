@@ -10,8 +10,18 @@ import pytest
 
 from runtime.ledger.reader import GroupRow
 from runtime.ledger.states import Mark, Phase
-from runtime.process.spans import CALLS, PUBLICATION, TracedSpan
-from runtime.telemetry.critical_path import TRAINER, PathPart, ProcessSpans, StepPath, path, paths, totals
+from runtime.process.spans import CALLS, EPISODES, POLICY, PUBLICATION, TracedSpan
+from runtime.telemetry.critical_path import (
+    COORDINATOR,
+    TRAINER,
+    PathPart,
+    ProcessSpans,
+    StepPath,
+    conversation,
+    path,
+    paths,
+    totals,
+)
 
 LIFE = ("admitted", "generating", "generated", "scored", "ready", "consumed", "retired")
 
@@ -108,11 +118,70 @@ def test_the_parts_are_as_long_as_the_step_whatever_the_times() -> None:
             group(number, 5, *sorted(chance.uniform(0, 20) for _ in LIFE), attempt=chance.choice((1, 2)))
             for number in range(chance.randint(1, 5))
         ]
-        found = path(5, batch, chance.choice((None, chance.uniform(0, 25))))
-        assert math.isclose(sum(part.seconds for part in found.parts), found.seconds, rel_tol=0, abs_tol=1e-12)  # 6 additions
-        assert all(one.end == other.start for one, other in pairwise(found.parts))
-        if found.parts:
-            assert (found.parts[0].start, found.parts[-1].end) == (found.start, found.end)
+        whole = path(5, batch, chance.choice((None, chance.uniform(0, 25))))
+        played = [episode_span(chance.choice(PHASES), *two_of(chance), f"{chance.randrange(2)} x") for _ in range(20)]
+        asked = [TracedSpan("probe", *two_of(chance), chance.choice(("probe", CALLS)), detail="x") for _ in range(4)]
+        worked = [TracedSpan("forward", *two_of(chance), "engine") for _ in range(3)]
+        spans = ProcessSpans({"rollout-0": played, COORDINATOR: asked, TRAINER: worked})
+        for found in (whole, spans.explain(whole)):
+            together = sum(part.seconds for part in found.parts)
+            assert math.isclose(together, found.seconds, rel_tol=0, abs_tol=1e-11)  # some 50 additions
+            assert all(one.end == other.start and one.seconds > 0 for one, other in pairwise(found.parts))
+            if found.parts:
+                assert (found.parts[0].start, found.parts[-1].end) == (found.start, found.end)
+
+
+PHASES = ("setup", "run", "score", "cleanup", POLICY)
+
+
+def two_of(chance: random.Random) -> list[float]:
+    return sorted(chance.uniform(-1, 22) for _ in range(2))
+
+
+def episode_span(name: str, start: float, end: float, detail: str, group: int = 1) -> TracedSpan:
+    return TracedSpan(name, start, end, EPISODES, group, detail=detail)
+
+
+GAME = "environment game"
+PLAYED = [  # the second episode of group 1, which ends last: it was played before, and failed
+    episode_span("run", 11, 12, f"1 {GAME}"),
+    episode_span("setup", 13, 14, f"1 {GAME}"),
+    episode_span("run", 14, 18, f"1 {GAME}"),
+    episode_span(POLICY, 14.5, 16, "1 rollout-1"),
+    episode_span(POLICY, 15, 17, "1 rollout-0"),
+    episode_span("score", 18, 19, f"1 {GAME}"),
+    episode_span("cleanup", 19, 19.5, f"1 {GAME}"),
+]
+OTHERS = [episode_span("run", 10, 16, f"0 {GAME}"), episode_span("run", 10, 19.75, f"1 {GAME}", group=2)]
+
+
+def test_the_generation_of_a_gateway_is_what_the_episode_that_ended_last_was_at() -> None:
+    step = path(5, [group(1, 5, 10, 10, 20, 20, 20, 21, 21, replica="gateway-0")], 10.0)
+    busy = {"rollout-0": [TracedSpan("decode", 16, 16.5, "engine")], "gateway-0": [*PLAYED, *OTHERS]}
+    found = ProcessSpans(busy).explain(step)
+    assert [(part.cause, part.seconds, part.process) for part in found.parts] == [
+        ("place", 1.0, GAME),
+        ("agent", 1.0, GAME),
+        ("place", 1.0, GAME),
+        ("setup", 1.0, GAME),
+        ("agent", 0.5, GAME),
+        (POLICY, 0.5, "rollout-1"),
+        (POLICY, 2.0, "rollout-0"),
+        ("agent", 1.0, GAME),
+        ("agent's score", 1.0, GAME),
+        ("cleanup", 0.5, GAME),
+        ("generate", 0.5, "gateway-0"),
+        ("train", 1.0, TRAINER),
+    ]
+    assert found.inside[6] == {"decode": 0.5}
+    (policy,) = (total for total in totals([found]) if total.process == "rollout-0")
+    assert (policy.cause, policy.seconds, policy.steps) == (POLICY, 2.0, 1)
+
+
+@pytest.mark.parametrize("spans", [[], [episode_span(POLICY, 12, 13, "0 rollout-0")], [PLAYED[0]._replace(end=11.0)]])
+def test_a_generation_of_which_the_spans_are_lost_stays_whole(spans: list[TracedSpan]) -> None:
+    part = PathPart("generate", 11.0, 20.0, "gateway-0", 1)
+    assert conversation(part, spans) == [part]
 
 
 def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
@@ -121,11 +190,18 @@ def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
         {
             "reward-0": [TracedSpan("Score", 12, 13, CALLS, 7), TracedSpan("Score", 15, 15.5, CALLS, 7)],
             "reward-1": [TracedSpan("Score", 12.1, 15.9, CALLS, 1)],
-            "rollout-0": [TracedSpan("decode", 9, 11), TracedSpan("Generate", 10, 12, CALLS, 1)],
-            "rollout-1": [
-                TracedSpan("receive", 19, 20.9, PUBLICATION, step=6),
-                TracedSpan("receive", 20, 21, PUBLICATION, step=9),
+            "rollout-0": [
+                *(TracedSpan("decode", 9, 11), TracedSpan("Generate", 10, 12, CALLS, 1)),
+                TracedSpan("ReceiveWeights", 19, 20.1, CALLS, step=6),
+                TracedSpan("await sender", 19, 20, PUBLICATION, step=6),
+                TracedSpan("CommitWeights", 20.6, 21, CALLS, step=6),  # once all have received it
             ],
+            "rollout-1": [
+                TracedSpan("ReceiveWeights", 19, 20.6, CALLS, step=6),
+                TracedSpan("receive", 20, 20.6, PUBLICATION, step=6),
+                TracedSpan("CommitWeights", 20.6, 20.9, CALLS, step=6),
+            ],
+            "rollout-2": [TracedSpan("ReceiveWeights", 20, 21, CALLS, step=9)],
             TRAINER: [TracedSpan("backward", 15, 18), TracedSpan("command", 18, 22, detail="Apply")],
         }
     )
@@ -136,7 +212,34 @@ def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
         ("train", 4.0, TRAINER, -1),
         ("publish", 1.0, "rollout-1", -1),
     ]
-    assert found.inside == [{"decode": 1.0}, {}, {"backward": 2.0, "Apply": 2.0}, {"receive": pytest.approx(1.9, abs=1e-9)}]
+    receive = {"receive": pytest.approx(0.6, abs=1e-9)}
+    assert found.inside == [{"decode": 1.0}, {}, {"backward": 2.0, "Apply": 2.0}, receive]
+
+
+def test_an_update_that_waits_for_a_rollouts_probe_is_not_the_trainers_doing() -> None:
+    step = path(5, [group(1, 5, 2, 3, 4, 5, 5, 20, 21)], 10.0)
+    spans = {
+        COORDINATOR: [
+            TracedSpan("probe", 11, 15, CALLS, detail="rollout-1"),
+            TracedSpan("probe", 11, 18, CALLS, detail="rollout-0"),
+            TracedSpan("probe", 11, 19, CALLS, detail="rollout-2"),  # which came later, and was not waited for
+            TracedSpan("probe", 12, 18, "probe"),
+        ],
+        TRAINER: [
+            TracedSpan("forward", 10, 13, "engine"),
+            TracedSpan("send", 10, 17, PUBLICATION),
+            TracedSpan("Accumulate", 10, 17, CALLS),
+            TracedSpan("update", 18, 20, "engine"),
+        ],
+    }
+    assert told(ProcessSpans(spans).explain(step)) == [
+        ("train", 3.0, TRAINER, -1),
+        ("probe", 5.0, "rollout-0", -1),
+        ("train", 2.0, TRAINER, -1),
+        ("publish", 1.0, "", -1),
+    ]
+    spans[TRAINER][0] = TracedSpan("forward", 10, 18.5, "engine")  # busy all the while
+    assert [part.cause for part in ProcessSpans(spans).explain(step).parts] == ["train", "publish"]
 
 
 def test_what_lies_in_a_stretch_of_time_is_found_however_long_it_goes_on() -> None:

@@ -15,6 +15,8 @@ from runtime.gateway.conversation import Completion, Message, PolicyCall, Policy
 from runtime.gateway.episode import GatewayEpisode, Playing
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.rendering import TemplateRenderer
+from runtime.process import spans
+from runtime.process.spans import TracedSpan
 from runtime.types import EpisodeTask, GeneratedGroup, GroupPayload, PlayRequest, PolicyVersion, SamplingParams
 from tests.unit.template_cases import tiny_renderer
 
@@ -111,6 +113,31 @@ def test_a_groups_episodes_are_played_and_become_its_payload(renderer: TemplateR
         assert episodes.counts["ended_completed"] == episodes.counts["ended_max_turns"] == 1
 
     run(renderer, scenario)
+
+
+def test_what_a_program_plays_is_a_span_from_its_beginning_to_its_end(
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[TracedSpan] = []
+    monkeypatch.setattr(spans.log, "add", lambda *span, **more: told.append(TracedSpan(*span, **more)))
+
+    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
+        playing = asyncio.ensure_future(episodes.play(request()))
+        await asyncio.sleep(0)
+        for _ in range(2):
+            episode = await opened(episodes)
+            await episodes.call(episode, call())
+            await episodes.end(episode)
+        await playing
+
+    run(renderer, scenario)
+    assert [(span.name, span.line, span.group, span.detail) for span in told] == [
+        (name, spans.EPISODES, 7, detail)
+        for index in range(2)
+        for name, detail in ((spans.POLICY, f"{index} "), ("run", f"{index} a program"))
+    ]
+    for asked, played in zip(told[::2], told[1::2], strict=True):
+        assert played.start <= asked.start <= asked.end <= played.end
 
 
 def test_keys_give_access_to_one_episode_and_die_with_it(renderer: TemplateRenderer) -> None:

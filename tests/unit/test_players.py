@@ -18,6 +18,8 @@ from runtime.gateway.conversation import Refused
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.players import Late, Players, late
 from runtime.gateway.rendering import TemplateRenderer
+from runtime.process import spans
+from runtime.process.spans import TracedSpan
 from runtime.types import EpisodeTask, GeneratedGroup, PlayRequest, SamplingParams
 from sluice.agents import episode
 from tests.unit.template_cases import tiny_renderer
@@ -238,6 +240,36 @@ def test_rewards_of_turns_branches_and_figures_arrive(renderer: TemplateRenderer
     assert group.rewards == [2.0, 2.0]
     assert group.outcomes is not None
     assert (group.outcomes.turns, group.outcomes.log) == ([1, 1], {"moves": (2, 10.0)})
+
+
+def test_the_phases_and_the_calls_of_an_episode_are_spans(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second try of what fails first; a phase that is none is told of nowhere."""
+
+    async def scenario(played: Played) -> GeneratedGroup:
+        async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+            yield EpisodeEvent(phase="setup")
+            yield EpisodeEvent(phase="dancing")
+            yield EpisodeEvent(phase="run")
+            episode = played.episodes.episode(request.id, request.api_key)
+            episode.rollout = "rollout-3"
+            await played.episodes.call(episode, call())
+            yield EpisodeEvent(phase="score")
+            yield EpisodeEvent(end=EpisodeEnd(failure="" if len(port.asked) > 1 else "infrastructure", reward=1.0))
+
+        played.players.use({"game": [ScriptedEnvironment("environment-0", act)]})
+        return await played.group(1)
+
+    told: list[TracedSpan] = []
+    monkeypatch.setattr(spans.log, "add", lambda *span, **more: told.append(TracedSpan(*span, **more)))
+    play(renderer, [], scenario)
+    found = sorted(told, key=lambda span: span.start)
+    phase = "0 environment game"
+    assert [(span.name, span.detail) for span in found] == 2 * [
+        *(("setup", phase), ("run", phase), (spans.POLICY, "0 rollout-3"), ("score", phase)),
+    ]
+    assert {(span.line, span.group) for span in found} == {(spans.EPISODES, 7)}
+    setup, run, policy, score = found[:4]
+    assert setup.end == run.start <= policy.start <= policy.end <= run.end == score.start
 
 
 def test_a_call_has_its_own_time(renderer: TemplateRenderer) -> None:
