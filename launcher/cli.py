@@ -238,6 +238,13 @@ def _scale(options: argparse.Namespace) -> int:
     return 0
 
 
+def _profile(options: argparse.Namespace) -> int:
+    from launcher.commands import profile
+
+    asyncio.run(profile.profile(options))
+    return 0
+
+
 def _schema(options: argparse.Namespace) -> int:
     import json
 
@@ -369,6 +376,7 @@ _COMMANDS = {
     "render": _render,
     "status": _status,
     "scale": _scale,
+    "profile": _profile,
     "samples": _samples,
     "report": _report,
     "why": _why,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from runtime import timeouts
 from runtime.process.command_line import CommandParser
 
 
@@ -19,6 +20,17 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     scale = commands.add_parser("scale", help="change the number of a run's rollouts while it goes on")
     scale.add_argument("wanted", metavar="rollout=N", help="how many there are to be")
     scale.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
+
+    profile = commands.add_parser("profile", help="record what processes of a run do, while it goes on")
+    profile.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
+    whom = profile.add_mutually_exclusive_group(required=True)
+    whom.add_argument("--role", help="all processes of this role: trainer, rollout, coordinator and so on")
+    whom.add_argument("--process", metavar="NAME", help="this one alone, as `sluice status` names it")
+    profile.add_argument("--steps", type=int, metavar="N", help="trainer and critic: after the one under way (default: 1)")
+    profile.add_argument("--seconds", type=float, metavar="S", help="all others (default: 5)")
+    profile.add_argument("--memory", action="store_true", help="what CUDA's allocator did, too")
+    limit = timeouts.PROFILE
+    profile.add_argument("--timeout", type=float, default=limit, metavar="SECONDS", help=f"for all of it (default: {limit:g})")
 
     samples = commands.add_parser("samples", help="prompts, replies, rewards and versions of a run")
     samples.add_argument("run", type=Path, help="a run's folder")
