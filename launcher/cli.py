@@ -293,6 +293,11 @@ def _why(options: argparse.Namespace) -> int:
 def _trace(options: argparse.Namespace) -> int:
     from launcher.commands import trace
 
+    if options.otlp is not None:
+        from launcher.commands import otlp
+
+        print(f"{otlp.export(options.run, options.steps, options.otlp)} spans sent to {options.otlp}")
+        return 0
     print(trace.trace(options.run, options.steps, options.output))
     return 0
 

@@ -258,7 +258,7 @@ class CoordinatorProcess:
         async def profile(asked: Profile) -> list[Path]:
             return await profiles.by_spy("coordinator", profiles.stem(self._config, "coordinator", 0, asked.step), asked)
 
-        return {"Status": status, "Stop": stop, "Profile": profiles.answering("coordinator", profile)}
+        return {"Status": status, "Stop": stop, "Profile": profiles.Profiles("coordinator", profile).profile}
 
     def _coordinator_handlers(self) -> dict[str, Handler]:
         async def register(registration: Registration) -> None:

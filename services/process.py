@@ -225,6 +225,7 @@ class ServiceProcess:
         self._previous: tuple[float, dict[str, float]] = (self._started, {})
         self._calls = Calls(service.name)
         self._fence = Fence()
+        self._profiles = profiles.Profiles(service.name, self._profile, service.profiled_for)
 
     async def run(self) -> None:
         service = self._service
@@ -248,6 +249,7 @@ class ServiceProcess:
         finally:
             self._state = "draining"
             await server.set_serving(False)
+            await self._profiles.close()
             if self._loaded:
                 await service.close()
             await server.stop(timeouts.SERVER_GRACE)
@@ -313,13 +315,12 @@ class ServiceProcess:
             self._drain_seconds = request.drain_seconds
             self._stop.set()
 
-        async def profile(asked: Profile) -> list[Path]:
-            if not self._loaded:
-                raise UserError(f"{self._service.name}: is still starting")
-            return await self._service.profile(asked)
+        return {"Status": status, "Stop": stop, "Profile": self._profiles.profile}
 
-        answer = profiles.answering(self._service.name, profile, self._service.profiled_for)
-        return {"Status": status, "Stop": stop, "Profile": answer}
+    async def _profile(self, asked: Profile) -> list[Path]:
+        if not self._loaded:
+            raise UserError(f"{self._service.name}: is still starting")
+        return await self._service.profile(asked)
 
     def _role_handlers(self) -> Mapping[str, Handler]:
         return {

@@ -15,15 +15,14 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from runtime import run_files, timeouts
 from runtime.config import Config
-from runtime.errors import UserError
+from runtime.errors import Cancelled, UserError
 from runtime.process import os_process
 from runtime.status import Profile, Profiled
 
@@ -31,23 +30,38 @@ Unit = Literal["steps", "seconds"]
 Take = Callable[[Profile], Awaitable[list[Path]]]
 
 
-def answering(name: str, take: Take, unit: Unit = "seconds") -> Callable[[Profile], Coroutine[Any, Any, Profiled]]:
-    """The handler of a process: one profile at a time, which `take` makes, and which is measured in `unit`. It raises UserError
-    for one that is not, and where files cannot be written."""
-    lock = asyncio.Lock()
+class Profiles:
+    """Of one process: one at a time."""
 
-    async def profile(asked: Profile) -> Profiled:
-        if getattr(asked, unit) <= 0:
-            raise UserError(f"{name}: is profiled for so many {unit}: --{unit}, more than 0")
-        if lock.locked():
-            raise UserError(f"{name}: another profile of it is under way")
-        async with lock:
-            try:
-                return Profiled(files=[str(path) for path in await take(asked)])
-            except OSError as error:
-                raise UserError(f"{name}: {error.filename}: {(error.strerror or str(error)).lower()}") from error
+    def __init__(self, name: str, take: Take, unit: Unit = "seconds"):
+        """`take`: makes one. `unit`: what it is measured in."""
+        self._name, self._take, self._unit = name, take, unit
+        self._taken: asyncio.Future[list[Path]] | None = None
 
-    return profile
+    async def profile(self, asked: Profile) -> Profiled:
+        """The handler. Raises UserError for what is measured otherwise, and where files cannot be written; Cancelled where the
+        process ends meanwhile."""
+        if getattr(asked, self._unit) <= 0:
+            raise UserError(f"{self._name}: is profiled for so many {self._unit}: --{self._unit}, more than 0")
+        if self._taken is not None and not self._taken.done():
+            raise UserError(f"{self._name}: another profile of it is under way")
+        self._taken = taken = asyncio.ensure_future(self._take(asked))
+        try:
+            await asyncio.wait([taken])
+        finally:
+            taken.cancel()
+        try:
+            return Profiled(files=[str(path) for path in taken.result()])
+        except asyncio.CancelledError:
+            raise Cancelled(f"{self._name} ended before its profile was whole") from None
+        except OSError as error:
+            raise UserError(f"{self._name}: {error.filename}: {(error.strerror or str(error)).lower()}") from error
+
+    async def close(self) -> None:
+        """End the one under way: torch does not stand that a process ends in the middle of one."""
+        if self._taken is not None and not self._taken.done():
+            self._taken.cancel()
+            await asyncio.wait([self._taken], timeout=timeouts.PROFILE_END)
 
 
 def stem(config: Config, name: str, rank: int, step: int) -> Path:
@@ -66,8 +80,7 @@ async def of_thread(thread: Executor, path: Path, memory: bool, end: Awaitable[o
         await loop.run_in_executor(thread, profile.start)
         await end
     finally:  # also where nobody waits for it any more
-        with suppress(RuntimeError):  # the thread takes nothing new: the process ends
-            await loop.run_in_executor(thread, profile.stop)
+        await loop.run_in_executor(thread, profile.stop)
     return await asyncio.to_thread(profile.write)
 
 

@@ -45,7 +45,9 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     why = commands.add_parser("why", help="what the steps of a run waited for, by cause and process")
     why.add_argument("--json", action="store_true", help="print all of it for programs")
     trace = commands.add_parser("trace", help="a run as a trace that Perfetto shows")
-    trace.add_argument("--output", type=Path, metavar="FILE", help="(default: trace.json in the run's folder)")
+    where = trace.add_mutually_exclusive_group()
+    where.add_argument("--output", type=Path, metavar="FILE", help="(default: trace.json in the run's folder)")
+    where.add_argument("--otlp", metavar="URL", help="send it to what takes OpenTelemetry's OTLP over HTTP instead")
     for command in (why, trace):
         command.add_argument("run", type=Path, help="a run's folder")
         command.add_argument("--steps", metavar="a:b", help="these, both included, or one (default: all)")
