@@ -181,7 +181,7 @@ def beside(where: torch.device) -> Iterator[None]:
 
 class TorchProfile:
     """`start` and `stop` are called in the thread that is looked at, `write` in any. There is `STEM.json.gz` then, a trace of
-    Chrome's format, or of an NPU the folder `STEM` of what CANN recorded; torch_npu makes a trace of that elsewhere, as it forks
+    Chrome's format, or of an NPU the folder `STEM` of what CANN recorded. torch_npu makes a trace of that elsewhere: it forks
     the process for it."""
 
     def __init__(self, stem: Path, memory: bool):

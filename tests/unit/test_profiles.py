@@ -14,18 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from launcher.commands.profile import chosen
 from runtime import config
-from runtime.commands import Apply, BeginStep
+from runtime.commands import Accumulate, Apply, BeginStep
 from runtime.config import Config
 from runtime.errors import UserError
 from runtime.process import platform
 from runtime.status import Profile, Registration
-from runtime.trainer.rank import GroupRank
+from runtime.trainer.rank import GroupRank, make_train_rank
 from services import profiles
 from services.models import SpmdService
 from tests.loopback.weight_members import ROOT, SIMULATED_NPU
+from tests.unit.training_cases import make_config, make_groups, make_policy
+from tests.unit.training_steps import assert_same, weights
 
 PATIENCE = 100.0
 
@@ -191,6 +194,32 @@ def test_what_py_spy_says_when_it_fails_is_told(
             await profiles.by_spy("reward-0", tmp_path / "x", Profile(seconds=1.0))
 
     run(test())
+
+
+def trained(folder: Path, profiled: bool) -> dict[str, torch.Tensor]:
+    """The weights that four steps leave, the middle two of which were perhaps profiled."""
+    made = replace(make_config(make_policy(folder / "model")), run=config.Run(name="test", dir=str(folder)))
+    service = SpmdService("trainer", "Trainer", make_train_rank, made, "trainer-0", 0)
+    service.load()
+
+    async def test() -> None:
+        taking = asyncio.ensure_future(service.profile(Profile(steps=2))) if profiled else None
+        await asyncio.sleep(0)
+        for number in range(4):
+            await service.execute(BeginStep(number))
+            await service.execute(Accumulate(number, make_groups(number), last=True))
+            await service.execute(Apply(number))
+        if taking is not None:
+            assert any("Backward" in name for name in names((await taking)[0]))
+
+    run(test())
+    found = weights(service._worker.engine)
+    run(service.close())
+    return found
+
+
+def test_a_profile_changes_no_bit_of_what_is_trained(tmp_path: Path) -> None:
+    assert_same(trained(tmp_path / "with", True), trained(tmp_path / "without", False))
 
 
 ENDS = """
