@@ -237,7 +237,8 @@ def mlflow() -> Any:
 def test_mlflow_offline(mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     points = [*POINTS, (3, {"eval/gsm8k/pass@8": 0.25})]
-    run([Tracker(name="mlflow", project="a-project")], tmp_path, points, timeout=60)
+    services = Services(rollout=Rollout(env={"WANDB_API_KEY": "secret-1"}))
+    run([Tracker(name="mlflow", project="a-project")], tmp_path, points, timeout=60, services=services)
     client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
     (found,) = client.search_runs([client.get_experiment_by_name("a-project").experiment_id])
     assert (found.info.run_name, found.info.status) == ("a-run", "FINISHED")
@@ -245,7 +246,9 @@ def test_mlflow_offline(mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [(one.step, one.value) for one in history["score/mean"]] == [(1, 0.5), (2, pytest.approx(math.nan, nan_ok=True))]
     assert [(one.step, one.value) for one in history["staleness/histogram/2"]] == [(1, 1.0)]
     assert [(one.step, one.value) for one in history["eval/gsm8k/pass_8"]] == [(3, 0.25)]
-    assert (found.data.params["run.name"], found.data.params["training.steps"]) == ("a-run", "2")
+    params = found.data.params
+    assert (params["run.name"], params["training.steps"]) == ("a-run", "2")
+    assert params["services.rollout.env.WANDB_API_KEY"] == "(not shown)"
 
 
 def test_mlflow_disabled_writes_nothing_and_online_needs_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
