@@ -295,8 +295,9 @@ def _trace(options: argparse.Namespace) -> int:
 
     if options.otlp is not None:
         from launcher.commands import otlp
+        from runtime.telemetry.shown import shown
 
-        print(f"{otlp.export(options.run, options.steps, options.otlp)} spans sent to {options.otlp}")
+        print(shown(f"{otlp.export(options.run, options.steps, options.otlp)} spans sent to {options.otlp}"))
         return 0
     print(trace.trace(options.run, options.steps, options.output))
     return 0

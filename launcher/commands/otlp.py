@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from launcher.commands.why import explained
 from runtime import run_files
-from runtime.config import loading
+from runtime.config import Config, loading
 from runtime.errors import UserError
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.process.spans import CALLS, SpanFile, SpanFolder, TracedSpan
@@ -52,15 +52,17 @@ def export(folder: Path, steps: str | None, url: str) -> int:
     config = loading.load(folder / run_files.CONFIG)
     with LedgerReader(folder / run_files.LEDGER) as reader:
         rows = {row.group_id: row for row in reader.groups(steps=(found[0].step, found[-1].step))}
-    spans = RunSpans(config.run.name, config.model.path, found, rows).of(list(files.files.values()))
+    spans = RunSpans(config, found, rows, str(folder.resolve())).of(list(files.files.values()))
     return _sent(spans, url if parts.path.strip("/") else f"{url.rstrip('/')}{PATH}")
 
 
 class RunSpans:
     """Spans of ours as those of OpenTelemetry's."""
 
-    def __init__(self, run: str, model: str, steps: Sequence[StepPath], rows: Mapping[int, GroupRow]):
-        self._run, self._model, self._steps, self._rows = run, model, steps, rows
+    def __init__(self, config: Config, steps: Sequence[StepPath], rows: Mapping[int, GroupRow], salt: str):
+        """`rows`: of the ledger, by group. `salt`: by which ids differ from those of a run of the same name."""
+        self._run, self._model, self._steps, self._rows = config.run.name, config.model.path, steps, rows
+        self._salt = salt
         self._starts = [step.start for step in steps]
         self._trained = {group: step.step for step in steps for group in step.groups}
 
@@ -118,7 +120,7 @@ class RunSpans:
         def number(size: int, *words: object) -> int:
             return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=size).digest(), "big")
 
-        trace = number(16, self._run, *place)
+        trace = number(16, self._salt, self._run, *place)
         return SpanContext(trace, number(8, trace, which), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
     def _resource(self, file: SpanFile) -> Resource:
@@ -164,6 +166,7 @@ def _sent(spans: Iterator[ReadableSpan], endpoint: str) -> int:
     finally:
         exporter.shutdown()
         logger.removeHandler(said)
+        logger.propagate = True
     return sent
 
 

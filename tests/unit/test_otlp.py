@@ -54,8 +54,9 @@ def files() -> list[SpanFile]:
     return [SpanFile(Path(f"{name}.0.1.jsonl"), headers[name], spans) for name, spans in SPANS.items()]
 
 
-def spans(run: str = "a-run") -> RunSpans:
-    return RunSpans(run, "a-model", [*STEPS, NEXT], {1: Row()})  # type: ignore[dict-item]
+def spans(run: str = "a-run", folder: str = "") -> RunSpans:
+    made = Config(run=config.Run(name=run), model=Model(path="a-model"))
+    return RunSpans(made, [*STEPS, NEXT], {1: Row()}, folder)  # type: ignore[dict-item]
 
 
 class Receiver:
@@ -157,11 +158,12 @@ def test_generation_has_the_conventions_attributes(receiver: Receiver) -> None:
 
 
 def test_what_is_sent_again_has_the_ids_that_it_had_and_another_run_has_others() -> None:
-    def ids(run: str) -> set[tuple[int, int]]:
-        return {(span.context.trace_id, span.context.span_id) for span in spans(run).of(files())}
+    def ids(*run: str) -> set[tuple[int, int]]:
+        return {(span.context.trace_id, span.context.span_id) for span in spans(*run).of(files())}
 
     assert ids("a-run") == ids("a-run")
     assert not ids("a-run") & ids("another")
+    assert not ids("a-run") & ids("a-run", "elsewhere")
 
 
 @pytest.mark.parametrize("path", ["", "/own/path"])
