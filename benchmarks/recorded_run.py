@@ -148,6 +148,7 @@ def _spans(folder: Path, steps: int, groups: int) -> None:
         for rollout in ("rollout-0", "rollout-1"):
             found[rollout].append(TracedSpan("decode", begin, begin + 2.0, "engine"))
             found[rollout].append(TracedSpan("swap", begin + 3.5, begin + 4.0, PUBLICATION, step=step + 1))
+            found[rollout].append(TracedSpan("CommitWeights", begin + 3.5, begin + 4.0, CALLS, step=step + 1))
         for group in range(step * groups, (step + 1) * groups):
             found[f"rollout-{group % 2}"].append(TracedSpan("Generate", begin, begin + 2.0, CALLS, group))
             found["reward-0"].append(TracedSpan("Score", begin + 2.0, begin + 2.5, CALLS, group))

@@ -238,6 +238,13 @@ def _scale(options: argparse.Namespace) -> int:
     return 0
 
 
+def _profile(options: argparse.Namespace) -> int:
+    from launcher.commands import profile
+
+    asyncio.run(profile.profile(options))
+    return 0
+
+
 def _schema(options: argparse.Namespace) -> int:
     import json
 
@@ -294,6 +301,12 @@ def _page(options: argparse.Namespace) -> int:
 def _trace(options: argparse.Namespace) -> int:
     from launcher.commands import trace
 
+    if options.otlp is not None:
+        from launcher.commands import otlp
+        from runtime.telemetry.shown import shown
+
+        print(shown(f"{otlp.export(options.run, options.steps, options.otlp)} spans sent to {options.otlp}"))
+        return 0
     print(trace.trace(options.run, options.steps, options.output))
     return 0
 
@@ -377,6 +390,7 @@ _COMMANDS = {
     "render": _render,
     "status": _status,
     "scale": _scale,
+    "profile": _profile,
     "samples": _samples,
     "report": _report,
     "why": _why,

@@ -91,3 +91,19 @@ class Stop(Struct, kw_only=True):
 
     drain_seconds: float = 0.0
     term: int = 0  # of the coordinator that asks, 0 for anybody else: a process that has heard a higher one does not heed it
+
+
+class Profile(Struct, kw_only=True):
+    """Ask a process to record what it does while it goes on: a trainer or a critic for `steps` after the one that is under way,
+    any other for `seconds`. `step`: of the run, now. `memory`: what CUDA's allocator did as well."""
+
+    step: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    memory: bool = False
+
+
+class Profiled(Struct, kw_only=True):
+    """What was written, on the machine of the process: files, or of an NPU a folder."""
+
+    files: list[str] = []

@@ -37,10 +37,10 @@ from runtime.ledger.journal import LedgerWriter
 from runtime.process import disk, keys
 from runtime.process.aio import first_error
 from runtime.process.spans import LineStates
-from runtime.status import Loss, Progress, Registration, Status, Stop, Topology
+from runtime.status import Loss, Profile, Progress, Registration, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
 from runtime.telemetry.trackers import Trackers
-from services import process
+from services import process, profiles
 from services.nodes import Nodes
 from services.peers import Peers
 from services.rpc.server import Handler, Server
@@ -258,7 +258,10 @@ class CoordinatorProcess:
         async def stop(_: Stop) -> None:
             self._interrupt()
 
-        return {"Status": status, "Stop": stop}
+        async def profile(asked: Profile) -> list[Path]:
+            return await profiles.by_spy("coordinator", profiles.stem(self._config, "coordinator", 0, asked.step), asked)
+
+        return {"Status": status, "Stop": stop, "Profile": profiles.Profiles("coordinator", profile).profile}
 
     def _coordinator_handlers(self) -> dict[str, Handler]:
         async def register(registration: Registration) -> None:

@@ -13,16 +13,17 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.commands import Apply, Export, Priority, Restore, Save
 from runtime.config import Config, Spread
-from runtime.errors import Cancelled, Forbidden, ServiceFault
+from runtime.errors import Cancelled, Forbidden, ServiceFault, UserError
 from runtime.process import os_process, progress
+from runtime.status import Profile
 from runtime.types import PolicyVersion
-from services import process
+from services import process, profiles
 from services.rpc import contract
 from services.rpc.server import Handler
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 # Those that wait for nothing but their own ranks: neither for a disk nor for who receives weights.
 COMPUTING = {row.command for row in contract.METHODS.values() if row.deadline in ("deadlines.train", "deadlines.score")}
+
+MAKE_STEPS = ("trainer", "critic")
 
 log = logging.getLogger("sluice")
 
@@ -50,6 +53,7 @@ class SpmdService(process.Service):
         """`service`: its name in proto/. `make_rank(config, rank, world_size)` builds the engine, in the engine's thread."""
         super().__init__(config, f"{name.rpartition('-')[0]}-{rank}" if rank else name, rank)
         self.role, self.service = role, service
+        self.profiled_for = "steps" if role in MAKE_STEPS else "seconds"
         spread: Spread = getattr(config.services, role)
         self.libraries = process.TRANSFORMERS if spread.engine == "torch" else process.TORCH
         self._make_rank = make_rank
@@ -60,6 +64,7 @@ class SpmdService(process.Service):
         self._ordered = (
             0  # versions that they make, the first included: of the steps whose Apply is in line, or was carried out
         )
+        self._ordering = asyncio.Event()  # told of each
 
     def load(self) -> None:
         # The engine is made in its own thread, as some of torch's state belongs to the thread.
@@ -72,6 +77,24 @@ class SpmdService(process.Service):
     @property
     def version(self) -> PolicyVersion:
         return self._worker.version
+
+    def torch_thread(self) -> Executor:
+        return self._thread
+
+    async def profile(self, asked: Profile) -> list[Path]:
+        if self.profiled_for == "seconds":
+            return await super().profile(asked)
+        first = max(asked.step, self._ordered) + 1
+        if asked.steps > (left := max(0, self.config.training.steps - first)):
+            raise UserError(f"{self.name}: --steps: {asked.steps}; after the one under way {left} are left")
+        await self._until_ordered(first - 1)
+        path, end = profiles.stem(self.config, self.name, self.rank, first), self._until_ordered(first + asked.steps - 1)
+        return await profiles.of_thread(self._thread, path, asked.memory, end)
+
+    async def _until_ordered(self, step: int) -> None:
+        """Until the update of `step` is in line."""
+        while self._ordered <= step:
+            await self._ordering.wait()
 
     def gauges(self) -> dict[str, float]:
         return {
@@ -91,6 +114,8 @@ class SpmdService(process.Service):
         self._commands += 1
         if isinstance(command, Apply):
             self._ordered = command.step + 1
+            self._ordering.set()
+            self._ordering.clear()
         return loop.create_task(self._answer(loop.run_in_executor(self._thread, self._carry_out, command)))
 
     def _require_own_folder(self, command: Any) -> None:
@@ -165,6 +190,9 @@ class FrozenModelService(process.Service):
         if self._computing is None or self._computing.done():
             self._computing = asyncio.create_task(self._compute())
         return future
+
+    def torch_thread(self) -> Executor:
+        return self._thread
 
     async def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

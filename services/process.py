@@ -16,6 +16,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ from runtime.errors import SluiceError, Unreachable, UserError
 from runtime.process import keys, os_process, progress, spans
 from runtime.process.keys import Keys
 from runtime.process.network import transport_variables
-from runtime.status import CallStats, Registration, State, Status, Stop
+from runtime.status import CallStats, Profile, Registration, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
+from services import profiles
 from services.rpc import contract, session
 from services.rpc.server import Fence, Handler, Server, StreamHandler
 
@@ -55,6 +57,7 @@ class Service(ABC):
     libraries: Sequence[str] = ()  # modules that `load` needs and that take seconds to import, which is told apart
     background: asyncio.Future[None] | None = None  # work whose end is the end of the process
     keys: Keys | None = None  # its own
+    profiled_for: profiles.Unit = "seconds"
 
     def __init__(self, config: Config, name: str, rank: int):
         self.config = config
@@ -84,6 +87,17 @@ class Service(ABC):
     def state(self) -> State:
         """What the status call tells of a process that serves."""
         return "ready"
+
+    def torch_thread(self) -> Executor | None:
+        """In which it computes with torch, one thing after the other; None where it does not, or has others do it."""
+        return None
+
+    async def profile(self, asked: Profile) -> list[Path]:
+        """Record what it does; returns where. Raises UserError for what cannot be had, and OSError."""
+        path, thread = profiles.stem(self.config, self.name, self.rank, asked.step), self.torch_thread()
+        if thread is None:
+            return await profiles.by_spy(self.name, path, asked)
+        return await profiles.of_thread(thread, path, asked.memory, asyncio.sleep(asked.seconds))
 
     def gauges(self) -> dict[str, float]:
         """Figures for the status call. Keys ending in `_total` are counters; the status derives their rates."""
@@ -211,6 +225,7 @@ class ServiceProcess:
         self._previous: tuple[float, dict[str, float]] = (self._started, {})
         self._calls = Calls(service.name)
         self._fence = Fence()
+        self._profiles = profiles.Profiles(service.name, self._profile, service.profiled_for)
 
     async def run(self) -> None:
         service = self._service
@@ -234,6 +249,7 @@ class ServiceProcess:
         finally:
             self._state = "draining"
             await server.set_serving(False)
+            await self._profiles.close()
             if self._loaded:
                 await service.close()
             await server.stop(timeouts.SERVER_GRACE)
@@ -299,7 +315,12 @@ class ServiceProcess:
             self._drain_seconds = request.drain_seconds
             self._stop.set()
 
-        return {"Status": status, "Stop": stop}
+        return {"Status": status, "Stop": stop, "Profile": self._profiles.profile}
+
+    async def _profile(self, asked: Profile) -> list[Path]:
+        if not self._loaded:
+            raise UserError(f"{self._service.name}: is still starting")
+        return await self._service.profile(asked)
 
     def _role_handlers(self) -> Mapping[str, Handler]:
         return {

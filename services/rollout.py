@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -308,6 +309,9 @@ class RolloutService(process.Service):
         if self._engine.torn:
             return "torn"
         return "ready" if self._level == Level.AWAKE else "asleep"
+
+    def torch_thread(self) -> Executor | None:
+        return self._engine.thread
 
     def gauges(self) -> dict[str, float]:
         stats = self._engine.stats()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from runtime import timeouts
 from runtime.process.command_line import CommandParser
 
 
@@ -20,6 +21,17 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     scale.add_argument("wanted", metavar="rollout=N", help="how many there are to be")
     scale.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
 
+    profile = commands.add_parser("profile", help="record what processes of a run do, while it goes on")
+    profile.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
+    whom = profile.add_mutually_exclusive_group(required=True)
+    whom.add_argument("--role", help="all processes of this role: trainer, rollout, coordinator and so on")
+    whom.add_argument("--process", metavar="NAME", help="this one alone, as `sluice status` names it")
+    profile.add_argument("--steps", type=int, metavar="N", help="trainer and critic: after the one under way (default: 1)")
+    profile.add_argument("--seconds", type=float, metavar="S", help="all others (default: 5)")
+    profile.add_argument("--memory", action="store_true", help="what CUDA's allocator did, too")
+    limit = timeouts.PROFILE
+    profile.add_argument("--timeout", type=float, default=limit, metavar="SECONDS", help=f"for all of it (default: {limit:g})")
+
     samples = commands.add_parser("samples", help="prompts, replies, rewards and versions of a run")
     samples.add_argument("run", type=Path, help="a run's folder")
     samples.add_argument("--step", help="a step, or a range of steps a:b")
@@ -33,7 +45,9 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     why = commands.add_parser("why", help="what the steps of a run waited for, by cause and process")
     why.add_argument("--json", action="store_true", help="print all of it for programs")
     trace = commands.add_parser("trace", help="a run as a trace that Perfetto shows")
-    trace.add_argument("--output", type=Path, metavar="FILE", help="(default: trace.json in the run's folder)")
+    where = trace.add_mutually_exclusive_group()
+    where.add_argument("--output", type=Path, metavar="FILE", help="(default: trace.json in the run's folder)")
+    where.add_argument("--otlp", metavar="URL", help="send it to what takes OpenTelemetry's OTLP over HTTP instead")
     for command in (why, trace):
         command.add_argument("run", type=Path, help="a run's folder")
         command.add_argument("--steps", metavar="a:b", help="these, both included, or one (default: all)")

@@ -36,7 +36,7 @@ async def show(run: str, watch: bool, grpcurl: str = "", gateway: bool = False) 
             print(shown(line))
         return
     if grpcurl:
-        found = _arguments(await _processes(address, own), grpcurl, own, Path(run) / run_files.CERTIFICATES)
+        found = _arguments(await processes_of(address, own, "status"), grpcurl, own, Path(run) / run_files.CERTIFICATES)
         print(shown(" ".join(found)))
         return
     tables = await _tables(address, own)
@@ -49,16 +49,17 @@ async def show(run: str, watch: bool, grpcurl: str = "", gateway: bool = False) 
             live.update(await _tables(address, own), refresh=True)
 
 
-async def _processes(address: str, own: Keys | None) -> list[Registration]:
-    """The coordinator first. Raises UserError."""
-    with _told(address):
+async def processes_of(address: str, own: Keys | None, command: str) -> list[Registration]:
+    """The coordinator first. Raises UserError, in the name of `command`."""
+    with _told(address, command):
         async with session.Channel(address, own) as channel:
             topology: Topology = await session.call(channel, "coordinator", contract.METHODS["Coordinator", "Processes"])
     coordinator = Registration(role="coordinator", name="coordinator", address=address, pid=0, host="")
     return [coordinator, *topology.processes]
 
 
-def _party(process: Registration) -> str:
+def party(process: Registration) -> str:
+    """What its keys are made for."""
     name, incarnation = process.name, process.incarnation
     return name if name == keys.COORDINATOR else keys.process(name, incarnation)
 
@@ -69,7 +70,7 @@ def _arguments(processes: Sequence[Registration], name: str, own: Keys | None, f
     found = next((one for one in processes if one.name == name), None)
     if found is None:
         raise UserError(f"--grpcurl: '{name}' is not one of {', '.join(one.name for one in processes)}")
-    header = [] if own is None else ["-H", f"{security.HEADER}:{own.token(_party(found))}"]
+    header = [] if own is None else ["-H", f"{security.HEADER}:{own.token(party(found))}"]
     if own is None or not own.tls:
         return ["-plaintext", *header, found.address]
     files, name_of_peer = own.files, []
@@ -78,7 +79,7 @@ def _arguments(processes: Sequence[Registration], name: str, own: Keys | None, f
 
         if not folder.parent.is_dir():
             raise UserError("--grpcurl: with TLS certificates are written: name the run's folder, not an address")
-        files, name_of_peer = certificates.written(own, folder), ["-authority", certificates.server_name(_party(found))]
+        files, name_of_peer = certificates.written(own, folder), ["-authority", certificates.server_name(party(found))]
     return ["-cacert", files.ca, "-cert", files.certificate, "-key", files.key, *name_of_peer, *header, found.address]
 
 
@@ -108,20 +109,20 @@ def address_of(run: str, command: str) -> str:
 
 
 @contextmanager
-def _told(address: str) -> Iterator[None]:
+def _told(address: str, command: str) -> Iterator[None]:
     """What comes of the coordinator's not answering, as a UserError."""
     try:
         yield
     except Forbidden as error:
-        raise UserError(f"status: {address}: {error}; a run's folder has it, or {keys.SECRET}") from None
+        raise UserError(f"{command}: {address}: {error}; a run's folder has it, or {keys.SECRET}") from None
     except SluiceError as error:
-        raise UserError(f"status: no coordinator at {address}: {error}") from None
+        raise UserError(f"{command}: no coordinator at {address}: {error}") from None
 
 
 async def _tables(address: str, own: Keys | None) -> Group:
-    coordinator, *others = await _processes(address, own)
-    with _told(address):
-        answers = [await _asked(coordinator, own), *await asyncio.gather(*(_status(process, own) for process in others))]
+    coordinator, *others = await processes_of(address, own, "status")
+    with _told(address, "status"):
+        answers = [await asked(coordinator, own), *await asyncio.gather(*(_status(process, own) for process in others))]
     return render(answers, [process.incarnation for process in (coordinator, *others)])
 
 
@@ -156,15 +157,16 @@ def _rates(rates: Mapping[str, float]) -> str:
     return ", ".join(told + [f"{name} {value:,.0f}/s" for name, value in rates.items() if not name.endswith("_seconds")])
 
 
-async def _asked(process: Registration, own: Keys | None) -> Status:
-    async with session.Channel(process.address, own, _party(process)) as channel:
+async def asked(process: Registration, own: Keys | None) -> Status:
+    """Raises SluiceError."""
+    async with session.Channel(process.address, own, party(process)) as channel:
         answer: Status = await session.call(channel, process.name, contract.METHODS["Process", "Status"])
         return answer
 
 
 async def _status(process: Registration, own: Keys | None) -> Status:
     try:
-        return await _asked(process, own)
+        return await asked(process, own)
     except SluiceError as error:
         return Status(
             role=process.role,

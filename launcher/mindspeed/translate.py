@@ -27,6 +27,7 @@ _HANDLERS = {
 _BY_PRESENCE = ("critic", "lora")  # sections that say something even when empty
 _SCHEDULES = ("constant", "linear", "cosine")
 _COLUMNS = {"prompt": "prompt_key", "query": "query_key", "response": "label_key", "system": "system_key"}
+_STAGES = {"generate": "rollout", "reference": "reference", "critic": "critic"}  # by a word in theirs: the role
 _SWANLAB_MODES = {
     "": "online",
     "cloud": "online",
@@ -165,11 +166,27 @@ def _lengths(keys: TranslatedSettings) -> None:
 
 
 def _profiler(keys: TranslatedSettings) -> None:
-    profiler = keys.of("profiler_config", "integrated")
-    if isinstance(profiler.value, dict) and profiler.value.get("profile"):
-        keys.refuse(
-            profiler, "profile: true asks for a profiler, which Sluice does not have; metrics.jsonl has every stage's time"
-        )
+    for setting in (keys.of("profiler_config", "integrated"), keys.of("profiler_config", "profile")):
+        asked = setting.value if isinstance(setting.value, dict) else {"profile": setting.value}
+        if not asked.get("profile"):
+            keys.say("off there too; of a run that is under way, sluice profile asks for one", setting)
+            continue
+        told = f"{setting.path}: while the run goes on, {profile_command(asked)} records it"
+        if (start := asked.get("profile_step_start")) is not None:
+            told += f", asked in the step before the one that is {start} there"
+        keys.say(told.partition(": ")[2], setting)
+        keys.advice.append(told)
+
+
+def profile_command(asked: dict[str, Any]) -> str:
+    """What records what their `profiler_config.integrated` asks for, but for levels, shapes, stacks and memory."""
+    stage, ranks = str(asked.get("stage", "all")), asked.get("profile_ranks", "all")
+    role = next((ours for theirs, ours in _STAGES.items() if theirs in stage), "trainer")
+    first, last = (asked.get(f"profile_step_{end}") for end in ("start", "end"))
+    steps = last - first if isinstance(first, int) and isinstance(last, int) else 1
+    length = f" --steps {max(1, steps)}" if role in ("trainer", "critic") else ""
+    names = [f"--process {role}-{rank}" for rank in ranks] if isinstance(ranks, list) and ranks else [f"--role {role}"]
+    return " and ".join(f"sluice profile RUN {name}{length}" for name in names)
 
 
 def _training(keys: TranslatedSettings) -> None:

@@ -95,16 +95,17 @@ class MetricNames(Section, frozen=True):
     """What the figures of a step are called."""
 
     names: Literal["own", "mindspeed"] = "own"
-    """Under which names tensorboard, wandb and swanlab get the figures: ours, or for dashboards made for it those of
+    """Under which names tensorboard, wandb, swanlab and mlflow get the figures: ours, or for dashboards made for it those of
     MindSpeed-RL, where it has others. `metrics.jsonl` has ours always; `sluice report` reads it."""
 
 
 class Tracker(Section, frozen=True):
     """Where metrics go. `sluice report` and the table are made from `jsonl`, so keep it."""
 
-    name: Literal["jsonl", "tensorboard", "wandb", "swanlab"]
-    """The last two need `pip install 'sluice-rl[wandb]'` or `'sluice-rl[swanlab]'`."""
+    name: Literal["jsonl", "tensorboard", "wandb", "swanlab", "mlflow"]
+    """The last three need `pip install 'sluice-rl[wandb]'`, `'sluice-rl[swanlab]'` or `'sluice-rl[mlflow]'`."""
     project: str = "sluice"
-    """Of wandb and swanlab."""
+    """Of wandb and swanlab; mlflow's experiment."""
     mode: Literal["online", "offline", "disabled"] = "offline"
-    """Of wandb and swanlab."""
+    """Of wandb, swanlab and mlflow, which offline writes `mlflow/` in the run's folder; online `MLFLOW_TRACKING_URI` says where
+    its server is."""

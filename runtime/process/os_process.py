@@ -23,6 +23,7 @@ STORE_KEY = "SLUICE_STORE_KEY"  # the variable that tells the ranks of a group i
 
 _PARENT = "SLUICE_PARENT"
 _PR_SET_PDEATHSIG = 1
+_PR_SET_PTRACER = 0x59616D61
 _START_TIME = 19  # in /proc/PID/stat, counted from what follows the name: clock ticks after the machine's start
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec there should be nothing but the call
 
@@ -99,6 +100,12 @@ def die_with_parent(parent: int | None = None) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:  # it ended before the call took hold
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def let_children_look() -> None:
+    """Children of this process may read its memory, as py-spy does. Where the kernel has no Yama, this changes nothing."""
+    if sys.platform.startswith("linux"):
+        _LIBC.prctl(_PR_SET_PTRACER, os.getpid())
 
 
 def ended(child: int) -> bool:

@@ -10,6 +10,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -172,3 +173,53 @@ def beside(where: torch.device) -> Iterator[None]:
     with module.stream(stream):
         yield
     stream.synchronize()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a thread computes, and its device does, while a process goes on.
+
+
+class TorchProfile:
+    """`start` and `stop` are called in the thread that is looked at, `write` in any. There is `STEM.json.gz` then, a trace of
+    Chrome's format, or of an NPU the folder `STEM` of what CANN recorded. torch_npu makes a trace of that elsewhere: it forks
+    the process for it."""
+
+    def __init__(self, stem: Path, memory: bool):
+        """`memory`: what CUDA's allocator did as well. Raises UserError where there is none."""
+        self._kind = device_kind()
+        if memory and self._kind != "cuda":
+            raise UserError(f"--memory: is of CUDA's allocator, and this process computes on {self._kind}")
+        self._stem, self._memory = stem, memory
+        self._profiler: Any = None
+
+    def start(self) -> None:
+        if self._memory:
+            torch.cuda.memory._record_memory_history()
+        self._profiler = self._of_npu() if self._kind == "npu" else torch.profiler.profile()
+        self._profiler.start()
+
+    def stop(self) -> None:
+        """Nothing is done where it was not started."""
+        if self._profiler is None:
+            return
+        if self._kind != "cpu":
+            _accelerator(self._kind).synchronize()
+        self._profiler.stop()
+        if self._memory:
+            torch.cuda.memory._dump_snapshot(str(self._file(".memory.pickle")))
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def write(self) -> list[Path]:
+        """What there is of it then."""
+        if self._kind == "npu":
+            return [self._stem]
+        self._profiler.export_chrome_trace(str(trace := self._file(".json.gz")))
+        return [trace, *([self._file(".memory.pickle")] if self._memory else [])]
+
+    def _file(self, suffix: str) -> Path:
+        return self._stem.with_name(self._stem.name + suffix)
+
+    def _of_npu(self) -> Any:
+        profiler = importlib.import_module("torch_npu.profiler")
+        handler = profiler.tensorboard_trace_handler(dir_name=str(self._stem), analyse_flag=False)
+        return profiler.profile(on_trace_ready=handler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,6 +45,9 @@ class RolloutEngine(ABC):
 
     adopts = False
     """Whether the engine generates from the staged memory itself after a swap, which must stay unchanged until the next one."""
+
+    thread: Executor | None = None
+    """In which it computes with torch; None where that is another process's."""
 
     @abstractmethod
     def submit(self, requests: Sequence[GroupRequest]) -> None:

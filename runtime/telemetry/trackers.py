@@ -1,4 +1,4 @@
-"""Where metrics go: JSON lines, TensorBoard, Weights & Biases, SwanLab, in any combination.
+"""Where metrics go: JSON lines, TensorBoard, Weights & Biases, SwanLab, MLflow, in any combination.
 
 Each tracker has a thread and a bounded queue of its own: a slow one delays neither the event loop nor the others.
 `metrics.jsonl` has every point: where it cannot be written, as there is no room, the points wait until it can; when its queue
@@ -13,10 +13,11 @@ import importlib.util
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -33,7 +34,10 @@ from runtime.telemetry import metric_names
 from runtime.telemetry.event_file import EventFile
 from runtime.telemetry.metrics import Histogram, Metrics
 
-_EXTRAS = {"wandb": "sluice-rl[wandb]", "swanlab": "sluice-rl[swanlab]"}
+_EXTRAS = {name: f"sluice-rl[{name}]" for name in ("wandb", "swanlab", "mlflow")}
+_MLFLOW_SERVER = "MLFLOW_TRACKING_URI"
+_MLFLOW_PARAMS = 100  # of a request, at most
+_MLFLOW_VALUE = 500  # characters of a parameter's value, at most
 _QUEUE_POINTS = 256
 _BLOCK_BYTES = 1 << 16
 
@@ -159,16 +163,58 @@ class SwanLab(Backend):
         )
 
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
-        point: dict[str, float] = {}
-        for name, value in metrics.items():
-            if isinstance(value, dict):
-                point.update({f"{name}/{key}": count for key, count in value.items()})
-            else:
-                point[name] = value
-        self._run.log(point, step=step)
+        self._run.log(_without_histograms(metrics), step=step)
 
     def close(self) -> None:
         self._run.finish()
+
+
+class MLflow(Backend):
+    """A run of MLflow's, in the experiment that the tracker's project names: offline in `mlflow/` of the run's folder. The
+    configuration is its parameters; a histogram is a line for each value, as with SwanLab."""
+
+    def __init__(self, tracker: Tracker, run_dir: Path, run_name: str, config: Mapping[str, Any]):
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which MLflow itself takes for the past
+        from mlflow import MlflowClient, entities
+
+        self._entities = entities
+        folder = (run_dir / "mlflow").absolute()
+        self._client = MlflowClient(tracking_uri=folder.as_uri() if tracker.mode == "offline" else None)
+        experiment = self._client.get_experiment_by_name(tracker.project)
+        id_ = experiment.experiment_id if experiment else self._client.create_experiment(tracker.project)
+        self._run: str = self._client.create_run(id_, run_name=run_name).info.run_id
+        params = [entities.Param(name, value[:_MLFLOW_VALUE]) for name, value in _leaves(config)]
+        for first in range(0, len(params), _MLFLOW_PARAMS):
+            self._client.log_batch(self._run, params=params[first : first + _MLFLOW_PARAMS])
+
+    def log(self, step: int, seconds: float, metrics: Metrics) -> None:
+        point = _without_histograms(metrics).items()
+        named = [(re.sub(r"[^\w./ -]", "_", name), value) for name, value in point]  # what a name may have there
+        when = int(1000 * seconds)
+        self._client.log_batch(self._run, metrics=[self._entities.Metric(name, value, when, step) for name, value in named])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each key by its path, and its value as text."""
+    for key, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def _without_histograms(metrics: Metrics) -> dict[str, float]:
+    """Each of their values under a name of its own, NAME/VALUE."""
+    point: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            point.update({f"{name}/{key}": count for key, count in value.items()})
+        else:
+            point[name] = value
+    return point
 
 
 log = logging.getLogger("sluice")
@@ -264,10 +310,13 @@ class Trackers:
             package = missing_package(tracker)
             if package:
                 raise UserError(f"tracker {tracker.name}: needs a package: pip install '{package}'")
+            if (tracker.name, tracker.mode) == ("mlflow", "online") and not os.environ.get(_MLFLOW_SERVER):
+                raise UserError(f"tracker mlflow: mode online: {_MLFLOW_SERVER} is not set, which says where its server is")
         folder = Path(run_dir)
         self._mindspeed = config.metrics.names == "mindspeed"
         self._scores = metric_names.score_prefixes(config)
-        self._workers = [_Worker(tracker, folder, config) for tracker in config.trackers]
+        off = [each for each in config.trackers if (each.name, each.mode) == ("mlflow", "disabled")]  # the others know it
+        self._workers = [_Worker(tracker, folder, config) for tracker in config.trackers if tracker not in off]
 
     async def log(self, step: int, metrics: Metrics, timeout: float = timeouts.TRACKERS) -> None:
         """Hand over one point; returns at once unless a tracker is far behind. `metrics` must not change afterwards.
@@ -304,5 +353,5 @@ def _backend(tracker: Tracker, run_dir: Path, config: Config) -> Backend:
         return JsonLines(run_dir / run_files.METRICS)
     if tracker.name == "tensorboard":
         return TensorBoard(run_dir / run_files.TENSORBOARD)
-    make = WandB if tracker.name == "wandb" else SwanLab
-    return make(tracker, run_dir, config.run.name, without_secrets(config))
+    made: dict[str, Callable[..., Backend]] = {"wandb": WandB, "swanlab": SwanLab, "mlflow": MLflow}
+    return made[tracker.name](tracker, run_dir, config.run.name, without_secrets(config))

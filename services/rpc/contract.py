@@ -286,6 +286,7 @@ _PLAYED = (keys.GATEWAY,)
 _ROWS = (
     _method("Process", "Status", None, status.Status, callers=_SEEN, **_CONTROL),
     _method("Process", "Stop", status.Stop, None, **_CONTROL),
+    _method("Process", "Profile", status.Profile, status.Profiled, callers=(keys.OPERATOR,), **_CONTROL),
     _method("Coordinator", "Register", status.Registration, None, callers=_PROCESSES, speaker=("name", "incarnation")),
     _method("Coordinator", "Processes", None, status.Topology, callers=_SEEN),
     _method("Coordinator", "Watch", None, status.Progress, callers=_SEEN),

@@ -182,6 +182,18 @@ def test_the_import_is_where_torch_npu_has_it(torch_npu: Wheel) -> None:
     )
 
 
+def test_a_profile_is_asked_for_as_torch_npu_has_it(torch_npu: Wheel) -> None:
+    used = uses(r"importlib\.import_module\('torch_npu\.profiler'\)")
+    assert {use.name for use in used} == {"profile", "tensorboard_trace_handler"}
+    for use in used:
+        definition = torch_npu.definition("torch_npu.profiler", use.name)
+        assert definition is not None and use.call is not None
+        assert accepts(definition, use.call) == "", use.where
+    profile = torch_npu.definition("torch_npu.profiler", "profile")
+    assert isinstance(profile, ast.ClassDef)
+    assert {"start", "stop"} <= {node.name for node in profile.body if isinstance(node, ast.FunctionDef)}
+
+
 def test_the_backend_is_registered_under_our_name_for_our_device(torch_npu: Wheel) -> None:
     text = ast.unparse(torch_npu.tree("torch_npu._init.registry.distributed"))
     assert re.search(r"register_backend\('hccl', .*devices=\['npu'\]\)", text)

@@ -132,16 +132,39 @@ def test_an_older_file_without_a_length_has_no_budget_of_its_own_and_says_so() -
         ("megatron_training", "vocab_extra_ids", 2, "tokenizer.json"),
         ("megatron_training", "attention_mask_type", "full", "causal"),
         ("megatron_training", "cp_attention_mask_type", "full", "causal"),
-        ("profiler_config", "profile", True, "profiler"),
-        ("profiler_config", "integrated", {"profile": True, "profile_level": "level1"}, "profiler"),
+        ("msprobe_config", "msprobe", True, "mismatch"),
     ],
 )
 def test_what_asks_for_what_sluice_does_not_do_is_refused(section: str, name: str, value: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){section}.{name}.*{reason}"):
         made(**{section: {name: value}})
-    off = {"profile": False, "profile_level": "level1"} if name == "integrated" else find(section, name)[1].default  # type: ignore[index]
+    off = find(section, name)[1].default  # type: ignore[index]
     made(**{section: {name: off}})
     made(**{section: {name: value}}, without=(name,))
+
+
+@pytest.mark.parametrize(
+    ("asked", "command"),
+    [
+        ({}, "sluice profile RUN --role trainer --steps 1"),
+        ({"profile_step_start": 2, "profile_step_end": 5}, "sluice profile RUN --role trainer --steps 3 "),
+        ({"stage": "actor_generate", "profile_step_start": 2, "profile_step_end": 5}, "sluice profile RUN --role rollout "),
+        ({"stage": "reference_compute_log_prob"}, "sluice profile RUN --role reference "),
+        (
+            {"profile_ranks": [0, 3]},
+            "sluice profile RUN --process trainer-0 --steps 1 and sluice profile RUN --process trainer-3 --steps 1 ",
+        ),
+    ],
+)
+def test_a_profile_is_answered_with_the_command_that_makes_one(asked: dict[str, Any], command: str) -> None:
+    got = made(profiler_config={"integrated": {"profile": True, "profile_level": "level1", **asked}})
+    path = "profiler_config.integrated"
+    assert (row(got, path).outcome, command in row(got, path).reason) == ("ignored", True)
+    (line,) = (line for line in got.advice if path in line)
+    assert command in line
+    assert ("step before the one that is 2 there" in line) == ("profile_step_start" in asked)
+    off = made(profiler_config={"integrated": {"profile": False, **asked}})
+    assert not [line for line in off.advice if path in line]
 
 
 def test_the_budget_of_the_reference() -> None:

@@ -207,7 +207,7 @@ def test_tensorboard_itself_reads_the_file(tmp_path: Path) -> None:
     assert (value.min, value.max, value.num, value.sum, value.bucket) == (1, 3, 6, 14, [2, 0, 4])
 
 
-# --- W&B and SwanLab ---
+# --- W&B, SwanLab and MLflow ---
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +227,37 @@ def test_swanlab_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     run([Tracker(name="swanlab", mode="offline")], tmp_path, timeout=60)
     content = b"".join(path.read_bytes() for path in (tmp_path / "swanlab").rglob("*") if path.is_file())
     assert b"score/mean" in content and b"staleness/histogram/2" in content
+
+
+@pytest.fixture
+def mlflow() -> Any:
+    return pytest.importorskip("mlflow", reason="needs mlflow-skinny: pip install 'sluice-rl[mlflow]'")
+
+
+def test_mlflow_offline(mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    points = [*POINTS, (3, {"eval/gsm8k/pass@8": 0.25})]
+    services = Services(rollout=Rollout(env={"WANDB_API_KEY": "secret-1"}))
+    run([Tracker(name="mlflow", project="a-project")], tmp_path, points, timeout=60, services=services)
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
+    (found,) = client.search_runs([client.get_experiment_by_name("a-project").experiment_id])
+    assert (found.info.run_name, found.info.status) == ("a-run", "FINISHED")
+    history = {name: client.get_metric_history(found.info.run_id, name) for name in found.data.metrics}
+    assert [(one.step, one.value) for one in history["score/mean"]] == [(1, 0.5), (2, pytest.approx(math.nan, nan_ok=True))]
+    assert [(one.step, one.value) for one in history["staleness/histogram/2"]] == [(1, 1.0)]
+    assert [(one.step, one.value) for one in history["eval/gsm8k/pass_8"]] == [(3, 0.25)]
+    params = found.data.params
+    assert (params["run.name"], params["training.steps"]) == ("a-run", "2")
+    assert params["services.rollout.env.WANDB_API_KEY"] == "(not shown)"
+
+
+def test_mlflow_disabled_writes_nothing_and_online_needs_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run([Tracker(name="mlflow", mode="disabled")], tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="mode online: MLFLOW_TRACKING_URI is not set"):
+        Trackers(settings(Tracker(name="mlflow", mode="online")), tmp_path)
 
 
 FAKE = """

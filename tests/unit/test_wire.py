@@ -120,6 +120,10 @@ REGISTRATION = status.Registration(
 MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("Process", "Status"): (None, STATUS),
     ("Process", "Stop"): (status.Stop(drain_seconds=2.5), None),
+    ("Process", "Profile"): (
+        status.Profile(step=3, steps=2, seconds=1.5, memory=True),
+        status.Profiled(files=["runs/a/profiles/trainer-0.0.4.json.gz"]),
+    ),
     ("Coordinator", "Register"): (REGISTRATION, None),
     ("Coordinator", "Processes"): (None, status.Topology(processes=[REGISTRATION, REGISTRATION])),
     ("Coordinator", "Watch"): (
@@ -488,7 +492,7 @@ def test_the_protocol_files_declare_exactly_these_methods() -> None:
 def test_what_steers_a_role_goes_before_its_data() -> None:
     control = {name for (_, name), method in contract.METHODS.items() if method.priority is Priority.CONTROL}
     assert control == {
-        *("Status", "Stop", "HostWeights", "Move", "UsePeers", "Hurry"),
+        *("Status", "Stop", "Profile", "HostWeights", "Move", "UsePeers", "Hurry"),
         *("JoinWeights", "ReceiveWeights", "ResendWeights", "CommitWeights", "AbortWeights"),
     }
 

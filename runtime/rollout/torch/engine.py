@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -103,7 +103,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._held = False
         self._level = Level.AWAKE
         self._on_host: HostOffload | None = None  # with the weights, while they are off the device
-        self._thread = ThreadPoolExecutor(1, "rollout-engine")
+        self.thread: Executor = ThreadPoolExecutor(1, "rollout-engine")
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         known = set(self._groups)
@@ -122,7 +122,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` in the engine's thread. A cancelled caller still waits for it, at most one step: nothing overlaps."""
-        future = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        future = asyncio.get_running_loop().run_in_executor(self.thread, work)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -374,7 +374,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     async def close(self) -> None:
         """End the thread; the memory goes with the last reference to the engine."""
-        await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
+        await asyncio.get_running_loop().run_in_executor(None, self.thread.shutdown)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -143,3 +143,21 @@ class StopRequest(_message.Message):
     drain_seconds: float
     term: int
     def __init__(self, drain_seconds: _Optional[float] = ..., term: _Optional[int] = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("step", "steps", "seconds", "memory")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    steps: int
+    seconds: float
+    memory: bool
+    def __init__(self, step: _Optional[int] = ..., steps: _Optional[int] = ..., seconds: _Optional[float] = ..., memory: bool = ...) -> None: ...
+
+class ProfileReply(_message.Message):
+    __slots__ = ("files",)
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, files: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -1,0 +1,63 @@
+"""`sluice profile RUN --role ROLE`: what processes of a run do, recorded while it goes on."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+
+from launcher.commands.status import address_of, asked, party, processes_of
+from runtime import timeouts
+from runtime.errors import SluiceError, UserError
+from runtime.process import keys
+from runtime.process.keys import Keys
+from runtime.status import Profile, Profiled, Registration
+from runtime.telemetry.shown import shown
+from services.rpc import contract, session
+
+LONGEST = 1_000_000
+STEPS, SECONDS = 1, 5.0  # where the user does not say; a process takes what it is measured in
+
+
+async def profile(options: argparse.Namespace) -> None:
+    """Print what was written. Raises UserError, a line for each process that wrote nothing, once all have answered."""
+    address, own = address_of(options.run, "profile"), keys.of_user(options.run)
+    for option in ("steps", "seconds", "timeout"):
+        if (value := getattr(options, option)) is not None and not 0 < value <= LONGEST:
+            raise UserError(f"profile: --{option}: {value:g}; must be above 0 and at most {LONGEST}")
+    everybody = await processes_of(address, own, "profile")
+    wanted = chosen(everybody, options.role, options.process)
+    step = int((await asked(everybody[0], own)).gauges["step"])
+    given = {"steps": options.steps, "seconds": options.seconds}
+    if given == {"steps": None, "seconds": None}:
+        given = {"steps": STEPS, "seconds": SECONDS}
+    request = Profile(step=step, memory=options.memory, **{name: value for name, value in given.items() if value is not None})
+    answers = await asyncio.gather(*(_of(process, request, own, options.timeout) for process in wanted), return_exceptions=True)
+    for process, answer in zip(wanted, answers, strict=True):
+        if isinstance(answer, Profiled):
+            for file in answer.files:
+                print(shown(f"{process.name}: {file}"))
+        elif not isinstance(answer, SluiceError):
+            raise answer
+    if faults := [f"profile: {answer}" for answer in answers if isinstance(answer, SluiceError)]:
+        raise UserError("\n".join(faults))
+
+
+def chosen(processes: Sequence[Registration], role: str | None, name: str | None) -> list[Registration]:
+    """Those of the role, or the one of the name. Raises UserError where there are none."""
+    found = [one for one in processes if name in (None, one.name) and role in (None, one.role)]
+    if not found:
+        option, told = (
+            ("--process", [one.name for one in processes]) if role is None else ("--role", [p.role for p in processes])
+        )
+        raise UserError(f"profile: {option}: '{name or role}' is not one of {', '.join(dict.fromkeys(told))}")
+    return found
+
+
+async def _of(process: Registration, request: Profile, own: Keys | None, timeout: float) -> Profiled:
+    """Raises what the process says, and ServiceFault where it is not there, ends meanwhile, or takes longer than `timeout`."""
+    async with session.Channel(process.address, own, party(process)) as channel:
+        await channel.ready(process.name, timeouts.CONTROL_CALL)
+        method = contract.METHODS["Process", "Profile"]
+        answer: Profiled = await session.call(channel, process.name, method, request, timeout)
+        return answer

@@ -1,0 +1,123 @@
+"""What a process records of itself while it goes on (`Process.Profile`, `sluice profile`).
+
+::
+
+    trainer, critic          torch's profiler in the engine's thread, for so many steps after the one that is under way
+    others that have torch   the same, for so many seconds
+    all others               py-spy, which looks at the process and its children for so many seconds
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import math
+import os
+import shutil
+import sys
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Literal
+
+from runtime import run_files, timeouts
+from runtime.config import Config
+from runtime.errors import Cancelled, UserError
+from runtime.process import os_process
+from runtime.status import Profile, Profiled
+
+Unit = Literal["steps", "seconds"]
+Take = Callable[[Profile], Awaitable[list[Path]]]
+
+
+class Profiles:
+    """Of one process: one at a time."""
+
+    def __init__(self, name: str, take: Take, unit: Unit = "seconds"):
+        """`take`: makes one. `unit`: what it is measured in."""
+        self._name, self._take, self._unit = name, take, unit
+        self._taken: asyncio.Future[list[Path]] | None = None
+
+    async def profile(self, asked: Profile) -> Profiled:
+        """The handler. Raises UserError for what is measured otherwise, and where files cannot be written; Cancelled where the
+        process ends meanwhile."""
+        if getattr(asked, self._unit) <= 0:
+            raise UserError(f"{self._name}: is profiled for so many {self._unit}: --{self._unit}, more than 0")
+        if self._taken is not None and not self._taken.done():
+            raise UserError(f"{self._name}: another profile of it is under way")
+        self._taken = taken = asyncio.ensure_future(self._take(asked))
+        try:
+            await asyncio.wait([taken])
+        finally:
+            taken.cancel()
+        try:
+            return Profiled(files=[str(path) for path in taken.result()])
+        except asyncio.CancelledError:
+            raise Cancelled(f"{self._name} ended before its profile was whole") from None
+        except OSError as error:
+            raise UserError(f"{self._name}: {error.filename}: {(error.strerror or str(error)).lower()}") from error
+
+    async def close(self) -> None:
+        """End the one under way: torch does not stand that a process ends in the middle of one."""
+        if self._taken is not None and not self._taken.done():
+            self._taken.cancel()
+            await asyncio.wait([self._taken], timeout=timeouts.PROFILE_END)
+
+
+def stem(config: Config, name: str, rank: int, step: int) -> Path:
+    """Of a profile's files, but for what they end in. Makes their folder."""
+    folder = Path(config.run.dir) / run_files.PROFILES
+    folder.mkdir(exist_ok=True)
+    return folder / f"{name}.{rank}.{step}"
+
+
+async def of_thread(thread: Executor, path: Path, memory: bool, end: Awaitable[object]) -> list[Path]:
+    """What `thread`, of one worker, computes with torch from now to the `end`. Raises UserError for `memory` without CUDA."""
+    from runtime.process import platform
+
+    loop, profile = asyncio.get_running_loop(), platform.TorchProfile(path, memory)
+    try:
+        await loop.run_in_executor(thread, profile.start)
+        await end
+    finally:  # also where nobody waits for it any more
+        await loop.run_in_executor(thread, profile.stop)
+    return await asyncio.to_thread(profile.write)
+
+
+async def by_spy(name: str, path: Path, asked: Profile) -> list[Path]:
+    """What the threads of this process and of its children are at, 100 times a second. Raises UserError where py-spy is not
+    there, or may not look, and for a profile of memory."""
+    if asked.memory:
+        raise UserError(f"{name}: --memory: is of CUDA's allocator, and this process computes nothing with torch")
+    own = Path(sys.executable).parent
+    if (spy := shutil.which("py-spy", path=os.pathsep.join((str(own), os.environ.get("PATH", ""))))) is None:
+        by_hand = f"where that is installed, py-spy record --pid {os.getpid()} looks at it"
+        raise UserError(f"{name}: has no torch, and there is no py-spy: {own / 'pip'} install py-spy; {by_hand}")
+    plain, trace = path.with_name(f"{path.name}.json"), path.with_name(f"{path.name}.json.gz")
+    how = ("--nonblocking", "--subprocesses", "--format", "chrometrace", "--duration", str(math.ceil(asked.seconds)))
+    try:
+        await _ran(
+            name, asked.seconds + timeouts.PROFILE_END, spy, "record", "--pid", str(os.getpid()), *how, "--output", str(plain)
+        )
+        await asyncio.to_thread(lambda: trace.write_bytes(gzip.compress(plain.read_bytes())))
+    finally:
+        plain.unlink(missing_ok=True)
+    return [trace]
+
+
+async def _ran(name: str, timeout: float, *command: str) -> None:
+    """Raises UserError, with the last line of what it said, where the command fails or takes longer than `timeout` seconds."""
+    os_process.let_children_look()
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(), timeout)
+    except asyncio.TimeoutError:
+        raise UserError(f"{name}: py-spy has not ended within {timeout:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
+        raise UserError(f"{name}: py-spy: {lines[-1].strip() if lines else f'exit code {process.returncode}'}")
