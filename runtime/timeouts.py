@@ -45,6 +45,7 @@ ACCEPT_TOOL = 30.0  # deadline of a tool, such as npu-smi, that `sluice accept` 
 ACCEPT_STALLED = 3.0  # deadline of the transfer that is to fail in `sluice accept`
 HEALTH_CHECK = 5.0  # deadline of `python -m sluice.health_check`, unless it is told another
 SPANS = 1.0  # between two writes of a process's spans, and for the last one
+SCRAPE = 10.0  # deadline of a process's metrics for Prometheus, which waits as long by default
 TRACKERS = 10.0  # deadline of a point for which metrics.jsonl has no room, and of the last ones of any tracker at the end
 TRACKER_RETRY = 60.0  # after a tracker's failure, until it is tried again
 DISK_SLOW = 10.0  # that a file system may take for the ledger's writing before status and log say that the run waits for it
