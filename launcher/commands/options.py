@@ -119,11 +119,14 @@ def add_render(parser: CommandParser) -> None:
         "slurm": "a batch script, and the configuration beside it",
         "kubernetes": "manifests, the configuration among them",
         "compose": "a Compose file for containers of one machine, and the configuration beside it",
+        "prometheus": "what a Prometheus needs to watch a run that is started by hand",
     }.items():
         target = targets.add_parser(name, help=what, description=f"Write {what}.")
         target.add_argument("config", type=Path, help="a YAML file")
         target.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
         target.add_argument("--output", type=Path, metavar="FOLDER", help=f"of the files (default: rendered/{name})")
+        if name == "prometheus":
+            continue
         target.add_argument(
             "--device",
             choices=("cpu", "cuda", "npu"),

@@ -60,13 +60,13 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
     if config.network.tls is not None and config.network.security not in ("auto", "tls"):
         mode = config.network.security
         yield f"network.tls: is not used with network.security {mode}; must be left out, or that be tls or auto"
-    yield from _scraping(config)
+    yield from scraping_faults(config)
     if config.network.port_range is not None:
         yield from _port_range(config, config.network.port_range, 0 if several else _listeners(config, trains))
 
 
-def _scraping(config: Config) -> Iterator[str]:
-    """Off this machine metrics are for those alone who are told so."""
+def scraping_faults(config: Config) -> Iterator[str]:
+    """One line per fault. Off this machine metrics are for those alone who have the token."""
     settings, network = config.metrics.prometheus, config.network
     if settings is None or settings.token is not None or network.security == "none" or is_loopback(network.interface):
         return
