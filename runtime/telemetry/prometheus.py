@@ -45,11 +45,11 @@ class _Collected:
     def __init__(self, run: str, status: Status, dropped: int, figures: RunFigures | None):
         self._labels = labels(run, status)
         self._found: dict[str, Metric] = {}
-        self._of_process(status, dropped)
+        states = _one_of(get_args(State), status.state)
+        self._add("sluice_process_state", "1 for the state that the process is in.", states, "state")
+        self._add("sluice_spans_dropped_total", "Spans that the process's file has no room for.", dropped)
         if figures is None:
-            for name, value in status.gauges.items():
-                meaning = f"{name}, as {status.role} tells it with its status."
-                self._add(metric_name(f"sluice_{status.role}", name), meaning, value)
+            self._of_service(status)
         else:
             self._of_run(figures)
 
@@ -67,17 +67,16 @@ class _Collected:
             family.add_metric([*self._labels.values(), *([str(key)] if by else [])], one)
         self._found[name] = family
 
-    def _of_process(self, status: Status, dropped: int) -> None:
+    def _of_service(self, status: Status) -> None:
         calls = status.calls
         ended = {"answered": calls.answered, "failed": calls.failed, "withdrawn": calls.withdrawn}
-        self._add(
-            "sluice_process_state", "1 for the state that the process is in.", _one_of(get_args(State), status.state), "state"
-        )
         self._add("sluice_process_version_step", "Optimizer steps that made the weights that it has.", status.version.step)
         self._add("sluice_calls_open", "Calls to the process that are not answered yet.", calls.open)
         self._add("sluice_calls_total", "Calls to the process that have ended, by how.", ended, "outcome")
         self._add("sluice_call_seconds", "From a call to its answer, the mean over the recent ones.", calls.seconds)
-        self._add("sluice_spans_dropped_total", "Spans that the process's file has no room for.", dropped)
+        for name, value in status.gauges.items():
+            meaning = f"{name}, as {status.role} tells it with its status."
+            self._add(metric_name(f"sluice_{status.role}", name), meaning, value)
 
     def _of_run(self, run: RunFigures) -> None:
         progress = run.progress

@@ -15,7 +15,7 @@ import hmac
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -30,6 +30,8 @@ from runtime.status import RunFigures, Status
 from runtime.telemetry import prometheus
 
 log = logging.getLogger("sluice")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 BACKLOG = 16  # connections that wait for the event loop
 
@@ -66,9 +68,9 @@ class ScrapeServer:
         return address
 
     async def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
         if self._runner is not None:
             await self._runner.cleanup()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _listener(self) -> socket.socket:
         host, ports = self._config.network.interface, self._config.network.port_range
@@ -82,12 +84,11 @@ class ScrapeServer:
             raise UserError(f"metrics.prometheus.port: cannot listen on {where}: {os.strerror(error.errno or 0)}") from None
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Callable[..., object]) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode()
         if self._expected and not hmac.compare_digest(given, self._expected):
             raise web.HTTPUnauthorized(text="metrics.prometheus.token is missing, or another\n")
-        response: web.StreamResponse = await handler(request)  # type: ignore[misc]
-        return response
+        return await handler(request)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         figures = None if self._run is None else self._run()
