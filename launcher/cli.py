@@ -59,33 +59,9 @@ def _parser() -> CommandParser:
     of_command.add_render(commands.add_parser("render", help="write the files that start a run on several machines"))
 
     of_command.add_looking(commands)
-    _add_files(commands)
+    of_command.add_files(commands)
     of_command.add_measuring(commands)
     return parser
-
-
-def _add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Commands on files: of problems, replies, models and other systems' configurations."""
-    data = commands.add_parser("data", help="files of problems").add_subparsers(dest="action", required=True, metavar="ACTION")
-    prepare = data.add_parser("prepare", help="make a file of prompts: rendered, encoded and checked")
-    prepare.add_argument("config", type=Path, help="a YAML file, as in configs/datasets/")
-    prepare.add_argument("overrides", nargs="*", default=[], metavar="key=value")
-
-    score = commands.add_parser("score", help="what a verifier says of each reply in a file")
-    score.add_argument("file", type=Path, help="JSON lines with id, prediction and truth")
-    score.add_argument(
-        "--verifier", metavar="NAME", help="a reward rule, or FILE.py:NAME; the kind that each line names when left out"
-    )
-    score.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
-    score.add_argument("--timeout", type=float, metavar="SECONDS", help="of one case (default: that of training)")
-    score.add_argument("--output", type=Path, metavar="FILE", help="written instead of standard output")
-
-    of_command.add_convert(commands.add_parser("convert", help="model folders between Hugging Face's layout and megatron's"))
-
-    check = commands.add_parser("check-template", help="whether agents' conversations go on token for token with a model")
-    check.add_argument("model", type=Path, metavar="MODEL", help="a folder with tokenizer and chat template")
-
-    of_command.add_import(commands.add_parser("import-mindspeed", help="a configuration of MindSpeed-RL's as one of Sluice's"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

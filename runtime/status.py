@@ -9,6 +9,7 @@ from msgspec import Struct, field
 from runtime.types import PolicyVersion
 
 State = Literal["starting", "ready", "asleep", "torn", "draining", "failed"]
+RunPhase = Literal["starting", "evaluating", "training", "recovering", "saving", "finished", "failed"]
 
 
 class CallStats(Struct, kw_only=True):
@@ -23,7 +24,8 @@ class CallStats(Struct, kw_only=True):
 
 
 class Status(Struct, kw_only=True):
-    """One process, now. `rates` are per second over the last seconds."""
+    """One process, now. `rates` are per second over the last seconds. `metrics`: HOST:PORT of what it serves for Prometheus, or
+    ""."""
 
     role: str
     name: str
@@ -36,11 +38,12 @@ class Status(Struct, kw_only=True):
     pid: int = 0
     address: str = ""
     uptime_seconds: float = 0.0
+    metrics: str = ""
 
 
 class Registration(Struct, kw_only=True):
     """A process announces itself to the coordinator. `seconds` are its start-up times by phase, `incarnation` counts the
-    processes that were started under its name before. `machine` is `os_process.machine()`."""
+    processes that were started under its name before. `machine` is `os_process.machine()`. `metrics`: as of `Status`."""
 
     role: str
     name: str
@@ -51,6 +54,7 @@ class Registration(Struct, kw_only=True):
     seconds: dict[str, float] = {}
     incarnation: int = 0
     machine: str = ""
+    metrics: str = ""
 
 
 class Loss(Struct, kw_only=True, frozen=True):
@@ -78,6 +82,25 @@ class Progress(Struct, kw_only=True):
     lost: list[Loss] = []
     alarm: str = ""
     stopping: bool = False
+
+
+class RunFigures(Struct, kw_only=True):
+    """The run at the coordinator, now. `staleness`: the bound, in versions. `rollouts` and `groups` are counted by state; units
+    that are lost, and incarnations beyond the first (`restarts`), by role. `newest`: the metrics of the newest step and of the
+    newest evaluation; `stepped`: when that step ended, in seconds since the epoch, 0 before the first. `alarms`: probes over
+    `mismatch.limit`."""
+
+    progress: Progress
+    processes: list[Registration]
+    staleness: int
+    folder: str
+    rollouts: dict[str, int]
+    lost: dict[str, int]
+    restarts: dict[str, int]
+    groups: dict[str, int] = {}
+    newest: dict[str, float | dict[int, int]] = {}
+    stepped: float = 0.0
+    alarms: int = 0
 
 
 class Topology(Struct, kw_only=True):

@@ -49,6 +49,7 @@ HEALTH_CHECK = 5.0  # deadline of `python -m sluice.health_check`, unless it is 
 PAGE_END = 5.0  # for the page beside a run to end once it was told to; then it is killed
 PAGE_FOLLOW = 0.5  # between two looks of a page at the files of the run that it follows
 SPANS = 1.0  # between two writes of a process's spans, and for the last one
+SCRAPE = 10.0  # deadline of a process's metrics for Prometheus, which waits as long by default
 TRACKERS = 10.0  # deadline of a point for which metrics.jsonl has no room, and of the last ones of any tracker at the end
 TRACKER_RETRY = 60.0  # after a tracker's failure, until it is tried again
 DISK_SLOW = 10.0  # that a file system may take for the ledger's writing before status and log say that the run waits for it

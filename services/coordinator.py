@@ -28,6 +28,7 @@ from runtime.coordinator.evaluation import EvaluationRun, ServingRun
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
 from runtime.coordinator.run_context import EvaluationContext, RunContext
+from runtime.coordinator.run_figures import run_figures
 from runtime.coordinator.takeover import MembersKeeper, Takeover
 from runtime.data.sources import check_environments, training_prompts
 from runtime.data.tokenizer import Tokenizer
@@ -37,7 +38,7 @@ from runtime.ledger.journal import LedgerWriter
 from runtime.process import disk, keys
 from runtime.process.aio import first_error
 from runtime.process.spans import LineStates
-from runtime.status import Loss, Profile, Progress, Registration, Status, Stop, Topology
+from runtime.status import Loss, Profile, Progress, Registration, RunFigures, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
 from runtime.telemetry.trackers import Trackers
 from services import process, profiles
@@ -76,7 +77,7 @@ class CoordinatorProcess:
         self._interrupted = False
         self._run: TrainingRun | None = None
         self._evaluation: EvaluationRun | ServingRun | None = None
-        self._address = address
+        self._address, self._metrics = address, ""
         self._follows = bool(address)
         self._ledger: LedgerWriter | None = None
         self._term = 1
@@ -105,6 +106,11 @@ class CoordinatorProcess:
                 raise  # it names the range
             host = "services.coordinator.host" if settings.host else "network.interface"
             raise UserError(f"{'services.coordinator.port' if settings.port else host}: {error}") from None
+        async with process.exposed(self._config, self.status, self._figures) as self._metrics:
+            await self._lead(server, ready_fd)
+
+    async def _lead(self, server: Server, ready_fd: int | None) -> None:
+        """The run, from the moment that others may ask for it."""
         if self._trains:
             await self._open_ledger()
         await server.start()
@@ -184,7 +190,7 @@ class CoordinatorProcess:
         """Or, where the gateway serves, only have it served."""
         config, serves = self._config, self._config.gateway is not None and self._config.gateway.serve
         placed = await self._place()
-        tokenizer = _tokenizer(config)
+        tokenizer = Tokenizer.of(config)
         held_out = [] if serves else load_held_out(config, tokenizer)
         trackers = Trackers(self._config, self._folder)
         context = EvaluationContext(
@@ -216,7 +222,7 @@ class CoordinatorProcess:
         """Read the data while the services start."""
         config, before = self._config, time.monotonic()
         phases = {"launcher": self._phases.born - self._launched, "coordinator": before - self._phases.born}
-        tokenizer = _tokenizer(config)
+        tokenizer = Tokenizer.of(config)
         train = training_prompts(config.data, tokenizer)
         log.info("prompts: %s", train.report())
         held_out = load_held_out(config, tokenizer, train.problems)
@@ -326,16 +332,12 @@ class CoordinatorProcess:
         if self._run is not None:
             gauges |= self._run.gauges()
             detail += "".join(f"; {each}" for each in self._run.told())
-        return Status(
-            role="coordinator",
-            name="coordinator",
-            state="ready",
-            detail=detail,
-            gauges=gauges,
-            pid=os.getpid(),
-            address=self._address,
-            uptime_seconds=time.monotonic() - self._started,
-        )
+        where = {"pid": os.getpid(), "address": self._address, "metrics": self._metrics}
+        told = {"state": "ready", "detail": detail, "gauges": gauges, "uptime_seconds": time.monotonic() - self._started}
+        return Status(role="coordinator", name="coordinator", **where, **told)
+
+    def _figures(self) -> RunFigures:
+        return run_figures(self._config, self._register, self._progress, self._run)
 
     def _wait_for_nodes(self, missing: str) -> None:
         self.report(msgspec.structs.replace(self._progress, detail=f"waits for {missing}"))
@@ -366,11 +368,6 @@ class CoordinatorProcess:
                 await changed.wait()
         finally:
             self._watchers.discard(changed)
-
-
-def _tokenizer(config: Config) -> Tokenizer:
-    data = config.data
-    return Tokenizer(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
 
 
 async def _quietly(work: Awaitable[T]) -> None:

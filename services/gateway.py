@@ -169,9 +169,7 @@ class GatewayService(process.Service):
         self.url = ""
 
     def load(self) -> None:
-        config, data = self.config, self.config.data
-        tokenizer = Tokenizer(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
-        self._renderer = renderer_of(tokenizer, self._settings.tools, config.model.path)
+        self._renderer = renderer_of(Tokenizer.of(self.config), self._settings.tools, self.config.model.path)
 
     async def start(self) -> None:
         """Raises UserError where the port is taken, and for a server of environments that does not answer."""

@@ -15,8 +15,9 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from runtime.errors import SluiceError, Unreachable, UserError
 from runtime.process import keys, os_process, progress, spans
 from runtime.process.keys import Keys
 from runtime.process.network import transport_variables
-from runtime.status import CallStats, Profile, Registration, State, Status, Stop
+from runtime.status import CallStats, Profile, Registration, RunFigures, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services import profiles
@@ -207,6 +208,24 @@ def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, 
         spans.log.close()
 
 
+@asynccontextmanager
+async def exposed(
+    config: Config, status: Callable[[], Status], run: Callable[[], RunFigures] | None = None
+) -> AsyncIterator[str]:
+    """Inside the block Prometheus may ask for the process's metrics, where the configuration says so. Gives HOST:PORT, or "".
+    `run`: the coordinator's. Raises UserError where it cannot listen."""
+    if config.metrics.prometheus is None:
+        yield ""
+        return
+    from runtime.telemetry.scraping import ScrapeServer  # which takes 0.3 s to import
+
+    server = ScrapeServer(config, status, run)
+    try:
+        yield await server.open()
+    finally:
+        await server.close()
+
+
 class ServiceProcess:
     """One service process, from binding its port to its end."""
 
@@ -219,7 +238,7 @@ class ServiceProcess:
         self._started = phases.born
         self._state: State = "starting"
         self._loaded = False
-        self._address = ""
+        self._address = self._metrics = ""
         self._stop = asyncio.Event()
         self._drain_seconds = service.config.deadlines.stop
         self._previous: tuple[float, dict[str, float]] = (self._started, {})
@@ -240,12 +259,13 @@ class ServiceProcess:
         # A scheduler that ends a job tells every process so: the coordinator among them, which says when all is saved.
         loop.add_signal_handler(signal.SIGTERM, loop.call_later, grace, self._stop.set)
         try:
-            await self._load()
-            await self._register()
-            self._state = "ready"
-            await server.set_serving(True)
-            log.info("%s serves on %s", service.name, self._address)
-            await self._until_stopped()
+            async with exposed(service.config, self.status) as self._metrics:
+                await self._load()
+                await self._register()
+                self._state = "ready"
+                await server.set_serving(True)
+                log.info("%s serves on %s", service.name, self._address)
+                await self._until_stopped()
         finally:
             self._state = "draining"
             await server.set_serving(False)
@@ -281,6 +301,7 @@ class ServiceProcess:
             seconds=self._phases.seconds,
             incarnation=int(os.environ.get(os_process.INCARNATION, "0")),
             machine=os_process.machine(),
+            metrics=self._metrics,
         )
         async with session.Channel(self._coordinator, self._keys) as channel:
             method = contract.METHODS["Coordinator", "Register"]
@@ -356,4 +377,5 @@ class ServiceProcess:
             pid=os.getpid(),
             address=self._address,
             uptime_seconds=now - self._started,
+            metrics=self._metrics,
         )

@@ -62,6 +62,30 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     report.add_argument("--output", type=Path, metavar="FILE", help="(default: report.html in the run's folder)")
 
 
+def add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    """Commands on files: of problems, replies, models and other systems' configurations."""
+    data = commands.add_parser("data", help="files of problems").add_subparsers(dest="action", required=True, metavar="ACTION")
+    prepare = data.add_parser("prepare", help="make a file of prompts: rendered, encoded and checked")
+    prepare.add_argument("config", type=Path, help="a YAML file, as in configs/datasets/")
+    prepare.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+
+    score = commands.add_parser("score", help="what a verifier says of each reply in a file")
+    score.add_argument("file", type=Path, help="JSON lines with id, prediction and truth")
+    score.add_argument(
+        "--verifier", metavar="NAME", help="a reward rule, or FILE.py:NAME; the kind that each line names when left out"
+    )
+    score.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    score.add_argument("--timeout", type=float, metavar="SECONDS", help="of one case (default: that of training)")
+    score.add_argument("--output", type=Path, metavar="FILE", help="written instead of standard output")
+
+    add_convert(commands.add_parser("convert", help="model folders between Hugging Face's layout and megatron's"))
+
+    check = commands.add_parser("check-template", help="whether agents' conversations go on token for token with a model")
+    check.add_argument("model", type=Path, metavar="MODEL", help="a folder with tokenizer and chat template")
+
+    add_import(commands.add_parser("import-mindspeed", help="a configuration of MindSpeed-RL's as one of Sluice's"))
+
+
 def add_convert(convert: CommandParser) -> None:
     """Add the four directions to the parser of `sluice convert`."""
     directions = convert.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
@@ -138,11 +162,14 @@ def add_render(parser: CommandParser) -> None:
         "slurm": "a batch script, and the configuration beside it",
         "kubernetes": "manifests, the configuration among them",
         "compose": "a Compose file for containers of one machine, and the configuration beside it",
+        "prometheus": "what a Prometheus needs to watch a run that is started by hand",
     }.items():
         target = targets.add_parser(name, help=what, description=f"Write {what}.")
         target.add_argument("config", type=Path, help="a YAML file")
         target.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
         target.add_argument("--output", type=Path, metavar="FOLDER", help=f"of the files (default: rendered/{name})")
+        if name == "prometheus":
+            continue
         target.add_argument(
             "--device",
             choices=("cpu", "cuda", "npu"),

@@ -1,4 +1,4 @@
-"""`sluice render`: the files that start a run's nodes under Slurm, Kubernetes or Docker Compose."""
+"""`sluice render`: the files that start a run's nodes under Slurm, Kubernetes or Docker Compose, and those that watch it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import argparse
 import secrets
 from pathlib import Path
 
-from launcher.render import compose, kubernetes, slurm
+from launcher.render import compose, kubernetes, monitoring, slurm
 from launcher.render.plan import plan
 from runtime import run_files
-from runtime.config import loading
-from runtime.errors import UserError
+from runtime.config import Config, loading
+from runtime.errors import ConfigError, UserError
 from runtime.process import keys
+from runtime.process.network import own_address
 
 
 def render(options: argparse.Namespace) -> list[Path]:
     """Write the files, and return them. Raises UserError."""
     config = loading.resolve(loading.load(options.config, options.overrides))
+    if options.target == "prometheus":
+        return _write(_watched(config), {}, options.output or Path("rendered") / options.target)
     made = plan(config, options.device, options.devices, getattr(options, "image", ""))
     private: dict[str, str] = {}
     if options.target == "slurm":
@@ -26,6 +29,14 @@ def render(options: argparse.Namespace) -> list[Path]:
     else:
         files = compose.render(made)
     return _write(files, private, options.output or Path("rendered") / options.target)
+
+
+def _watched(config: Config) -> dict[str, str]:
+    """Of a run that is started by hand. Raises UserError."""
+    settings, coordinator = config.metrics.prometheus, config.services.coordinator
+    if settings is None or not settings.port:
+        raise ConfigError(["metrics.prometheus.port: missing; must be a port at which Prometheus finds the coordinator"])
+    return monitoring.render(config, coordinator.host or own_address(config.network.interface))
 
 
 def _write(files: dict[str, str], private: dict[str, str], folder: Path) -> list[Path]:

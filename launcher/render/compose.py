@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from launcher.render import monitoring
 from launcher.render.plan import AGENT, CONFIG_PATH, RETURNS, Plan, check_names, shared_folder, to_yaml
 from runtime import timeouts
 from runtime.config import loading
@@ -42,7 +43,12 @@ def render(plan: Plan) -> dict[str, str]:
         f"  docker compose up --detach      then: docker compose exec {names[0]} sluice status {names[0]}:{plan.port}",
         "  docker compose down             the run drains, saves a checkpoint and ends",
     ]
-    return {"compose.yaml": to_yaml(header, document), "config.yaml": loading.to_yaml(plan.placed_at(names[0]))}
+    watched = f"  From the network {plan.name}_nodes, in which the containers have their names."
+    return {
+        "compose.yaml": to_yaml(header, document),
+        "config.yaml": loading.to_yaml(plan.placed_at(names[0])),
+        **monitoring.render(plan.config, names[0], watched),
+    }
 
 
 def _service(plan: Plan, name: str, coordinator: str, devices: range) -> dict[str, Any]:

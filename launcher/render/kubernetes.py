@@ -16,6 +16,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from launcher.render import monitoring
 from launcher.render.plan import (
     AGENT,
     CONFIG_PATH,
@@ -74,7 +75,8 @@ def render(plan: Plan, claim: str = "") -> dict[str, str]:
         f"  kubectl exec job/{first} -- sluice status {host}:{plan.port}",
         f"  kubectl delete job {first}      the run drains, saves a checkpoint and ends, and so do the other nodes",
     ]
-    return {"sluice.yaml": to_yaml(header, *documents)}
+    watched = "  In the namespace of the run, from pods with the label app.kubernetes.io/name: prometheus."
+    return {"sluice.yaml": to_yaml(header, *documents), **monitoring.render(plan.config, host, watched)}
 
 
 def _groups(plan: Plan) -> list[_JobNodes]:
@@ -151,13 +153,16 @@ def _service(plan: Plan) -> dict[str, Any]:
 
 
 def _network_policy(plan: Plan) -> dict[str, Any]:
-    """Connections are not authenticated: nobody but the run's own pods may open them."""
+    """Nobody but the run's own pods may open connections; and a Prometheus, whose requests carry the token."""
     own = {"matchLabels": _labels(plan)}
+    allowed: list[dict[str, Any]] = [{"podSelector": own}]
+    if plan.config.metrics.prometheus is not None:
+        allowed.append({"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}})
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": _metadata(plan, plan.name),
-        "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": own}]}]},
+        "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": allowed}]},
     }
 
 

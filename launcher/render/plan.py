@@ -14,13 +14,14 @@ from msgspec.structs import replace
 from runtime.cluster.topology import processes
 from runtime.config import Config
 from runtime.config.secret_values import references
-from runtime.config.service_checks import cluster_faults
+from runtime.config.service_checks import cluster_faults, scraping_faults
 from runtime.errors import ConfigError
 from runtime.process.network import is_loopback
 
 Device = Literal["cpu", "cuda", "npu"]
 
 PORT = 29400  # the coordinator's, where the configuration leaves it open
+METRICS_PORT = 28400  # likewise, of its metrics
 RETURNS = 3  # times that a node may come back by itself
 HOME = PurePosixPath("/home/sluice")  # the images' working folder
 CONFIG_PATH = "/etc/sluice/config.yaml"
@@ -73,7 +74,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def variables(self) -> list[str]:
         """What the configuration reads of the nodes' environment, by `{from: NAME}`."""
-        return sorted({name for path, role in processes(self.config).items() for name in references(role, path).values()})
+        names = {name for path, role in processes(self.config).items() for name in references(role, path).values()}
+        settings = self.config.metrics.prometheus
+        return sorted(names | ({settings.token.variable} if settings is not None and settings.token is not None else set()))
 
     def placed_at(self, host: str) -> Config:
         """The configuration for all nodes, whose coordinator is reached at `host`."""
@@ -90,7 +93,7 @@ def plan(config: Config, device: Device | None = None, devices: int | None = Non
     faults = list(_faults(config, device, devices))
     if faults:
         raise ConfigError(faults)
-    cluster, network = config.cluster, config.network
+    cluster, network, metrics = config.cluster, config.network, config.metrics
     named = cluster.nodes != "auto"
     if cluster.nodes == "auto":
         cluster = replace(cluster, min_nodes=max(1, cluster.min_nodes))
@@ -99,9 +102,14 @@ def plan(config: Config, device: Device | None = None, devices: int | None = Non
         nodes = [PlannedNode(node.name, (devices if node.devices is None else node.devices) or 0) for node in cluster.nodes]
     if is_loopback(network.interface):
         network = replace(network, interface="auto")
+    if (settings := metrics.prometheus) is not None:
+        metrics = replace(metrics, prometheus=replace(settings, port=settings.port or METRICS_PORT))
+    config = replace(config, cluster=cluster, network=network, metrics=metrics)
+    if faults := list(scraping_faults(config)):
+        raise ConfigError(faults)
     return Plan(
         name=f"sluice-{label(config.run.name)}",
-        config=replace(config, cluster=cluster, network=network),
+        config=config,
         nodes=tuple(nodes),
         named=named,
         device=device,

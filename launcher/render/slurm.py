@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from launcher.render import monitoring
 from launcher.render.plan import AGENT, Plan
 from runtime import timeouts
 from runtime.config import loading
@@ -15,6 +16,7 @@ from runtime.errors import ConfigError
 from runtime.process.keys import BYTES, SECRET
 
 _CANN = ("/usr/local/Ascend/ascend-toolkit/set_env.sh", "/usr/local/Ascend/nnal/atb/set_env.sh")
+_FIRST_NODE = "FIRST-NODE"  # which Slurm alone knows, once the job has begun
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 _BODY = """
@@ -61,7 +63,12 @@ def render(plan: Plan) -> dict[str, str]:
     """Text by file name. Raises ConfigError."""
     _check(plan)
     script = "".join((_head(plan), _cann(plan), _settings(plan), _BODY))
-    return {"sluice.sbatch": script, "config.yaml": loading.to_yaml(plan.config)}
+    watched = f"  {_FIRST_NODE} stands for the job's first node, which is known once it runs: squeue --jobs JOB --format %B"
+    return {
+        "sluice.sbatch": script,
+        "config.yaml": loading.to_yaml(plan.config),
+        **monitoring.render(plan.config, _FIRST_NODE, watched),
+    }
 
 
 def _check(plan: Plan) -> None:

@@ -14,7 +14,7 @@ from runtime.config.data import Curriculum, Data, Evaluation, EvaluationSet, Row
 from runtime.config.gateway import Gateway
 from runtime.config.model import Lora, Model, Warmup
 from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule
-from runtime.config.run import Checkpoint, Ledger, Logs, MetricNames, Mismatch, Page, Run, StopConditions, Tracker
+from runtime.config.run import Checkpoint, Ledger, Logs, MetricNames, Mismatch, Page, Prometheus, Run, StopConditions, Tracker
 from runtime.config.sandbox import Sandbox
 from runtime.config.services import (
     Budgets,

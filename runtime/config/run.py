@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from runtime.config.base import Bytes, Fraction, HoursOr0, NonNegative, Port, Positive, Seconds, Section, StepsOr0, in_unit
+from runtime.config.base import (
+    Bytes,
+    Fraction,
+    FromEnvironment,
+    HoursOr0,
+    NonNegative,
+    Port,
+    Positive,
+    Seconds,
+    Section,
+    StepsOr0,
+    in_unit,
+)
 
 
 class Run(Section, frozen=True):
@@ -91,12 +103,26 @@ class Mismatch(Section, frozen=True):
     `trained/` in the run's folder, for `sluice page`. 0: none."""
 
 
+class Prometheus(Section, frozen=True):
+    """Every process serves `/metrics` for Prometheus, by HTTP on the address of `network.interface`. `/sd` of the coordinator
+    names all processes, for Prometheus' `http_sd_configs`."""
+
+    port: Port = 0
+    """Of the coordinator. Every other process has any free port, of `network.port_range` where there is one. 0: the coordinator
+    too; then each coordinator that takes over has another."""
+    token: FromEnvironment | None = None
+    """The variable of the processes' environment that each request has to carry, as `authorization: Bearer VALUE`. Null:
+    whoever reaches a process may read its metrics; off this machine only with `network.security: none`."""
+
+
 class MetricNames(Section, frozen=True):
-    """What the figures of a step are called."""
+    """What the figures of a step are called, and who may ask for them."""
 
     names: Literal["own", "mindspeed"] = "own"
     """Under which names tensorboard, wandb, swanlab and mlflow get the figures: ours, or for dashboards made for it those of
     MindSpeed-RL, where it has others. `metrics.jsonl` has ours always; `sluice report` reads it."""
+    prometheus: Prometheus | None = None
+    """Null: no process serves metrics; `{}`: each does, with the defaults below."""
 
 
 class Tracker(Section, frozen=True):

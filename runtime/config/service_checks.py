@@ -60,8 +60,20 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
     if config.network.tls is not None and config.network.security not in ("auto", "tls"):
         mode = config.network.security
         yield f"network.tls: is not used with network.security {mode}; must be left out, or that be tls or auto"
+    yield from scraping_faults(config)
     if config.network.port_range is not None:
         yield from _port_range(config, config.network.port_range, 0 if several else _listeners(config, trains))
+
+
+def scraping_faults(config: Config) -> Iterator[str]:
+    """One line per fault. Off this machine metrics are for those alone who have the token."""
+    settings, network = config.metrics.prometheus, config.network
+    if settings is None or settings.token is not None or network.security == "none" or is_loopback(network.interface):
+        return
+    yield (
+        f"metrics.prometheus.token: missing; with network.interface '{network.interface}' it must be {{from: NAME}}, the "
+        "variable that each request has to carry, or network.security be none"
+    )
 
 
 def gateway_faults(config: Config) -> Iterator[str]:
@@ -119,7 +131,9 @@ def _reachable(config: Config) -> Iterator[str]:
 
 def _listeners(config: Config, trains: bool) -> int:
     """How many sockets of the run's own listen at once, where all are on one machine."""
-    return len(instances(config, trains)) + (not config.services.coordinator.port) + trains * RENDEZVOUS
+    processes_, settings = len(instances(config, trains)), config.metrics.prometheus
+    scraped = 0 if settings is None else processes_ + (not settings.port)
+    return processes_ + (not config.services.coordinator.port) + trains * RENDEZVOUS + scraped
 
 
 def _port_range(config: Config, ports: tuple[int, int], needed: int) -> Iterator[str]:

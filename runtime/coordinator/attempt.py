@@ -36,7 +36,7 @@ from runtime.coordinator.devices import devices_of
 from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.groups import STREAM, DynamicSampling, GroupStage
 from runtime.coordinator.history import RunHistory, write_course
-from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes, gap, line
+from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes, line
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.recovery import Checkpoints, Recovery
 from runtime.coordinator.roles import Roles
@@ -126,9 +126,9 @@ class Attempt:
         return self.buffer.stop_reason
 
     @property
-    def gap(self) -> str:
-        """How far rollouts and trainer were apart in the newest step; "" where nothing was compared."""
-        return gap(self._recorder.figures)
+    def recorder(self) -> MetricsRecorder:
+        """Of the newest step."""
+        return self._recorder
 
     async def execute(self) -> bool:
         """Run the attempt. False: the run is over. True: a model was lost, and the models of the next attempt serve.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -146,6 +147,10 @@ class MetricsRecorder:
         self._probes = probes
         self.incarnation = 0
         self.newest: Metrics = {}
+        self.evaluated: Metrics = {}
+        """Of the newest evaluation."""
+        self.stepped = 0.0
+        """When the newest step was entered, in seconds since the epoch."""
 
     async def step(self, trained: TrainedStep) -> Metrics:
         """Enter one step."""
@@ -177,7 +182,7 @@ class MetricsRecorder:
         if self._trackers.dropped:
             metrics["trackers/dropped"] = float(self._trackers.dropped)
         self._totals.add(metrics)
-        self.newest = metrics
+        self.newest, self.stepped = metrics, time.time()
         await self._trackers.log(trained.step + 1, metrics)
         return metrics
 
@@ -187,6 +192,7 @@ class MetricsRecorder:
         return {name: value for name, value in self.newest.items() if isinstance(value, float)}
 
     async def evaluation(self, step: int, metrics: Metrics) -> None:
+        self.evaluated = metrics
         await self._trackers.log(step, metrics)
 
     def _queues(self) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 from runtime.cluster.topology import slots
 from runtime.coordinator import takeover
@@ -11,6 +12,7 @@ from runtime.coordinator.attempt import INTERRUPTED, Attempt
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.gateways import GatewayPool
 from runtime.coordinator.history import Course, RunHistory
+from runtime.coordinator.metrics_recorder import gap
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.recovery import models_back
 from runtime.coordinator.register import Register
@@ -92,6 +94,16 @@ class TrainingRun:
         counts = {name: float(number) for name, number in self.buffer.counts().items()}
         return counts | {"epoch": membership.epoch.number, "rollouts": len(membership.serving)}
 
+    def figures(self) -> dict[str, Any]:
+        """Fields of `RunFigures`."""
+        recorder = self._attempt.recorder
+        return {
+            "groups": self.buffer.counts(),
+            "newest": recorder.newest | recorder.evaluated,
+            "stepped": recorder.stepped,
+            "alarms": self._history.alarms,
+        }
+
     def told(self) -> Iterator[str]:
         """What there is to say of it now: what it waits for, who is there, how weights travel, and what is wrong."""
         if (wait := self.buffer.oldest_wait()) is not None:
@@ -100,8 +112,8 @@ class TrainingRun:
         publisher = self._attempt.publisher
         if publisher.group.transport:
             yield f"weights by {publisher.group.transport}"
-        if self._attempt.gap:
-            yield self._attempt.gap
+        if apart := gap(self._attempt.recorder.figures):
+            yield apart
         if self.alarm:
             yield f"ALARM: {self.alarm}"
         if publisher.abort:

@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 import xxhash
 
+from runtime.config import Config
 from runtime.data.prompt_types import MODEL, SlotTemplate, slot_template
 from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import UserError
@@ -48,6 +49,12 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._template_file = chat_template
+
+    @classmethod
+    def of(cls, config: Config) -> Tokenizer:
+        """The policy's, with the template of the prompts. Raises UserError."""
+        data = config.data
+        return cls(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
 
     @property
     def vocab_size(self) -> int:

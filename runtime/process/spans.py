@@ -76,11 +76,16 @@ class SpanLog:
     def __init__(self) -> None:
         self._waiting: deque[TracedSpan] = deque()
         self._file: FileIO | None = None
-        self._header: SpanHeader
+        self._header = SpanHeader("", 0, 0, 0, "")
         self._room = 0  # bytes
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._offset = time.time() - time.monotonic()
+
+    @property
+    def dropped(self) -> int:
+        """Spans that found no room so far."""
+        return self._header.dropped
 
     def open(self, config: Config, process: str) -> None:
         """Begin a file in the run's folder."""

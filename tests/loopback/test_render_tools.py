@@ -1,7 +1,8 @@
-"""What is rendered, by tools of others: the Compose specification's schema, and a shell."""
+"""What is rendered, by tools of others: the Compose specification's schema, a shell, and Prometheus' own."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.render import compose, kubernetes
+from launcher.render import compose, kubernetes, monitoring
 from tests.unit.render_cases import auto, listed, made
 
 PLANS = {"one": made(), "cuda": made("cuda", 2, **auto(3)), "named": made("npu", **listed(trains=2, generates=1))}
@@ -38,3 +39,22 @@ def test_the_wait_for_a_name_ends_once_it_is_known_or_in_time(name: str, code: i
     timeout, _, *command, _ = wait["command"]
     ended = subprocess.run([timeout, "2" if code else "40", *command, name], stdout=subprocess.DEVNULL, timeout=60, check=False)
     assert ended.returncode == code
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Prometheus")
+def test_prometheus_takes_its_configuration_and_rules(tmp_path: Path) -> None:
+    plan = made(metrics={"prometheus": {"token": {"from": "SCRAPED"}}})
+    for name, text in monitoring.render(plan.config, "host").items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / monitoring.TOKEN_FILE).write_text("token")
+
+    def checked() -> subprocess.CompletedProcess[str]:
+        command = ["promtool", "check", "config", tmp_path / "prometheus.yaml"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (found := checked()).returncode == 0, found.stderr
+    alerts = tmp_path / "alerts.yaml"
+    (group,) = yaml.safe_load(alerts.read_text())["groups"]
+    assert f"{len(group['rules'])} rules found" in found.stdout
+    alerts.write_text(alerts.read_text().replace("sluice_units_lost > 0", "sluice_units_lost >"))
+    assert checked().returncode != 0

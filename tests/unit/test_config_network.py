@@ -88,6 +88,33 @@ def test_a_range_holds_what_listens_at_once() -> None:
     assert faults(cluster=TWO_NODES, **REACHED | {"network": {"interface": "eth0", "port_range": [7000, 7001]}}) == []
 
 
+def test_a_range_holds_what_prometheus_asks_too() -> None:
+    """As many again as there are processes, the coordinator among them unless its port is named."""
+    own: dict[str, Any] = {"rewards": {"rules": [{"name": "gsm8k"}]}}
+    for port, needed in ((0, 10), (6000, 9)):
+        own["metrics"] = {"prometheus": {"port": port}}
+        assert faults(network={"port_range": [7000, 7000 + needed - 1]}, **own) == []
+        (fault,) = faults(network={"port_range": [7000, 7000 + needed - 2]}, **own)
+        assert fault.endswith(f"has fewer ports than the run listens on, {needed}")
+
+
+@pytest.mark.parametrize(
+    ("network", "refused"),
+    [
+        ({}, False),
+        ({"interface": "::1"}, False),
+        ({"interface": "10.1.0.0/16"}, True),
+        ({"interface": "10.1.0.7", "security": "token"}, True),
+        ({"interface": "10.1.0.7", "security": "none"}, False),
+    ],
+)
+def test_off_this_machine_metrics_are_for_who_has_the_token(network: dict[str, Any], refused: bool) -> None:
+    told = faults(network=network, metrics={"prometheus": {}})
+    assert [fault.partition(";")[0] for fault in told] == ["metrics.prometheus.token: missing"] * refused
+    assert faults(network=network, metrics={"prometheus": {"token": {"from": "SCRAPED"}}}) == []
+    assert faults(network=network) == []
+
+
 @pytest.mark.parametrize(
     ("cluster", "fault"),
     [

@@ -97,7 +97,7 @@ class Calls(_message.Message):
     def __init__(self, open: _Optional[int] = ..., answered: _Optional[int] = ..., failed: _Optional[int] = ..., withdrawn: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("role", "name", "state", "detail", "version", "calls", "rates", "gauges", "pid", "address", "uptime_seconds")
+    __slots__ = ("role", "name", "state", "detail", "version", "calls", "rates", "gauges", "pid", "address", "uptime_seconds", "metrics")
     class RatesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +123,7 @@ class StatusReply(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     role: str
     name: str
     state: str
@@ -134,7 +135,8 @@ class StatusReply(_message.Message):
     pid: int
     address: str
     uptime_seconds: float
-    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., detail: _Optional[str] = ..., version: _Optional[_Union[PolicyVersion, _Mapping]] = ..., calls: _Optional[_Union[Calls, _Mapping]] = ..., rates: _Optional[_Mapping[str, float]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., uptime_seconds: _Optional[float] = ...) -> None: ...
+    metrics: str
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., detail: _Optional[str] = ..., version: _Optional[_Union[PolicyVersion, _Mapping]] = ..., calls: _Optional[_Union[Calls, _Mapping]] = ..., rates: _Optional[_Mapping[str, float]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., metrics: _Optional[str] = ...) -> None: ...
 
 class StopRequest(_message.Message):
     __slots__ = ("drain_seconds", "term")

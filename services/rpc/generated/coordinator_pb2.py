@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from services.rpc.generated import common_pb2 as services_dot_rpc_dot_generated_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(services/rpc/generated/coordinator.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\"\xf1\x01\n\x0cRegistration\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x35\n\x07seconds\x18\x07 \x03(\x0b\x32$.sluice.v1.Registration.SecondsEntry\x12\x13\n\x0bincarnation\x18\x08 \x01(\r\x12\x0f\n\x07machine\x18\t \x01(\t\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"9\n\x04Loss\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xa3\x01\n\x08Progress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\r\x12\r\n\x05steps\x18\x03 \x01(\r\x12\x0c\n\x04\x64one\x18\x04 \x01(\r\x12\r\n\x05total\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\x1d\n\x04lost\x18\x07 \x03(\x0b\x32\x0f.sluice.v1.Loss\x12\r\n\x05\x61larm\x18\x08 \x01(\t\x12\x10\n\x08stopping\x18\t \x01(\x08\"6\n\x08Topology\x12*\n\tprocesses\x18\x01 \x03(\x0b\x32\x17.sluice.v1.Registration\"\xfb\x01\n\x10NodeRegistration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x03 \x01(\r\x12\x0f\n\x07machine\x18\x04 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\r\n\x05ports\x18\x07 \x03(\r\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x39\n\x07running\x18\t \x03(\x0b\x32(.sluice.v1.NodeRegistration.RunningEntry\x1a.\n\x0cRunningEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"w\n\tNodePaths\x12\x0c\n\x04node\x18\x01 \x01(\t\x12.\n\x05\x66ound\x18\x02 \x03(\x0b\x32\x1f.sluice.v1.NodePaths.FoundEntry\x1a,\n\nFoundEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"A\n\nRendezvous\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x0b\n\x03key\x18\x05 \x01(\x0cJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"\x84\x01\n\x06Launch\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0f\n\x07\x64\x65vices\x18\x04 \x03(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\r\x12)\n\nrendezvous\x18\x06 \x01(\x0b\x32\x15.sluice.v1.Rendezvous\"N\n\nAssignment\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12#\n\x08launches\x18\x02 \x03(\x0b\x32\x11.sluice.v1.Launch\x12\x0b\n\x03run\x18\x03 \x01(\t\"Y\n\x05\x44\x65\x61th\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07mistake\x18\x05 \x01(\x08\".\n\x0cScaleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\"?\n\nScaleReply\x12\x0f\n\x07started\x18\x01 \x03(\t\x12\x0f\n\x07stopped\x18\x02 \x03(\t\x12\x0f\n\x07pending\x18\x03 \x03(\t2\x8b\x03\n\x0b\x43oordinator\x12\x35\n\x08Register\x12\x17.sluice.v1.Registration\x1a\x10.sluice.v1.Empty\x12\x32\n\tProcesses\x12\x10.sluice.v1.Empty\x1a\x13.sluice.v1.Topology\x12\x30\n\x05Watch\x12\x10.sluice.v1.Empty\x1a\x13.sluice.v1.Progress0\x01\x12<\n\x04Join\x12\x1b.sluice.v1.NodeRegistration\x1a\x15.sluice.v1.Assignment0\x01\x12\x35\n\x0bReportPaths\x12\x14.sluice.v1.NodePaths\x1a\x10.sluice.v1.Empty\x12\x31\n\x0bReportDeath\x12\x10.sluice.v1.Death\x1a\x10.sluice.v1.Empty\x12\x37\n\x05Scale\x12\x17.sluice.v1.ScaleRequest\x1a\x15.sluice.v1.ScaleReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(services/rpc/generated/coordinator.proto\x12\tsluice.v1\x1a#services/rpc/generated/common.proto\"\x82\x02\n\x0cRegistration\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0c\n\x04host\x18\x06 \x01(\t\x12\x35\n\x07seconds\x18\x07 \x03(\x0b\x32$.sluice.v1.Registration.SecondsEntry\x12\x13\n\x0bincarnation\x18\x08 \x01(\r\x12\x0f\n\x07machine\x18\t \x01(\t\x12\x0f\n\x07metrics\x18\n \x01(\t\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"9\n\x04Loss\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xa3\x01\n\x08Progress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\r\x12\r\n\x05steps\x18\x03 \x01(\r\x12\x0c\n\x04\x64one\x18\x04 \x01(\r\x12\r\n\x05total\x18\x05 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\x1d\n\x04lost\x18\x07 \x03(\x0b\x32\x0f.sluice.v1.Loss\x12\r\n\x05\x61larm\x18\x08 \x01(\t\x12\x10\n\x08stopping\x18\t \x01(\x08\"6\n\x08Topology\x12*\n\tprocesses\x18\x01 \x03(\x0b\x32\x17.sluice.v1.Registration\"\xfb\x01\n\x10NodeRegistration\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x03 \x01(\r\x12\x0f\n\x07machine\x18\x04 \x01(\t\x12\x0e\n\x06\x63onfig\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\r\n\x05ports\x18\x07 \x03(\r\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x39\n\x07running\x18\t \x03(\x0b\x32(.sluice.v1.NodeRegistration.RunningEntry\x1a.\n\x0cRunningEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"w\n\tNodePaths\x12\x0c\n\x04node\x18\x01 \x01(\t\x12.\n\x05\x66ound\x18\x02 \x03(\x0b\x32\x1f.sluice.v1.NodePaths.FoundEntry\x1a,\n\nFoundEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"A\n\nRendezvous\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x0b\n\x03key\x18\x05 \x01(\x0cJ\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05\"\x84\x01\n\x06Launch\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05ranks\x18\x03 \x03(\r\x12\x0f\n\x07\x64\x65vices\x18\x04 \x03(\r\x12\x13\n\x0bincarnation\x18\x05 \x01(\r\x12)\n\nrendezvous\x18\x06 \x01(\x0b\x32\x15.sluice.v1.Rendezvous\"N\n\nAssignment\x12\x0e\n\x06\x63onfig\x18\x01 \x01(\t\x12#\n\x08launches\x18\x02 \x03(\x0b\x32\x11.sluice.v1.Launch\x12\x0b\n\x03run\x18\x03 \x01(\t\"Y\n\x05\x44\x65\x61th\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0f\n\x07mistake\x18\x05 \x01(\x08\".\n\x0cScaleRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x10\n\x08replicas\x18\x02 \x01(\r\"?\n\nScaleReply\x12\x0f\n\x07started\x18\x01 \x03(\t\x12\x0f\n\x07stopped\x18\x02 \x03(\t\x12\x0f\n\x07pending\x18\x03 \x03(\t2\x8b\x03\n\x0b\x43oordinator\x12\x35\n\x08Register\x12\x17.sluice.v1.Registration\x1a\x10.sluice.v1.Empty\x12\x32\n\tProcesses\x12\x10.sluice.v1.Empty\x1a\x13.sluice.v1.Topology\x12\x30\n\x05Watch\x12\x10.sluice.v1.Empty\x1a\x13.sluice.v1.Progress0\x01\x12<\n\x04Join\x12\x1b.sluice.v1.NodeRegistration\x1a\x15.sluice.v1.Assignment0\x01\x12\x35\n\x0bReportPaths\x12\x14.sluice.v1.NodePaths\x1a\x10.sluice.v1.Empty\x12\x31\n\x0bReportDeath\x12\x10.sluice.v1.Death\x1a\x10.sluice.v1.Empty\x12\x37\n\x05Scale\x12\x17.sluice.v1.ScaleRequest\x1a\x15.sluice.v1.ScaleReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,35 +39,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NODEPATHS_FOUNDENTRY']._loaded_options = None
   _globals['_NODEPATHS_FOUNDENTRY']._serialized_options = b'8\001'
   _globals['_REGISTRATION']._serialized_start=93
-  _globals['_REGISTRATION']._serialized_end=334
-  _globals['_REGISTRATION_SECONDSENTRY']._serialized_start=288
-  _globals['_REGISTRATION_SECONDSENTRY']._serialized_end=334
-  _globals['_LOSS']._serialized_start=336
-  _globals['_LOSS']._serialized_end=393
-  _globals['_PROGRESS']._serialized_start=396
-  _globals['_PROGRESS']._serialized_end=559
-  _globals['_TOPOLOGY']._serialized_start=561
-  _globals['_TOPOLOGY']._serialized_end=615
-  _globals['_NODEREGISTRATION']._serialized_start=618
-  _globals['_NODEREGISTRATION']._serialized_end=869
-  _globals['_NODEREGISTRATION_RUNNINGENTRY']._serialized_start=823
-  _globals['_NODEREGISTRATION_RUNNINGENTRY']._serialized_end=869
-  _globals['_NODEPATHS']._serialized_start=871
-  _globals['_NODEPATHS']._serialized_end=990
-  _globals['_NODEPATHS_FOUNDENTRY']._serialized_start=946
-  _globals['_NODEPATHS_FOUNDENTRY']._serialized_end=990
-  _globals['_RENDEZVOUS']._serialized_start=992
-  _globals['_RENDEZVOUS']._serialized_end=1057
-  _globals['_LAUNCH']._serialized_start=1060
-  _globals['_LAUNCH']._serialized_end=1192
-  _globals['_ASSIGNMENT']._serialized_start=1194
-  _globals['_ASSIGNMENT']._serialized_end=1272
-  _globals['_DEATH']._serialized_start=1274
-  _globals['_DEATH']._serialized_end=1363
-  _globals['_SCALEREQUEST']._serialized_start=1365
-  _globals['_SCALEREQUEST']._serialized_end=1411
-  _globals['_SCALEREPLY']._serialized_start=1413
-  _globals['_SCALEREPLY']._serialized_end=1476
-  _globals['_COORDINATOR']._serialized_start=1479
-  _globals['_COORDINATOR']._serialized_end=1874
+  _globals['_REGISTRATION']._serialized_end=351
+  _globals['_REGISTRATION_SECONDSENTRY']._serialized_start=305
+  _globals['_REGISTRATION_SECONDSENTRY']._serialized_end=351
+  _globals['_LOSS']._serialized_start=353
+  _globals['_LOSS']._serialized_end=410
+  _globals['_PROGRESS']._serialized_start=413
+  _globals['_PROGRESS']._serialized_end=576
+  _globals['_TOPOLOGY']._serialized_start=578
+  _globals['_TOPOLOGY']._serialized_end=632
+  _globals['_NODEREGISTRATION']._serialized_start=635
+  _globals['_NODEREGISTRATION']._serialized_end=886
+  _globals['_NODEREGISTRATION_RUNNINGENTRY']._serialized_start=840
+  _globals['_NODEREGISTRATION_RUNNINGENTRY']._serialized_end=886
+  _globals['_NODEPATHS']._serialized_start=888
+  _globals['_NODEPATHS']._serialized_end=1007
+  _globals['_NODEPATHS_FOUNDENTRY']._serialized_start=963
+  _globals['_NODEPATHS_FOUNDENTRY']._serialized_end=1007
+  _globals['_RENDEZVOUS']._serialized_start=1009
+  _globals['_RENDEZVOUS']._serialized_end=1074
+  _globals['_LAUNCH']._serialized_start=1077
+  _globals['_LAUNCH']._serialized_end=1209
+  _globals['_ASSIGNMENT']._serialized_start=1211
+  _globals['_ASSIGNMENT']._serialized_end=1289
+  _globals['_DEATH']._serialized_start=1291
+  _globals['_DEATH']._serialized_end=1380
+  _globals['_SCALEREQUEST']._serialized_start=1382
+  _globals['_SCALEREQUEST']._serialized_end=1428
+  _globals['_SCALEREPLY']._serialized_start=1430
+  _globals['_SCALEREPLY']._serialized_end=1493
+  _globals['_COORDINATOR']._serialized_start=1496
+  _globals['_COORDINATOR']._serialized_end=1891
 # @@protoc_insertion_point(module_scope)

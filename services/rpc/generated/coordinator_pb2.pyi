@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Registration(_message.Message):
-    __slots__ = ("role", "name", "rank", "address", "pid", "host", "seconds", "incarnation", "machine")
+    __slots__ = ("role", "name", "rank", "address", "pid", "host", "seconds", "incarnation", "machine", "metrics")
     class SecondsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class Registration(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
     role: str
     name: str
     rank: int
@@ -34,7 +35,8 @@ class Registration(_message.Message):
     seconds: _containers.ScalarMap[str, float]
     incarnation: int
     machine: str
-    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., seconds: _Optional[_Mapping[str, float]] = ..., incarnation: _Optional[int] = ..., machine: _Optional[str] = ...) -> None: ...
+    metrics: str
+    def __init__(self, role: _Optional[str] = ..., name: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., seconds: _Optional[_Mapping[str, float]] = ..., incarnation: _Optional[int] = ..., machine: _Optional[str] = ..., metrics: _Optional[str] = ...) -> None: ...
 
 class Loss(_message.Message):
     __slots__ = ("name", "incarnation", "reason")

@@ -1,0 +1,105 @@
+"""The HTTP server of a process at which Prometheus asks for its metrics.
+
+::
+
+    GET /metrics ──► on the event loop: what the process tells of itself, as plain values ──► in a thread: their text
+    GET /sd      ──► at the coordinator: every process that has registered, and where it serves metrics
+
+Nothing is computed unless somebody asks, and there is one thread, whoever asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from aiohttp import web
+
+from runtime import timeouts
+from runtime.config import Config
+from runtime.config.secret_values import missing
+from runtime.errors import UserError
+from runtime.process import network, spans
+from runtime.status import RunFigures, Status
+from runtime.telemetry import prometheus
+
+log = logging.getLogger("sluice")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+BACKLOG = 16  # connections that wait for the event loop
+
+
+class ScrapeServer:
+    """From `open` to `close`. `status` and `run` are called on the event loop; `run` is the coordinator's."""
+
+    def __init__(self, config: Config, status: Callable[[], Status], run: Callable[[], RunFigures] | None = None):
+        """Raises UserError where the variable of the token is missing."""
+        settings = config.metrics.prometheus
+        assert settings is not None
+        self._config, self._settings = config, settings
+        self._status, self._run = status, run
+        self._expected = b""
+        if settings.token is not None:
+            if not (token := os.environ.get(settings.token.variable, "")):
+                raise UserError(missing("metrics.prometheus.token", settings.token.variable))
+            self._expected = f"Bearer {token}".encode()
+        self._thread = ThreadPoolExecutor(1, "metrics")
+        self._runner: web.AppRunner | None = None
+
+    async def open(self) -> str:
+        """Returns HOST:PORT. Raises UserError where the port is taken, or all of the range are."""
+        made = web.Application(middlewares=[self._guard])
+        made.router.add_get("/metrics", self._metrics)
+        if self._run is not None:
+            made.router.add_get("/sd", self._discovery)
+        listener = self._listener()
+        self._runner = web.AppRunner(made, handler_cancellation=True, access_log=None, shutdown_timeout=timeouts.SERVER_GRACE)
+        await self._runner.setup()
+        await web.SockSite(self._runner, listener).start()
+        address = network.host_port(*listener.getsockname()[:2])
+        log.info("metrics for Prometheus at http://%s/metrics", address)
+        return address
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _listener(self) -> socket.socket:
+        host, ports = self._config.network.interface, self._config.network.port_range
+        port = self._settings.port if self._run is not None else 0
+        if not port:
+            return network.listen(host, ports, BACKLOG)
+        try:
+            return network.listener(host, port, BACKLOG)
+        except OSError as error:
+            where = network.host_port(host, port)
+            raise UserError(f"metrics.prometheus.port: cannot listen on {where}: {os.strerror(error.errno or 0)}") from None
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if self._expected and not hmac.compare_digest(given, self._expected):
+            raise web.HTTPUnauthorized(text="metrics.prometheus.token is missing, or another\n")
+        return await handler(request)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        figures = None if self._run is None else self._run()
+        told = (self._config.run.name, self._status(), spans.log.dropped, figures)
+        writing = asyncio.get_running_loop().run_in_executor(self._thread, partial(prometheus.text, *told))
+        done, _late = await asyncio.wait({writing}, timeout=timeouts.SCRAPE)
+        if not done:
+            writing.cancel()
+            raise web.HTTPServiceUnavailable(text="a file system does not answer\n")
+        return web.Response(body=writing.result(), headers={"Content-Type": f"{prometheus.CONTENT_TYPE}; charset=utf-8"})
+
+    async def _discovery(self, _: web.Request) -> web.Response:
+        assert self._run is not None
+        return web.json_response(prometheus.targets(self._config.run.name, [self._status(), *self._run().processes]))
