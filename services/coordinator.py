@@ -332,8 +332,9 @@ class CoordinatorProcess:
         if self._run is not None:
             gauges |= self._run.gauges()
             detail += "".join(f"; {each}" for each in self._run.told())
-        where = {"pid": os.getpid(), "address": self._address, "metrics": self._metrics}
-        told = {"state": "ready", "detail": detail, "gauges": gauges, "uptime_seconds": time.monotonic() - self._started}
+        where: dict[str, Any] = {"pid": os.getpid(), "address": self._address, "metrics": self._metrics}
+        uptime = time.monotonic() - self._started
+        told: dict[str, Any] = {"state": "ready", "detail": detail, "gauges": gauges, "uptime_seconds": uptime}
         return Status(role="coordinator", name="coordinator", **where, **told)
 
     def _figures(self) -> RunFigures:
