@@ -23,7 +23,7 @@ from aiohttp import web
 
 from runtime import timeouts
 from runtime.config import Config
-from runtime.config.secret_values import missing
+from runtime.config.secret_values import resolved
 from runtime.errors import UserError
 from runtime.process import network, spans
 from runtime.status import RunFigures, Status
@@ -45,11 +45,8 @@ class ScrapeServer:
         assert settings is not None
         self._config, self._settings = config, settings
         self._status, self._run = status, run
-        self._expected = b""
-        if settings.token is not None:
-            if not (token := os.environ.get(settings.token.variable, "")):
-                raise UserError(missing("metrics.prometheus.token", settings.token.variable))
-            self._expected = f"Bearer {token}".encode()
+        token = None if settings.token is None else resolved(settings.token, os.environ, "metrics.prometheus.token")
+        self._expected = None if token is None else f"Bearer {token}".encode()
         self._thread = ThreadPoolExecutor(1, "metrics")
         self._runner: web.AppRunner | None = None
 
@@ -86,7 +83,7 @@ class ScrapeServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode()
-        if self._expected and not hmac.compare_digest(given, self._expected):
+        if self._expected is not None and not hmac.compare_digest(given, self._expected):
             raise web.HTTPUnauthorized(text="metrics.prometheus.token is missing, or another\n")
         return await handler(request)
 

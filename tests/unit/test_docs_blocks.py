@@ -30,7 +30,7 @@ EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 # Programs whose arguments nothing here knows.
 OTHERS = (
     *(".", "cd", "git", "grep", "gunzip", "gzip", "mkdir", "npu-smi", "openenv", "pip", "source", "sudo"),
-    *("grpcurl", "kubectl", "protoc", "sbatch", "uvicorn"),
+    *("grpcurl", "kubectl", "prometheus", "protoc", "sbatch", "uvicorn"),
 )
 
 FILE = re.compile(
