@@ -116,7 +116,8 @@ def test_a_profile_that_nobody_waits_for_any_more_ends_and_makes_room_for_anothe
             await kept.profile(Profile(steps=1))
         given_up.cancel()
         await asyncio.wait([given_up])
-        await kept.close()  # returns once the thread is out of it
+        assert kept._taken is not None
+        await asyncio.wait([kept._taken])  # until the thread is out of it
         again = asyncio.ensure_future(kept.profile(Profile(step=3, steps=1)))
         await asyncio.sleep(0)
         for number in range(3, 6):
