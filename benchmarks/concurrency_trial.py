@@ -59,6 +59,13 @@ class Programs:
             self._playing.add(task)
             task.add_done_callback(self._playing.discard)
 
+    async def end(self) -> None:
+        """Give up what is played."""
+        playing = list(self._playing)
+        for task in playing:
+            task.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
+
     async def _counted(self, begun: dict[str, Any]) -> None:
         try:
             await self._play(begun)
@@ -96,6 +103,7 @@ async def play(settings: ProgramSettings) -> None:
         asking.cancel()
         with suppress(asyncio.CancelledError):
             await asking  # raises what went wrong
+        await programs.end()
     print(msgspec.json.encode(programs.failures).decode(), flush=True)
 
 
