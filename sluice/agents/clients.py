@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import socket
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -15,6 +18,22 @@ def trust() -> Any:
     import httpx
 
     return httpx.create_ssl_context()
+
+
+def import_all() -> None:
+    """What the first client and its first request import, which takes tens of milliseconds: a worker that is forked has it."""
+    if (known := trust()) is None:
+        return
+    import httpx
+
+    async def ask(port: int) -> None:
+        async with httpx.AsyncClient(verify=known, trust_env=False) as client:
+            with suppress(httpx.HTTPError):
+                await client.get(f"http://127.0.0.1:{port}")
+
+    with socket.socket() as deaf:  # it has the port, and does not listen
+        deaf.bind(("127.0.0.1", 0))
+        asyncio.run(ask(deaf.getsockname()[1]))
 
 
 def http_client() -> Any:

@@ -60,7 +60,7 @@ def main() -> None:
 
 def imported(file: str, name: str) -> Any:
     """What `name` is in the file. Raises AttributeError, TypeError, and what the file does."""
-    from sluice.agents.clients import trust
+    from sluice.agents.clients import import_all
     from sluice.agents.functions import Toolset
 
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
@@ -74,7 +74,7 @@ def imported(file: str, name: str) -> Any:
     if not callable(getattr(found, "run", found)):
         raise TypeError(f"{name} is neither a function nor has it a method run")
     Toolset(getattr(found, "tools", ()), 0.0)  # raises for a tool that has no schema
-    trust()  # once for all workers
+    import_all()  # once for all workers
     return found
 
 
