@@ -46,6 +46,7 @@ ACCEPT_TRANSFER = 60.0  # deadline of a transfer in `sluice accept`
 ACCEPT_TOOL = 30.0  # deadline of a tool, such as npu-smi, that `sluice accept` asks
 ACCEPT_STALLED = 3.0  # deadline of the transfer that is to fail in `sluice accept`
 HEALTH_CHECK = 5.0  # deadline of `python -m sluice.health_check`, unless it is told another
+PAGE_GRACE = 0.0  # of what a browser still asks as the page ends
 PAGE_END = 5.0  # for the page beside a run to end once it was told to; then it is killed
 PAGE_FOLLOW = 0.5  # between two looks of a page at the files of the run that it follows
 SPANS = 1.0  # between two writes of a process's spans, and for the last one

@@ -238,7 +238,9 @@ def application(pages: Pages, guard: PageGuard) -> web.Application:
 async def serve(root: Path, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Until cancelled; `ready` is told the address. Raises UserError where the port is another's, or the folder no run's."""
     token = "" if host in LOCAL else secrets.token_urlsafe(24)
-    runner = web.AppRunner(application(Pages(root), PageGuard(host, token)), access_log=None, shutdown_timeout=0.0)
+    runner = web.AppRunner(
+        application(Pages(root), PageGuard(host, token)), access_log=None, shutdown_timeout=timeouts.PAGE_GRACE
+    )
     await runner.setup()
     try:
         try:
