@@ -14,7 +14,18 @@ from runtime.config.data import Curriculum, Data, Evaluation, EvaluationSet, Row
 from runtime.config.gateway import Gateway
 from runtime.config.model import Lora, Model, Warmup
 from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule
-from runtime.config.run import Checkpoint, Ledger, Logs, MetricNames, Mismatch, Page, Prometheus, Run, StopConditions, Tracker
+from runtime.config.run import (
+    Checkpoint,
+    Ledger,
+    LivePage,
+    Logs,
+    MetricNames,
+    Mismatch,
+    Prometheus,
+    Run,
+    StopConditions,
+    Tracker,
+)
 from runtime.config.sandbox import Sandbox
 from runtime.config.services import (
     Budgets,
@@ -72,7 +83,7 @@ class Config(Section, frozen=True):
     network: Network = Network()
     deadlines: Deadlines = Deadlines()
     metrics: MetricNames = MetricNames()
-    page: Page | None = None
+    page: LivePage | None = None
     """Null: none; `{}`: one with the defaults below."""
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker(name="jsonl"), Tracker(name="tensorboard")])
     """Where metrics go."""

@@ -82,7 +82,7 @@ class Logs(Section, frozen=True):
     """Of each process's file of spans, for `sluice why` and `trace`; what comes later is dropped, and counted. 0: none."""
 
 
-class Page(Section, frozen=True):
+class LivePage(Section, frozen=True):
     """`sluice page` of the run while it goes on, by the launcher of the coordinator's node."""
 
     port: Port = 0
