@@ -120,7 +120,7 @@ def _scrolled(page: Any, screens: int) -> tuple[float, float]:
         screens,
     )
     ended: list[Any] = []
-    session.on("Tracing.tracingComplete", ended.append)
+    session.on("Tracing.tracingComplete", lambda told: ended.append(told))
     session.send("Tracing.end")
     while not ended:
         page.wait_for_timeout(50)
