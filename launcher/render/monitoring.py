@@ -33,7 +33,8 @@ def render(config: Config, host: str, *notes: str) -> dict[str, str]:
     access: dict[str, Any] = {}
     if settings.token is not None:
         header.append(f"  {TOKEN_FILE}, beside this file, has to hold what the variable {settings.token.variable} does.")
-        access = {"authorization": {"credentials_file": TOKEN_FILE}}
+        # Prometheus 2.42, Debian's, leaves the type out of requests to http_sd where it is not said.
+        access = {"authorization": {"type": "Bearer", "credentials_file": TOKEN_FILE}}
     discovery = {"url": f"http://{host_port(host, settings.port)}/sd", "refresh_interval": INTERVAL, **access}
     document = {
         "global": {"scrape_interval": INTERVAL, "evaluation_interval": INTERVAL},

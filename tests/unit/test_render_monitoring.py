@@ -56,7 +56,7 @@ def test_a_token_is_read_from_a_file_and_every_node_is_given_its_variable() -> N
     plan = made(**TOKEN)
     assert plan.variables == ["SCRAPED"]
     found = job(compose.render(plan))
-    expected = {"credentials_file": "sluice.token"}
+    expected = {"type": "Bearer", "credentials_file": "sluice.token"}
     assert found["authorization"] == found["http_sd_configs"][0]["authorization"] == expected
     open_to_all = made(network={"security": "none"}, metrics={"prometheus": {}})
     assert "authorization" not in job(compose.render(open_to_all)) and open_to_all.variables == []
