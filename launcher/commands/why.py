@@ -22,7 +22,7 @@ SLOWEST = 5  # steps that are shown one by one
 INSIDE = 3  # phases of a process that are told
 LEAST = 0.005  # of the time: what took less is not shown
 MEANINGS = {
-    "admit": "no place: staleness bounds how many groups there are",
+    "admit": "the step's last group was not begun: as many were under way as may be",
     "dispatch": "no rollout took the group yet",
     "generate": "the step's last group was generated",
     "place": "an episode of the last group was not played yet",

@@ -170,16 +170,17 @@ class SpanLog:
 
 
 def joined(spans: Iterable[TracedSpan]) -> list[TracedSpan]:
-    """Those that only a short gap parts from their like before, as one."""
+    """Those that only a short gap parts from their like before, as one; nothing else of their line lies in it."""
     found: list[TracedSpan] = []
-    newest: dict[tuple[str, str, int, int, str], int] = {}
+    newest: dict[str, int] = {}  # by line
     for span in spans:
-        key = (span.name, span.line, span.group, span.step, span.detail)
-        at = newest.get(key)
+        at = newest.get(span.line)
         if at is not None and span.line not in OVERLAPPING and 0 <= span.start - found[at].end < JOINED:
-            found[at] = found[at]._replace(end=span.end)
-            continue
-        newest[key] = len(found)
+            one = found[at]._replace(end=span.end)
+            if one == span._replace(start=one.start):
+                found[at] = one
+                continue
+        newest[span.line] = len(found)
         found.append(span)
     return found
 

@@ -24,7 +24,7 @@ from sluice import RuleContext, rule
 
 @rule("slow")
 def slow(text: str, label: str, context: RuleContext) -> float:
-    time.sleep(2)
+    time.sleep(1)
     return float(len(set(text)))
 """
 ENGINE = """

@@ -192,8 +192,8 @@ def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
             "reward-1": [TracedSpan("Score", 12.1, 15.9, CALLS, 1)],
             "rollout-0": [
                 *(TracedSpan("decode", 9, 11), TracedSpan("Generate", 10, 12, CALLS, 1)),
-                TracedSpan("ReceiveWeights", 19, 20.1, CALLS, step=6),
-                TracedSpan("await sender", 19, 20, PUBLICATION, step=6),
+                TracedSpan("ReceiveWeights", 19, 20.6, CALLS, step=6),
+                TracedSpan("await sender", 19, 20.5, PUBLICATION, step=6),
                 TracedSpan("CommitWeights", 20.6, 21, CALLS, step=6),  # once all have received it
             ],
             "rollout-1": [

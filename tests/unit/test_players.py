@@ -272,6 +272,23 @@ def test_the_phases_and_the_calls_of_an_episode_are_spans(renderer: TemplateRend
     assert setup.end == run.start <= policy.start <= policy.end <= run.end == score.start
 
 
+def test_an_episode_whose_player_tells_of_no_phase_runs_from_its_first_call_on(
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(played: Played) -> GeneratedGroup:
+        async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+            await played.episodes.call(played.episodes.episode(request.id, request.api_key), call())
+            yield EpisodeEvent(end=EpisodeEnd(reward=1.0))
+
+        played.players.use({"game": [ScriptedEnvironment("environment-0", act)]})
+        return await played.group(1)
+
+    told: list[TracedSpan] = []
+    monkeypatch.setattr(spans.log, "add", lambda *span, **more: told.append(TracedSpan(*span, **more)))
+    play(renderer, [], scenario)
+    assert [span.name for span in told] == [spans.POLICY, "run"]
+
+
 def test_a_call_has_its_own_time(renderer: TemplateRenderer) -> None:
     async def scenario(played: Played) -> None:
         async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:

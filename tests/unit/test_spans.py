@@ -113,3 +113,5 @@ def test_what_only_a_short_gap_parts_is_one_span() -> None:
     call = TracedSpan("Score", 0.0, 1.0, CALLS)
     spans = [decode(0, 1), call, decode(1.001, 2), decode(2.0, 3, "other"), call._replace(start=1.0), decode(2.01, 4)]
     assert joined(spans) == [decode(0, 2), call, decode(2.0, 3, "other"), call._replace(start=1.0), decode(2.01, 4)]
+    alternating = [decode(0, 1), decode(1, 1.001, "other"), decode(1.001, 2)]
+    assert joined(alternating) == alternating

@@ -26,6 +26,7 @@ SPANS = {
         TracedSpan("swap", 98.5, 100.5, "publication"),
     ],
     "gateway-0": [
+        TracedSpan("Play", 100.0, 105.0, CALLS, 1),
         TracedSpan("run", 101.0, 103.0, EPISODES, 1, detail="0 environment game"),
         TracedSpan("policy", 101.5, 102.0, EPISODES, 1, detail="0 rollout-0"),
     ],
@@ -44,6 +45,7 @@ def test_every_span_of_these_steps_is_a_slice_and_no_other() -> None:
         ("Generate", 0.5e6, 3.5e6),
         ("Generate", 1.0e6, 4.0e6),
         ("Generate", 4.5e6, 1.5e6),
+        ("Play", 0.0, 5.0e6),
         ("Score", 4.0e6, 1.0e6),
         ("command", 6.0e6, 3.0e6),
         ("decode", 1.0e6, 2.0e6),
@@ -74,6 +76,7 @@ def test_arrows_lead_a_group_from_its_generation_to_the_step_that_trains_on_it()
     arrows = [one for one in found if one["ph"] in "stf"]
     assert [(one["ph"], one["id"], by_place[one["pid"], one["tid"]]["name"]) for one in arrows] == [
         ("s", 1, "Generate"),
+        ("t", 1, "Play"),
         ("t", 1, "Score"),
         ("f", 1, "command"),
     ]
