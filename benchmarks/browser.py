@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.errors import UserError
+from sluice import start
 
 if TYPE_CHECKING:
     from playwright.sync_api import Dialog, Page
@@ -35,7 +35,7 @@ def found() -> str:
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """The address of `sluice page` of a folder."""
-    command = [sys.executable, "-m", "launcher.cli", "page", str(folder)]
+    command = start.command("launcher.cli", "page", str(folder))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -106,7 +106,7 @@ class CoordinatorProcess:
                 raise  # it names the range
             host = "services.coordinator.host" if settings.host else "network.interface"
             raise UserError(f"{'services.coordinator.port' if settings.port else host}: {error}") from None
-        async with process.exposed(self._config, self.status, self._figures) as self._metrics:
+        async with process.exposed(self._config, self, leads=True) as self._metrics:
             await self._lead(server, ready_fd)
 
     async def _lead(self, server: Server, ready_fd: int | None) -> None:
@@ -337,7 +337,7 @@ class CoordinatorProcess:
         told: dict[str, Any] = {"state": "ready", "detail": detail, "gauges": gauges, "uptime_seconds": uptime}
         return Status(role="coordinator", name="coordinator", **where, **told)
 
-    def _figures(self) -> RunFigures:
+    def figures(self) -> RunFigures:
         return run_figures(self._config, self._register, self._progress, self._run)
 
     def _wait_for_nodes(self, missing: str) -> None:

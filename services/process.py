@@ -20,7 +20,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -32,12 +32,15 @@ from runtime.errors import SluiceError, Unreachable, UserError
 from runtime.process import keys, os_process, progress, spans
 from runtime.process.keys import Keys
 from runtime.process.network import transport_variables
-from runtime.status import CallStats, Profile, Registration, RunFigures, State, Status, Stop
+from runtime.status import CallStats, Profile, Registration, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services import profiles
 from services.rpc import contract, session
 from services.rpc.server import Fence, Handler, Server, StreamHandler
+
+if TYPE_CHECKING:
+    from runtime.telemetry.scraping import Scraped
 
 log = logging.getLogger("sluice")
 
@@ -209,17 +212,15 @@ def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, 
 
 
 @asynccontextmanager
-async def exposed(
-    config: Config, status: Callable[[], Status], run: Callable[[], RunFigures] | None = None
-) -> AsyncIterator[str]:
-    """Inside the block Prometheus may ask for the process's metrics, where the configuration says so. Gives HOST:PORT, or "".
-    `run`: the coordinator's. Raises UserError where it cannot listen."""
+async def exposed(config: Config, process: Scraped, leads: bool = False) -> AsyncIterator[str]:
+    """Inside the block Prometheus may ask for the metrics of `process`, where the configuration says so. Gives HOST:PORT, or
+    "". `leads`: it is the coordinator. Raises UserError where it cannot listen."""
     if config.metrics.prometheus is None:
         yield ""
         return
     from runtime.telemetry.scraping import ScrapeServer  # which takes 0.3 s to import
 
-    server = ScrapeServer(config, status, run)
+    server = ScrapeServer(config, process, leads)
     try:
         yield await server.open()
     finally:
@@ -259,7 +260,7 @@ class ServiceProcess:
         # A scheduler that ends a job tells every process so: the coordinator among them, which says when all is saved.
         loop.add_signal_handler(signal.SIGTERM, loop.call_later, grace, self._stop.set)
         try:
-            async with exposed(service.config, self.status) as self._metrics:
+            async with exposed(service.config, self) as self._metrics:
                 await self._load()
                 await self._register()
                 self._state = "ready"
@@ -353,6 +354,9 @@ class ServiceProcess:
     def _streams(self) -> Mapping[tuple[str, str], StreamHandler]:
         methods = [each for (owner, _), each in contract.METHODS.items() if owner == self._service.service and each.streamed]
         return {(each.service, each.name): getattr(self._service, each.handler) for each in methods}
+
+    def figures(self) -> None:
+        """None, as for all but the coordinator: see `Scraped`."""
 
     def status(self) -> Status:
         """What the status call answers; rates are means over the time since the call before, of `RATE_WINDOW` at least."""

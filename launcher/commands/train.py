@@ -32,7 +32,7 @@ class _TrainJob(Job[Summary]):
     def __init__(self, config: Config, view: View, here: LocalNode):
         super().__init__(config, view, here)
         self._memory = PeakMemory(LAUNCHER)
-        self._page = PageBeside(config, view.say)
+        self._page = PageBeside(config, view)
 
     async def run(self) -> Summary:
         watching = asyncio.create_task(self._watch_memory())

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Callable
 from contextlib import suppress
 
+from launcher.view import View
 from runtime import timeouts
 from runtime.config import Config
+from sluice import start
 
 
 class PageBeside:
-    """`say` is told where the page is, or why there is none: the run goes on without it."""
+    """`view` is told where the page is, or why there is none: the run goes on without it."""
 
-    def __init__(self, config: Config, say: Callable[[str], None]):
-        self._config, self._say = config, say
+    def __init__(self, config: Config, view: View):
+        self._config, self._view = config, view
         self._process: asyncio.subprocess.Process | None = None
         self._telling: asyncio.Task[None] | None = None
 
@@ -24,7 +24,7 @@ class PageBeside:
         if page is None:
             return
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "launcher.page", self._config.run.dir, page.host, str(page.port)),
+            *start.command("launcher.page.__main__", self._config.run.dir, page.host, str(page.port)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -34,9 +34,9 @@ class PageBeside:
     async def _tell(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None and process.stderr is not None
         if address := (await process.stdout.readline()).decode().strip():
-            self._say(f"page: {address}")
+            self._view.say(f"page: {address}")
         if faults := (await process.stderr.read()).decode().strip():
-            self._say(f"page: {faults.splitlines()[-1]}")
+            self._view.say(f"page: {faults.splitlines()[-1]}")
 
     async def end(self) -> None:
         if self._process is None:

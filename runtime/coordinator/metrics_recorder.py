@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -150,7 +149,7 @@ class MetricsRecorder:
         self.evaluated: Metrics = {}
         """Of the newest evaluation."""
         self.stepped = 0.0
-        """When the newest step was entered, in seconds since the epoch."""
+        """When the newest step was entered, on the loop's clock."""
 
     async def step(self, trained: TrainedStep) -> Metrics:
         """Enter one step."""
@@ -182,7 +181,7 @@ class MetricsRecorder:
         if self._trackers.dropped:
             metrics["trackers/dropped"] = float(self._trackers.dropped)
         self._totals.add(metrics)
-        self.newest, self.stepped = metrics, time.time()
+        self.newest, self.stepped = metrics, now()
         await self._trackers.log(trained.step + 1, metrics)
         return metrics
 

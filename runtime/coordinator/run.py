@@ -100,7 +100,7 @@ class TrainingRun:
         return {
             "groups": self.buffer.counts(),
             "newest": recorder.newest | recorder.evaluated,
-            "stepped": recorder.stepped,
+            "stepped": recorder.stepped and self._context.epoch + recorder.stepped,
             "alarms": self._history.alarms,
         }
 

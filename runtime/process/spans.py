@@ -93,7 +93,7 @@ class SpanLog:
         self._header = header = SpanHeader(process, rank, incarnation, os.getpid(), socket.gethostname())
         self._room = config.logs.span_bytes - _HEADER
         path = Path(config.run.dir) / run_files.SPANS / f"{process}.{rank}.{time.time():.3f}{SUFFIX}"
-        if self._room <= 0:
+        if self._room <= 0 or not config.run.dir:
             return
         try:
             path.parent.mkdir(exist_ok=True)

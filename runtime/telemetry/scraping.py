@@ -18,6 +18,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Protocol
 
 from aiohttp import web
 
@@ -36,15 +37,24 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 BACKLOG = 16  # connections that wait for the event loop
 
 
-class ScrapeServer:
-    """From `open` to `close`. `status` and `run` are called on the event loop; `run` is the coordinator's."""
+class Scraped(Protocol):
+    """A process, as far as it is asked: on its event loop."""
 
-    def __init__(self, config: Config, status: Callable[[], Status], run: Callable[[], RunFigures] | None = None):
+    def status(self) -> Status: ...
+
+    def figures(self) -> RunFigures | None:
+        """Of the run, at the coordinator; None elsewhere."""
+
+
+class ScrapeServer:
+    """From `open` to `close`. `leads`: `process` is the coordinator."""
+
+    def __init__(self, config: Config, process: Scraped, leads: bool = False):
         """Raises UserError where the variable of the token is missing."""
         settings = config.metrics.prometheus
         assert settings is not None
         self._config, self._settings = config, settings
-        self._status, self._run = status, run
+        self._process, self._leads = process, leads
         token = None if settings.token is None else resolved(settings.token, os.environ, "metrics.prometheus.token")
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._thread = ThreadPoolExecutor(1, "metrics")
@@ -54,7 +64,7 @@ class ScrapeServer:
         """Returns HOST:PORT. Raises UserError where the port is taken, or all of the range are."""
         made = web.Application(middlewares=[self._guard])
         made.router.add_get("/metrics", self._metrics)
-        if self._run is not None:
+        if self._leads:
             made.router.add_get("/sd", self._discovery)
         listener = self._listener()
         self._runner = web.AppRunner(made, handler_cancellation=True, access_log=None, shutdown_timeout=timeouts.SERVER_GRACE)
@@ -71,7 +81,7 @@ class ScrapeServer:
 
     def _listener(self) -> socket.socket:
         host, ports = self._config.network.interface, self._config.network.port_range
-        port = self._settings.port if self._run is not None else 0
+        port = self._settings.port if self._leads else 0
         if not port:
             return network.listen(host, ports, BACKLOG)
         try:
@@ -88,8 +98,7 @@ class ScrapeServer:
         return await handler(request)
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        figures = None if self._run is None else self._run()
-        told = (self._config.run.name, self._status(), spans.log.dropped, figures)
+        told = (self._config.run.name, self._process.status(), spans.log.dropped, self._process.figures())
         writing = asyncio.get_running_loop().run_in_executor(self._thread, partial(prometheus.text, *told))
         done, _late = await asyncio.wait({writing}, timeout=timeouts.SCRAPE)
         if not done:
@@ -98,5 +107,6 @@ class ScrapeServer:
         return web.Response(body=writing.result(), headers={"Content-Type": f"{prometheus.CONTENT_TYPE}; charset=utf-8"})
 
     async def _discovery(self, _: web.Request) -> web.Response:
-        assert self._run is not None
-        return web.json_response(prometheus.targets(self._config.run.name, [self._status(), *self._run().processes]))
+        figures = self._process.figures()
+        assert figures is not None
+        return web.json_response(prometheus.targets(self._config.run.name, [self._process.status(), *figures.processes]))

@@ -400,7 +400,7 @@ from services.process import lead
 async def work():
     print(*limits())
 
-lead(Path("configs/quickstart.yaml"), lambda config, phases: work())
+lead(Path("configs/quickstart.yaml"), "test", lambda config, phases: work())
 """
 
 

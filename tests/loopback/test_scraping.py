@@ -32,14 +32,16 @@ class Told:
     """A process that counts how often it is asked."""
 
     def __init__(self, role: str = "rollout") -> None:
-        self.role, self.asked = role, 0
+        self.role, self.asked, self.leads = role, 0, False
         self.address = ""
 
     def status(self) -> Status:
         self.asked += 1
         return Status(role=self.role, name=self.role, state="ready", metrics=self.address)
 
-    def run(self) -> RunFigures:
+    def figures(self) -> RunFigures | None:
+        if not self.leads:
+            return None
         other = Registration(role="reward", name="reward-0", address="", pid=1, host="", metrics="127.0.0.1:9")
         counts: dict[str, dict[str, int]] = {"rollouts": {}, "lost": {}, "restarts": {}}
         return RunFigures(progress=Progress(), processes=[other], staleness=2, folder="/", **counts)
@@ -47,7 +49,8 @@ class Told:
 
 def serving(config: Config, told: Told, test: Callable[[Get], Awaitable[None]], leads: bool = False) -> None:
     async def within() -> None:
-        async with exposed(config, told.status, told.run if leads else None) as told.address, aiohttp.ClientSession() as http:
+        told.leads = leads
+        async with exposed(config, told, leads) as told.address, aiohttp.ClientSession() as http:
 
             async def get(path: str, **headers: str) -> tuple[int, str]:
                 async with http.get(f"http://{told.address}{path}", headers=headers) as answer:
@@ -60,7 +63,7 @@ def serving(config: Config, told: Told, test: Callable[[Get], Awaitable[None]], 
 
 def test_nothing_is_served_unless_it_is_asked_for() -> None:
     async def within() -> None:
-        async with exposed(made(None), Told().status) as address:
+        async with exposed(made(None), Told()) as address:
             assert address == ""
 
     asyncio.run(within())
@@ -111,7 +114,7 @@ def test_who_has_not_the_token_learns_nothing(given: str, monkeypatch: pytest.Mo
 
 def test_a_token_that_is_not_there_is_told() -> None:
     async def within() -> None:
-        async with exposed(made({"token": {"from": "NOT_THERE"}}), Told().status):
+        async with exposed(made({"token": {"from": "NOT_THERE"}}), Told()):
             pytest.fail("it serves")
 
     with pytest.raises(UserError) as refused:
@@ -145,8 +148,7 @@ def test_the_event_loop_goes_on_while_the_text_is_made(monkeypatch: pytest.Monke
 
 def test_a_port_that_is_taken_is_one_line_with_its_key() -> None:
     async def within(config: Config, leads: bool) -> str:
-        told = Told()
-        async with exposed(config, told.status, told.run if leads else None) as address:
+        async with exposed(config, Told(), leads) as address:
             return address
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
