@@ -39,7 +39,7 @@ class Profiles:
         self._taken: asyncio.Future[list[Path]] | None = None
 
     async def profile(self, asked: Profile) -> Profiled:
-        """The handler. Raises UserError, which names the process, for what is measured otherwise, for what `take` raises it, and
+        """The handler. Raises UserError, which names the process, for what is measured otherwise, for what `take` refuses, and
         where files cannot be written; Cancelled where the process ends meanwhile."""
         if getattr(asked, self._unit) <= 0:
             raise UserError(f"{self._name}: is profiled for so many {self._unit}: --{self._unit}, more than 0")
