@@ -101,6 +101,7 @@ SERVED = {
 }
 ALLOWED = {
     "Process/Status": {"coordinator", "agent", "operator"},
+    "Process/Profile": {"operator"},
     "Coordinator/Register": set(ROLES),
     "Coordinator/Processes": {"coordinator", "agent", "operator"},
     "Coordinator/Watch": {"coordinator", "agent", "operator"},
