@@ -265,7 +265,7 @@ class CoordinatorProcess:
             self._interrupt()
 
         async def profile(asked: Profile) -> list[Path]:
-            return await profiles.by_spy("coordinator", profiles.stem(self._config, "coordinator", 0, asked.step), asked)
+            return await profiles.by_spy(profiles.stem(self._config, "coordinator", 0, asked.step), asked)
 
         return {"Status": status, "Stop": stop, "Profile": profiles.Profiles("coordinator", profile).profile}
 

@@ -86,7 +86,7 @@ class SpmdService(process.Service):
             return await super().profile(asked)
         first = max(asked.step, self._ordered) + 1
         if asked.steps > (left := max(0, self.config.training.steps - first)):
-            raise UserError(f"{self.name}: --steps: {asked.steps}; after the one under way {left} are left")
+            raise UserError(f"--steps: {asked.steps}; after the one under way {left} are left")
         await self._until_ordered(first - 1)
         path, end = profiles.stem(self.config, self.name, self.rank, first), self._until_ordered(first + asked.steps - 1)
         return await profiles.of_thread(self._thread, path, asked.memory, end)

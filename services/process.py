@@ -100,7 +100,7 @@ class Service(ABC):
         """Record what it does; returns where. Raises UserError for what cannot be had, and OSError."""
         path, thread = profiles.stem(self.config, self.name, self.rank, asked.step), self.torch_thread()
         if thread is None:
-            return await profiles.by_spy(self.name, path, asked)
+            return await profiles.by_spy(path, asked)
         return await profiles.of_thread(thread, path, asked.memory, asyncio.sleep(asked.seconds))
 
     def gauges(self) -> dict[str, float]:
@@ -341,7 +341,7 @@ class ServiceProcess:
 
     async def _profile(self, asked: Profile) -> list[Path]:
         if not self._loaded:
-            raise UserError(f"{self._service.name}: is still starting")
+            raise UserError("is still starting")
         return await self._service.profile(asked)
 
     def _role_handlers(self) -> Mapping[str, Handler]:

@@ -39,8 +39,8 @@ class Profiles:
         self._taken: asyncio.Future[list[Path]] | None = None
 
     async def profile(self, asked: Profile) -> Profiled:
-        """The handler. Raises UserError for what is measured otherwise, and where files cannot be written; Cancelled where the
-        process ends meanwhile."""
+        """The handler. Raises UserError, which names the process, for what is measured otherwise, for what `take` refuses, and
+        where files cannot be written; Cancelled where the process ends meanwhile."""
         if getattr(asked, self._unit) <= 0:
             raise UserError(f"{self._name}: is profiled for so many {self._unit}: --{self._unit}, more than 0")
         if self._taken is not None and not self._taken.done():
@@ -54,6 +54,8 @@ class Profiles:
             return Profiled(files=[str(path) for path in taken.result()])
         except asyncio.CancelledError:
             raise Cancelled(f"{self._name} ended before its profile was whole") from None
+        except UserError as error:
+            raise UserError(f"{self._name}: {error}") from error
         except OSError as error:
             raise UserError(f"{self._name}: {error.filename}: {(error.strerror or str(error)).lower()}") from error
 
@@ -84,28 +86,26 @@ async def of_thread(thread: Executor, path: Path, memory: bool, end: Awaitable[o
     return await asyncio.to_thread(profile.write)
 
 
-async def by_spy(name: str, path: Path, asked: Profile) -> list[Path]:
+async def by_spy(path: Path, asked: Profile) -> list[Path]:
     """What the threads of this process and of its children are at, 100 times a second. Raises UserError where py-spy is not
     there, or may not look, and for a profile of memory."""
     if asked.memory:
-        raise UserError(f"{name}: --memory: is of CUDA's allocator, and this process computes nothing with torch")
+        raise UserError("--memory: is of CUDA's allocator, and this process computes nothing with torch")
     own = Path(sys.executable).parent
     if (spy := shutil.which("py-spy", path=os.pathsep.join((str(own), os.environ.get("PATH", ""))))) is None:
         by_hand = f"where that is installed, py-spy record --pid {os.getpid()} looks at it"
-        raise UserError(f"{name}: has no torch, and there is no py-spy: {own / 'pip'} install py-spy; {by_hand}")
+        raise UserError(f"has no torch, and there is no py-spy: {own / 'pip'} install py-spy; {by_hand}")
     plain, trace = path.with_name(f"{path.name}.json"), path.with_name(f"{path.name}.json.gz")
     how = ("--nonblocking", "--subprocesses", "--format", "chrometrace", "--duration", str(math.ceil(asked.seconds)))
     try:
-        await _ran(
-            name, asked.seconds + timeouts.PROFILE_END, spy, "record", "--pid", str(os.getpid()), *how, "--output", str(plain)
-        )
+        await _ran(asked.seconds + timeouts.PROFILE_END, spy, "record", "--pid", str(os.getpid()), *how, "--output", str(plain))
         await asyncio.to_thread(lambda: trace.write_bytes(gzip.compress(plain.read_bytes())))
     finally:
         plain.unlink(missing_ok=True)
     return [trace]
 
 
-async def _ran(name: str, timeout: float, *command: str) -> None:
+async def _ran(timeout: float, *command: str) -> None:
     """Raises UserError, with the last line of what it said, where the command fails or takes longer than `timeout` seconds."""
     os_process.let_children_look()
     pipe = asyncio.subprocess.PIPE
@@ -113,11 +113,11 @@ async def _ran(name: str, timeout: float, *command: str) -> None:
     try:
         said, _ = await asyncio.wait_for(process.communicate(), timeout)
     except asyncio.TimeoutError:
-        raise UserError(f"{name}: py-spy has not ended within {timeout:g} s") from None
+        raise UserError(f"py-spy has not ended within {timeout:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode:
         lines = [line for line in said.decode(errors="replace").splitlines() if line.strip()]
-        raise UserError(f"{name}: py-spy: {lines[-1].strip() if lines else f'exit code {process.returncode}'}")
+        raise UserError(f"py-spy: {lines[-1].strip() if lines else f'exit code {process.returncode}'}")

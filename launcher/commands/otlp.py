@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from launcher.commands.why import explained
@@ -37,8 +38,8 @@ except ImportError as error:
 
 BATCH = 1000  # spans of a request
 PATH = "/v1/traces"
-POLICY_CALL = -(1 << 32)  # and below: the group of a call by an agent, which no ledger knows
-Place = tuple[str, int]  # a trace: of a "step" or a "group", and which
+POLICY_CALLS = range(-(1 << 61), 1 - (1 << 32))  # groups of calls by agents: below those of evaluations, above those of probes
+Place = tuple[str, int, str]  # a trace, of the "step" or "group" of a number, and which span of it; "": its root
 
 
 def export(folder: Path, steps: str | None, url: str) -> int:
@@ -69,11 +70,14 @@ class RunSpans:
     def of(self, files: Sequence[SpanFile]) -> Iterator[ReadableSpan]:
         own = Resource({"service.name": "sluice", "service.namespace": self._run})
         for step in self._steps:
-            place = "step", step.step
-            yield self._span(f"step {step.step}", (step.start, step.end), place, "", own, {"sluice.step": step.step})
+            root = "step", step.step, ""
+            yield self._span(f"step {step.step}", (step.start, step.end), root, own, {"sluice.step": step.step})
             for number, part in enumerate(step.parts):
-                told: dict[str, str | int] = {"sluice.process": part.process, "sluice.group": part.group}
-                yield self._span(part.cause, (part.start, part.end), place, f"part {number}", own, told)
+                place, told = (
+                    ("step", step.step, f"part {number}"),
+                    {"sluice.process": part.process, "sluice.group": part.group},
+                )
+                yield self._span(part.cause, (part.start, part.end), place, own, told)
         groups: dict[int, tuple[float, float]] = {}
         for file in files:
             resource = self._resource(file)
@@ -83,45 +87,40 @@ class RunSpans:
                 if span.group >= 0:
                     start, end = groups.get(span.group, (span.start, span.end))
                     groups[span.group] = min(start, span.start), max(end, span.end)
-                place, times = self._place(span), (span.start, span.end)
-                yield self._span(span.name, times, place, f"{file.path.name} {number}", resource, self._told(file, span))
+                place = self._place(span, f"{file.path.name} {number}")
+                yield self._span(span.name, (span.start, span.end), place, resource, self._told(file, span))
         for group, times in groups.items():
-            yield self._span(f"group {group}", times, ("group", group), "", own, {"sluice.group": group})
+            yield self._span(f"group {group}", times, ("group", group, ""), own, {"sluice.group": group})
 
-    def _place(self, span: TracedSpan) -> Place:
+    def _place(self, span: TracedSpan, which: str) -> Place:
         if span.group >= 0:
-            return "group", span.group
-        return "step", self._steps[max(0, bisect_right(self._starts, span.start) - 1)].step
+            return "group", span.group, which
+        return "step", self._steps[max(0, bisect_right(self._starts, span.start) - 1)].step, which
 
     def _span(
-        self,
-        name: str,
-        times: tuple[float, float],
-        place: Place,
-        which: str,
-        resource: Resource,
-        attributes: Mapping[str, str | int],
+        self, name: str, times: tuple[float, float], place: Place, resource: Resource, attributes: Mapping[str, Any]
     ) -> ReadableSpan:
-        """`which`: tells it from the others of its trace; "": it is their parent."""
-        step = self._trained.get(place[1]) if place[0] == "group" and not which else None
+        kind, number, which = place
+        step = self._trained.get(number) if kind == "group" and not which else None
         start, end = (int(1e9 * seconds) for seconds in times)
         return ReadableSpan(
             name,
-            context=self._context(place, which),
-            parent=self._context(place, "") if which else None,
+            context=self._context(place),
+            parent=self._context((kind, number, "")) if which else None,
             resource=resource,
             attributes={name: value for name, value in attributes.items() if value not in ("", -1)},
-            links=() if step is None else (Link(self._context(("step", step), "")),),
+            links=() if step is None else (Link(self._context(("step", step, ""))),),
             start_time=start,
             end_time=end,
         )
 
-    def _context(self, place: Place, which: str) -> SpanContext:
-        def number(size: int, *words: object) -> int:
+    def _context(self, place: Place) -> SpanContext:
+        def hashed(size: int, *words: object) -> int:
             return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=size).digest(), "big")
 
-        trace = number(16, self._salt, self._run, *place)
-        return SpanContext(trace, number(8, trace, which), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+        kind, number, which = place
+        trace = hashed(16, self._salt, self._run, kind, number)
+        return SpanContext(trace, hashed(8, trace, which), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
     def _resource(self, file: SpanFile) -> Resource:
         header = file.header
@@ -135,15 +134,14 @@ class RunSpans:
             }
         )
 
-    def _told(self, file: SpanFile, span: TracedSpan) -> dict[str, str | int]:
-        told: dict[str, str | int] = {"sluice.group": span.group, "sluice.step": span.step, "sluice.detail": span.detail}
+    def _told(self, file: SpanFile, span: TracedSpan) -> dict[str, Any]:
+        told: dict[str, Any] = {"sluice.group": span.group, "sluice.step": span.step, "sluice.detail": span.detail}
         if span.line != CALLS:
             return told | {"thread.name": span.line}
         if span.name != "Generate":
             return told
-        chat = span.group <= POLICY_CALL
-        told |= {"gen_ai.operation.name": "chat" if chat else "text_completion", "gen_ai.request.model": self._model}
-        told["gen_ai.provider.name"] = "sluice"
+        operation = "chat" if span.group in POLICY_CALLS else "text_completion"
+        told |= {"gen_ai.operation.name": operation, "gen_ai.request.model": self._model, "gen_ai.provider.name": "sluice"}
         row = self._rows.get(span.group)
         if row is not None and row.replica == file.header.process and span.end >= row.times["generating"]:
             told["gen_ai.usage.input_tokens"] = row.prompt_tokens or 0

@@ -78,7 +78,6 @@ def test_what_has_no_torch_is_looked_at_with_its_children(role: str, live: Live)
     own = live.member(role if role == "coordinator" else f"{role}-0")
     pids = {own.pid} | ({child.pid for child in own.children(recursive=True)} if role == "reward" else set())
     assert own.pid in {event["pid"] for event in found} <= pids
-    assert any(event["name"].startswith("run_forever") for event in found) or found
 
 
 def test_whom_it_cannot_ask_is_a_line_and_exit_code_2(live: Live, tmp_path: Path) -> None:
@@ -104,11 +103,7 @@ def test_its_deadline_ends_a_profile_and_another_can_be_made(live: Live) -> None
     )
     assert ended.returncode == 2 and "rollout-0: Profile: did not answer (deadline 2 s)" in one_line(ended.stderr)
 
-    def again() -> bool:  # the process hears a moment later
-        ended = sluice("profile", str(live.folder), "--process", "rollout-0", "--seconds", "0.1", timeout=PATIENCE)
-        return ended.returncode == 0
-
-    eventually(again, PATIENCE, "another profile of rollout-0")
+    eventually(lambda: _can_be_made(live, "rollout-0"), PATIENCE, "another profile of rollout-0")  # which hears a moment later
 
 
 def test_a_process_that_dies_meanwhile_is_told_of(live: Live) -> None:
@@ -119,6 +114,11 @@ def test_a_process_that_dies_meanwhile_is_told_of(live: Live) -> None:
         victim.kill()
         _, said = asking.communicate(timeout=PATIENCE)
     assert asking.returncode == 2 and "rollout-1: Profile: " in one_line(said)
+    eventually(lambda: _can_be_made(live, "rollout-1"), PATIENCE, "a profile of the process that came in its place")
+
+
+def _can_be_made(live: Live, name: str) -> bool:
+    return sluice("profile", str(live.folder), "--process", name, "--seconds", "0.1", timeout=PATIENCE).returncode == 0
 
 
 def _calls(caller: int, called: psutil.Process) -> bool:

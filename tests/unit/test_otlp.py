@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from runtime import config
 from runtime.config import Config, Model, loading
+from runtime.coordinator.metrics_recorder import FIRST_ID
 from runtime.errors import UserError
 from runtime.process.spans import CALLS, SpanFile, SpanHeader, TracedSpan
 from runtime.telemetry.critical_path import TRAINER, PathPart, StepPath
@@ -29,12 +30,13 @@ from launcher.commands import otlp
 from launcher.commands.otlp import RunSpans
 
 NEXT = StepPath(5, 110.0, 120.0, [2], parts=[PathPart("admit", 110.0, 120.0, "", 2)])
-AGENTS = -(1 << 32) - 7
+AGENTS, PROBES = -(1 << 32) - 7, FIRST_ID + 7
 SPANS = {
     "rollout-0": [
         TracedSpan("decode", 101.0, 103.0, "engine"),
         TracedSpan("Generate", 100.5, 104.0, CALLS, 1),
         TracedSpan("Generate", 111.0, 112.0, CALLS, AGENTS),
+        TracedSpan("Generate", 112.0, 113.0, CALLS, PROBES),
         TracedSpan("decode", 90.0, 95.0, "engine"),
     ],
     "reward-0": [TracedSpan("Score", 104.0, 105.0, CALLS, 1)],
@@ -107,7 +109,7 @@ def attributes(of: Any) -> dict[str, Any]:
 
 
 def received(receiver: Receiver) -> list[tuple[dict[str, Any], Any]]:
-    assert otlp._sent(spans().of(files()), f"{receiver.url}/v1/traces") == 12
+    assert otlp._sent(spans().of(files()), f"{receiver.url}/v1/traces") == 13
     return receiver.spans()
 
 
@@ -122,10 +124,10 @@ def test_a_groups_calls_are_one_trace_and_so_is_a_step(receiver: Receiver) -> No
         found[root.name] = sorted(span.name for span in members if span is not root)
     assert found == {
         "step 4": ["command", "decode", "generate", "train"],
-        "step 5": ["Generate", "admit", "command"],
+        "step 5": ["Generate", "Generate", "admit", "command"],
         "group 1": ["Generate", "Score"],
     }
-    assert len({span.span_id for members in traces.values() for span in members}) == 12
+    assert len({span.span_id for members in traces.values() for span in members}) == 13
 
 
 def test_a_group_links_to_the_step_that_it_was_trained_in_and_lasts_from_its_first_call_to_its_last(receiver: Receiver) -> None:
@@ -155,6 +157,7 @@ def test_generation_has_the_conventions_attributes(receiver: Receiver) -> None:
     usage = {"gen_ai.usage.input_tokens": 11, "gen_ai.usage.output_tokens": 7}
     assert {"gen_ai.operation.name": "text_completion", "sluice.group": 1, **model, **usage} in found
     assert {"gen_ai.operation.name": "chat", "sluice.group": AGENTS, **model} in found
+    assert {"gen_ai.operation.name": "text_completion", "sluice.group": PROBES, **model} in found
 
 
 def test_what_is_sent_again_has_the_ids_that_it_had_and_another_run_has_others() -> None:
