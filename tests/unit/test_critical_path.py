@@ -13,6 +13,7 @@ from runtime.environments import messages
 from runtime.ledger.reader import GroupRow
 from runtime.ledger.states import Mark, Phase
 from runtime.process.spans import CALLS, EPISODES, POLICY, PUBLICATION, TracedSpan
+from runtime.telemetry import critical_path
 from runtime.telemetry.critical_path import (
     COORDINATOR,
     TRAINER,
