@@ -10,7 +10,8 @@
 It is walked from its end. A version is committed once it is published, and published once the update is applied; the trainer
 could complete that when the step's last group was ready, or, where it was ready before, had only itself to wait for; and that
 group was ready when whoever had it was done. So the parts are as long as the step together, and what went on beside the path is
-not on it: it made no step longer.
+not on it: it made no step longer. For some of `train` the trainer may have had nothing to do, as a rollout had not answered its
+probe: that is `probe`.
 
 Where agents play, `generate` is cut up once more, by what the group's episode that ended last was at::
 

@@ -8,9 +8,12 @@ from itertools import pairwise
 
 import pytest
 
+from launcher.commands.why import MEANINGS
+from runtime.environments import messages
 from runtime.ledger.reader import GroupRow
 from runtime.ledger.states import Mark, Phase
 from runtime.process.spans import CALLS, EPISODES, POLICY, PUBLICATION, TracedSpan
+from runtime.telemetry import critical_path
 from runtime.telemetry.critical_path import (
     COORDINATOR,
     TRAINER,
@@ -182,6 +185,13 @@ def test_the_generation_of_a_gateway_is_what_the_episode_that_ended_last_was_at(
 def test_a_generation_of_which_the_spans_are_lost_stays_whole(spans: list[TracedSpan]) -> None:
     part = PathPart("generate", 11.0, 20.0, "gateway-0", 1)
     assert conversation(part, spans) == [part]
+
+
+def test_every_cause_has_a_meaning() -> None:
+    episodes = {critical_path.PHASES.get(phase, phase) for phase in messages.PHASES}
+    own = {critical_path.ADMIT, critical_path.DISPATCH, critical_path.GENERATE, critical_path.AGAIN, critical_path.TRAIN}
+    others = {critical_path.PROBE, critical_path.PUBLISH, critical_path.PLACE, POLICY}
+    assert episodes | own | others | set(critical_path.MARKS.values()) == MEANINGS.keys()
 
 
 def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
