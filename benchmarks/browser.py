@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 START = 60.0  # seconds
+LOOK = 0.05  # between two looks
 WIDE, NARROW = (1280, 800), (390, 844)
 
 
@@ -30,6 +31,16 @@ def found() -> str:
     except ImportError:
         raise UserError("needs playwright: pip install playwright") from None
     return browser
+
+
+def until(page: Page, expression: str) -> None:
+    """Wait until the JavaScript `expression` is true there. Playwright's own waiting evaluates a text within the page, which
+    its content policy forbids. Raises UserError."""
+    for _ in range(int(START / LOOK)):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(1000 * LOOK)
+    raise UserError(f"not within {START:g} s: {expression}")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 from msgspec import Struct
 
-from benchmarks.browser import opened, served
+from benchmarks.browser import opened, served, until
 from benchmarks.recorded_run import record
 from benchmarks.staleness.runs import train_quickstart
 from launcher.page.server import THIS
@@ -31,7 +31,6 @@ from runtime.telemetry.summary import Summary
 
 VIEWS = ("why", "lanes", "occupancy", "samples", "weights", "evaluations", "curves", "processes", "configuration")
 TOLD = {"none": ["logs.span_bytes=0"], "spans": [], "watched": ["page={}"]}
-WAIT = 60_000  # ms
 START = 120.0  # seconds
 LOOK = 0.2  # seconds between two looks for the page's address
 EVERY = 0.9  # seconds between what a browser asks for at most
@@ -82,7 +81,7 @@ def _looked_at(run: Path, settings: PageSettings) -> tuple[float, list[ViewTime]
     with served(run) as address:
         for _ in range(settings.rounds):
             with opened(address) as (page, _):
-                page.wait_for_function("performance.getEntriesByName('first-contentful-paint').length", timeout=WAIT)
+                until(page, "performance.getEntriesByName('first-contentful-paint').length")
                 paints.append(page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
                 for view in VIEWS:
                     times[view].append(page.evaluate(_SHOWN, view))

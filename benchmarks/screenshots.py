@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.browser import WIDE, opened, served
+from benchmarks.browser import WIDE, opened, served, until
 from benchmarks.staleness.runs import train_quickstart
 from runtime.errors import SluiceError
 
@@ -28,7 +28,7 @@ def main() -> None:
             page.wait_for_selector("nav a[aria-current]", timeout=WAIT)
             for view in VIEWS:
                 page.evaluate(f"location.hash = page.link('{view}', {{{f'group: {GROUP}' if view == 'samples' else ''}}})")
-                page.wait_for_function(f"page.view === '{view}' && !busy", timeout=WAIT)
+                until(page, f"page.view === '{view}' && !busy")
                 page.wait_for_timeout(SETTLE)
                 page.screenshot(path=IMAGES / f"page-{view}.png", full_page=view != "curves")
     if faults:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import browser
-from benchmarks.browser import NARROW, WIDE, opened, served
+from benchmarks.browser import NARROW, WIDE, opened, served, until
 from benchmarks.recorded_run import record, reply_of
 from runtime.errors import UserError
 from tests.system.runs import check_gone, eventually, started
@@ -35,11 +35,11 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(tmp_path_factory.mktemp("recorded") / "run", STEPS, GROUPS, SAMPLES)
 
 
-def shows(page: Any, view: str) -> None:
+def shows(page: Any, view: str, query: str = "{}") -> None:
     """Go there, and wait until it has something to show."""
-    page.evaluate(f"location.hash = page.link('{view}')")
+    page.evaluate(f"location.hash = page.link('{view}', {query})")
     page.wait_for_selector("nav a[aria-current]", timeout=WAIT)
-    page.wait_for_function(f"page.view === '{view}' && main.childElementCount > 0 && !busy", timeout=WAIT)
+    until(page, f"page.view === '{view}' && main.childElementCount > 0 && !busy")
 
 
 @pytest.mark.parametrize(("size", "dark"), [(WIDE, False), (NARROW, True)])
@@ -53,7 +53,8 @@ def test_every_view_of_a_long_run_is_shown_without_a_complaint(long_run: Path, s
 
 def test_the_numbers_are_those_of_the_ledger(long_run: Path) -> None:
     with served(long_run) as address, opened(address) as (page, faults):
-        shows(page, "why")
+        shows(page, "why", "{from: 0}")
+        until(page, f"document.querySelector('[data-part=verdict]').innerText.includes('{STEPS} steps')")
         page.wait_for_selector("[data-plot=why] .bars", timeout=WAIT)
         told = page.inner_text("[data-part=totals]")
         # Of the four seconds of each step its last group is generated in 2 and scored in a half; training takes 1.
@@ -83,7 +84,7 @@ def test_keys_lead_to_the_views_and_to_the_search(long_run: Path) -> None:
         page.keyboard.press("/")
         page.keyboard.type("reply 77.")
         page.keyboard.press("Enter")
-        page.wait_for_function("document.querySelector('main').innerText.includes('8 samples in 1 groups')", timeout=WAIT)
+        until(page, "document.querySelector('main').innerText.includes('8 samples in 1 groups')")
         page.focus(".list")
         page.keyboard.press("j")
         page.keyboard.press("Enter")
@@ -111,9 +112,9 @@ def test_a_run_is_followed_while_it_goes_on(config: Path, tmp_path: Path) -> Non
         with opened(address) as (page, faults):
             shows(page, "why")
             reached = "Number(document.getElementById('state').textContent.match(/step (\\d+)/)?.[1])"
-            page.wait_for_function(f"{reached} >= 3", timeout=WAIT)
+            until(page, f"{reached} >= 3")
             first = page.evaluate(reached)
-            page.wait_for_function(f"{reached} > {first} + 5", timeout=WAIT)
+            until(page, f"{reached} > {first} + 5")
             assert "under way" in page.inner_text("#state")
             for view in VIEWS:
                 shows(page, view)
