@@ -49,9 +49,13 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
 
 
 def assert_metrics(got: Mapping[str, float], expected: Mapping[str, float], *, steps: int = 1) -> None:
-    """But for the rounding of so many steps, each of which begins with what the last one left."""
+    """But for the rounding of so many steps, each of which begins with what the last one left. Of the share of tokens beyond a
+    limit, a token that lies at the limit may be on either side."""
     assert got.keys() == expected.keys()
     for name, value in expected.items():
+        if name == "mismatch/over_0.1":
+            assert abs(got[name] - value) <= 1.5 / expected["mismatch/tokens"], name
+            continue
         assert_close(got[name], value, terms=steps * STEP, scale=_summands(name, abs(value)), what=name)
 
 
