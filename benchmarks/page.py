@@ -95,7 +95,7 @@ _SHOWN = """async (view) => {
     const began = performance.now();
     location.hash = page.link(view);
     await new Promise((done) => setTimeout(done, 0));
-    while (page.view !== view || busy) await new Promise((done) => requestAnimationFrame(done));
+    while (page.shown !== view) await new Promise((done) => requestAnimationFrame(done));
     return performance.now() - began;
 }"""
 

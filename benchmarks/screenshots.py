@@ -28,7 +28,7 @@ def main() -> None:
             page.wait_for_selector("nav a[aria-current]", timeout=WAIT)
             for view in VIEWS:
                 page.evaluate(f"location.hash = page.link('{view}', {{{f'group: {GROUP}' if view == 'samples' else ''}}})")
-                until(page, f"page.view === '{view}' && !busy")
+                until(page, f"page.shown === '{view}'")
                 page.wait_for_timeout(SETTLE)
                 page.screenshot(path=IMAGES / f"page-{view}.png", full_page=view != "curves")
     if faults:

@@ -344,7 +344,7 @@ class CoordinatorProcess:
         self.report(msgspec.structs.replace(self._progress, detail=f"waits for {missing}"))
 
     def _look(self, change: UnitChange) -> None:
-        self._states.enter(change.unit.name, change.unit.state.value, change.unit.reason)
+        self._states.enter(f"state of {change.unit.name}", change.unit.state.value, change.unit.reason)
         if UnitState.LOST in (change.was, change.unit.state):
             self.report(self._progress)
 

@@ -122,6 +122,17 @@ class SampleReader:
             line["tokens_shown"] = self._tokens(sample, None if reference is None else reference[at], trained.get(at, {}))
         return told
 
+    def _texts(self, ids: list[int]) -> list[str]:
+        """Of each token. A character that is made of several is that of the last of them."""
+        texts, held = [], []
+        for token in ids:
+            held.append(token)
+            text = self.tokenizer.decode(held, skip_special=False)
+            whole = not text.endswith("\ufffd") or len(held) == CHARACTER
+            texts.append(text if whole else "")
+            held = [] if whole else held
+        return texts
+
     def _tokens(
         self, sample: Sample, reference: np.ndarray | None, trained: Mapping[int, tuple[float, float]]
     ) -> list[list[Any]]:
@@ -129,13 +140,16 @@ class SampleReader:
         log-probability, the trainer's and the advantage; None for what is not known."""
         shown = slice(0, TOKENS)
         ids = sample.tokens[shown]
-        texts = self.tokenizer.decode_batch([[token] for token in ids.tolist()], skip_special=False)
+        texts = self._texts(ids.tolist())
         versions = [str(PolicyVersion.unpack(int(version))) for version in sample.versions[shown]]
         others = [None] * len(ids) if reference is None else [round(float(each), 4) for each in reference[shown]]
         sampled = [round(float(each), 4) for each in sample.logprobs[shown]]
         masks = sample.loss_mask[shown].tolist()
         own = [trained.get(at, (None, None)) for at in range(len(ids))]
         return [[*each, *more] for *each, more in zip(texts, sampled, versions, masks, others, own, strict=True)]
+
+
+CHARACTER = 8  # tokens that one character may be made of
 
 
 def _trained(folder: Path, step: int, group_id: int) -> dict[int, dict[int, tuple[float, float]]]:

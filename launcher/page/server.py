@@ -18,7 +18,7 @@ from launcher.page import follow, lanes
 from launcher.page.samples import SampleFilter, SampleReader
 from launcher.page.views import RunView
 from runtime import run_files, timeouts
-from runtime.errors import UserError
+from runtime.errors import SluiceError, UserError
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 THIS = "_"  # the name of a run that is alone
@@ -166,8 +166,8 @@ class PageRoutes:
         """What of the run's files has changed, until the browser goes."""
         folder = self._pages.of(request.match_info["run"])[0].folder
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await answer.prepare(request)
         before = await asyncio.to_thread(follow.marks, folder)
+        await answer.prepare(request)
         with suppress(ConnectionResetError):
             while True:
                 await asyncio.sleep(timeouts.PAGE_FOLLOW)
@@ -180,7 +180,7 @@ class PageRoutes:
 async def _answer(work: Callable[[], Any]) -> web.Response:
     try:
         made = await asyncio.to_thread(work)
-    except UserError as error:
+    except SluiceError as error:
         return web.json_response({"error": str(error)}, status=404)
     return web.Response(body=await asyncio.to_thread(msgspec.json.encode, made), content_type="application/json")
 

@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Sequence
 
 from runtime.errors import Cancelled, ServiceFault
+from runtime.process import spans
 from runtime.rewards.rules import RuleOutcome
 from runtime.rewards.worker import Task, Verdict
 from runtime.rewards.worker_process import Limits, WorkerProcess, WorkerTask, encoded, withdraw
@@ -218,7 +219,10 @@ class KillablePool:
 
     async def _feed(self, worker: WorkerProcess) -> bool:
         """Run one batch. False when the worker is lost: the job that it was at is settled, the rest is queued again."""
-        if await worker.work(await self._take()):
+        jobs = await self._take()
+        with spans.log.span("rules", f"worker {worker.pid}"):
+            done = await worker.work(jobs)
+        if done:
             return True
         self.lost += 1
         self._first(worker.jobs)

@@ -130,6 +130,10 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         self._offered = self._shared = False  # what is behind that task may be done by others
         self.jobs: deque[WorkerTask] = deque()
 
+    @property
+    def pid(self) -> int:
+        return self._transport.get_pid()
+
     @classmethod
     async def start(
         cls, rules: Sequence[str], limits: Limits, employer: Employer, variables: Container[str] = ()

@@ -198,6 +198,8 @@ def test_text_of_a_model_is_data(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 1, replies=HOSTILE)
     found = asked(run, "group?id=0")
     assert [sample["reply"] for sample in found["samples"]] == HOSTILE
+    shown = ["".join(token[0] for token in sample["tokens_shown"]) for sample in found["samples"][:3]]
+    assert shown == HOSTILE[:3], "characters of several tokens are whole"
     assert len(found["samples"][3]["tokens_shown"]) < len(HOSTILE[3]), "no browser is given two million elements"
     assert asked(run, "samples?text=onerror")["ids"] == [0]
 

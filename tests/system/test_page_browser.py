@@ -39,7 +39,7 @@ def shows(page: Any, view: str, query: str = "{}") -> None:
     """Go there, and wait until it has something to show."""
     page.evaluate(f"location.hash = page.link('{view}', {query})")
     page.wait_for_selector("nav a[aria-current]", timeout=WAIT)
-    until(page, f"page.view === '{view}' && main.childElementCount > 0 && !busy")
+    until(page, f"page.shown === '{view}'")
 
 
 @pytest.mark.parametrize(("size", "dark"), [(WIDE, False), (NARROW, True)])
@@ -65,7 +65,7 @@ def test_the_numbers_are_those_of_the_ledger(long_run: Path) -> None:
         ):
             assert re.search(rf"{cause}\s+{process}\s+{seconds:,.0f}\s", told), told
         shows(page, "samples")
-        page.wait_for_selector(".row >> nth=3", timeout=WAIT)
+        page.wait_for_selector(".list .row >> nth=3", timeout=WAIT)
         assert f"{STEPS * GROUPS * SAMPLES:,} samples in {STEPS * GROUPS:,} groups" in page.inner_text("main")
         page.evaluate("document.querySelector('.list').scrollTop = 1e9")
         last = reply_of(STEPS * GROUPS - 1, SAMPLES - 1).strip()
@@ -80,7 +80,7 @@ def test_keys_lead_to_the_views_and_to_the_search(long_run: Path) -> None:
     with served(long_run) as address, opened(address) as (page, _):
         shows(page, "why")
         page.keyboard.press("4")
-        page.wait_for_selector(".row >> nth=3", timeout=WAIT)
+        page.wait_for_selector(".list .row >> nth=3", timeout=WAIT)
         page.keyboard.press("/")
         page.keyboard.type("reply 77.")
         page.keyboard.press("Enter")
@@ -95,8 +95,8 @@ def test_what_a_model_says_is_text(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 2, replies=HOSTILE)
     with served(run) as address, opened(address) as (page, faults):
         shows(page, "samples")
-        page.wait_for_selector(".row >> nth=1", timeout=WAIT)
-        page.click(".row >> nth=0")
+        page.wait_for_selector(".list .row >> nth=1", timeout=WAIT)
+        page.click(".list .row >> nth=0")
         page.wait_for_selector(".sibling", timeout=WAIT)
         told = page.inner_text(".siblings")
         assert HOSTILE[0] in told

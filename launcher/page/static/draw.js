@@ -39,12 +39,15 @@ function number(value) {
 
 const seconds = (value) => (value >= 100 ? `${Math.round(value)} s` : value >= 0.1 ? `${value.toFixed(2)} s` : `${(1000 * value).toFixed(1)} ms`);
 
-// The same name has the same colour everywhere.
-const given = new Map();
+// The same name has the same colour everywhere: causes and phases that are known one of their own, others by their letters.
+const KNOWN = ["train", "generate", "score", "publish", "reference", "probe", "admit", "dispatch", "agent", "policy"];
 function colour(name) {
-  if (!given.has(name)) given.set(name, COLOURS[given.size % COLOURS.length]);
-  return given.get(name);
+  const at = KNOWN.indexOf(name);
+  return COLOURS[(at >= 0 ? at : [...name].reduce((sum, letter) => (31 * sum + letter.charCodeAt(0)) % 9973, 7)) % COLOURS.length];
 }
+
+// Of "CAUSE PROCESS", where a cause may be two words.
+const causeOf = (name) => KNOWN.find((cause) => name === cause || name.startsWith(`${cause} `)) || name;
 
 function ink(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -64,7 +67,7 @@ function coloured(layout) {
   return {
     autosize: true, height: 320, margin: { l: 56, r: 12, t: 30, b: 44 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: ink("--ink") }, hoverlabel: { bgcolor: ink("--card"), font: { color: ink("--ink") }, namelength: -1 },
-    legend: { orientation: "h", y: -0.2, yanchor: "top" }, ...layout, xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, ...layout, xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
   };
 }
 

@@ -4,8 +4,8 @@ class Lanes {
   constructor(ask) {
     this.ask = ask; // (start, end, pixels) → the data of `lanes.py`
     this.canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": "what each process did over time" });
-    this.told = make("p", { class: "faint" }, "Drag to move, Ctrl and the wheel (or + and -) to zoom, click a slice.");
-    this.element = make("div", {}, this.canvas, this.told);
+    this.told = make("p", { class: "faint lanes-told" }, "Drag to move, Ctrl and the wheel (or + and -) to zoom, point at a slice.");
+    this.element = make("div", {}, this.told, this.canvas);
     this.start = this.end = null;
     this.canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey) return;
@@ -53,7 +53,7 @@ class Lanes {
   }
 
   drag(event) {
-    if (!this.from) return;
+    if (!this.from) { this.tell(event); return; }
     this.moved = this.moved || Math.abs(event.offsetX - this.from[0]) > 3;
     const by = (this.from[0] - event.offsetX) * (this.from[2] - this.from[1]) / this.width;
     this.start = this.from[1] + by;
@@ -87,11 +87,11 @@ class Lanes {
     lanes.forEach((lane, index) => {
       const y = top + row * index, first = index === 0 || lanes[index - 1].process !== lane.process;
       pen.fillStyle = ink(first ? "--ink" : "--faint");
-      pen.fillText(first ? lane.process : `  ${lane.line}`, 0, y + row / 2, this.label - 6);
+      pen.fillText(first ? `${lane.process} ${lane.line}`.trim() : `   ${lane.line}`, 0, y + row / 2, this.label - 6);
       for (const [name, start, end, group, step, detail, number] of lane.slices) {
         const x = Math.max(this.label, this.place(start)), right = Math.min(width, this.place(end));
         if (right <= this.label || x >= width) continue;
-        pen.fillStyle = colour(name);
+        pen.fillStyle = colour(causeOf(name));
         pen.fillRect(x, y + 2, Math.max(0.5, right - x), row - 4);
         this.boxes.push([x, right, y, { name, seconds: end - start, group, step, detail, number, process: lane.process }]);
         if (right - x > 40) {
@@ -103,7 +103,7 @@ class Lanes {
   }
 
   tell(event) {
-    const found = (this.boxes || []).find(([x, right, y]) => event.offsetX >= x - 1 && event.offsetX <= right + 1 && event.offsetY >= y && event.offsetY < y + 18);
+    const found = [...(this.boxes || [])].reverse().find(([x, right, y]) => event.offsetX >= x - 1 && event.offsetX <= right + 1 && event.offsetY >= y && event.offsetY < y + 18);
     if (!found) return;
     const slice = found[3];
     const more = [slice.number > 1 ? `${slice.number} of them` : "", slice.group >= 0 ? `group ${slice.group}` : "", slice.step >= 0 ? `step or version ${slice.step}` : "", slice.detail];

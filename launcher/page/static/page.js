@@ -1,14 +1,20 @@
 "use strict";
 // Which run and view are shown (by the address: #RUN/VIEW?key=value), and following them live.
 const page = {
-  runs: [], run: null, view: null, query: {}, search: null,
+  runs: [], run: null, view: null, shown: null, query: {}, search: null,
 
   async ask(view, query, run) {
     const given = Object.entries(query || {}).filter(([, value]) => value !== undefined && value !== null && value !== "");
     const answer = await fetch(`/api/run/${encodeURIComponent(run || page.run)}/${view}?${new URLSearchParams(given)}`);
-    if (!answer.ok) throw new Error((await answer.text()).slice(0, 500));
+    if (!answer.ok) {
+      const told = await answer.text();
+      throw new Error(told.startsWith("{") ? JSON.parse(told).error : told.slice(0, 500));
+    }
     return answer.json();
   },
+
+  // A run's folder tells it from others of its name.
+  called(run) { return this.runs.length > 1 && run.id !== run.name ? `${run.id} (${run.name})` : run.name; },
 
   link(view, query) { return `#${encodeURIComponent(page.run)}/${view}?${new URLSearchParams(query || {})}`; },
 };
@@ -23,6 +29,7 @@ async function show(fresh) {
     if (fresh === true) { main.replaceChildren(); page.search = null; }
     if (page.view === null) showRuns(page, main);
     else await VIEWS[page.view].show(page, main);
+    page.shown = page.view;
   } catch (error) {
     main.replaceChildren(make("p", { class: "note" }, error.message));
   } finally {
@@ -33,8 +40,9 @@ async function show(fresh) {
 
 async function summarise() {
   const found = await page.ask("summary");
-  document.title = `${shown(found.name)} – Sluice`;
-  document.getElementById("name").textContent = shown(found.name);
+  const name = shown(page.called({ id: page.run, name: found.name }));
+  document.title = `${name} – Sluice`;
+  document.getElementById("name").textContent = name;
   document.getElementById("state").textContent = shown(`${found.state}; step ${found.steps}${found.of === null ? "" : ` of ${found.of}`}`);
   const alarm = document.getElementById("alarm");
   alarm.hidden = !found.alarm;
@@ -67,6 +75,7 @@ async function route() {
   const [path, query] = location.hash.slice(1).split("?");
   const [run, view] = path.split("/").map(decodeURIComponent);
   const before = page.run;
+  page.shown = null;
   page.query = Object.fromEntries(new URLSearchParams(query || ""));
   page.run = page.runs.some((each) => each.id === run) ? run : page.runs.length === 1 ? page.runs[0].id : null;
   page.view = page.run === null ? null : view in VIEWS ? view : "why";
@@ -75,7 +84,7 @@ async function route() {
     make("a", { href: page.link(name), "aria-current": name === page.view ? "page" : undefined, title: `key ${(at + 1) % 10}` }, title))));
   const choice = document.getElementById("runs");
   choice.hidden = page.runs.length < 2;
-  choice.replaceChildren(make("option", { value: "" }, "all runs"), ...page.runs.map((each) => make("option", { value: each.id, selected: each.id === page.run }, each.name)));
+  choice.replaceChildren(make("option", { value: "" }, "all runs"), ...page.runs.map((each) => make("option", { value: each.id, selected: each.id === page.run }, page.called(each))));
   if (page.run !== null && page.run !== before) { follow(); await summarise(); }
   if (page.run === null && events) { events.close(); events = null; }
   await show(true);

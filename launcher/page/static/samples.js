@@ -11,7 +11,8 @@ class SampleList {
     this.list = make("div", { class: "list", tabindex: "0", role: "listbox", "aria-label": "samples", onscroll: () => this.paint() }, this.inside);
     this.told = make("p", { class: "faint", role: "status" });
     this.form = this.fields();
-    this.element = make("div", {}, this.form, this.told, this.list);
+    const head = make("div", { class: "row head" }, ["group", "step", "reward", "tokens", "version", "reply"].map((name) => make("span", {}, name)));
+    this.element = make("div", {}, this.form, this.told, head, this.list);
     this.list.addEventListener("keydown", (event) => this.key(event));
     this.selected = 0;
   }
@@ -126,25 +127,26 @@ const FIGURES = {
 function groupView(group) {
   if (group === null) return make("p", {}, "There is no such group.");
   const choice = make("select", { "aria-label": "colour tokens by" }, Object.keys(FIGURES).map((name) => make("option", {}, name)));
-  const order = make("select", { "aria-label": "order" }, ["as sampled", "highest reward first", "largest gap first"].map((name) => make("option", {}, name)));
+  const sorting = make("select", { "aria-label": "order" }, ["as sampled", "highest reward first", "largest gap first"].map((name) => make("option", {}, name)));
   const siblings = make("div", { class: "siblings" });
   const gap = (sample) => (sample.tokens_shown || []).reduce((most, token) => Math.max(most, gapOf(token)), 0);
   const draw = () => {
     const sorted = [...group.samples];
-    if (order.value === "highest reward first") sorted.sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
-    if (order.value === "largest gap first") sorted.sort((a, b) => gap(b) - gap(a));
+    if (sorting.value === "highest reward first") sorted.sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+    if (sorting.value === "largest gap first") sorted.sort((a, b) => gap(b) - gap(a));
     siblings.replaceChildren(...sorted.map((sample) => siblingView(sample, FIGURES[choice.value], gap(sample), group.samples.some((each) => each.branch))));
   };
   choice.addEventListener("change", draw);
-  order.addEventListener("change", draw);
+  sorting.addEventListener("change", draw);
   draw();
-  const times = Object.entries(group.times).sort((a, b) => a[1] - b[1]);
+  const order = ["admitted", "generating", "generated", "scored", "referenced", "valued", "ready", "consumed", "retired", "dropped"];
+  const times = Object.entries(group.times).sort((a, b) => a[1] - b[1] || order.indexOf(a[0]) - order.indexOf(b[0]));
   const life = times.map(([name, at], index) => (index ? `${name} + ${seconds(at - times[index - 1][1])}` : name)).join(" → ");
   const first = group.samples[0];
   return make("section", {},
     make("h2", {}, `group ${group.group_id}`), make("p", { class: "faint" }, `${group.state}${group.why ? `: ${group.why}` : ""}${group.step === null ? "" : `, step ${group.step}`}, ${group.replica || "no rollout"}, attempt ${group.attempt}; label `, make("b", {}, group.label)),
     make("p", { class: "faint" }, life), first ? make("div", { class: "text" }, first.prompt) : null,
-    make("p", { class: "form" }, choice, order), siblings);
+    make("p", { class: "form" }, choice, sorting), siblings);
 }
 
 function siblingView(sample, figure, gap, branched) {

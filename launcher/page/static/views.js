@@ -38,12 +38,14 @@ async function showWhy(page, element) {
   if (!data.steps.length) return;
   const causes = data.totals.map((total) => [total.cause, total.process]);
   const names = [...new Set(causes.map(([cause, process]) => `${cause} ${process}`.trim()))];
+  const seen = {};
+  const patterned = (cause) => { seen[cause] = (seen[cause] ?? -1) + 1; return { shape: ["", "/", "x", "-", "|", "+", "."][seen[cause] % 7] }; };
   const traces = names.map((name) => ({
-    type: "bar", name, x: data.steps.map((step) => step.step), marker: { color: colour(name) },
+    type: "bar", name, x: data.steps.map((step) => step.step), marker: { color: colour(causeOf(name)), pattern: patterned(causeOf(name)) },
     y: data.steps.map((step) => step.parts.filter((one) => `${one[0]} ${one[3]}`.trim() === name).reduce((sum, one) => sum + one[2] - one[1], 0)),
   }));
   const shownStep = part(element, "bars");
-  plot(plotIn(shownStep, "why", "Seconds of each step, by what it waited for; click one"), traces, { barmode: "stack", xaxis: { title: { text: "step" } }, yaxis: { title: { text: "seconds" } } },
+  plot(plotIn(shownStep, "why", "Seconds of each step, by what it waited for; click one"), traces, { barmode: "stack", xaxis: { title: { text: "step, from 0" } }, yaxis: { title: { text: "seconds" } } },
     (point) => showStep(page, part(element, "step"), data.steps.find((step) => step.step === point.x)));
   const all = data.steps.reduce((sum, step) => sum + step.end - step.start, 0);
   const inside = (total) => Object.entries(total.inside).sort((a, b) => b[1] - a[1]).slice(0, 3).map(([name, value]) => `${name} ${Math.round(100 * value / total.seconds)} %`).join(", ");
@@ -57,6 +59,7 @@ function showStep(page, element, step) {
     step.parts.map((one, at) => [one[0], one[3], one[4] >= 0 ? make("a", { href: page.link("samples", { group: one[4] }) }, String(one[4])) : "", seconds(one[2] - one[1]),
       Object.entries((step.inside || [])[at] || {}).map(([name, value]) => `${name} ${seconds(value)}`).join(", ")])),
   make("p", {}, make("a", { href: page.link("lanes", { start: step.start, end: step.end }) }, "its lanes")));
+  element.scrollIntoView({ block: "nearest" });
 }
 
 async function showLanes(page, element) {
@@ -77,7 +80,7 @@ async function showOccupancy(page, element) {
   plot(plotIn(element, "states", "Groups by state; dashed: as many as staleness allows"), lines, { shapes: bound, xaxis: { title: { text: "seconds" } }, yaxis: { rangemode: "tozero" } });
   const ages = [...new Set(data.ages.flatMap((each) => Object.keys(each)))].sort((a, b) => a - b);
   const bars = ages.map((age) => ({ type: "bar", name: `${age} versions`, x: data.steps, y: data.ages.map((each) => each[age] || 0), marker: { color: colour(`age ${age}`) } }));
-  plot(plotIn(element, "ages", `Samples by staleness, of at most ${data.staleness} versions`), bars, { barmode: "stack", xaxis: { title: { text: "step" } } });
+  plot(plotIn(element, "ages", `Samples by staleness, of at most ${data.staleness} versions`), bars, { barmode: "stack", xaxis: { title: { text: "steps done" } } });
   const reasons = [...Object.entries(data.dropped).map(([why, count]) => [`groups dropped: ${why}`, count]), ...Object.entries(data.reasons)];
   part(element, "reasons").replaceChildren(make("h2", {}, "Lost, cut off, left out, played again"), reasons.length ? table(["reason", "number"], reasons) : make("p", { class: "faint" }, "nothing"));
 }
@@ -98,9 +101,9 @@ async function showWeights(page, element) {
     data.replicas.map((each) => [each.rollout, make("span", { class: each.version < data.committed ? "bad" : "" }, `${each.version}${each.version < data.committed ? ` (behind: ${data.committed})` : ""}`), each.swaps, each.median === null ? "" : seconds(each.median), each.worst === null ? "" : seconds(each.worst)])));
   const steps = data.steps.map((row) => row.step);
   const line = (name, title) => ({ x: steps, y: data.steps.map((row) => row[name]), name: title, mode: "lines", line: { color: colour(title) } });
-  plot(plotIn(element, "seconds", "Publication, seconds"), [line("publication/seconds", "from its start to the commit"), line("publication/pause_seconds", "longest pause of a rollout")], { xaxis: { title: { text: "step" } } });
-  plot(plotIn(element, "bytes", "Bytes sent"), [line("publication/bytes", "bytes")], { xaxis: { title: { text: "step" } } });
-  plot(plotIn(element, "mismatch", "Rollouts' log-probabilities beside the trainer's, |Δ log p|"), [line("mismatch/abs_logprob", "mean"), line("mismatch/worst_rollout", "worst rollout")], { yaxis: { type: "log" }, xaxis: { title: { text: "step" } } });
+  plot(plotIn(element, "seconds", "Publication, seconds"), [line("publication/seconds", "from its start to the commit"), line("publication/pause_seconds", "longest pause of a rollout")], { xaxis: { title: { text: "steps done" } } });
+  plot(plotIn(element, "bytes", "Bytes sent"), [line("publication/bytes", "bytes")], { xaxis: { title: { text: "steps done" } } });
+  plot(plotIn(element, "mismatch", "Rollouts' log-probabilities beside the trainer's, |Δ log p|"), [line("mismatch/abs_logprob", "mean"), line("mismatch/worst_rollout", "worst rollout")], { yaxis: { type: "log" }, xaxis: { title: { text: "steps done" } } });
 }
 
 async function showEvaluations(page, element) {
@@ -130,12 +133,12 @@ async function showProcesses(page, element) {
   const age = (last) => (last === null ? "" : new Date(1000 * last).toLocaleTimeString());
   element.replaceChildren(make("h2", {}, "Processes"), table(["process", "rank", "incarnation", "pid", "host", "most memory", "spans", "dropped", "last span"],
     data.processes.map((each) => [each.process, String(each.rank), String(each.incarnation), String(each.pid), each.host, resident(each.process), each.spans, each.dropped, age(each.last)])),
-  ...(data.failures.length ? [make("h2", {}, "Failures of scorers"), table(["reason", "times"], data.failures)] : []), make("h2", {}, "Logs, their last lines"), logs);
+  ...(data.failures.length ? [make("h2", {}, "Failures of scorers"), table(["reason", "times"], data.failures)] : []), make("h2", {}, "Logs, their last lines"), ...logs);
 }
 
 async function showConfiguration(page, element) {
   const other = make("select", { "aria-label": "compare with" }, make("option", { value: "" }, "the defaults"),
-    page.runs.filter((run) => run.id !== page.run).map((run) => make("option", { value: run.id }, run.name)));
+    page.runs.filter((run) => run.id !== page.run).map((run) => make("option", { value: run.id }, page.called(run))));
   const differs = make("div", {}), text = make("pre", {});
   const load = async () => {
     const data = await page.ask("configuration", { other: other.value || undefined });
@@ -162,11 +165,11 @@ function showRuns(page, element) {
   const compared = make("select", { "aria-label": "metric" }, ["score/mean", "eval/accuracy", "staleness/mean", "timing/all", "response_length/mean", "actor/entropy", "actor/grad_norm"].map((name) => make("option", {}, name)));
   const draw = async () => {
     const found = await Promise.all(page.runs.map((run) => page.ask("metric", { name: compared.value }, run.id).catch(() => ({ steps: [], values: [] }))));
-    plot(plotIn(element, "compared"), found.map((curve, at) => ({ x: curve.steps, y: curve.values, name: page.runs[at].name, mode: "lines" })), { xaxis: { title: { text: "step" } }, yaxis: { title: { text: compared.value } } });
+    plot(plotIn(element, "compared"), found.map((curve, at) => ({ x: curve.steps, y: curve.values, name: page.called(page.runs[at]), mode: "lines" })), { xaxis: { title: { text: "steps done" } }, yaxis: { title: { text: compared.value } } });
   };
   compared.addEventListener("change", draw);
   const facts = [...new Set(page.runs.flatMap((run) => run.facts.map((fact) => fact[0])))];
-  element.replaceChildren(table(["run", "state", ...facts], page.runs.map((run) => [make("a", { href: `#${encodeURIComponent(run.id)}/why` }, run.name), run.state,
+  element.replaceChildren(table(["run", "state", ...facts], page.runs.map((run) => [make("a", { href: `#${encodeURIComponent(run.id)}/why` }, page.called(run)), run.state,
     ...facts.map((name) => (run.facts.find((fact) => fact[0] === name) || ["", ""])[1])])), make("p", { class: "form" }, "compare ", compared));
   draw();
 }
