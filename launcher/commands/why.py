@@ -49,9 +49,9 @@ def why(folder: Path, steps: str | None, as_json: bool) -> None:
         return
     console = Console()
     seconds = sum(step.seconds for step in found)
+    say(console, f"{len(found)} steps, {found[0].step} to {found[-1].step}, {seconds:.1f} s: {verdict(found)}")
     console.print(_totals(critical_path.totals(found), seconds))
     console.print(_slowest(found))
-    say(console, f"{len(found)} steps, {found[0].step} to {found[-1].step}, {seconds:.1f} s: {verdict(found)}")
 
 
 Spans = Mapping[str, Sequence[TracedSpan]]
@@ -84,11 +84,13 @@ def by_process(folder: Path) -> Spans:
 
 
 def verdict(steps: Sequence[StepPath]) -> str:
-    """In a sentence, what was waited for most."""
-    first = critical_path.totals(steps)[0]
-    share = first.seconds / sum(step.seconds for step in steps)
+    """In a sentence, what was waited for most; and how long in all for who that was."""
+    totals = critical_path.totals(steps)
+    first, whole = totals[0], sum(step.seconds for step in steps)
     whom = f" by {first.process}" if first.process else ""
-    return f"{share:.0%} of the time went to {first.cause}{whom} – {MEANINGS[first.cause]}"
+    told = f"{first.seconds / whole:.0%} of the time went to {first.cause}{whom} – {MEANINGS[first.cause]}"
+    others = sum(total.seconds for total in totals[1:] if total.process == first.process and first.process)
+    return told if others < 2 * LEAST * whole else f"{told}; in all {(first.seconds + others) / whole:.0%} to {first.process}"
 
 
 def _totals(totals: Sequence[CauseTotal], seconds: float) -> LiteralTable:
