@@ -31,7 +31,7 @@ def import_all() -> None:
             with suppress(httpx.HTTPError):
                 await client.get(f"http://127.0.0.1:{port}")
 
-    with socket.socket() as deaf:  # it has the port, and does not listen
+    with suppress(OSError), socket.socket() as deaf:  # it has the port, and does not listen; a machine may have no IPv4
         deaf.bind(("127.0.0.1", 0))
         asyncio.run(ask(deaf.getsockname()[1]))
 
