@@ -22,4 +22,4 @@ def test_it_learns_to_ask_its_tool(tmp_path: Path) -> None:
     assert result["accuracy_before"] <= 0.6 and result["accuracy_after"] >= 0.9
     assert points[-1]["episode/turns"] > points[0]["episode/turns"] and points[-1]["episode/turns"] >= 1.8
     assert all(point["episode/environment_tokens"] > 0 for point in points)
-    assert sum(point["gateway/forks"] for point in points) == 0
+    assert {point["gateway/forks"] for point in points if "gateway/forks" in point} == {0}  # a short step may have none yet
