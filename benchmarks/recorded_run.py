@@ -155,6 +155,11 @@ def _spans(folder: Path, steps: int, groups: int) -> None:
         found[TRAINER].append(TracedSpan("backward", begin + 2.5, begin + 3.5, "engine"))
     (folder / run_files.SPANS).mkdir()
     for process, spans in found.items():
-        header = msgspec.json.encode(SpanHeader(process, 0, 0, 1, "host")).ljust(HEADER_BYTES - 1) + b"\n"
-        lines = b"".join(msgspec.json.encode(span) + b"\n" for span in spans)
-        (folder / run_files.SPANS / f"{process}.0.1{SUFFIX}").write_bytes(header + lines)
+        write_spans(folder, SpanHeader(process, 0, 0, 1, "host"), spans)
+
+
+def write_spans(folder: Path, header: SpanHeader, spans: Sequence[TracedSpan]) -> None:
+    """The file of one start of a process."""
+    first = msgspec.json.encode(header).ljust(HEADER_BYTES - 1) + b"\n"
+    lines = b"".join(msgspec.json.encode(span) + b"\n" for span in spans)
+    (folder / run_files.SPANS / f"{header.process}.{header.rank}.{header.incarnation}{SUFFIX}").write_bytes(first + lines)

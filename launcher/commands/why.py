@@ -21,23 +21,48 @@ from runtime.telemetry.shown import LiteralTable, say
 SLOWEST = 5  # steps that are shown one by one
 INSIDE = 3  # phases of a process that are told
 LEAST = 0.005  # of the time: what took less is not shown
-MEANINGS = {
-    "admit": "the step's last group was not begun: as many were under way as may be",
-    "dispatch": "no rollout took the group yet",
-    "generate": "the step's last group was generated",
-    "place": "an episode of the last group was not played yet",
-    "setup": "the agent prepared an episode of the last group",
-    "agent": "the agent and its tools, between calls of the policy",
-    "policy": "the policy's replies to the agent of the last group",
-    "agent's score": "the agent scored an episode of the last group",
-    "cleanup": "the agent cleared up after an episode of the last group",
-    "generate again": "what was generated of it was lost with its process",
-    "score": "the step's last group was scored",
-    "reference": "the reference's log-probabilities of the last group",
-    "value": "the critic's values of the last group",
-    "train": "the trainer had all, and was at work",
-    "probe": "a rollout had not answered whether it has the trainer's weights",
-    "publish": "the new weights went to the rollouts",
+CAUSES = {  # what each is, and what changes it
+    "admit": (
+        "the step's last group was not begun: as many were under way as may be",
+        "training.staleness or training.depth; with agents services.environment.NAME.concurrency",
+    ),
+    "dispatch": ("no rollout took the group yet", "services.rollout.slots or replicas; with agents gateway.episodes"),
+    "generate": (
+        "the step's last group was generated",
+        "a rollout named more often than others is slow itself; else services.rollout.replicas, sampling.max_new_tokens",
+    ),
+    "place": ("an episode of the last group was not played yet", "services.environment.NAME.concurrency or replicas"),
+    "setup": ("the agent prepared an episode of the last group", "what the agent does in setup"),
+    "agent": (
+        "the agent's own work on an episode of the last group, between calls of the policy",
+        "the agent; services.environment.NAME.slow and budgets say what becomes of late episodes",
+    ),
+    "tool": ("tools that the policy had called were at work", "the tool; services.environment.NAME.slow and budgets"),
+    "policy": (
+        "the policy's replies to the agent of the last group",
+        "services.rollout.replicas, sampling.max_new_tokens, fewer turns",
+    ),
+    "agent's score": ("the agent scored an episode of the last group", "the agent's scoring"),
+    "cleanup": ("the agent cleared up after an episode of the last group", "what the agent does in cleanup"),
+    "generate again": ("what was generated of it was lost with its process", "that process's log says why it ended"),
+    "score": (
+        "the step's last group was scored",
+        "the rule that takes longest; rewards.workers, services.reward.replicas, services.reward_model.replicas",
+    ),
+    "reference": ("the reference's log-probabilities of the last group", "services.reference.replicas or processes"),
+    "value": ("the critic's values of the last group", "services.critic.processes"),
+    "train": (
+        "the trainer had all, and was at work",
+        "services.trainer.processes, training.max_tokens_per_microbatch, training.epochs",
+    ),
+    "probe": (
+        "a rollout had not answered whether it has the trainer's weights",
+        "that rollout is slower than others: its device, services.rollout.cpus, its neighbours",
+    ),
+    "publish": (
+        "the new weights went to the rollouts",
+        "the link to the one that is named; publication.senders, encoding, in_flight",
+    ),
 }
 
 
@@ -50,7 +75,9 @@ def why(folder: Path, steps: str | None, as_json: bool) -> None:
     console = Console()
     seconds = sum(step.seconds for step in found)
     say(console, f"{len(found)} steps, {found[0].step} to {found[-1].step}, {seconds:.1f} s: {verdict(found)}")
-    console.print(_totals(critical_path.totals(found), seconds))
+    whole = [total for total in critical_path.totals(found) if total.seconds >= LEAST * seconds]
+    console.print(_totals(whole, seconds))
+    console.print(_causes(whole))
     console.print(_slowest(found))
 
 
@@ -88,7 +115,7 @@ def verdict(steps: Sequence[StepPath]) -> str:
     totals = critical_path.totals(steps)
     first, whole = totals[0], sum(step.seconds for step in steps)
     whom = f" by {first.process}" if first.process else ""
-    told = f"{first.seconds / whole:.0%} of the time went to {first.cause}{whom} – {MEANINGS[first.cause]}"
+    told = f"{first.seconds / whole:.0%} of the time went to {first.cause}{whom} – {CAUSES[first.cause][0]}"
     others = sum(total.seconds for total in totals[1:] if total.process == first.process and first.process)
     return told if others < 2 * LEAST * whole else f"{told}; in all {(first.seconds + others) / whole:.0%} to {first.process}"
 
@@ -97,9 +124,15 @@ def _totals(totals: Sequence[CauseTotal], seconds: float) -> LiteralTable:
     head = ("waited for", "by", "seconds", "share", "steps", "which meanwhile was at")
     table = LiteralTable(*head, title="what the steps waited for")
     for total in totals:
-        if total.seconds >= LEAST * seconds:
-            share = f"{total.seconds / seconds:.0%}"
-            table.add_row(total.cause, total.process, f"{total.seconds:.2f}", share, str(total.steps), _inside(total))
+        share = f"{total.seconds / seconds:.0%}"
+        table.add_row(total.cause, total.process, f"{total.seconds:.2f}", share, str(total.steps), _inside(total))
+    return table
+
+
+def _causes(totals: Sequence[CauseTotal]) -> LiteralTable:
+    table = LiteralTable("waited for", "what that is", "what changes it", title="what that means")
+    for cause in dict.fromkeys(total.cause for total in totals):
+        table.add_row(cause, *CAUSES[cause])
     return table
 
 

@@ -57,9 +57,10 @@ class Pages:
         found = []
         for name in self.names():
             try:
-                found.append({"id": name, **self.of(name)[0].summary()})
+                run = self.of(name)[0]
+                found.append({"id": name, **run.summary(), "waited": run.waited()})
             except UserError as error:
-                found.append({"id": name, "name": name, "state": str(error), "facts": []})
+                found.append({"id": name, "name": name, "state": str(error), "facts": [], "waited": {}})
         return found
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 import yaml
 
 from launcher import run_folder
@@ -25,7 +29,7 @@ from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
-from runtime.process.spans import PUBLICATION, SpanFolder, TracedSpan
+from runtime.process.spans import PUBLICATION, SpanFolder, SpanHeader, TracedSpan
 from runtime.telemetry import critical_path
 from runtime.telemetry.report import lineages, panels, record, tables
 from runtime.telemetry.report.record import RunRecord
@@ -35,7 +39,8 @@ from runtime.telemetry.summary import Summary
 POINTS = 1000  # of a curve over time
 NEWEST = 200  # steps
 LOG_LINES = 40
-STEPS = " steps"  # the first lane, by its name
+STEPS, EPOCHS = " steps", " epochs"  # the first lanes, by their names
+STARTS = "starts"  # the line of what lies between a process's end and its next start
 CHANGED = 20  # examples of what two evaluations differ in
 LIVE = (Phase.ADMITTED, Phase.GENERATING, Phase.GENERATED, Phase.READY, Phase.CONSUMED)
 
@@ -62,15 +67,17 @@ class RunView:
             return self._record
 
     def spans(self) -> Mapping[str, Sequence[TracedSpan]]:
-        """By process and rank, those of all its incarnations."""
+        """By process and rank, those of all its incarnations; and between two of them that it was down."""
         with self._lock:
             self._spans.follow()
             found: dict[str, list[TracedSpan]] = {}
-            for file in self._spans.files.values():
+            for file in sorted(self._spans.files.values(), key=lambda file: file.spans[0].start if file.spans else math.inf):
                 header = file.header
-                found.setdefault(header.process if not header.rank else f"{header.process}.{header.rank}", []).extend(
-                    file.spans
-                )
+                own = found.setdefault(header.process if not header.rank else f"{header.process}.{header.rank}", [])
+                if own and file.spans:
+                    ended = max(span.end for span in own)
+                    own.append(TracedSpan("down", ended, file.spans[0].start, STARTS, detail=f"start {header.incarnation}"))
+                own += file.spans
             return found
 
     def lanes(self) -> Mapping[str, Sequence[TracedSpan]]:
@@ -85,7 +92,20 @@ class RunView:
             for step in paths
             for part in step.parts
         ]
-        return {STEPS: waited, **spans}
+        return {STEPS: waited, EPOCHS: epochs(lineages.history(self.record().points).steps), **spans}
+
+    def waited(self) -> dict[str, Any]:
+        """Of the newest steps how long one took, and what for most: as the ledger alone knows it, which is quick."""
+        newest = self.newest()
+        try:
+            found = why.explained(self.folder, f"{max(0, newest - NEWEST)}:{newest}", dict)
+        except UserError:  # no step yet
+            return {}
+        seconds, most = sum(step.seconds for step in found), critical_path.totals(found)[0]
+        return {
+            "seconds": seconds / len(found),
+            "most": f"{most.cause} {most.process} {most.seconds / seconds:.0%}".replace("  ", " "),
+        }
 
     def newest(self) -> int:
         """The newest step that was trained; 0 where there is none."""
@@ -145,7 +165,7 @@ class RunView:
         except UserError as none:
             return {"steps": [], "totals": [], "verdict": str(none), "waits": waits}
         totals = critical_path.totals(found)
-        told = {"totals": totals, "verdict": why.verdict(found), "waits": waits, "meanings": why.MEANINGS, "newest": newest}
+        told = {"totals": totals, "verdict": why.verdict(found), "waits": waits, "causes": why.CAUSES, "newest": newest}
         return {"steps": found, **told}
 
     def _waits(self) -> list[dict[str, Any]]:
@@ -193,9 +213,12 @@ class RunView:
             if swaps:
                 receptions = [span.end - span.start for span in spans if span.line == PUBLICATION and span.name == "receive"]
                 newest = max(span.step for span in swaps)
-                replicas.append({"rollout": process, "version": newest, "swaps": len(swaps), **_spread(receptions)})
+                told = [span.detail for span in spans if span.name == "verified" and span.step == newest]
+                checksum = told[-1] if told else ""
+                swapped = {"version": newest, "checksum": checksum, "swaps": len(swaps)}
+                replicas.append({"rollout": process, **swapped, **_spread(receptions)})
         committed = max((replica["version"] for replica in replicas), default=0)
-        return {"steps": rows, "replicas": replicas, "committed": committed}
+        return {"steps": rows, "replicas": replicas, "committed": committed, "disagree": _disagree(replicas)}
 
     def evaluations(self) -> dict[str, Any]:
         table = tables.evaluations(self.record().evaluations)
@@ -210,6 +233,7 @@ class RunView:
             rows = [
                 {
                     **msgspec.to_builtins(file.header),
+                    **_alive(file.header),
                     "spans": len(file.spans),
                     "last": file.spans[-1].end if file.spans else None,
                 }
@@ -284,6 +308,45 @@ def _alarm(found: RunRecord, steps: Sequence[lineages.Point]) -> str:
     limit = float(_flat(read_texts(found.configuration) or {}).get("mismatch.limit") or 0)
     worst = steps[-1].get("mismatch/worst_rollout") if steps else None
     return f"a rollout's log-probabilities are {worst:.3g} from the trainer's" if limit and worst and worst > limit else ""
+
+
+def _disagree(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Those whose checksum of a version is another than that of others, in the same epoch."""
+    sums = {(each["version"], *each["checksum"].split(": ")) for each in replicas if each["checksum"]}
+    several = Counter((version, epoch) for version, epoch, _ in sums)
+    return [each["rollout"] for each in replicas if several[each["version"], each["checksum"].partition(": ")[0]] > 1]
+
+
+def epochs(points: Sequence[lineages.Point]) -> list[TracedSpan]:
+    """Of the rollouts' membership, one after the other, with how many were lost; as the steps' figures tell."""
+    found: list[TracedSpan] = []
+    for before, point in pairwise(points):
+        name = f"epoch {point.get('publication/epoch', 0):.0f}"
+        lost = f"lost: {lost:.0f}" if (lost := point.get("rollout/lost", 0.0)) else ""
+        if found and found[-1].name == name and not lost:
+            found[-1] = found[-1]._replace(end=point["time"])
+        else:
+            found.append(TracedSpan(name, before["time"], point["time"], step=int(point["step"]), detail=lost))
+    return found
+
+
+def _alive(header: SpanHeader) -> dict[str, Any]:
+    """Of a process of this machine that is still there: its memory, bytes; the cores that it may use, and how many it has used,
+    on average since its start."""
+    if header.host != socket.gethostname():
+        return {}
+    try:
+        process = psutil.Process(header.pid)
+        if header.process not in " ".join(process.cmdline()):  # its number is another's by now
+            return {}
+        times, age = process.cpu_times(), max(1e-3, time.time() - process.create_time())
+        return {
+            "rss": process.memory_info().rss,
+            "cores": len(process.cpu_affinity()),
+            "used": (times.user + times.system) / age,
+        }
+    except psutil.Error:
+        return {}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float | None]:

@@ -7,7 +7,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import xxhash
@@ -55,14 +55,27 @@ class GatewayEpisode:
         self.answered: dict[str, Completion] = {}  # to those that had an idempotency key
         self.timer: asyncio.TimerHandle | None = None
         self._phase, self._since = "", 0.0
+        self._tools, self._tools_since = "", 0.0
 
     def enter(self, phase: str) -> None:
         """It is in `phase` from now on, "" where in none. The one before is a span of this process."""
         now = time.monotonic()
-        if self._phase and self.request is not None:
-            name = self.request.task.environment
-            self.trace(self._phase, self._since, now, f"environment {name}" if name else "a program")
+        self.calls_tools()
+        if self._phase:
+            self.trace(self._phase, self._since, now, self._player)
         self._phase, self._since = phase, now
+
+    @property
+    def _player(self) -> str:
+        name = "" if self.request is None else self.request.task.environment
+        return f"environment {name}" if name else "a program"
+
+    def calls_tools(self, names: Iterable[str] = ()) -> None:
+        """The policy has called these; what it called before is done, and the time until now is a span of this process."""
+        now = time.monotonic()
+        if self._tools:
+            self.trace(spans.TOOL, self._tools_since, now, f"{self._player}: {self._tools}")
+        self._tools, self._tools_since = ", ".join(dict.fromkeys(names)), now
 
     def begin(self) -> None:
         """It is played, though whoever plays it told of no phase."""

@@ -217,6 +217,7 @@ class Episodes:
         self.counts["under_way"] += 1
         began = time.monotonic()
         episode.begin()
+        episode.calls_tools()
         try:
             completion = await asyncio.wait_for(self._answer(episode, call, told), episode.call_seconds)
         except asyncio.TimeoutError:
@@ -229,6 +230,7 @@ class Episodes:
         finally:
             self.counts["under_way"] -= 1
             episode.trace(POLICY, began, time.monotonic(), episode.rollout)
+        episode.calls_tools(tool.name for reply in completion.replies for tool in reply.message.tool_calls)
         if call.repeats.startswith("key:"):
             episode.answered[call.repeats] = completion
         if call.branch:

@@ -57,6 +57,7 @@ EPISODES = "episodes"  # of a gateway: the phases of each episode, and its calls
 PUBLICATION = "publication"  # of several threads
 OVERLAPPING = (CALLS, EPISODES, PUBLICATION)
 POLICY = "policy"  # a call of it; `detail`: the episode's index in its group, and the rollout
+TOOL = "tool"  # from a reply that calls tools to the episode's next call of the policy; `detail`: its index, player and tools
 
 
 class SpanHeader(Struct):

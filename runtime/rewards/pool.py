@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import OrderedDict, deque
 from collections.abc import Container, Sequence
 
@@ -114,7 +115,7 @@ class KillablePool:
             self._check()
         job = self._jobs.get(key)
         if job is None:
-            job = self._jobs[key] = WorkerTask(message, key)
+            job = self._jobs[key] = WorkerTask(message, key, task.rule)
             self._enqueue(job)
         job.waiters.append(future)
         return future
@@ -220,8 +221,9 @@ class KillablePool:
     async def _feed(self, worker: WorkerProcess) -> bool:
         """Run one batch. False when the worker is lost: the job that it was at is settled, the rest is queued again."""
         jobs = await self._take()
-        with spans.log.span("rules", f"worker {worker.pid}"):
-            done = await worker.work(jobs)
+        began = time.monotonic()
+        done = await worker.work(jobs)
+        _trace(worker, jobs, began)
         if done:
             return True
         self.lost += 1
@@ -256,3 +258,14 @@ class KillablePool:
             self._room.set()
             if taken:
                 return taken
+
+
+def _trace(worker: WorkerProcess, jobs: Sequence[WorkerTask], began: float) -> None:
+    """A span for each rule of a batch, as long as its tasks took together."""
+    seconds: dict[str, float] = {}
+    for job in jobs:
+        seconds[job.rule] = seconds.get(job.rule, 0.0) + job.seconds
+    for rule, took in seconds.items():
+        end = min(began + took, time.monotonic())  # what another worker took over was at the same time
+        spans.log.add(f"rule {rule.rpartition(':')[2]}", began, end, f"worker {worker.pid}")
+        began = end

@@ -54,13 +54,15 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class WorkerTask:
-    """An encoded task and the futures of whoever waits for its verdict."""
+    """An encoded task of `rule`, and the futures of whoever waits for its verdict. `seconds`: what that says, once there."""
 
-    __slots__ = ("key", "task", "waiters")
+    __slots__ = ("key", "rule", "seconds", "task", "waiters")
 
-    def __init__(self, task: bytes, key: bytes):
+    def __init__(self, task: bytes, key: bytes, rule: str):
         self.task = task
         self.key = key
+        self.rule = rule
+        self.seconds = 0.0
         self.waiters: list[asyncio.Future[Verdict]] = []
 
     @property
@@ -69,6 +71,7 @@ class WorkerTask:
         return all(waiter.done() for waiter in self.waiters)
 
     def settle(self, verdict: Verdict) -> None:
+        self.seconds = verdict.seconds
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_result(verdict)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
+import xxhash
 
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault, SluiceError
 from runtime.process import spans
@@ -81,6 +82,11 @@ class Reception:
             raise self._failure(index, error) from error
         if wrong:
             raise ServiceFault(self._group.name, "verify", f"version {self.version}: {'; '.join(wrong)}", self._deadline)
+
+    def checksum(self, buffer_of: BufferOf) -> str:
+        """Of the version that was taken: the same at each member of the group that has the same bytes."""
+        trailers = (buffer_of(index)[bucket.data_bytes :].numpy().tobytes() for index, bucket in enumerate(self._buckets))
+        return f"epoch {self._group.epoch}: {xxhash.xxh3_64_hexdigest(b''.join(trailers))}"
 
     def _failure(self, index: int, error: RuntimeError) -> SluiceError:
         group, version = self._group, self.version
@@ -194,6 +200,8 @@ class WeightReceiver:
         buckets = self._free[-1]
         with spans.log.span("receive", PUBLICATION, step=reception.version.step):
             reception.take(buckets.buffers.__getitem__)
+        now, found = time.monotonic(), reception.checksum(buckets.buffers.__getitem__)
+        spans.log.add("verified", now, now, PUBLICATION, step=reception.version.step, detail=found)
         with self._lock:
             self._free.remove(buckets)
             self._staged = Staged(reception.version, time.monotonic() - reception.began, buckets, self)

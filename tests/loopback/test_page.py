@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -16,13 +18,15 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, CookieJar, web
 
-from benchmarks.recorded_run import BEGAN, PROMPT, STEP, record, reply_of, reward_of
+from benchmarks.recorded_run import BEGAN, PROMPT, STEP, record, reply_of, reward_of, write_spans
 from launcher.page.server import THIS, PageGuard, Pages, application
 from runtime import run_files
 from runtime.errors import UserError
 from runtime.ledger.reader import DATABASE, LedgerReader
+from runtime.process.spans import PUBLICATION, SpanHeader, TracedSpan
 
 STEPS, GROUPS, SAMPLES = 6, 2, 3
+EPOCHS, LOST = (1, 1, 2, 2), (0, 0, 1, 2)  # of four steps
 HOSTILE = [
     "<script>document.title = 'taken'</script><img src=x onerror=alert(1)>",
     "\u202egnihton\u202c \x1b]0;title\x07\x1b[2J",
@@ -194,6 +198,47 @@ def test_every_other_view_answers(run: Path) -> None:
     assert len(decoded["slices"]) == STEPS
 
 
+def test_a_process_that_was_down_and_the_epochs_are_lanes(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 4)
+    again = BEGAN + 4 * STEP + 10.0
+    write_spans(run, SpanHeader("rollout-0", 0, 1, 2, "host"), [TracedSpan("decode", again, again + 1.0, "engine")])
+    points = [json.loads(line) for line in (run / run_files.METRICS).read_text().splitlines()]
+    told = [
+        point | {"publication/epoch": epoch, "rollout/lost": lost}
+        for point, epoch, lost in zip(points, EPOCHS, LOST, strict=True)
+    ]
+    (run / run_files.METRICS).write_text("".join(json.dumps(point) + "\n" for point in told))
+    lanes = {(lane["process"], lane["line"]): lane["slices"] for lane in asked(run, "lanes")["lanes"]}
+    ((name, start, end, *_, detail, _),) = lanes["rollout-0", "starts"]
+    assert (name, start, end, detail) == ("down", 4 * STEP, 4 * STEP + 10.0, "start 1")
+    assert [(name, start, end, detail) for name, start, end, _, _, detail, _ in lanes[" epochs", ""]] == [
+        ("epoch 1", STEP, 2 * STEP, ""),
+        ("epoch 2", 2 * STEP, 3 * STEP, "lost: 1"),
+        ("epoch 2", 3 * STEP, 4 * STEP, "lost: 2"),
+    ]
+
+
+def test_rollouts_of_which_one_has_other_bytes_are_told(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 2)
+    at = BEGAN + 2 * STEP
+    for rollout, checksum in (("rollout-0", "epoch 1: aa"), ("rollout-1", "epoch 1: bb"), ("rollout-2", "epoch 2: cc")):
+        spans = [TracedSpan(name, at, at, PUBLICATION, step=2, detail=checksum) for name in ("verified", "swap")]
+        write_spans(run, SpanHeader(rollout, 0, 7, 1, "host"), spans)
+    found = asked(run, "weights")
+    assert [each["checksum"] for each in found["replicas"]] == ["epoch 1: aa", "epoch 1: bb", "epoch 2: cc"]
+    assert found["disagree"] == ["rollout-0", "rollout-1"]
+
+
+def test_a_process_that_is_there_tells_its_memory(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 1)
+    for host, process in ((socket.gethostname(), "python"), (socket.gethostname(), "other"), ("elsewhere", "python")):
+        write_spans(run, SpanHeader(process, 0, len(host), os.getpid(), host), [])
+    found = {(each["process"], each["host"]): each for each in asked(run, "processes")["processes"]}
+    here = found["python", socket.gethostname()]
+    assert here["rss"] > 1 << 20 and here["used"] > 0 and 1 <= here["cores"] <= (os.cpu_count() or 1)
+    assert "rss" not in found["other", socket.gethostname()] and "rss" not in found["python", "elsewhere"]
+
+
 def test_text_of_a_model_is_data(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 1, replies=HOSTILE)
     found = asked(run, "group?id=0")
@@ -252,6 +297,7 @@ def test_a_folder_of_runs_is_a_list(tmp_path: Path) -> None:
     first, second = served(tmp_path, use)
     assert (first["id"], "line 1 is not a point" in first["state"]) == ("a", True)
     assert (second["id"], second["steps"]) == ("b", 2)
+    assert second["waited"] == {"seconds": pytest.approx(STEP), "most": "generate rollout-0 50%"}
 
 
 def test_a_copy_that_nobody_may_write_is_read(run: Path, tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ import uvloop
 
 from runtime import config
 from runtime.errors import Cancelled, ServiceFault
+from runtime.process import spans
+from runtime.process.spans import TracedSpan
 from runtime.rewards.pool import CAPACITY, KillablePool
 from runtime.rewards.rules import RuleContext, RuleOutcome
 from runtime.rewards.scorer import RewardScorer
@@ -144,6 +146,15 @@ def test_a_rule_sees_no_variable_that_it_was_not_given(rule: str, tmp_path: Path
     seen = set((tmp_path / "seen").read_text().splitlines())
     assert seen & set(secrets) == {"JUDGE_KEY"}
     assert {"PATH", "PYTHONPATH", "OMP_NUM_THREADS", "LC_ALL"} <= seen
+
+
+def test_a_span_says_how_long_each_rule_took(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[TracedSpan] = []
+    monkeypatch.setattr(spans.log, "add", lambda *span: told.append(TracedSpan(*span)))
+    with_pool(rule, lambda pool: pool.run(tasks(rule, "ok", "hang")), workers=1)
+    assert {span.name for span in told} == {f"rule {rule.rpartition(':')[2]}"}
+    assert all(span.line.startswith("worker ") for span in told)
+    assert sum(span.end - span.start for span in told) >= 2.0  # the limit of the one that hangs
 
 
 def tasks(rule: str, *texts: str, label: str = "ok") -> list[Task]:

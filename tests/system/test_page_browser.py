@@ -76,6 +76,18 @@ def test_the_numbers_are_those_of_the_ledger(long_run: Path) -> None:
         assert faults == []
 
 
+def test_an_episode_with_branches_is_a_tree(long_run: Path) -> None:
+    rows = [[["a", 0, "0.1", masked], ["b", 1, "0.1", masked], [end, 2, "0.1", 1]] for end, masked in (("x", 1), ("y", 0))]
+    longer = [*rows[0], ["z", 3, "0.1", 1]]
+    with served(long_run) as address, opened(address) as (page, _):
+        tree = page.evaluate("(rows) => treeOf(rows)", [*rows, longer])
+        assert [token[0] for token in tree["tokens"]] == ["a", "b"]
+        assert all(token[3] for token in tree["tokens"]), "of the row that trains them"
+        x, y = tree["branches"]
+        assert ([each[0] for each in x["tokens"]], [each[0] for each in y["tokens"]]) == (["x"], ["y"])
+        assert ([[each[0] for each in one["tokens"]] for one in x["branches"]], y["branches"]) == ([["z"]], [])
+
+
 def test_keys_lead_to_the_views_and_to_the_search(long_run: Path) -> None:
     with served(long_run) as address, opened(address) as (page, _):
         shows(page, "why")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from launcher.commands.why import MEANINGS
+from launcher.commands.why import CAUSES
 from runtime.environments import messages
 from runtime.ledger.reader import GroupRow
 from runtime.ledger.states import Mark, Phase
-from runtime.process.spans import CALLS, EPISODES, POLICY, PUBLICATION, TracedSpan
+from runtime.process.spans import CALLS, EPISODES, POLICY, PUBLICATION, TOOL, TracedSpan
 from runtime.telemetry import critical_path
 from runtime.telemetry.critical_path import (
     COORDINATOR,
@@ -134,7 +135,7 @@ def test_the_parts_are_as_long_as_the_step_whatever_the_times() -> None:
                 assert (found.parts[0].start, found.parts[-1].end) == (found.start, found.end)
 
 
-PHASES = ("setup", "run", "score", "cleanup", POLICY)
+PHASES = ("setup", "run", "score", "cleanup", POLICY, TOOL)
 
 
 def two_of(chance: random.Random) -> list[float]:
@@ -152,6 +153,7 @@ PLAYED = [  # the second episode of group 1, which ends last: it was played befo
     episode_span("run", 14, 18, f"1 {GAME}"),
     episode_span(POLICY, 14.5, 16, "1 rollout-1"),
     episode_span(POLICY, 15, 17, "1 rollout-0"),
+    episode_span(TOOL, 16, 17.25, f"1 {GAME}: search"),
     episode_span("score", 18, 19, f"1 {GAME}"),
     episode_span("cleanup", 19, 19.5, f"1 {GAME}"),
 ]
@@ -170,7 +172,8 @@ def test_the_generation_of_a_gateway_is_what_the_episode_that_ended_last_was_at(
         ("agent", 0.5, GAME),
         (POLICY, 0.5, "rollout-1"),
         (POLICY, 2.0, "rollout-0"),
-        ("agent", 1.0, GAME),
+        (TOOL, 0.25, f"{GAME}: search"),
+        ("agent", 0.75, GAME),
         ("agent's score", 1.0, GAME),
         ("cleanup", 0.5, GAME),
         ("generate", 0.5, "gateway-0"),
@@ -187,11 +190,13 @@ def test_a_generation_of_which_the_spans_are_lost_stays_whole(spans: list[Traced
     assert conversation(part, spans) == [part]
 
 
-def test_every_cause_has_a_meaning() -> None:
+def test_every_cause_has_a_meaning_and_is_in_the_guide() -> None:
     episodes = {critical_path.PHASES.get(phase, phase) for phase in messages.PHASES}
     own = {critical_path.ADMIT, critical_path.DISPATCH, critical_path.GENERATE, critical_path.AGAIN, critical_path.TRAIN}
-    others = {critical_path.PROBE, critical_path.PUBLISH, critical_path.PLACE, POLICY}
-    assert episodes | own | others | set(critical_path.MARKS.values()) == MEANINGS.keys()
+    others = {critical_path.PROBE, critical_path.PUBLISH, critical_path.PLACE, POLICY, TOOL}
+    assert episodes | own | others | set(critical_path.MARKS.values()) == CAUSES.keys()
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "slow-steps.md").read_text()
+    assert [cause for cause in CAUSES if f"`{cause}`" not in guide] == []
 
 
 def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:

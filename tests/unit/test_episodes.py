@@ -11,7 +11,7 @@ import pytest
 
 from runtime import codec
 from runtime.errors import DeadlineExceeded
-from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
+from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, ToolCall
 from runtime.gateway.episode import GatewayEpisode, Playing
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.rendering import TemplateRenderer
@@ -39,6 +39,7 @@ class ScriptedPolicy:
         self.began: asyncio.Queue[int] = asyncio.Queue()
         self.gate = asyncio.Event()
         self.gate.set()
+        self.tools: tuple[str, ...] = ()  # that each reply calls
 
     async def __call__(self, episode: GatewayEpisode, call: PolicyCall, told: Any) -> Completion:
         self.calls += 1
@@ -48,7 +49,8 @@ class ScriptedPolicy:
         await self.gate.wait()
         tokens = np.array([*b"x" * number, *self._renderer.stop_ids[:1]], np.int32)
         versions = np.full(len(tokens), PolicyVersion(0, number).pack(), np.int64)
-        message = Message("assistant", "x" * number)
+        calls = tuple(ToolCall(f"tool-{at}", name, "{}") for at, name in enumerate(self.tools))
+        message = Message("assistant", "x" * number, calls)
         logprobs = np.full(len(tokens), -0.5, np.float32)
         reply = PolicyReply(message, tokens, logprobs, versions, "stop")
         episode.graph.add(extension, f"call-{number}", [reply])
@@ -138,6 +140,36 @@ def test_what_a_program_plays_is_a_span_from_its_beginning_to_its_end(
     ]
     for asked, played in zip(told[::2], told[1::2], strict=True):
         assert played.start <= asked.start <= asked.end <= played.end
+
+
+def test_the_tools_that_a_reply_calls_are_a_span_until_the_next_call(
+    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[TracedSpan] = []
+    monkeypatch.setattr(spans.log, "add", lambda *span, **more: told.append(TracedSpan(*span, **more)))
+
+    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
+        playing = asyncio.ensure_future(episodes.play(request(n=1)))
+        episode = await opened(episodes)
+        policy.tools = ("search", "add", "search")
+        await episodes.call(episode, call())
+        policy.tools = ()
+        await episodes.call(episode, call(*HELLO, Message("user", "again")))
+        policy.tools = ("answer",)
+        await episodes.call(episode, call(*HELLO, Message("user", "at last")))
+        await episodes.end(episode)
+        await playing
+
+    run(renderer, scenario)
+    assert [(span.name, span.detail) for span in told] == [
+        (spans.POLICY, "0 "),
+        (spans.TOOL, "0 a program: search, add"),
+        (spans.POLICY, "0 "),
+        (spans.POLICY, "0 "),
+        (spans.TOOL, "0 a program: answer"),
+        ("run", "0 a program"),
+    ]
+    assert told[0].end <= told[1].start <= told[1].end <= told[2].end
 
 
 def test_keys_give_access_to_one_episode_and_die_with_it(renderer: TemplateRenderer) -> None:

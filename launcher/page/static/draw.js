@@ -1,6 +1,6 @@
 "use strict";
 // What all views draw with. Every text of a run becomes a text node, in which nothing is an order.
-const COLOURS = ["#1F86C9", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B8A800", "#999999", "#7B61C4", "#A65628"];
+const COLOURS = ["#1F86C9", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B8A800", "#999999", "#7B61C4", "#A65628", "#4C8C4A"];
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]/g;
 
 // As `sluice samples` shows it: control characters and those that change the direction of writing by their code.
@@ -40,8 +40,9 @@ function number(value) {
 const seconds = (value) => (value >= 100 ? `${Math.round(value)} s` : value >= 0.1 ? `${value.toFixed(2)} s` : `${(1000 * value).toFixed(1)} ms`);
 
 // The same name has the same colour everywhere: causes and phases that are known one of their own, others by their letters.
-const KNOWN = ["train", "generate", "score", "publish", "reference", "probe", "admit", "dispatch", "agent", "policy"];
+const KNOWN = ["train", "generate", "score", "publish", "reference", "probe", "admit", "dispatch", "agent", "policy", "tool"];
 function colour(name) {
+  if (name === "down") return ink("--bad");
   const at = KNOWN.indexOf(name);
   return COLOURS[(at >= 0 ? at : [...name].reduce((sum, letter) => (31 * sum + letter.charCodeAt(0)) % 9973, 7)) % COLOURS.length];
 }

@@ -130,11 +130,14 @@ function groupView(group) {
   const sorting = make("select", { "aria-label": "order" }, ["as sampled", "highest reward first", "largest gap first"].map((name) => make("option", {}, name)));
   const siblings = make("div", { class: "siblings" });
   const gap = (sample) => (sample.tokens_shown || []).reduce((most, token) => Math.max(most, gapOf(token)), 0);
+  const episodes = new Map();
+  for (const sample of group.samples) episodes.set(sample.sample, [...(episodes.get(sample.sample) || []), sample]);
   const draw = () => {
-    const sorted = [...group.samples];
-    if (sorting.value === "highest reward first") sorted.sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
-    if (sorting.value === "largest gap first") sorted.sort((a, b) => gap(b) - gap(a));
-    siblings.replaceChildren(...sorted.map((sample) => siblingView(sample, FIGURES[choice.value], gap(sample), group.samples.some((each) => each.branch))));
+    const sorted = [...episodes.values()];
+    const most = (rows) => Math.max(...rows.map(gap));
+    if (sorting.value === "highest reward first") sorted.sort(([a], [b]) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity));
+    if (sorting.value === "largest gap first") sorted.sort((a, b) => most(b) - most(a));
+    siblings.replaceChildren(...sorted.map((rows) => episodeView(rows, FIGURES[choice.value], gap)));
   };
   choice.addEventListener("change", draw);
   sorting.addEventListener("change", draw);
@@ -149,21 +152,36 @@ function groupView(group) {
     make("p", { class: "form" }, choice, sorting), siblings);
 }
 
-function siblingView(sample, figure, gap, branched) {
-  const tokens = sample.tokens_shown || [];
-  const advantages = new Set(tokens.map((token) => token[6]).filter((value) => value !== null));
+// What several rows of an episode begin with is there once; where they part, each goes on as a branch.
+function treeOf(rows, at = 0) {
+  let end = at;
+  while (rows.every((row) => end < row.length && row[end][0] === rows[0][end][0])) end += 1;
+  const tokens = rows[0].slice(at, end).map((token, index) => rows.map((row) => row[at + index]).find((one) => one[3]) || token);
+  const next = new Map();
+  for (const row of rows.filter((each) => end < each.length)) next.set(row[end][0], [...(next.get(row[end][0]) || []), row]);
+  return { tokens, branches: [...next.values()].map((some) => treeOf(some, end)) };
+}
+
+function tokenView(token, strength) {
+  const known = [["trained", 5], ["reference", 4], ["advantage", 6]].filter(([, at]) => token[at] !== null).map(([name, at]) => `, ${name} ${token[at]}`);
+  const told = `log p ${token[1]}, version ${token[2]}${known.join("")}${token[3] ? "" : ", not trained here"}`;
+  return make("span", { class: token[3] ? "token" : "token given", title: told, style: `background:rgba(213,94,0,${(0.75 * strength).toFixed(2)})` }, token[0]);
+}
+
+// One sample; of an episode with branches all its rows, as the tree of its conversation.
+function episodeView(rows, figure, gap) {
+  const all = rows.map((row) => row.tokens_shown || []);
+  const versions = [...new Set(all.flat().map((token) => token[2]))].sort();
+  const draw = (node) => [make("div", { class: "text" }, node.tokens.map((token) => tokenView(token, Math.min(1, Math.max(0, figure(token, versions)))))),
+    node.branches.length ? make("ul", { class: "tree" }, node.branches.map((branch) => make("li", {}, draw(branch)))) : null];
+  return make("article", { class: "sibling" }, rows.map((row) => rowHead(row, gap(row), rows.length > 1)), draw(treeOf(all)));
+}
+
+function rowHead(sample, gap, branched) {
+  const advantages = new Set((sample.tokens_shown || []).map((token) => token[6]).filter((value) => value !== null));
   const advantage = advantages.size === 1 ? `advantage ${[...advantages][0].toFixed(3)}, ` : "";
-  const versions = [...new Set(tokens.map((token) => token[2]))].sort();
-  const text = make("div", { class: "text" }, tokens.map((token) => {
-    const strength = Math.min(1, Math.max(0, figure(token, versions)));
-    const known = [["trained", 5], ["reference", 4], ["advantage", 6]].filter(([, at]) => token[at] !== null).map(([name, at]) => `, ${name} ${token[at]}`);
-    const told = `log p ${token[1]}, version ${token[2]}${known.join("")}${token[3] ? "" : ", not trained here"}`;
-    return make("span", { class: token[3] ? "token" : "token given", title: told, style: `background:rgba(213,94,0,${(0.75 * strength).toFixed(2)})` }, token[0]);
-  }));
   const rules = Object.entries(sample.rules).map(([name, value]) => `${name} ${value === null ? "failed" : number(value)}`).join(", ");
   const gaps = gap ? `, largest gap ${gap.toFixed(3)}` : "";
-  return make("article", { class: "sibling" },
-    make("p", {}, make("b", {}, sample.reward === null ? "no reward" : sample.valid ? `reward ${number(sample.reward)}` : "masked"),
-      ` ${rules ? `(${rules}) ` : ""}`, make("span", { class: "faint" }, `${branched ? `episode ${sample.sample}.${sample.branch}, ` : ""}${advantage}${sample.tokens} tokens, ${sample.finish}, versions ${sample.versions.join("–")}${gaps}`)),
-    text);
+  return make("p", {}, make("b", {}, sample.reward === null ? "no reward" : sample.valid ? `reward ${number(sample.reward)}` : "masked"),
+    ` ${rules ? `(${rules}) ` : ""}`, make("span", { class: "faint" }, `${branched ? `branch ${sample.sample}.${sample.branch}, ` : ""}${advantage}${sample.tokens} tokens, ${sample.finish}, versions ${sample.versions.join("–")}${gaps}`));
 }

@@ -31,7 +31,8 @@ function part(element, key) {
 async function showWhy(page, element) {
   const { from, to } = page.query;
   const data = await page.ask("why", { from, to });
-  part(element, "verdict").replaceChildren(make("p", { class: "note" }, data.steps.length ? `${data.steps.length} steps: ${data.verdict}` : data.verdict),
+  const most = data.steps.length ? data.totals[0].cause : "";
+  part(element, "verdict").replaceChildren(make("p", { class: "note" }, most ? `${data.steps.length} steps: ${data.verdict}. What changes it: ${data.causes[most][1]}` : data.verdict),
     ...(data.steps.length && data.steps[0].step > 0 && from === undefined ? [make("p", { class: "faint" }, "The newest steps. ", make("a", { href: page.link("why", { from: 0 }) }, "all"))] : []));
   part(element, "waits").replaceChildren(...(data.waits.length ? [make("h2", {}, "Waited for now"), table(["group", "state", "at", "for"],
     data.waits.map((wait) => [String(wait.group), wait.state, wait.at, seconds(wait.seconds)]))] : []));
@@ -49,8 +50,8 @@ async function showWhy(page, element) {
     (point) => showStep(page, part(element, "step"), data.steps.find((step) => step.step === point.x)));
   const all = data.steps.reduce((sum, step) => sum + step.end - step.start, 0);
   const inside = (total) => Object.entries(total.inside).sort((a, b) => b[1] - a[1]).slice(0, 3).map(([name, value]) => `${name} ${Math.round(100 * value / total.seconds)} %`).join(", ");
-  part(element, "totals").replaceChildren(make("h2", {}, "What the steps waited for"), table(["waited for", "by", "seconds", "share", "meaning", "which meanwhile was at"],
-    data.totals.map((total) => [total.cause, total.process, total.seconds, `${Math.round(100 * total.seconds / all)} %`, data.meanings[total.cause] || "", inside(total)])));
+  part(element, "totals").replaceChildren(make("h2", {}, "What the steps waited for"), table(["waited for", "by", "seconds", "share", "which meanwhile was at", "what that is", "what changes it"],
+    data.totals.map((total) => [total.cause, total.process, total.seconds, `${Math.round(100 * total.seconds / all)} %`, inside(total), ...data.causes[total.cause]])));
 }
 
 function showStep(page, element, step) {
@@ -97,12 +98,14 @@ async function showSamples(page, element) {
 
 async function showWeights(page, element) {
   const data = await page.ask("weights");
-  part(element, "replicas").replaceChildren(make("h2", {}, "Newest version of each rollout"), table(["rollout", "version", "swaps", "reception, median", "worst"],
-    data.replicas.map((each) => [each.rollout, make("span", { class: each.version < data.committed ? "bad" : "" }, `${each.version}${each.version < data.committed ? ` (behind: ${data.committed})` : ""}`), each.swaps, each.median === null ? "" : seconds(each.median), each.worst === null ? "" : seconds(each.worst)])));
+  part(element, "replicas").replaceChildren(make("h2", {}, "Newest version of each rollout"), table(["rollout", "version", "checksum of it", "swaps", "reception, median", "worst"],
+    data.replicas.map((each) => [each.rollout, make("span", { class: each.version < data.committed ? "bad" : "" }, `${each.version}${each.version < data.committed ? ` (behind: ${data.committed})` : ""}`),
+      make("span", { class: data.disagree.includes(each.rollout) ? "bad" : "" }, `${each.checksum}${data.disagree.includes(each.rollout) ? " (others have another)" : ""}`), each.swaps, each.median === null ? "" : seconds(each.median), each.worst === null ? "" : seconds(each.worst)])));
   const steps = data.steps.map((row) => row.step);
   const line = (name, title) => ({ x: steps, y: data.steps.map((row) => row[name]), name: title, mode: "lines", line: { color: colour(title) } });
   plot(plotIn(element, "seconds", "Publication, seconds"), [line("publication/seconds", "from its start to the commit"), line("publication/pause_seconds", "longest pause of a rollout")], { xaxis: { title: { text: "steps done" } } });
   plot(plotIn(element, "bytes", "Bytes sent"), [line("publication/bytes", "bytes")], { xaxis: { title: { text: "steps done" } } });
+  plot(plotIn(element, "aborts", "Publications that were given up"), [line("publication/aborts", "given up")], { xaxis: { title: { text: "steps done" } } });
   plot(plotIn(element, "mismatch", "Rollouts' log-probabilities beside the trainer's, |Δ log p|"), [line("mismatch/abs_logprob", "mean"), line("mismatch/worst_rollout", "worst rollout")], { yaxis: { type: "log" }, xaxis: { title: { text: "steps done" } } });
 }
 
@@ -110,7 +113,10 @@ async function showEvaluations(page, element) {
   const data = await page.ask("evaluations");
   const changed = data.changed.map((pair) => [make("h2", {}, `From step ${pair.from} to ${pair.to}: ${pair.number} problems changed`),
     table(["problem", "now", "before", "after"], pair.examples.map((each) => [each.problem, each.now ? "right" : "wrong", each.before, each.after]))]);
-  element.replaceChildren(...(data.table ? [table(data.table.head, data.table.rows), ...changed.flat()] : [make("p", { class: "faint" }, "no evaluation yet")]));
+  const curve = await page.ask("metric", { name: "eval/accuracy" });
+  part(element, "told").replaceChildren(data.table ? table(data.table.head, data.table.rows) : make("p", { class: "faint" }, "no evaluation yet"));
+  if (curve.steps.length) plot(plotIn(element, "accuracy", "Accuracy, the mean of all sets"), [{ x: curve.steps, y: curve.values, mode: "lines+markers", line: { color: COLOURS[0] } }], { xaxis: { title: { text: "steps done" } } });
+  part(element, "changed").replaceChildren(...changed.flat());
 }
 
 async function showCurves(page, element) {
@@ -129,10 +135,11 @@ async function showCurves(page, element) {
 async function showProcesses(page, element) {
   const data = await page.ask("processes");
   const logs = Object.entries(data.logs).map(([name, lines]) => make("details", {}, make("summary", {}, name), make("pre", {}, lines.join("\n"))));
-  const resident = (name) => (data.memory[name] ? `${Math.round(data.memory[name].rss_bytes / 2 ** 20)} MiB` : "");
+  const mib = (bytes) => (bytes === undefined ? "" : `${Math.round(bytes / 2 ** 20)} MiB`);
+  const cores = (each) => (each.cores === undefined ? "" : `${each.used.toFixed(2)} of ${each.cores}`);
   const age = (last) => (last === null ? "" : new Date(1000 * last).toLocaleTimeString());
-  element.replaceChildren(make("h2", {}, "Processes"), table(["process", "rank", "incarnation", "pid", "host", "most memory", "spans", "dropped", "last span"],
-    data.processes.map((each) => [each.process, String(each.rank), String(each.incarnation), String(each.pid), each.host, resident(each.process), each.spans, each.dropped, age(each.last)])),
+  element.replaceChildren(make("h2", {}, "Processes"), table(["process", "rank", "incarnation", "pid", "host", "memory", "most memory", "cores used", "spans", "dropped", "last span"],
+    data.processes.map((each) => [each.process, String(each.rank), String(each.incarnation), String(each.pid), each.host, mib(each.rss), mib(data.memory[each.process]?.rss_bytes), cores(each), each.spans, each.dropped, age(each.last)])),
   ...(data.failures.length ? [make("h2", {}, "Failures of scorers"), table(["reason", "times"], data.failures)] : []), make("h2", {}, "Logs, their last lines"), ...logs);
 }
 
@@ -169,7 +176,7 @@ function showRuns(page, element) {
   };
   compared.addEventListener("change", draw);
   const facts = [...new Set(page.runs.flatMap((run) => run.facts.map((fact) => fact[0])))];
-  element.replaceChildren(table(["run", "state", ...facts], page.runs.map((run) => [make("a", { href: `#${encodeURIComponent(run.id)}/why` }, page.called(run)), run.state,
-    ...facts.map((name) => (run.facts.find((fact) => fact[0] === name) || ["", ""])[1])])), make("p", { class: "form" }, "compare ", compared));
+  element.replaceChildren(table(["run", "state", "a step", "waits most for", ...facts], page.runs.map((run) => [make("a", { href: `#${encodeURIComponent(run.id)}/why` }, page.called(run)), run.state,
+    run.waited.most ? seconds(run.waited.seconds) : "", run.waited.most || "", ...facts.map((name) => (run.facts.find((fact) => fact[0] === name) || ["", ""])[1])])), make("p", { class: "form" }, "compare ", compared));
   draw();
 }
