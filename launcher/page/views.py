@@ -305,7 +305,7 @@ def _reasons(points: Sequence[lineages.Point]) -> dict[str, float]:
 
 def _alarm(found: RunRecord, steps: Sequence[lineages.Point]) -> str:
     """Where a rollout may have other weights than the trainer, by the newest step's probes."""
-    limit = float(_flat(read_texts(found.configuration) or {}).get("mismatch.limit") or 0)
+    limit = found.settings.mismatch.limit
     worst = steps[-1].get("mismatch/worst_rollout") if steps else None
     return f"a rollout's log-probabilities are {worst:.3g} from the trainer's" if limit and worst and worst > limit else ""
 

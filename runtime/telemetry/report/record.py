@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ class _RecordedTraining(Struct):
     staleness: int | None = None
 
 
+class _RecordedMismatch(Struct):
+    limit: float = 0.0
+
+
 class RecordedSettings(Struct):
     """The keys of a resolved configuration that a report tells by name; others are not looked at, so that the runs of other
     versions can be read."""
@@ -62,6 +67,7 @@ class RecordedSettings(Struct):
     sampling: _Sampling = msgspec.field(default_factory=_Sampling)
     algorithm: _Algorithm = msgspec.field(default_factory=_Algorithm)
     training: _RecordedTraining = msgspec.field(default_factory=_RecordedTraining)
+    mismatch: _RecordedMismatch = msgspec.field(default_factory=_RecordedMismatch)
     critic: dict[str, Any] | None = None
 
 
@@ -127,11 +133,13 @@ def _text(path: Path) -> str:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
 
 
+@lru_cache(maxsize=4)  # who follows a run reads the same text again and again
 def _shown(text: str) -> str:
     raw = without_secrets(read_texts(text) or {})
     return yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, width=120) if raw else ""
 
 
+@lru_cache(maxsize=4)
 def _settings(path: Path, text: str) -> RecordedSettings:
     try:
         return msgspec.convert(read_texts(text) or {}, RecordedSettings, strict=False)
