@@ -256,7 +256,8 @@ class RunView:
         text = self.record().configuration
         base = _defaults() if other is None else _flat(read_texts(other.record().configuration) or {})
         own = _flat(read_texts(text) or {})
-        differing = sorted(key for key in {*own, *base} if own.get(key) != base.get(key))
+        sections = {key.rpartition(".")[0] for key in {*own, *base}}
+        differing = sorted(key for key in {*own, *base} if own.get(key) != base.get(key) and key not in sections)
         return {"text": text, "differs": [[key, base.get(key), own.get(key)] for key in differing]}
 
     def what_if(self) -> dict[str, Any]:

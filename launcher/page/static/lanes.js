@@ -87,7 +87,7 @@ class Lanes {
     lanes.forEach((lane, index) => {
       const y = top + row * index, first = index === 0 || lanes[index - 1].process !== lane.process;
       pen.fillStyle = ink(first ? "--ink" : "--faint");
-      pen.fillText(first ? `${lane.process} ${lane.line}`.trim() : `   ${lane.line}`, 0, y + row / 2, this.label - 6);
+      if (!lane.depth) pen.fillText(first ? `${lane.process} ${lane.line}`.trim() : `   ${lane.line}`, 0, y + row / 2, this.label - 6);
       for (const [name, start, end, group, step, detail, number] of lane.slices) {
         const x = Math.max(this.label, this.place(start)), right = Math.min(width, this.place(end));
         if (right <= this.label || x >= width) continue;

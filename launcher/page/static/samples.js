@@ -183,5 +183,5 @@ function rowHead(sample, gap, branched) {
   const rules = Object.entries(sample.rules).map(([name, value]) => `${name} ${value === null ? "failed" : number(value)}`).join(", ");
   const gaps = gap ? `, largest gap ${gap.toFixed(3)}` : "";
   return make("p", {}, make("b", {}, sample.reward === null ? "no reward" : sample.valid ? `reward ${number(sample.reward)}` : "masked"),
-    ` ${rules ? `(${rules}) ` : ""}`, make("span", { class: "faint" }, `${branched ? `branch ${sample.sample}.${sample.branch}, ` : ""}${advantage}${sample.tokens} tokens, ${sample.finish}, versions ${sample.versions.join("–")}${gaps}`));
+    ` ${rules ? `(${rules}) ` : ""}`, make("span", { class: "faint" }, `${branched ? `branch ${sample.sample}.${sample.branch}, ` : ""}${advantage}${sample.tokens} tokens, ${sample.finish}, versions ${[...new Set(sample.versions)].join("–")}${gaps}`));
 }

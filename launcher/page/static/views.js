@@ -51,7 +51,7 @@ async function showWhy(page, element) {
   const all = data.steps.reduce((sum, step) => sum + step.end - step.start, 0);
   const inside = (total) => Object.entries(total.inside).sort((a, b) => b[1] - a[1]).slice(0, 3).map(([name, value]) => `${name} ${Math.round(100 * value / total.seconds)} %`).join(", ");
   part(element, "totals").replaceChildren(make("h2", {}, "What the steps waited for"), table(["waited for", "by", "seconds", "share", "which meanwhile was at", "what that is", "what changes it"],
-    data.totals.map((total) => [total.cause, total.process, total.seconds, `${Math.round(100 * total.seconds / all)} %`, inside(total), ...data.causes[total.cause]])));
+    data.totals.filter((total) => total.seconds >= 0.005 * all).map((total) => [total.cause, total.process, total.seconds, `${Math.round(100 * total.seconds / all)} %`, inside(total), ...data.causes[total.cause]])));
 }
 
 function showStep(page, element, step) {
@@ -102,11 +102,14 @@ async function showWeights(page, element) {
     data.replicas.map((each) => [each.rollout, make("span", { class: each.version < data.committed ? "bad" : "" }, `${each.version}${each.version < data.committed ? ` (behind: ${data.committed})` : ""}`),
       make("span", { class: data.disagree.includes(each.rollout) ? "bad" : "" }, `${each.checksum}${data.disagree.includes(each.rollout) ? " (others have another)" : ""}`), each.swaps, each.median === null ? "" : seconds(each.median), each.worst === null ? "" : seconds(each.worst)])));
   const steps = data.steps.map((row) => row.step);
-  const line = (name, title) => ({ x: steps, y: data.steps.map((row) => row[name]), name: title, mode: "lines", line: { color: colour(title) } });
-  plot(plotIn(element, "seconds", "Publication, seconds"), [line("publication/seconds", "from its start to the commit"), line("publication/pause_seconds", "longest pause of a rollout")], { xaxis: { title: { text: "steps done" } } });
-  plot(plotIn(element, "bytes", "Bytes sent"), [line("publication/bytes", "bytes")], { xaxis: { title: { text: "steps done" } } });
-  plot(plotIn(element, "aborts", "Publications that were given up"), [line("publication/aborts", "given up")], { xaxis: { title: { text: "steps done" } } });
-  plot(plotIn(element, "mismatch", "Rollouts' log-probabilities beside the trainer's, |Δ log p|"), [line("mismatch/abs_logprob", "mean"), line("mismatch/worst_rollout", "worst rollout")], { yaxis: { type: "log" }, xaxis: { title: { text: "steps done" } } });
+  const drawn = (key, title, axis, ...lines) => plot(plotIn(part(element, "plots"), key, title), lines.map(([name, label], at) => ({
+    x: steps, y: data.steps.map((row) => (axis.type === "log" ? row[name] || null : row[name])), name: label, mode: axis.type === "log" ? "lines+markers" : "lines", marker: { size: 4 }, line: { color: COLOURS[at] },
+  })), { xaxis: { title: { text: "steps done" } }, yaxis: axis });
+  part(element, "plots").className = "plots";
+  drawn("seconds", "Publication, seconds", { rangemode: "tozero" }, ["publication/seconds", "from its start to the commit"], ["publication/pause_seconds", "longest pause of a rollout"]);
+  drawn("bytes", "Bytes sent", { rangemode: "tozero" }, ["publication/bytes", "bytes"]);
+  drawn("aborts", "Publications that were given up", { rangemode: "tozero" }, ["publication/aborts", "given up"]);
+  drawn("mismatch", "Rollouts' log-probabilities beside the trainer's, |Δ log p|; none where they are equal", { type: "log" }, ["mismatch/abs_logprob", "mean"], ["mismatch/worst_rollout", "worst rollout"]);
 }
 
 async function showEvaluations(page, element) {
@@ -149,7 +152,7 @@ async function showConfiguration(page, element) {
   const differs = make("div", {}), text = make("pre", {});
   const load = async () => {
     const data = await page.ask("configuration", { other: other.value || undefined });
-    differs.replaceChildren(table(["key", other.value ? "there" : "default", "this run"], data.differs.map((row) => row.map((value) => (typeof value === "string" ? value : JSON.stringify(value) ?? "–")))));
+    differs.replaceChildren(table(["key", other.value ? "there" : "default", "this run"], data.differs.map((row) => row.map((value) => (typeof value === "string" ? value : value === null ? "–" : JSON.stringify(value))))));
     text.replaceChildren(shown(data.text));
   };
   other.addEventListener("change", load);

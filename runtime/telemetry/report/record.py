@@ -7,7 +7,7 @@ import os
 import sqlite3
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import yaml
@@ -133,10 +133,16 @@ def _text(path: Path) -> str:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
 
 
+class _AsWritten(yaml.SafeDumper):
+    """Texts without quotes, also where they are of figures, as `read_texts` gives them."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+
 @lru_cache(maxsize=4)  # who follows a run reads the same text again and again
 def _shown(text: str) -> str:
     raw = without_secrets(read_texts(text) or {})
-    return yaml.safe_dump(raw, sort_keys=False, allow_unicode=True, width=120) if raw else ""
+    return yaml.dump(raw, Dumper=_AsWritten, sort_keys=False, allow_unicode=True, width=120) if raw else ""
 
 
 @lru_cache(maxsize=4)
