@@ -99,6 +99,15 @@ def read_texts(text: str) -> Any:
     return _read(text, _TextLoader)
 
 
+class _TextDumper(_Dumper):
+    yaml_implicit_resolvers: dict[str | None, list[Any]] = {}
+
+
+def write_texts(raw: Any) -> str:
+    """What `read_texts` gave, for people to read: a text of figures has no quotes."""
+    return str(yaml.dump(raw, Dumper=_TextDumper, sort_keys=False, allow_unicode=True, width=120))
+
+
 def _read(text: str | bytes, loader: type[_Loader]) -> Any:
     try:
         # Aliased nodes are one object; copied, an override of one place does not show in another.

@@ -130,7 +130,7 @@ async function showCurves(page, element) {
     for (const [name, figure] of panels) {
       if (figure === null) continue;
       const { data: traces, layout } = JSON.parse(figure);
-      plot(plotIn(section.lastElementChild, name, name), traces, { ...layout, margin: undefined });
+      plot(plotIn(section.lastElementChild, name, name), traces, layout);
     }
   }
 }

@@ -7,7 +7,7 @@ import os
 import sqlite3
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import yaml
@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from runtime import run_files
 from runtime.config.secret_values import without_secrets
-from runtime.config.yaml_text import read_texts
+from runtime.config.yaml_text import read_texts, write_texts
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
@@ -133,16 +133,10 @@ def _text(path: Path) -> str:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
 
 
-class _AsWritten(yaml.SafeDumper):
-    """Texts without quotes, also where they are of figures, as `read_texts` gives them."""
-
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
-
 @lru_cache(maxsize=4)  # who follows a run reads the same text again and again
 def _shown(text: str) -> str:
     raw = without_secrets(read_texts(text) or {})
-    return yaml.dump(raw, Dumper=_AsWritten, sort_keys=False, allow_unicode=True, width=120) if raw else ""
+    return write_texts(raw) if raw else ""
 
 
 @lru_cache(maxsize=4)
