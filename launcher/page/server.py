@@ -58,7 +58,7 @@ class Pages:
         for name in self.names():
             try:
                 run = self.of(name)[0]
-                found.append({"id": name, **run.summary(), "waited": run.waited()})
+                found.append({"id": name, **run.summary(), "waited": {} if name == THIS else run.waited()})
             except UserError as error:
                 found.append({"id": name, "name": name, "state": str(error), "facts": [], "waited": {}})
         return found

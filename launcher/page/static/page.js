@@ -23,13 +23,14 @@ const main = document.getElementById("main");
 let busy = false, again = false, events = null;
 
 async function show(fresh) {
-  if (busy) { again = again || fresh || "data"; return; }
+  if (busy) { again = again === true || fresh; return; }
   busy = true;
+  const view = page.view;
   try {
     if (fresh === true) { main.replaceChildren(); page.search = null; }
-    if (page.view === null) showRuns(page, main);
-    else await VIEWS[page.view].show(page, main);
-    page.shown = page.view;
+    if (view === null) await showRuns(page, main);
+    else await VIEWS[view].show(page, main);
+    page.shown = view;
   } catch (error) {
     main.replaceChildren(make("p", { class: "note" }, error.message));
   } finally {

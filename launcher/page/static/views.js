@@ -46,12 +46,13 @@ async function showWhy(page, element) {
     y: data.steps.map((step) => step.parts.filter((one) => `${one[0]} ${one[3]}`.trim() === name).reduce((sum, one) => sum + one[2] - one[1], 0)),
   }));
   const shownStep = part(element, "bars");
-  plot(plotIn(shownStep, "why", "Seconds of each step, by what it waited for; click one"), traces, { barmode: "stack", xaxis: { title: { text: "step, from 0" } }, yaxis: { title: { text: "seconds" } } },
+  const drawing = plot(plotIn(shownStep, "why", "Seconds of each step, by what it waited for; click one"), traces, { barmode: "stack", xaxis: { title: { text: "step, from 0" } }, yaxis: { title: { text: "seconds" } } },
     (point) => showStep(page, part(element, "step"), data.steps.find((step) => step.step === point.x)));
   const all = data.steps.reduce((sum, step) => sum + step.end - step.start, 0);
   const inside = (total) => Object.entries(total.inside).sort((a, b) => b[1] - a[1]).slice(0, 3).map(([name, value]) => `${name} ${Math.round(100 * value / total.seconds)} %`).join(", ");
   part(element, "totals").replaceChildren(make("h2", {}, "What the steps waited for"), table(["waited for", "by", "seconds", "share", "which meanwhile was at", "what that is", "what changes it"],
     data.totals.filter((total) => total.seconds >= 0.005 * all).map((total) => [total.cause, total.process, total.seconds, `${Math.round(100 * total.seconds / all)} %`, inside(total), ...data.causes[total.cause]])));
+  await drawing;
 }
 
 function showStep(page, element, step) {
@@ -78,10 +79,10 @@ async function showOccupancy(page, element) {
     x: data.seconds, y: counts, name, stackgroup: "groups", mode: "lines", line: { width: 0, shape: "hv" }, fillcolor: colour(name),
   }));
   const bound = data.bound === null ? [] : [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: data.bound, y1: data.bound, line: { dash: "dash", width: 1, color: ink("--ink") } }];
-  plot(plotIn(element, "states", "Groups by state; dashed: as many as staleness allows"), lines, { shapes: bound, xaxis: { title: { text: "seconds" } }, yaxis: { rangemode: "tozero" } });
+  await plot(plotIn(element, "states", "Groups by state; dashed: as many as staleness allows"), lines, { shapes: bound, xaxis: { title: { text: "seconds" } }, yaxis: { rangemode: "tozero" } });
   const ages = [...new Set(data.ages.flatMap((each) => Object.keys(each)))].sort((a, b) => a - b);
   const bars = ages.map((age) => ({ type: "bar", name: `${age} versions`, x: data.steps, y: data.ages.map((each) => each[age] || 0), marker: { color: colour(`age ${age}`) } }));
-  plot(plotIn(element, "ages", `Samples by staleness, of at most ${data.staleness} versions`), bars, { barmode: "stack", xaxis: { title: { text: "steps done" } } });
+  await plot(plotIn(element, "ages", `Samples by staleness, of at most ${data.staleness} versions`), bars, { barmode: "stack", xaxis: { title: { text: "steps done" } } });
   const reasons = [...Object.entries(data.dropped).map(([why, count]) => [`groups dropped: ${why}`, count]), ...Object.entries(data.reasons)];
   part(element, "reasons").replaceChildren(make("h2", {}, "Lost, cut off, left out, played again"), reasons.length ? table(["reason", "number"], reasons) : make("p", { class: "faint" }, "nothing"));
 }
@@ -106,10 +107,10 @@ async function showWeights(page, element) {
     x: steps, y: data.steps.map((row) => (axis.type === "log" ? row[name] || null : row[name])), name: label, mode: axis.type === "log" ? "lines+markers" : "lines", marker: { size: 4 }, line: { color: COLOURS[at] },
   })), { xaxis: { title: { text: "steps done" } }, yaxis: axis });
   part(element, "plots").className = "plots";
-  drawn("seconds", "Publication, seconds", { rangemode: "tozero" }, ["publication/seconds", "from its start to the commit"], ["publication/pause_seconds", "longest pause of a rollout"]);
-  drawn("bytes", "Bytes sent", { rangemode: "tozero" }, ["publication/bytes", "bytes"]);
-  drawn("aborts", "Publications that were given up", { rangemode: "tozero" }, ["publication/aborts", "given up"]);
-  drawn("mismatch", "Rollouts' log-probabilities beside the trainer's, |Δ log p|; none where they are equal", { type: "log" }, ["mismatch/abs_logprob", "mean"], ["mismatch/worst_rollout", "worst rollout"]);
+  await drawn("seconds", "Publication, seconds", { rangemode: "tozero" }, ["publication/seconds", "from its start to the commit"], ["publication/pause_seconds", "longest pause of a rollout"]);
+  await drawn("bytes", "Bytes sent", { rangemode: "tozero" }, ["publication/bytes", "bytes"]);
+  await drawn("aborts", "Publications that were given up", { rangemode: "tozero" }, ["publication/aborts", "given up"]);
+  await drawn("mismatch", "Rollouts' log-probabilities beside the trainer's, |Δ log p|; none where they are equal", { type: "log" }, ["mismatch/abs_logprob", "mean"], ["mismatch/worst_rollout", "worst rollout"]);
 }
 
 async function showEvaluations(page, element) {
@@ -118,7 +119,7 @@ async function showEvaluations(page, element) {
     table(["problem", "now", "before", "after"], pair.examples.map((each) => [each.problem, each.now ? "right" : "wrong", each.before, each.after]))]);
   const curve = await page.ask("metric", { name: "eval/accuracy" });
   part(element, "told").replaceChildren(data.table ? table(data.table.head, data.table.rows) : make("p", { class: "faint" }, "no evaluation yet"));
-  if (curve.steps.length) plot(plotIn(element, "accuracy", "Accuracy, the mean of all sets"), [{ x: curve.steps, y: curve.values, mode: "lines+markers", line: { color: COLOURS[0] } }], { xaxis: { title: { text: "steps done" } } });
+  if (curve.steps.length) await plot(plotIn(element, "accuracy", "Accuracy, the mean of all sets"), [{ x: curve.steps, y: curve.values, mode: "lines+markers", line: { color: COLOURS[0] } }], { xaxis: { title: { text: "steps done" } } });
   part(element, "changed").replaceChildren(...changed.flat());
 }
 
@@ -130,7 +131,7 @@ async function showCurves(page, element) {
     for (const [name, figure] of panels) {
       if (figure === null) continue;
       const { data: traces, layout } = JSON.parse(figure);
-      plot(plotIn(section.lastElementChild, name, name), traces, layout);
+      await plot(plotIn(section.lastElementChild, name, name), traces, layout);
     }
   }
 }
@@ -171,15 +172,15 @@ async function showWhatIf(page, element) {
   })), ...data.sure.map((line) => make("p", { class: "faint" }, line)));
 }
 
-function showRuns(page, element) {
+async function showRuns(page, element) {
   const compared = make("select", { "aria-label": "metric" }, ["score/mean", "eval/accuracy", "staleness/mean", "timing/all", "response_length/mean", "actor/entropy", "actor/grad_norm"].map((name) => make("option", {}, name)));
   const draw = async () => {
     const found = await Promise.all(page.runs.map((run) => page.ask("metric", { name: compared.value }, run.id).catch(() => ({ steps: [], values: [] }))));
-    plot(plotIn(element, "compared"), found.map((curve, at) => ({ x: curve.steps, y: curve.values, name: page.called(page.runs[at]), mode: "lines" })), { xaxis: { title: { text: "steps done" } }, yaxis: { title: { text: compared.value } } });
+    await plot(plotIn(element, "compared"), found.map((curve, at) => ({ x: curve.steps, y: curve.values, name: page.called(page.runs[at]), mode: "lines" })), { xaxis: { title: { text: "steps done" } }, yaxis: { title: { text: compared.value } } });
   };
   compared.addEventListener("change", draw);
   const facts = [...new Set(page.runs.flatMap((run) => run.facts.map((fact) => fact[0])))];
   element.replaceChildren(table(["run", "state", "a step", "waits most for", ...facts], page.runs.map((run) => [make("a", { href: `#${encodeURIComponent(run.id)}/why` }, page.called(run)), run.state,
     run.waited.most ? seconds(run.waited.seconds) : "", run.waited.most || "", ...facts.map((name) => (run.facts.find((fact) => fact[0] === name) || ["", ""])[1])])), make("p", { class: "form" }, "compare ", compared));
-  draw();
+  await draw();
 }
