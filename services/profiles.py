@@ -13,7 +13,6 @@ import asyncio
 import gzip
 import math
 import os
-import shutil
 import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
@@ -91,10 +90,10 @@ async def by_spy(path: Path, asked: Profile) -> list[Path]:
     there, or may not look, and for a profile of memory."""
     if asked.memory:
         raise UserError("--memory: is of CUDA's allocator, and this process computes nothing with torch")
-    own = Path(sys.executable).parent
-    if (spy := shutil.which("py-spy", path=os.pathsep.join((str(own), os.environ.get("PATH", ""))))) is None:
+    if (spy := os_process.find_program("py-spy")) is None:
         by_hand = f"where that is installed, py-spy record --pid {os.getpid()} looks at it"
-        raise UserError(f"has no torch, and there is no py-spy: {own / 'pip'} install py-spy; {by_hand}")
+        pip = Path(sys.executable).with_name("pip")
+        raise UserError(f"has no torch, and there is no py-spy: {pip} install py-spy; {by_hand}")
     plain, trace = path.with_name(f"{path.name}.json"), path.with_name(f"{path.name}.json.gz")
     how = ("--nonblocking", "--subprocesses", "--format", "chrometrace", "--duration", str(math.ceil(asked.seconds)))
     try:

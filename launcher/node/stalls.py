@@ -14,7 +14,6 @@ import asyncio
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import struct
@@ -29,6 +28,7 @@ from msgspec import Struct
 from launcher.node.logs import Log
 from runtime import codec, timeouts
 from runtime.errors import InvalidMessage
+from runtime.process.os_process import find_program
 from runtime.process.progress import Beat, described
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -140,7 +140,7 @@ async def keep_stacks(log: Log, ranks: Mapping[int, Heard]) -> None:
     for heard in ranks.values():
         with suppress(ProcessLookupError):
             os.kill(heard.pid, signal.SIGUSR1)
-    if (spy := shutil.which("py-spy")) is None:
+    if (spy := find_program("py-spy")) is None:
         return
     for heard in ranks.values():
         command = (spy, "dump", "--nonblocking", "--pid", str(heard.pid))

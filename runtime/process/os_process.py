@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -106,6 +107,11 @@ def let_children_look() -> None:
     """Children of this process may read its memory, as py-spy does. Where the kernel has no Yama, this changes nothing."""
     if sys.platform.startswith("linux"):
         _LIBC.prctl(_PR_SET_PTRACER, os.getpid())
+
+
+def find_program(name: str) -> str | None:
+    """Its path, beside this interpreter or else in PATH: a virtual environment need not be activated."""
+    return shutil.which(name, path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
 
 
 def ended(child: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import sys
 import time
@@ -14,6 +13,7 @@ import pytest
 from launcher.node.logs import Log
 from launcher.node.stalls import Heard, is_stopped, keep_stacks
 from runtime.config import Logs
+from runtime.process.os_process import find_program
 from runtime.process.progress import Beat
 from tests.system.runs import POLL
 
@@ -28,7 +28,7 @@ computes()
 """
 
 
-@pytest.mark.skipif(shutil.which("py-spy") is None, reason="needs py-spy: pip install py-spy")
+@pytest.mark.skipif(find_program("py-spy") is None, reason="needs py-spy: pip install py-spy")
 def test_py_spy_finds_the_stacks_of_a_process_that_is_stopped(tmp_path: Path) -> None:
     async def kept() -> str:
         log = Log(tmp_path / "a.log", Logs(), "a")

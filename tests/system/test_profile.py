@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from runtime.process.os_process import find_program
 from tests.system.runs import ROOT, Live, check_gone, eventually, one_line, sluice, started, write_config
 
 pytestmark = pytest.mark.timeout(400)
@@ -68,9 +68,7 @@ def test_what_has_torch_records_what_it_computes(role: str, live: Live) -> None:
         assert any(event.get("name") == "aten::mm" for event in events(path))
 
 
-@pytest.mark.skipif(
-    shutil.which("py-spy", path=str(Path(sys.executable).parent)) is None, reason="needs py-spy: pip install py-spy"
-)
+@pytest.mark.skipif(find_program("py-spy") is None, reason="needs py-spy: pip install py-spy")
 @pytest.mark.parametrize("role", ["reward", "coordinator"])
 def test_what_has_no_torch_is_looked_at_with_its_children(role: str, live: Live) -> None:
     (path,) = profile(live, "--role", role, "--seconds", "2").values()
