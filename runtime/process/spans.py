@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -211,6 +212,15 @@ class LineStates:
 # ------------------------------------------------------------------------------------------ reading
 
 
+_decode = msgspec.json.Decoder(tuple[str, float, float, str, int, int, str]).decode
+
+
+def _decoded(written: bytes) -> TracedSpan:
+    """Its texts are shared with others': they are few, and each is in many spans."""
+    name, start, end, line, group, step, detail = _decode(written)
+    return TracedSpan(sys.intern(name), start, end, sys.intern(line), group, step, sys.intern(detail))
+
+
 class SpanFile(Struct):
     """One file: who wrote it, and what was read of it. `at`: bytes that are read."""
 
@@ -230,7 +240,7 @@ class SpanFile(Struct):
         new: list[TracedSpan] = []
         for line in whole.splitlines():
             with suppress(msgspec.DecodeError, msgspec.ValidationError):
-                new.append(msgspec.json.decode(line, type=TracedSpan))
+                new.append(_decoded(line))
         self.spans += new
         return new
 
@@ -247,7 +257,8 @@ class SpanFolder:
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             if path.name not in self.files:
                 try:
-                    header = msgspec.json.decode(path.read_bytes()[:_HEADER], type=SpanHeader)
+                    with path.open("rb") as file:
+                        header = msgspec.json.decode(file.read(_HEADER), type=SpanHeader)
                 except (msgspec.DecodeError, msgspec.ValidationError):
                     continue  # not whole yet
                 self.files[path.name] = SpanFile(path, header)
