@@ -25,11 +25,12 @@ SPANS = "spans"
 TRAINED = "trained"
 PROFILES = "profiles"
 TENSORBOARD = "tensorboard"
+MLFLOW = "mlflow.run"  # the id of the run there
 SUMMARY = "summary.json"
 STARTUP = "startup.json"
 
 OF_ONE_RUN = (
-    *(LEDGER, CHECKPOINTS, MODEL, EVALUATIONS, NONFINITE, METRICS, SPANS, TRAINED, PROFILES, TENSORBOARD),
+    *(LEDGER, CHECKPOINTS, MODEL, EVALUATIONS, NONFINITE, METRICS, SPANS, TRAINED, PROFILES, TENSORBOARD, MLFLOW),
     *(SUMMARY, STARTUP, GATEWAYS, GATEWAYS_CA),
 )
 """What a new run must not find."""

@@ -37,7 +37,7 @@ from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import LedgerWriter
 from runtime.process import disk, keys
 from runtime.process.aio import first_error
-from runtime.process.spans import LineStates
+from runtime.process.spans import STATE, LineStates
 from runtime.status import Loss, Profile, Progress, Registration, RunFigures, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
 from runtime.telemetry.trackers import Trackers
@@ -344,7 +344,7 @@ class CoordinatorProcess:
         self.report(msgspec.structs.replace(self._progress, detail=f"waits for {missing}"))
 
     def _look(self, change: UnitChange) -> None:
-        self._states.enter(f"state of {change.unit.name}", change.unit.state.value, change.unit.reason)
+        self._states.enter(f"{STATE}{change.unit.name}", change.unit.state.value, change.unit.reason)
         if UnitState.LOST in (change.was, change.unit.state):
             self.report(self._progress)
 

@@ -97,7 +97,9 @@ async def by_spy(path: Path, asked: Profile) -> list[Path]:
     plain, trace = path.with_name(f"{path.name}.json"), path.with_name(f"{path.name}.json.gz")
     how = ("--nonblocking", "--subprocesses", "--format", "chrometrace", "--duration", str(math.ceil(asked.seconds)))
     try:
-        await _ran(asked.seconds + timeouts.PROFILE_END, spy, "record", "--pid", str(os.getpid()), *how, "--output", str(plain))
+        with os_process.children_may_look():
+            limit = asked.seconds + timeouts.PROFILE_END
+            await _ran(limit, spy, "record", "--pid", str(os.getpid()), *how, "--output", str(plain))
         await asyncio.to_thread(lambda: trace.write_bytes(gzip.compress(plain.read_bytes())))
     finally:
         plain.unlink(missing_ok=True)
@@ -106,7 +108,6 @@ async def by_spy(path: Path, asked: Profile) -> list[Path]:
 
 async def _ran(timeout: float, *command: str) -> None:
     """Raises UserError, with the last line of what it said, where the command fails or takes longer than `timeout` seconds."""
-    os_process.let_children_look()
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
     try:

@@ -48,8 +48,9 @@ def export(folder: Path, steps: str | None, url: str) -> int:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise UserError(f"--otlp: '{url}' is not http://HOST:PORT or https://HOST:PORT, with a path or without")
-    found, files = explained(folder, steps), SpanFolder(folder)
+    files = SpanFolder(folder)
     files.follow()
+    found = explained(folder, steps, files.by_process)
     config = loading.load(folder / run_files.CONFIG)
     with LedgerReader(folder / run_files.LEDGER) as reader:
         rows = {row.group_id: row for row in reader.groups(steps=(found[0].step, found[-1].step))}

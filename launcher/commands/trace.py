@@ -30,9 +30,10 @@ Event = dict[str, Any]
 
 def trace(folder: Path, steps: str | None, output: Path | None) -> Path:
     """Write the trace; returns its path. Raises UserError as `sluice why` does, and for a file that cannot be written."""
-    found = explained(folder, steps)
+    spans = by_process(folder)
+    found = explained(folder, steps, lambda: spans)
     path = output or folder / FILE
-    made = {"displayTimeUnit": "ms", "traceEvents": list(events(found, by_process(folder)))}
+    made = {"displayTimeUnit": "ms", "traceEvents": list(events(found, spans))}
     try:
         path.write_bytes(msgspec.json.encode(made) + b"\n")
     except OSError as error:
@@ -51,6 +52,7 @@ def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]])
             told = {"step": step.step, "group": part.group, "process": part.process}
             yield _slice(f"{part.cause} {part.process}".strip(), (part.start - origin, part.end - origin), (0, 0), told)
     flows: dict[int, list[Event]] = {}
+    applied: set[int] = set()
     for pid, (process, within) in enumerate(shown.items(), start=1):
         threads, placed = _threads(within)
         yield from _named(pid, process, threads)
@@ -61,8 +63,9 @@ def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]])
             if span.line == CALLS and span.group >= 0:
                 flows.setdefault(span.group, []).append(one)
             elif process == TRAINER and span.name == "command" and span.detail == "Apply":
-                for group in _groups_of(steps, (span.start + span.end) / 2):
+                for group in _groups_of(steps, (span.start + span.end) / 2) - applied:  # its phases cut it into pieces
                     flows.setdefault(group, []).append(one)
+                    applied.add(group)
     for group, slices in flows.items():
         yield from _flow(group, sorted(slices, key=_middle))
 
@@ -84,10 +87,8 @@ def _threads(spans: Iterable[TracedSpan]) -> tuple[dict[int, str], list[tuple[in
     return dict(enumerate(names)), placed
 
 
-def _groups_of(steps: Sequence[StepPath], moment: float) -> Iterator[int]:
-    for step in steps:
-        if step.start <= moment < step.end:
-            yield from step.groups
+def _groups_of(steps: Sequence[StepPath], moment: float) -> set[int]:
+    return {group for step in steps if step.start <= moment < step.end for group in step.groups}
 
 
 def _slice(name: str, times: tuple[float, float], place: tuple[int, int], told: Mapping[str, Any]) -> Event:

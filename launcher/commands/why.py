@@ -84,8 +84,15 @@ def why(folder: Path, steps: str | None, as_json: bool) -> None:
 Spans = Mapping[str, Sequence[TracedSpan]]
 
 
+def by_process(folder: Path) -> Spans:
+    """The spans of the run in `folder`."""
+    files = SpanFolder(folder)
+    files.follow()
+    return files.by_process()
+
+
 def explained(folder: Path, steps: str | None = None, spans: Callable[[], Spans] | None = None) -> list[StepPath]:
-    """The critical path of each step; `spans`: what reads those of the run, in place of `by_process`."""
+    """The critical path of each step; `spans`: what reads those of the run, where they are known."""
     wanted = steps_of("--steps", steps)
     with LedgerReader(folder / run_files.LEDGER) as reader:
         before = None if wanted is None else (max(0, wanted[0] - 1), wanted[1])  # which tells when the first one began
@@ -99,20 +106,11 @@ def explained(folder: Path, steps: str | None = None, spans: Callable[[], Spans]
     return [index.explain(step) for step in found]
 
 
-def by_process(folder: Path) -> Spans:
-    """The spans of each process, those of all that had its name; of a group those of its first rank."""
-    files = SpanFolder(folder)
-    files.follow()
-    found: dict[str, list[TracedSpan]] = {}
-    for file in files.files.values():
-        if file.header.rank == 0:
-            found.setdefault(file.header.process, []).extend(file.spans)
-    return found
-
-
 def verdict(steps: Sequence[StepPath]) -> str:
     """In a sentence, what was waited for most; and how long in all for who that was."""
     totals = critical_path.totals(steps)
+    if not totals:  # by a clock that was put back
+        return "they took no time"
     first, whole = totals[0], sum(step.seconds for step in steps)
     whom = f" by {first.process}" if first.process else ""
     told = f"{first.seconds / whole:.0%} of the time went to {first.cause}{whom} – {CAUSES[first.cause][0]}"

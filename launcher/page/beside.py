@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 
 from launcher.view import View
-from runtime import timeouts
+from runtime import run_files, timeouts
 from runtime.config import Config
 from sluice import start
+
+LOG = "page.log"
 
 
 class PageBeside:
@@ -23,20 +26,29 @@ class PageBeside:
         page = self._config.page
         if page is None:
             return
-        self._process = await asyncio.create_subprocess_exec(
-            *start.command("launcher.page.__main__", self._config.run.dir, page.host, str(page.port)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        log = Path(self._config.run.dir) / run_files.LOGS / LOG
+        try:
+            with log.open("wb") as errors:
+                self._process = await asyncio.create_subprocess_exec(
+                    *start.command("launcher.page.__main__", self._config.run.dir, page.host, str(page.port)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=errors,
+                    start_new_session=True,  # Ctrl-C ends the run first
+                )
+        except OSError as error:
+            self._view.say(f"page: not started: {error}")
+            return
         self._telling = asyncio.create_task(self._tell(self._process))
 
     async def _tell(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
         if address := (await process.stdout.readline()).decode().strip():
             self._view.say(f"page: {address}")
-        if faults := (await process.stderr.read()).decode().strip():
-            self._view.say(f"page: {faults.splitlines()[-1]}")
+        if await process.wait() > 0:
+            log = Path(self._config.run.dir) / run_files.LOGS / LOG
+            said = (await asyncio.to_thread(log.read_text, errors="replace")).strip()
+            self._view.say(f"page: {said.splitlines()[-1] if said else 'it has ended'} ({log})")
 
     async def end(self) -> None:
         if self._process is None:

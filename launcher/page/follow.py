@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from runtime import run_files
@@ -20,11 +20,12 @@ _FOLDERS = {"spans": run_files.SPANS, "evaluations": run_files.EVALUATIONS, "log
 
 def marks(folder: Path) -> dict[str, tuple[Mark, ...]]:
     """By kind of file. A file that is not there, or goes away meanwhile, has none."""
-    found = {kind: tuple(_marks(folder / name for name in names)) for kind, names in _FILES.items()}
-    return found | {kind: tuple(_marks(sorted((folder / name).glob("*")))) for kind, name in _FOLDERS.items()}
+    found = {kind: tuple(of_files(folder / name for name in names)) for kind, names in _FILES.items()}
+    return found | {kind: tuple(of_files(sorted((folder / name).glob("*")))) for kind, name in _FOLDERS.items()}
 
 
-def _marks(paths: Iterator[Path] | list[Path]) -> Iterator[Mark]:
+def of_files(paths: Iterable[Path]) -> Iterator[Mark]:
+    """Of those that are there."""
     for path in paths:
         try:
             found = path.stat()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -36,7 +37,7 @@ class Pages:
     def __init__(self, root: Path):
         """Raises UserError for a folder that is no run's and holds none."""
         self.root = root
-        self._views: dict[str, tuple[RunView, SampleReader]] = {}
+        self._views: dict[str, tuple[follow.Mark | None, RunView, SampleReader]] = {}
         if not self.names():
             raise UserError(f"page: {root}: neither a run's folder nor a folder of runs")
 
@@ -51,7 +52,10 @@ class Pages:
         if name not in self.names():
             raise web.HTTPNotFound(text=f"no run {name!r} here")
         folder = self.root if name == THIS else self.root / name
-        return self._views.setdefault(name, (RunView(folder), SampleReader(folder)))
+        began = next(follow.of_files([folder / run_files.CONFIG]), None)
+        if name not in self._views or self._views[name][0] != began:  # a run in the place of another
+            self._views[name] = began, RunView(folder), SampleReader(folder)
+        return self._views[name][1:]
 
     def list(self) -> list[dict[str, Any]]:
         found = []
@@ -59,7 +63,7 @@ class Pages:
             try:
                 run = self.of(name)[0]
                 found.append({"id": name, **run.summary(), "waited": {} if name == THIS else run.waited()})
-            except UserError as error:
+            except (SluiceError, OSError) as error:
                 found.append({"id": name, "name": name, "state": str(error), "facts": [], "waited": {}})
         return found
 
@@ -82,14 +86,15 @@ class PageGuard:
     async def check(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        given = request.query.get("token", request.cookies.get(COOKIE, ""))
-        if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
+        cookie = f"{COOKIE}-{request.url.port}"  # cookies are a host's, whatever the port
+        given = request.query.get("token", request.cookies.get(cookie, ""))
+        if self._token and not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
             raise web.HTTPUnauthorized(text="this page wants the token that `sluice page` printed: ?token=…\n")
         if not self._token and (request.url.host or "") not in self._names:
             raise web.HTTPForbidden(text=f"this page is not {request.host}: open it as localhost\n")
         if self._token and "token" in request.query and request.method == "GET":
             again = web.HTTPFound(request.url.without_query_params("token"))
-            again.set_cookie(COOKIE, self._token, httponly=True, samesite="Strict")
+            again.set_cookie(cookie, self._token, httponly=True, samesite="Strict")
             raise again
         return await handler(request)
 
@@ -119,10 +124,10 @@ class PageRoutes:
         if name == "plotly.js":
             text = await asyncio.to_thread(_plotly)
         else:
-            found = resources.files("launcher.page") / "static" / name
-            if Path(name).suffix not in _TYPES or not found.is_file():
+            files = {each.name: each for each in (resources.files("launcher.page") / "static").iterdir()}
+            if name not in files:
                 raise web.HTTPNotFound(text="no such file\n")
-            text = found.read_text(encoding="utf-8")
+            text = files[name].read_text(encoding="utf-8")
         headers = {"Cache-Control": "max-age=86400" if name == "plotly.js" else "no-cache"}
         return web.Response(text=text, content_type=_TYPES[Path(name).suffix], headers=headers)
 
@@ -130,7 +135,7 @@ class PageRoutes:
         return await _answer(self._pages.list)
 
     async def view(self, request: web.Request) -> web.Response:
-        run, samples = self._pages.of(request.match_info["run"])
+        run, samples = await asyncio.to_thread(self._pages.of, request.match_info["run"])
         query = request.query
         views: dict[str, Callable[[], Any]] = {
             "summary": run.summary,
@@ -145,7 +150,7 @@ class PageRoutes:
             "configuration": lambda: run.configuration(self._pages.of(query["other"])[0] if query.get("other") else None),
             "what-if": run.what_if,
             "samples": lambda: samples.index(_filter(query)),
-            "rows": lambda: samples.rows([int(each) for each in query["groups"].split(",")][:200]),
+            "rows": lambda: samples.rows([int(each) for each in query.get("groups", "").split(",") if each][:200]),
             "group": lambda: samples.group(_whole(query, "id") or 0),
         }
         name = request.match_info["view"]
@@ -154,18 +159,16 @@ class PageRoutes:
         return await _answer(views[name])
 
     def _lanes(self, run: RunView, query: Any) -> dict[str, Any]:
-        spans = run.lanes()
-        every = [span for found in spans.values() for span in found]
-        if not every:
-            return {"start": 0, "end": 0, "lanes": []}
-        first, last = min(span.start for span in every), max(span.end for span in every)
+        spans, first, last = run.lanes()
+        if not spans:
+            return {"first": 0, "last": 1, "start": 0, "end": 1, "lanes": []}
         start, end = _number(query, "start", first), _number(query, "end", last)
         shown = lanes.lanes(spans, start, end, min(4000, _whole(query, "pixels") or 1200))
         return {"first": first, "last": last, "start": start, "end": end, "lanes": shown}
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """What of the run's files has changed, until the browser goes."""
-        folder = self._pages.of(request.match_info["run"])[0].folder
+        folder = (await asyncio.to_thread(self._pages.of, request.match_info["run"]))[0].folder
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         before = await asyncio.to_thread(follow.marks, folder)
         await answer.prepare(request)
@@ -181,8 +184,10 @@ class PageRoutes:
 async def _answer(work: Callable[[], Any]) -> web.Response:
     try:
         made = await asyncio.to_thread(work)
-    except SluiceError as error:
+    except (SluiceError, OSError) as error:
         return web.json_response({"error": str(error)}, status=404)
+    except ValueError as error:  # of what was asked for
+        return web.json_response({"error": str(error)}, status=400)
     return web.Response(body=await asyncio.to_thread(msgspec.json.encode, made), content_type="application/json")
 
 
@@ -194,7 +199,7 @@ def _plotly() -> str:
 
 def _whole(query: Any, name: str) -> int | None:
     value = _number(query, name, None)
-    return None if value is None else int(value)
+    return None if value is None or not math.isfinite(value) else int(value)
 
 
 def _number(query: Any, name: str, otherwise: Any) -> Any:

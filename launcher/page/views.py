@@ -55,6 +55,7 @@ class RunView:
         self._marks: dict[str, tuple[follow.Mark, ...]] = {}
         self._record: RunRecord | None = None
         self._points = record.PointFile(folder / run_files.METRICS)
+        self._lanes: tuple[int, Mapping[str, Sequence[TracedSpan]], float, float] = (0, {}, 0.0, 0.0)
 
     # ------------------------------------------------------------------------------------------ what is read
 
@@ -66,6 +67,11 @@ class RunView:
                 self._record, self._marks = record.read(self.folder, self._points), marks
             return self._record
 
+    def by_process(self) -> Mapping[str, Sequence[TracedSpan]]:
+        with self._lock:
+            self._spans.follow()
+            return self._spans.by_process()
+
     def spans(self) -> Mapping[str, Sequence[TracedSpan]]:
         """By process and rank, those of all its incarnations; and between two of them that it was down."""
         with self._lock:
@@ -75,24 +81,35 @@ class RunView:
                 header = file.header
                 own = found.setdefault(header.process if not header.rank else f"{header.process}.{header.rank}", [])
                 if own and file.spans:
-                    ended = max(span.end for span in own)
+                    ended = max(span.end for span in own[-100:])  # they are nearly in order
                     own.append(TracedSpan("down", ended, file.spans[0].start, STARTS, detail=f"start {header.incarnation}"))
                 own += file.spans
             return found
 
-    def lanes(self) -> Mapping[str, Sequence[TracedSpan]]:
-        """The spans of each process, and what the steps waited for: their critical paths."""
+    def lanes(self) -> tuple[Mapping[str, Sequence[TracedSpan]], float, float]:
+        """The spans of each process, and what the steps waited for; when the first begins, and the last ends. Made anew where
+        spans have come since."""
         spans = self.spans()
+        number = sum(map(len, spans.values()))
+        if number != self._lanes[0]:
+            shown = {**self._above(), **spans}
+            every = [span for found in shown.values() for span in found]
+            first, last = min((span.start for span in every), default=0.0), max((span.end for span in every), default=0.0)
+            self._lanes = number, shown, first, last
+        return self._lanes[1:]
+
+    def _above(self) -> Mapping[str, Sequence[TracedSpan]]:
+        """Critical paths, and epochs."""
         try:
-            paths = why.explained(self.folder, None, lambda: spans)
+            paths = why.explained(self.folder, None, self.by_process)
         except UserError:  # no step yet
-            return spans
+            return {}
         waited = [
             TracedSpan(f"{part.cause} {part.process}".strip(), part.start, part.end, "", part.group, step.step)
             for step in paths
             for part in step.parts
         ]
-        return {STEPS: waited, EPOCHS: epochs(lineages.history(self.record().points).steps), **spans}
+        return {STEPS: waited, EPOCHS: epochs(lineages.history(self.record().points).steps)}
 
     def waited(self) -> dict[str, Any]:
         """Of the newest steps how long one took, and what for most: as the ledger alone knows it, which is quick."""
@@ -161,7 +178,7 @@ class RunView:
         try:
             newest = self.newest()
             low = first if first is not None else 0 if last is not None else max(0, newest - NEWEST + 1)
-            found = why.explained(self.folder, f"{low}:{newest if last is None else last}", self.spans)
+            found = why.explained(self.folder, f"{low}:{newest if last is None else last}", self.by_process)
         except UserError as none:
             return {"steps": [], "totals": [], "verdict": str(none), "waits": waits}
         totals = critical_path.totals(found)
@@ -223,7 +240,7 @@ class RunView:
     def evaluations(self) -> dict[str, Any]:
         table = tables.evaluations(self.record().evaluations)
         results = self.record().evaluations
-        pairs = [_changed(self.folder, one.step, other.step) for one, other in pairwise(results)][-3:]
+        pairs = [_changed(self.folder, one.step, other.step) for one, other in pairwise(results[-4:])]
         return {"table": None if table is None else {"head": table.head, "rows": table.rows}, "changed": pairs}
 
     def processes(self) -> dict[str, Any]:
@@ -320,6 +337,7 @@ def _disagree(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def epochs(points: Sequence[lineages.Point]) -> list[TracedSpan]:
     """Of the rollouts' membership, one after the other, with how many were lost; as the steps' figures tell."""
+    points = [point for point in points if point.get("time") is not None]
     found: list[TracedSpan] = []
     for before, point in pairwise(points):
         name = f"epoch {point.get('publication/epoch', 0):.0f}"
@@ -361,7 +379,7 @@ def _changed(folder: Path, one: int, other: int) -> dict[str, Any]:
     shown = [
         {"problem": key[1], "before": before[key].reply, "after": after[key].reply, "now": after[key].correct} for key in both
     ]
-    return {"from": one, "to": other, "number": len(both), "examples": shown[:20]}
+    return {"from": one, "to": other, "number": len(both), "examples": shown[:CHANGED]}
 
 
 def _firsts(folder: Path) -> dict[tuple[str, str], generations.Generation]:

@@ -155,14 +155,19 @@ def _service(plan: Plan) -> dict[str, Any]:
 def _network_policy(plan: Plan) -> dict[str, Any]:
     """Nobody but the run's own pods may open connections; and a Prometheus, whose requests carry the token."""
     own = {"matchLabels": _labels(plan)}
-    allowed: list[dict[str, Any]] = [{"podSelector": own}]
-    if plan.config.metrics.prometheus is not None:
-        allowed.append({"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}})
+    rules: list[dict[str, Any]] = [{"from": [{"podSelector": own}]}]
+    if (prometheus := plan.config.metrics.prometheus) is not None:
+        scraper = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
+        rule: dict[str, Any] = {"from": [scraper]}
+        if (ports := plan.config.network.port_range) is not None:  # else any port may be one that serves metrics
+            coordinator = [{"port": prometheus.port}] if prometheus.port else []
+            rule["ports"] = [{"port": ports[0], "endPort": ports[1]}, *coordinator]
+        rules.append(rule)
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": _metadata(plan, plan.name),
-        "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": [{"from": allowed}]},
+        "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": rules},
     }
 
 

@@ -230,7 +230,9 @@ class Episodes:
         finally:
             self.counts["under_way"] -= 1
             episode.trace(POLICY, began, time.monotonic(), episode.rollout)
-        episode.calls_tools(tool.name for reply in completion.replies for tool in reply.message.tool_calls)
+        known = {tool.name for tool in call.tools}
+        called = (tool.name for reply in completion.replies for tool in reply.message.tool_calls)
+        episode.calls_tools(name if name in known else "unknown" for name in called)
         if call.repeats.startswith("key:"):
             episode.answered[call.repeats] = completion
         if call.branch:

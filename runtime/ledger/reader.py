@@ -126,8 +126,13 @@ def group_row(row: sqlite3.Row) -> GroupRow:
     return GroupRow(**{**plain, **decoded})
 
 
+class LedgerDamaged(UserError):
+    """The file is no database, or not a whole one."""
+
+
 class LedgerReader:
-    """Read-only view of the ledger in `folder`. Raises UserError when there is none."""
+    """Read-only view of the ledger in `folder`. Raises UserError when there is none, and, at the end of a `with`, for what
+    SQLite could not read: a run has no tables before it has begun."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
@@ -144,6 +149,8 @@ class LedgerReader:
         except UserError:
             self._connection.close()
             raise
+        except sqlite3.Error as error:
+            self.__exit__(type(error), error)
 
     def close(self) -> None:
         self._connection.close()
@@ -151,8 +158,11 @@ class LedgerReader:
     def __enter__(self) -> LedgerReader:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self.close()
+        if isinstance(error, sqlite3.Error):
+            fault = UserError if isinstance(error, sqlite3.OperationalError) else LedgerDamaged
+            raise fault(f"{self.folder}: the ledger cannot be read: {error}") from error
 
     def groups(
         self,

@@ -11,8 +11,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -103,10 +103,17 @@ def die_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def let_children_look() -> None:
-    """Children of this process may read its memory, as py-spy does. Where the kernel has no Yama, this changes nothing."""
-    if sys.platform.startswith("linux"):
+@contextmanager
+def children_may_look() -> Iterator[None]:
+    """Children of this process may read its memory inside the block, as py-spy does. Without Yama they always may."""
+    linux = sys.platform.startswith("linux")
+    if linux:
         _LIBC.prctl(_PR_SET_PTRACER, os.getpid())
+    try:
+        yield
+    finally:
+        if linux:
+            _LIBC.prctl(_PR_SET_PTRACER, 0)
 
 
 def find_program(name: str) -> str | None:

@@ -179,6 +179,9 @@ def beside(where: torch.device) -> Iterator[None]:
 # What a thread computes, and its device does, while a process goes on.
 
 
+_ALLOCATIONS = 1_000_000  # of memory, the newest: what is kept of them is the host's memory
+
+
 class TorchProfile:
     """`start` and `stop` are called in the thread that is looked at, `write` in any. There is `STEM.json.gz` then, a trace of
     Chrome's format, or of an NPU the folder `STEM` of what CANN recorded. torch_npu makes a trace of that elsewhere: it forks
@@ -193,10 +196,11 @@ class TorchProfile:
         self._profiler: Any = None
 
     def start(self) -> None:
+        profiler = self._of_npu() if self._kind == "npu" else torch.profiler.profile()
+        profiler.start()
+        self._profiler = profiler
         if self._memory:
-            torch.cuda.memory._record_memory_history()
-        self._profiler = self._of_npu() if self._kind == "npu" else torch.profiler.profile()
-        self._profiler.start()
+            torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
 
     def stop(self) -> None:
         """Nothing is done where it was not started."""
@@ -204,10 +208,13 @@ class TorchProfile:
             return
         if self._kind != "cpu":
             _accelerator(self._kind).synchronize()
-        self._profiler.stop()
-        if self._memory:
-            torch.cuda.memory._dump_snapshot(str(self._file(".memory.pickle")))
-            torch.cuda.memory._record_memory_history(enabled=None)
+        try:
+            self._profiler.stop()
+            if self._memory:
+                torch.cuda.memory._dump_snapshot(str(self._file(".memory.pickle")))
+        finally:
+            if self._memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def write(self) -> list[Path]:
         """What there is of it then."""

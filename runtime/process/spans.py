@@ -57,6 +57,7 @@ CALLS = "calls"  # the line of what a process is asked
 EPISODES = "episodes"  # of a gateway: the phases of each episode, and its calls of the policy
 PUBLICATION = "publication"  # of several threads
 OVERLAPPING = (CALLS, EPISODES, PUBLICATION)
+STATE = "state of "  # of the coordinator: with a member's name, the line of what state it is in
 POLICY = "policy"  # a call of it; `detail`: the episode's index in its group, and the rollout
 TOOL = "tool"  # from a reply that calls tools to the episode's next call of the policy; `detail`: its index, player and tools
 
@@ -80,6 +81,7 @@ class SpanLog:
         self._file: FileIO | None = None
         self._header = SpanHeader("", 0, 0, 0, "")
         self._room = 0  # bytes
+        self._headed = False  # the first line is there
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._offset = time.time() - time.monotonic()
@@ -90,15 +92,16 @@ class SpanLog:
         return self._header.dropped
 
     def open(self, config: Config, process: str) -> None:
-        """Begin a file in the run's folder."""
+        """Begin a file in the run's folder; those of the process's earlier starts have their part of `logs.span_bytes`."""
         rank, incarnation = (int(os.environ.get(name, "0")) for name in ("RANK", os_process.INCARNATION))
         self._header = header = SpanHeader(process, rank, incarnation, os.getpid(), socket.gethostname())
-        self._room = config.logs.span_bytes - _HEADER
-        path = Path(config.run.dir) / run_files.SPANS / f"{process}.{rank}.{time.time():.3f}{SUFFIX}"
-        if self._room <= 0 or not config.run.dir:
+        if not config.logs.span_bytes or not config.run.dir:
             return
+        path = Path(config.run.dir) / run_files.SPANS / f"{process}.{rank}.{time.time():.3f}{SUFFIX}"
         try:
             path.parent.mkdir(exist_ok=True)
+            earlier = sum(file.stat().st_size for file in path.parent.glob(f"{process}.{rank}.*{SUFFIX}"))
+            self._room = config.logs.span_bytes - earlier - _HEADER
             self._file = path.open("wb", buffering=0)
         except OSError as error:  # it costs the run its spans, and nothing else
             logger.warning("no spans of %s: %s", header.process, error)
@@ -153,21 +156,27 @@ class SpanLog:
         assert self._file is not None
         if len(line) > self._room:
             return False
+        if not self._headed:
+            self._write_header()
+        if not self._headed:
+            return False
         at = self._file.tell()
         try:
             if self._file.write(line) == len(line):
                 self._room -= len(line)
                 return True
+        except OSError:  # no room on the disk, now
+            pass
+        with suppress(OSError):
             self._file.seek(at)
             self._file.truncate()
-        except OSError:
-            self._room = 0
         return False
 
     def _write_header(self) -> None:
         assert self._file is not None
         with suppress(OSError):
-            os.pwrite(self._file.fileno(), msgspec.json.encode(self._header).ljust(_HEADER - 1) + b"\n", 0)
+            written = msgspec.json.encode(self._header).ljust(_HEADER - 1) + b"\n"
+            self._headed = os.pwrite(self._file.fileno(), written, 0) == _HEADER or self._headed
             self._file.seek(0, os.SEEK_END)
 
 
@@ -253,8 +262,10 @@ class SpanFolder:
         self.files: dict[str, SpanFile] = {}
 
     def follow(self) -> None:
-        """Read what came since."""
-        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+        """Read what came since. A file that is gone, as another run is in this one's place, is forgotten."""
+        paths = sorted(self._folder.glob(f"*{SUFFIX}"))
+        self.files = {path.name: self.files[path.name] for path in paths if path.name in self.files}
+        for path in paths:
             if path.name not in self.files:
                 try:
                     with path.open("rb") as file:
@@ -263,3 +274,11 @@ class SpanFolder:
                     continue  # not whole yet
                 self.files[path.name] = SpanFile(path, header)
             self.files[path.name].follow()
+
+    def by_process(self) -> dict[str, list[TracedSpan]]:
+        """Those of all that had a process's name; of a group of ranks those of its first."""
+        found: dict[str, list[TracedSpan]] = {}
+        for file in self.files.values():
+            if file.header.rank == 0:
+                found.setdefault(file.header.process, []).extend(file.spans)
+        return found

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from runtime.ledger.reader import GroupRow
-from runtime.process.spans import CALLS, EPISODES, OVERLAPPING, POLICY, TOOL, TracedSpan
+from runtime.process.spans import CALLS, EPISODES, OVERLAPPING, POLICY, STATE, TOOL, TracedSpan
 
 ADMIT, DISPATCH, GENERATE, TRAIN, PUBLISH = "admit", "dispatch", "generate", "train", "publish"
 AGAIN = "generate again"  # what was generated before was lost
@@ -128,8 +128,11 @@ def conversation(part: PathPart, spans: Iterable[TracedSpan]) -> list[PathPart]:
     own = [span for span in spans if span.detail.partition(" ")[0] == index]
     cuts = {min(part.end, max(part.start, time)) for span in own for time in (span.start, span.end)}
     parts: list[PathPart] = []
+    waiting, at = sorted(own, key=lambda span: span.start, reverse=True), list[TracedSpan]()
     for start, end in pairwise(sorted(cuts | {part.start, part.end})):
-        at = [span for span in own if span.start <= start and span.end >= end]
+        while waiting and waiting[-1].start <= start:
+            at.append(waiting.pop())
+        at = [span for span in at if span.end >= end]
         one = part._replace(start=start, end=end)
         if at:
             span = max(at, key=lambda span: (span.name == POLICY, span.name == TOOL, span.end))
@@ -149,8 +152,9 @@ class ProcessSpans:
     """The spans of each process, to be asked what lies in a stretch of time."""
 
     def __init__(self, spans: Mapping[str, Sequence[TracedSpan]]):
-        """`spans`: by process, in any order."""
-        self._spans = {process: sorted(found, key=lambda span: span.end) for process, found in spans.items()}
+        """`spans`: by process, in any order. Of what lasts as long as a run nothing is told."""
+        told = {process: [span for span in found if not span.line.startswith(STATE)] for process, found in spans.items()}
+        self._spans = {process: sorted(found, key=lambda span: span.end) for process, found in told.items()}
         self._ends = {process: [span.end for span in found] for process, found in self._spans.items()}
         self._longest = {process: max((s.end - s.start for s in found), default=0.0) for process, found in self._spans.items()}
 

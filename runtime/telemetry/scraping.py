@@ -92,7 +92,7 @@ class ScrapeServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
             raise web.HTTPUnauthorized(text="metrics.prometheus.token is missing, or another\n")
         return await handler(request)

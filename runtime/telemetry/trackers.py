@@ -182,7 +182,13 @@ class MLflow(Backend):
         self._client = MlflowClient(tracking_uri=folder.as_uri() if tracker.mode == "offline" else None)
         experiment = self._client.get_experiment_by_name(tracker.project)
         id_ = experiment.experiment_id if experiment else self._client.create_experiment(tracker.project)
-        self._run: str = self._client.create_run(id_, run_name=run_name).info.run_id
+        known = run_dir / run_files.MLFLOW  # a run that goes on, or a server that was away, makes no other
+        if known.is_file():
+            self._run = known.read_text()
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        self._run = self._client.create_run(id_, run_name=run_name).info.run_id
+        known.write_text(self._run)
         params = [entities.Param(name, value[:_MLFLOW_VALUE]) for name, value in _leaves(config)]
         for first in range(0, len(params), _MLFLOW_PARAMS):
             self._client.log_batch(self._run, params=params[first : first + _MLFLOW_PARAMS])

@@ -6,7 +6,9 @@ is begun anew at half of the size that both parts may have, and the part before 
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +41,7 @@ class TrainedTokenLog:
 
     def __init__(self, run: Path, name: str):
         self._path = run / run_files.TRAINED / f"{name}{SUFFIX}"
-        self._broken = False
+        self._broken, self._new = False, True
 
     def append(self, tokens: TrainedTokens) -> None:
         """A disk without room costs what is appended, and the rest of the run's."""
@@ -50,11 +52,30 @@ class TrainedTokenLog:
             self._path.parent.mkdir(exist_ok=True)
             if self._path.exists() and self._path.stat().st_size + len(body) > MOST_BYTES // 2:
                 self._path.replace(self._path.with_suffix(OLDER))
+            record = _HEAD.pack(tokens.step, len(body)) + body
             with self._path.open("ab", buffering=0) as file:
-                file.write(_HEAD.pack(tokens.step, len(body)) + body)
+                at = file.tell()
+                if self._new and (whole := _whole(self._path)) < at:  # a kill tore the last one
+                    file.truncate(at := whole)
+                self._new = False
+                if file.write(record) < len(record):
+                    file.truncate(at)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._broken = True
             log.warning("%s: no more log-probabilities of trained tokens are kept: %s", self._path, error)
+
+
+def _whole(path: Path) -> int:
+    """Bytes of the records that are whole."""
+    whole, size = 0, path.stat().st_size
+    with path.open("rb") as file:
+        while len(head := file.read(_HEAD.size)) == _HEAD.size:
+            end = file.seek(_HEAD.unpack(head)[1], os.SEEK_CUR)
+            if end > size:
+                break
+            whole = end
+    return whole
 
 
 def read(run: Path, step: int) -> Iterator[TrainedTokens]:

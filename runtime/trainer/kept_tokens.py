@@ -32,9 +32,13 @@ class KeptTokens:
             self._parts.append((rows, batch.places[:take], torch.stack(figures)))
             self._count += take
 
+    def clear(self) -> None:
+        self._parts, self._count = [], 0
+
     def write(self, step: int) -> None:
-        """Append the step's, and begin with the next."""
-        parts, self._parts, self._count = self._parts, [], 0
+        """Append the step's."""
+        parts = self._parts
+        self.clear()
         if parts:
             places = [_places(rows, flat) for rows, flat, _ in parts]
             group, row, position = (np.concatenate(column) for column in zip(*places, strict=True))

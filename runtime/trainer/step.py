@@ -119,6 +119,7 @@ class ModelTrainer:
         self._norms: list[float] = []
         self._skipped = 0
         self.phases = {}
+        self._kept.clear()  # of a step that was given up
 
     def _begin_update(self) -> None:
         self._statistics = StepStatistics(self.backend.rank_info.device)

@@ -14,9 +14,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from aiohttp import ClientSession, CookieJar, web
+from yarl import URL
 
 from benchmarks.recorded_run import BEGAN, PROMPT, STEP, record, reply_of, reward_of, write_spans
 from launcher.page.server import THIS, PageGuard, Pages, application
@@ -67,6 +69,8 @@ def asked(root: Path, path: str, **more: Any) -> Any:
 
 
 def test_the_files_are_served_with_a_policy_that_lets_nothing_else_in(run: Path) -> None:
+    (run / "secret.html").write_text("secret")
+
     async def use(client: ClientSession, address: str) -> None:
         for path, kind in (
             ("/", "text/html"),
@@ -79,15 +83,28 @@ def test_the_files_are_served_with_a_policy_that_lets_nothing_else_in(run: Path)
                 assert answer.headers["X-Content-Type-Options"] == "nosniff"
         for path in (
             "/static/../server.py",
+            "/static/..%2Fserver.py",
+            f"/static/{quote(str(run / 'secret.html'), safe='')}",
             "/static/server.py",
             "/static/nothing.js",
             "/api/run/other/why",
             f"/api/run/{THIS}/no",
         ):
-            async with client.get(address + path) as answer:
+            async with client.get(URL(address + path, encoded=True)) as answer:
                 assert answer.status == 404
 
     served(run, use)
+
+
+def test_what_makes_no_sense_is_refused(run: Path) -> None:
+    async def use(client: ClientSession, address: str) -> list[int]:
+        found = []
+        for path in ("samples?states=none", "rows?groups=a", "rows", "why?from=nan", "why?from=x", "group?id=inf"):
+            async with client.get(f"{address}/api/run/{THIS}/{path}") as answer:
+                found.append(answer.status)
+        return found
+
+    assert served(run, use) == [400, 400, 200, 200, 400, 200]
 
 
 def test_a_page_without_a_token_is_asked_by_its_own_names_alone(run: Path) -> None:
@@ -288,13 +305,18 @@ def test_a_folder_of_runs_is_a_list(tmp_path: Path) -> None:
     for name in ("b", "a"):
         record(tmp_path / name, 2)
     (tmp_path / "a" / run_files.METRICS).write_text("nonsense\n")
+    record(tmp_path / "c", 1)
+    (tmp_path / "c" / run_files.LEDGER / DATABASE).write_bytes(b"")
+    record(tmp_path / "d", 1)
+    (tmp_path / "d" / run_files.LEDGER / DATABASE).write_bytes(b"no database " * 100)
     (tmp_path / "notes").mkdir()
 
     async def use(client: ClientSession, address: str) -> Any:
         async with client.get(f"{address}/api/runs") as answer:
             return await answer.json()
 
-    first, second = served(tmp_path, use)
+    first, second, killed, damaged = served(tmp_path, use)
+    assert (killed["waited"], "cannot be read" in damaged["state"]) == ({}, True)
     assert (first["id"], "line 1 is not a point" in first["state"]) == ("a", True)
     assert (second["id"], second["steps"]) == ("b", 2)
     assert second["waited"] == {"seconds": pytest.approx(STEP), "most": "generate rollout-0 50%"}

@@ -11,7 +11,7 @@ import pytest
 
 from runtime import codec
 from runtime.errors import DeadlineExceeded
-from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, ToolCall
+from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.episode import GatewayEpisode, Playing
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.rendering import TemplateRenderer
@@ -79,8 +79,8 @@ async def opened(episodes: Episodes) -> GatewayEpisode:
     return episodes.episode(begun.id, begun.key)
 
 
-def call(*messages: Message, repeats: str = "") -> PolicyCall:
-    return PolicyCall(messages=messages or HELLO, repeats=repeats)
+def call(*messages: Message, repeats: str = "", tools: tuple[str, ...] = ()) -> PolicyCall:
+    return PolicyCall(messages=messages or HELLO, repeats=repeats, tools=tuple(map(Tool, tools)))
 
 
 async def refusal(work: Awaitable[Any]) -> int:
@@ -151,19 +151,19 @@ def test_the_tools_that_a_reply_calls_are_a_span_until_the_next_call(
     async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
         playing = asyncio.ensure_future(episodes.play(request(n=1)))
         episode = await opened(episodes)
-        policy.tools = ("search", "add", "search")
-        await episodes.call(episode, call())
+        policy.tools = ("search", "add", "search", "made up " * 1000)
+        await episodes.call(episode, call(tools=("search", "add")))
         policy.tools = ()
         await episodes.call(episode, call(*HELLO, Message("user", "again")))
         policy.tools = ("answer",)
-        await episodes.call(episode, call(*HELLO, Message("user", "at last")))
+        await episodes.call(episode, call(*HELLO, Message("user", "at last"), tools=("answer",)))
         await episodes.end(episode)
         await playing
 
     run(renderer, scenario)
     assert [(span.name, span.detail) for span in told] == [
         (spans.POLICY, "0 "),
-        (spans.TOOL, "0 a program: search, add"),
+        (spans.TOOL, "0 a program: search, add, unknown"),
         (spans.POLICY, "0 "),
         (spans.POLICY, "0 "),
         (spans.TOOL, "0 a program: answer"),

@@ -187,7 +187,7 @@ def test_of_a_run(path: str, receiver: Receiver, tmp_path: Path, monkeypatch: py
 
     made = loading.to_yaml(Config(run=config.Run(name="test", dir=str(tmp_path)), model=Model(path="a-model")))
     (tmp_path / "config.yaml").write_text(made)
-    monkeypatch.setattr(otlp, "explained", lambda folder, steps: [*STEPS, replace(NEXT, groups=[])])
+    monkeypatch.setattr(otlp, "explained", lambda folder, steps, spans: [*STEPS, replace(NEXT, groups=[])])
     monkeypatch.setattr(otlp, "LedgerReader", Ledger)
     assert otlp.export(tmp_path, None, receiver.url + path) == 5
     assert receiver.paths == [path or "/v1/traces"]

@@ -69,13 +69,19 @@ def test_off_this_machine_a_token_is_needed() -> None:
 
 
 def test_pods_let_prometheus_in_where_it_has_something_to_read() -> None:
-    for plan, others in ((made(), 0), (made(**TOKEN), 1)):
+    ranged = made(**TOKEN, network={"port_range": [20000, 21000]})
+    for plan, others, ports in (
+        (made(), 0, []),
+        (made(**TOKEN), 1, [None]),
+        (ranged, 1, [[{"port": 20000, "endPort": 21000}, {"port": 28400}]]),
+    ):
         manifests = yaml.safe_load_all(kubernetes.render(plan)["sluice.yaml"])
         (policy,) = (each["spec"] for each in manifests if each["kind"] == "NetworkPolicy")
-        (rule,) = policy["ingress"]
-        assert rule["from"][0] == {"podSelector": policy["podSelector"]}
-        selectors = [each["podSelector"]["matchLabels"] for each in rule["from"][1:]]
+        own, *scraped = policy["ingress"]
+        assert own == {"from": [{"podSelector": policy["podSelector"]}]}
+        selectors = [each["podSelector"]["matchLabels"] for rule in scraped for each in rule["from"]]
         assert selectors == [{"app.kubernetes.io/name": "prometheus"}] * others
+        assert [rule.get("ports") for rule in scraped] == ports
 
 
 def test_alarms_and_panels_are_whole() -> None:

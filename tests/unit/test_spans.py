@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,19 @@ def opened(folder: Path, most_bytes: int = 1 << 20, process: str = "rollout-0") 
     log = SpanLog()
     log.open(Config(run=config.Run(name="test", dir=str(folder)), logs=config.Logs(span_bytes=most_bytes)), process)
     return log
+
+
+class FullDisk:
+    """A file on a disk that has no room until `room`; a write of a part is all that it takes."""
+
+    def __init__(self, file: Any):
+        self._file, self.room = file, False
+
+    def write(self, line: bytes) -> int:
+        return int(self._file.write(line if self.room else line[:5]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 def read(folder: Path) -> SpanFolder:
@@ -115,3 +130,40 @@ def test_what_only_a_short_gap_parts_is_one_span() -> None:
     assert joined(spans) == [decode(0, 2), call, decode(2.0, 3, "other"), call._replace(start=1.0), decode(2.01, 4)]
     alternating = [decode(0, 1), decode(1, 1.001, "other"), decode(1.001, 2)]
     assert joined(alternating) == alternating
+
+
+def test_all_starts_of_a_process_together_have_so_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.process.spans.time.time", itertools.count(1.0).__next__)
+    for _ in range(3):
+        log = opened(tmp_path, 4000)
+        for at in range(100):
+            log.add(f"decode {at}", at, at + 0.5, CALLS)
+        log.close()
+    files = sorted(read(tmp_path).files.values(), key=lambda file: file.path.name)
+    assert sum(file.path.stat().st_size for file in files) <= 4000 + 2 * 512, "a header tells of each start what it dropped"
+    assert [len(file.spans) + file.header.dropped for file in files] == [100, 100, 100]
+    assert len(files[0].spans) > 0
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_what_came_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = opened(tmp_path)
+    full = FullDisk(log._file)
+    monkeypatch.setattr(log, "_file", full)
+    log.add("lost", 1.0, 2.0, CALLS)
+    log._flush()
+    full.room = True
+    log.add("kept", 2.0, 3.0, CALLS)
+    log.close()
+    (found,) = read(tmp_path).files.values()
+    assert ([span.name for span in found.spans], found.header.dropped) == (["kept"], 1)
+
+
+def test_files_of_a_run_that_was_replaced_are_forgotten(tmp_path: Path) -> None:
+    folder = SpanFolder(tmp_path)
+    log = opened(tmp_path)
+    log.close()
+    folder.follow()
+    (only,) = folder.files.values()
+    only.path.unlink()
+    folder.follow()
+    assert folder.files == {}

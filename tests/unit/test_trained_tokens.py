@@ -55,6 +55,10 @@ def test_a_step_that_is_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     assert len(list(trained_tokens.read(tmp_path, 0))) == 1
     assert list(trained_tokens.read(tmp_path, 1)) == []
+    again = TrainedTokenLog(tmp_path, "trainer-0")  # of the process that goes on
+    again.append(some(1))
+    again.append(some(2))
+    assert [len(list(trained_tokens.read(tmp_path, step))) for step in range(3)] == [1, 1, 1]
 
 
 def test_a_folder_that_cannot_be_written_costs_what_is_kept_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

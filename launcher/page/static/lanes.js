@@ -12,9 +12,9 @@ class Lanes {
       event.preventDefault();
       this.zoom(event.deltaY > 0 ? 1.5 : 1 / 1.5, event.offsetX);
     }, { passive: false });
-    this.canvas.addEventListener("pointerdown", (event) => { this.from = [event.offsetX, this.start, this.end]; this.moved = false; });
+    this.canvas.addEventListener("pointerdown", (event) => { this.canvas.setPointerCapture(event.pointerId); this.from = [event.offsetX, this.start, this.end]; this.moved = false; });
     this.canvas.addEventListener("pointermove", (event) => this.drag(event));
-    window.addEventListener("pointerup", () => { if (this.from && this.moved) this.load(); this.from = null; });
+    this.canvas.addEventListener("pointerup", () => { if (this.from && this.moved) this.load(); this.from = null; });
     this.canvas.addEventListener("click", (event) => { if (!this.moved) this.tell(event); });
     this.canvas.addEventListener("keydown", (event) => {
       const moves = { "+": () => this.zoom(1 / 1.5), "-": () => this.zoom(1.5), ArrowLeft: () => this.shift(-0.2), ArrowRight: () => this.shift(0.2), "0": () => this.whole() };
@@ -27,7 +27,10 @@ class Lanes {
   get width() { return Math.max(1, this.canvas.clientWidth - this.label); }
 
   async load() {
-    this.data = await this.ask(this.start, this.end, Math.round(this.width));
+    const number = this.asked = (this.asked || 0) + 1;
+    const data = await this.ask(this.start, this.end, Math.round(this.width));
+    if (number !== this.asked) return; // it was asked again since
+    this.data = data;
     this.start = this.data.start;
     this.end = this.data.end;
     this.draw();
@@ -103,7 +106,7 @@ class Lanes {
   }
 
   tell(event) {
-    const found = [...(this.boxes || [])].reverse().find(([x, right, y]) => event.offsetX >= x - 1 && event.offsetX <= right + 1 && event.offsetY >= y && event.offsetY < y + 18);
+    const found = (this.boxes || []).findLast(([x, right, y]) => event.offsetX >= x - 1 && event.offsetX <= right + 1 && event.offsetY >= y && event.offsetY < y + 18);
     if (!found) return;
     const slice = found[3];
     const more = [slice.number > 1 ? `${slice.number} of them` : "", slice.group >= 0 ? `group ${slice.group}` : "", slice.step >= 0 ? `step or version ${slice.step}` : "", slice.detail];

@@ -5,7 +5,7 @@ const page = {
 
   async ask(view, query, run) {
     const given = Object.entries(query || {}).filter(([, value]) => value !== undefined && value !== null && value !== "");
-    const answer = await fetch(`/api/run/${encodeURIComponent(run || page.run)}/${view}?${new URLSearchParams(given)}`);
+    const answer = await fetch(`/api/run/${encodeURIComponent(run || page.run)}/${view}?${new URLSearchParams(given)}`, { signal: leaving.signal });
     if (!answer.ok) {
       const told = await answer.text();
       throw new Error(told.startsWith("{") ? JSON.parse(told).error : told.slice(0, 500));
@@ -20,6 +20,7 @@ const page = {
 };
 
 const main = document.getElementById("main");
+let leaving = new AbortController(); // what a view that is left has asked for is not waited for
 let busy = false, again = false, events = null;
 
 async function show(fresh) {
@@ -32,7 +33,7 @@ async function show(fresh) {
     else await VIEWS[view].show(page, main);
     page.shown = view;
   } catch (error) {
-    main.replaceChildren(make("p", { class: "note" }, error.message));
+    if (error.name !== "AbortError") main.replaceChildren(make("p", { class: "note" }, error.message));
   } finally {
     busy = false;
     if (again) { const next = again; again = false; show(next); }
@@ -40,7 +41,7 @@ async function show(fresh) {
 }
 
 async function summarise() {
-  const found = await page.ask("summary");
+  const found = await page.ask("summary").catch((error) => ({ name: page.run, state: error.name === "AbortError" ? "" : error.message, steps: 0, of: null, alarm: "" }));
   const name = shown(page.called({ id: page.run, name: found.name }));
   document.title = `${name} – Sluice`;
   document.getElementById("name").textContent = name;
@@ -76,6 +77,8 @@ async function route() {
   const [path, query] = location.hash.slice(1).split("?");
   const [run, view] = path.split("/").map(decodeURIComponent);
   const before = page.run;
+  leaving.abort();
+  leaving = new AbortController();
   page.shown = null;
   page.query = Object.fromEntries(new URLSearchParams(query || ""));
   page.run = page.runs.some((each) => each.id === run) ? run : page.runs.length === 1 ? page.runs[0].id : null;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sqlite3
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
 from runtime.ledger import checkpoint
-from runtime.ledger.reader import LedgerReader
+from runtime.ledger.reader import LedgerDamaged, LedgerReader
 from runtime.telemetry import metric_names, startup
 from runtime.telemetry.report.lineages import Point
 
@@ -224,10 +223,10 @@ def _ledger(folder: Path) -> tuple[dict[str, int] | None, dict[str, int] | None]
     try:
         with LedgerReader(folder) as reader:
             return reader.counts(), reader.dropped()
-    except (UserError, sqlite3.OperationalError):
+    except LedgerDamaged:
+        raise
+    except UserError:
         return None, None
-    except sqlite3.DatabaseError as error:
-        raise UserError(f"{folder}: not a ledger: {error}") from error
 
 
 def _described(folder: Path, model: str) -> dict[str, Any] | None:
