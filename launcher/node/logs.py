@@ -83,11 +83,10 @@ class Log:
         return data[-TAIL_BYTES:].decode(errors="replace")
 
     def add(self, data: bytes) -> None:
-        """As if the process had written it."""
+        """Whole lines, as if the process had written them; a line that it is at comes after them."""
         with self._lock:
             self._carry()
             if self._reader >= 0:
-                self._keep_rest()
                 self._keep(data)
 
     def close(self) -> None:

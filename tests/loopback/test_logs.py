@@ -201,3 +201,15 @@ def test_a_reader_who_has_gone_stops_no_log(tmp_path: Path, gone: BaseException)
 
     supervised(tmp_path, one(spec(NUMBERED, "100")), show=show)
     assert (tmp_path / "role-0.log").read_text().endswith("line 99\n")
+
+
+def test_what_is_added_does_not_tear_a_line(tmp_path: Path) -> None:
+    log = Log(tmp_path / "role-0.log", Logs(), "role-0")
+    with log.writer() as out:
+        writer = os.dup(out)
+    os.write(writer, b"first\nsec")
+    log.add(b"added\n")
+    os.write(writer, b"ond\n")
+    os.close(writer)
+    log.close()
+    assert (tmp_path / "role-0.log").read_bytes() == b"first\nadded\nsecond\n"

@@ -249,6 +249,9 @@ def test_mlflow_offline(mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     params = found.data.params
     assert (params["run.name"], params["training.steps"]) == ("a-run", "2")
     assert params["services.rollout.env.WANDB_API_KEY"] == "(not shown)"
+    run([Tracker(name="mlflow", project="a-project")], tmp_path, [(4, {"score/mean": 0.75})], timeout=60, services=services)
+    (again,) = client.search_runs([found.info.experiment_id])
+    assert (again.info.run_id, again.info.status, again.data.metrics["score/mean"]) == (found.info.run_id, "FINISHED", 0.75)
 
 
 def test_mlflow_disabled_writes_nothing_and_online_needs_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
