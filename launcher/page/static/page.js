@@ -107,5 +107,7 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "/" && page.search) { event.preventDefault(); page.search(); }
 });
 window.addEventListener("hashchange", route);
+// What a view that was left had asked for is nobody's fault.
+window.addEventListener("unhandledrejection", (event) => { if (event.reason?.name === "AbortError") event.preventDefault(); });
 fetch("/api/runs").then((answer) => answer.json()).then((runs) => { page.runs = runs; return route(); })
   .catch((error) => main.replaceChildren(make("p", { class: "note" }, error.message)));
