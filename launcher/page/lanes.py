@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
@@ -52,6 +53,20 @@ def lanes(spans: Mapping[str, Sequence[TracedSpan]], start: float, end: float, p
             rows.setdefault((span.line, depth), []).append(span)
         for (line, depth), row in sorted(rows.items(), key=lambda one: (one[0][0] == CALLS, one[0])):
             found.append(Lane(process, line, depth, _thinned(row, start, end, least)))
+    return found
+
+
+def epochs(points: Sequence[Mapping[str, Any]]) -> list[TracedSpan]:
+    """Of the rollouts' membership, one after the other, with how many were lost; as the steps' figures tell."""
+    points = [point for point in points if point.get("time") is not None]
+    found: list[TracedSpan] = []
+    for before, point in pairwise(points):
+        name = f"epoch {point.get('publication/epoch', 0):.0f}"
+        lost = f"lost: {lost:.0f}" if (lost := point.get("rollout/lost", 0.0)) else ""
+        if found and found[-1].name == name and not lost:
+            found[-1] = found[-1]._replace(end=point["time"])
+        else:
+            found.append(TracedSpan(name, before["time"], point["time"], step=int(point["step"]), detail=lost))
     return found
 
 

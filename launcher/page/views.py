@@ -19,7 +19,7 @@ import yaml
 
 from launcher import run_folder
 from launcher.commands import why
-from launcher.page import follow
+from launcher.page import follow, lanes
 from runtime import run_files
 from runtime.config import Config, Run
 from runtime.config.secret_values import without_secrets
@@ -109,7 +109,7 @@ class RunView:
             for step in paths
             for part in step.parts
         ]
-        return {STEPS: waited, EPOCHS: epochs(lineages.history(self.record().points).steps)}
+        return {STEPS: waited, EPOCHS: lanes.epochs(lineages.history(self.record().points).steps)}
 
     def waited(self) -> dict[str, Any]:
         """Of the newest steps how long one took, and what for most: as the ledger alone knows it, which is quick."""
@@ -333,20 +333,6 @@ def _disagree(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
     sums = {(each["version"], *each["checksum"].split(": ")) for each in replicas if each["checksum"]}
     several = Counter((version, epoch) for version, epoch, _ in sums)
     return [each["rollout"] for each in replicas if several[each["version"], each["checksum"].partition(": ")[0]] > 1]
-
-
-def epochs(points: Sequence[lineages.Point]) -> list[TracedSpan]:
-    """Of the rollouts' membership, one after the other, with how many were lost; as the steps' figures tell."""
-    points = [point for point in points if point.get("time") is not None]
-    found: list[TracedSpan] = []
-    for before, point in pairwise(points):
-        name = f"epoch {point.get('publication/epoch', 0):.0f}"
-        lost = f"lost: {lost:.0f}" if (lost := point.get("rollout/lost", 0.0)) else ""
-        if found and found[-1].name == name and not lost:
-            found[-1] = found[-1]._replace(end=point["time"])
-        else:
-            found.append(TracedSpan(name, before["time"], point["time"], step=int(point["step"]), detail=lost))
-    return found
 
 
 def _alive(header: SpanHeader) -> dict[str, Any]:

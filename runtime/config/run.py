@@ -79,8 +79,8 @@ class Logs(Section, frozen=True):
     keep: NonNegative = 3
     """So many older files stay for each process: `NAME.log.1` is the newest of them."""
     span_bytes: Annotated[int, in_unit("bytes", ge=0)] = 64 << 20
-    """Of each process's files of spans, those of all its starts together, for `sluice why`, `trace` and `page`; what comes later
-    is dropped, and counted. 0: none."""
+    """Of each process's files of spans, those of all its starts together, for `sluice why`, `trace` and `page`; what comes
+    later is dropped, and counted. 0: none."""
 
 
 class LivePage(Section, frozen=True):

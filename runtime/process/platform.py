@@ -196,9 +196,9 @@ class TorchProfile:
         self._profiler: Any = None
 
     def start(self) -> None:
-        profiler = self._of_npu() if self._kind == "npu" else torch.profiler.profile()
-        profiler.start()
-        self._profiler = profiler
+        made = self._of_npu() if self._kind == "npu" else torch.profiler.profile()
+        made.start()
+        self._profiler = made
         if self._memory:
             torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
 
