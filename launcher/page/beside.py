@@ -19,6 +19,7 @@ class PageBeside:
 
     def __init__(self, config: Config, view: View):
         self._config, self._view = config, view
+        self._log = Path(config.run.dir) / run_files.LOGS / LOG
         self._process: asyncio.subprocess.Process | None = None
         self._telling: asyncio.Task[None] | None = None
 
@@ -26,9 +27,8 @@ class PageBeside:
         page = self._config.page
         if page is None:
             return
-        log = Path(self._config.run.dir) / run_files.LOGS / LOG
         try:
-            with log.open("wb") as errors:
+            with self._log.open("wb") as errors:
                 self._process = await asyncio.create_subprocess_exec(
                     *start.command("launcher.page.__main__", self._config.run.dir, page.host, str(page.port)),
                     stdin=asyncio.subprocess.DEVNULL,
@@ -46,9 +46,8 @@ class PageBeside:
         if address := (await process.stdout.readline()).decode().strip():
             self._view.say(f"page: {address}")
         if await process.wait() > 0:
-            log = Path(self._config.run.dir) / run_files.LOGS / LOG
-            said = (await asyncio.to_thread(log.read_text, errors="replace")).strip()
-            self._view.say(f"page: {said.splitlines()[-1] if said else 'it has ended'} ({log})")
+            said = (await asyncio.to_thread(self._log.read_text, errors="replace")).strip()
+            self._view.say(f"page: {said.splitlines()[-1] if said else 'it has ended'} ({self._log})")
 
     async def end(self) -> None:
         if self._process is None:

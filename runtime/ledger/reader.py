@@ -150,7 +150,8 @@ class LedgerReader:
             self._connection.close()
             raise
         except sqlite3.Error as error:
-            self.__exit__(type(error), error)
+            self._connection.close()
+            raise self._unreadable(error) from error
 
     def close(self) -> None:
         self._connection.close()
@@ -161,8 +162,11 @@ class LedgerReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self.close()
         if isinstance(error, sqlite3.Error):
-            fault = UserError if isinstance(error, sqlite3.OperationalError) else LedgerDamaged
-            raise fault(f"{self.folder}: the ledger cannot be read: {error}") from error
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: sqlite3.Error) -> UserError:
+        kind = UserError if isinstance(error, sqlite3.OperationalError) else LedgerDamaged
+        return kind(f"{self.folder}: the ledger cannot be read: {error}")
 
     def groups(
         self,
