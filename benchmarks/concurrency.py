@@ -25,6 +25,7 @@ import uvloop
 from msgspec import Struct
 from msgspec.structs import replace
 
+from benchmarks.compared import Compared
 from benchmarks.concurrency_trial import ProgramSettings
 from benchmarks.inputs import CONFIG
 from benchmarks.process import end, service
@@ -297,6 +298,10 @@ class PlayedGroups:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def compared(report: ConcurrencyReport) -> list[Compared]:
+    return [Compared(f"{RULE} / the best fixed number, tools of {pace.tool:g} s", pace.ratios) for pace in report.paces]
 
 
 def render(report: ConcurrencyReport) -> list[LiteralTable]:

@@ -17,6 +17,7 @@ import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 
+from benchmarks.compared import Compared
 from benchmarks.inputs import bench_config
 from benchmarks.process import end
 from runtime import run_files
@@ -36,6 +37,10 @@ class CoordinatorBenchSettings(Struct, frozen=True):
     samples: int = 12_800  # at least, of one measure
     warm: int = 3  # steps that are not counted
     rounds: int = 2
+
+
+FULL = CoordinatorBenchSettings()
+QUICK = CoordinatorBenchSettings(samples=6400)
 
 
 class Cost(Struct):
@@ -145,6 +150,17 @@ async def _window(config: Config, address: str, coordinator: psutil.Process, set
 def _cpu(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
+
+
+def compared(report: CoordinatorBenchReport) -> list[Compared]:
+    return [
+        Compared(
+            f"ms a sample, {replicas} replicas",
+            [cost.milliseconds for cost in report.costs if cost.replicas == replicas],
+            f"≤ {AIM}",
+        )
+        for replicas in report.milliseconds
+    ]
 
 
 def render(report: CoordinatorBenchReport) -> list[LiteralTable]:

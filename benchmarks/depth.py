@@ -14,6 +14,7 @@ from statistics import geometric_mean
 
 from msgspec import Struct
 
+from benchmarks.compared import Compared
 from benchmarks.staleness.runs import train_quickstart
 from runtime.telemetry.shown import LiteralTable
 from runtime.telemetry.summary import Summary
@@ -25,6 +26,10 @@ class DepthSettings(Struct, frozen=True):
     pairs: tuple[tuple[int, int], ...] = ((2, 10), (8, 3))  # the bound on staleness, and how many pairs with it
     steps: int = 80
     deadline: float = 900.0  # seconds of one run
+
+
+FULL = DepthSettings()
+QUICK = DepthSettings(pairs=((2, 2),))
 
 
 class DepthTrial(Struct, frozen=True):
@@ -40,7 +45,7 @@ class DepthTrial(Struct, frozen=True):
 
 class DepthReport(Struct):
     trials: list[DepthTrial]
-    ratios: dict[str, float]  # by bound, samples a second of auto over those of bound: the geometric mean over the pairs
+    ratios: dict[str, list[float]]  # by bound, samples a second of auto over those of bound, pair by pair
 
 
 async def measure(folder: Path, settings: DepthSettings, show: Callable[[str], None]) -> DepthReport:
@@ -55,7 +60,7 @@ async def measure(folder: Path, settings: DepthSettings, show: Callable[[str], N
                 summary = Summary.read(folder / name)
                 figures = summary.samples_per_second, summary.staleness_mean, summary.idle_trainer
                 trials.append(DepthTrial(bound, depth, seed, *figures))
-    return DepthReport(trials, {str(bound): _ratio(trials, bound) for bound, _ in settings.pairs})
+    return DepthReport(trials, {str(bound): _ratios(trials, bound) for bound, _ in settings.pairs})
 
 
 def _changes(folder: Path, bound: int, depth: str, seed: int, steps: int) -> list[str]:
@@ -72,17 +77,27 @@ def _changes(folder: Path, bound: int, depth: str, seed: int, steps: int) -> lis
     ]
 
 
-def _ratio(trials: list[DepthTrial], bound: int) -> float:
+def _ratios(trials: list[DepthTrial], bound: int) -> list[float]:
     rates = {depth: [one.samples_per_second for one in trials if (one.bound, one.depth) == (bound, depth)] for depth in DEPTHS}
     pairs = zip(*(rates[depth] for depth in DEPTHS), strict=True)
-    return geometric_mean(auto / other for auto, other in pairs)
+    return [auto / other for auto, other in pairs]
+
+
+def compared(report: DepthReport) -> list[Compared]:
+    found = []
+    for bound, ratios in report.ratios.items():
+        own = [one.staleness for one in report.trials if (str(one.bound), one.depth) == (bound, "auto")]
+        found.append(Compared(f"samples/s, auto / bound, η = {bound}", ratios))
+        found.append(Compared(f"mean staleness in versions, η = {bound}", own))
+    return found
 
 
 def render(report: DepthReport) -> list[LiteralTable]:
     table = LiteralTable(
         "bound", "depth", "runs", "staleness, mean", "samples/s, mean", "trainer idle", "samples/s, auto / bound"
     )
-    for bound, ratio in report.ratios.items():
+    for bound, ratios in report.ratios.items():
+        ratio = geometric_mean(ratios)
         for depth in DEPTHS:
             own = [one for one in report.trials if (str(one.bound), one.depth) == (bound, depth)]
             means = [sum(getattr(one, name) for one in own) / len(own) for name in ("staleness", "samples_per_second", "idle")]

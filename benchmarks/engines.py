@@ -12,6 +12,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from benchmarks.compared import Compared
 from benchmarks.intervals import ConfidenceInterval, t_interval
 from benchmarks.packing import PackingSettings as Samples
 from benchmarks.packing import PackingShape, packing_config
@@ -32,6 +33,10 @@ class EnginesSettings(Struct, frozen=True):
     seconds: float = 2.0  # of one measure at least; it ends with a whole batch
     checkpoints: int = 5
     samples: Samples = Samples(reply_tokens=128)  # no longer, so that a round takes seconds
+
+
+FULL = EnginesSettings()
+QUICK = EnginesSettings(rounds=4, checkpoints=1)
 
 
 class Engine(Struct):
@@ -95,6 +100,10 @@ async def measure(folder: Path, settings: EnginesSettings, show: Callable[[str],
 def _with(config: Config, engine: Literal["torch", "megatron"]) -> Config:
     trainer = replace(config.services.trainer, engine=engine)
     return replace(config, services=replace(config.services, trainer=trainer))
+
+
+def compared(report: EnginesReport) -> list[Compared]:
+    return [Compared("tokens/s, megatron / torch", report.megatron_over_torch.pairs)]
 
 
 def render(report: EnginesReport) -> list[LiteralTable]:

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from operator import truediv
 from pathlib import Path
 
 import aiohttp
@@ -23,6 +24,7 @@ import uvloop
 from msgspec import Struct
 from msgspec.structs import replace
 
+from benchmarks.compared import Compared
 from benchmarks.gateway_script import write_model
 from benchmarks.gateway_trial import HOST, Played, TrialSettings
 from benchmarks.inputs import CONFIG
@@ -297,6 +299,18 @@ def check(groups: Sequence[GeneratedGroup], turns: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def compared(report: GatewayBenchReport) -> list[Compared]:
+    """Processor time a call, ours to that of others, one value a pace."""
+    costs: dict[str, list[float]] = {}
+    for load in report.loads:
+        costs.setdefault(load.server, []).append(load.cpu_seconds / load.calls)
+    return [
+        Compared(f"processor time a call, {OURS} / {name}", list(map(truediv, costs[OURS], found)))
+        for name, found in costs.items()
+        if name != OURS
+    ]
 
 
 def render(report: GatewayBenchReport) -> list[LiteralTable]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from benchmarks.compared import Compared
 from benchmarks.staleness.runs import train_quickstart
 from benchmarks.worker import Worker
 from runtime import run_files
@@ -40,6 +41,10 @@ class LearningSettings(Struct, frozen=True):
     every: int = 10  # steps between evaluations; the quickstart's 25 are coarse beside the some 60 that the goal takes
     steps: int = 300  # at most
     deadline: float = 1800.0  # seconds of one run, its warm-up included
+
+
+FULL = LearningSettings()
+QUICK = LearningSettings(seeds=1)
 
 
 class LearningPoint(Struct, frozen=True):
@@ -137,6 +142,10 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 def _ratio(over: float | None, under: float | None) -> float | None:
     return None if over is None or under is None else over / under
+
+
+def compared(made: LearningReport) -> list[Compared]:
+    return [Compared.of(f"seconds to {made.goal:.0%}, {SLUICE} / {way}", ratios, "< 1") for way, ratios in made.ratios.items()]
 
 
 def render(made: LearningReport) -> list[LiteralTable]:

@@ -18,6 +18,7 @@ import numpy as np
 import uvloop
 from msgspec import Struct
 
+from benchmarks.compared import Compared
 from benchmarks.process import end
 from runtime.commands import CommitWeights
 from runtime.errors import DeadlineExceeded, ServiceFault
@@ -43,6 +44,9 @@ class MessagesSettings(Struct, frozen=True):
     pings: int = 400  # of a way in a round, one after the other
     calls: int = 4000  # of a way in a round, many at once
     in_flight: tuple[int, ...] = (100, 1000)
+
+
+QUICK = MessagesSettings(rounds=4)
 
 
 class Pings(Struct):
@@ -185,6 +189,18 @@ async def _rate(ask: Ask, count: int, in_flight: int) -> float:
 
 def _summary(seconds: list[float]) -> Pings:
     return Pings(p50=median(seconds) * 1e6, p90=quantiles(seconds, n=10)[-1] * 1e6)
+
+
+def compared(report: MessagesReport) -> list[Compared]:
+    """Medians of the rounds."""
+    return [
+        *(Compared(f"one call after the other, {way}", [ratio]) for way, ratio in report.ping_ratios.items()),
+        *(
+            Compared(f"calls/s, {in_flight} at once, {way}", [ratio])
+            for in_flight, ratios in report.ratios.items()
+            for way, ratio in ratios.items()
+        ),
+    ]
 
 
 def render(report: MessagesReport) -> list[LiteralTable]:

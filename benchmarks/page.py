@@ -22,6 +22,7 @@ import aiohttp
 from msgspec import Struct
 
 from benchmarks.browser import opened, served, until
+from benchmarks.compared import Compared
 from benchmarks.recorded_run import record
 from benchmarks.staleness.runs import train_quickstart
 from launcher.page.server import THIS
@@ -46,6 +47,10 @@ class PageSettings(Struct, frozen=True):
     pairs: int = 10
     run_steps: int = 80
     deadline: float = 900.0  # seconds of one run
+
+
+FULL = PageSettings()
+QUICK = PageSettings(rounds=2, scrolls=50, pairs=3)
 
 
 class ViewTime(Struct, frozen=True):
@@ -182,6 +187,10 @@ def _address(console: Path) -> str:
             return told[1]
         time.sleep(LOOK)
     raise UserError(f"{console}: no page within {START:g} s")
+
+
+def compared(report: PageReport) -> list[Compared]:
+    return [Compared(f"samples/s, {kind} / without spans", [ratio]) for kind, ratio in report.cost.items()]
 
 
 def render(report: PageReport) -> list[LiteralTable]:

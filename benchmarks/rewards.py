@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks import programs
+from benchmarks.compared import Compared
 from benchmarks.programs import ProgramsReport
 from benchmarks.rewards_trial import OURS, PLAIN, JudgedCases
 from runtime.config import Rewards
@@ -42,6 +43,9 @@ class RewardsBenchSettings(Struct, frozen=True):
     rounds: int = 3
     programs: int = 100
     """0: none."""
+
+
+QUICK = RewardsBenchSettings(rounds=1)
 
 
 class JudgingSide(Struct):
@@ -189,6 +193,10 @@ async def _score(
         await pool.close()
     agreed = sum(outcome.value is label for outcome, label in zip(outcomes, labels, strict=True))
     return Scored(verifier, workers, min(screened), min(pooled), started, agreed / len(labels))
+
+
+def compared(report: RewardsBenchReport) -> list[Compared]:
+    return [Compared.of("open cases a second, ours / plain", [report.ratio or None])]
 
 
 def render(report: RewardsBenchReport) -> list[LiteralTable]:

@@ -14,6 +14,7 @@ from statistics import median
 from msgspec import Struct
 from msgspec.structs import replace
 
+from benchmarks.compared import Compared
 from benchmarks.packing import PackingShape
 from benchmarks.worker import Measured, Worker, total
 from runtime.config import Config, Rollout
@@ -31,6 +32,9 @@ class RolloutBenchSettings(Struct, frozen=True):
     rounds: int = 3
     seconds: float = 3.0  # of one measure of tokens
     updates: int = 34  # of one measure of pauses
+
+
+QUICK = RolloutBenchSettings(shapes=(PackingShape(128, 4, 4, 2, 384),), sequences=(32,), rounds=2, updates=10)
 
 
 class Pauses(Struct):
@@ -136,6 +140,14 @@ def _pauses(found: Sequence[float]) -> Pauses:
 def rank(values: Sequence[float], share: float) -> float:
     """The value of rank ceil(`share` · n) among n >= 1."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def compared(report: RolloutBenchReport) -> list[Compared]:
+    found = []
+    for case in report.cases:
+        found.append(Compared(f"tokens/s, vllm / torch, {case.shape.name}, {case.sequences}", case.ratios))
+        found.append(Compared(f"an update in vllm / by its own means, {case.shape.name}, {case.sequences}", case.own_ratios))
+    return found
 
 
 def render(report: RolloutBenchReport) -> list[LiteralTable]:

@@ -6,13 +6,14 @@ Both are simulated: the coordinator and its ledger are the real ones, on a virtu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from benchmarks.compared import Compared
 from runtime import config as schema
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
@@ -26,6 +27,7 @@ from services.rpc.client import ContractDeadlines
 from sluice import start
 
 TRIALS = ((10, 1000), (100, 1000), (1000, 100), (10_000, 12))  # replicas and steps
+QUICK = ((10, 200), (100, 100))
 DEADLINE = 1800.0  # seconds of one trial
 CARDS_STEPS = 8
 PARAMETERS = 32.8e9  # Qwen2.5-32B
@@ -77,11 +79,13 @@ class ScaleReport(Struct):
     cards: list[CardsFigures]
 
 
-async def measure(data: Path, show: Callable[[str], None] = lambda line: None) -> ScaleReport:
+async def measure(
+    data: Path, show: Callable[[str], None] = lambda line: None, replicas_and_steps: Sequence[tuple[int, int]] = TRIALS
+) -> ScaleReport:
     """`data`: the folder that holds `REPLIES`. Raises UserError, ServiceFault."""
     groups = _reply_lengths(data / REPLIES)
     trials = []
-    for replicas, steps in TRIALS:
+    for replicas, steps in replicas_and_steps:
         show(f"{replicas:,} replicas")
         trials.append(await _trial(replicas, steps))
     collect_rarely()
@@ -148,6 +152,14 @@ def _simulated(layout: Layout, groups: list[list[float]]) -> CardsFigures:
     messages = 4 * rate / config.sampling.group_size  # a group is generated, scored, annotated and trained
     samples = config.training.groups_per_step * config.sampling.group_size
     return CardsFigures(layout.name, layout.cards, samples, rate * layout.tokens * BYTES / 1e6, messages, found)
+
+
+def compared(report: ScaleReport) -> list[Compared]:
+    first, *others = ((trial["replicas"], trial["coordinator_seconds"] / trial["samples"]) for trial in report.trials)
+    return [
+        Compared(f"the coordinator's time a sample, {replicas:,.0f} / {first[0]:,.0f} replicas", [own / first[1]])
+        for replicas, own in others
+    ]
 
 
 def render(report: ScaleReport) -> list[LiteralTable]:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from types import MappingProxyType
@@ -20,6 +20,7 @@ import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 
+from benchmarks.compared import Compared
 from benchmarks.inputs import bench_config
 from launcher.commands.simulate import calibrated
 from runtime import run_files
@@ -67,6 +68,9 @@ CASES = (
 )
 
 
+QUICK = (CASES[1], CASES[3])
+
+
 class CaseReport(Struct):
     """`slower`: by how much the trainer took longer for its update than in the simulation: the machine, above all."""
 
@@ -92,12 +96,14 @@ class SimulationReport(Struct):
     cases: list[CaseReport]
 
 
-async def measure(folder: Path, show: Callable[[str], None] = lambda line: None) -> SimulationReport:
+async def measure(
+    folder: Path, show: Callable[[str], None] = lambda line: None, cases: Sequence[Case] = CASES
+) -> SimulationReport:
     """Raises ServiceFault where a run fails. Nodes are left out, and that is said, where there can be no namespaces."""
     calibrations: list[Calibration] = []
-    cases: list[CaseReport] = []
+    found: list[CaseReport] = []
     last: Mapping[str, str] = {}
-    for case in CASES:
+    for case in cases:
         if case.nodes and (reason := _no_namespaces()):
             show(f"{case.name}: left out: {reason}")
             continue
@@ -112,8 +118,8 @@ async def measure(folder: Path, show: Callable[[str], None] = lambda line: None)
         show(f"after {case.name}")
         calibrations.append(calibrated(await _run(folder, case.base)))
         last = case.base
-        cases.append(_compared(case, config, measured, calibrations[-2:]))
-    return SimulationReport(calibrations, cases)
+        found.append(_compared(case, config, measured, calibrations[-2:]))
+    return SimulationReport(calibrations, found)
 
 
 def _compared(case: Case, config: Config, measured: Observed, calibrations: list[Calibration]) -> CaseReport:
@@ -196,6 +202,11 @@ async def _lose(launcher: int, run: Path, step: int) -> None:
         child for child in psutil.Process(launcher).children(recursive=True) if "services.rollout" in " ".join(child.cmdline())
     ]
     os.kill(max(child.pid for child in rollouts), signal.SIGKILL)
+
+
+def compared(report: SimulationReport) -> list[Compared]:
+    """One value a case, at the speed at which the trainer ran."""
+    return [Compared("samples/s, simulated / measured", [1 + case.corrected for case in report.cases])]
 
 
 def render(report: SimulationReport) -> list[LiteralTable]:

@@ -17,6 +17,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
+from benchmarks.compared import Compared
 from benchmarks.staleness.runs import train_quickstart
 from runtime import run_files
 from runtime.ledger.reader import LedgerReader
@@ -32,6 +33,10 @@ class StormSettings(Struct, frozen=True):
     staleness: int = 4
     episode: float = 1.0  # seconds of an agent, some four times what it takes
     deadline: float = 1800.0  # seconds of a run
+
+
+FULL = StormSettings()
+QUICK = StormSettings(steps=60)
 
 
 class StormTrial(Struct, frozen=True):
@@ -102,6 +107,10 @@ def _trial(folder: Path) -> StormTrial:
         attempts_per_second=attempts / summary.rl_seconds,
         left_over=left,
     )
+
+
+def compared(report: StormReport) -> list[Compared]:
+    return [Compared("attempts a second, storm / calm", [report.ratio])]
 
 
 def render(report: StormReport) -> list[LiteralTable]:

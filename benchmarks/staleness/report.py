@@ -8,6 +8,7 @@ from statistics import fmean, median
 
 from msgspec import Struct
 
+from benchmarks.compared import Compared
 from benchmarks.intervals import ConfidenceInterval, t_interval, wilson
 from benchmarks.staleness.runs import LOSSES, RunOutcome, StalenessSettings, StalenessTrial, plan
 from runtime.telemetry.shown import LiteralTable
@@ -82,6 +83,18 @@ def _cell(bound: int, loss: str, runs: list[RunOutcome]) -> Cell:
         rl_seconds=fmean(run.rl_seconds for run in runs),
         runs=runs,
     )
+
+
+def compared(made: StalenessReport) -> list[Compared]:
+    """Accuracy at a bound over that at the smallest, seed by seed, with the loss that the quickstart has."""
+    cells = [cell for cell in made.cells if cell.loss == "decoupled"]
+    return [
+        Compared(
+            f"accuracy, η = {cell.bound} / η = {cells[0].bound}",
+            [own.accuracy / fresh.accuracy for own, fresh in zip(cell.runs, cells[0].runs, strict=True)],
+        )
+        for cell in cells[1:]
+    ]
 
 
 def render(made: StalenessReport) -> list[LiteralTable]:

@@ -192,7 +192,7 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     bench.add_argument(
         "name",
         choices=(
-            *("concurrency", "coordinator", "depth", "engine", "engines", "gateway", "learning", "messages"),
+            *("all", "concurrency", "coordinator", "depth", "engine", "engines", "gateway", "learning", "messages"),
             *("packing", "page", "publication", "rewards", "rollout", "scale", "simulation"),
             *("staleness", "startup", "storm", "train"),
         ),
@@ -200,7 +200,7 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     bench.add_argument(
         "--quick",
         action="store_true",
-        help="concurrency: faster tools, one round; gateway: fewer episodes; staleness: one seed, three bounds",
+        help="fewer rounds, sizes, seeds or cases; `all` takes every bench so",
     )
     bench.add_argument("--data", type=Path, metavar="FOLDER", help="rewards, scale: what holds cases/ and data/")
     bench.add_argument(

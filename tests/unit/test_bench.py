@@ -146,21 +146,32 @@ def test_rounds_add_up() -> None:
     assert total([Measured(10, 1.0), Measured(20, 4.0)]).rate == 6.0
 
 
-@pytest.mark.parametrize("trl", [{}, {1: [Measured(640, 8.0)], 2: [Measured(640, 10.0), Measured(640, 6.0)]}])
+@pytest.mark.parametrize("trl", [{}, {1: [Measured(320, 4.0)] * 2, 2: [Measured(640, 10.0), Measured(640, 6.0)]}])
 def test_the_train_report_is_made_of_its_parts(config: Config, trl: dict[int, list[Measured]]) -> None:
     windows = [
-        train.SteadyWindow(steps=10, seconds=1.0, cpu={"trainer-0": 1.0}),
-        train.SteadyWindow(steps=10, seconds=3.0, cpu={"trainer-0": 2.0}),
+        train.SteadyWindow(steps=10, seconds=1.0, cpu={"trainer-0": 1.0, "reward-0": 0.4}, wake_ups={"trainer-0": 640}),
+        train.SteadyWindow(steps=10, seconds=3.0, cpu={"trainer-0": 2.0, "reward-0": 0.4}, wake_ups={"trainer-0": 1280}),
     ]
-    alone = {"train": [Measured(640, 1.0)], "generate": [Measured(640, 0.8)], "reference": [Measured(640, 0.4)]}
-    report = train._report(config, windows, threaded=100.0, processes=160.0, alone=alone, trl=trl)
+    for window in windows:
+        window.wake_ups["reward-0"] = 0
+    alone = {"train": [Measured(320, 0.5)] * 2, "generate": [Measured(320, 0.4)] * 2, "reference": [Measured(320, 0.2)] * 2}
+    plain = [Measured(100, 1.0), Measured(100, 1.0)]
+    pairs = [(Measured(80, 1.0), Measured(80, 1.0))] * 2
+    report = train._report(config, windows, plain, pairs, alone, trl)
     assert report.samples_per_step == 64
     assert report.pipeline == pytest.approx(64 * 20 / 4.0)
     assert report.step_seconds == pytest.approx({"train": 0.1, "generate": 0.08, "reference": 0.04})
     assert report.bound == pytest.approx(64 / 0.12)
     assert report.pipeline_over_bound == pytest.approx(320 / (64 / 0.12))
     assert report.pipeline_over_plain == pytest.approx(2.0)
-    assert report.cpu_seconds == {"trainer-0": pytest.approx(0.15)}
+    assert report.cpu_seconds == pytest.approx({"trainer-0": 0.15, "reward-0": 0.04})
+    assert report.wake_ups == pytest.approx({"trainer-0": 1.5, "reward-0": 0.0})
+    # The engines' 220 ms and the reward's 40 on two cores: 130 ms a step.
+    assert report.bound_with_services == pytest.approx(64 / 0.13)
+    assert [one.run for one in report.rounds] == pytest.approx([640.0, 640 / 3])
+    bound, over_plain, *_ = train.compared(report)
+    assert bound.values == pytest.approx([640 * 0.12 / 64, 640 * 0.12 / 64 / 3])
+    assert over_plain.values == pytest.approx([4.0, 4 / 3])
     rates, _ = shown = train.render(report)
     assert len(shown) == 2
     console = Console(record=True, width=160, file=io.StringIO())
@@ -169,7 +180,8 @@ def test_the_train_report_is_made_of_its_parts(config: Config, trl: dict[int, li
     if trl:
         assert report.trl == {1: 80.0, 2: 80.0}
         assert report.pipeline_over_trl == pytest.approx(4.0)
-        assert "run / faster TRL (aim 2.5)" in text
+        assert "run / faster TRL (aim 5)" in text
+        assert train.compared(report)[2].values == pytest.approx([8.0, 2.0])
         assert "left out" not in text
     else:
         assert (report.trl, report.pipeline_over_trl) == ({}, None)
@@ -180,7 +192,7 @@ def test_the_train_report_is_made_of_its_parts(config: Config, trl: dict[int, li
 def test_the_probe_keeps_the_steady_part(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(train.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(train, "cpu_seconds", lambda: {"trainer-0": 2 * now[0]})
+    monkeypatch.setattr(train, "used", lambda: {"trainer-0": train.ProcessUse(2 * now[0], round(100 * now[0]))})
     probe = train.Probe(first=3, last=8)
     for step in (1, 2, 4, 6, 9, 10):
         now[0] = step / 10
@@ -188,6 +200,7 @@ def test_the_probe_keeps_the_steady_part(monkeypatch: pytest.MonkeyPatch) -> Non
     window = probe.window()
     assert (window.steps, window.seconds) == (5, pytest.approx(0.5))
     assert window.cpu == {"trainer-0": pytest.approx(1.0)}
+    assert window.wake_ups == {"trainer-0": 50}
 
 
 def test_a_run_that_ended_early_has_no_window() -> None:

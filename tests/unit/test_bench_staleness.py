@@ -368,16 +368,6 @@ def test_a_curve_stands_on_what_all_runs_evaluated() -> None:
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def test_quick_is_of_this_bench_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", "engine", "--quick"])
-    assert ended.value.code == 2
-    assert (
-        capsys.readouterr().err
-        == "error: --quick: bench engine has no shorter form; concurrency, gateway and staleness have one\n"
-    )
-
-
 @pytest.mark.parametrize(("options", "settings"), [([], StalenessSettings()), (["--quick"], QUICK)])
 def test_the_command_prints_and_writes(
     tmp_path: Path,
