@@ -62,6 +62,7 @@ def _is_grouped(x: torch.Tensor) -> bool:
 def join_experts(model: nn.Module) -> None:
     """Have the blocks of transformers' Qwen3-MoE, whose experts are modules of their own, compute as `mixture`. Weights keep
     their names."""
+    module: Any
     for module in model.modules():
         if type(module).__name__ == "Qwen3MoeSparseMoeBlock" and module.experts[0].config.hidden_act == "silu":
             module.forward = partial(_block, module, module.forward)
