@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
 from benchmarks.inputs import bench_config
-from benchmarks.packing_trial import PACKED, SORTED, UNSORTED, WAYS, cut
+from benchmarks.packing_trial import APART, BRANCHES, PACKED, SORTED, TREES, UNSORTED, WAYS, cut
 from benchmarks.worker import Measured, Worker, total
 from launcher.accept.random_groups import GroupLengths, draw_lengths
 from runtime.config import Config, Warmup
 from runtime.telemetry.shown import LiteralTable
-from runtime.trainer.rows import length_buckets
+from runtime.trainer.prefix_tree import cut_trees, tree_paths
+from runtime.trainer.rows import starts
 
 
 class PackingShape(Struct, frozen=True):
@@ -71,11 +73,20 @@ class PackingCase(Struct):
     packed_over_unsorted: float
 
 
+class TreeCase(Struct):
+    """Tokens of branches a second, each branch whole, in either way; and the first way over the second."""
+
+    shape: PackingShape
+    tokens_per_second: dict[str, float]
+    ratio: float
+
+
 class PackingReport(Struct):
     reply_tokens: int  # of the longest reply
     samples_per_step: int
     real_tokens_per_step: float
     cases: list[PackingCase]
+    trees: list[TreeCase] = []
 
 
 def packing_config(folder: Path, shape: PackingShape, budget: int, settings: PackingSettings) -> Config:
@@ -103,12 +114,26 @@ async def measure(folder: Path, settings: PackingSettings, show: Callable[[str],
                     show(f"{shape.name}, {budget} tokens: round {number + 1} of {settings.rounds}, {way}")
                     rounds[way].append(await worker.measure(way, settings.seconds))
         cases.append(_case(shape, budget, lengths, {way: total(measured).rate for way, measured in rounds.items()}))
+    trees = [await _trees(folder, shape, settings, show) for shape in settings.shapes]
     return PackingReport(
         reply_tokens=max(max(group.replies) for batch in lengths for group in batch),
         samples_per_step=sum(len(group.replies) for group in lengths[0]),
         real_tokens_per_step=sum(sum(group.samples) for batch in lengths for group in batch) / len(lengths),
         cases=cases,
+        trees=trees,
     )
+
+
+async def _trees(folder: Path, shape: PackingShape, settings: PackingSettings, show: Callable[[str], None]) -> TreeCase:
+    """Both ways in turn, in micro-batches of the first budget."""
+    rounds: dict[str, list[Measured]] = {TREES: [], APART: []}
+    async with Worker.started(packing_config(folder, shape, settings.budgets[0], settings), 1) as worker:
+        for number in range(settings.rounds):
+            for way, measured in rounds.items():
+                show(f"{shape.name}: round {number + 1} of {settings.rounds}, {way}")
+                measured.append(await worker.measure(way, settings.seconds))
+    rates = {way: total(measured).rate for way, measured in rounds.items()}
+    return TreeCase(shape, rates, rates[TREES] / rates[APART])
 
 
 def _case(shape: PackingShape, budget: int, lengths: Sequence[Sequence[GroupLengths]], rates: dict[str, float]) -> PackingCase:
@@ -123,34 +148,58 @@ def _case(shape: PackingShape, budget: int, lengths: Sequence[Sequence[GroupLeng
 
 def waste(way: str, batches: Sequence[Sequence[GroupLengths]], budget: int) -> Waste:
     """What `way` computes for `batches` beyond their tokens, by the cuts that it makes."""
-    from runtime.trainer.backend import BUCKET_RATIO
-
     real = linear = attention = needed = fed = 0
     for groups in batches:
         samples = [length for group in groups for length in group.samples]
-        prompts = [index for index, group in enumerate(groups) for _ in group.replies]
         real += sum(samples)
+        if way == PACKED:
+            for lengths, shared, cells in _packed(groups, budget):
+                linear, attention, needed = (
+                    linear + int((lengths - shared).sum()),
+                    attention + cells,
+                    needed + int(lengths.sum()),
+                )
+            continue
         for rows in cut(way, samples, budget):
-            if way != PACKED:
-                fed += sum(samples[row] for row in rows)
-                linear += len(rows) * max(samples[row] for row in rows)
-                continue
-            # The last token of a reply predicts nothing and is not fed; a prompt runs through the linear layers once.
-            lengths = [samples[row] - 1 for row in rows]
-            used = {prompts[row] for row in rows}
-            linear += sum(lengths) - sum(groups[prompts[row]].prompt for row in rows) + sum(groups[g].prompt for g in used)
-            begin = 0
-            for size in length_buckets(lengths, BUCKET_RATIO):
-                attention += size * lengths[begin + size - 1]
-                begin += size
-            needed += sum(lengths)
+            fed += sum(samples[row] for row in rows)
+            linear += len(rows) * max(samples[row] for row in rows)
     if way == PACKED:
         return Waste(linear=0.0, attention=1 - needed / attention, computed=linear / real)
     return Waste(linear=1 - fed / linear, attention=1 - fed / linear, computed=linear / real)
 
 
+def _packed(groups: Sequence[GroupLengths], budget: int) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """Of each micro-batch the tokens of its rows, those that a row before has, too, and the cells of its attention rows."""
+    import torch
+
+    from runtime.trainer.attention_rows import attention_rows
+
+    # The last token of a reply predicts nothing and is not fed; a prompt runs through the linear layers once.
+    length = np.array([length - 1 for group in groups for length in group.samples])
+    owner = np.repeat(np.arange(len(groups)), [len(group.replies) for group in groups])
+    prompt = np.array([group.prompt for group in groups])[owner]
+    first = np.diff(owner, prepend=-1) > 0
+    for batch in cut_trees(length.tolist(), np.where(first, 0, prompt).tolist(), budget):
+        rows = np.sort(batch)
+        shared = np.where(np.diff(owner[rows], prepend=-1) > 0, 0, prompt[rows])
+        sequences = np.stack([starts(length[rows]), shared, length[rows] - shared], 1)
+        packing = attention_rows(tree_paths(length[rows], shared), sequences, torch.device("cpu"))
+        yield length[rows], shared, sum(part.numel() for part in packing.rows)
+
+
 def render(report: PackingReport) -> list[LiteralTable]:
-    return [_render(report, case) for case in report.cases]
+    return [*(_render(report, case) for case in report.cases), *([_render_trees(report.trees)] if report.trees else [])]
+
+
+def _render_trees(cases: Sequence[TreeCase]) -> LiteralTable:
+    title = f"Training on trees of {BRANCHES} branches that share three quarters"
+    table = LiteralTable(title=title, title_justify="left", title_style="bold")
+    for name in ("", "trees, tokens/s", "branches apart", "ratio"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for case in cases:
+        rates = (f"{case.tokens_per_second[way]:,.0f}" for way in (TREES, APART))
+        table.add_row(case.shape.name, *rates, f"× {case.ratio:.2f}")
+    return table
 
 
 def _render(report: PackingReport, case: PackingCase) -> LiteralTable:

@@ -12,13 +12,15 @@ from launcher.accept.random_groups import GroupLengths, draw_groups, draw_length
 from runtime import codec
 from runtime.config import Config
 from runtime.trainer.rows import cut_by_length
-from runtime.types import GroupPayload, TrainGroup
+from runtime.types import GroupPayload, PolicyVersion, Sample, TrainGroup
 
 if TYPE_CHECKING:
     from runtime.trainer.step import ModelTrainer
 
 PACKED, SORTED, UNSORTED = "packed", "padded, sorted", "padded, unsorted"
 WAYS = (PACKED, SORTED, UNSORTED)
+TREES, APART = "trees", "branches apart"  # episodes whose branches share tokens, and the same branches as episodes of their own
+BRANCHES, BRANCH_TOKENS, SHARED_TOKENS, PROMPT_TOKENS = 8, 640, 480, 64  # of a tree; the prompt is in both that follow it
 
 
 def cut_as_they_come(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -54,6 +56,13 @@ class PackingTrial:
         metrics = self._engine.apply().metrics
         return metrics["actor/pg_loss"], metrics["actor/grad_norm"]
 
+    def tree_step(self, way: str) -> tuple[float, float]:
+        """As `step`, on TREES or APART."""
+        self._engine.begin_step(self._engine.step)
+        self._engine.accumulate([_two_trees(number, apart=way == APART) for number in range(2)])
+        metrics = self._engine.apply().metrics
+        return metrics["actor/pg_loss"], metrics["actor/grad_norm"]
+
     @cached_property
     def lengths(self) -> list[list[GroupLengths]]:
         return draw_lengths(self._config)
@@ -80,6 +89,36 @@ class PackingTrial:
     @cached_property
     def _padding(self) -> dict[str, PaddedTrainer]:
         return {way: PaddedTrainer(self._config, way) for way in (SORTED, UNSORTED)}
+
+
+TREE_TOKENS = 4 * BRANCHES * BRANCH_TOKENS  # of a step on trees, each branch whole
+
+
+def _two_trees(number: int, apart: bool) -> TrainGroup:
+    """A group of two trees of random tokens, one of them rewarded; what a branch shares is trained in the first."""
+    random, trunk = np.random.default_rng(number), SHARED_TOKENS - PROMPT_TOKENS
+
+    def tree() -> list[Sample]:
+        tokens = random.integers(0, 256, (BRANCHES, BRANCH_TOKENS - PROMPT_TOKENS)).astype(np.int32)
+        tokens[:, :trunk] = tokens[0, :trunk]
+        masks = np.ones(tokens.shape, np.uint8)
+        masks[1:, :trunk] = 0
+        versions = np.full(tokens.shape[1], PolicyVersion(0, 0).pack(), np.int64)
+        return [
+            Sample(tokens=row, loss_mask=mask, logprobs=np.float32(-5.5) * mask, versions=versions, finish_reason="stop")
+            for row, mask in zip(tokens, masks, strict=True)
+        ]
+
+    prompt = random.integers(0, 256, PROMPT_TOKENS).astype(np.int32)
+    branches = [1] * 2 * BRANCHES if apart else [BRANCHES] * 2
+    payload = GroupPayload.of(number, prompt, [*tree(), *tree()], branches)
+    return TrainGroup(
+        group_id=number,
+        tokens=TREE_TOKENS // 2,
+        payload=codec.encode(payload),
+        rewards=np.repeat(np.arange(2, dtype=np.float32), len(branches) // 2),
+        valid=np.ones(len(branches), np.uint8),
+    )
 
 
 class PaddedSample(NamedTuple):

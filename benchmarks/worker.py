@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from benchmarks.engines_trial import EngineTrial
-from benchmarks.packing_trial import WAYS, PackingTrial
+from benchmarks.packing_trial import APART, TREE_TOKENS, TREES, WAYS, PackingTrial
 from launcher.accept.random_groups import BATCHES as TRIAL_BATCHES
 from runtime.cluster.topology import replicas
 from runtime.config import Config, loading
@@ -123,6 +123,7 @@ class Bench:
             "train": self.train,
             "plain": self.plain,
             **{way: partial(self.trial, way) for way in WAYS},
+            **{way: partial(self.trees, way) for way in (TREES, APART)},
             "passes": self.passes,
             "save": lambda _: Measured(1, self._engine_trial.save()),
             "load": lambda _: Measured(1, self._engine_trial.load()),
@@ -318,6 +319,17 @@ class Bench:
             for index in range(TRIAL_BATCHES):
                 trial.step(way, index)
             done += trial.real_tokens
+        return Measured(done, time.perf_counter() - begun)
+
+    def trees(self, way: str, seconds: float) -> Measured:
+        """Tokens of branches that steps trained on, each branch whole."""
+        if way not in self._tried:
+            self._trial.tree_step(way)
+            self._tried.add(way)
+        begun, done = time.perf_counter(), 0
+        while not done or time.perf_counter() - begun < seconds:
+            self._trial.tree_step(way)
+            done += TREE_TOKENS
         return Measured(done, time.perf_counter() - begun)
 
     @cached_property

@@ -22,6 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from runtime.errors import UserError
 from runtime.models import hf_config
+from runtime.models.experts import join_experts
 from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorWriter
 
@@ -67,6 +68,7 @@ def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **
             raise UserError(f"{key}: {path!r}: {len(wrong)} weights are wrong ({fault}: {names} ...)")
     _require_packable(model, path, key)
     _require_experts_apart(model, path, key)
+    join_experts(model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # the policy must be the one that sampled

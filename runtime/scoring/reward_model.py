@@ -24,8 +24,9 @@ from runtime.models.hf_policy import LABEL
 from runtime.rewards.combination import column
 from runtime.rewards.replies import read_replies
 from runtime.rewards.rules import RuleOutcome
-from runtime.trainer.backend import attention_rows
-from runtime.trainer.rows import cut_by_length, ramps, spans, starts
+from runtime.trainer.attention_rows import attention_rows
+from runtime.trainer.prefix_tree import common, tree_paths
+from runtime.trainer.rows import cut_by_length, ramps, starts
 from runtime.types import REWARD_MODEL, GroupPayload, ScoreRequest, Scores
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -158,22 +159,20 @@ class TorchRewardModel:
         return np.split(values, np.cumsum(sizes)[:-1]) if groups else []
 
     def _forward(self, texts: Sequence[np.ndarray], owner: np.ndarray, shared: np.ndarray) -> np.ndarray:
-        """One micro-batch, ascending by length: first what the texts of each group share, each once, then their tails."""
-        owners, first, group = np.unique(owner, return_index=True, return_inverse=True)
-        head = shared[owners]
-        own_head = head[group]
-        tail = np.array([len(text) for text in texts], np.int64) - own_head
-        head_begin, tail_begin = starts(head), int(head.sum()) + starts(tail)
-        heads = [texts[index][:length] for index, length in zip(first, head, strict=True)]
-        tails = [text[length:] for text, length in zip(texts, own_head, strict=True)]
-        tokens = np.concatenate([*heads, *tails]).astype(np.int64)
-        positions = np.concatenate([ramps(head), spans(own_head, tail)])
-        packing = attention_rows(head_begin[group], own_head, tail_begin, tail, len(tokens), self._device)
+        """One micro-batch: what the texts of each group share is there once, with the first of them."""
+        order = np.argsort(owner, kind="stable")
+        lengths = np.array([len(texts[index]) for index in order], np.int64)
+        first = np.diff(owner[order], prepend=-1) != 0
+        known = np.where(first, 0, shared[owner[order]])
+        paths, begins = tree_paths(lengths, known), starts(lengths)
+        own = ramps(lengths) >= np.repeat(known, lengths)
+        tokens, positions = np.concatenate([texts[index] for index in order]).astype(np.int64)[own], ramps(lengths)[own]
+        packing = attention_rows(paths, np.stack([begins, known, lengths - known], 1), self._device)
         hidden = self._body(
             input_ids=self._send(tokens[None]), position_ids=self._send(positions[None]), packing=packing, use_cache=False
         ).last_hidden_state[0]
-        last = np.array([self._last(text) for text in texts], np.int64)
-        where = np.where(last < own_head, head_begin[group] + last, tail_begin + last - own_head)
+        where = np.empty(len(texts), np.int64)
+        where[order] = paths[begins + [self._last(texts[index]) for index in order]]
         scores: torch.Tensor = self._head(hidden.index_select(0, self._send(where)).float())
         return scores.squeeze(1).cpu().numpy()
 
@@ -190,8 +189,4 @@ class TorchRewardModel:
 
 def _common(texts: Sequence[np.ndarray]) -> int:
     """With how many equal tokens all `texts` begin; 0 when there is none."""
-    length = min(map(len, texts), default=0)
-    for text in texts[1:]:
-        different = np.flatnonzero(text[:length] != texts[0][:length])
-        length = int(different[0]) if len(different) else length
-    return length
+    return min((common(texts[0], text) for text in texts), default=0)

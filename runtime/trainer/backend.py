@@ -21,7 +21,9 @@ from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.models.hf_policy import Packing
 from runtime.process import platform
-from runtime.trainer.rows import Rows, cut_by_length, length_buckets, ramps, spans, starts
+from runtime.trainer.attention_rows import attention_rows
+from runtime.trainer.prefix_tree import cut_trees, in_tree_order, tree_paths
+from runtime.trainer.rows import Rows, ramps, spans, starts
 
 if TYPE_CHECKING:
     from runtime.trainer.statistics import Reduced, StepStatistics
@@ -238,8 +240,6 @@ def wire_dtype(config: Config) -> torch.dtype:
 # B rows, R reply tokens of the longest, T packed tokens, N trained ones.
 
 
-BUCKET_RATIO = 1.5  # longest to shortest row of one attention call: padding against the number of calls
-
 Columns = Mapping[str, np.ndarray]
 """What an objective computes on, by name: per reply token (flat, as in Rows), or per row ([B, R] or [B, 1])."""
 
@@ -258,7 +258,9 @@ class MicroBatch:
     columns: Mapping[str, torch.Tensor]  # float32 [B, R] or [B, 1]
     samples: np.ndarray  # int64 [B], which of the rows; on the host
     places: np.ndarray  # int64 [N], where the trained token lies in the flat arrays; on the host
-    sequences: np.ndarray  # int64 [prompts and replies, (begin, tokens, begin of its prompt, tokens of that)]; on the host
+    paths: np.ndarray  # int64 flat: the packed tokens of each row from its first on; on the host
+    sequences: np.ndarray  # int64 [B, (where it begins in `paths`, its tokens that a row before has, too, and those that are
+    # its own, which are packed one behind the other)]; on the host
     padding: int  # cells of the attention rows that hold no token
     attended: int  # all cells of the attention rows
 
@@ -279,32 +281,30 @@ def micro_batches(rows: Rows, chosen: np.ndarray, columns: Columns, budget: int,
 
 
 def plan(rows: Rows, chosen: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Cut the rows `chosen` into micro-batches by length (prompt and reply) within `budget` tokens."""
-    lengths = (rows.prompt_length[rows.group[chosen]] + rows.length[chosen]).tolist()
-    return [chosen[indices] for indices in cut_by_length(lengths, budget)]
+    """Cut the rows `chosen` into micro-batches within `budget` tokens, of which those that rows share count once."""
+    order, lengths, shared = in_tree_order(rows, chosen)
+    return [order[indices] for indices in cut_trees(lengths.tolist(), shared.tolist(), budget)]
 
 
 def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device) -> MicroBatch:
-    """Pack the rows `chosen`, ascending by length, each with a reply of at least one token; `columns` are of all rows.
+    """Pack the rows `chosen`, each with a reply of at least one token; `columns` are of all rows.
 
-    The last token of a reply predicts nothing and is left out. Prompts come first, each once, then the replies. Where a prompt
-    is empty no reply's first token is trained.
+    The last token of a reply predicts nothing and is left out; what rows share is there once. Where a prompt is empty, no
+    reply's first token is trained.
     """
-    prompts, prompt_of = np.unique(rows.group[chosen], return_inverse=True)
-    prompt_length, fed = rows.prompt_length[prompts], rows.length[chosen] - 1
-    prompt_begin = starts(prompt_length)
-    reply_begin = int(prompt_length.sum()) + starts(fed)
-    own_prompt = prompt_length[prompt_of]
-    of_prompts = rows.prompts[spans(rows.prompt_start[prompts], prompt_length)]
-    tokens = np.concatenate([of_prompts, rows.tokens[spans(rows.start[chosen], fed)]])
-    positions = np.concatenate([ramps(prompt_length), spans(own_prompt, fed)])
+    chosen, lengths, shared = in_tree_order(rows, chosen)
+    paths, begins = tree_paths(lengths, shared), starts(lengths)
+    group, fed = rows.group[chosen], rows.length[chosen] - 1
+    prompt = rows.prompt_length[group]
+    whole = np.empty(len(paths), np.int64)  # the tokens of `paths`
+    whole[spans(begins, prompt)] = rows.prompts[spans(rows.prompt_start[group], prompt)]
+    whole[spans(begins + prompt, fed)] = rows.tokens[spans(rows.start[chosen], fed)]
+    own = ramps(lengths) >= np.repeat(shared, lengths)
 
     where = spans(rows.start[chosen], rows.length[chosen])
     kept = rows.mask[where]
     row = np.repeat(np.arange(len(chosen)), rows.length[chosen])[kept]
     offset = ramps(rows.length[chosen])[kept]
-    last_of_prompt = (prompt_begin + prompt_length - 1)[prompt_of]
-    predictors = np.where(offset == 0, last_of_prompt[row], reply_begin[row] + offset - 1)
     mask = rows.grid(rows.mask, chosen)
     width = mask.shape[1]
 
@@ -314,45 +314,24 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
     def column(array: np.ndarray) -> torch.Tensor:
         return send(rows.grid(array, chosen) if array.ndim == 1 else array[chosen, :width].astype(np.float32))
 
-    begin_of_prompt = prompt_begin[prompt_of]
-    packing = attention_rows(begin_of_prompt, own_prompt, reply_begin, fed, len(tokens), device)
+    sequences = np.stack([begins, shared, lengths - shared], 1)
+    packing = attention_rows(paths, sequences, device)
     attended = sum(part.numel() for part in packing.rows)
-    prompt_sequences = np.pad(np.stack([prompt_begin, prompt_length], 1), ((0, 0), (0, 2)))  # which have no other before them
     return MicroBatch(
-        input_ids=send(tokens.astype(np.int64)[None]),
-        position_ids=send(positions[None]),
+        input_ids=send(whole[own][None]),
+        position_ids=send(ramps(lengths)[own][None]),
         packing=packing,
-        predictors=send(predictors),
+        predictors=send(paths[(begins + prompt)[row] + offset - 1]),
         targets=send(rows.tokens[where][kept].astype(np.int64)),
         cells=send(row * width + offset),
         mask=send(mask),
         columns={name: column(array) for name, array in columns.items()},
         samples=chosen,
         places=where[kept],
-        sequences=np.concatenate([prompt_sequences, np.stack([reply_begin, fed, begin_of_prompt, own_prompt], 1)]),
-        padding=attended - int((own_prompt + fed).sum()),
+        paths=paths,
+        sequences=sequences,
+        padding=attended - int(lengths[lengths > shared].sum()),
         attended=attended,
-    )
-
-
-def attention_rows(
-    prompt_begin: np.ndarray, prompt: np.ndarray, reply_begin: np.ndarray, reply: np.ndarray, tokens: int, device: torch.device
-) -> Packing:
-    """Attention rows of `prompt` then `reply` tokens, given where each part lies among the packed `tokens`; all arrays [B]."""
-    length = prompt + reply
-    sizes = np.array(length_buckets(length.tolist(), BUCKET_RATIO), np.int64)
-    widths = length[np.cumsum(sizes) - 1]  # rows ascend, so a bucket's last is its longest
-    row_begin = starts(np.repeat(widths, sizes))
-    cell = np.concatenate([spans(row_begin, prompt), spans(row_begin + prompt, reply)])
-    source = np.concatenate([spans(prompt_begin, prompt), spans(reply_begin, reply)])
-    gather = np.zeros(int((sizes * widths).sum()), np.int64)
-    gather[cell] = source
-    take = np.empty(tokens, np.int64)
-    take[source] = cell  # every copy of a shared prompt computes the same output; any one will do
-    parts = torch.from_numpy(gather).to(device, non_blocking=True).split((sizes * widths).tolist())
-    return Packing(
-        rows=[part.view(size, width) for part, size, width in zip(parts, sizes.tolist(), widths.tolist(), strict=True)],
-        cells=torch.from_numpy(take).to(device, non_blocking=True),
     )
 
 
@@ -383,7 +362,8 @@ def empty_batch(names: Iterable[str], device: torch.device) -> MicroBatch:
         columns=dict.fromkeys(names, none),
         samples=np.zeros(0, np.int64),
         places=np.zeros(0, np.int64),
-        sequences=np.array([[0, 1, 0, 0]]),
+        paths=np.zeros(1, np.int64),
+        sequences=np.array([[0, 0, 1]]),
         padding=0,
         attended=0,
     )

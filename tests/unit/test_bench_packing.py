@@ -13,7 +13,17 @@ import torch
 
 from benchmarks import packing
 from benchmarks.packing import PackingSettings, PackingShape, packing_config, waste
-from benchmarks.packing_trial import PACKED, SORTED, UNSORTED, WAYS, PackingTrial, cut_as_they_come
+from benchmarks.packing_trial import (
+    APART,
+    PACKED,
+    SORTED,
+    TREE_TOKENS,
+    TREES,
+    UNSORTED,
+    WAYS,
+    PackingTrial,
+    cut_as_they_come,
+)
 from benchmarks.worker import Bench, Measured, Worker
 from launcher.accept.random_groups import GroupLengths, draw_lengths
 from runtime.config import Config
@@ -59,6 +69,15 @@ def test_a_measure_counts_real_tokens_of_whole_passes(config: Config):
         measured = bench.measures[way](0.0)
         assert measured.count == real
         assert measured.seconds > 0
+
+
+def test_of_trees_each_branch_counts_whole(folder: Path):
+    """Whether its tokens are computed once or with every branch."""
+    bench = Bench(packing_config(folder, TINY.shapes[0], 8192, TINY))
+    for way in (TREES, APART):
+        assert bench.measures[way](0.0).count == TREE_TOKENS
+    metrics = [bench._trial.tree_step(way) for way in (TREES, APART)]
+    assert all(norm > 0 for _, norm in metrics)
 
 
 def test_lengths_have_a_long_tail_within_their_limits(folder: Path):
@@ -110,8 +129,8 @@ def test_the_report_sums_over_rounds(folder: Path, config: Config, monkeypatch: 
     class Told:
         async def measure(self, what: str, seconds: float) -> Measured:
             asked.append(what)
-            slow = {PACKED: 1.0, SORTED: 2.0, UNSORTED: 4.0}[what]
-            return Measured(1000.0, slow if len(asked) <= len(WAYS) else 3 * slow)
+            slow = {PACKED: 1.0, SORTED: 2.0, UNSORTED: 4.0, TREES: 1.0, APART: 3.0}[what]
+            return Measured(1000.0, slow if asked.count(what) == 1 else 3 * slow)
 
     @asynccontextmanager
     async def started(config: Config, threads: int) -> AsyncIterator[Told]:
@@ -120,7 +139,7 @@ def test_the_report_sums_over_rounds(folder: Path, config: Config, monkeypatch: 
 
     monkeypatch.setattr(Worker, "started", started)
     report = asyncio.run(packing.measure(folder, TINY))
-    assert asked == [*WAYS, *WAYS]  # in turn
+    assert asked == [*WAYS, *WAYS, TREES, APART, TREES, APART]  # in turn
     (case,) = report.cases
     assert {name: way.tokens_per_second for name, way in case.ways.items()} == {PACKED: 500.0, SORTED: 250.0, UNSORTED: 125.0}
     assert (case.packed_over_sorted, case.packed_over_unsorted) == (2.0, 4.0)
@@ -128,5 +147,7 @@ def test_the_report_sums_over_rounds(folder: Path, config: Config, monkeypatch: 
     assert 0 < case.ways[SORTED].waste.linear < case.ways[UNSORTED].waste.linear
     assert report.samples_per_step == 64
     assert report.real_tokens_per_step == PackingTrial(config).real_tokens / 2
-    (table,) = packing.render(report)
-    assert table.row_count == 3
+    (trees,) = report.trees
+    assert (trees.tokens_per_second, trees.ratio) == ({TREES: 500.0, APART: pytest.approx(500 / 3)}, pytest.approx(3.0))
+    ways, table = packing.render(report)
+    assert (ways.row_count, table.row_count) == (3, 1)

@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.models.hf_policy import Packing, packed_attention
+from runtime.trainer.attention_rows import attention_rows
 from runtime.trainer.megatron.context import packing_of, tokens_of
+from runtime.trainer.prefix_tree import tree_paths
+from runtime.trainer.rows import starts
 
 pytestmark = pytest.mark.numeric
 
@@ -23,12 +26,14 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing:
     return packed_attention(torch.nn.Module(), *shaped, None, packing=packing)[0][0]
 
 
-def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: np.ndarray) -> torch.Tensor:
+def naive(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, paths: np.ndarray, sequences: np.ndarray
+) -> torch.Tensor:
     """Token by token."""
     out = torch.zeros_like(query)
-    for begin, tokens, prompt_begin, prompt in sequences:
-        for token in range(begin, begin + tokens):
-            seen = [*range(prompt_begin, prompt_begin + prompt), *range(begin, token + 1)]
+    for begin, shared, own in sequences:
+        for at in range(begin + shared, begin + shared + own):
+            token, seen = paths[at], paths[begin : at + 1]
             for head in range(HEADS):
                 kv_head = head // (HEADS // KV_HEADS)
                 weights = torch.softmax(key[seen, kv_head] @ query[token, head] / SIZE**0.5, 0)
@@ -38,33 +43,35 @@ def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences
 
 @settings(max_examples=30)
 @given(
-    prompts=st.lists(
-        st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=4)), min_size=1, max_size=3
-    ),
+    sizes=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=9),
     count=st.integers(2, 3),
     seed=st.integers(0, 99),
 )
-def test_the_parts_together_are_the_whole(prompts: list[tuple[int, list[int]]], count: int, seed: int) -> None:
-    sequences, total = [], sum(prompt for prompt, _ in prompts)
-    for index, (prompt, replies) in enumerate(prompts):
-        begin = sum(each for each, _ in prompts[:index])
-        sequences.append((begin, prompt, 0, 0))
-        for reply in replies:
-            sequences.append((total, reply, begin, prompt))
-            total += reply
+def test_the_parts_together_are_the_whole(sizes: list[tuple[int, int]], count: int, seed: int) -> None:
+    """Rows of a tree: each shares at most so many tokens with the one before, and has so many of its own."""
+    lengths, known = [], []
+    for shared, own in sizes:
+        known.append(min(shared, lengths[-1] if lengths else 0))
+        lengths.append(known[-1] + own)
+    if not sum(lengths):
+        return
+    length, shares = np.array(lengths), np.array(known)
+    paths, total = tree_paths(length, shares), int((length - shares).sum())
     padding = -total % (2 * count)
-    sequences.append((total, padding, 0, 0))
+    found = np.concatenate([np.stack([starts(length), shares, length - shares], 1), [[len(paths), 0, padding]]])
+    paths = np.concatenate([paths, np.arange(total, total + padding)])
     total += padding
-    found = np.array(sequences)
 
     torch.manual_seed(seed)
     query, key, value = (torch.randn(total, heads, SIZE, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS))
     order = np.concatenate([tokens_of(rank, count, total) for rank in range(count)])
     assert sorted(order) == list(range(total))
-    expected = naive(query, key, value, found)
+    expected = naive(query, key, value, paths, found)
+    whole = attend(query, key, value, attention_rows(paths, found, CPU))
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-12)
     for rank in range(count):
         own = tokens_of(rank, count, total)
-        packing = packing_of(found, own, np.argsort(order), CPU)
+        packing = packing_of(paths, found, own, np.argsort(order), CPU)
         part = attend(query[own], key[order], value[order], packing)
         torch.testing.assert_close(part, expected[own], rtol=0, atol=1e-12)
 

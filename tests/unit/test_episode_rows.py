@@ -108,34 +108,28 @@ def test_a_group_without_a_common_prompt_is_packed_as_its_rows():
     """Predictor and target of each trained token follow one another in the row; what each row attends to is the row alone."""
     group = make_episodes(5)[1]
     rows = decoded([group])
-    chosen = np.flatnonzero(rows.trained())
-    chosen = chosen[np.argsort(rows.length[chosen], kind="stable")]
-    batch = pack(rows, chosen, {}, CPU)
+    batch = pack(rows, np.flatnonzero(rows.trained()), {}, CPU)
     tokens = batch.input_ids[0].numpy()
     assert rows.prompt_length.tolist() == [0]
-    assert len(tokens) == (rows.length[chosen] - 1).sum()
     for predictor, target, place in zip(batch.predictors.tolist(), batch.targets.tolist(), batch.places, strict=True):
         assert target == rows.tokens[place]
         assert tokens[predictor] == rows.tokens[place - 1]
-    cells = np.concatenate([part.numpy().ravel() for part in batch.packing.rows])
+    cells = np.concatenate([part.numpy().ravel() for part in batch.packing.queries or []])
     assert np.array_equal(tokens[cells[batch.packing.cells.numpy()]], tokens)
-    assert batch.sequences[0].tolist() == [0, 0, 0, 0]
 
 
 def test_without_a_prompt_context_parallelism_attends_to_the_row_alone():
     rows = decoded([make_episodes(5)[1]])
-    chosen = np.flatnonzero(rows.trained())
-    chosen = chosen[np.argsort(rows.length[chosen], kind="stable")]
-    batch = padded(pack(rows, chosen, {}, CPU), 2)
+    batch = padded(pack(rows, np.flatnonzero(rows.trained()), {}, CPU), 2)
     every = np.arange(batch.input_ids.shape[1])
-    packing = packing_of(batch.sequences, every, every, CPU)
+    packing = packing_of(batch.paths, batch.sequences, every, every, CPU)
     attended: list[list[int]] = []  # of each cell
     for keys, queries in zip(packing.rows, packing.queries or [], strict=True):
         before = keys.shape[1] - queries.shape[1]
         attended += [row[: before + at + 1] for row in keys.tolist() for at in range(queries.shape[1])]
-    for begin, tokens in batch.sequences[1:, :2].tolist():
-        for token in range(begin, begin + tokens):
-            assert attended[packing.cells[token]] == list(range(begin, token + 1))
+    for begin, shared, own in batch.sequences.tolist():
+        for at in range(begin + shared, begin + shared + own):
+            assert attended[packing.cells[batch.paths[at]]] == batch.paths[begin : at + 1].tolist()
 
 
 def shaped(config: Config, groups: list[TrainGroup]) -> tuple[Rows, np.ndarray]:

@@ -9,7 +9,6 @@ of its own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -17,10 +16,8 @@ import torch
 import torch.distributed as dist
 
 from runtime.models.hf_policy import Packing
-from runtime.trainer.backend import BUCKET_RATIO, MicroBatch, padded
-from runtime.trainer.rows import length_buckets
-
-Bucket = tuple[np.ndarray, np.ndarray, np.ndarray]
+from runtime.trainer.attention_rows import query_rows
+from runtime.trainer.backend import MicroBatch, padded
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,8 @@ def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> C
     before = batch.input_ids.shape[1]
     batch = padded(batch, 2 * count * multiple)
     total, device = batch.input_ids.shape[1], batch.input_ids.device
-    sequences = np.concatenate([batch.sequences, [[before, total - before, 0, 0]]])  # what is padding attends to itself
+    paths = np.concatenate([batch.paths, np.arange(before, total)])  # what is padding attends to itself
+    sequences = np.concatenate([batch.sequences, [[len(batch.paths), 0, total - before]]])
     where = np.concatenate([tokens_of(each, count, total) for each in range(count)])
     own = tokens_of(rank, count, total)
     place = np.full(total, -1)  # among this rank's tokens
@@ -59,7 +57,7 @@ def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> C
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     index = send(own)
-    packing = packing_of(sequences, own, np.argsort(where), device)
+    packing = packing_of(paths, sequences, own, np.argsort(where), device)
     changed = {
         "input_ids": batch.input_ids[:, index],
         "position_ids": batch.position_ids[:, index],
@@ -76,44 +74,22 @@ def tokens_of(rank: int, count: int, total: int) -> np.ndarray:
     return np.arange(total).reshape(2 * count, -1)[[rank, 2 * count - 1 - rank]].ravel()
 
 
-def packing_of(sequences: np.ndarray, own: np.ndarray, place: np.ndarray, device: torch.device) -> Packing:
-    """How the tokens `own` attend. `place`, int64 [T]: where each packed token's key lies."""
-    rows, queries, cells = [], [], np.empty(len(own), np.int64)
-    begin = 0
-    for asked, keys, used in _buckets(_stretches(sequences, own)):
-        cells[asked[used]] = begin + np.flatnonzero(used)
-        begin += asked.size
-        queries.append(torch.from_numpy(asked).to(device, non_blocking=True))
-        rows.append(torch.from_numpy(place[keys]).to(device, non_blocking=True))
-    return Packing(rows=rows, cells=torch.from_numpy(cells).to(device, non_blocking=True), queries=queries)
+def packing_of(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray, place: np.ndarray, device: torch.device) -> Packing:
+    """How the tokens `own` attend; `paths` and `sequences` as in MicroBatch. `place`, int64 [T]: where each packed token's key
+    lies."""
+    asks = np.full(len(place), -1)
+    asks[own] = np.arange(len(own))
+    return query_rows(paths, _stretches(paths, sequences, own), asks, place, device, ratio=1.0)
 
 
-def _stretches(sequences: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """int64 [stretches, 6]: tokens in a row of one sequence, of one chunk: place among `own`, number, how many of the sequence
-    and its prompt come before, begin and tokens of the prompt, begin of the sequence."""
-    begin, tokens, prompt_begin, prompt = sequences.T
+def _stretches(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """int64 [stretches, 3]: tokens in a row of one sequence, of one chunk: where the sequence begins in `paths`, how many of it
+    come before, and how many they are."""
+    path, shared, tokens = sequences[sequences[:, 2] > 0].T
+    begin = paths[path + shared]
     size, found = len(own) // 2, []
     for half in range(2):
         first = own[half * size]
         low, high = np.maximum(begin, first), np.minimum(begin + tokens, first + size)
-        columns = (low - first + half * size, high - low, prompt + low - begin, prompt_begin, prompt, begin)
-        found.append(np.stack(columns, 1)[low < high])
+        found.append(np.stack((path, shared + low - begin, high - low), 1)[low < high])
     return np.concatenate(found)
-
-
-def _buckets(stretches: np.ndarray) -> Iterator[Bucket]:
-    """Those of as many tokens before them and about as many of their own attend at once: int64 [rows, longest], places among
-    the rank's own tokens, int64 [rows, before + longest], the packed tokens that they attend to, and, bool like the first,
-    which are not padding.
-    """
-    for before in np.unique(stretches[:, 2]):
-        alike = stretches[stretches[:, 2] == before]
-        alike = alike[np.argsort(alike[:, 1], kind="stable")]
-        sizes = length_buckets(alike[:, 1].tolist(), BUCKET_RATIO)
-        for bucket in np.split(alike, np.cumsum(sizes)[:-1]):
-            place, tokens, _, prompt_begin, prompt, begin = (column[:, None] for column in bucket.T)
-            cell = np.arange(tokens.max())
-            used = cell < tokens
-            key = np.arange(before + len(cell))
-            keys = np.where(key < prompt, prompt_begin + key, begin + key - prompt)
-            yield np.where(used, place + cell, 0), np.where(key < before + tokens, keys, 0), used

@@ -1,0 +1,83 @@
+"""The MLP of a mixture of experts, all experts at once: tokens are sorted by expert, so that each expert's products are of
+its tokens alone, and all else is done to every token in one go. Plain torch, with gradients.
+
+m tokens, each with k of E experts; H hidden size, I an expert's intermediate size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Weights = torch.Tensor | Sequence[torch.Tensor]
+"""[E, out, in], or E of [out, in]."""
+
+_grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", None)  # which older versions of torch lack
+_GROUPED = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}  # dtypes that it takes
+_BAGS = {"cpu"}  # devices on which embedding_bag is faster than index_add
+
+
+def route(logits: torch.Tensor, per_token: int, normalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """From the router's `logits` [m, E] each token's experts and their float32 weights, [m, k] each. The weights are those of a
+    softmax over all experts, `normalized` to a sum of 1 or not."""
+    weights, chosen = torch.softmax(logits, -1, dtype=torch.float32).topk(per_token, -1)
+    return (weights / weights.sum(-1, keepdim=True) if normalized else weights), chosen
+
+
+def mixture(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, gate_up: Weights, down: Weights) -> torch.Tensor:
+    """[m, H] to the sum [m, H] of what each token's `chosen` experts [m, k] make of it, by `weights` [m, k].
+
+    `gate_up` are E of [2 · I, H], `down` E of [H, I].
+    """
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    token, counts = order // chosen.shape[1], torch.bincount(flat, minlength=len(down))
+    gate, up = _products(F.embedding(token, x), gate_up, counts).chunk(2, 1)
+    inner = F.silu(gate) * up if torch.is_grad_enabled() else F.silu(gate).mul_(up)
+    made, weights = _products(inner, down, counts).to(x.dtype), weights.to(x.dtype)
+    if x.device.type not in _BAGS:
+        return torch.zeros_like(x).index_add(0, token, made * weights.flatten()[order].unsqueeze(1))
+    place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=x.device))
+    return F.embedding_bag(place.view(chosen.shape), made, per_sample_weights=weights, mode="sum")
+
+
+def _products(x: torch.Tensor, weights: Weights, counts: torch.Tensor) -> torch.Tensor:
+    """The rows of `x`, `counts` [E] of each expert one behind the other, by the weights of their experts."""
+    if isinstance(weights, torch.Tensor) and _grouped_mm is not None and _is_grouped(x):
+        return _grouped_mm(x, weights.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+    parts = x.split(counts.tolist())
+    return torch.cat([F.linear(part, weights[index]) for index, part in enumerate(parts) if len(part)])
+
+
+def _is_grouped(x: torch.Tensor) -> bool:
+    """Whether the grouped product takes rows as these, which have to begin at multiples of 16 bytes."""
+    return x.dtype in _GROUPED.get(x.device.type, ()) and x.shape[1] * x.itemsize % 16 == 0
+
+
+def join_experts(model: nn.Module) -> None:
+    """Have the blocks of transformers' Qwen3-MoE, whose experts are modules of their own, compute as `mixture`. Weights keep
+    their names."""
+    module: Any
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3MoeSparseMoeBlock" and module.experts[0].config.hidden_act == "silu":
+            module.forward = partial(_block, module, module.forward)
+
+
+def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block's forward pass. `apart`: its own, one expert after the other, for experts that are more than three matrices:
+    those with adapters."""
+    parts = (part for expert in block.experts for part in expert.children())
+    if any(type(part) is not nn.Linear for part in parts if hasattr(part, "weight")):
+        found: tuple[torch.Tensor, torch.Tensor] = apart(hidden_states)
+        return found
+    x = hidden_states.flatten(0, -2)
+    logits = block.gate(x)
+    # Not stacked for one grouped product: the copy of all weights would be kept until the backward pass.
+    gate_up = [torch.cat((expert.gate_proj.weight, expert.up_proj.weight)) for expert in block.experts]
+    down = [expert.down_proj.weight for expert in block.experts]
+    return mixture(x, *route(logits, block.top_k, block.norm_topk_prob), gate_up, down).view_as(hidden_states), logits
