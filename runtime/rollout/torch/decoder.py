@@ -247,7 +247,7 @@ class Decoder:
     def _cached_bias(self, positions: torch.Tensor, length: int) -> torch.Tensor:
         """For queries at `positions` [n, most]: 0 where a sequence has keys, the query's own included, and -inf beyond:
         [n, kv_heads, 1, length], or where `most` is above 1, [n, kv_heads, most * queries, length]."""
-        n, most = positions.shape
+        most = positions.shape[1]
         unseen = torch.arange(length, device=self.device) > positions.unsqueeze(2)
         bias = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype).masked_fill_(unseen, -math.inf)
         if most > 1:
@@ -293,8 +293,8 @@ def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _attend_fused(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Attention of [n, kv_heads, queries, d] over [n, kv_heads, length, d] with an additive [n, kv_heads, 1 or queries, length].
-    The result has the shape of `query`, flattened somehow."""
+    """Attention of [n, kv_heads, queries, d] over [n, kv_heads, length, d] with an additive one,
+    [n, kv_heads, 1 or queries, length]. The result has the shape of `query`, flattened somehow."""
     mask = bias.expand(-1, -1, query.shape[2], -1)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).reshape(len(query), -1)
 

@@ -3,7 +3,7 @@ groups. Pure: a decode step computes a draft's tokens beside the newest ones, an
 
 A running reply follows another one. Its last few tokens lead to a place there, and as long as both go on alike, the tokens
 at that place are its draft. How often they are right is counted, by the number of tokens that were alike already, whether
-they are drafted or not. So drafts begin and end by what was counted alone, never by the clock.
+they are drafted or not. What is worth drafting follows from that and from the number of replies that run, never from the clock.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ REMEMBERED = 1 << 19  # tokens of prompts and their finished replies, at most
 _REPLIES = 32  # of a prompt that are remembered, the newest
 _ALIKE = 8  # rates are counted for 0, 1, ... and for so many or more tokens alike
 _PACE = 1 / 128  # at which a rate follows what is counted
-_SCOUTS = 8  # every so many-th group is followed where drafts do not pay
+_MISSED = 2 * LONGEST  # tokens that are read where a reply was not followed for so long; more are skipped
 _BESIDE = 4.0  # what a step with drafts costs beside their tokens, in tokens
+
+# Replies are followed for a while, and then for a longer one only if that has paid: at least so many steps and tokens.
+_STEPS, _TOKENS = 32, 512
+_PAUSE = 16  # times as many steps
+_LEAST_GAIN = 0.05  # of the cost of the steps
+_CHEAPER = 0.7  # a price that fell to this share ends a pause
 
 _Place = tuple[list[int], int]  # a text, and the index of the token that comes next
 
@@ -32,21 +38,20 @@ class PromptReplies:
     def __init__(self, prompt: np.ndarray, recent: Sequence[np.ndarray] = ()):
         """`recent`: finished replies, int32, the newest last."""
         self.prompt = prompt
-        self.tail = [-1] * CONTEXT + prompt[-CONTEXT:].tolist()
-        self.tail = self.tail[-CONTEXT:]  # which every text begins with
-        self.recent = deque(recent, _REPLIES)
+        self.tail = ([-1] * CONTEXT + prompt[-CONTEXT:].tolist())[-CONTEXT:]  # which every text begins with
+        self.recent = deque(recent)
+        self.tokens = len(prompt) + sum(map(len, recent))
         self.added = 0
         self._unread = list(recent)
         self._places: dict[tuple[int, ...], _Place] = {}
 
-    @property
-    def tokens(self) -> int:
-        return len(self.prompt) + sum(map(len, self.recent))
-
     def add(self, reply: np.ndarray, read: bool) -> None:
-        """A finished reply. `read`: it has led to places already, as it was followed to its end."""
+        """A finished reply. `read`: its tokens have led to places already."""
         self.added += 1
         self.recent.append(reply)
+        self.tokens += len(reply)
+        if len(self.recent) > _REPLIES:
+            self.tokens -= len(self.recent.popleft())
         if not read:
             self._unread.append(reply)
 
@@ -67,34 +72,57 @@ class PromptReplies:
 class Following:
     """One running reply, as far as it was read, and its place in another text."""
 
-    __slots__ = ("alike", "at", "known", "replies", "scout", "source", "text")
+    __slots__ = ("alike", "at", "gaps", "known", "replies", "source", "text")
 
-    def __init__(self, replies: PromptReplies, scout: bool):
-        """`scout`: it is always followed."""
+    def __init__(self, replies: PromptReplies):
         self.replies = replies
-        self.scout = scout
-        self.text = list(replies.tail)
+        self.text = replies.tail  # and the reply, once something is read of it
+        self.gaps = True  # whether places were left out, as the reply was not followed for a while
         self.source: list[int] = []
         self.at = 0  # in `source`, of the token that comes next
         self.known = 0  # the length of `source` when the newest token was read
-        self.alike = 0  # tokens gone on alike
+        self.alike = 0  # tokens that were alike, up to here
 
     @property
     def read(self) -> int:
         """Tokens of the reply."""
         return len(self.text) - CONTEXT
 
+    def go_on(self, token: int) -> bool:
+        """Read the next token; returns whether it was that of the place, which is another one if not."""
+        if not self.read:
+            self.text, self.gaps = list(self.replies.tail), False
+        right = self.at < len(self.source) and self.source[self.at] == token
+        self.text.append(token)
+        if right:
+            self.at += 1
+            self.alike += 1
+        else:
+            self._look_up()
+        return right
+
+    def skip(self, tokens: list[int]) -> None:
+        """Have read all `tokens` of the reply so far."""
+        self.text, self.gaps = self.replies.tail + tokens, True
+        self._look_up()
+
+    def _look_up(self) -> None:
+        self.source, self.at = self.replies.place(self.text) or ([], 0)
+        self.known = self.alike = 0
+
 
 class Drafts:
-    """The texts of an engine, and the rates by which it drafts."""
+    """The texts of an engine, and what is worth drafting from them."""
 
     def __init__(self, fixed: int):
         """`fixed`: what a step costs beside its tokens, in tokens."""
         self.rates = [0.0] * (_ALIKE + 1)  # of tokens that were as another text had them, by tokens alike before
         self._fixed = fixed
         self._prompts: OrderedDict[bytes, PromptReplies] = OrderedDict()  # the least recently used first
-        self._tokens = 0
-        self._groups = 0
+        self._remembered = 0  # tokens
+        self._steps = self._tokens = 0  # since replies are followed, or of a pause (below 0) to come
+        self._gain = self._cost = 0.0  # of these steps, in tokens
+        self._price = 1.0  # at which the pause began
 
     def begin(self, prompt: np.ndarray, n: int) -> list[Following]:
         """For `n` replies to `prompt` [P] int32."""
@@ -102,25 +130,33 @@ class Drafts:
         replies = self._prompts.pop(key, None)
         if replies is None:
             replies = PromptReplies(prompt)
-            self._tokens += replies.tokens
-        elif replies.added > 2 * _REPLIES:  # texts that are remembered no longer leave here
+            self._remembered += replies.tokens
+        elif replies.added > 2 * _REPLIES:  # texts that are remembered no longer leave its places
             replies = PromptReplies(prompt, replies.recent)
         self._prompts[key] = replies
-        scout = self._groups % _SCOUTS == 0
-        self._groups += 1
-        return [Following(replies, scout) for _ in range(n)]
+        return [Following(replies) for _ in range(n)]
 
     def finish(self, following: Following, reply: np.ndarray) -> None:
         """`reply`: all its tokens, int32."""
         replies = following.replies
-        if following.read:
-            self.follow(following, reply[following.read :].tolist())
+        read = not following.gaps and len(reply) - following.read <= _MISSED
+        if read:
+            self._follow(following, reply[following.read :].tolist())
         before = replies.tokens
-        replies.add(reply, following.read > 0)
+        replies.add(reply, read)
         if self._prompts.get(replies.prompt.tobytes()) is replies:
-            self._tokens += replies.tokens - before
-        while self._tokens > REMEMBERED:
-            self._tokens -= self._prompts.popitem(last=False)[1].tokens
+            self._remembered += replies.tokens - before
+        while self._remembered > REMEMBERED:
+            self._remembered -= self._prompts.popitem(last=False)[1].tokens
+
+    def follows(self, running: int) -> bool:
+        """Whether a step of so many replies is one for `propose`."""
+        if self._steps >= 0:
+            return True
+        self._steps += 1
+        if self._price_of(running) < _CHEAPER * self._price:
+            self._steps = 0
+        return False
 
     def propose(
         self, running: Sequence[Following], lengths: Sequence[int], rooms: Sequence[int], since: Callable[[int, int], list[int]]
@@ -129,20 +165,33 @@ class Drafts:
 
         `lengths`: tokens that each reply has; `since(i, k)`: those of the i-th from its k-th on.
         """
-        # What one more token costs, as a share of what a token costs in a step without drafts.
-        price = len(running) / (self._fixed + len(running))
-        pays = max(self.rates) > price
-        drafts: list[list[int]] = [[]] * len(running)
+        price = self._price_of(len(running))
+        drafts: list[list[int]] = []
         gain = -_BESIDE
         for row, following in enumerate(running):
-            if not (pays or following.scout):
-                continue
-            if lengths[row] > following.read:
-                self.follow(following, since(row, following.read))
-            if pays and following.at < following.known:
-                drafts[row], worth = self._draft(following, rooms[row], price)
-                gain += worth
+            missed = lengths[row] - following.read
+            if missed > _MISSED:
+                following.skip(since(row, 0))
+            elif missed:
+                self._follow(following, since(row, following.read))
+            draft, worth = self._draft(following, rooms[row], price)
+            drafts.append(draft)
+            gain += worth
+        self._count(len(running), max(gain, 0.0), price)
         return drafts if gain > 0 else []
+
+    def _price_of(self, running: int) -> float:
+        """What one more token costs in a step of so many, as a share of what a token costs there."""
+        return running / (self._fixed + running)
+
+    def _follow(self, following: Following, tokens: Iterable[int]) -> None:
+        """Read on in a reply, and count whether its tokens are those of the place that it is at."""
+        for token in tokens:
+            counts, alike = following.at < following.known, min(following.alike, _ALIKE)
+            right = following.go_on(token)
+            if counts:
+                self.rates[alike] += (right - self.rates[alike]) * _PACE
+        following.known = len(following.source)
 
     def _draft(self, following: Following, room: int, price: float) -> tuple[list[int], float]:
         """As many tokens as are worth it, and what they save, in tokens of a step."""
@@ -154,20 +203,14 @@ class Drafts:
             worth += right / price - 1
         return following.source[at : at + longest], worth
 
-    def follow(self, following: Following, tokens: Iterable[int]) -> None:
-        """Read on in a reply, and count whether its tokens are those of the place that it is at."""
-        text = following.text
-        for token in tokens:
-            source, at = following.source, following.at
-            right = at < len(source) and source[at] == token
-            if at < following.known:
-                alike = min(following.alike, _ALIKE)
-                self.rates[alike] += (right - self.rates[alike]) * _PACE
-            text.append(token)
-            if right:
-                following.at += 1
-                following.alike += 1
-            else:
-                following.source, following.at = following.replies.place(text) or ([], 0)
-                following.known = following.alike = 0
-        following.known = len(following.source)
+    def _count(self, running: int, gain: float, price: float) -> None:
+        """A step, at whose end replies may have been followed long enough to tell whether it pays."""
+        self._steps += 1
+        self._tokens += running
+        self._gain += gain
+        self._cost += self._fixed + running
+        if self._steps < _STEPS or self._tokens < _TOKENS:
+            return
+        pays = self._gain > _LEAST_GAIN * self._cost
+        self._steps = 0 if pays else -_PAUSE * self._steps
+        self._tokens, self._gain, self._cost, self._price = 0, 0.0, 0.0, price

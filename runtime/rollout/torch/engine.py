@@ -192,7 +192,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _propose(self) -> list[list[int]]:
         """The drafts of the next step, one for each slot; [] for none."""
-        if self._drafts is None:
+        if self._drafts is None or not self._drafts.follows(self._slots.count):
             return []
         running = [group.following[index] for group, index in self._slots.owners]
         return self._drafts.propose(running, *self._slots.lengths(), self._slots.generated)

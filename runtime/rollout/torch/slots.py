@@ -252,8 +252,8 @@ class Slots:
         self, tokens: np.ndarray, logprobs: np.ndarray, version: int, counts: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, int]:
         """Append a step's tokens to slots 0..n-1; returns the slots that are done, whether each met a stop token, and how many
-        tokens were appended. `counts`: those of the step's inputs; of a slot's tokens all are appended as far as its draft is the
-        same, and one more."""
+        tokens were appended. `counts`: those of the step's inputs; of what was sampled in a slot, all is appended as far as it
+        is the draft, and one token more."""
         if counts is not None:
             return self._record_drafted(tokens, logprobs, version, counts)
         sequences = self._sequence[: self._top]
