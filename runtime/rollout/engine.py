@@ -38,6 +38,27 @@ class EngineStats(Struct, kw_only=True):
     kv_shared: bool = False  # whether the room is less than `slots` sequences of the longest length need, and may run out
     preemptions: int = 0  # sequences that lost their keys and values to others, and were begun anew
 
+    def gauges(self) -> dict[str, float]:
+        """As a rollout tells them with its status."""
+        return {
+            "running": self.running,
+            "waiting": self.waiting,
+            "slots": self.slots,
+            "tokens_total": self.decode_tokens,
+            "drafted_tokens_total": self.drafted_tokens,
+            "accepted_tokens_total": self.accepted_tokens,
+            "prefill_tokens_total": self.prefill_tokens,
+            "decode_steps_total": self.decode_steps,
+            "busy_seconds_total": self.busy_seconds,
+            "kv_waiting_bytes": self.kv_waiting_bytes,
+            "kv_waiting_texts": self.kv_waiting_texts,
+            "kv_hits_total": self.kv_hits,
+            "kv_misses_total": self.kv_misses,
+            "kv_use": self.kv_use,
+            "kv_shared": float(self.kv_shared),
+            "preemptions_total": self.preemptions,
+        }
+
 
 class RolloutEngine(ABC):
     """Token in, token out. Called on one event loop, one call at a time but for `stage`; `advance` may run long.

@@ -216,7 +216,7 @@ class Decoder:
             cache.append(layer, where, qkv[:, config.heads :])
             # The query heads that share a key-value head stand in for a sequence of queries: no key is repeated.
             query = qkv[:, : config.heads].view(m, config.kv_heads, -1, config.head_dim)
-            out = [self._attend_part(query[part.tokens], *part.views[2 * layer : 2 * layer + 2], part) for part in parts]
+            out = [self._attend_part(query[p.tokens], p.views[2 * layer], p.views[2 * layer + 1], p) for p in parts]
             return (out[0] if len(out) == 1 else torch.cat(out)).view(m, -1)
 
         return self.logits(self._run(tokens, positions, attend))

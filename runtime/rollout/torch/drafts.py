@@ -25,7 +25,7 @@ _BESIDE = 4.0  # what a step with drafts costs beside their tokens, in tokens
 
 # Replies are followed for a while, and then for a longer one only if that has paid: at least so many steps and tokens.
 _STEPS, _TOKENS = 32, 512
-_PAUSE = 16  # times as many steps
+_PAUSE = 32  # times as many steps
 _LEAST_GAIN = 0.05  # of the cost of the steps
 _CHEAPER = 0.7  # a price that fell to this share ends a pause
 
@@ -72,16 +72,15 @@ class PromptReplies:
 class Following:
     """One running reply, as far as it was read, and its place in another text."""
 
-    __slots__ = ("alike", "at", "gaps", "known", "replies", "source", "text")
+    gaps = True  # whether places were left out, as the reply was not followed for a while
+    source: Sequence[int] = ()
+    at = 0  # in `source`, of the token that comes next
+    known = 0  # the length of `source` when the newest token was read
+    alike = 0  # tokens that were alike, up to here
 
     def __init__(self, replies: PromptReplies):
         self.replies = replies
         self.text = replies.tail  # and the reply, once something is read of it
-        self.gaps = True  # whether places were left out, as the reply was not followed for a while
-        self.source: list[int] = []
-        self.at = 0  # in `source`, of the token that comes next
-        self.known = 0  # the length of `source` when the newest token was read
-        self.alike = 0  # tokens that were alike, up to here
 
     @property
     def read(self) -> int:
@@ -107,7 +106,7 @@ class Following:
         self._look_up()
 
     def _look_up(self) -> None:
-        self.source, self.at = self.replies.place(self.text) or ([], 0)
+        self.source, self.at = self.replies.place(self.text) or ((), 0)
         self.known = self.alike = 0
 
 
@@ -160,13 +159,13 @@ class Drafts:
 
     def propose(
         self, running: Sequence[Following], lengths: Sequence[int], rooms: Sequence[int], since: Callable[[int, int], list[int]]
-    ) -> list[list[int]]:
+    ) -> list[Sequence[int]]:
         """The drafts of a step, one for each of the `running` replies, none longer than its of `rooms`; [] where none pays.
 
         `lengths`: tokens that each reply has; `since(i, k)`: those of the i-th from its k-th on.
         """
         price = self._price_of(len(running))
-        drafts: list[list[int]] = []
+        drafts: list[Sequence[int]] = []
         gain = -_BESIDE
         for row, following in enumerate(running):
             missed = lengths[row] - following.read
@@ -193,7 +192,7 @@ class Drafts:
                 self.rates[alike] += (right - self.rates[alike]) * _PACE
         following.known = len(following.source)
 
-    def _draft(self, following: Following, room: int, price: float) -> tuple[list[int], float]:
+    def _draft(self, following: Following, room: int, price: float) -> tuple[Sequence[int], float]:
         """As many tokens as are worth it, and what they save, in tokens of a step."""
         at, right, worth, longest = following.at, 1.0, 0.0, min(LONGEST, room, len(following.source) - following.at)
         for ahead in range(longest):

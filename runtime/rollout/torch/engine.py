@@ -190,7 +190,7 @@ class TorchRolloutEngine(RolloutEngine):
                 self._drafts.finish(group.following[index], done_sample.tokens)
             self._finish(group, index, done_sample)
 
-    def _propose(self) -> list[list[int]]:
+    def _propose(self) -> list[Sequence[int]]:
         """The drafts of the next step, one for each slot; [] for none."""
         if self._drafts is None or not self._drafts.follows(self._slots.count):
             return []
