@@ -315,7 +315,8 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
         yield from own_faults(fleet.engine_args, f"{key}.engine_args")
         yield from _heads(key, fleet.tensor_parallel, model or {})
         if fleet.speculation in ("ngram", "suffix") and config.evaluation.min_p:
-            yield f"{key}.speculation: {fleet.speculation}, but evaluation.min_p is {config.evaluation.min_p}; must be auto or off"
+            least = config.evaluation.min_p
+            yield f"{key}.speculation: {fleet.speculation}, but evaluation.min_p is {least}; must be auto or off"
     if any(fleet.engine == "vllm" for fleet in fleets(config).values()):
         yield from _temperatures(config)
 

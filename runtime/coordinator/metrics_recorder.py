@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from runtime.coordinator.train_loop import TrainedStep
 
 
-_COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total", "drafted_tokens_total", "accepted_tokens_total")
+COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total", "drafted_tokens_total", "accepted_tokens_total")
 _OF_GATEWAYS = ("episodes", "calls", "forks", "overridden")
 
 
@@ -94,7 +94,7 @@ class BusyMeter:
             counted: Sequence[str] = [f"{name}_total" for name in _OF_GATEWAYS]
         else:
             self._grown["there"] += seconds
-            counted = _COUNTED
+            counted = COUNTED
         for name in counted:
             self._grown[name] += counts[name] - before[name]
 

@@ -210,7 +210,7 @@ class Decoder:
         """
         config, m = self.config, len(tokens)
         where = cache.locate(positions, None if counts is None else self._to_device(np.repeat(np.arange(len(counts)), counts)))
-        parts = [self._part(span, positions, cache, counts) for span in spans]
+        parts = [self._part(span, positions, cache, counts) for span in spans if span.start < span.end]
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             cache.append(layer, where, qkv[:, config.heads :])

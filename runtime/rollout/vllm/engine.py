@@ -90,7 +90,8 @@ class VLLMRolloutEngine(RolloutEngine):
         """Starts vLLM's processes: 10 to 60 s. Not to be called on an event loop.
 
         `speculation`: as configured; `SPECULATION` has those by which vLLM speculates. `swap_timeout`: seconds for the workers
-        to load weights. `sleeps`: whether `sleep` takes the weights off the device, for which vLLM has an allocator of its own on accelerators. `worker`: the extension of its workers.
+        to load weights. `sleeps`: whether `sleep` takes the weights off the device, for which vLLM has an
+        allocator of its own on accelerators. `worker`: the extension of its workers.
 
         Raises UserError for a vLLM that is missing or of another version, for arguments that it does not take, and for
         whatever keeps it from starting: a model that it does not support, too little memory.
