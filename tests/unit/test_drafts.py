@@ -21,7 +21,7 @@ def array(tokens: Sequence[int]) -> np.ndarray:
 def sure(fixed: int = 100, rate: float = 0.99) -> Drafts:
     """As if places had been right that often so far."""
     drafts = Drafts(fixed)
-    drafts.rates = [rate] * len(drafts.rates)
+    drafts.rates, drafts._seen = [rate] * len(drafts.rates), [10**6] * len(drafts.rates)
     return drafts
 
 
@@ -75,12 +75,13 @@ def test_rates_are_those_at_which_places_are_right() -> None:
         for text in texts:
             propose(drafts, [reply], [text])
         drafts.finish(reply, array(TEXT))
-    assert drafts.rates[-1] > 0.9
+    assert min(drafts.rates) > 0.9
     before = list(drafts.rates)
     (other,) = drafts.begin(PROMPT, 1)
     for length in (1, 2):
         propose(drafts, [other], [[TEXT[0], 99][:length]])
-    assert drafts.rates == [before[0] * (1 - 1 / 128), *before[1:]]
+    assert drafts.rates[0] < before[0]
+    assert drafts.rates[1:] == before[1:]
 
 
 @pytest.mark.parametrize(("running", "drafted"), [(1, True), (4, True), (40, False)])
@@ -102,7 +103,7 @@ def test_following_ends_where_it_does_not_pay_and_is_tried_again() -> None:
     pause = 1
     while not drafts.follows(20):
         pause += 1
-    assert pause == 32 * steps
+    assert pause == 16 * steps
 
 
 def test_a_pause_ends_where_fewer_run() -> None:

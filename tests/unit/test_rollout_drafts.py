@@ -54,7 +54,8 @@ def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         options = {"device": CPU, "dtype": torch.float32, "max_model_len": 64, **options}
         engine = TorchRolloutEngine(str(folder), slots=slots, drafts=drafts, **options)
         if engine._drafts is not None:
-            engine._drafts.rates = [0.999] * len(engine._drafts.rates)
+            buckets = len(engine._drafts.rates)
+            engine._drafts.rates, engine._drafts._seen = [0.999] * buckets, [10**9] * buckets
         engines.append(engine)
         return engine
 

@@ -18,14 +18,14 @@ LONGEST = 8  # tokens of a draft
 REMEMBERED = 1 << 19  # tokens of prompts and their finished replies, at most
 
 _REPLIES = 32  # of a prompt that are remembered, the newest
-_ALIKE = 8  # rates are counted for 0, 1, ... and for so many or more tokens alike
-_PACE = 1 / 128  # at which a rate follows what is counted
+_ALIKE = 4  # rates are counted for 0, 1, ... and for so many or more tokens alike
+_PACE = 1 / 128  # at which a rate follows what is counted; the first ones are averaged
 _MISSED = 2 * LONGEST  # tokens that are read where a reply was not followed for so long; more are skipped
 _BESIDE = 4.0  # what a step with drafts costs beside their tokens, in tokens
 
 # Replies are followed for a while, and then for a longer one only if that has paid: at least so many steps and tokens.
 _STEPS, _TOKENS = 32, 512
-_PAUSE = 32  # times as many steps
+_PAUSE = 16  # times as many steps
 _LEAST_GAIN = 0.05  # of the cost of the steps
 _CHEAPER = 0.7  # a price that fell to this share ends a pause
 
@@ -116,6 +116,7 @@ class Drafts:
     def __init__(self, fixed: int):
         """`fixed`: what a step costs beside its tokens, in tokens."""
         self.rates = [0.0] * (_ALIKE + 1)  # of tokens that were as another text had them, by tokens alike before
+        self._seen = [0] * len(self.rates)  # tokens that were counted
         self._fixed = fixed
         self._prompts: OrderedDict[bytes, PromptReplies] = OrderedDict()  # the least recently used first
         self._remembered = 0  # tokens
@@ -189,7 +190,8 @@ class Drafts:
             counts, alike = following.at < following.known, min(following.alike, _ALIKE)
             right = following.go_on(token)
             if counts:
-                self.rates[alike] += (right - self.rates[alike]) * _PACE
+                self._seen[alike] += 1
+                self.rates[alike] += (right - self.rates[alike]) * max(_PACE, 1 / (self._seen[alike] + 1))
         following.known = len(following.source)
 
     def _draft(self, following: Following, room: int, price: float) -> tuple[Sequence[int], float]:
