@@ -241,6 +241,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
             slots=settings.slots,
             max_model_len=longest,
             kv_for_waiting=settings.kv_for_waiting,
+            drafts=settings.speculation == "auto",
         )
     from runtime.rollout.vllm.engine import VLLMRolloutEngine
 
@@ -252,6 +253,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
         slots=settings.slots,
         max_model_len=longest,
         tensor_parallel=settings.tensor_parallel,
+        speculation=settings.speculation,
         engine_args=settings.engine_args,
         swap_timeout=config.publication.commit_timeout,
         sleeps=takes_turns(config) and device.type != "cpu",
@@ -314,22 +316,8 @@ class RolloutService(process.Service):
         return self._engine.thread
 
     def gauges(self) -> dict[str, float]:
-        stats = self._engine.stats()
         return {
-            "running": stats.running,
-            "waiting": stats.waiting,
-            "slots": stats.slots,
-            "tokens_total": stats.decode_tokens,
-            "prefill_tokens_total": stats.prefill_tokens,
-            "decode_steps_total": stats.decode_steps,
-            "busy_seconds_total": stats.busy_seconds,
-            "kv_waiting_bytes": stats.kv_waiting_bytes,
-            "kv_waiting_texts": stats.kv_waiting_texts,
-            "kv_hits_total": stats.kv_hits,
-            "kv_misses_total": stats.kv_misses,
-            "kv_use": stats.kv_use,
-            "kv_shared": float(stats.kv_shared),
-            "preemptions_total": stats.preemptions,
+            **self._engine.stats().gauges(),
             "swaps_total": self.weights.swaps,
             "torn": float(self._engine.torn),
         }

@@ -109,6 +109,11 @@ class Rollout(Computing, frozen=True):
     of which leave first. vLLM keeps them in its prefix cache."""
     dtype: DType = "auto"
     """`auto`: bfloat16 on accelerators, float32 on CPUs."""
+    speculation: Literal["auto", "off", "ngram", "suffix"] = "auto"
+    """Speculative decoding without a draft model; replies are drawn from the same distribution as without. `auto`: engine torch
+    drafts from other replies to the same prompt, as far as that pays, and vllm does not. Engine vllm: `ngram` drafts from the
+    text itself, `suffix` from other replies too (arctic-inference in its environment); neither knows `min_p`, and the tokens
+    of a seed depend on what runs beside."""
     tensor_parallel: Processes = 1
     """Engine vllm: devices (processes, on CPUs) that one engine is spread over."""
     engine_args: dict[str, Any] = {}

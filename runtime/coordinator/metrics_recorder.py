@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from runtime.coordinator.train_loop import TrainedStep
 
 
-_COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total")
+COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total", "drafted_tokens_total", "accepted_tokens_total")
 _OF_GATEWAYS = ("episodes", "calls", "forks", "overridden")
 
 
@@ -57,8 +57,11 @@ class BusyMeter:
             self._idle = idle_fraction(grown["busy_seconds_total"], grown["there"])
         figures = {"idle/rollout": self._idle}
         if steps := grown["decode_steps_total"]:
-            figures["rollout/batch"] = grown["tokens_total"] / steps
+            figures["rollout/batch"] = (grown["tokens_total"] - grown["accepted_tokens_total"]) / steps
             figures["rollout/decode_seconds"] = grown["busy_seconds_total"] / steps
+        if drafted := grown["drafted_tokens_total"]:
+            figures["rollout/drafted"] = drafted
+            figures["rollout/accepted"] = grown["accepted_tokens_total"] / drafted
         if looks := grown["looks"]:
             figures["rollout/waiting"] = grown["waiting"] / looks
             figures["rollout/kv_use"] = grown["kv_use"] / looks
@@ -91,7 +94,7 @@ class BusyMeter:
             counted: Sequence[str] = [f"{name}_total" for name in _OF_GATEWAYS]
         else:
             self._grown["there"] += seconds
-            counted = _COUNTED
+            counted = COUNTED
         for name in counted:
             self._grown[name] += counts[name] - before[name]
 

@@ -26,6 +26,8 @@ class EngineStats(Struct, kw_only=True):
     slots: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    drafted_tokens: int = 0  # computed beside the newest ones, in case that they come next
+    accepted_tokens: int = 0  # of those, the ones that did
     decode_steps: int = 0
     busy_seconds: float = 0.0
     kv_waiting_bytes: int = 0  # keys and values of conversations that wait for their next turn
@@ -35,6 +37,27 @@ class EngineStats(Struct, kw_only=True):
     kv_use: float = 0.0  # of the room for running sequences, how much holds keys and values
     kv_shared: bool = False  # whether the room is less than `slots` sequences of the longest length need, and may run out
     preemptions: int = 0  # sequences that lost their keys and values to others, and were begun anew
+
+    def gauges(self) -> dict[str, float]:
+        """As a rollout tells them with its status."""
+        return {
+            "running": self.running,
+            "waiting": self.waiting,
+            "slots": self.slots,
+            "tokens_total": self.decode_tokens,
+            "drafted_tokens_total": self.drafted_tokens,
+            "accepted_tokens_total": self.accepted_tokens,
+            "prefill_tokens_total": self.prefill_tokens,
+            "decode_steps_total": self.decode_steps,
+            "busy_seconds_total": self.busy_seconds,
+            "kv_waiting_bytes": self.kv_waiting_bytes,
+            "kv_waiting_texts": self.kv_waiting_texts,
+            "kv_hits_total": self.kv_hits,
+            "kv_misses_total": self.kv_misses,
+            "kv_use": self.kv_use,
+            "kv_shared": float(self.kv_shared),
+            "preemptions_total": self.preemptions,
+        }
 
 
 class RolloutEngine(ABC):

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from runtime import codec, config, run_files
 from runtime.commands import Level, WeightsCommitted
 from runtime.config import Config
+from runtime.coordinator.metrics_recorder import COUNTED
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
 from runtime.coordinator.run_context import RunContext
@@ -130,9 +131,7 @@ class FakeRollout(FakeReplica):
         self.calls.append(("move", level))
 
     async def status(self) -> Status:
-        return Status(
-            role="rollout", name=self.name, gauges={"busy_seconds_total": 0.0, "decode_steps_total": 0.0, "tokens_total": 0.0}
-        )
+        return Status(role="rollout", name=self.name, gauges=dict.fromkeys(COUNTED, 0.0))
 
 
 def generated(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion, payload: bytes) -> GeneratedGroup:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from runtime import codec, config
 from runtime.commands import PeerAddress
 from runtime.config import Config, Gateway
+from runtime.coordinator.metrics_recorder import COUNTED
 from runtime.coordinator.register import Register
 from runtime.coordinator.run import TrainingRun
 from runtime.ledger.states import Phase
@@ -187,7 +188,7 @@ def test_a_gateway_that_does_not_take_the_news_is_lost(tmp_path: Path) -> None:
 
 
 IDLE = {
-    **dict.fromkeys(("busy_seconds_total", "decode_steps_total", "tokens_total", "preemptions_total"), 0.0),
+    **dict.fromkeys((*COUNTED, "preemptions_total"), 0.0),
     "slots": 2,
     "running": 0,
     "waiting": 0,

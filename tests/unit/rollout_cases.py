@@ -57,9 +57,9 @@ def samples(group: GeneratedGroup) -> list[Sample]:
     return codec.decode(GroupPayload, group.payload).samples
 
 
-def from_scratch(model: Any, prompt: np.ndarray, sample: Sample) -> np.ndarray:
+def from_scratch(model: Any, prompt: np.ndarray, sample: Sample, temperature: float = 1.0) -> np.ndarray:
     """The log-probability of each token given all before it, by one forward pass over the whole text."""
     text = torch.tensor([[*prompt.tolist(), *sample.tokens.tolist()]])
     with torch.no_grad():
-        logp = torch.log_softmax(model(text).logits[0, len(prompt) - 1 : -1].double(), -1)
+        logp = torch.log_softmax(model(text).logits[0, len(prompt) - 1 : -1].double() / temperature, -1)
     return logp.gather(1, text[0, len(prompt) :, None])[:, 0].numpy()

@@ -10,7 +10,7 @@ import pytest
 from runtime import timeouts
 from runtime.coordinator import metrics_recorder
 from runtime.coordinator.admission.concurrency import Load
-from runtime.coordinator.metrics_recorder import BusyMeter
+from runtime.coordinator.metrics_recorder import COUNTED, BusyMeter
 from runtime.status import Status
 
 
@@ -30,7 +30,13 @@ class Working:
             role="rollout",
             name="rollout-0",
             state="ready",
-            gauges={"busy_seconds_total": busy, "decode_steps_total": 10 * busy, "tokens_total": 30 * busy},
+            gauges={
+                "drafted_tokens_total": 20 * busy,
+                "accepted_tokens_total": 10 * busy,
+                "busy_seconds_total": busy,
+                "decode_steps_total": 10 * busy,
+                "tokens_total": 40 * busy,
+            },
             pid=1,
             address="",
             uptime_seconds=0.0,
@@ -61,6 +67,7 @@ def test_a_long_step_is_as_idle_as_all_of_it_was(monkeypatch: pytest.MonkeyPatch
     first, again = asyncio.run(measured())
     assert 0 < first["idle/rollout"] < 1  # the last intervals alone would say 1
     assert first["rollout/batch"] == 3.0
+    assert (first["rollout/drafted"], first["rollout/accepted"]) == (80.0, 0.5)
     assert first["rollout/decode_seconds"] == pytest.approx(0.1)
     assert again == {"idle/rollout": first["idle/rollout"]}  # nothing was told since
 
@@ -96,7 +103,7 @@ def test_what_waits_and_how_full_the_rooms_are_is_told_at_each_look(monkeypatch:
 
 
 ROLLOUT = {"slots": 8, "running": 8, "waiting": 2, "kv_use": 0.8, "kv_shared": 0.0, "preemptions_total": 0}
-OWN = {**ROLLOUT, "busy_seconds_total": 0.0, "decode_steps_total": 0.0, "tokens_total": 0.0}
+OWN = {**ROLLOUT, **dict.fromkeys(COUNTED, 0.0)}
 SHARED = {**OWN, "slots": 16, "running": 12, "waiting": 3, "kv_use": 0.6, "kv_shared": 1.0, "preemptions_total": 50}
 GATEWAY = {
     **dict.fromkeys(("episodes_total", "forks_total", "overridden_total", "loop_lag_p99"), 0.0),

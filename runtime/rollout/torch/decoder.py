@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -52,9 +53,11 @@ class KVCache:
         first = torch.arange(2 * slots * config.kv_heads, device=device) * max_model_len
         self._first = first.view(2, slots, config.kv_heads).transpose(0, 1).reshape(slots, 2 * config.kv_heads)
 
-    def locate(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where slots 0..n-1 keep the keys and values of their `positions` [n] int64: [n * 2 * kv_heads], for `append`."""
-        return (self._first[: len(positions)] + positions.unsqueeze(1)).flatten()
+    def locate(self, positions: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """Where `slots` [n] int64, 0..n-1 if left out, keep the keys and values of their `positions` [n] int64:
+        [n * 2 * kv_heads], for `append`."""
+        first = self._first[: len(positions)] if slots is None else self._first.index_select(0, slots)
+        return (first + positions.unsqueeze(1)).flatten()
 
     def append(self, layer: int, where: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Write [n, 2 * kv_heads, head_dim], keys before values, at `where` (from `locate`)."""
@@ -111,6 +114,15 @@ class Span(NamedTuple):
     start: int
     end: int
     longest: int
+
+
+class _Part(NamedTuple):
+    """The tokens of a span, and what they attend to."""
+
+    tokens: slice
+    views: tuple[torch.Tensor, ...]  # of the cache, from `KVCache.views`
+    bias: torch.Tensor
+    places: tuple[torch.Tensor, torch.Tensor] | None  # where slots have several tokens: from `_places`
 
 
 class Decoder:
@@ -183,36 +195,69 @@ class Decoder:
         """[b, kv_heads, t, d] repeated for the query heads that share them: [b, heads, t, d]."""
         return keys.repeat_interleave(self.config.heads // self.config.kv_heads, 1)
 
-    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, spans: Sequence[Span]) -> torch.Tensor:
-        """One step of the sequences in slots 0..n-1: each one's newest token to its next token's float32 logits [n, vocab].
+    def decode(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: KVCache,
+        spans: Sequence[Span],
+        counts: np.ndarray | None = None,
+    ) -> torch.Tensor:
+        """One step of the sequences in slots 0..n-1: their newest tokens to the next tokens' float32 logits [m, vocab].
 
-        `tokens` and `positions` are int64 [n]; the tokens' keys and values are appended to `cache`. `spans` cover the n
-        rows, so that short sequences need not be attended over the length of the longest.
+        `tokens` and `positions` are int64 [m]; the tokens' keys and values are appended to `cache`. `spans` cover the n
+        slots, so that short sequences need not be attended over the length of the longest. `counts` int64 [n]: so many
+        tokens of each slot, which follow each other; one, if left out.
         """
-        config, n = self.config, len(tokens)
-        where = cache.locate(positions)
-        parts = []
-        for span in spans:
-            rows, length = slice(span.start, span.end), min(round_up(span.longest, LENGTH_STEP), cache.max_length)
-            parts.append((rows, cache.views(rows, length), self._cached_bias(positions[rows], length)))
+        config, m = self.config, len(tokens)
+        where = cache.locate(positions, None if counts is None else self._to_device(np.repeat(np.arange(len(counts)), counts)))
+        parts = [self._part(span, positions, cache, counts) for span in spans if span.start < span.end]
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             cache.append(layer, where, qkv[:, config.heads :])
             # The query heads that share a key-value head stand in for a sequence of queries: no key is repeated.
-            query = qkv[:, : config.heads].view(n, config.kv_heads, -1, config.head_dim)
-            out = [
-                self._attend_cached(query[rows], views[2 * layer], views[2 * layer + 1], bias) for rows, views, bias in parts
-            ]
-            return (out[0] if len(out) == 1 else torch.cat(out)).view(n, -1)
+            query = qkv[:, : config.heads].view(m, config.kv_heads, -1, config.head_dim)
+            out = [self._attend_part(query[p.tokens], p.views[2 * layer], p.views[2 * layer + 1], p) for p in parts]
+            return (out[0] if len(out) == 1 else torch.cat(out)).view(m, -1)
 
         return self.logits(self._run(tokens, positions, attend))
 
+    def _part(self, span: Span, positions: torch.Tensor, cache: KVCache, counts: np.ndarray | None) -> _Part:
+        slots = slice(span.start, span.end)
+        most = 1 if counts is None else int(counts[slots].max())
+        length = min(round_up(span.longest + most - 1, LENGTH_STEP), cache.max_length)
+        if counts is None:
+            return _Part(slots, cache.views(slots, length), self._cached_bias(positions[slots].unsqueeze(1), length), None)
+        first = int(counts[: span.start].sum())
+        tokens = slice(first, first + int(counts[slots].sum()))
+        padded, back = (self._to_device(each) for each in _places(counts[slots]))
+        bias = self._cached_bias(positions[tokens].index_select(0, padded.flatten()).view(padded.shape), length)
+        return _Part(tokens, cache.views(slots, length), bias, (padded.flatten(), back))
+
+    def _attend_part(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _Part) -> torch.Tensor:
+        """Attention of the part's tokens, [m, kv_heads, queries, d] to [m, heads * d]."""
+        if part.places is None:
+            return self._attend_cached(query, keys, values, part.bias).view(len(query), -1)
+        padded, back = part.places
+        n, (_, heads, queries, dim) = len(keys), query.shape
+        # [n, kv_heads, most * queries, d]: the tokens of a slot stand in for queries too.
+        several = query.index_select(0, padded).view(n, -1, heads, queries, dim).transpose(1, 2).reshape(n, heads, -1, dim)
+        out = self._attend_cached(several, keys, values, part.bias).view(n, heads, -1, queries, dim)
+        return out.transpose(1, 2).reshape(len(padded), -1).index_select(0, back)
+
     def _cached_bias(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """[n, kv_heads, 1, length]: 0 where a sequence has keys, its newest included, and -inf beyond."""
-        unseen = torch.arange(length, device=self.device) > positions.unsqueeze(1)
+        """For queries at `positions` [n, most]: 0 where a sequence has keys, the query's own included, and -inf beyond:
+        [n, kv_heads, 1, length], or where `most` is above 1, [n, kv_heads, most * queries, length]."""
+        most = positions.shape[1]
+        unseen = torch.arange(length, device=self.device) > positions.unsqueeze(2)
         bias = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype).masked_fill_(unseen, -math.inf)
-        bias = bias.view(-1, 1, 1, length).expand(-1, self.config.kv_heads, -1, -1)
+        if most > 1:
+            bias = bias.repeat_interleave(self.config.heads // self.config.kv_heads, 1)
+        bias = bias.unsqueeze(1).expand(-1, self.config.kv_heads, -1, -1)
         return bias.contiguous() if self._attend_cached is _attend_batched else bias
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attention) -> torch.Tensor:
         config, eps, weights = self.config, self.config.norm_eps, self.weights
@@ -239,8 +284,18 @@ class Decoder:
         return F.rms_norm(x, hidden_shape, weights.norm, eps)
 
 
+def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For `counts` tokens of each of n slots, m in all: the token at each place of an array [n, most], its slot's last where
+    there is none, and each token's place in the flattened array, [m]."""
+    ends = counts.cumsum()
+    offsets = np.arange(counts.max())
+    padded = (ends - counts)[:, None] + np.minimum(offsets, counts[:, None] - 1)
+    return padded, np.flatnonzero(offsets < counts[:, None])
+
+
 def _attend_fused(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Attention of [n, kv_heads, queries, d] over [n, kv_heads, length, d] with an additive [n, kv_heads, 1, length]."""
+    """Attention of [n, kv_heads, queries, d] over [n, kv_heads, length, d] with an additive one,
+    [n, kv_heads, 1 or queries, length]. The result has the shape of `query`, flattened somehow."""
     mask = bias.expand(-1, -1, query.shape[2], -1)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).reshape(len(query), -1)
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -24,8 +24,9 @@ from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, fi
 from runtime.rollout.torch import prefill
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
+from runtime.rollout.torch.drafts import Drafts, Following
 from runtime.rollout.torch.kept import KeptTexts
-from runtime.rollout.torch.slots import RowSampling, Slots, as_row, sample, uniforms
+from runtime.rollout.torch.slots import RowSampling, Slots, as_row, sample, streams, to_host
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
 
 T = TypeVar("T")
@@ -33,6 +34,8 @@ T = TypeVar("T")
 _INITIAL = PolicyVersion()
 _COALESCE_SECONDS = 0.002  # steps go on this long after a group is done, so that groups leave together
 _PREFILL_AHEAD = 4  # prompts prefilled beyond those with free slots: a prefill of one costs nearly that of a few
+_FIXED = {"cpu": 12}  # what a decode step costs beside its tokens, in tokens: less than was measured
+_FIXED_ELSEWHERE = 64
 _PREFILL_TOKENS = 8192  # of one prefill, padding included
 
 
@@ -54,6 +57,7 @@ class _TorchGroup:
     unfinished: int
     admitted: int = 0  # samples that were given a slot, or needed none
     prefilled: _Prefilled | None = None
+    following: list[Following] = field(default_factory=list)  # of each sample, where there are drafts
 
 
 class TorchRolloutEngine(RolloutEngine):
@@ -72,9 +76,10 @@ class TorchRolloutEngine(RolloutEngine):
         slots: int,
         max_model_len: int,
         kv_for_waiting: int = 0,
+        drafts: bool = False,
         version: PolicyVersion = _INITIAL,
     ):
-        """`kv_for_waiting`: bytes of what is kept for next turns, at most.
+        """`kv_for_waiting`: bytes of what is kept for next turns, at most. `drafts`: whether to draft tokens where it pays.
 
         Raises UserError when the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit.
         """
@@ -89,6 +94,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._cache = KVCache(config, slots + 1, max_model_len, device, dtype)
         self._slots = Slots(self._cache, slots + 1)  # the last free one is a probe's
         self._kept = KeptTexts(kv_for_waiting)
+        self._drafts = Drafts(_FIXED.get(device.type, _FIXED_ELSEWHERE)) if drafts else None
         self._device = device
         self.adopts = device.type == "cpu"  # elsewhere the weights are copies on the device
         self._version = version
@@ -153,7 +159,7 @@ class TorchRolloutEngine(RolloutEngine):
         return bool(self._slots.count if self._held else self._groups) and self._level == Level.AWAKE
 
     def _step(self) -> None:
-        """Fill the free slots, then decode one token for every active one."""
+        """Fill the free slots, then decode a token for every active one, or more where its draft is right."""
         slots = self._slots
         while self._waiting and slots.free > (self._waiting[0].request.purpose != "probe") and not self._held:
             self._admit(self._waiting[0])
@@ -162,22 +168,34 @@ class TorchRolloutEngine(RolloutEngine):
         if not n:
             return
         spans = slots.spans()
-        inputs, u, params = slots.inputs()
+        inputs, u, params, counts = slots.inputs(self._propose())
         key = params.tobytes()
         if key != self._sampling_key:
             self._sampling, self._sampling_key = RowSampling(params, self._device), key
         tokens_positions = self._to_device(inputs)
-        logits = self._decoder.decode(tokens_positions[0], tokens_positions[1], self._cache, spans)
-        tokens, logprobs = _to_host(*sample(logits, self._to_device(u), self._sampling))
-        done, stopped = slots.record(tokens, logprobs, self._version.pack())
+        logits = self._decoder.decode(tokens_positions[0], tokens_positions[1], self._cache, spans, counts)
+        tokens, logprobs = to_host(*sample(logits, self._to_device(u), self._sampling))
+        done, stopped, appended = slots.record(tokens, logprobs, self._version.pack(), counts)
         self._stats.decode_steps += 1
-        self._stats.decode_tokens += n
+        self._stats.decode_tokens += appended
+        self._stats.drafted_tokens += len(tokens) - n
+        self._stats.accepted_tokens += appended - n
         for slot, met_stop in zip(done.tolist(), stopped.tolist(), strict=True):
             group, index = slots.owner_of(slot)
             if group.request.keep and slots.computed(slot) == self._version.pack():
                 text = self._text(slot)
                 self._kept.put(text, self._cache.held(slot, len(text)))
-            self._finish(group, index, slots.take(slot, met_stop))
+            done_sample = slots.take(slot, met_stop)
+            if self._drafts is not None:
+                self._drafts.finish(group.following[index], done_sample.tokens)
+            self._finish(group, index, done_sample)
+
+    def _propose(self) -> list[Sequence[int]]:
+        """The drafts of the next step, one for each slot; [] for none."""
+        if self._drafts is None or not self._drafts.follows(self._slots.count):
+            return []
+        running = [group.following[index] for group, index in self._slots.owners]
+        return self._drafts.propose(running, *self._slots.lengths(), self._slots.generated)
 
     def _admit(self, group: _TorchGroup) -> None:
         """Give the next sample of the first waiting group a slot, unless its first token is its last."""
@@ -185,6 +203,8 @@ class TorchRolloutEngine(RolloutEngine):
             self._prefill()
         prefilled, request, index = group.prefilled, group.request, group.admitted
         assert prefilled is not None
+        if self._drafts is not None and not index:
+            group.following = self._drafts.begin(request.prompt, request.n)
         group.admitted += 1
         if group.admitted == request.n:
             self._waiting.popleft()
@@ -213,13 +233,13 @@ class TorchRolloutEngine(RolloutEngine):
         counts = [group.request.n for group in groups]
         owner = np.repeat(np.arange(len(groups)), counts)
         params = np.array([as_row(group.request.sampling) for group in groups], np.float32)[owner]
-        streams = [_streams(group.request) for group in groups]
-        u = self._to_device(np.concatenate([stream[:, 0] for stream in streams]))
+        numbers = [streams(group.request) for group in groups]
+        u = self._to_device(np.concatenate([each[:, 0] for each in numbers]))
         drawn = sample(logits.index_select(0, self._to_device(owner)), u, RowSampling(params, self._device))
-        tokens, logprobs = _to_host(*drawn)
+        tokens, logprobs = to_host(*drawn)
         ends = np.cumsum(counts)[:-1]
         for row, (group, own, values) in enumerate(zip(groups, np.split(tokens, ends), np.split(logprobs, ends), strict=True)):
-            group.prefilled = _Prefilled(keys_values[row], streams[row], own, values, self._version.pack())
+            group.prefilled = _Prefilled(keys_values[row], numbers[row], own, values, self._version.pack())
 
     def _compute(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> prefill.Computed:
         self._stats.prefill_tokens += sum(map(len, texts)) - sum(each.shape[3] for each in begun)
@@ -378,15 +398,3 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
-
-
-def _streams(request: GroupRequest) -> np.ndarray:
-    """float32 [n, max_new_tokens]: the uniform numbers of each sample's tokens."""
-    limit, first = request.sampling.max_new_tokens, request.first
-    return np.stack([uniforms(request.seed, index, limit) for index in range(first, first + request.n)])
-
-
-def _to_host(tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Both in one transfer, as each would wait for the device."""
-    both = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu().numpy()
-    return both[0].astype(np.int64), both[1].view(np.float32)

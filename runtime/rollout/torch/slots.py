@@ -7,16 +7,17 @@ is host arithmetic, so that a slot can be refilled or moved without asking the d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from runtime.rollout.engine import make_sample
 from runtime.rollout.torch.decoder import LENGTH_STEP, KVCache, Span, round_up
-from runtime.types import Sample, SamplingParams
+from runtime.rollout.torch.drafts import LONGEST
+from runtime.types import GroupRequest, Sample, SamplingParams
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Sampling by inverse CDF: one uniform number a token, from a stream that depends on (seed, sample) alone.
@@ -119,7 +120,28 @@ def _draw_filtered(filters: torch.Tensor, logp: torch.Tensor, u: torch.Tensor) -
     return order.gather(1, place).squeeze(1), logp.gather(1, place).squeeze(1)
 
 
+def to_host(tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Both in one transfer, as each would wait for the device."""
+    both = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu().numpy()
+    return both[0].astype(np.int64), both[1].view(np.float32)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+class StepInputs(NamedTuple):
+    """What a decode step takes: m tokens."""
+
+    tokens: np.ndarray  # and positions, int64 [2, m]
+    uniforms: np.ndarray  # float32 [m]
+    params: np.ndarray  # of sampling, float32 [m, 4]
+    counts: np.ndarray | None  # tokens of each slot, int64 [n]; None: one
+
+
+def streams(request: GroupRequest) -> np.ndarray:
+    """float32 [n, max_new_tokens]: the uniform numbers of each sample's tokens."""
+    limit, first = request.sampling.max_new_tokens, request.first
+    return np.stack([uniforms(request.seed, index, limit) for index in range(first, first + request.n)])
 
 
 _BOUNDARY_RANGE = 0.35, 0.65  # of the longest length: where the boundary may stay, as each change of it moves sequences
@@ -198,19 +220,42 @@ class Slots:
         self._stop[s, : len(stops)] = stops
         return slot
 
-    def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For slots 0..n-1: tokens and positions, int64 [2, n]; uniforms, float32 [n]; sampling parameters, float32 [n, 4]."""
+    @property
+    def owners(self) -> list[Any]:
+        """Of slots 0..n-1, where there are no holes."""
+        return [self.owner[s] for s in self._sequence[: self._top].tolist()]
+
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """For slots 0..n-1: the tokens of each reply, and how many there may be after the next one."""
+        sequences = self._sequence[: self._top]
+        position = self._position[sequences]
+        return (position - self._start[sequences] + 1).tolist(), (self._end[sequences] - position - 2).tolist()
+
+    def generated(self, slot: int, since: int) -> list[int]:
+        """The tokens of a slot's reply, but for the first `since`."""
+        s = self._sequence[slot]
+        return self._tokens[s, self._start[s] + since : self._position[s] + 1].tolist()
+
+    def inputs(self, drafts: Sequence[Sequence[int]] = ()) -> StepInputs:
+        """For slots 0..n-1, their newest tokens, and behind each one its draft if there are any: none leaves less room than for
+        one more token."""
+        if drafts:
+            return self._drafted(drafts)
         sequences = self._sequence[: self._top]
         position = self._position[sequences]
         newest = sequences * self._length + position
-        return (
-            np.stack((self._tokens.take(newest), position)),
-            self._uniforms.take(newest + 1),
-            self._params[sequences],
+        return StepInputs(
+            np.stack((self._tokens.take(newest), position)), self._uniforms.take(newest + 1), self._params[sequences], None
         )
 
-    def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray]:
-        """Append a step's tokens to slots 0..n-1; returns the slots that are done, and whether each met a stop token."""
+    def record(
+        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, counts: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """Append a step's tokens to slots 0..n-1; returns the slots that are done, whether each met a stop token, and how many
+        tokens were appended. `counts`: those of the step's inputs; of what was sampled in a slot, all is appended as far as it
+        is the draft, and one token more."""
+        if counts is not None:
+            return self._record_drafted(tokens, logprobs, version, counts)
         sequences = self._sequence[: self._top]
         position = self._position[sequences] + 1
         self._position[sequences] = position
@@ -220,7 +265,44 @@ class Slots:
         self._versions.put(newest, version)
         stopped = (tokens[:, None] == self._stop[sequences]).any(1)
         done = np.flatnonzero(stopped | (position + 1 >= self._end[sequences]))
-        return done, stopped[done]
+        return done, stopped[done], len(tokens)
+
+    def _drafted(self, drafts: Sequence[Sequence[int]]) -> StepInputs:
+        counts = np.array([len(draft) + 1 for draft in drafts])
+        sequences, _, position = self._rows(counts)
+        place = sequences * self._length + position
+        # A draft lies where its tokens will be, until others are recorded there.
+        is_draft = position > self._position[sequences]
+        self._tokens.put(place[is_draft], np.concatenate([np.array(draft, np.int64) for draft in drafts]))
+        inputs = np.stack((self._tokens.take(place), position))
+        return StepInputs(inputs, self._uniforms.take(place + 1), self._params[sequences], counts)
+
+    def _record_drafted(
+        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        sequences, offset, position = self._rows(counts)
+        place = sequences * self._length + position + 1
+        last = offset == np.repeat(counts, counts) - 1
+        stops = (tokens[:, None] == self._stop[sequences]).any(1)
+        starts = counts.cumsum() - counts
+        # The first token of each slot after which nothing holds: it stops the reply, or it is not the draft's.
+        ends = last | stops | (tokens != self._tokens.take(place))
+        kept = np.minimum.reduceat(np.where(ends, offset, LONGEST), starts) + 1
+        held = offset < np.repeat(kept, counts)
+        self._tokens.put(place[held], tokens[held])
+        self._logprobs.put(place[held], logprobs[held])
+        self._versions.put(place[held], version)
+        own = self._sequence[: self._top]
+        self._position[own] += kept
+        stopped = stops[starts + kept - 1]
+        done = np.flatnonzero(stopped | (self._position[own] + 1 >= self._end[own]))
+        return done, stopped[done], int(kept.sum())
+
+    def _rows(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each of `counts` tokens of slots 0..n-1: its sequence, which one it is of those, and its position: int64 [m]."""
+        offset = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        sequences = np.repeat(self._sequence[: self._top], counts)
+        return sequences, offset, self._position[sequences] + offset
 
     def cached(self, slot: int) -> np.ndarray:
         """int64: the generated tokens of a slot's sequence whose keys and values the cache holds, all but its newest."""
