@@ -32,6 +32,7 @@ from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.authentication import AuthenticatedStore
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, roots
 from runtime.weights.sender import SendingMember, SendResult, WeightSender, in_thread
+from runtime.weights.shard_delta import Changes, ShardDelta
 
 
 class GroupRank:
@@ -246,6 +247,8 @@ class TrainRank(UpdateRank):
         self.senders = tuple(f"{self.role}-{sender}" for sender in ranks)
         """What they are called, rank 0 first."""
         self._targets = [ranks[root] for root in roots(self.manifest)]
+        shared = world_size > 1 and config.publication.encoding == "delta"
+        self._delta = ShardDelta(rank, device, self._targets) if shared else None
         self.member: SendingMember | None = None
         """Of the weight sync's group, where this rank sends."""
         if rank in ranks:
@@ -283,12 +286,21 @@ class TrainRank(UpdateRank):
             name, phase = f"{self.role}-{self.rank}", "snapshot"
             raise ServiceFault(name, phase, f"version {command.version} was not kept: {self.version} is there")
         self.version = command.version
-        tensors = self.engine.gather(self._targets)
+        tensors = self._gathered()
         if self.member is not None:
             return self.member.gather(tensors, command.version, command.epoch)
         for _ in tensors:
             pass
         return None
+
+    def _gathered(self) -> Iterator[torch.Tensor] | Iterator[Changes]:
+        """Of the tensors that this rank sends, in their order, what changed since the last time, or the whole."""
+        shards = self.engine.shards(self._targets) if self._delta is not None else None
+        if self._delta is not None and shards is not None:
+            changes = self._delta.find(shards, self.member is None or self.member.sender.filled)
+            if changes is not None:
+                return changes
+        return self.engine.gather(self._targets)
 
     def export(self, command: Export) -> None:
         if self.rank:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from msgspec import Struct
@@ -21,6 +21,9 @@ from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import drop_frames, reason
 from runtime.weights.group import AVAILABLE, Transfer, WeightGroup, allocate, tensors_of
 from runtime.weights.plan import Manifest, plan_buckets
+
+if TYPE_CHECKING:
+    from runtime.weights.shard_delta import Changes
 
 T = TypeVar("T")
 
@@ -62,6 +65,8 @@ class WeightSender:
         self._missing = [len(bucket.entries) for bucket in own]  # how many tensors each still lacks
         self._digests: dict[int, int] = {}  # of this version's buckets, from their first send, by `_first`
         self._first: BucketTags | None = None
+        self.filled = False
+        """Whether the buckets hold all of what was gathered last."""
         self.intact = True
         """False once a bucket is found to have changed since it was gathered."""
         self._group: WeightGroup | None = None  # of the transfer under way
@@ -72,24 +77,30 @@ class WeightSender:
 
         Blocks while a transfer reads them; raises DeadlineExceeded after `timeout` seconds.
         """
+        self.filled = False
         with self._changed:
             self._await_idle("snapshot", timeout)
             self._digests, self._first, self.intact = {}, None, True
             self._missing = [len(bucket.entries) for _, bucket in self._own]
 
     @torch.no_grad()
-    def fill(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy this sender's tensors, in the manifest's order and on any device; they are cast to the manifest's dtypes.
+    def fill(self, tensors: Iterable[torch.Tensor | Changes]) -> None:
+        """Copy this sender's tensors, in the manifest's order and on any device; they are cast to the manifest's dtypes. Or
+        change those of the version before.
 
         All of `tensors` is taken even after the transfer has failed, because the other ranks may take part in each of them.
         """
         for place, tensor in enumerate(tensors):
             bucket = self._bucket_of[self._tensors[place]]
-            self._views[place].copy_(tensor)
+            if isinstance(tensor, torch.Tensor):
+                self._views[place].copy_(tensor)
+            else:
+                tensor.apply(self._views[place])
             with self._changed:
                 self._missing[bucket] -= 1
                 if not self._missing[bucket]:
                     self._changed.notify_all()
+        self.filled = True
 
     def send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[SendResult]:
         """Send its buckets, stamped with `version`, from a thread; each must be whole and taken within `deadline` seconds.
@@ -265,7 +276,7 @@ class SendingMember:
     def close(self) -> Future[None]:
         return self._leave()
 
-    def gather(self, tensors: Iterable[torch.Tensor], version: PolicyVersion, epoch: int) -> Future[SendResult]:
+    def gather(self, tensors: Iterable[torch.Tensor | Changes], version: PolicyVersion, epoch: int) -> Future[SendResult]:
         """Fill the buckets with `version`, sending each as soon as it is whole; the future is the transfer's.
 
         Blocks while a transfer of the version before ends, and while the group connects. The future raises ServiceFault when
