@@ -254,7 +254,7 @@ class TrainRank(UpdateRank):
         if rank in ranks:
             settings = config.publication
             pin, number = device.type == "cuda", ranks.index(rank)
-            sender = WeightSender(self.manifest, number=number, pin=pin)
+            sender = WeightSender(self.manifest, number=number, pin=pin, told=shared)
             self.member = SendingMember(sender, self.senders[number], settings.join_timeout, settings.transfer_timeout)
 
     def address_of(self, address: GroupAddress) -> GroupAddress:

@@ -202,6 +202,9 @@ class Link(ABC):
         """Memory, uint8 [nbytes], out of which rank 0 can send."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def tell(self, index: int, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
+        """Rank 0: as `DeltaEncoder.tell`, of the bucket that is sent next."""
+
     @abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         """Rank 0: start to move bucket `index`, `buffer` (uint8, host memory), to all others. Raises RuntimeError."""
@@ -245,6 +248,9 @@ class WeightGroup(ABC):
     @abstractmethod
     def await_announcement(self, version: PolicyVersion) -> None:
         """The receivers: block until `announce`, `abort`, or the loss of rank 0. Raises RuntimeError for the latter two."""
+
+    def tell(self, index: int, changed: Any) -> None:  # noqa: B027 - of use to deltas alone
+        """Its root: as `DeltaEncoder.tell`, of the bucket that is sent next."""
 
     @abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:

@@ -70,6 +70,9 @@ class StoreGroup(WeightGroup):
         self._transfers += 1
         self._running_store().await_value(f"transfer/{self._transfers}", timeouts.GLOO_BACKSTOP)
 
+    def tell(self, index: int, changed: Any) -> None:
+        self._links[0].tell(index, changed)
+
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         return self._links[0].send(index, buffer)
 

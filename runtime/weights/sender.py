@@ -9,6 +9,7 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from msgspec import Struct
 
@@ -23,6 +24,7 @@ from runtime.weights.group import AVAILABLE, Transfer, WeightGroup, allocate, te
 from runtime.weights.plan import Manifest, plan_buckets
 
 if TYPE_CHECKING:
+    from runtime.weights.delta import Positions
     from runtime.weights.shard_delta import Changes
 
 T = TypeVar("T")
@@ -49,8 +51,9 @@ class WeightSender:
     Every bucket has a buffer of its own, so that a version can be sent again, in another epoch, until the next is begun.
     """
 
-    def __init__(self, manifest: Manifest, *, number: int = 0, pin: bool = False):
-        """`number`: which of the manifest's senders it is. `pin` page-locks the buffers, for copies from an accelerator. Raises
+    def __init__(self, manifest: Manifest, *, number: int = 0, pin: bool = False, told: bool = False):
+        """`number`: which of the manifest's senders it is. `pin` page-locks the buffers, for copies from an accelerator.
+        `told`: where it is not filled with whole tensors, it is with changes, so that no transport has to look for them. Raises
         InvalidMessage for a manifest without a plan."""
         self.buckets = plan_buckets(manifest)
         self._manifest = manifest
@@ -59,8 +62,13 @@ class WeightSender:
         self._buffers = allocate(own, pin, AVAILABLE)
         self._bucket_of = {entry.tensor: place for place, bucket in enumerate(own) for entry in bucket.entries}
         self._tensors = sorted(self._bucket_of)
+        self._offsets = [
+            entry.offset for _, entry in sorted((entry.tensor, entry) for bucket in own for entry in bucket.entries)
+        ]
         found = tensors_of(manifest, own, self._buffers)
         self._views = [found[tensor] for tensor in self._tensors]
+        self._told = told
+        self._words: list[list[Positions] | None] = [None] * len(own)  # which words of each bucket changed; None: any may have
         self._changed = threading.Condition()  # guards what follows
         self._missing = [len(bucket.entries) for bucket in own]  # how many tensors each still lacks
         self._digests: dict[int, int] = {}  # of this version's buckets, from their first send, by `_first`
@@ -82,6 +90,7 @@ class WeightSender:
             self._await_idle("snapshot", timeout)
             self._digests, self._first, self.intact = {}, None, True
             self._missing = [len(bucket.entries) for _, bucket in self._own]
+            self._words = [[] for _ in self._own]
 
     @torch.no_grad()
     def fill(self, tensors: Iterable[torch.Tensor | Changes]) -> None:
@@ -94,8 +103,11 @@ class WeightSender:
             bucket = self._bucket_of[self._tensors[place]]
             if isinstance(tensor, torch.Tensor):
                 self._views[place].copy_(tensor)
+                self._words[bucket] = None
             else:
-                tensor.apply(self._views[place])
+                changed = tensor.apply(self._views[place]) + self._offsets[place] // 2
+                if (words := self._words[bucket]) is not None:
+                    words.append(changed)
             with self._changed:
                 self._missing[bucket] -= 1
                 if not self._missing[bucket]:
@@ -173,6 +185,9 @@ class WeightSender:
             if first is not group.tags:  # whose seed is another
                 digest = first.digest(bucket, buffer)
             self._require_same(index, digest, group.name)
+            if self._told:
+                words = self._words[place]
+                group.tell(index, None if words is None else np.sort(np.concatenate(words)))
             pending.append(group.send(index, buffer))
             self._take(pending, DEPTH - 1, give_up)
         self._take(pending, 0, give_up)

@@ -10,7 +10,7 @@ All ranks make the same calls in the same order, each of which is a collective o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct, msgpack
 
-from runtime.weights.delta import Words, decode, encode, words_of
+from runtime.weights.delta import Positions, Words, decode, encode, words_of
 
 EXCHANGE_BYTES = 64 << 20  # that one rank sends at once; a single larger change counts as one
 
@@ -26,7 +26,8 @@ Bytes = npt.NDArray[np.uint8]
 Span = tuple[tuple[int, int], ...]  # (first, last + 1) in each dimension that is cut, from the first dimension on
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """A rank's part of a tensor."""
 
     place: int  # of the tensor, in the manifest
@@ -51,18 +52,25 @@ class Changes:
     def add(self, span: Span, payload: Bytes) -> None:
         self._parts.append((span, payload))
 
-    def apply(self, tensor: torch.Tensor) -> None:
-        """Bring `tensor`, whole and as it was published, up to date. Raises RuntimeError for a payload that does not fit it."""
+    def apply(self, tensor: torch.Tensor) -> Positions:
+        """Bring `tensor`, whole and as it was published, up to date; returns which of its words may have changed, in no order.
+
+        Raises RuntimeError for a payload that does not fit it.
+        """
+        changed = [np.empty(0, np.int64)]
         for span, payload in self._parts:
             part = tensor[tuple(slice(*bounds) for bounds in span)]
             block = part.contiguous()
             words = _words(block)
             if payload.nbytes == words.nbytes:
                 words[:] = payload.view(np.uint16)
+                places = np.arange(len(words))
             else:
-                decode(words, payload)
+                places = decode(words, payload)
+            changed.append(_in_whole(places, span, tensor))
             if block is not part:
                 part.copy_(block)
+        return np.concatenate(changed)
 
 
 class ShardDelta:
@@ -164,6 +172,17 @@ def _unpacked(message: Bytes) -> Iterator[tuple[Change, Bytes]]:
     for change in msgpack.decode(message[8:end].tobytes(), type=list[Change]):
         yield change, message[end : end + change.nbytes]
         end += change.nbytes
+
+
+def _in_whole(places: Positions, span: Span, tensor: torch.Tensor) -> Positions:
+    """Positions in the part `span` of `tensor`, rows or columns, as positions in the whole of it."""
+    scale = tensor.itemsize // 2
+    row = tensor.numel() // tensor.shape[0] * scale  # words
+    first, width = 0, row
+    if len(span) == 2:
+        column = row // tensor.shape[1]
+        first, width = span[1][0] * column, (span[1][1] - span[1][0]) * column
+    return (span[0][0] + places // width) * row + first + places % width
 
 
 def _words(block: torch.Tensor) -> Words:

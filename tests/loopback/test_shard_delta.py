@@ -14,10 +14,17 @@ from runtime.cluster.topology import data_leaders
 from runtime.commands import Accumulate, Apply, BeginStep
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import policy_trainer
+from runtime.types import PolicyVersion
 from runtime.weights import shard_delta
-from runtime.weights.shard_delta import Shard, ShardDelta
+from runtime.weights.delta import encode, words_of
+from runtime.weights.plan import Manifest, TensorSpec
+from runtime.weights.receiver import WeightReceiver
+from runtime.weights.sender import WeightSender
+from runtime.weights.shard_delta import Changes, Shard, ShardDelta, Span
 from tests.loopback.ranks import run_ranks
 from tests.loopback.test_gather import Senders, config_of, equal, publish
+from tests.loopback.weight_aborts import connected
+from tests.loopback.weight_cases import PATIENCE
 from tests.unit.training_cases import make_groups, make_policy
 
 SHAPES = ((7, 6), (64, 9), (1, 4), (33,), (5, 12, 2), (2, 2))
@@ -45,7 +52,9 @@ def follow(rank: int, folder: Path, count: int, seed: int, exchange_bytes: int) 
     """Random changes of random tensors, the same on all ranks: what the targets make of them is those tensors."""
     shard_delta.EXCHANGE_BYTES = exchange_bytes
     random = np.random.default_rng(seed)
-    wholes = [torch.from_numpy(random.integers(-(2**15), 2**15, shape, dtype=np.int16)).view(torch.bfloat16) for shape in SHAPES]
+    wholes = [
+        torch.from_numpy(random.integers(-(2**15), 2**15, shape, dtype=np.int16)).view(torch.bfloat16) for shape in SHAPES
+    ]
     targets = [int(random.integers(0, count)) for _ in SHAPES]
     delta = ShardDelta(rank, torch.device("cpu"), targets)
     held: dict[int, torch.Tensor] = {}
@@ -76,7 +85,51 @@ def test_what_the_targets_have_is_the_tensors_as_they_are(tmp_path: Path, count:
     run_ranks(follow, tmp_path, count, count, 11 * count, exchange_bytes)
 
 
-def published(folder: Path, engine: str, rank: int, senders: Senders, split: str, encoding: str) -> list[dict[str, torch.Tensor]]:
+@pytest.mark.parametrize("way", ["collective+delta", "shared_memory+delta", "files+delta"])
+def test_a_sender_that_is_told_what_changed_sends_that_and_keeps_no_copy(tmp_path: Path, way: str) -> None:
+    manifest = Manifest(tuple(TensorSpec(str(place), "bfloat16", shape) for place, shape in enumerate(SHAPES)), 600)
+    groups, receiver, sender = (
+        connected(way, 2, folder=str(tmp_path)),
+        WeightReceiver(manifest),
+        WeightSender(manifest, told=True),
+    )
+    random, wholes = np.random.default_rng(1), [torch.zeros(shape, dtype=torch.bfloat16) for shape in SHAPES]
+    took = []
+    for version in range(6):
+        before = [whole.clone() for whole in wholes]
+        for whole in wholes:
+            bits(whole)[torch.from_numpy(random.integers(0, whole.numel(), 1 + version % 3))] += 1
+        reception = receiver.receive(groups[1], PolicyVersion(0, version), PATIENCE)
+        sender.begin(PATIENCE)
+        sender.fill(wholes if version in (0, 4) else [changed(*pair) for pair in zip(before, wholes, strict=True)])
+        took.append(sender.send(groups[0], PolicyVersion(0, version), PATIENCE).result(PATIENCE).nbytes)
+        staged = reception.result(PATIENCE)
+        assert all(torch.equal(bits(got), bits(whole)) for got, whole in zip(staged.tensors().values(), wholes, strict=True))
+        staged.release()
+    assert took[4] > max(took[1:4])  # which is whole
+    encoder = groups[0]._encoder if way.startswith("files") else groups[0]._links[0]._encoder  # type: ignore[attr-defined]
+    assert encoder._last == {}
+    for group in groups:
+        group.abort()
+
+
+def changed(before: torch.Tensor, now: torch.Tensor) -> Changes:
+    """Found in two shards: the first columns, or rows, and the others."""
+    changes, rows = Changes(), before.shape[0]
+    spans: list[Span] = (
+        [((0, rows), (0, 1)), ((0, rows), (1, before.shape[1]))] if before.ndim > 1 else [((0, 5),), ((5, rows),)]
+    )
+    for span in spans:
+        index = tuple(slice(*bounds) for bounds in span)
+        old, new = (words_of(tensor[index].contiguous().view(-1).view(torch.uint8)) for tensor in (before, now))
+        payload = encode(old, new)
+        changes.add(span, new.view(np.uint8) if payload is None else payload)
+    return changes
+
+
+def published(
+    folder: Path, engine: str, rank: int, senders: Senders, split: str, encoding: str
+) -> list[dict[str, torch.Tensor]]:
     """What two ranks publish after each of four steps, and how often they gathered whole tensors for it."""
     config, device = config_of(folder, engine, 2, "all" if split == "pipeline" else None), torch.device("cpu")
     rate = msgspec.structs.replace(config.training.optimizer, learning_rate=1e-6)
