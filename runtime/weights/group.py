@@ -88,12 +88,16 @@ def _page_lock(buffer: torch.Tensor) -> None:
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
 
 
+def in_memory_file(buffer: torch.Tensor) -> torch.Tensor:
+    """`buffer`, uint8, or a copy where it does not lie in a memory file."""
+    if buffer.untyped_storage().data_ptr() in _FILES:
+        return buffer
+    return memory_file(buffer.numel()).copy_(buffer)
+
+
 def file_of(buffer: torch.Tensor) -> tuple[int, int]:
-    """The descriptor of the memory file in which `buffer` lies, uint8, and its offset there. Raises RuntimeError if in none."""
-    descriptor = _FILES.get(buffer.untyped_storage().data_ptr())
-    if descriptor is None:
-        raise RuntimeError("the buffer does not lie in shared memory")
-    return descriptor, int(buffer.storage_offset())
+    """The descriptor of the memory file in which `buffer` lies, uint8, and its offset there."""
+    return _FILES[buffer.untyped_storage().data_ptr()], int(buffer.storage_offset())
 
 
 def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[torch.Tensor]]:
@@ -258,7 +262,10 @@ class WeightGroup(ABC):
 
     @abstractmethod
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        """The receivers: start to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does its `wait`."""
+        """The receivers: start to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does its `wait`.
+
+        Where the group has one sender, that is the root of all buckets.
+        """
 
     def settle(self, nbytes: int, give_up: float) -> int:
         """The senders: say that the receivers have this sender's part of the transfer, which is `nbytes`.

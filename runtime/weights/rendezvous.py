@@ -77,7 +77,7 @@ class StoreGroup(WeightGroup):
         return self._links[0].send(index, buffer)
 
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        return self._links[root].receive(index, buffer)
+        return self._links[root if self._senders > 1 else 0].receive(index, buffer)
 
     def settle(self, nbytes: int, give_up: float) -> int:
         if self.rank:

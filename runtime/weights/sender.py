@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, TypeVar
@@ -51,15 +51,24 @@ class WeightSender:
     Every bucket has a buffer of its own, so that a version can be sent again, in another epoch, until the next is begun.
     """
 
-    def __init__(self, manifest: Manifest, *, number: int = 0, pin: bool = False, told: bool = False):
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        number: int = 0,
+        pin: bool = False,
+        told: bool = False,
+        whole: Sequence[torch.Tensor] = (),
+    ):
         """`number`: which of the manifest's senders it is. `pin` page-locks the buffers, for copies from an accelerator.
-        `told`: where it is not filled with whole tensors, it is with changes, so that no transport has to look for them. Raises
-        InvalidMessage for a manifest without a plan."""
+        `told`: where it is not filled with whole tensors, it is with changes, so that no transport has to look for them.
+        `whole`: the buffers of a version that is there, which this sender sends alone. Raises InvalidMessage for a manifest
+        without a plan."""
         self.buckets = plan_buckets(manifest)
         self._manifest = manifest
-        self._own = [(index, bucket) for index, bucket in enumerate(self.buckets) if bucket.root == number]
+        self._own = [(index, bucket) for index, bucket in enumerate(self.buckets) if whole or bucket.root == number]
         own = [bucket for _, bucket in self._own]
-        self._buffers = allocate(own, pin, AVAILABLE)
+        self._buffers = list(whole) or allocate(own, pin, AVAILABLE)
         self._bucket_of = {entry.tensor: place for place, bucket in enumerate(own) for entry in bucket.entries}
         self._tensors = sorted(self._bucket_of)
         self._offsets = [
@@ -70,7 +79,7 @@ class WeightSender:
         self._told = told
         self._words: list[list[Positions] | None] = [None] * len(own)  # which words of each bucket changed; None: any may have
         self._changed = threading.Condition()  # guards what follows
-        self._missing = [len(bucket.entries) for bucket in own]  # how many tensors each still lacks
+        self._missing = [0 if whole else len(bucket.entries) for bucket in own]  # how many tensors each still lacks
         self._digests: dict[int, int] = {}  # of this version's buckets, from their first send, by `_first`
         self._first: BucketTags | None = None
         self.filled = False
@@ -252,7 +261,15 @@ class SendingMember:
     even when it cannot send. All methods may be called from any thread.
     """
 
-    def __init__(self, sender: WeightSender, name: str, join_timeout: float, transfer_timeout: float):
+    def __init__(
+        self,
+        sender: WeightSender,
+        name: str,
+        join_timeout: float,
+        transfer_timeout: float,
+        held: PolicyVersion | None = None,
+    ):
+        """`held`: the version that the sender's buckets hold already."""
         self.sender = sender
         self._name = name
         self._join_timeout = join_timeout
@@ -262,7 +279,7 @@ class SendingMember:
         self._group: Future[WeightGroup] | None = None
         self._abort: Callable[[], None] = lambda: None
         self._leaving: Future[None] | None = None
-        self._held: PolicyVersion | None = None  # what the buckets hold, or are being filled with
+        self._held = held  # what the buckets hold, or are being filled with
 
     def open(self, epoch: int) -> Future[None]:
         """Leave the epoch before, in order to join `epoch`. The future is done once the former group is left."""
