@@ -33,7 +33,7 @@ def test_a_newcomer_gets_the_committed_version_before_it_serves_and_the_others_k
             assert late.version == publishing.committed == FIRST
             assert cast.trainer.posted.count(("send_weights", 1)) == 1
             assert cast.rollouts[0].calls[-2:] == [("host", 2), ("resend", 1)]
-            await until(lambda: not pool.membership.stale)
+            await until(lambda: address_of(late)[2] == 3)
             members = address_of(cast.rollouts[0]), address_of(late)
             assert [member[1:] for member in members] == [(1, 3), (2, 3)]
             await publishing.publish(SECOND)
