@@ -57,7 +57,7 @@ class ShardsSettings(Struct, frozen=True):
     rounds: int = 7
 
 
-class Costs(Struct):
+class VersionCosts(Struct):
     """Of one version: seconds until rank 0 has what leaves, processor seconds of all ranks, bytes of rank 0's memory."""
 
     seconds: float
@@ -69,12 +69,12 @@ class ShardsReport(Struct):
     """`costs`: by ranks and way, medians; `ratios`: by shard to whole, the median of the rounds with the lowest and highest, of
     seconds and processor seconds. `slices`: by layouts, gigabytes."""
 
-    costs: dict[int, dict[str, Costs]]
+    costs: dict[int, dict[str, VersionCosts]]
     ratios: dict[int, dict[str, tuple[float, float, float]]]
     slices: dict[str, dict[str, float]]
 
 
-class Rank:
+class ShardRank:
     """One rank: its rows of the weights, and what rank 0 keeps for either way."""
 
     def __init__(self, rank: int, count: int, settings: ShardsSettings):
@@ -145,15 +145,15 @@ def measure(settings: ShardsSettings, show: Callable[[str], None]) -> ShardsRepo
     return ShardsReport(costs, ratios, slices())
 
 
-def _middle(found: list[Costs]) -> Costs:
-    return Costs(median(each.seconds for each in found), median(each.cpu for each in found), found[-1].held)
+def _middle(found: list[VersionCosts]) -> VersionCosts:
+    return VersionCosts(median(each.seconds for each in found), median(each.cpu for each in found), found[-1].held)
 
 
 def _spread(found: list[float]) -> tuple[float, float, float]:
     return median(found), min(found), max(found)
 
 
-def _rounds(count: int, settings: ShardsSettings) -> list[dict[str, Costs]]:
+def _rounds(count: int, settings: ShardsSettings) -> list[dict[str, VersionCosts]]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=_work, args=(rank, count, settings, folder)) for rank in range(count)]
@@ -170,14 +170,14 @@ def _rounds(count: int, settings: ShardsSettings) -> list[dict[str, Costs]]:
             for each in ranks:
                 each.kill()
                 each.join()
-        return msgspec.json.decode((Path(folder) / "rounds.json").read_bytes(), type=list[dict[str, Costs]])
+        return msgspec.json.decode((Path(folder) / "rounds.json").read_bytes(), type=list[dict[str, VersionCosts]])
 
 
 def _work(rank: int, count: int, settings: ShardsSettings, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=PATIENCE))
-    here, rounds = Rank(rank, count, settings), []
+    here, rounds = ShardRank(rank, count, settings), []
     for number in range(settings.rounds + 1):
         here.change()
         found = {}
@@ -188,7 +188,7 @@ def _work(rank: int, count: int, settings: ShardsSettings, folder: str) -> None:
             seconds = time.perf_counter() - began
             spent = torch.tensor([time.process_time() - cpu])
             dist.all_reduce(spent)
-            found[way] = Costs(seconds, spent.item(), here.held(way))
+            found[way] = VersionCosts(seconds, spent.item(), here.held(way))
         if number:  # the first version is whole either way
             rounds.append(found)
             assert all(map(torch.equal, *here.buffers.values()))

@@ -32,7 +32,7 @@ from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.authentication import AuthenticatedStore
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, roots
 from runtime.weights.sender import SendingMember, SendResult, WeightSender, in_thread
-from runtime.weights.shard_delta import Changes, ShardDelta
+from runtime.weights.shard_delta import ShardDelta, TensorChanges
 
 
 class GroupRank:
@@ -247,14 +247,15 @@ class TrainRank(UpdateRank):
         self.senders = tuple(f"{self.role}-{sender}" for sender in ranks)
         """What they are called, rank 0 first."""
         self._targets = [ranks[root] for root in roots(self.manifest)]
-        shared = world_size > 1 and config.publication.encoding == "delta"
-        self._delta = ShardDelta(rank, device, self._targets) if shared else None
+        deltas = world_size > 1 and config.publication.encoding == "delta"
+        by_shard = deltas and engine.shards(self._targets) is not None
+        self._delta = ShardDelta(rank, device, self._targets) if by_shard else None
         self.member: SendingMember | None = None
         """Of the weight sync's group, where this rank sends."""
         if rank in ranks:
             settings = config.publication
             pin, number = device.type == "cuda", ranks.index(rank)
-            sender = WeightSender(self.manifest, number=number, pin=pin, told=shared)
+            sender = WeightSender(self.manifest, number=number, pin=pin, told=by_shard)
             self.member = SendingMember(sender, self.senders[number], settings.join_timeout, settings.transfer_timeout)
 
     def address_of(self, address: GroupAddress) -> GroupAddress:
@@ -293,14 +294,13 @@ class TrainRank(UpdateRank):
             pass
         return None
 
-    def _gathered(self) -> Iterator[torch.Tensor] | Iterator[Changes]:
+    def _gathered(self) -> Iterator[torch.Tensor] | Iterator[TensorChanges]:
         """Of the tensors that this rank sends, in their order, what changed since the last time, or the whole."""
         shards = self.engine.shards(self._targets) if self._delta is not None else None
-        if self._delta is not None and shards is not None:
-            changes = self._delta.find(shards, self.member is None or self.member.sender.filled)
-            if changes is not None:
-                return changes
-        return self.engine.gather(self._targets)
+        if self._delta is None or shards is None:
+            return self.engine.gather(self._targets)
+        current = self.member is None or self.member.sender.filled
+        return self._delta.find(shards, current) or self.engine.gather(self._targets)
 
     def export(self, command: Export) -> None:
         if self.rank:

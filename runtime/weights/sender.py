@@ -25,7 +25,7 @@ from runtime.weights.plan import Manifest, plan_buckets
 
 if TYPE_CHECKING:
     from runtime.weights.delta import Positions
-    from runtime.weights.shard_delta import Changes
+    from runtime.weights.shard_delta import TensorChanges
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class WeightSender:
             self._words = [[] for _ in self._own]
 
     @torch.no_grad()
-    def fill(self, tensors: Iterable[torch.Tensor | Changes]) -> None:
+    def fill(self, tensors: Iterable[torch.Tensor | TensorChanges]) -> None:
         """Copy this sender's tensors, in the manifest's order and on any device; they are cast to the manifest's dtypes. Or
         change those of the version before.
 
@@ -308,7 +308,7 @@ class SendingMember:
     def close(self) -> Future[None]:
         return self._leave()
 
-    def gather(self, tensors: Iterable[torch.Tensor | Changes], version: PolicyVersion, epoch: int) -> Future[SendResult]:
+    def gather(self, tensors: Iterable[torch.Tensor | TensorChanges], version: PolicyVersion, epoch: int) -> Future[SendResult]:
         """Fill the buckets with `version`, sending each as soon as it is whole; the future is the transfer's.
 
         Blocks while a transfer of the version before ends, and while the group connects. The future raises ServiceFault when

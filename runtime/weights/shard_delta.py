@@ -35,7 +35,7 @@ class Shard:
     block: torch.Tensor  # whole[index], in the dtype on the wire, on any device
 
 
-class Change(Struct, frozen=True, array_like=True):
+class ShardChange(Struct, frozen=True, array_like=True):
     """What is told of a shard that changed; the payload follows."""
 
     place: int
@@ -43,7 +43,7 @@ class Change(Struct, frozen=True, array_like=True):
     nbytes: int  # of the payload: as `delta.encode` has it, or as many as the shard has, then its words
 
 
-class Changes:
+class TensorChanges:
     """What changed of one tensor since it was published."""
 
     def __init__(self) -> None:
@@ -78,19 +78,20 @@ class ShardDelta:
 
     def __init__(self, rank: int, device: torch.device, targets: Sequence[int]):
         """`targets`: for each of the manifest's tensors, the rank that sends it. `device`: what NCCL and HCCL exchange from."""
-        self._rank = rank
         self._targets = targets
         self._own = [place for place, target in enumerate(targets) if target == rank]
         self._device = torch.device("cpu") if dist.get_backend() == "gloo" else device
         self._published: dict[tuple[int, Span], Words] = {}
+        self._complete = True  # whether what was found the last time has come to its targets
 
-    def find(self, shards: Iterable[Shard], current: bool) -> Iterator[Changes] | None:
+    def find(self, shards: Iterable[Shard], current: bool) -> Iterator[TensorChanges] | None:
         """What changed of each tensor that this rank sends, in the manifest's order. None on all ranks where whole tensors have
         to be gathered: some rank's buckets or copy are not `current`, or more than half of its shards would travel.
 
         `shards`: all ranks' together are each tensor once. `current`: whether this rank's buckets hold what was gathered last.
         """
-        found: list[tuple[Change, Bytes]] = []
+        current, self._complete = current and self._complete, False
+        found: list[tuple[ShardChange, Bytes]] = []
         total = moved = 0
         for shard in shards:
             span, words = tuple((part.start, part.stop) for part in shard.index), _words(shard.block)
@@ -98,16 +99,18 @@ class ShardDelta:
             current = current and payload is not None
             total += words.nbytes
             if payload is not None and payload.nbytes:
-                found.append((Change(shard.place, span, payload.nbytes), payload))
+                found.append((ShardChange(shard.place, span, payload.nbytes), payload))
                 moved += payload.nbytes
         exchanges = list(_exchanges(found))
         outdated, dense, count = self._most(not current, 2 * moved > total, len(exchanges))
         if outdated or dense:
+            self._complete = True  # whole tensors come to them
             return None
-        changes = {place: Changes() for place in self._own}
+        changes = {place: TensorChanges() for place in self._own}
         for number in range(count):
             for change, payload in self._exchange(exchanges[number] if number < len(exchanges) else []):
                 changes[change.place].add(change.span, payload)
+        self._complete = True
         return iter(changes.values())
 
     def _changed(self, key: tuple[int, Span], words: Words) -> Bytes | None:
@@ -126,7 +129,7 @@ class ShardDelta:
         dist.all_reduce(told, dist.ReduceOp.MAX)
         return told.tolist()
 
-    def _exchange(self, found: Sequence[tuple[Change, Bytes]]) -> Iterator[tuple[Change, Bytes]]:
+    def _exchange(self, found: Sequence[tuple[ShardChange, Bytes]]) -> Iterator[tuple[ShardChange, Bytes]]:
         """Send each change to its tensor's target; what has this rank as its target."""
         messages: list[list[Bytes]] = []
         for target in range(dist.get_world_size()):
@@ -144,9 +147,9 @@ class ShardDelta:
             yield from _unpacked(message.numpy())
 
 
-def _exchanges(found: Sequence[tuple[Change, Bytes]]) -> Iterator[list[tuple[Change, Bytes]]]:
+def _exchanges(found: Sequence[tuple[ShardChange, Bytes]]) -> Iterator[list[tuple[ShardChange, Bytes]]]:
     """`found` in parts of at most `EXCHANGE_BYTES`, or of one change."""
-    part: list[tuple[Change, Bytes]] = []
+    part: list[tuple[ShardChange, Bytes]] = []
     filled = 0
     for change, payload in found:
         if part and filled + payload.nbytes > EXCHANGE_BYTES:
@@ -158,18 +161,18 @@ def _exchanges(found: Sequence[tuple[Change, Bytes]]) -> Iterator[list[tuple[Cha
         yield part
 
 
-def _packed(changes: Sequence[tuple[Change, Bytes]]) -> list[Bytes]:
+def _packed(changes: Sequence[tuple[ShardChange, Bytes]]) -> list[Bytes]:
     """A message: the length of its table in 8 bytes, little-endian, the table, and the payloads."""
     table = msgpack.encode([change for change, _ in changes])
     head = len(table).to_bytes(8, "little") + table
     return [np.frombuffer(head, np.uint8), *(payload for _, payload in changes)]
 
 
-def _unpacked(message: Bytes) -> Iterator[tuple[Change, Bytes]]:
+def _unpacked(message: Bytes) -> Iterator[tuple[ShardChange, Bytes]]:
     if not len(message):
         return
     end = 8 + int.from_bytes(message[:8].tobytes(), "little")
-    for change in msgpack.decode(message[8:end].tobytes(), type=list[Change]):
+    for change in msgpack.decode(message[8:end].tobytes(), type=list[ShardChange]):
         yield change, message[end : end + change.nbytes]
         end += change.nbytes
 

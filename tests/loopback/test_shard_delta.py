@@ -1,4 +1,4 @@
-"""Changes found by shard: what a sending rank makes of them is bit for bit what gathering whole tensors gives."""
+"""TensorChanges found by shard: what a sending rank makes of them is bit for bit what gathering whole tensors gives."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from runtime.cluster.topology import data_leaders
 from runtime.commands import Accumulate, Apply, BeginStep
+from runtime.config import Lora
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import policy_trainer
 from runtime.types import PolicyVersion
@@ -20,7 +21,7 @@ from runtime.weights.delta import encode, words_of
 from runtime.weights.plan import Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.sender import WeightSender
-from runtime.weights.shard_delta import Changes, Shard, ShardDelta, Span
+from runtime.weights.shard_delta import Shard, ShardDelta, Span, TensorChanges
 from tests.loopback.ranks import run_ranks
 from tests.loopback.test_gather import Senders, config_of, equal, publish
 from tests.loopback.weight_aborts import connected
@@ -113,9 +114,9 @@ def test_a_sender_that_is_told_what_changed_sends_that_and_keeps_no_copy(tmp_pat
         group.abort()
 
 
-def changed(before: torch.Tensor, now: torch.Tensor) -> Changes:
+def changed(before: torch.Tensor, now: torch.Tensor) -> TensorChanges:
     """Found in two shards: the first columns, or rows, and the others."""
-    changes, rows = Changes(), before.shape[0]
+    changes, rows = TensorChanges(), before.shape[0]
     spans: list[Span] = (
         [((0, rows), (0, 1)), ((0, rows), (1, before.shape[1]))] if before.ndim > 1 else [((0, 5),), ((5, rows),)]
     )
@@ -138,6 +139,8 @@ def published(
         training=msgspec.structs.replace(config.training, optimizer=rate),
         publication=msgspec.structs.replace(config.publication, encoding=encoding, dtype="bfloat16", senders=senders),
     )
+    if split == "lora":
+        config = msgspec.structs.replace(config, lora=Lora(rank=2, alpha=4.0))
     engine_here = policy_trainer(config, rank=rank, world_size=2, device=device)
     worker = TrainRank(engine_here, config, rank, 2, device)
     leaders = data_leaders(config.services.trainer)
@@ -157,7 +160,8 @@ def published(
         found.append(publish(worker, step + 1))
     if worker.member is not None:
         worker.member.close().result(60.0)
-    assert len(wholes) == (1 if encoding == "delta" else 4)
+    assert len(wholes) == (1 if encoding == "delta" and split != "lora" else 4)
+    assert worker.member is None or worker.member.sender._told == (encoding == "delta" and split != "lora")
     return found
 
 
@@ -168,10 +172,15 @@ def member(rank: int, folder: Path, engine: str, senders: Senders, split: str) -
 
 
 @pytest.mark.parametrize("senders", ["one", "all"])
-@pytest.mark.parametrize(("engine", "split"), [("torch", ""), ("megatron", "tensor"), ("megatron", "pipeline")])
-def test_engines_publish_by_shard_what_they_publish_whole(tmp_path: Path, engine: str, split: str, senders: Senders) -> None:
+@pytest.mark.parametrize(
+    ("engine", "split"), [("torch", ""), ("torch", "lora"), ("megatron", "tensor"), ("megatron", "pipeline")]
+)
+def test_engines_publish_by_shard_what_they_publish_whole(tmp_path: Path, split: str, senders: Senders) -> None:
+    engine = "torch" if split in ("", "lora") else "megatron"
     if engine == "megatron":
         pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
+    if split == "lora":
+        pytest.importorskip("peft", reason="needs PEFT: pip install 'sluice-rl[lora]'")
     make_policy(tmp_path / "policy")
     run_ranks(member, tmp_path, 2, engine, senders, split)
     whole, by_shard = torch.load(tmp_path / "published.pt")
