@@ -114,6 +114,13 @@ def _scale(options: Options, show: Show) -> Measured:
     return bench, report
 
 
+def _shards(options: Options, show: Show) -> Measured:
+    from benchmarks.publication import shards as bench
+
+    report = bench.measure(bench.ShardsSettings(), show)
+    return report, bench.render(report)
+
+
 def _simulation(options: Options, show: Show) -> Measured:
     from benchmarks import simulation as bench
 
@@ -211,6 +218,7 @@ BENCHES: dict[str, Callable[[Options, Show], Measured]] = {
     "rewards": _rewards,
     "rollout": _rollout,
     "scale": _scale,
+    "shards": _shards,
     "simulation": _simulation,
     "staleness": _staleness,
     "startup": _usual("startup"),

@@ -78,7 +78,8 @@ class WeightsHosted(Struct, frozen=True):
 
 class HostWeights(Command[WeightsHosted], frozen=True):
     """Open the rendezvous of a new epoch, as its rank 0. `world_size` counts the trainer as one, the first, however many of its
-    ranks send. `transport`: one of `runtime.weights.rendezvous.TRANSPORTS`."""
+    ranks send. `transport`: one of `runtime.weights.rendezvous.TRANSPORTS`. A rollout gets it that is to bring others the
+    version which it has."""
 
     epoch: int
     world_size: int
@@ -132,8 +133,8 @@ class SendWeights(Command[WeightsSent], frozen=True):
 
 
 class ResendWeights(Command[WeightsSent], frozen=True):
-    """Send what was gathered of `version` once more, whatever the engine does meanwhile: it is kept until the next version is
-    gathered. ServiceFault, phase "snapshot", when it is not."""
+    """Send what was gathered, or received, of `version` once more, whatever the engine does meanwhile: it is kept until the
+    next version is. ServiceFault, phase "snapshot", when it is not."""
 
     version: PolicyVersion
     epoch: int

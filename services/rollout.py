@@ -9,8 +9,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from runtime.cluster.topology import replicas, takes_turns
-from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Level, Move, ReceiveWeights, WeightsCommitted
-from runtime.config import Config, Publication
+from runtime.commands import (
+    AbortWeights,
+    CommitWeights,
+    HostWeights,
+    JoinWeights,
+    Level,
+    Move,
+    ReceiveWeights,
+    ResendWeights,
+    WeightsCommitted,
+)
+from runtime.config import Config
 from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, ServiceFault
 from runtime.process import os_process, spans
 from runtime.process.spans import PUBLICATION
@@ -20,12 +30,12 @@ from services import process
 from services.models import Actor, Request
 from services.rpc import contract
 from services.rpc.server import Handler
+from services.staging import Staging
+from services.weights import Giver
 
 if TYPE_CHECKING:
     from runtime.rollout.engine import RolloutEngine
     from runtime.weights.group import WeightGroup
-    from runtime.weights.plan import Manifest
-    from runtime.weights.receiver import Staged, WeightReceiver
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -35,9 +45,11 @@ if TYPE_CHECKING:
 class Subscription:
     """Answers each request when its work is done, beside generation: at most one join, one reception and one commit at once."""
 
-    def __init__(self, engine: RolloutEngine, settings: Publication, name: str, shared: bool):
+    def __init__(self, engine: RolloutEngine, config: Config, name: str, shared: bool):
         """`shared`: the engine's workers are processes of their own, which read the weights where they were staged."""
+        settings = config.publication
         self.staging = Staging(engine, settings, name, shared)
+        self.giver = Giver(config, name)
         self.epoch = 0  # of the group that this rollout is in, or is about to join
         self.group: WeightGroup | None = None
         self.swaps = 0
@@ -59,9 +71,14 @@ class Subscription:
         elif isinstance(message, CommitWeights):
             await self._commit_weights(request, message)
         elif isinstance(message, AbortWeights):
+            self.giver.leave(message.epoch)
             if message.epoch == self.epoch:
                 self.leave()
             request.reply()
+        elif isinstance(message, HostWeights):
+            self._answer(request, self.giver.host(message, self.staging.receiver))
+        elif isinstance(message, ResendWeights):
+            self._answer(request, self.giver.resend(message))
         else:
             raise InvalidMessage(f"a rollout takes no {type(message).__name__}")
 
@@ -92,6 +109,7 @@ class Subscription:
     def _join(self, request: Request, message: JoinWeights) -> None:
         """Join the group in a thread of its own, so that generation goes on."""
         self.leave()
+        self.giver.leave()
         self.epoch = message.address.epoch
         self._answer(request, self._meet(message))
 
@@ -100,10 +118,11 @@ class Subscription:
         from runtime.weights.sender import in_thread
 
         epoch, timeout = message.address.epoch, message.address.timeout
-        if self._reception is not None:  # of the epoch before: its group is aborted, but its thread may still use the buckets
-            await asyncio.wait({self._reception}, timeout=timeout)
-            if not self._reception.done():
-                raise DeadlineExceeded(self._name, "join", "the reception before has not ended", timeout)
+        for before in (self._reception, self.giver.sending):
+            if before is not None:  # of the epoch before: its group is aborted, but its thread may still use the buckets
+                await asyncio.wait({before}, timeout=timeout)
+                if not before.done():
+                    raise DeadlineExceeded(self._name, "join", "the transfer before has not ended", timeout)
         met = await asyncio.wrap_future(in_thread("join-weights", lambda: rendezvous.join(message.address, self._name)))
         if epoch != self.epoch:  # this rollout was told to leave meanwhile
             met.abort()
@@ -150,74 +169,12 @@ class Subscription:
         self.swaps += 1
         request.reply(WeightsCommitted(asyncio.get_running_loop().time() - since))
 
-    def _answer(self, request: Request, work: Awaitable[None]) -> asyncio.Task[None]:
+    def _answer(self, request: Request, work: Awaitable[Any]) -> asyncio.Task[None]:
         """Do `work` beside the actor, then answer the request."""
         task = asyncio.create_task(request.answer(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-class Staging:
-    """Receives versions beside the weights in use, so that generation goes on until `RolloutEngine.swap`.
-
-    Used on the event loop, by one reception at a time. The receiver's memory outlives epochs.
-    """
-
-    def __init__(self, engine: RolloutEngine, settings: Publication, name: str, shared: bool):
-        """`shared`: the engine's workers are processes of their own, which read the weights where they were staged."""
-        self._engine = engine
-        self._settings = settings
-        self._name = name
-        self._shared = shared
-        self._receiver: WeightReceiver | None = None
-        self._staged: Staged | None = None
-        self._wanted: object | None = None  # identifies the reception whose version may be swapped in; None after `forget`
-
-    def prepare(self, manifest: Manifest) -> None:
-        """Make a receiver for the tensors of `manifest`. Raises InvalidMessage."""
-        from runtime.weights.receiver import WeightReceiver
-
-        if self._receiver is None or self._receiver.manifest != manifest:
-            self._receiver = WeightReceiver(manifest, sets=2 if self._engine.adopts else 1, shared=self._shared)
-
-    async def receive(self, group: WeightGroup, version: PolicyVersion, needed: bool) -> None:
-        """Receive and verify `version`. Stage it in the engine if it is `needed`.
-
-        Raises the errors of the receiver's future, and Cancelled after `forget`.
-        """
-        assert self._receiver is not None
-        wanted = self._wanted = object()
-        staged = await asyncio.wrap_future(self._receiver.receive(group, version, self._settings.transfer_timeout))
-        try:
-            if needed and wanted is self._wanted:
-                await self._engine.stage(staged.tensors())
-        except BaseException:
-            staged.release()
-            raise
-        if not needed:
-            staged.release()
-        elif wanted is self._wanted:
-            self._staged = staged
-        else:
-            staged.release()
-            raise Cancelled(f"{self._name}: version {version} was withdrawn while it was staged")
-
-    def taken_over(self) -> None:
-        """To be called once the engine has swapped in the version that was received."""
-        if self._staged is not None:
-            if self._engine.adopts:
-                self._staged.adopt()
-            else:
-                self._staged.release()
-            self._staged = None
-
-    def forget(self) -> None:
-        """Give up the version that was received, or is under way: it will not be swapped in. Idempotent."""
-        self._wanted = None
-        if self._staged is not None:
-            self._staged.release()
-            self._staged = None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -282,7 +239,7 @@ class RolloutService(process.Service):
     def use(self, engine: RolloutEngine) -> None:
         shared = replicas(self.config)[self.name].engine == "vllm"
         self._engine = engine
-        self.weights = Subscription(engine, self.config.publication, self.name, shared)
+        self.weights = Subscription(engine, self.config, self.name, shared)
 
     async def start(self) -> None:
         """A rollout that takes turns with the trainer starts asleep: the coordinator tells it when it has the devices."""
@@ -296,6 +253,7 @@ class RolloutService(process.Service):
             await asyncio.gather(self.background, return_exceptions=True)
         if hasattr(self, "_engine"):
             self.weights.leave()
+            self.weights.giver.close()
             await self._engine.close()
 
     @property

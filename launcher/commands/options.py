@@ -193,7 +193,7 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
         "name",
         choices=(
             *("all", "concurrency", "coordinator", "depth", "engine", "engines", "gateway", "learning", "messages"),
-            *("packing", "page", "publication", "rewards", "rollout", "scale", "simulation"),
+            *("packing", "page", "publication", "rewards", "rollout", "scale", "shards", "simulation"),
             *("staleness", "startup", "storm", "train"),
         ),
     )

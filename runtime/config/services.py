@@ -310,7 +310,8 @@ class Publication(Section, frozen=True):
     `backend`. `files`: by way of `folder`. `auto`: shared memory where trainer and all rollouts are on one machine, else the
     collective."""
     encoding: Literal["whole", "delta"] = "whole"
-    """`delta`: only what changed since the version before, without loss, over any transport."""
+    """`delta`: only what changed since the version before, without loss, over any transport; the ranks of a trainer gather no
+    more than that."""
     folder: str = ""
     """Of transport `files`: a folder that trainer and rollouts share under this path, for this run alone; earlier runs'
     versions in it are removed."""

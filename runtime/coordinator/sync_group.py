@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -37,6 +37,14 @@ class SyncGroup:
         self.transport = ""
         """The transport of its weights; "" before the first epoch."""
 
+    @property
+    def machines(self) -> Mapping[str, str]:
+        """Where those run that send, by name."""
+        return self.trainer.machines
+
+    def lost(self, reason: str) -> None:
+        """The sender is. Of the trainer nobody has to be told: whoever publishes raises."""
+
     async def open(self) -> None:
         """Connect the trainer and every living rollout. A rollout that does not come is lost, and left out of the next epoch.
 
@@ -59,7 +67,7 @@ class SyncGroup:
         """Connect the group. Returns None when it is connected, else the fault. Raises UserError when its members cannot use
         the configured transport."""
         ports: list[RolePort] = [self.pool.register.port(member) for member in epoch.members]
-        machines = {**self.trainer.machines, **{port.name: port.machine for port in ports}}
+        machines = {**self.machines, **{port.name: port.machine for port in ports}}
         transport = resolve_transport(self.settings.transport, self.settings.backend, machines)
         names = [self.trainer.name, *(port.name for port in ports)]
         # The trainer opens the rendezvous and answers at once; it connects beside this, once the rollouts have come.
@@ -106,6 +114,42 @@ class SyncGroup:
                 self.pool.register.lose(port, str(error))
                 failed = failed if isinstance(failed, Unreachable | Unanswered) else error
         return failed
+
+
+class PeerGroup(SyncGroup):
+    """A rollout that has the committed version, in the trainer's place, and the newcomers. The trainer hears nothing of it."""
+
+    trainer: RolePort  # type: ignore[assignment]
+
+    def __init__(self, giver: RolePort, pool: RolloutPool, settings: Settings):
+        super().__init__(giver, pool, settings)  # type: ignore[arg-type]
+
+    @property
+    def machines(self) -> Mapping[str, str]:
+        return {self.trainer.name: self.trainer.machine}
+
+    def lost(self, reason: str) -> None:
+        self.pool.register.lose(self.trainer, reason)
+
+    async def open(self) -> None:
+        """Once. Raises SluiceError when somebody does not come, who is lost."""
+        try:
+            fault = await self._meet(self.pool.membership.open(self.pool.membership.newcomers))
+        except (Unreachable, Unanswered) as error:
+            self.lost(str(error))
+            raise
+        if fault is not None:
+            raise fault
+
+
+def nearest(newcomers: Sequence[RolePort], serving: Sequence[RolePort], trainer: Collection[str]) -> RolePort | None:
+    """Who of the `serving` is to bring the newcomers the version that all of those have: one on a newcomer's machine, else any.
+    None where the trainer, on the machines `trainer`, is nearer than all of them."""
+    late = {newcomer.machine for newcomer in newcomers} - {""}
+    close = [rollout for rollout in serving if rollout.machine in late]
+    if close or not late.intersection(trainer):
+        return next(iter([*close, *serving]), None)
+    return None
 
 
 def seen(task: asyncio.Future[Any]) -> None:

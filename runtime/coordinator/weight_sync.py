@@ -41,7 +41,7 @@ from runtime.commands import (
 )
 from runtime.config import Publication as Settings
 from runtime.coordinator.pools import RolloutPool
-from runtime.coordinator.sync_group import TRIES, SyncGroup, seen
+from runtime.coordinator.sync_group import TRIES, PeerGroup, SyncGroup, nearest, seen
 from runtime.coordinator.weight_sync_protocol import (
     Abort,
     Aborted,
@@ -174,7 +174,11 @@ class WeightPublisher:
     async def _renew(self) -> None:
         """Open a new epoch if the last is stale, and bring the committed version to the newcomers."""
         membership = self._pool.membership
-        if self.waits_for_next or self.committed is None or not membership.living or not membership.stale:
+        if self.committed is None or not membership.living or not membership.stale:
+            return
+        if membership.newcomers:
+            await self._give(self.committed)
+        if self.waits_for_next:
             return
         await self.group.open()
         if membership.newcomers:
@@ -185,6 +189,24 @@ class WeightPublisher:
             finally:
                 transaction.close()
 
+    async def _give(self, version: PolicyVersion) -> None:
+        """Have the nearest rollout that serves bring the newcomers `version`, which it has. Where it fails the trainer does."""
+        register = self._pool.register
+        newcomers = [register.port(member) for member in self._pool.membership.newcomers]
+        giver = nearest(newcomers, self._pool.serving, self.group.machines.values())
+        if giver is None or self._settings.transport == "files":  # there the trainer keeps a folder for one epoch
+            return
+        group = PeerGroup(giver, self._pool, self._settings)
+        try:
+            await group.open()
+            gift = Gift(self, version, group=group)
+            try:
+                await gift.attempt()
+            finally:
+                gift.close()
+        except SluiceError as error:
+            log.warning("%s did not bring version %s to newcomers: %s", giver.name, version, error)
+
 
 class Transaction:
     """One version until it counts: calls to the ports become events, the machine's actions become calls.
@@ -192,10 +214,16 @@ class Transaction:
     An aborted attempt is followed by another one in a new epoch, without the members that were lost.
     """
 
-    def __init__(self, publisher: WeightPublisher, version: PolicyVersion, lock: asyncio.Lock | None = None):
-        """`lock` is released once it is closed."""
+    def __init__(
+        self,
+        publisher: WeightPublisher,
+        version: PolicyVersion,
+        lock: asyncio.Lock | None = None,
+        group: SyncGroup | None = None,
+    ):
+        """`lock` is released once it is closed. `group`: the trainer's, unless another is named."""
         self._publisher = publisher
-        self._group = publisher.group
+        self._group = group or publisher.group
         self._version = version
         self._lock = lock
         self._clock = asyncio.get_running_loop().time
@@ -217,8 +245,8 @@ class Transaction:
         `TRIES` attempts that failed although nobody was lost.
         """
         began = self._clock()
-        # `_attempt` waits for the members' answers. After an abort, `open` connects a new epoch without the lost members.
-        while not await self._attempt() and not self.past:
+        # `attempt` waits for the members' answers. After an abort, `open` connects a new epoch without the lost members.
+        while not await self.attempt() and not self.past:
             await self._group.open()
             self._post()
         return PublicationFigures(
@@ -245,13 +273,16 @@ class Transaction:
     def _post(self) -> None:
         """The calls of one attempt, in the newest epoch."""
         self._epoch, self._ports = self._group.epoch, self._group.members
-        number, trainer = self._epoch.number, self._group.trainer
-        command = self._publisher.sending(self._version, number)
+        trainer, number = self._group.trainer, self._epoch.number
+        command = self._command(number)
         self._call(trainer.name, self._sent(command, trainer.post(command)), lambda _: Sent())
         for name, rollout in self._ports.items():
             self._call(name, rollout.post(ReceiveWeights(self._version, number)), Verified)
 
-    async def _attempt(self) -> bool:
+    def _command(self, epoch: int) -> SendWeights | ResendWeights:
+        return self._publisher.sending(self._version, epoch)
+
+    async def attempt(self) -> bool:
         """True once the version counts, False when it was aborted."""
         now = self._clock()
         machine = SyncAttempt(self._version, self._ports, self._group.trainer.name, self._publisher.seconds(self._behind), now)
@@ -264,6 +295,8 @@ class Transaction:
         pool = self._group.pool
         self._fruitless += not machine.lost and machine.phase == "aborted"
         self._behind |= self._group.trainer.name in machine.failed  # it may have to gather again
+        if self._group.trainer.name in machine.lost:
+            self._group.lost(machine.reason)
         if self._group.trainer.name in machine.lost or self._fruitless == TRIES:
             raise ServiceFault(", ".join(sorted(machine.lost)) or "publication", "publish", machine.reason)
         reason = machine.reason
@@ -332,6 +365,16 @@ class Transaction:
             counts = self._version == self._publisher.committed
             self.past = counts and isinstance(command, SendWeights) and phase == "snapshot"
             raise
+
+
+class Gift(Transaction):
+    """The committed version, which a rollout brings newcomers. Nothing of it is the trainer's."""
+
+    def _command(self, epoch: int) -> ResendWeights:
+        return ResendWeights(self._version, epoch)
+
+    async def _sent(self, command: SendWeights | ResendWeights, answer: Awaitable[WeightsSent]) -> None:
+        self._bytes = (await answer).bytes
 
 
 def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event]) -> Event | BaseException:

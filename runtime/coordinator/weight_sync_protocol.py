@@ -70,11 +70,11 @@ class Membership:
         """Whether the next publication needs a new epoch. It does also when no rollout lives."""
         return self._broken or not self.epoch.members or self.epoch.members != self.living
 
-    def open(self) -> Epoch:
-        """Begin the next epoch, of all living rollouts."""
+    def open(self, members: tuple[Member, ...] = ()) -> Epoch:
+        """Begin the next epoch, of all living rollouts, or of `members` alone; then it is stale once others live."""
         if not self.living:
             raise InvariantViolated("an epoch needs a living member")
-        self.epoch, self._broken = Epoch(self.epoch.number + 1, self.living), False
+        self.epoch, self._broken = Epoch(self.epoch.number + 1, members or self.living), False
         return self.epoch
 
     def break_up(self, epoch: int) -> None:

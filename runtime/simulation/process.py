@@ -171,6 +171,10 @@ class SimulatedProcess:
         async with self._in_turn:
             await self.spend(seconds)
 
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` beside what it is asked."""
+        self._tasks.add(self.loop.create_task(work))
+
     def fault(self, phase: str, message: str, deadline: float | None = None) -> ServiceFault:
         return ServiceFault(self.name, phase, message, deadline)
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -37,10 +36,9 @@ from runtime.commands import (
     WeightsHosted,
     WeightsSent,
 )
-from runtime.errors import SluiceError
 from runtime.simulation.engine import SimulatedEngine
 from runtime.simulation.process import SimulatedProcess
-from runtime.simulation.weights import SyncEpoch
+from runtime.simulation.weights import host, send
 from runtime.types import (
     GeneratedGroup,
     GroupPayload,
@@ -54,13 +52,11 @@ from runtime.types import (
     TrainGroup,
     ValueRequest,
 )
-from runtime.weights.plan import GroupAddress, Manifest
 
 if TYPE_CHECKING:
     from runtime.simulation.cluster import SimulatedCluster
 
 STATE = "simulated.json"  # what a model leaves in a checkpoint
-_MANIFEST = Manifest(tensors=(), bucket_bytes=1)
 
 
 class Stamp(msgspec.Struct, frozen=True):
@@ -140,6 +136,14 @@ class SimulatedRollout(SimulatedProcess):
             newest=new,
             payload=payload,
         )
+
+    async def host_weights(self, command: HostWeights) -> WeightsHosted:
+        return host(self, command)
+
+    async def resend_weights(self, command: ResendWeights) -> WeightsSent:
+        if self.version != command.version:
+            raise self.fault("snapshot", f"version {command.version} is not here, but {self.version}")
+        return await send(self, command, intact=True)
 
     async def join_weights(self, command: JoinWeights) -> None:
         epoch = self.cluster.epochs[command.address.epoch]
@@ -312,23 +316,7 @@ class SimulatedTrainer(SimulatedModel):
         self._intact = True  # whether it is still what was gathered
 
     async def host_weights(self, command: HostWeights) -> WeightsHosted:
-        epoch = self.cluster.epochs[command.epoch] = SyncEpoch(command.names)
-        timeout = self.cluster.config.publication.join_timeout
-        self._tasks.add(self.loop.create_task(_quietly(epoch.meet(self, timeout))))
-        address = GroupAddress(
-            *(),
-            epoch=command.epoch,
-            host=self.machine,
-            port=1,
-            rank=0,
-            world_size=len(command.names),
-            backend="gloo",
-            timeout=timeout,
-            transport=command.transport,
-            names=command.names,
-            key=b"",
-        )
-        return WeightsHosted(address, _MANIFEST)
+        return host(self, command)
 
     async def send_weights(self, command: SendWeights) -> WeightsSent:
         async with self._in_turn:  # gathered after the commands before
@@ -344,15 +332,7 @@ class SimulatedTrainer(SimulatedModel):
         return await self._send(command)
 
     async def _send(self, command: SendWeights | ResendWeights) -> WeightsSent:
-        epoch = self.cluster.epochs.get(command.epoch)
-        if epoch is None:
-            raise self.fault("transfer", f"there is no publication group of epoch {command.epoch}")
-        limits, began = self.cluster.config.publication, self.loop.time()
-        await epoch.meet(self, limits.join_timeout)
-        if not self._intact:
-            epoch.bad.add(command.version)
-        await epoch.send(self, command.version, limits.transfer_timeout)
-        return WeightsSent(round(self.cluster.costs.weights_bytes), self.loop.time() - began)
+        return await send(self, command, self._intact)
 
     async def abort_weights(self, command: AbortWeights) -> None:
         if (epoch := self.cluster.epochs.get(command.epoch)) is not None:
@@ -370,12 +350,6 @@ class SimulatedCritic(SimulatedModel):
     async def values(self, request: ValueRequest) -> bytes:
         await self.in_turn(self.cluster.costs.reference_token * request.tokens)
         return request.payload
-
-
-async def _quietly(meeting: Any) -> None:
-    """A sender connects beside what it is asked; its next transfer tells of a failure."""
-    with suppress(SluiceError):
-        await meeting
 
 
 ROLES: dict[str, type[SimulatedProcess]] = {

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from runtime.commands import HostWeights, ResendWeights, SendWeights, WeightsHosted, WeightsSent
+from runtime.errors import SluiceError
 from runtime.process.aio import done_within
 from runtime.types import PolicyVersion
+from runtime.weights.plan import GroupAddress, Manifest
 
 if TYPE_CHECKING:
     from runtime.simulation.process import SimulatedProcess
@@ -81,3 +85,46 @@ class SyncEpoch:
         if what not in self._reached:
             raise process.fault(phase, self.broken)
         await process.spend(0.0)
+
+
+_MANIFEST = Manifest(tensors=(), bucket_bytes=1)
+
+
+def host(process: SimulatedProcess, command: HostWeights) -> WeightsHosted:
+    """`process` opens an epoch, as its sender."""
+    epoch = process.cluster.epochs[command.epoch] = SyncEpoch(command.names)
+    timeout = process.cluster.config.publication.join_timeout
+    process.beside(_quietly(epoch.meet(process, timeout)))
+    address = GroupAddress(
+        *(),
+        epoch=command.epoch,
+        host=process.machine,
+        port=1,
+        rank=0,
+        world_size=len(command.names),
+        backend="gloo",
+        timeout=timeout,
+        transport=command.transport,
+        names=command.names,
+        key=b"",
+    )
+    return WeightsHosted(address, _MANIFEST)
+
+
+async def _quietly(meeting: Any) -> None:
+    """A sender connects beside what it is asked; its next transfer tells of a failure."""
+    with suppress(SluiceError):
+        await meeting
+
+
+async def send(process: SimulatedProcess, command: SendWeights | ResendWeights, intact: bool) -> WeightsSent:
+    """`process` sends what it has, `intact` or not. Raises ServiceFault."""
+    epoch = process.cluster.epochs.get(command.epoch)
+    if epoch is None:
+        raise process.fault("transfer", f"there is no publication group of epoch {command.epoch}")
+    limits, began = process.cluster.config.publication, process.loop.time()
+    await epoch.meet(process, limits.join_timeout)
+    if not intact:
+        epoch.bad.add(command.version)
+    await epoch.send(process, command.version, limits.transfer_timeout)
+    return WeightsSent(round(process.cluster.costs.weights_bytes), process.loop.time() - began)

@@ -28,6 +28,7 @@ from runtime.trainer.rows import Rows, ramps, spans, starts
 if TYPE_CHECKING:
     from runtime.trainer.statistics import Reduced, StepStatistics
     from runtime.weights.plan import TensorSpec
+    from runtime.weights.shard_delta import Shard
 
 
 T = TypeVar("T")
@@ -187,6 +188,13 @@ class ModelBackend(ABC):
         `targets`: for each of `tensor_specs`, the rank that is given it, rank 0 or one of its `holders`; () for rank 0. The
         same on all ranks, each of which exhausts its iterator: in it they send each other what the targets lack.
         """
+
+    def shards(self, targets: Sequence[int]) -> Iterator[Shard] | None:
+        """This rank's own parts of the policy, in the dtype in which it leaves; all ranks' together are each tensor once.
+
+        None where the policy is not what ranks hold. `targets`: as of `gather`; what several ranks hold comes from near them.
+        """
+        return None
 
     @abstractmethod
     def export(self, folder: Path) -> None:

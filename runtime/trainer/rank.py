@@ -32,6 +32,7 @@ from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.authentication import AuthenticatedStore
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, roots
 from runtime.weights.sender import SendingMember, SendResult, WeightSender, in_thread
+from runtime.weights.shard_delta import ShardDelta, TensorChanges
 
 
 class GroupRank:
@@ -246,12 +247,15 @@ class TrainRank(UpdateRank):
         self.senders = tuple(f"{self.role}-{sender}" for sender in ranks)
         """What they are called, rank 0 first."""
         self._targets = [ranks[root] for root in roots(self.manifest)]
+        deltas = world_size > 1 and config.publication.encoding == "delta"
+        by_shard = deltas and engine.shards(self._targets) is not None
+        self._delta = ShardDelta(rank, device, self._targets) if by_shard else None
         self.member: SendingMember | None = None
         """Of the weight sync's group, where this rank sends."""
         if rank in ranks:
             settings = config.publication
             pin, number = device.type == "cuda", ranks.index(rank)
-            sender = WeightSender(self.manifest, number=number, pin=pin)
+            sender = WeightSender(self.manifest, number=number, pin=pin, told=by_shard)
             self.member = SendingMember(sender, self.senders[number], settings.join_timeout, settings.transfer_timeout)
 
     def address_of(self, address: GroupAddress) -> GroupAddress:
@@ -283,12 +287,20 @@ class TrainRank(UpdateRank):
             name, phase = f"{self.role}-{self.rank}", "snapshot"
             raise ServiceFault(name, phase, f"version {command.version} was not kept: {self.version} is there")
         self.version = command.version
-        tensors = self.engine.gather(self._targets)
+        tensors = self._gathered()
         if self.member is not None:
             return self.member.gather(tensors, command.version, command.epoch)
         for _ in tensors:
             pass
         return None
+
+    def _gathered(self) -> Iterator[torch.Tensor] | Iterator[TensorChanges]:
+        """Of the tensors that this rank sends, in their order, what changed since the last time, or the whole."""
+        shards = self.engine.shards(self._targets) if self._delta is not None else None
+        if self._delta is None or shards is None:
+            return self.engine.gather(self._targets)
+        current = self.member is None or self.member.sender.filled
+        return self._delta.find(shards, current) or self.engine.gather(self._targets)
 
     def export(self, command: Export) -> None:
         if self.rank:

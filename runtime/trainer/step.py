@@ -44,6 +44,7 @@ from runtime.trainer.rows import Rows
 from runtime.trainer.statistics import NonFiniteReport, Reduced, StepStatistics
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values
 from runtime.weights.plan import TensorSpec
+from runtime.weights.shard_delta import Shard
 
 
 def policy_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu") -> ModelTrainer:
@@ -301,6 +302,9 @@ class ModelTrainer:
 
     def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
         return self.backend.gather(targets)
+
+    def shards(self, targets: Sequence[int]) -> Iterator[Shard] | None:
+        return self.backend.shards(targets)
 
     def export(self, folder: str) -> None:
         self.backend.export(Path(folder))

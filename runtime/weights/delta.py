@@ -5,7 +5,8 @@ and a payload: the whole bucket, or the changed words, then one byte each for th
 unchanged words between them. A header names the version that a delta starts from and the one that it leads to, each with its
 checksum, both of which every bucket's trailer holds: so deltas are a chain, and none is applied to other weights than its own.
 
-Sender and receivers keep a copy of the last version: the model's size once more in host memory on both sides.
+Sender and receivers keep a copy of the last version: the model's size once more in host memory on both sides. A sender that is
+told what changed (`shard_delta`) keeps none.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from runtime.weights.plan import TRAILER
 from runtime.weights.sender import wait_until
 
 Words = npt.NDArray[np.uint16]
+Positions = npt.NDArray[np.int64]  # of words, from 0 on
 
 FULL, DELTA = 0, 1
 HEADER = struct.Struct("<BQ16s16s")  # kind, bytes of the payload, trailers of the version before and of this one
@@ -38,25 +40,29 @@ def encode(old: Words, new: Words) -> npt.NDArray[np.uint8] | None:
     nothing fill in. None where that would not be smaller than `new` is.
     """
     changed = old != new
-    if ENTRY_BYTES * np.count_nonzero(changed) >= new.nbytes:
-        return None
-    gaps = np.diff(np.flatnonzero(changed), prepend=-1) - 1
+    return None if ENTRY_BYTES * np.count_nonzero(changed) >= new.nbytes else entries(np.flatnonzero(changed), new)
+
+
+def entries(changed: Positions, new: Words) -> npt.NDArray[np.uint8] | None:
+    """As `encode`, where it is known which words may have changed: `changed`, ascending."""
+    gaps = np.diff(changed, prepend=-1) - 1
     fillers = gaps // (WIDEST + 1)
     steps = np.full(len(gaps) + int(fillers.sum()), WIDEST, dtype=np.uint8)
     steps[np.cumsum(fillers + 1) - 1] = gaps % (WIDEST + 1)
     return np.concatenate([new[_positions(steps)].view(np.uint8), steps]) if ENTRY_BYTES * len(steps) < new.nbytes else None
 
 
-def decode(words: Words, payload: npt.NDArray[np.uint8]) -> None:
-    """Apply `payload` to `words` in place. Raises RuntimeError when it is none of these words."""
-    entries, odd = divmod(len(payload), ENTRY_BYTES)
-    positions = _positions(payload[2 * entries :])
-    if odd or (entries and positions[-1] >= len(words)):
+def decode(words: Words, payload: npt.NDArray[np.uint8]) -> Positions:
+    """Apply `payload` to `words` in place; returns which it names. Raises RuntimeError when it is none of these words."""
+    count, odd = divmod(len(payload), ENTRY_BYTES)
+    positions = _positions(payload[2 * count :])
+    if odd or (count and positions[-1] >= len(words)):
         raise RuntimeError(f"a delta of {len(payload)} bytes does not fit {len(words)} words")
-    words[positions] = payload[: 2 * entries].view(np.uint16)
+    words[positions] = payload[: 2 * count].view(np.uint16)
+    return positions
 
 
-def _positions(steps: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+def _positions(steps: npt.NDArray[np.uint8]) -> Positions:
     return np.cumsum(steps.astype(np.int64) + 1) - 1
 
 
@@ -76,25 +82,40 @@ def _name(trailer: bytes) -> str:
 
 
 class DeltaEncoder:
-    """The sender's: what each bucket held in the version before."""
+    """The sender's: what each bucket held in the version before, unless it is told what changed since."""
 
     def __init__(self, full_every: int):
         """`full_every`: of how many versions one is sent whole, the epoch's first being one."""
         self._full_every = full_every
         self._last: dict[int, Words] = {}
-        self._sent: dict[int, int] = {}  # by bucket: versions in this epoch
+        self._told: dict[int, Positions | None] = {}
+        self._sent: dict[int, tuple[int, bytes]] = {}  # by bucket: versions in this epoch, and the last one's trailer
+
+    def tell(self, index: int, changed: Positions | None) -> None:
+        """Which words of bucket `index` may have changed since it was sent last; None: any. No copy is kept of it then."""
+        self._told[index] = changed
 
     def encode(self, index: int, buffer: torch.Tensor) -> tuple[bytes, npt.NDArray[np.uint8] | None]:
         """Header and payload of bucket `index`, which `buffer` holds with its trailer; None where it is to be sent whole."""
-        new, old = words_of(buffer), self._last.get(index)
-        count = self._sent.get(index, 0)
-        changes = encode(old, new) if old is not None and count % self._full_every else None
-        base = bytes(TRAILER.size) if old is None or changes is None else _trailer(old)
-        self._sent[index] = count + 1
-        _keep(self._last, index, new)
+        new = words_of(buffer)
+        count, before = self._sent.get(index, (0, b""))
+        self._sent[index] = count + 1, _trailer(new)
+        changes = self._changes(index, new, may=count % self._full_every > 0)
         if changes is None:
-            return HEADER.pack(FULL, buffer.nbytes, base, _trailer(new)), None
-        return HEADER.pack(DELTA, changes.nbytes, base, _trailer(new)), changes
+            return HEADER.pack(FULL, buffer.nbytes, bytes(TRAILER.size), _trailer(new)), None
+        return HEADER.pack(DELTA, changes.nbytes, before, _trailer(new)), changes
+
+    def _changes(self, index: int, new: Words, may: bool) -> npt.NDArray[np.uint8] | None:
+        """The payload of a bucket that `may` be sent as one."""
+        if index in self._told:
+            self._last.pop(index, None)
+            told = self._told.pop(index)
+            trailer = np.arange(len(new) - TRAILER.size // 2, len(new))
+            return entries(np.concatenate([told, trailer]), new) if may and told is not None else None
+        old = self._last.get(index)
+        changes = encode(old, new) if may and old is not None else None
+        _keep(self._last, index, new)
+        return changes
 
 
 class DeltaDecoder:
@@ -164,6 +185,9 @@ class DeltaLink(Link):
         self._inner = inner
         self._encoder = DeltaEncoder(full_every)
         self._decoder = DeltaDecoder()
+
+    def tell(self, index: int, changed: Positions | None) -> None:
+        self._encoder.tell(index, changed)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         header, changes = self._encoder.encode(index, buffer)

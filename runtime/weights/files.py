@@ -30,7 +30,7 @@ from runtime.errors import ServiceFault, UserError
 from runtime.types import PolicyVersion
 from runtime.weights import shared_folder
 from runtime.weights.authentication import new_key
-from runtime.weights.delta import DeltaDecoder, DeltaEncoder
+from runtime.weights.delta import DeltaDecoder, DeltaEncoder, Positions
 from runtime.weights.group import PendingGroup, Transfer, WeightGroup, clear, tensors_in
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import in_thread
@@ -120,6 +120,9 @@ class FilesGroup(WeightGroup):
             self._epoch_folder, lambda name: name.startswith(prefix), give_up, timeouts.FOLDER_POLL, f"version {version}"
         )
         self._versions = [self._epoch_folder / name]
+
+    def tell(self, index: int, changed: Positions | None) -> None:
+        self._encoder.tell(index, changed)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         self._require_members()

@@ -88,12 +88,16 @@ def _page_lock(buffer: torch.Tensor) -> None:
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address)
 
 
+def in_memory_file(buffer: torch.Tensor) -> torch.Tensor:
+    """`buffer`, uint8, or a copy where it does not lie in a memory file."""
+    if buffer.untyped_storage().data_ptr() in _FILES:
+        return buffer
+    return memory_file(buffer.numel()).copy_(buffer)
+
+
 def file_of(buffer: torch.Tensor) -> tuple[int, int]:
-    """The descriptor of the memory file in which `buffer` lies, uint8, and its offset there. Raises RuntimeError if in none."""
-    descriptor = _FILES.get(buffer.untyped_storage().data_ptr())
-    if descriptor is None:
-        raise RuntimeError("the buffer does not lie in shared memory")
-    return descriptor, int(buffer.storage_offset())
+    """The descriptor of the memory file in which `buffer` lies, uint8, and its offset there."""
+    return _FILES[buffer.untyped_storage().data_ptr()], int(buffer.storage_offset())
 
 
 def locate(tensors: Mapping[str, torch.Tensor]) -> tuple[list[Location], list[torch.Tensor]]:
@@ -202,6 +206,9 @@ class Link(ABC):
         """Memory, uint8 [nbytes], out of which rank 0 can send."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def tell(self, index: int, changed: Any) -> None:  # noqa: B027 - most links send buckets whole
+        """Rank 0: as `DeltaEncoder.tell`, of the bucket that is sent next."""
+
     @abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         """Rank 0: start to move bucket `index`, `buffer` (uint8, host memory), to all others. Raises RuntimeError."""
@@ -246,13 +253,19 @@ class WeightGroup(ABC):
     def await_announcement(self, version: PolicyVersion) -> None:
         """The receivers: block until `announce`, `abort`, or the loss of rank 0. Raises RuntimeError for the latter two."""
 
+    def tell(self, index: int, changed: Any) -> None:  # noqa: B027 - of use to deltas alone
+        """Its root: as `DeltaEncoder.tell`, of the bucket that is sent next."""
+
     @abstractmethod
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         """Its root: start to move bucket `index`, `buffer` (uint8, host memory). Raises RuntimeError, as does its `wait`."""
 
     @abstractmethod
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        """The receivers: start to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does its `wait`."""
+        """The receivers: start to fill `buffer`, which has the bucket's size. Raises RuntimeError, as does its `wait`.
+
+        Where the group has one sender, that is the root of all buckets.
+        """
 
     def settle(self, nbytes: int, give_up: float) -> int:
         """The senders: say that the receivers have this sender's part of the transfer, which is `nbytes`.

@@ -24,10 +24,11 @@ from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, Servi
 from runtime.process import spans
 from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
+from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import reason
 from runtime.weights.group import Transfer, WeightGroup, allocate, views
 from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets
-from runtime.weights.sender import DEPTH, in_thread, wait_until
+from runtime.weights.sender import DEPTH, WeightSender, in_thread, wait_until
 
 Tensors = dict[str, torch.Tensor]
 BufferOf = Callable[[int], torch.Tensor]
@@ -38,6 +39,7 @@ class Reception:
 
     def __init__(self, group: WeightGroup, buckets: Sequence[Bucket], version: PolicyVersion, deadline: float):
         self.version = version
+        self.tags = group.tags
         self._group = group
         self._buckets = buckets
         self._deadline = deadline  # seconds from the announcement to the last bucket
@@ -113,11 +115,14 @@ class Reception:
 class Staged:
     """A verified version in a set of staging buckets, readable until `release`, or after `adopt` until the next `adopt`."""
 
-    def __init__(self, version: PolicyVersion, seconds: float, buckets: _Set, receiver: WeightReceiver):
+    def __init__(self, version: PolicyVersion, seconds: float, buckets: _Set, receiver: WeightReceiver, tags: BucketTags):
+        """`tags`: those of the group that it came over."""
         self.version = version
         self.seconds = seconds  # from the sender's announcement to the last checksum
         self._set = buckets
         self._receiver = receiver
+        self._tags = tags
+        self._sender: WeightSender | None = None
 
     def tensors(self) -> Tensors:
         """Views into the staging buckets by Hugging Face name, for `RolloutEngine.stage`."""
@@ -127,9 +132,20 @@ class Staged:
         """To be called after the swap: the engine uses these buckets from now on, and the buckets adopted before are free."""
         self._receiver._settle(self, adopted=True)
 
-    def release(self) -> None:
-        """Give the staging buckets back: after a swap that copied them, or to forget the version. Idempotent."""
-        self._receiver._settle(self, adopted=False)
+    def release(self, held: bool = False) -> None:
+        """Give the staging buckets back: after a swap that copied them (`held`), or to forget the version. Idempotent."""
+        self._receiver._settle(self, adopted=False, held=held)
+
+    def sender(self) -> WeightSender:
+        """What sends the version on, out of the buckets, to any number of groups. Raises RuntimeError, naming the first bucket
+        that is not what was received."""
+        if self._sender is None:
+            buckets, buffers = self._receiver.buckets, self._set.buffers
+            for index, (bucket, buffer) in enumerate(zip(buckets, buffers, strict=True)):
+                if not self._tags.verify(index, bucket, buffer):
+                    raise RuntimeError(f"bucket {index} of {len(buckets)} has changed in memory since it was received")
+            self._sender = WeightSender(self._receiver.manifest, whole=buffers)
+        return self._sender
 
 
 class _Set:
@@ -163,6 +179,8 @@ class WeightReceiver:
         self._made = 0
         self._adopted: _Set | None = None
         self._staged: Staged | None = None
+        self.held: Staged | None = None
+        """The version that the engine has, as long as buckets hold it too."""
 
     def abort(self) -> None:
         """End the reception under way, if there is one, by leaving its group for good; a staged version stays."""
@@ -198,20 +216,25 @@ class WeightReceiver:
         with spans.log.span("await sender", PUBLICATION, step=reception.version.step):
             reception.await_sender()
         buckets = self._free[-1]
+        if self.held is not None and self.held._set is buckets:
+            self.held = None
         with spans.log.span("receive", PUBLICATION, step=reception.version.step):
             reception.take(buckets.buffers.__getitem__)
         now, found = time.monotonic(), reception.checksum(buckets.buffers.__getitem__)
         spans.log.add("verified", now, now, PUBLICATION, step=reception.version.step, detail=found)
         with self._lock:
             self._free.remove(buckets)
-            self._staged = Staged(reception.version, time.monotonic() - reception.began, buckets, self)
+            seconds = time.monotonic() - reception.began
+            self._staged = Staged(reception.version, seconds, buckets, self, reception.tags)
             return self._staged
 
-    def _settle(self, staged: Staged, adopted: bool) -> None:
+    def _settle(self, staged: Staged, adopted: bool, held: bool = True) -> None:
         with self._lock:
             if self._staged is not staged:
                 return
             self._staged = None
+            if held:
+                self.held = staged
             unused: _Set | None = staged._set
             if adopted:
                 unused, self._adopted = self._adopted, unused

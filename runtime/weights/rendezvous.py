@@ -70,11 +70,14 @@ class StoreGroup(WeightGroup):
         self._transfers += 1
         self._running_store().await_value(f"transfer/{self._transfers}", timeouts.GLOO_BACKSTOP)
 
+    def tell(self, index: int, changed: Any) -> None:
+        self._links[0].tell(index, changed)
+
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
         return self._links[0].send(index, buffer)
 
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        return self._links[root].receive(index, buffer)
+        return self._links[root if self._senders > 1 else 0].receive(index, buffer)
 
     def settle(self, nbytes: int, give_up: float) -> int:
         if self.rank:

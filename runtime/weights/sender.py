@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 from msgspec import Struct
 
@@ -21,6 +22,10 @@ from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import drop_frames, reason
 from runtime.weights.group import AVAILABLE, Transfer, WeightGroup, allocate, tensors_of
 from runtime.weights.plan import Manifest, plan_buckets
+
+if TYPE_CHECKING:
+    from runtime.weights.delta import Positions
+    from runtime.weights.shard_delta import TensorChanges
 
 T = TypeVar("T")
 
@@ -46,22 +51,39 @@ class WeightSender:
     Every bucket has a buffer of its own, so that a version can be sent again, in another epoch, until the next is begun.
     """
 
-    def __init__(self, manifest: Manifest, *, number: int = 0, pin: bool = False):
-        """`number`: which of the manifest's senders it is. `pin` page-locks the buffers, for copies from an accelerator. Raises
-        InvalidMessage for a manifest without a plan."""
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        number: int = 0,
+        pin: bool = False,
+        told: bool = False,
+        whole: Sequence[torch.Tensor] = (),
+    ):
+        """`number`: which of the manifest's senders it is. `pin` page-locks the buffers, for copies from an accelerator.
+        `told`: where it is not filled with whole tensors, it is with changes, so that no transport has to look for them.
+        `whole`: the buffers of a version that is there, which this sender sends alone. Raises InvalidMessage for a manifest
+        without a plan."""
         self.buckets = plan_buckets(manifest)
         self._manifest = manifest
-        self._own = [(index, bucket) for index, bucket in enumerate(self.buckets) if bucket.root == number]
+        self._own = [(index, bucket) for index, bucket in enumerate(self.buckets) if whole or bucket.root == number]
         own = [bucket for _, bucket in self._own]
-        self._buffers = allocate(own, pin, AVAILABLE)
+        self._buffers = list(whole) or allocate(own, pin, AVAILABLE)
         self._bucket_of = {entry.tensor: place for place, bucket in enumerate(own) for entry in bucket.entries}
         self._tensors = sorted(self._bucket_of)
+        self._offsets = [
+            entry.offset for _, entry in sorted((entry.tensor, entry) for bucket in own for entry in bucket.entries)
+        ]
         found = tensors_of(manifest, own, self._buffers)
         self._views = [found[tensor] for tensor in self._tensors]
+        self._told = told
+        self._words: list[list[Positions] | None] = [None] * len(own)  # which words of each bucket changed; None: any may have
         self._changed = threading.Condition()  # guards what follows
-        self._missing = [len(bucket.entries) for bucket in own]  # how many tensors each still lacks
+        self._missing = [0 if whole else len(bucket.entries) for bucket in own]  # how many tensors each still lacks
         self._digests: dict[int, int] = {}  # of this version's buckets, from their first send, by `_first`
         self._first: BucketTags | None = None
+        self.filled = False
+        """Whether the buckets hold all of what was gathered last."""
         self.intact = True
         """False once a bucket is found to have changed since it was gathered."""
         self._group: WeightGroup | None = None  # of the transfer under way
@@ -72,24 +94,34 @@ class WeightSender:
 
         Blocks while a transfer reads them; raises DeadlineExceeded after `timeout` seconds.
         """
+        self.filled = False
         with self._changed:
             self._await_idle("snapshot", timeout)
             self._digests, self._first, self.intact = {}, None, True
             self._missing = [len(bucket.entries) for _, bucket in self._own]
+            self._words = [[] for _ in self._own]
 
     @torch.no_grad()
-    def fill(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy this sender's tensors, in the manifest's order and on any device; they are cast to the manifest's dtypes.
+    def fill(self, tensors: Iterable[torch.Tensor | TensorChanges]) -> None:
+        """Copy this sender's tensors, in the manifest's order and on any device; they are cast to the manifest's dtypes. Or
+        change those of the version before.
 
         All of `tensors` is taken even after the transfer has failed, because the other ranks may take part in each of them.
         """
         for place, tensor in enumerate(tensors):
             bucket = self._bucket_of[self._tensors[place]]
-            self._views[place].copy_(tensor)
+            if isinstance(tensor, torch.Tensor):
+                self._views[place].copy_(tensor)
+                self._words[bucket] = None
+            else:
+                changed = tensor.apply(self._views[place]) + self._offsets[place] // 2
+                if (words := self._words[bucket]) is not None:
+                    words.append(changed)
             with self._changed:
                 self._missing[bucket] -= 1
                 if not self._missing[bucket]:
                     self._changed.notify_all()
+        self.filled = True
 
     def send(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[SendResult]:
         """Send its buckets, stamped with `version`, from a thread; each must be whole and taken within `deadline` seconds.
@@ -162,6 +194,9 @@ class WeightSender:
             if first is not group.tags:  # whose seed is another
                 digest = first.digest(bucket, buffer)
             self._require_same(index, digest, group.name)
+            if self._told:
+                words = self._words[place]
+                group.tell(index, None if words is None else np.sort(np.concatenate(words)))
             pending.append(group.send(index, buffer))
             self._take(pending, DEPTH - 1, give_up)
         self._take(pending, 0, give_up)
@@ -226,7 +261,15 @@ class SendingMember:
     even when it cannot send. All methods may be called from any thread.
     """
 
-    def __init__(self, sender: WeightSender, name: str, join_timeout: float, transfer_timeout: float):
+    def __init__(
+        self,
+        sender: WeightSender,
+        name: str,
+        join_timeout: float,
+        transfer_timeout: float,
+        held: PolicyVersion | None = None,
+    ):
+        """`held`: the version that the sender's buckets hold already."""
         self.sender = sender
         self._name = name
         self._join_timeout = join_timeout
@@ -236,7 +279,7 @@ class SendingMember:
         self._group: Future[WeightGroup] | None = None
         self._abort: Callable[[], None] = lambda: None
         self._leaving: Future[None] | None = None
-        self._held: PolicyVersion | None = None  # what the buckets hold, or are being filled with
+        self._held = held  # what the buckets hold, or are being filled with
 
     def open(self, epoch: int) -> Future[None]:
         """Leave the epoch before, in order to join `epoch`. The future is done once the former group is left."""
@@ -265,7 +308,7 @@ class SendingMember:
     def close(self) -> Future[None]:
         return self._leave()
 
-    def gather(self, tensors: Iterable[torch.Tensor], version: PolicyVersion, epoch: int) -> Future[SendResult]:
+    def gather(self, tensors: Iterable[torch.Tensor | TensorChanges], version: PolicyVersion, epoch: int) -> Future[SendResult]:
         """Fill the buckets with `version`, sending each as soon as it is whole; the future is the transfer's.
 
         Blocks while a transfer of the version before ends, and while the group connects. The future raises ServiceFault when

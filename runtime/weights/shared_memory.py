@@ -31,7 +31,7 @@ from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import card_of, meet
-from runtime.weights.group import AVAILABLE, Link, Transfer, file_of, memory_file
+from runtime.weights.group import AVAILABLE, Link, Transfer, file_of, in_memory_file, memory_file
 from runtime.weights.plan import TRAILER, GroupAddress
 
 _RANK = struct.Struct("<I")  # a receiver's first message
@@ -81,7 +81,8 @@ class SendingLink(_SocketLink):
         return memory_file(nbytes)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        descriptor, offset = file_of(buffer)
+        shown = in_memory_file(buffer)  # which lives on as long as somebody has its descriptor, also one under way
+        descriptor, offset = file_of(shown)
         message = _WHOLE.pack(index, offset, buffer.numel())
         with self._using:
             for label, peer in self._peers.items():

@@ -307,6 +307,8 @@ _ROWS = (
         key=_OF_GROUP,
         callers=(keys.COORDINATOR, keys.GATEWAY),
     ),
+    _command("Rollout", commands.HostWeights, _JOIN, **_CONTROL),
+    _command("Rollout", commands.ResendWeights, PUBLICATION, **_CONTROL),
     _command("Rollout", commands.JoinWeights, _JOIN, **_CONTROL),
     _command("Rollout", commands.ReceiveWeights, PUBLICATION, **_CONTROL),
     _command("Rollout", commands.CommitWeights, _COMMIT, **_CONTROL),

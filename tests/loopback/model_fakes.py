@@ -114,6 +114,21 @@ class FakeModel(Losable):
         return answer()
 
 
+def hosted(epoch: int, transport: str, names: Sequence[str]) -> WeightsHosted:
+    address = GroupAddress(
+        epoch=epoch,
+        host="127.0.0.1",
+        port=1,
+        rank=0,
+        world_size=len(names),
+        backend="gloo",
+        timeout=1.0,
+        key=b"",
+        transport=transport,
+    )
+    return WeightsHosted(address, MANIFEST)
+
+
 class FakeTrainer(FakeModel):
     name = "trainer-0"
     machines = MappingProxyType({"trainer-0": "here"})
@@ -127,18 +142,7 @@ class FakeTrainer(FakeModel):
 
     async def host_weights(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightsHosted:
         await self.reached(self._nothing())
-        address = GroupAddress(
-            epoch=epoch,
-            host="127.0.0.1",
-            port=1,
-            rank=0,
-            world_size=len(names),
-            backend="gloo",
-            timeout=1.0,
-            key=b"",
-            transport=transport,
-        )
-        return WeightsHosted(address, MANIFEST)
+        return hosted(epoch, transport, names)
 
     def apply(self, step: int, probes: Sequence[bytes] = ()) -> Coroutine[Any, Any, StepResult]:
         """What a rollout with other weights than those of `step` says is 1 nat off."""

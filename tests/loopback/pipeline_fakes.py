@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime import codec, config, run_files
-from runtime.commands import Level, WeightsCommitted
+from runtime.commands import Level, WeightsCommitted, WeightsHosted, WeightsSent
 from runtime.config import Config
 from runtime.coordinator.metrics_recorder import COUNTED
 from runtime.coordinator.register import Register, UnitChange, UnitState
@@ -49,7 +49,7 @@ from runtime.types import (
 )
 from runtime.weights.plan import GroupAddress, Manifest
 from tests.loopback.losable import Losable
-from tests.loopback.model_fakes import MANIFEST, FakeCritic, FakeTrainer, Weights, no_time
+from tests.loopback.model_fakes import BYTES, MANIFEST, FakeCritic, FakeTrainer, Weights, hosted, no_time
 
 T = TypeVar("T")
 
@@ -91,6 +91,18 @@ class FakeRollout(FakeReplica):
         await self.reached(no_wait())
         assert manifest == MANIFEST
         self.address = address
+
+    async def host_weights(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightsHosted:
+        await self.reached(no_wait())
+        self.calls.append(("host", len(names)))
+        return hosted(epoch, transport, names)
+
+    async def resend_weights(self, version: PolicyVersion, epoch: int) -> WeightsSent:
+        await self.reached(no_wait())
+        assert self.version == version
+        self.calls.append(("resend", version.step))
+        self._weights.of(version).set()
+        return WeightsSent(BYTES, 0.0)
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
         if request.purpose == "probe":

@@ -263,7 +263,7 @@ def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts
         else:
             failing.silent = True
             failing.service.weights.group.abort = lambda: None  # its sockets stay open
-            failing.service.weights.staging._receiver.abort()
+            failing.service.weights.staging.receiver.abort()
         figures = await transaction.finish()
         transaction.close()
         assert (figures.aborts, figures.epoch) == (1, 2)

@@ -31,9 +31,11 @@ def test_a_newcomer_gets_the_committed_version_before_it_serves_and_the_others_k
             assert late not in pool.serving
             await until(lambda: late in pool.serving)
             assert late.version == publishing.committed == FIRST
+            assert cast.trainer.posted.count(("send_weights", 1)) == 1
+            assert cast.rollouts[0].calls[-2:] == [("host", 2), ("resend", 1)]
+            await until(lambda: address_of(late)[2] == 3)
             members = address_of(cast.rollouts[0]), address_of(late)
             assert [member[1:] for member in members] == [(1, 3), (2, 3)]
-            assert cast.trainer.posted.count(("send_weights", 1)) == 2
             await publishing.publish(SECOND)
         assert [rollout.version for rollout in (cast.rollouts[0], late)] == [SECOND] * 2
 
@@ -52,12 +54,18 @@ class Ahead(FakeTrainer):
         raise ServiceFault(self.name, "snapshot", "version 0.1 was not kept: 0.2 is there")
 
 
+class KeepsNothing(FakeRollout):
+    async def host_weights(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightsHosted:
+        raise ServiceFault(self.name, "snapshot", "no version that was received is kept")
+
+
 def test_a_newcomer_gets_the_next_version_where_the_trainer_is_past_the_one_that_counts() -> None:
     """As a coordinator may find it that takes over: the one before has ordered a step of which it knows nothing."""
 
     async def test() -> None:
         cast = Cast.prompt()
         cast.trainer = Ahead(cast.weights)
+        cast.rollouts[0] = KeepsNothing("rollout-0", cast.weights)
         publishing = make(cast)
         pool = publishing._pool
         pool.take_up(FIRST, [pool.register.units("rollout")[0].member])

@@ -159,7 +159,7 @@ class Site:
 
     def holder(self, tensor: torch.Tensor) -> Any:
         """The set of the receiver's buckets in which `tensor` lies, or None."""
-        receiver = self.service.weights.staging._receiver  # type: ignore[attr-defined]
+        receiver = self.service.weights.staging.receiver  # type: ignore[attr-defined]
         for each in [receiver._adopted, *receiver._free]:
             for buffer in each.buffers if each is not None else ():
                 if 0 <= tensor.data_ptr() - buffer.data_ptr() < buffer.nbytes:
@@ -232,7 +232,7 @@ def test_the_engine_generates_from_the_buckets_and_they_take_turns(models: Model
         for step in (1, 2, 3):
             await site.publish(step)
             sets.append(site.holder(site.engine._decoder.weights.embedding))
-            assert sets[-1] is site.service.weights.staging._receiver._adopted  # type: ignore[attr-defined]
+            assert sets[-1] is site.service.weights.staging.receiver._adopted  # type: ignore[attr-defined]
             await site.check(step)
         assert sets[0] is not sets[1] and sets[0] is sets[2]
 

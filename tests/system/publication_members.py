@@ -167,6 +167,19 @@ class Faulty:
 
         WeightSender.send = faulty  # type: ignore[method-assign]
 
+    def gifts(self) -> None:
+        """Let this process end in the middle of what it gives another rollout, when that is armed."""
+        send = WeightSender.send
+
+        def deadly(sender: WeightSender, group: WeightGroup, version: PolicyVersion, deadline: float) -> Any:
+            if self._armed is not None and self._armed["do"] == "die":
+                last = int(self._armed["where"] * len(sender.buckets))
+                move = group.send
+                group.send = lambda index, buffer: _die() if index == last else move(index, buffer)  # type: ignore[method-assign]
+            return send(sender, group, version, deadline)
+
+        WeightSender.send = deadly  # type: ignore[method-assign]
+
     def swaps(self, swap: Callable[..., Any]) -> Callable[..., Any]:
         """`swap`, and a note of the version."""
 
@@ -212,6 +225,10 @@ class Then:
             self._after()
 
 
+def _die() -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _raise() -> None:
     raise ArithmeticError("a reception that raises, on purpose")
 
@@ -237,6 +254,7 @@ def serve(config: Config, name: str, incarnation: int, coordinator: str, control
         service = Rollout(config, name, 0)
         faults = service.faults = Faulty(service, control, incarnation)
         faults.receptions()
+        faults.gifts()
     process = ServiceProcess(service, coordinator, Phases())
     faults.watch(process, coordinator)
     uvloop.run(process.run())

@@ -241,6 +241,11 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
         ),
     ),
     ("Environment", "Cancel"): (CancelRequest("f0a8"), None),
+    ("Rollout", "HostWeights"): (
+        commands.HostWeights(4, 2, "collective", ("rollout-0", "rollout-1")),
+        commands.WeightsHosted(ADDRESS, MANIFEST),
+    ),
+    ("Rollout", "ResendWeights"): (commands.ResendWeights(VERSION, 6), commands.WeightsSent(1 << 40, 0.25)),
     ("Rollout", "JoinWeights"): (commands.JoinWeights(ADDRESS, MANIFEST), None),
     ("Rollout", "ReceiveWeights"): (commands.ReceiveWeights(VERSION, 6), None),
     ("Rollout", "CommitWeights"): (commands.CommitWeights(VERSION, 6), commands.WeightsCommitted(0.0125)),

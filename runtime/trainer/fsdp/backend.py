@@ -32,6 +32,7 @@ from runtime.trainer.fsdp import lora, sharding, state
 from runtime.trainer.fsdp.lora import Adapters
 from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.plan import TensorSpec
+from runtime.weights.shard_delta import Shard
 
 CHUNK_ELEMENTS = 1 << 26  # float32 log-probabilities of one chunk of tokens: 256 MiB
 _GRADIENT = "gradient/squared"
@@ -215,6 +216,15 @@ class FsdpBackend(ModelBackend):
         for place, (_, whole) in enumerate(self._whole_policy()):
             if self.rank_info.rank == (targets[place] if targets else 0):
                 yield whole
+
+    def shards(self, targets: Sequence[int]) -> Iterator[Shard] | None:
+        """None with adapters, which are merged on whole tensors."""
+        if self._adapters is not None:
+            return None
+        return (
+            Shard(place, (sharding.rows(parameter),), sharding.local(parameter).to(self._wire_dtype))
+            for place, parameter in enumerate(self._policy.values())
+        )
 
     @torch.no_grad()
     def export(self, folder: Path) -> None:

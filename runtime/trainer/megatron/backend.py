@@ -28,6 +28,7 @@ from runtime.trainer.megatron.optimizer import MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses
 from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.plan import TensorSpec
+from runtime.weights.shard_delta import Shard
 
 T = TypeVar("T")
 
@@ -141,6 +142,10 @@ class MegatronBackend(ModelBackend):
         self.optimizer.settle()
         for _, whole in self._weights.wholes(self._wire_dtype, dict(zip(self._weights.shapes, targets, strict=bool(targets)))):
             yield whole
+
+    def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
+        self.optimizer.settle()
+        return self._weights.shards(self._wire_dtype, targets)
 
     @torch.no_grad()
     def export(self, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, repeat
 from pathlib import Path
@@ -14,6 +14,7 @@ from runtime.json_file import read_object
 from runtime.models.families import Family, Parameter, family_for
 from runtime.models.hf_weights import WeightFiles
 from runtime.trainer.megatron.grid import ProcessGrid
+from runtime.weights.shard_delta import Shard
 
 
 def read_family(path: str, value_head: bool) -> Family:
@@ -76,6 +77,20 @@ class ModelWeights:
             for expert_rank, each in self._rows(stage):
                 if not each.copy:
                     yield from self._whole(each, stage, expert_rank, dtype, targets or {})
+
+    @torch.no_grad()
+    def shards(self, dtype: torch.dtype, targets: Sequence[int]) -> Iterator[Shard]:
+        """This rank's parts of the Hugging Face tensors, in `dtype`, of those whose target is in its replica of the model. Of
+        what the ranks of a stage hold the same, the first of them has it."""
+        grid, places = self._grid, {name: place for place, name in enumerate(self.shapes)}
+        for each in self.parameters(grid.pipeline_rank, grid.expert_rank):
+            others = (each.split is None and grid.tensor_rank) or (not each.expert and grid.expert_rank)
+            if each.copy or others:
+                continue
+            for source, index, block in each.blocks(self._parameters[each.name].to(dtype)):
+                replica, _ = grid.places[targets[place := places[source.name]]]
+                if replica == grid.expert_data_rank:
+                    yield Shard(place, index, block)
 
     def _rows(self, stage: int) -> Iterator[tuple[int, Parameter]]:
         """All parameters of a stage and the expert rank that each is taken from: a layer's experts in the order of their
