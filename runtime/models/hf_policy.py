@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from runtime.errors import UserError
 from runtime.models import hf_config
+from runtime.models.families import FAMILIES
 from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorWriter
 
@@ -95,6 +96,20 @@ def _require_experts_apart(model: PreTrainedModel, path: str, key: str) -> None:
             f"{key}: {path!r}: transformers {transformers.__version__} holds experts otherwise than the folder does ({name}); "
             "needs a version below 5, or engine megatron"
         )
+
+
+def take_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Have `model` give what its head takes in the place of logits; returns the head, which makes logits of it.
+
+    Its weights stay where they are. A model that may do more than multiply by them keeps its head: it gives logits, and what is
+    returned leaves them as they are.
+    """
+    if model.config.model_type not in FAMILIES:
+        return nn.Identity()
+    head = model.get_output_embeddings()
+    project: Callable[[torch.Tensor], torch.Tensor] = head.forward
+    head.forward = nn.Identity().forward
+    return project
 
 
 def has_tensor(path: str, name: str) -> bool:

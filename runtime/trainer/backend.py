@@ -121,9 +121,10 @@ class ModelBackend(ABC):
 
     @abstractmethod
     def token_logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropy_gradient: bool
+        self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`algorithms.losses.token_logprobs`, of what the model gives: logits [N, V], or this rank's part of V."""
+        """`algorithms.losses.token_logprobs` of the trained tokens of `batch`, [N] each, from what the model gives for them:
+        `outputs`, of which the head makes logits, a chunk of tokens at a time."""
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         """Within it the model computes what it did before adapters were put into it."""

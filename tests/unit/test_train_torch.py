@@ -129,7 +129,7 @@ def test_activation_checkpointing_and_chunked_vocabulary_change_nothing(policy: 
     config = make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH)
     plain = policy_trainer(config)
     expected = comparable(run_step(plain, groups))
-    monkeypatch.setattr("runtime.trainer.fsdp.backend.CHUNK_ELEMENTS", 5 * VOCAB)
+    monkeypatch.setattr("runtime.trainer.head.CHUNK_ELEMENTS", 5 * VOCAB)
     trainer = Trainer(activation_checkpointing=True)
     saving = policy_trainer(make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH, trainer=trainer))
     assert_metrics(comparable(run_step(saving, groups)), expected)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config, Optimizer
@@ -30,10 +29,10 @@ from runtime.trainer.backend import (
 )
 from runtime.trainer.fsdp import lora, sharding, state
 from runtime.trainer.fsdp.lora import Adapters
+from runtime.trainer.head import PerToken, in_chunks
 from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.plan import TensorSpec
 
-CHUNK_ELEMENTS = 1 << 26  # float32 log-probabilities of one chunk of tokens: 256 MiB
 _GRADIENT = "gradient/squared"
 
 
@@ -57,6 +56,7 @@ class FsdpBackend(ModelBackend):
             if config.lora is not None:
                 frozen = self._frozen_dtype(rank_info.world_size)
                 adapted = lora.adapt(self.model, config.lora, self._source, config.run.seed, frozen)
+            self._head = hf_policy.take_head(self.model)
         to_device(self.model, trained, self._compute, rank_info)
         self._adapters = None if adapted is None else Adapters(self.model, adapted)
         # Tied tensors come once, under their first name, as in a Hugging Face export.
@@ -95,33 +95,29 @@ class FsdpBackend(ModelBackend):
             yield batch, found
 
     def token_logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropy_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In chunks of tokens that are computed again in the backward pass, where a vocabulary times tokens is large."""
-
-        def compute(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
+    ) -> PerToken:
+        def compute(outputs: torch.Tensor, tokens: torch.Tensor) -> PerToken:
+            with self._precision():
+                logits = self._head(outputs)
             return token_logprobs(logits, tokens, temperature, entropy_gradient=entropy_gradient)
 
-        if logits.numel() <= CHUNK_ELEMENTS:
-            return compute(logits, tokens)
-        size = max(1, CHUNK_ELEMENTS // logits.shape[1])
-        chunks = zip(logits.split(size), tokens.split(size), strict=True)
-        logp, entropy = zip(*(checkpoint(compute, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
-        return torch.cat(logp), torch.cat(entropy)
+        return in_chunks(compute, self.vocab_size, outputs, batch.targets)
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         assert self._adapters is not None
         return self._adapters.off()
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
-        """At the predictors: logits [N, V], or values float32 [N]."""
+        """At the predictors: what the head takes, [N, H] (of a model whose head stays within it the logits), or values float32
+        [N]."""
         packed = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "packing": batch.packing}
         with self._precision():
             if self._has_value_head:
                 values: torch.Tensor = self.model(**packed, keep=batch.predictors)
                 return values.float()
-            logits: torch.Tensor = self.model(**packed, logits_to_keep=batch.predictors, use_cache=False).logits[0]
-        return logits
+            outputs: torch.Tensor = self.model(**packed, logits_to_keep=batch.predictors, use_cache=False).logits[0]
+        return outputs
 
     def _precision(self) -> contextlib.AbstractContextManager:
         """FSDP2 casts by itself; a single rank computes under autocast, its parameters being the master weights."""

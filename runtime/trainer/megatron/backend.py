@@ -23,6 +23,7 @@ from runtime.trainer.backend import (
     compute_dtype,
     wire_dtype,
 )
+from runtime.trainer.head import PerToken, in_chunks
 from runtime.trainer.megatron import state, vocab_parallel
 from runtime.trainer.megatron.optimizer import MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses
@@ -84,10 +85,15 @@ class MegatronBackend(ModelBackend):
         return self._passes.infer(batches, output)
 
     def token_logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropy_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
+    ) -> PerToken:
         part = {"group": self._grid.tensor_group, "start": self.model.vocabulary_start}
-        return vocab_parallel.token_logprobs(logits, tokens, temperature, **part, entropy_gradient=entropy_gradient)
+
+        def compute(outputs: torch.Tensor, tokens: torch.Tensor) -> PerToken:
+            logits = self.model.head(outputs)
+            return vocab_parallel.token_logprobs(logits, tokens, temperature, **part, entropy_gradient=entropy_gradient)
+
+        return in_chunks(compute, self.vocab_size // self._grid.layout.tensor, outputs, batch.targets)
 
     # ------------------------------------------------------------------------------------------ gradients and updates
 

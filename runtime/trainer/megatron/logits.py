@@ -77,10 +77,8 @@ def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Te
         every = torch.arange(TOKENS)
         packing = Packing(rows=[every[None]], cells=every)
         nothing = empty_batch((), cpu)
-        logits: torch.Tensor = model(
-            replace(nothing, input_ids=tokens, position_ids=every[None], packing=packing, predictors=every)
-        )
-        return logits
+        batch = replace(nothing, input_ids=tokens, position_ids=every[None], packing=packing, predictors=every)
+        return model.head(model(batch))
     finally:
         grid.close()
         dist.destroy_process_group()
