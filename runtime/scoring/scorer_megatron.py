@@ -18,7 +18,7 @@ from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import MicroBatch, RankInfo, micro_batches
-from runtime.trainer.head import PerToken, in_chunks
+from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.megatron import vocab_parallel
 from runtime.trainer.megatron.passes import MegatronPasses
 from runtime.trainer.rows import ramps
@@ -80,9 +80,13 @@ class MegatronScorer:
         """[N], from what the head takes, [N, H]. The chunks are the same on all ranks that share the vocabulary."""
         group, start = self._grid.tensor_group, self._model.vocabulary_start
 
-        def compute(outputs: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor) -> PerToken:
-            logits = self._model.head(outputs).float() / temperature[:, None]
+        def compute(
+            outputs: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor, kept: torch.Tensor | None
+        ) -> PerToken:
+            logits = confined(self._model.head(outputs).float() / temperature[:, None], kept, start)
             return vocab_parallel.token_logprobs(logits, targets, group=group, start=start)
 
         temperature = batch.columns["temperature"].flatten()[batch.cells]
-        return in_chunks(compute, self._shape.vocab_size // self._grid.layout.tensor, outputs, batch.targets, temperature)[0]
+        return in_chunks(
+            compute, self._shape.vocab_size // self._grid.layout.tensor, outputs, batch.targets, temperature, batch.kept
+        )[0]

@@ -1,4 +1,6 @@
-"""The head of a language model under training, in chunks of tokens: logits of all tokens at once are never in memory."""
+"""From what the head of a language model takes to numbers of tokens, in chunks of these: logits of all tokens at once are never
+in memory.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 1 << 25  # logits of one chunk, float32: 128 MiB
+LEFT_OUT = -1e30  # a logit without probability: finite at any temperature, so that 0 times it is 0
 
 PerToken = tuple[torch.Tensor, torch.Tensor]
 
@@ -30,3 +33,17 @@ def in_chunks(compute: Callable[..., PerToken], width: int, *columns: torch.Tens
     ]
     logp, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
     return logp, entropy
+
+
+def confined(logits: torch.Tensor, kept: torch.Tensor | None, start: int = 0) -> torch.Tensor:
+    """`logits` [N, v] of the vocabulary, or of its part from `start` on, with those of tokens that the sampler's filters left
+    out so low that they have no probability, nor a gradient.
+
+    `kept`: uint8 [N, bytes], a bit for each token of the vocabulary, the lowest of a byte first; None: all are there.
+    """
+    if kept is None:
+        return logits
+    width, first = logits.shape[1], start // 8
+    bits = kept[:, first : -(-(start + width) // 8), None] >> torch.arange(8, dtype=torch.uint8, device=kept.device) & 1
+    begin = start - 8 * first
+    return logits.masked_fill(bits.flatten(1)[:, begin : begin + width] == 0, LEFT_OUT)

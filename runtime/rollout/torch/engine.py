@@ -15,17 +15,18 @@ import msgspec
 import numpy as np
 import torch
 
+from runtime.columns import EncodedSet
 from runtime.commands import Level
 from runtime.errors import InvariantViolated, UserError
 from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.process.progress import at
-from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
+from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group
 from runtime.rollout.torch import prefill
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
 from runtime.rollout.torch.kept import KeptTexts
-from runtime.rollout.torch.slots import RowSampling, Slots, as_row, sample, uniforms
+from runtime.rollout.torch.slots import FirstToken, RowSampling, Sampled, Slots, as_row, sample, sets_of, uniforms
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
 
 T = TypeVar("T")
@@ -45,6 +46,10 @@ class _Prefilled:
     tokens: np.ndarray  # int64 [n], the first token of each sample
     logprobs: np.ndarray  # float32 [n]
     version: int
+    kept: list[EncodedSet | None]  # [n]
+
+    def first(self, index: int) -> FirstToken:
+        return FirstToken(int(self.tokens[index]), self.logprobs[index], self.version, self.kept[index])
 
 
 @dataclass
@@ -87,7 +92,7 @@ class TorchRolloutEngine(RolloutEngine):
             )
         self._decoder.reserve_positions(max_model_len)
         self._cache = KVCache(config, slots + 1, max_model_len, device, dtype)
-        self._slots = Slots(self._cache, slots + 1)  # the last free one is a probe's
+        self._slots = Slots(self._cache, slots + 1, config.vocab_size)  # the last free one is a probe's
         self._kept = KeptTexts(kv_for_waiting)
         self._device = device
         self.adopts = device.type == "cpu"  # elsewhere the weights are copies on the device
@@ -96,7 +101,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
-        self._sampling = RowSampling(np.zeros((0, 4), np.float32), device)
+        self._sampling = RowSampling(np.zeros((0, 5), np.float32), device)
         self._sampling_key = b""
         self._stats = EngineStats(slots=slots)
         self._halt = False
@@ -168,8 +173,8 @@ class TorchRolloutEngine(RolloutEngine):
             self._sampling, self._sampling_key = RowSampling(params, self._device), key
         tokens_positions = self._to_device(inputs)
         logits = self._decoder.decode(tokens_positions[0], tokens_positions[1], self._cache, spans)
-        tokens, logprobs = _to_host(*sample(logits, self._to_device(u), self._sampling))
-        done, stopped = slots.record(tokens, logprobs, self._version.pack())
+        drawn = sample(logits, self._to_device(u), self._sampling)
+        done, stopped = slots.record(*_to_host(drawn), self._version.pack(), sets_of(drawn.kept))
         self._stats.decode_steps += 1
         self._stats.decode_tokens += n
         for slot, met_stop in zip(done.tolist(), stopped.tolist(), strict=True):
@@ -189,15 +194,13 @@ class TorchRolloutEngine(RolloutEngine):
         if group.admitted == request.n:
             self._waiting.popleft()
             group.prefilled = None
-        token, logprob = int(prefilled.tokens[index]), prefilled.logprobs[index]
-        stopped = token in request.sampling.stop_token_ids
+        first = prefilled.first(index)
+        stopped = first.token in request.sampling.stop_token_ids
         if stopped or request.sampling.max_new_tokens == 1:
             if request.keep:
                 self._kept.put(request.prompt, prefilled.keys_values)
-            only = np.array([token], np.int32), np.array([logprob], np.float32), np.array([prefilled.version], np.int64)
-            self._finish(group, index, make_sample(*only, "stop" if stopped else "length"))
+            self._finish(group, index, first.alone("stop" if stopped else "length", self._decoder.config.vocab_size))
             return
-        first = (token, logprob, prefilled.version)
         slot = self._slots.start((group, index), len(request.prompt), first, request.sampling, prefilled.uniforms[index])
         self._cache.fill(slot, prefilled.keys_values)
 
@@ -216,10 +219,12 @@ class TorchRolloutEngine(RolloutEngine):
         streams = [_streams(group.request) for group in groups]
         u = self._to_device(np.concatenate([stream[:, 0] for stream in streams]))
         drawn = sample(logits.index_select(0, self._to_device(owner)), u, RowSampling(params, self._device))
-        tokens, logprobs = _to_host(*drawn)
-        ends = np.cumsum(counts)[:-1]
-        for row, (group, own, values) in enumerate(zip(groups, np.split(tokens, ends), np.split(logprobs, ends), strict=True)):
-            group.prefilled = _Prefilled(keys_values[row], streams[row], own, values, self._version.pack())
+        tokens, logprobs = _to_host(drawn)
+        sets, version, begin = sets_of(drawn.kept), self._version.pack(), 0
+        for group, text, stream in zip(groups, keys_values, streams, strict=True):
+            own = slice(begin, begin := begin + group.request.n)
+            kept = [sets.get(row) for row in range(own.start, own.stop)]
+            group.prefilled = _Prefilled(text, stream, tokens[own], logprobs[own], version, kept)
 
     def _compute(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> prefill.Computed:
         self._stats.prefill_tokens += sum(map(len, texts)) - sum(each.shape[3] for each in begun)
@@ -386,7 +391,7 @@ def _streams(request: GroupRequest) -> np.ndarray:
     return np.stack([uniforms(request.seed, index, limit) for index in range(first, first + request.n)])
 
 
-def _to_host(tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Both in one transfer, as each would wait for the device."""
-    both = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu().numpy()
+def _to_host(drawn: Sampled) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and log-probabilities in one transfer, as each would wait for the device."""
+    both = torch.stack((drawn.tokens.int(), drawn.logprobs.view(torch.int32))).cpu().numpy()
     return both[0].astype(np.int64), both[1].view(np.float32)

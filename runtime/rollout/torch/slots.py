@@ -7,16 +7,17 @@ is host arithmetic, so that a slot can be refilled or moved without asking the d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from runtime.columns import EncodedSet, KeptSets, encode_set
 from runtime.rollout.engine import make_sample
 from runtime.rollout.torch.decoder import LENGTH_STEP, KVCache, Span, round_up
-from runtime.types import Sample, SamplingParams
+from runtime.types import FinishReason, Sample, SamplingParams
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Sampling by inverse CDF: one uniform number a token, from a stream that depends on (seed, sample) alone.
@@ -24,7 +25,18 @@ from runtime.types import Sample, SamplingParams
 # So a reply does not depend on which other sequences share the batch, on its slot, or on the replica.
 
 
-Sampled = tuple[torch.Tensor, torch.Tensor]  # tokens int64 [n], log-probabilities float32 [n]
+class Kept(NamedTuple):
+    """What filters left of m rows."""
+
+    rows: torch.Tensor  # int64 [m], which rows these are
+    sizes: torch.Tensor  # int64 [m], tokens that are left
+    order: torch.Tensor  # int64 [m, vocabulary], of which they are the first
+
+
+class Sampled(NamedTuple):
+    tokens: torch.Tensor  # int64 [n]
+    logprobs: torch.Tensor  # float32 [n]
+    kept: Kept | None = None  # of the rows that keep their sets
 
 
 def uniforms(seed: int, sample: int, count: int) -> np.ndarray:
@@ -38,18 +50,20 @@ def uniforms(seed: int, sample: int, count: int) -> np.ndarray:
     return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
 
 
-def as_row(params: SamplingParams) -> tuple[float, float, float, float]:
-    """A row of the array that `RowSampling` takes: 1/temperature (0: greedy), top-p and top-k (infinite: off), min-p."""
+def as_row(params: SamplingParams) -> tuple[float, float, float, float, float]:
+    """A row of the array that `RowSampling` takes: 1/temperature (0: greedy), top-p and top-k (infinite: off), min-p; 1 to keep
+    the set that they leave."""
     inverse = 1.0 / params.temperature if params.temperature else 0.0
-    return inverse, params.top_p if params.top_p < 1 else math.inf, params.top_k or math.inf, params.min_p
+    top_p = params.top_p if params.top_p < 1 else math.inf
+    return inverse, top_p, params.top_k or math.inf, params.min_p, float(params.keep_sets)
 
 
 class RowSampling:
     """The sampling parameters of n rows, prepared for `sample`; rebuilt only when the rows change."""
 
     def __init__(self, params: np.ndarray, device: torch.device):
-        """`params` is float32 [n, 4], rows from `as_row`."""
-        inverse, top_p, top_k, min_p = params.T
+        """`params` is float32 [n, 5], rows from `as_row`."""
+        inverse, top_p, top_k, min_p, keeps = params.T
         greedy = inverse == 0
         filtered = ~greedy & ((top_p < 1) | (top_k < math.inf) | (min_p > 0))
         plain = ~(greedy | filtered)
@@ -59,8 +73,9 @@ class RowSampling:
         self.parts: list[tuple[Callable[[torch.Tensor, torch.Tensor], Sampled], torch.Tensor]] = []
         if plain.all():
             return
-        filters = torch.from_numpy(params[filtered, 1:]).to(device)
-        draws = ((_draw, plain), (_draw_greedy, greedy), (partial(_draw_filtered, filters), filtered))
+        filters = torch.from_numpy(params[filtered, 1:4]).to(device)
+        keeping = torch.from_numpy(np.flatnonzero(keeps[filtered])).to(device)
+        draws = ((_draw, plain), (_draw_greedy, greedy), (partial(_draw_filtered, filters, keeping), filtered))
         for draw, own in draws:
             if own.any():
                 self.parts.append((draw, torch.from_numpy(np.flatnonzero(own)).to(device)))
@@ -78,12 +93,23 @@ def sample(logits: torch.Tensor, u: torch.Tensor, rows: RowSampling) -> Sampled:
     if not rows.parts:
         return _draw(logp, u)
     tokens = torch.empty(len(u), dtype=torch.int64, device=u.device)
-    logprobs = torch.empty_like(u)
+    logprobs, kept = torch.empty_like(u), None
     for draw, indices in rows.parts:
-        part_tokens, part_logprobs = draw(logp.index_select(0, indices), u.index_select(0, indices))
-        tokens.index_copy_(0, indices, part_tokens)
-        logprobs.index_copy_(0, indices, part_logprobs)
-    return tokens, logprobs
+        part = draw(logp.index_select(0, indices), u.index_select(0, indices))
+        tokens.index_copy_(0, indices, part.tokens)
+        logprobs.index_copy_(0, indices, part.logprobs)
+        if part.kept is not None:
+            kept = part.kept._replace(rows=indices.index_select(0, part.kept.rows))
+    return Sampled(tokens, logprobs, kept)
+
+
+def sets_of(kept: Kept | None) -> dict[int, EncodedSet]:
+    """On the host: by row the set that its token was drawn from."""
+    if kept is None:
+        return {}
+    sizes, vocabulary = kept.sizes.tolist(), kept.order.shape[1]
+    order = kept.order[:, : max(sizes)].int().cpu().numpy()
+    return {row: encode_set(ids[:size], vocabulary) for row, size, ids in zip(kept.rows.tolist(), sizes, order, strict=True)}
 
 
 def _draw(logp: torch.Tensor, u: torch.Tensor) -> Sampled:
@@ -92,16 +118,17 @@ def _draw(logp: torch.Tensor, u: torch.Tensor) -> Sampled:
     target = u.unsqueeze(1) * cumulative[:, -1:]
     # A parallel prefix sum need not be monotone to the last bit, hence the clamp.
     token = torch.searchsorted(cumulative, target, right=True).clamp_(max=logp.shape[-1] - 1)
-    return token.squeeze(1), logp.gather(1, token).squeeze(1)
+    return Sampled(token.squeeze(1), logp.gather(1, token).squeeze(1))
 
 
 def _draw_greedy(logp: torch.Tensor, _: torch.Tensor) -> Sampled:
     best = logp.max(-1)
-    return best.indices, best.values
+    return Sampled(best.indices, best.values)
 
 
-def _draw_filtered(filters: torch.Tensor, logp: torch.Tensor, u: torch.Tensor) -> Sampled:
-    """`filters` is [n, 3]: top-p, top-k, min-p. Each keeps the most probable tokens, so a prefix of the sorted row is left."""
+def _draw_filtered(filters: torch.Tensor, keeping: torch.Tensor, logp: torch.Tensor, u: torch.Tensor) -> Sampled:
+    """`filters` is [n, 3]: top-p, top-k, min-p. Each keeps the most probable tokens, so a prefix of the sorted row is left.
+    `keeping`: int64, the rows whose sets are kept."""
     logp, order = torch.sort(logp, dim=-1, descending=True, stable=True)
     top_p, top_k, min_p = filters.split(1, 1)
     rank = torch.arange(logp.shape[-1], device=logp.device)
@@ -115,8 +142,10 @@ def _draw_filtered(filters: torch.Tensor, logp: torch.Tensor, u: torch.Tensor) -
     logp = logp - logp.logsumexp(-1, keepdim=True)
     cumulative = logp.exp().cumsum(-1)
     place = torch.searchsorted(cumulative, u.unsqueeze(1) * cumulative[:, -1:], right=True)
-    place = torch.minimum(place, kept.sum(-1, keepdim=True) - 1)
-    return order.gather(1, place).squeeze(1), logp.gather(1, place).squeeze(1)
+    sizes = kept.sum(-1, keepdim=True)
+    place = torch.minimum(place, sizes - 1)
+    sets = Kept(keeping, sizes[keeping, 0], order[keeping]) if len(keeping) else None
+    return Sampled(order.gather(1, place).squeeze(1), logp.gather(1, place).squeeze(1), sets)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -124,6 +153,18 @@ def _draw_filtered(filters: torch.Tensor, logp: torch.Tensor, u: torch.Tensor) -
 
 _BOUNDARY_RANGE = 0.35, 0.65  # of the longest length: where the boundary may stay, as each change of it moves sequences
 _WORTH_SPLITTING = 512  # positions of attention spared a layer, for which a second call pays
+
+
+class FirstToken(NamedTuple):
+    token: int
+    logprob: float
+    version: int
+    kept: EncodedSet | None  # None: sets are not kept
+
+    def alone(self, reason: FinishReason, vocabulary: int) -> Sample:
+        """A reply that is this token."""
+        arrays = np.array([self.token], np.int32), np.array([self.logprob], np.float32), np.array([self.version], np.int64)
+        return make_sample(*arrays, reason, None if self.kept is None else KeptSets.of([self.kept], vocabulary))
 
 
 class Slots:
@@ -134,8 +175,8 @@ class Slots:
     next step feeds. Records are indexed by sequence and position.
     """
 
-    def __init__(self, cache: KVCache, slots: int):
-        self._cache = cache
+    def __init__(self, cache: KVCache, slots: int, vocabulary: int):
+        self._cache, self._vocabulary = cache, vocabulary
         self._length = cache.max_length
         self._top = 0  # slots beyond are free; below, all but the holes are active
         self._holes: list[int] = []
@@ -148,11 +189,12 @@ class Slots:
         self._position = np.zeros(slots, np.int64)
         self._computed = np.zeros(slots, np.int64)  # by which version, the oldest where there are several
         self._stop = np.full((slots, 1), -1, np.int64)
-        self._params = np.zeros((slots, 4), np.float32)
+        self._params = np.zeros((slots, 5), np.float32)
         self._uniforms = np.empty((slots, self._length), np.float32)
         self._tokens = np.empty((slots, self._length), np.int64)
         self._logprobs = np.empty((slots, self._length), np.float32)
         self._versions = np.empty((slots, self._length), np.int64)
+        self._kept: list[list[EncodedSet]] = [[] for _ in range(slots)]  # of each token, where sets are kept
 
     @property
     def count(self) -> int:
@@ -175,10 +217,8 @@ class Slots:
     def owner_of(self, slot: int) -> Any:
         return self.owner[self._sequence[slot]]
 
-    def start(
-        self, owner: Any, position: int, first: tuple[int, float, int], sampling: SamplingParams, uniforms: np.ndarray
-    ) -> int:
-        """Take a slot for a sequence whose first token, with log-probability and version, is at `position`."""
+    def start(self, owner: Any, position: int, first: FirstToken, sampling: SamplingParams, uniforms: np.ndarray) -> int:
+        """Take a slot for a sequence whose first token is at `position`."""
         if self._holes:
             slot = self._holes.pop()
         else:
@@ -187,8 +227,9 @@ class Slots:
         self.owner[s] = owner
         end = position + sampling.max_new_tokens
         self._start[s], self._position[s], self._end[s] = position, position, end
-        self._tokens[s, position], self._logprobs[s, position], self._versions[s, position] = first
-        self._computed[s] = first[2]
+        self._tokens[s, position], self._logprobs[s, position], self._versions[s, position] = first[:3]
+        self._computed[s] = first.version
+        self._kept[s] = [] if first.kept is None else [first.kept]
         self._uniforms[s, position:end] = uniforms
         self._params[s] = as_row(sampling)
         stops = sampling.stop_token_ids
@@ -199,7 +240,7 @@ class Slots:
         return slot
 
     def inputs(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For slots 0..n-1: tokens and positions, int64 [2, n]; uniforms, float32 [n]; sampling parameters, float32 [n, 4]."""
+        """For slots 0..n-1: tokens and positions, int64 [2, n]; uniforms, float32 [n]; sampling parameters, float32 [n, 5]."""
         sequences = self._sequence[: self._top]
         position = self._position[sequences]
         newest = sequences * self._length + position
@@ -209,8 +250,11 @@ class Slots:
             self._params[sequences],
         )
 
-    def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> tuple[np.ndarray, np.ndarray]:
-        """Append a step's tokens to slots 0..n-1; returns the slots that are done, and whether each met a stop token."""
+    def record(
+        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, sets: Mapping[int, EncodedSet]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Append a step's tokens, with the `sets` of some slots, to slots 0..n-1; returns the slots that are done, and whether
+        each met a stop token."""
         sequences = self._sequence[: self._top]
         position = self._position[sequences] + 1
         self._position[sequences] = position
@@ -218,6 +262,8 @@ class Slots:
         self._tokens.put(newest, tokens)
         self._logprobs.put(newest, logprobs)
         self._versions.put(newest, version)
+        for slot, found in sets.items():
+            self._kept[sequences[slot]].append(found)
         stopped = (tokens[:, None] == self._stop[sequences]).any(1)
         done = np.flatnonzero(stopped | (position + 1 >= self._end[sequences]))
         return done, stopped[done]
@@ -249,7 +295,9 @@ class Slots:
             self._logprobs[s, reply].copy(),
             self._versions[s, reply].copy(),
             "stop" if stopped else "length",
+            KeptSets.of(self._kept[s], self._vocabulary) if self._kept[s] else None,
         )
+        self._kept[s] = []
         self.release(slot)
         return sample
 

@@ -29,7 +29,7 @@ from runtime.trainer.backend import (
 )
 from runtime.trainer.fsdp import lora, sharding, state
 from runtime.trainer.fsdp.lora import Adapters
-from runtime.trainer.head import PerToken, in_chunks
+from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.plan import TensorSpec
 
@@ -97,12 +97,12 @@ class FsdpBackend(ModelBackend):
     def token_logprobs(
         self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
     ) -> PerToken:
-        def compute(outputs: torch.Tensor, tokens: torch.Tensor) -> PerToken:
+        def compute(outputs: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
             with self._precision():
                 logits = self._head(outputs)
-            return token_logprobs(logits, tokens, temperature, entropy_gradient=entropy_gradient)
+            return token_logprobs(confined(logits, kept), tokens, temperature, entropy_gradient=entropy_gradient)
 
-        return in_chunks(compute, self.vocab_size, outputs, batch.targets)
+        return in_chunks(compute, self.vocab_size, outputs, batch.targets, batch.kept)
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         assert self._adapters is not None

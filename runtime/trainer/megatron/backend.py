@@ -23,7 +23,7 @@ from runtime.trainer.backend import (
     compute_dtype,
     wire_dtype,
 )
-from runtime.trainer.head import PerToken, in_chunks
+from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.megatron import state, vocab_parallel
 from runtime.trainer.megatron.optimizer import MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses
@@ -87,13 +87,14 @@ class MegatronBackend(ModelBackend):
     def token_logprobs(
         self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
     ) -> PerToken:
-        part = {"group": self._grid.tensor_group, "start": self.model.vocabulary_start}
+        start = self.model.vocabulary_start
+        part = {"group": self._grid.tensor_group, "start": start}
 
-        def compute(outputs: torch.Tensor, tokens: torch.Tensor) -> PerToken:
-            logits = self.model.head(outputs)
+        def compute(outputs: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
+            logits = confined(self.model.head(outputs), kept, start)
             return vocab_parallel.token_logprobs(logits, tokens, temperature, **part, entropy_gradient=entropy_gradient)
 
-        return in_chunks(compute, self.vocab_size // self._grid.layout.tensor, outputs, batch.targets)
+        return in_chunks(compute, self.vocab_size // self._grid.layout.tensor, outputs, batch.targets, batch.kept)
 
     # ------------------------------------------------------------------------------------------ gradients and updates
 
