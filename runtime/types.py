@@ -274,6 +274,9 @@ class GroupPayload(msgspec.Struct, kw_only=True):
                 raise InvalidMessage(f"group {self.group_id}: the prompt is empty")
         if outside(self.prompt, vocabulary) or outside(self.tokens, vocabulary):
             raise InvalidMessage(f"group {self.group_id}: token ids outside of 0..{vocabulary - 1}")
+
+    def check_sets(self, vocabulary: int) -> None:
+        """Raises InvalidMessage for kept sets that are not of such a vocabulary, or of these tokens."""
         if self.kept is not None and (fault := self.kept.fault(self.tokens[self.loss_mask.expand() != 0], vocabulary)):
             raise InvalidMessage(f"group {self.group_id}: {fault}")
 

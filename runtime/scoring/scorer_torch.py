@@ -92,6 +92,7 @@ class TorchScorer:
         if not request.temperature > 0:
             raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
         payload.check(self.vocab_size)
+        payload.check_sets(self.vocab_size)
 
     def _score(self, batch: Sequence[_Row], results: list[Logprobs]) -> None:
         """One micro-batch: rows sorted by falling length, all of one reply or all of several."""
@@ -141,6 +142,7 @@ class TorchScorer:
         sources: np.ndarray,
         targets: np.ndarray,
         inverse: np.ndarray,
+        *,
         kept: KeptSets | None,
     ) -> np.ndarray:
         """Log-probability of token `targets[i]` predicted at `sources[i]`; logits exist for these positions alone."""

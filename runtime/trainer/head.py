@@ -9,7 +9,8 @@ from collections.abc import Callable
 import torch
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_ELEMENTS = 1 << 25  # logits of one chunk, float32: 128 MiB
+from runtime.models.families.memory import CHUNK_ELEMENTS
+
 LEFT_OUT = -1e30  # a logit without probability: finite at any temperature, so that 0 times it is 0
 
 PerToken = tuple[torch.Tensor, torch.Tensor]

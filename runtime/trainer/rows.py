@@ -233,6 +233,7 @@ def _check(group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Seq
             f"with {len(group.rewards)} rewards and {len(group.valid)} flags"
         )
     payload.check(vocab_size)
+    payload.check_sets(vocab_size)
     if payload.turn_rewards:
         mask, begins = payload.loss_mask.expand(), starts(payload.lengths.astype(np.int64))
         for turn in payload.turn_rewards:

@@ -29,7 +29,6 @@ from tests.unit import template_cases as cases
 
 TOOLS = (Tool("add", "Adds."), Tool("look_up", "Finds."))
 FEWER = TOOLS[:1]
-VOCABULARY = 1 << 18
 END, OTHER_END = cases.special("<|im_end|>"), cases.special("<|endoftext|>")
 
 
@@ -55,8 +54,9 @@ class Engine:
         message = self.renderer.parse(forced, ids, tools)
         reason = "tool_calls" if message.tool_calls else end
         # Every other reply's tokens were drawn from two tokens each.
-        pairs = [encode_set(np.array([token, token + 1], np.int32), VOCABULARY) for token in ids]
-        sets = KeptSets.of(pairs, VOCABULARY) if len(self.served) % 2 else None
+        vocabulary = self.renderer.tokenizer.vocab_size
+        pairs = [encode_set(np.array([token, (token + 1) % vocabulary], np.int32), vocabulary) for token in ids]
+        sets = KeptSets.of(pairs, vocabulary) if len(self.served) % 2 else None
         return PolicyReply(message, np.array(ids, np.int32), own, versions, reason, kept=sets)
 
     def answer(self, extension: Any, replies: Sequence[Sequence[int]], tools: Sequence[Tool] = ()) -> list[Message]:
@@ -92,7 +92,7 @@ class Engine:
             mask = branch.loss_mask != 0
             sizes = np.zeros(len(mask)) if branch.kept is None else branch.kept.sizes
             assert sizes.tolist() == [2 * (float(logprob) in filtered) for logprob in branch.logprobs]
-            assert branch.kept is None or branch.kept.fault(branch.tokens, VOCABULARY) == ""
+            assert branch.kept is None or branch.kept.fault(branch.tokens, self.renderer.tokenizer.vocab_size) == ""
             assert not branch.logprobs[~mask].any()
             columns = (branch.logprobs[mask], branch.tokens[mask], branch.versions[mask])
             trained += [(float(one), int(token), int(version)) for one, token, version in zip(*columns, strict=True)]
