@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -98,18 +98,17 @@ def _require_experts_apart(model: PreTrainedModel, path: str, key: str) -> None:
         )
 
 
-def take_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Have `model` give what its head takes in the place of logits; returns the head, which makes logits of it.
+def take_head(model: Any) -> nn.Linear | None:
+    """Have `model` give what its head takes in the place of logits, the product of that and the head's weight; returns the
+    head, which stays where it is.
 
-    Its weights stay where they are. A model that may do more than multiply by them keeps its head: it gives logits, and what is
-    returned leaves them as they are.
+    None for a model that may do more than multiply: it gives logits as before.
     """
-    if model.config.model_type not in FAMILIES:
-        return nn.Identity()
-    head = model.get_output_embeddings()
-    project: Callable[[torch.Tensor], torch.Tensor] = head.forward
-    head.forward = nn.Identity().forward
-    return project
+    head: nn.Linear = model.get_output_embeddings()
+    if model.config.model_type not in FAMILIES or head.bias is not None:
+        return None
+    head.forward = nn.Identity().forward  # type: ignore[method-assign]
+    return head
 
 
 def has_tensor(path: str, name: str) -> bool:

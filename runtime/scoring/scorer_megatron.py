@@ -80,13 +80,13 @@ class MegatronScorer:
         """[N], from what the head takes, [N, H]. The chunks are the same on all ranks that share the vocabulary."""
         group, start = self._grid.tensor_group, self._model.vocabulary_start
 
-        def compute(
-            outputs: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor, kept: torch.Tensor | None
+        def numbers(
+            logits: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor, kept: torch.Tensor | None
         ) -> PerToken:
-            logits = confined(self._model.head(outputs).float() / temperature[:, None], kept, start)
-            return vocab_parallel.token_logprobs(logits, targets, group=group, start=start)
+            left = confined(logits.float() / temperature[:, None], kept, start)
+            return vocab_parallel.token_logprobs(left, targets, group=group, start=start)
 
         temperature = batch.columns["temperature"].flatten()[batch.cells]
-        return in_chunks(
-            compute, self._shape.vocab_size // self._grid.layout.tensor, outputs, batch.targets, temperature, batch.kept
-        )[0]
+        width = self._shape.vocab_size // self._grid.layout.tensor
+        weight = self._model.head_weight()
+        return in_chunks(numbers, outputs, weight, width, batch.targets, temperature, batch.kept)[0]

@@ -66,7 +66,7 @@ def test_the_trainer_has_the_sampler_s_log_probabilities(
     policy: str, monkeypatch: pytest.MonkeyPatch, filters: dict[str, Any]
 ) -> None:
     """And would not have them without the sets. In several chunks of tokens."""
-    monkeypatch.setattr("runtime.trainer.head.CHUNK_ELEMENTS", 7 * VOCAB)
+    monkeypatch.setattr("runtime.trainer.head.CPU_CHUNK_ELEMENTS", 7 * VOCAB)
     config = make_config(policy, sampling={"temperature": 0.8})
     gaps = [
         run_step(policy_trainer(config), sampled(policy, **filters, keep_sets=keep)).metrics["mismatch/max"]
@@ -88,7 +88,7 @@ def with_sets(group: TrainGroup, rng: np.random.Generator) -> TrainGroup:
 
 def test_gradients_are_those_of_the_truncated_distribution(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of log-probabilities and entropies, against a model in float64 whose softmax is over the listed tokens alone."""
-    monkeypatch.setattr("runtime.trainer.head.CHUNK_ELEMENTS", 5 * VOCAB)
+    monkeypatch.setattr("runtime.trainer.head.CPU_CHUNK_ELEMENTS", 5 * VOCAB)
     rng = np.random.default_rng(4)
     groups = [with_sets(group, rng) for group in make_groups(2)]
     engine = policy_trainer(make_config(policy))

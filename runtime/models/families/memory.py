@@ -9,7 +9,7 @@ import msgspec
 from runtime.models.families.family import Family
 from runtime.models.families.layout import Layout
 
-CHUNK_ELEMENTS = 1 << 25  # logits that a trainer makes at once: 128 MiB in float32
+CHUNK_ELEMENTS = 1 << 26  # logits that a trainer makes at once: 256 MiB in float32
 GRADIENT = 4  # float32
 _LOGIT = 12  # a logit's: its float32 copy, what is kept of it for the backward pass, and its gradient
 _LAYER = (

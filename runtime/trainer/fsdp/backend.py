@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config, Optimizer
@@ -97,12 +98,13 @@ class FsdpBackend(ModelBackend):
     def token_logprobs(
         self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
     ) -> PerToken:
-        def compute(outputs: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
-            with self._precision():
-                logits = self._head(outputs)
+        def numbers(logits: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
             return token_logprobs(confined(logits, kept), tokens, temperature, entropy_gradient=entropy_gradient)
 
-        return in_chunks(compute, self.vocab_size, outputs, batch.targets, batch.kept)
+        weight = None
+        if self._head is not None:
+            weight, outputs = self._head.weight.to(self._compute), outputs.to(self._compute)
+        return in_chunks(numbers, outputs, weight, self.vocab_size, batch.targets, batch.kept)
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         assert self._adapters is not None
@@ -234,12 +236,23 @@ def to_device(model: Any, trained: TrainedRole, compute: torch.dtype, rank_info:
             f"(here: {device.type}, {world_size}); must be false"
         )
     if settings.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        options: dict[str, Any] = {"use_reentrant": False}
+        if settings.activation_checkpointing == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _costly())
+        model.gradient_checkpointing_enable(options)
     model.train()
     if world_size > 1:
         sharding.shard(model, device, compute, settings.cpu_offload)
     else:
         model.to(device)
+
+
+def _costly() -> list[Any]:
+    """The operators whose results selective checkpointing keeps."""
+    aten: Any = torch.ops.aten
+    kinds = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    attention = [getattr(aten, f"_scaled_dot_product_{kind}").default for kind in kinds]
+    return [aten.mm.default, aten.addmm.default, aten.bmm.default, *attention]
 
 
 def make_optimizer(options: Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.AdamW:

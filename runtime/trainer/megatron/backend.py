@@ -90,11 +90,12 @@ class MegatronBackend(ModelBackend):
         start = self.model.vocabulary_start
         part = {"group": self._grid.tensor_group, "start": start}
 
-        def compute(outputs: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
-            logits = confined(self.model.head(outputs), kept, start)
-            return vocab_parallel.token_logprobs(logits, tokens, temperature, **part, entropy_gradient=entropy_gradient)
+        def numbers(logits: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
+            left = confined(logits, kept, start)
+            return vocab_parallel.token_logprobs(left, tokens, temperature, **part, entropy_gradient=entropy_gradient)
 
-        return in_chunks(compute, self.vocab_size // self._grid.layout.tensor, outputs, batch.targets, batch.kept)
+        width = self.vocab_size // self._grid.layout.tensor
+        return in_chunks(numbers, outputs, self.model.head_weight(), width, batch.targets, batch.kept)
 
     # ------------------------------------------------------------------------------------------ gradients and updates
 

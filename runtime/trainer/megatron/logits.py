@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from runtime import timeouts
 from runtime.config import Trainer
@@ -78,7 +79,7 @@ def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Te
         packing = Packing(rows=[every[None]], cells=every)
         nothing = empty_batch((), cpu)
         batch = replace(nothing, input_ids=tokens, position_ids=every[None], packing=packing, predictors=every)
-        return model.head(model(batch))
+        return F.linear(model(batch), model.head_weight())
     finally:
         grid.close()
         dist.destroy_process_group()

@@ -107,12 +107,12 @@ class PackedModel(GPTModel):
         chosen: torch.Tensor = tensor_parallel.copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, predictors))
         return chosen
 
-    def head(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Logits [N, v] of what the last stage gave, for the part of the vocabulary that is this rank's."""
-        weight = self.output_layer.weight
+    def head_weight(self) -> torch.Tensor:
+        """[v, H], on the last stage: what makes logits of the part of the vocabulary that is this rank's."""
+        weight: torch.Tensor = self.output_layer.weight
         if self.pre_process and self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        return F.linear(outputs, weight[: self._vocabulary_share])
+        return weight[: self._vocabulary_share]
 
     def _values(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
         """float32, the same on every tensor-parallel rank."""
