@@ -236,7 +236,7 @@ class Trainer(Computing, frozen=True):
     """Engine megatron, with several blocks: gradients are summed during the backward pass, and new weights gathered during the
     next forward pass."""
     activation_checkpointing: bool | Literal["selective"] = False
-    """Compute activations again in the backward pass: all of a layer's, or, `selective`, of engine torch, all but the results of
+    """Compute activations again in the backward pass: all of a layer's, or, `selective` (engine torch), all but the results of
     matrix products and of attention, which take the time."""
     cpu_offload: bool = False
     """Engine torch: shards and optimizer in host memory; needs accelerators and several ranks."""
