@@ -34,6 +34,7 @@ from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.plan import TensorSpec
 
+TRIMMED = 1 << 28  # bytes of weights from which on a step is so long that to return free memory costs nothing
 _GRADIENT = "gradient/squared"
 
 
@@ -67,6 +68,8 @@ class FsdpBackend(ModelBackend):
         # What is on the host already is not taken there.
         self.offloaded: Sequence[str] = trained.settings.offloaded if rank_info.device.type != "cpu" else ()
         self._on_host: dict[str, HostOffload] = {}
+        large = sum(sharding.local(parameter).nbytes for parameter in self.parameters.values()) > TRIMMED
+        self._trims = large and rank_info.device.type == "cpu"
         self._held: dict[str, int] = {}  # how many tensors each of them holds
         self._loss_factor = sharding.loss_factor(rank_info.device, rank_info.world_size)
         super().__init__(rank_info, self.model.config.vocab_size, share=rank_info.rank)
@@ -149,6 +152,8 @@ class FsdpBackend(ModelBackend):
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        if self._trims:
+            platform.trim()  # activations are gone, and what is published next needs room
 
     def update(self, scale: float, rate: float) -> None:
         torch._foreach_mul_(self.gradients(), scale)
