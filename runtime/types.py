@@ -17,6 +17,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from runtime.columns import KeptSets, Runs
 from runtime.errors import InvalidMessage
 
 SCHEMA_VERSION = 3
@@ -57,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    keep_sets: bool = False  # whether the sets that the filters leave travel with the sample
 
 
 class Command(msgspec.Struct, Generic[R], frozen=True):
@@ -125,28 +127,12 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: np.ndarray  # float32 [R], of the distribution sampled from
     versions: np.ndarray  # int64 [R], PolicyVersion.pack()
     finish_reason: FinishReason
+    kept: KeptSets | None = None  # [R], what each token was drawn from; None: from the whole vocabulary
 
     def part(self, tokens: slice) -> Sample:
         """Some of its tokens."""
-        return msgspec.structs.replace(self, **{name: getattr(self, name)[tokens] for name in _DTYPES})
-
-
-class Runs(msgspec.Struct, frozen=True, array_like=True):
-    """An array whose values seldom change along it: each value, and for how many entries it holds (run-length encoding)."""
-
-    values: np.ndarray
-    lengths: np.ndarray  # uint32
-
-    @classmethod
-    def of(cls, array: np.ndarray) -> Runs:
-        starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(array)), bool), array[1:] != array[:-1]]))
-        return cls(array[starts], np.diff(starts, append=len(array)).astype(np.uint32))
-
-    def expand(self) -> np.ndarray:
-        return np.repeat(self.values, self.lengths)
-
-    def __len__(self) -> int:
-        return int(self.lengths.sum(dtype=np.int64))
+        kept = None if self.kept is None else self.kept.part(tokens)
+        return msgspec.structs.replace(self, **{name: getattr(self, name)[tokens] for name in _DTYPES}, kept=kept)
 
 
 class TurnReward(msgspec.Struct, frozen=True, array_like=True):
@@ -184,6 +170,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
     finish_reasons: list[FinishReason]  # [rows]
     rows: np.ndarray  # uint32 [n]: of each episode
     turn_rewards: list[TurnReward] = []
+    kept: KeptSets | None = None  # of those tokens whose mask is 1; None: the whole vocabulary
 
     @classmethod
     def of(
@@ -205,6 +192,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
                         f"not {dtype} of shape {tokens.shape}"
                     )
         tokens, mask, logprobs, versions = (np.concatenate([np.zeros(0, _DTYPES[name]), *columns[name]]) for name in _DTYPES)
+        kept = KeptSets.joined([sample.kept for sample in samples], [len(sample.tokens) for sample in samples])
         if logprobs[mask == 0].any():
             raise InvalidMessage(f"group {group_id}: log-probabilities of tokens whose mask is 0")
         return cls(
@@ -218,6 +206,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
             finish_reasons=[sample.finish_reason for sample in samples],
             rows=np.ones(len(samples), np.uint32) if rows is None else np.array(rows, np.uint32),
             turn_rewards=list(turn_rewards),
+            kept=None if kept is None else kept.among(mask != 0),
         )
 
     def __post_init__(self) -> None:
@@ -257,14 +246,18 @@ class GroupPayload(msgspec.Struct, kw_only=True):
             logprobs[mask != 0] = self.logprobs
         return TokenColumns(self.tokens, mask, logprobs, self.versions.expand())
 
+    def kept_sets(self) -> KeptSets | None:
+        """Of all T tokens; None where all were drawn from the whole vocabulary."""
+        return None if self.kept is None else self.kept.spread(self.loss_mask.expand() != 0)
+
     @property
     def samples(self) -> list[Sample]:
         """The rows, as views into `columns`."""
-        ends = np.cumsum(self.lengths, dtype=np.int64)[:-1]
-        parts = zip(*(np.split(column, ends) for column in self.columns()), self.finish_reasons, strict=False)
+        whole = Sample(**self.columns()._asdict(), finish_reason="stop", kept=self.kept_sets())
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        parts = [whole.part(slice(end - length, end)) for end, length in zip(ends, self.lengths.astype(np.int64), strict=True)]
         return [
-            Sample(tokens=tokens, loss_mask=mask, logprobs=logprobs, versions=versions, finish_reason=reason)
-            for tokens, mask, logprobs, versions, reason in parts
+            msgspec.structs.replace(part, finish_reason=reason) for part, reason in zip(parts, self.finish_reasons, strict=True)
         ]
 
     @property
@@ -281,6 +274,11 @@ class GroupPayload(msgspec.Struct, kw_only=True):
                 raise InvalidMessage(f"group {self.group_id}: the prompt is empty")
         if outside(self.prompt, vocabulary) or outside(self.tokens, vocabulary):
             raise InvalidMessage(f"group {self.group_id}: token ids outside of 0..{vocabulary - 1}")
+
+    def check_sets(self, vocabulary: int) -> None:
+        """Raises InvalidMessage for kept sets that are not of such a vocabulary, or of these tokens."""
+        if self.kept is not None and (fault := self.kept.fault(self.tokens[self.loss_mask.expand() != 0], vocabulary)):
+            raise InvalidMessage(f"group {self.group_id}: {fault}")
 
 
 def outside(tokens: np.ndarray, vocabulary: int) -> bool:

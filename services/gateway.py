@@ -181,7 +181,9 @@ class GatewayService(process.Service):
             renderer=self._renderer,
             rollouts=self._rollouts.generate,
             context=self._settings.context or longest_text(config),
-            run=None if serves else SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature),
+            run=None
+            if serves
+            else SamplingParams(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature, **sampling.filters),
         )
         self._episodes = Episodes(
             model=Path(config.model.path).name,

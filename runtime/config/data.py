@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, field
 
@@ -113,7 +113,8 @@ class Data(RowFormat, frozen=True):
 
 
 class Sampling(Section, frozen=True):
-    """How training replies are sampled. Training uses temperature alone, so that both engines compute one distribution."""
+    """How training replies are sampled. What the filters leave of each token's distribution travels with it: log-probabilities
+    of the policy and the reference, and the entropy, are of the same tokens."""
 
     group_size: Samples = 8
     """Replies to each prompt; at least 2 for `algorithm.advantage: group_norm`."""
@@ -121,6 +122,19 @@ class Sampling(Section, frozen=True):
     """Of a reply, at most."""
     temperature: PositiveRate = 1.0
     """The loss and the reference use the same."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that have this probability together; 1: from all. Below 1 rollouts of engine torch."""
+    top_k: NonNegative = 0
+    """Sample from so many of the likeliest tokens; 0: from all. Above 0 rollouts of engine torch."""
+    min_p: Fraction = 0.0
+    """Leave out tokens with less than this share of the likeliest one's probability; 0: none. Above 0 rollouts of engine
+    torch."""
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` besides length and temperature."""
+        filtered = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p, "keep_sets": filtered}
 
 
 class EvaluationSet(RowFormatChoice, frozen=True, kw_only=True):

@@ -287,6 +287,8 @@ def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
     yield from _values_need_weights(key, settings)
     if settings.cpu_offload:
         yield f"{key}.cpu_offload: is engine torch's; must be false for engine megatron"
+    if settings.activation_checkpointing == "selective":
+        yield f"{key}.activation_checkpointing: selective is engine torch's; must be true or false for engine megatron"
 
 
 def _values_need_weights(key: str, settings: Trainer) -> Iterator[str]:

@@ -319,6 +319,9 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
             yield f"{key}.speculation: {fleet.speculation}, but evaluation.min_p is {least}; must be auto or off"
     if any(fleet.engine == "vllm" for fleet in fleets(config).values()):
         yield from _temperatures(config)
+        for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if (value := getattr(config.sampling, name)) != off:
+                yield f"sampling.{name}: {value} needs rollouts of engine torch: vllm tells no kept sets; must be {off}"
 
 
 def _heads(key: str, ways: int, model: Mapping[str, Any]) -> Iterator[str]:

@@ -240,8 +240,9 @@ class Trainer(Computing, frozen=True):
     overlap: bool = True
     """Engine megatron, with several blocks: gradients are summed during the backward pass, and new weights gathered during the
     next forward pass."""
-    activation_checkpointing: bool = False
-    """Compute activations again in the backward pass."""
+    activation_checkpointing: bool | Literal["selective"] = False
+    """Compute activations again in the backward pass: all of a layer's, or, `selective` (engine torch), all but the results of
+    matrix products and of attention, which take the time."""
     cpu_offload: bool = False
     """Engine torch: shards and optimizer in host memory; needs accelerators and several ranks."""
     offload_train_optimizer: bool = False

@@ -71,6 +71,7 @@ class GroupStage:
         self._sampling = SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
+            **sampling.filters,
             stop_token_ids=context.stop_token_ids,
         )
         self._most: int | None = None  # groups that all rollouts may hold, until one comes or goes

@@ -252,6 +252,7 @@ class Probes:
         self._sampling = SamplingParams(
             max_new_tokens=min(NEW_TOKENS, config.sampling.max_new_tokens),
             temperature=config.sampling.temperature,
+            **config.sampling.filters,
             stop_token_ids=context.stop_token_ids,
         )
         self._pool, self._history, self._spans, self._answered = pool, history, spans, answered

@@ -23,6 +23,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime import timeouts
+from runtime.columns import KeptSets
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.conversation import TOO_LONG, Completion, PolicyCall, PolicyReply, Refused, ReplyEnd, Told
 from runtime.gateway.episode import GatewayEpisode, mixed
@@ -190,7 +191,7 @@ class PolicyCalls:
         if stop and stop in call.stop:
             message = replace(message, content=message.content.partition(stop)[0])
         end: ReplyEnd = "length" if sample.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
-        return PolicyReply(message, sample.tokens, sample.logprobs, sample.versions, end, stop)
+        return PolicyReply(message, sample.tokens, sample.logprobs, sample.versions, end, stop, sample.kept)
 
 
 def _joined(parts: Sequence[Sample]) -> Sample:
@@ -198,4 +199,5 @@ def _joined(parts: Sequence[Sample]) -> Sample:
         name: np.concatenate([getattr(part, name) for part in parts])
         for name in ("tokens", "loss_mask", "logprobs", "versions")
     }
-    return Sample(**columns, finish_reason=parts[-1].finish_reason)
+    kept = KeptSets.joined([part.kept for part in parts], [len(part.tokens) for part in parts])
+    return Sample(**columns, finish_reason=parts[-1].finish_reason, kept=kept)

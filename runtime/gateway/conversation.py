@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
+from runtime.columns import KeptSets
 from runtime.errors import SluiceError
 
 ReplyEnd = Literal["stop", "length", "tool_calls"]
@@ -87,6 +88,7 @@ class PolicyReply(Struct, frozen=True, gc=False):
     versions: np.ndarray  # int64, PolicyVersion.pack()
     end: ReplyEnd
     stop: str = ""
+    kept: KeptSets | None = None  # as of `Sample`
 
 
 class Completion(Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 from msgspec import Struct
 
+from runtime.columns import KeptSets
 from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import GroupPayload, PolicyVersion, Sample, TurnReward
@@ -173,6 +174,7 @@ class EpisodeGraph:
 
     def _branch(self, path: Sequence[ReplyNode], trained: set[ReplyNode]) -> GraphBranch:
         mask, logprobs, versions = [], [], []
+        kept: list[KeptSets | None] = []
         rewards: dict[int, float] = {}
         length = 0
         for node in path:
@@ -185,12 +187,14 @@ class EpisodeGraph:
             logprobs += [np.zeros(given, np.float32), reply.logprobs if new else np.zeros_like(reply.logprobs)]
             # Tokens that were given have the version of the one sampled next: long runs of equal versions take no room.
             versions += [np.full(given, reply.versions[0], np.int64), reply.versions]
+            kept += [None, reply.kept if new else None]
         return GraphBranch(
             tokens=path[-1].tokens(),
             loss_mask=np.concatenate(mask),
             logprobs=np.concatenate(logprobs),
             versions=np.concatenate(versions),
             finish_reason="length" if path[-1].reply.end == "length" else "stop",
+            kept=KeptSets.joined(kept, [len(part) for part in mask]),
             sampled=len(path[0].given),
             rewards=rewards,
         )

@@ -23,6 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 from runtime.errors import UserError
 from runtime.models import hf_config
 from runtime.models.experts import join_experts
+from runtime.models.families import FAMILIES
 from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorWriter
 
@@ -97,6 +98,19 @@ def _require_experts_apart(model: PreTrainedModel, path: str, key: str) -> None:
             f"{key}: {path!r}: transformers {transformers.__version__} holds experts otherwise than the folder does ({name}); "
             "needs a version below 5, or engine megatron"
         )
+
+
+def take_head(model: Any) -> nn.Linear | None:
+    """Have `model` give what its head takes in the place of logits, the product of that and the head's weight; returns the
+    head, which stays where it is.
+
+    None for a model that may do more than multiply: it gives logits as before.
+    """
+    head: nn.Linear = model.get_output_embeddings()
+    if model.config.model_type not in FAMILIES or head.bias is not None:
+        return None
+    head.forward = nn.Identity().forward  # type: ignore[method-assign]
+    return head
 
 
 def has_tensor(path: str, name: str) -> bool:

@@ -63,7 +63,7 @@ def rank_memory(config: Config, role: str, model: Mapping[str, Any], on_cpus: bo
         width=4 if dtype == "float32" or (dtype == "auto" and on_cpus) else 2,
         trains=trains,
         sequence=settings.parallel.sequence,
-        checkpointing=isinstance(settings, Trainer) and settings.activation_checkpointing,
+        checkpointing=isinstance(settings, Trainer) and bool(settings.activation_checkpointing),
     )
     return rank_bytes(family_for(model, value_head=role == "critic"), layout_of(settings.parallel), work)
 

@@ -5,6 +5,8 @@ The order of preference is npu, cuda, cpu. torch_npu is imported here alone, and
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import importlib.util
 import re
@@ -152,6 +154,12 @@ def release(where: torch.device) -> None:
     """Give other processes what the caching allocator holds and nobody uses."""
     if where.type != "cpu":
         _accelerator(where.type).empty_cache()
+
+
+def trim() -> None:
+    """Give the system what the process's own allocator holds and nobody uses: glibc's keeps what lies between pieces in use."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def synchronize(where: torch.device) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Struct
 
 from runtime import codec
+from runtime.columns import KeptSets
 from runtime.errors import InvalidMessage
 from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, outside
 
@@ -161,7 +162,9 @@ def check_request(request: GroupRequest, known: Container[int], context: int, vo
             raise InvalidMessage(f"group {request.group_id}: {fault}")
 
 
-def make_sample(tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: FinishReason) -> Sample:
+def make_sample(
+    tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: FinishReason, kept: KeptSets | None = None
+) -> Sample:
     """A reply, all of it the model's."""
     return Sample(
         tokens=tokens,
@@ -169,6 +172,7 @@ def make_sample(tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, 
         logprobs=logprobs,
         versions=versions,
         finish_reason=reason,
+        kept=kept,
     )
 
 

@@ -18,12 +18,11 @@ from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import MicroBatch, RankInfo, micro_batches
+from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.megatron import vocab_parallel
 from runtime.trainer.megatron.passes import MegatronPasses
 from runtime.trainer.rows import ramps
 from runtime.types import LogprobRequest, Logprobs
-
-_LOGIT_ELEMENTS = 1 << 26  # of one chunk of logits, float32: 256 MiB
 
 
 class MegatronScorer:
@@ -78,13 +77,16 @@ class MegatronScorer:
         return [Logprobs(group_id=request.group_id, values=part) for request, part in zip(shared, parts, strict=True)]
 
     def _logprobs(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
-        """[N], from logits [N, v] of this rank's part of the vocabulary. The chunks are the same on all of them."""
-        rows = max(1, _LOGIT_ELEMENTS * self._grid.layout.tensor // self._shape.vocab_size)
-        temperature = batch.columns["temperature"].flatten()[batch.cells]
+        """[N], from what the head takes, [N, H]. The chunks are the same on all ranks that share the vocabulary."""
         group, start = self._grid.tensor_group, self._model.vocabulary_start
-        chunks = zip(outputs.split(rows), batch.targets.split(rows), temperature.split(rows), strict=True)
-        found = [
-            vocab_parallel.token_logprobs(logits.float() / scale[:, None], targets, group=group, start=start)[0]
-            for logits, targets, scale in chunks
-        ]
-        return torch.cat(found)
+
+        def numbers(
+            logits: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor, kept: torch.Tensor | None
+        ) -> PerToken:
+            left = confined(logits.float() / temperature[:, None], kept, start)
+            return vocab_parallel.token_logprobs(left, targets, group=group, start=start)
+
+        temperature = batch.columns["temperature"].flatten()[batch.cells]
+        width = self._shape.vocab_size // self._grid.layout.tensor
+        weight = self._model.head_weight()
+        return in_chunks(numbers, outputs, weight, width, batch.targets, temperature, batch.kept)[0]

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from runtime import codec
+from runtime.columns import KeptSets
 from runtime.commands import Offload, Onload
 from runtime.errors import InvalidMessage
 from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.rollout.torch.decoder import Decoder
+from runtime.trainer.head import confined
 from runtime.types import GroupPayload, LogprobRequest, Logprobs
 
 # Attention within a row is dense over its replies: beyond this length, sharing the prompt costs more than it saves.
@@ -36,6 +38,7 @@ class _Row:
     replies: list[np.ndarray]
     offsets: list[int]
     temperature: float
+    kept: KeptSets | None  # of all replies of the request
 
     @property
     def length(self) -> int:
@@ -64,7 +67,8 @@ class TorchScorer:
 
     @torch.inference_mode()
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
-        """log_softmax(logits / temperature)[token] of every reply token, in the order of the requests.
+        """log_softmax(logits / temperature)[token] of every reply token, over the tokens that it was sampled from, as the
+        requests are in order.
 
         Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
         """
@@ -88,6 +92,7 @@ class TorchScorer:
         if not request.temperature > 0:
             raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
         payload.check(self.vocab_size)
+        payload.check_sets(self.vocab_size)
 
     def _score(self, batch: Sequence[_Row], results: list[Logprobs]) -> None:
         """One micro-batch: rows sorted by falling length, all of one reply or all of several."""
@@ -95,6 +100,7 @@ class TorchScorer:
         tokens, positions = np.zeros((2, len(batch), width), np.int64)
         segment = np.full((len(batch), width), -1)  # 0 the prompt, then the replies; -1 padding
         sources, targets, inverse = [], [], []
+        kept: list[KeptSets | None] = []
         for index, row in enumerate(batch):
             end = len(row.prompt)
             tokens[index, :end] = row.prompt
@@ -110,10 +116,13 @@ class TorchScorer:
                 first = index * width + max(len(row.prompt) - 1, 0)
                 sources.append(np.concatenate(([first], index * width + np.arange(start, end - 1))))
                 targets.append(reply)
+                offset = row.offsets[number - 1]
+                kept.append(row.kept and row.kept.part(slice(offset, offset + len(reply))))
             inverse.append(np.full(row.length - len(row.prompt), 1.0 / row.temperature, np.float32))
         allowed = self._allowed(segment) if len(batch[0].replies) > 1 else None
         hidden = self._decoder.forward(self._to_device(tokens), self._to_device(positions), allowed).flatten(0, 1)
-        values = self._gather(hidden, *(np.concatenate(each) for each in (sources, targets, inverse)))
+        sets = KeptSets.joined(kept, [len(reply) for reply in targets])
+        values = self._gather(hidden, *(np.concatenate(each) for each in (sources, targets, inverse)), kept=sets)
         place = 0
         for row in batch:
             for offset, reply in zip(row.offsets, row.replies, strict=True):
@@ -127,14 +136,25 @@ class TorchScorer:
         causal = torch.ones((t, t), dtype=torch.bool, device=self._device).tril()
         return ((own.unsqueeze(1) == 0) | (own.unsqueeze(1) == own.unsqueeze(2))) & causal
 
-    def _gather(self, hidden: torch.Tensor, sources: np.ndarray, targets: np.ndarray, inverse: np.ndarray) -> np.ndarray:
+    def _gather(
+        self,
+        hidden: torch.Tensor,
+        sources: np.ndarray,
+        targets: np.ndarray,
+        inverse: np.ndarray,
+        *,
+        kept: KeptSets | None,
+    ) -> np.ndarray:
         """Log-probability of token `targets[i]` predicted at `sources[i]`; logits exist for these positions alone."""
         values = []
         chunk = max(1, _LOGIT_ELEMENTS // self.vocab_size)
         for start in range(0, len(sources), chunk):
             part = slice(start, start + chunk)
             logits = self._decoder.logits(hidden.index_select(0, self._to_device(sources[part])))
-            logp = torch.log_softmax(logits.mul_(self._to_device(inverse[part]).unsqueeze(1)), -1)
+            logits = logits.mul_(self._to_device(inverse[part]).unsqueeze(1))
+            if kept is not None:
+                logits = confined(logits, self._to_device(kept.bitmaps(np.arange(len(sources))[part])))
+            logp = torch.log_softmax(logits, -1)
             values.append(logp.gather(1, self._to_device(targets[part].astype(np.int64)).unsqueeze(1)).squeeze(1))
         return torch.cat(values).cpu().numpy() if values else np.empty(0, np.float32)
 
@@ -146,6 +166,7 @@ def _rows(request: int, temperature: float, payload: GroupPayload) -> list[_Row]
     """Pack the replies of a group into rows, first fit, the longest first."""
     ends = np.cumsum(payload.lengths, dtype=np.int64)
     replies = np.split(payload.tokens, ends[:-1])
+    kept = payload.kept_sets()
     rows: list[_Row] = []
     for index in sorted(range(len(replies)), key=lambda i: -len(replies[i])):
         reply = replies[index]
@@ -153,7 +174,7 @@ def _rows(request: int, temperature: float, payload: GroupPayload) -> list[_Row]
             continue
         row = next((row for row in rows if row.length + len(reply) <= _ROW_TOKENS), None)
         if row is None:
-            row = _Row(request, payload.prompt, [], [], temperature)
+            row = _Row(request, payload.prompt, [], [], temperature, kept)
             rows.append(row)
         row.replies.append(reply)
         row.offsets.append(int(ends[index]) - len(reply))

@@ -124,9 +124,10 @@ class ModelBackend(ABC):
 
     @abstractmethod
     def token_logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropy_gradient: bool
+        self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`algorithms.losses.token_logprobs`, of what the model gives: logits [N, V], or this rank's part of V."""
+        """`algorithms.losses.token_logprobs` of the trained tokens of `batch`, [N] each, from what the model gives for them:
+        `outputs`, of which the head makes logits, a chunk of tokens at a time."""
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         """Within it the model computes what it did before adapters were put into it."""
@@ -263,6 +264,7 @@ class MicroBatch:
     targets: torch.Tensor  # int64 [N]
     cells: torch.Tensor  # int64 [N], where the trained token lies in the flattened grid
     mask: torch.Tensor  # float32 [B, R]
+    kept: torch.Tensor | None  # uint8 [N, bytes], what the tokens were sampled from, as of `confined`; None: all
     columns: Mapping[str, torch.Tensor]  # float32 [B, R] or [B, 1]
     samples: np.ndarray  # int64 [B], which of the rows; on the host
     places: np.ndarray  # int64 [N], where the trained token lies in the flat arrays; on the host
@@ -333,6 +335,7 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
         targets=send(rows.tokens[where][kept].astype(np.int64)),
         cells=send(row * width + offset),
         mask=send(mask),
+        kept=None if rows.kept is None else send(rows.kept.bitmaps(where[kept])),
         columns={name: column(array) for name, array in columns.items()},
         samples=chosen,
         places=where[kept],
@@ -367,6 +370,7 @@ def empty_batch(names: Iterable[str], device: torch.device) -> MicroBatch:
         targets=zero,
         cells=zero,
         mask=none,
+        kept=None,
         columns=dict.fromkeys(names, none),
         samples=np.zeros(0, np.int64),
         places=np.zeros(0, np.int64),

@@ -75,8 +75,8 @@ class Objective(ABC):
 
 
 class PolicyObjective(Objective):
-    """Policy loss + β · KL − c · entropy, aggregated. The outputs of its model are the logits that give the trained tokens,
-    [N, V] or this rank's part of V."""
+    """Policy loss + β · KL − c · entropy, aggregated. The outputs of its model are what its head makes the logits of the
+    trained tokens from, [N, H]."""
 
     role = "trainer"
     averaged = "actor/pg_loss"
@@ -121,10 +121,10 @@ class PolicyObjective(Objective):
     def per_token_output(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
         return self._logprobs(batch, outputs)[0]
 
-    def _logprobs(self, batch: MicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _logprobs(self, batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability and entropy, [N] each."""
         learns_entropy = self._entropy_coefficient != 0
-        return self._backend.token_logprobs(logits, batch.targets, self._temperature, entropy_gradient=learns_entropy)
+        return self._backend.token_logprobs(outputs, batch, self._temperature, entropy_gradient=learns_entropy)
 
     def loss(self, batch: MicroBatch, outputs: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
         logp, entropy = (batch.grid(values) for values in self._logprobs(batch, outputs))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from runtime import codec
+from runtime.columns import KeptSets
 from runtime.errors import InvalidMessage
 from runtime.types import GroupPayload, LogprobRequest, Logprobs, TrainGroup, ValueRequest, Values
 
@@ -43,6 +44,7 @@ class Rows:
     rewards: np.ndarray  # float32 [B], of the row's episode
     truncated: np.ndarray  # bool [B], whether the reply was cut off by length
     valid: np.ndarray  # bool [B], whether the row's episode is
+    kept: KeptSets | None  # flat; None: all tokens were sampled from the whole vocabulary
 
     def grid(self, flat: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """[len(rows), longest reply of `rows`] of `flat`, 0 beyond each reply."""
@@ -170,6 +172,7 @@ def _rows(
         rewards=np.repeat(_concatenate([group.rewards for group in groups], np.float32), branches),
         truncated=np.array([reason == "length" for payload in payloads for reason in payload.finish_reasons], bool),
         valid=valid,
+        kept=KeptSets.joined([payload.kept_sets() for payload in payloads], [len(payload.tokens) for payload in payloads]),
     )
 
 
@@ -178,6 +181,7 @@ def join(parts: Sequence[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
     joined = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Rows)}
+    kept = KeptSets.joined(joined.pop("kept"), [len(tokens) for tokens in joined["tokens"]])
     # What points into other arrays moves by what lies before the part.
     sizes = {name: [len(array) for array in joined[name]] for name in ("prompts", "prompt_start", "tokens")}
     sizes["episodes"] = [int(part.episode.max(initial=-1)) + 1 for part in parts]
@@ -192,7 +196,7 @@ def join(parts: Sequence[Rows]) -> Rows:
         before = starts(np.array(sizes[target], np.int64))
         joined[name] = [array + shift for array, shift in zip(joined[name], before, strict=True)]
     whole: dict[str, Any] = {name: None if arrays[0] is None else np.concatenate(arrays) for name, arrays in joined.items()}
-    return Rows(**whole)
+    return Rows(**whole, kept=kept)
 
 
 def share_prompts(rows: Rows) -> Rows:
@@ -229,6 +233,7 @@ def _check(group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Seq
             f"with {len(group.rewards)} rewards and {len(group.valid)} flags"
         )
     payload.check(vocab_size)
+    payload.check_sets(vocab_size)
     if payload.turn_rewards:
         mask, begins = payload.loss_mask.expand(), starts(payload.lengths.astype(np.int64))
         for turn in payload.turn_rewards:

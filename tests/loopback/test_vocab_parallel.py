@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from runtime.algorithms.losses import token_logprobs
+from runtime.columns import KeptSets, encode_set
+from runtime.trainer.head import confined
 from runtime.trainer.megatron import vocab_parallel
 from tests.closeness import assert_close
 from tests.loopback.ranks import run_two
@@ -29,16 +33,24 @@ def weights() -> torch.Tensor:
     return torch.randn(2, len(TOKENS), dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
+def kept() -> torch.Tensor:
+    """Of each token a set that it is in, as bits; of some in one rank's part alone, of one the whole vocabulary."""
+    sets = ([0, 1], [0, 6, 7], [7, 10], [0, 1, 2, 3, 10], list(range(sum(SHARES))), [2, 8])
+    encoded = [encode_set(np.array(each, np.int32), sum(SHARES)) for each in sets]
+    return torch.from_numpy(KeptSets.of(encoded, sum(SHARES)).bitmaps(np.arange(len(sets))))
+
+
 def two_ranks(rank: int, folder: Path) -> None:
     start = sum(SHARES[:rank])
-    for temperature in TEMPERATURES:
-        for entropy_gradient in (True, False):
-            own = logits()[:, start : start + SHARES[rank]].requires_grad_()
-            logp, entropy = vocab_parallel.token_logprobs(
-                own, TOKENS, temperature, group=dist.group.WORLD, start=start, entropy_gradient=entropy_gradient
-            )
-            (weights() * torch.stack([logp, entropy])).sum().backward()
-            torch.save((logp.detach(), entropy.detach(), own.grad), folder / f"{temperature}-{entropy_gradient}-{rank}.pt")
+    for temperature, entropy_gradient, filtered in product(TEMPERATURES, (True, False), (True, False)):
+        own = logits()[:, start : start + SHARES[rank]].requires_grad_()
+        left = confined(own, kept() if filtered else None, start)
+        logp, entropy = vocab_parallel.token_logprobs(
+            left, TOKENS, temperature, group=dist.group.WORLD, start=start, entropy_gradient=entropy_gradient
+        )
+        (weights() * torch.stack([logp, entropy])).sum().backward()
+        name = f"{temperature}-{entropy_gradient}-{filtered}-{rank}.pt"
+        torch.save((logp.detach(), entropy.detach(), own.grad), folder / name)
     nothing = torch.zeros(2, 0 if rank else 3, dtype=torch.bfloat16, requires_grad=True)
     logp, entropy = vocab_parallel.token_logprobs(nothing, torch.tensor([0, 2]), group=dist.group.WORLD, start=3 * rank)
     (logp.sum() + entropy.sum()).backward()
@@ -54,16 +66,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("entropy_gradient", [True, False])
+@pytest.mark.parametrize("filtered", [True, False])
 def test_values_and_gradients_are_those_of_the_whole_vocabulary(
-    results: Path, temperature: float, entropy_gradient: bool
+    results: Path, temperature: float, entropy_gradient: bool, filtered: bool
 ) -> None:
     whole = logits().requires_grad_()
-    logp, entropy = token_logprobs(whole, TOKENS, temperature, entropy_gradient=entropy_gradient)
+    left = whole
+    if filtered:
+        bits = np.unpackbits(kept().numpy(), axis=1, bitorder="little")[:, : sum(SHARES)]
+        left = whole.masked_fill(torch.from_numpy(bits) == 0, -1e30)
+    logp, entropy = token_logprobs(left, TOKENS, temperature, entropy_gradient=entropy_gradient)
     (weights() * torch.stack([logp, entropy])).sum().backward()
     assert whole.grad is not None
     gradients = whole.grad.split(SHARES, dim=1)
     for rank, gradient in enumerate(gradients):
-        found = torch.load(results / f"{temperature}-{entropy_gradient}-{rank}.pt")
+        found = torch.load(results / f"{temperature}-{entropy_gradient}-{filtered}-{rank}.pt")
         for value, expected in zip(found, (logp.detach(), entropy.detach(), gradient), strict=True):
             assert_close(value, expected, terms=4 * sum(SHARES), unit=2.0**-53)  # sums over the vocabulary, there and back
 

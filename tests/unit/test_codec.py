@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from runtime import codec
+from runtime.columns import Runs
 from runtime.errors import InvalidMessage
-from runtime.types import GroupPayload, Runs, Sample, Scores
+from runtime.types import GroupPayload, Sample, Scores
 
 DTYPES = ("<i4", "<f4", "|u1", "<i8", "<f8", "<u4")
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from runtime import codec
+from runtime.columns import KeptSets, encode_set
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage
 from runtime.gateway import graph as product
@@ -51,7 +52,12 @@ class Engine:
         versions = np.sort(np.arange(size, dtype=np.int64) // 3 + len(self.served) // 2)
         end = "stop" if ids[-1] in self.renderer.stop_ids else "length"
         message = self.renderer.parse(forced, ids, tools)
-        return PolicyReply(message, np.array(ids, np.int32), own, versions, "tool_calls" if message.tool_calls else end)
+        reason = "tool_calls" if message.tool_calls else end
+        # Every other reply's tokens were drawn from two tokens each.
+        vocabulary = self.renderer.tokenizer.vocab_size
+        pairs = [encode_set(np.array([token, (token + 1) % vocabulary], np.int32), vocabulary) for token in ids]
+        sets = KeptSets.of(pairs, vocabulary) if len(self.served) % 2 else None
+        return PolicyReply(message, np.array(ids, np.int32), own, versions, reason, kept=sets)
 
     def answer(self, extension: Any, replies: Sequence[Sequence[int]], tools: Sequence[Tool] = ()) -> list[Message]:
         found = [self.sample(ids, extension.forced, tools) for ids in replies]
@@ -80,9 +86,13 @@ class Engine:
             for _, reply in self.served
             for token, logprob, version in zip(reply.tokens, reply.logprobs, reply.versions, strict=True)
         }
+        filtered = {float(each) for _, reply in self.served if reply.kept is not None for each in reply.logprobs}
         trained = []
         for branch in branches:
             mask = branch.loss_mask != 0
+            sizes = np.zeros(len(mask)) if branch.kept is None else branch.kept.sizes
+            assert sizes.tolist() == [2 * (float(logprob) in filtered) for logprob in branch.logprobs]
+            assert branch.kept is None or branch.kept.fault(branch.tokens, self.renderer.tokenizer.vocab_size) == ""
             assert not branch.logprobs[~mask].any()
             columns = (branch.logprobs[mask], branch.tokens[mask], branch.versions[mask])
             trained += [(float(one), int(token), int(version)) for one, token, version in zip(*columns, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,26 @@ def test_shared_pages_count_once(tmp_path: Path) -> None:
         for child in children:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
         assert size <= memory.of([child.pid for child in children]).pss_bytes < size * 3 // 2
+
+
+TRIMMED = """
+import ctypes, os
+from runtime.process import platform
+from runtime.telemetry import memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+held = [libc.malloc(1 << 14) for _ in range(1 << 13)]  # 128 MiB, in pieces that lie one after the other
+for each in held:
+    ctypes.memset(each, 1, 1 << 14)
+for each in held[:-1]:  # the last one keeps the heap from shrinking
+    libc.free(each)
+before = memory.of([os.getpid()]).rss_bytes
+platform.trim()
+print(before - memory.of([os.getpid()]).rss_bytes)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_what_the_allocator_holds_and_nobody_uses_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-c", TRIMMED], check=True, capture_output=True, text=True)
+    assert int(done.stdout) > 96 << 20

@@ -126,6 +126,10 @@ class TestBytes:
         assert (held.weights, held.gradients, held.optimizer) == (2 * count, 4 * count, 12 * count)
         assert held.activations == 2 * 5 * 4 * 34 + 5 * 10 * 14
 
+    def test_no_more_logits_than_are_made_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("runtime.models.families.memory.CHUNK_ELEMENTS", 20)
+        assert self.of(Layout()).activations == 2 * 5 * 4 * 34 + 20 * 14
+
     def test_the_optimizer_alone_is_shared_out_over_blocks(self) -> None:
         one, four = self.of(Layout()), self.of(Layout(), ranks=4)
         assert (four.weights, four.gradients, four.optimizer) == (one.weights, one.gradients, one.optimizer // 4)

@@ -18,7 +18,7 @@ from runtime import codec
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
 from runtime.rollout.torch import slots as rollout_slots
 from runtime.rollout.torch.engine import TorchRolloutEngine
-from runtime.rollout.torch.slots import uniforms
+from runtime.rollout.torch.sampling import uniforms
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.rollout_cases import drain, request, run, tokens_of, update

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.rollout.torch.slots import RowSampling, as_row, sample, uniforms
+from runtime.columns import EncodedSet, KeptSets
+from runtime.rollout.torch.sampling import RowSampling, as_row, sample, sets_of, uniforms
 from runtime.types import SamplingParams
 from tests.closeness import assert_close
 
@@ -22,9 +23,15 @@ def params(**options: object) -> SamplingParams:
 
 
 def draw(logits: np.ndarray, u: np.ndarray, rows: list[SamplingParams]) -> tuple[np.ndarray, np.ndarray]:
+    return draw_with_sets(logits, u, rows)[:2]
+
+
+def draw_with_sets(
+    logits: np.ndarray, u: np.ndarray, rows: list[SamplingParams]
+) -> tuple[np.ndarray, np.ndarray, dict[int, EncodedSet]]:
     sampling = RowSampling(np.array([as_row(row) for row in rows], np.float32), CPU)
-    tokens, logprobs = sample(torch.from_numpy(logits.astype(np.float32)), torch.from_numpy(u.astype(np.float32)), sampling)
-    return tokens.numpy(), logprobs.numpy()
+    drawn = sample(torch.from_numpy(logits.astype(np.float32)), torch.from_numpy(u.astype(np.float32)), sampling)
+    return drawn.tokens.numpy(), drawn.logprobs.numpy(), sets_of(drawn.kept)
 
 
 def reference(logits: np.ndarray, row: SamplingParams) -> np.ndarray:
@@ -93,6 +100,25 @@ def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
         token, logprob = draw(logits[index : index + 1], u[index : index + 1], [row])
         assert token[0] == together[0][index]
         assert_close(logprob[0], together[1][index], terms=300, scale=20.0)
+
+
+def test_the_kept_sets_are_the_tokens_that_can_be_drawn() -> None:
+    """Of the rows that ask for them, whatever others are among them."""
+    rng = np.random.default_rng(8)
+    asked = [
+        params(keep_sets=True, top_p=0.7),
+        params(keep_sets=True, temperature=0.8, top_k=5),
+        params(keep_sets=True, min_p=0.2),
+    ]
+    rows = [params(), asked[0], params(temperature=0.0, keep_sets=True), params(top_k=2), asked[1], asked[2]]
+    logits = rng.normal(0, 2, (len(rows), 300))
+    tokens, _, sets = draw_with_sets(logits, rng.random(len(rows)), rows)
+    assert sorted(sets) == [1, 4, 5]
+    for index, found in sets.items():
+        bitmap = KeptSets.of([found], 300).bitmaps(np.array([0]))[0]
+        kept = np.flatnonzero(np.unpackbits(bitmap, bitorder="little")[:300])
+        np.testing.assert_array_equal(kept, np.flatnonzero(reference(logits[index], rows[index])))
+        assert tokens[index] in kept
 
 
 def test_streams_are_reproducible_prefixes_and_unlike() -> None:

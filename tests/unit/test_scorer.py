@@ -88,10 +88,14 @@ def test_empty_replies_and_empty_batches_have_no_values(tmp_path: Path) -> None:
     assert result.values.shape == (0,)
 
 
-def test_the_scorer_agrees_with_the_rollout_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "keep_sets": True}, {"top_k": 4, "keep_sets": True}], ids=str)
+def test_the_scorer_agrees_with_the_rollout_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filters: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(scorer_torch, "_LOGIT_ELEMENTS", VOCABULARY * 7)
     save_model(tmp_path)
     engine = TorchRolloutEngine(str(tmp_path), device=CPU, dtype=torch.float32, slots=5, max_model_len=100)
-    sampling = SamplingParams(max_new_tokens=60, temperature=0.7, stop_token_ids=(3,))
+    sampling = SamplingParams(max_new_tokens=60, temperature=0.7, stop_token_ids=(3,), **filters)
     requests = [
         GroupRequest(group_id=i, prompt=np.arange(1 + 3 * i, dtype=np.int32), n=4, seed=i, sampling=sampling) for i in range(4)
     ]

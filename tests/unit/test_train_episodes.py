@@ -12,9 +12,10 @@ import torch
 from msgspec import structs
 
 from runtime import codec
+from runtime.columns import Runs
 from runtime.config import Critic
 from runtime.trainer.step import critic_trainer, policy_trainer
-from runtime.types import GroupPayload, Logprobs, Runs, Sample, TrainGroup, Values
+from runtime.types import GroupPayload, Logprobs, Sample, TrainGroup, Values
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import make_config, make_episodes, make_groups, make_policy
 from tests.unit.training_steps import assert_metrics, assert_same, assert_updated, comparable, run_step, weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,13 +125,16 @@ def test_every_aggregation_is_over_the_whole_step(policy: str, aggregation: str)
     assert_metrics(*metrics)
 
 
-def test_activation_checkpointing_and_chunked_vocabulary_change_nothing(policy: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+def test_activation_checkpointing_and_chunked_vocabulary_change_nothing(
+    policy: str, monkeypatch: pytest.MonkeyPatch, checkpointing: Any
+):
     groups = make_groups(3)
     config = make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH)
     plain = policy_trainer(config)
     expected = comparable(run_step(plain, groups))
-    monkeypatch.setattr("runtime.trainer.fsdp.backend.CHUNK_ELEMENTS", 5 * VOCAB)
-    trainer = Trainer(activation_checkpointing=True)
+    monkeypatch.setattr("runtime.trainer.head.CPU_CHUNK_ELEMENTS", 5 * VOCAB)
+    trainer = Trainer(activation_checkpointing=checkpointing)
     saving = policy_trainer(make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH, trainer=trainer))
     assert_metrics(comparable(run_step(saving, groups)), expected)
     assert_updated(weights(saving), weights(plain), config.training.optimizer)

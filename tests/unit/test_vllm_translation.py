@@ -146,6 +146,14 @@ VLLM = ("services.rollout.engine=vllm", f"services.rollout.python={sys.executabl
             (*VLLM, "evaluation.temperature=0.001"),
             "evaluation.temperature: 0.001 is too low for engine vllm; must be 0 or at least 0.01",
         ),
+        (
+            (*VLLM, "sampling.top_p=0.9"),
+            "sampling.top_p: 0.9 needs rollouts of engine torch: vllm tells no kept sets; must be 1.0",
+        ),
+        (
+            (*VLLM, "sampling.top_k=5"),
+            "sampling.top_k: 5 needs rollouts of engine torch: vllm tells no kept sets; must be 0",
+        ),
     ],
 )
 def test_faults_are_found_without_vllm(tmp_path: Path, overrides: tuple[str, ...], fault: str) -> None:

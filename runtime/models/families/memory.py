@@ -9,6 +9,7 @@ import msgspec
 from runtime.models.families.family import Family
 from runtime.models.families.layout import Layout
 
+CHUNK_ELEMENTS = 1 << 26  # logits that a trainer makes at once: 256 MiB in float32
 GRADIENT = 4  # float32
 _LOGIT = 12  # a logit's: its float32 copy, what is kept of it for the backward pass, and its gradient
 _LAYER = (
@@ -74,9 +75,8 @@ def _activations(family: Family, layout: Layout, work: ModelWork, stage: int) ->
     layer = row * _LAYER // 2 // layout.tensor
     logits = 0
     if stage == layout.pipeline - 1 and not family.value_head:
-        logits = (
-            work.tokens * layout.padded_vocab(shape) // layout.tensor * (work.width + _LOGIT if work.trains else work.width)
-        )
+        at_once = min(work.tokens * layout.padded_vocab(shape) // layout.tensor, CHUNK_ELEMENTS)
+        logits = at_once * (work.width + _LOGIT if work.trains else work.width)
     if not work.trains:
         return layer + logits
     layers, under_way = len(layout.stage_layers(shape, stage)), layout.pipeline - stage

@@ -20,13 +20,14 @@ from runtime.errors import InvariantViolated, UserError
 from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.process.progress import at
-from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
+from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group
 from runtime.rollout.torch import prefill
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
 from runtime.rollout.torch.drafts import Drafts, Following
 from runtime.rollout.torch.kept import KeptTexts
-from runtime.rollout.torch.slots import RowSampling, Slots, as_row, sample, streams, to_host
+from runtime.rollout.torch.sampling import RowSampling, as_row, sample, sets_of, streams, to_host
+from runtime.rollout.torch.slots import Prefilled, Slots
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
 
 T = TypeVar("T")
@@ -40,23 +41,12 @@ _PREFILL_TOKENS = 8192  # of one prefill, padding included
 
 
 @dataclass
-class _Prefilled:
-    """A prompt ready to be continued, under the weights of `version`."""
-
-    keys_values: torch.Tensor  # [layers, 2, kv_heads, P, head_dim]
-    uniforms: np.ndarray  # float32 [n, max_new_tokens]
-    tokens: np.ndarray  # int64 [n], the first token of each sample
-    logprobs: np.ndarray  # float32 [n]
-    version: int
-
-
-@dataclass
 class _TorchGroup:
     request: GroupRequest
     samples: list[Sample | None]
     unfinished: int
     admitted: int = 0  # samples that were given a slot, or needed none
-    prefilled: _Prefilled | None = None
+    prefilled: Prefilled | None = None
     following: list[Following] = field(default_factory=list)  # of each sample, where there are drafts
 
 
@@ -92,7 +82,7 @@ class TorchRolloutEngine(RolloutEngine):
             )
         self._decoder.reserve_positions(max_model_len)
         self._cache = KVCache(config, slots + 1, max_model_len, device, dtype)
-        self._slots = Slots(self._cache, slots + 1)  # the last free one is a probe's
+        self._slots = Slots(self._cache, slots + 1, config.vocab_size)  # the last free one is a probe's
         self._kept = KeptTexts(kv_for_waiting)
         self._drafts = Drafts(_FIXED.get(device.type, _FIXED_ELSEWHERE)) if drafts else None
         self._device = device
@@ -102,7 +92,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
-        self._sampling = RowSampling(np.zeros((0, 4), np.float32), device)
+        self._sampling = RowSampling(np.zeros((0, 5), np.float32), device)
         self._sampling_key = b""
         self._stats = EngineStats(slots=slots)
         self._halt = False
@@ -174,8 +164,9 @@ class TorchRolloutEngine(RolloutEngine):
             self._sampling, self._sampling_key = RowSampling(params, self._device), key
         tokens_positions = self._to_device(inputs)
         logits = self._decoder.decode(tokens_positions[0], tokens_positions[1], self._cache, spans, counts)
-        tokens, logprobs = to_host(*sample(logits, self._to_device(u), self._sampling))
-        done, stopped, appended = slots.record(tokens, logprobs, self._version.pack(), counts)
+        drawn = sample(logits, self._to_device(u), self._sampling)
+        tokens, logprobs = to_host(drawn)
+        done, stopped, appended = slots.record(tokens, logprobs, self._version.pack(), sets_of(drawn.kept), counts)
         self._stats.decode_steps += 1
         self._stats.decode_tokens += appended
         self._stats.drafted_tokens += len(tokens) - n
@@ -209,15 +200,13 @@ class TorchRolloutEngine(RolloutEngine):
         if group.admitted == request.n:
             self._waiting.popleft()
             group.prefilled = None
-        token, logprob = int(prefilled.tokens[index]), prefilled.logprobs[index]
-        stopped = token in request.sampling.stop_token_ids
+        first = prefilled.first(index)
+        stopped = first.token in request.sampling.stop_token_ids
         if stopped or request.sampling.max_new_tokens == 1:
             if request.keep:
                 self._kept.put(request.prompt, prefilled.keys_values)
-            only = np.array([token], np.int32), np.array([logprob], np.float32), np.array([prefilled.version], np.int64)
-            self._finish(group, index, make_sample(*only, "stop" if stopped else "length"))
+            self._finish(group, index, first.alone("stop" if stopped else "length", self._decoder.config.vocab_size))
             return
-        first = (token, logprob, prefilled.version)
         slot = self._slots.start((group, index), len(request.prompt), first, request.sampling, prefilled.uniforms[index])
         self._cache.fill(slot, prefilled.keys_values)
 
@@ -236,10 +225,12 @@ class TorchRolloutEngine(RolloutEngine):
         numbers = [streams(group.request) for group in groups]
         u = self._to_device(np.concatenate([each[:, 0] for each in numbers]))
         drawn = sample(logits.index_select(0, self._to_device(owner)), u, RowSampling(params, self._device))
-        tokens, logprobs = to_host(*drawn)
-        ends = np.cumsum(counts)[:-1]
-        for row, (group, own, values) in enumerate(zip(groups, np.split(tokens, ends), np.split(logprobs, ends), strict=True)):
-            group.prefilled = _Prefilled(keys_values[row], numbers[row], own, values, self._version.pack())
+        tokens, logprobs = to_host(drawn)
+        sets, version, begin = sets_of(drawn.kept), self._version.pack(), 0
+        for group, text, stream in zip(groups, keys_values, numbers, strict=True):
+            own = slice(begin, begin := begin + group.request.n)
+            kept = [sets.get(row) for row in range(own.start, own.stop)]
+            group.prefilled = Prefilled(text, stream, tokens[own], logprobs[own], version, kept)
 
     def _compute(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> prefill.Computed:
         self._stats.prefill_tokens += sum(map(len, texts)) - sum(each.shape[3] for each in begun)

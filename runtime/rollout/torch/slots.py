@@ -6,127 +6,19 @@ is host arithmetic, so that a slot can be refilled or moved without asking the d
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from runtime.columns import EncodedSet, KeptSets
 from runtime.rollout.engine import make_sample
 from runtime.rollout.torch.decoder import LENGTH_STEP, KVCache, Span, round_up
 from runtime.rollout.torch.drafts import LONGEST
-from runtime.types import GroupRequest, Sample, SamplingParams
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Sampling by inverse CDF: one uniform number a token, from a stream that depends on (seed, sample) alone.
-#
-# So a reply does not depend on which other sequences share the batch, on its slot, or on the replica.
-
-
-Sampled = tuple[torch.Tensor, torch.Tensor]  # tokens int64 [n], log-probabilities float32 [n]
-
-
-def uniforms(seed: int, sample: int, count: int) -> np.ndarray:
-    """The first `count` numbers of the stream of (seed, sample): float32 [count], multiples of 2**-23 in [0, 1).
-
-    Philox (Salmon et al. 2011) is counter-based: streams of different keys are independent. 23 bits, because then
-    u * total < total holds in float32 too, for every total.
-    """
-    key = np.array([seed & 0xFFFFFFFFFFFFFFFF, sample], np.uint64)
-    bits = np.random.Philox(key=key).random_raw(count)
-    return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
-
-
-def as_row(params: SamplingParams) -> tuple[float, float, float, float]:
-    """A row of the array that `RowSampling` takes: 1/temperature (0: greedy), top-p and top-k (infinite: off), min-p."""
-    inverse = 1.0 / params.temperature if params.temperature else 0.0
-    return inverse, params.top_p if params.top_p < 1 else math.inf, params.top_k or math.inf, params.min_p
-
-
-class RowSampling:
-    """The sampling parameters of n rows, prepared for `sample`; rebuilt only when the rows change."""
-
-    def __init__(self, params: np.ndarray, device: torch.device):
-        """`params` is float32 [n, 4], rows from `as_row`."""
-        inverse, top_p, top_k, min_p = params.T
-        greedy = inverse == 0
-        filtered = ~greedy & ((top_p < 1) | (top_k < math.inf) | (min_p > 0))
-        plain = ~(greedy | filtered)
-        # Always a tensor when there is a temperature: a scalar might round otherwise than a mixed batch does.
-        inverse = np.where(greedy, np.float32(1), inverse)
-        self.inverse_temperature = None if (inverse == 1).all() else torch.from_numpy(inverse[:, None]).to(device)
-        self.parts: list[tuple[Callable[[torch.Tensor, torch.Tensor], Sampled], torch.Tensor]] = []
-        if plain.all():
-            return
-        filters = torch.from_numpy(params[filtered, 1:]).to(device)
-        draws = ((_draw, plain), (_draw_greedy, greedy), (partial(_draw_filtered, filters), filtered))
-        for draw, own in draws:
-            if own.any():
-                self.parts.append((draw, torch.from_numpy(np.flatnonzero(own)).to(device)))
-
-
-def sample(logits: torch.Tensor, u: torch.Tensor, rows: RowSampling) -> Sampled:
-    """Draw a token for each row of float32 `logits` [n, vocab] with the uniform numbers `u` float32 [n].
-
-    The log-probability is that of the distribution drawn from: after temperature and filters. Greedy rows report the
-    untempered log-softmax. Filters come in the order min-p, top-k, top-p, each on what the one before left.
-    """
-    if rows.inverse_temperature is not None:
-        logits = logits * rows.inverse_temperature
-    logp = torch.log_softmax(logits, -1)
-    if not rows.parts:
-        return _draw(logp, u)
-    tokens = torch.empty(len(u), dtype=torch.int64, device=u.device)
-    logprobs = torch.empty_like(u)
-    for draw, indices in rows.parts:
-        part_tokens, part_logprobs = draw(logp.index_select(0, indices), u.index_select(0, indices))
-        tokens.index_copy_(0, indices, part_tokens)
-        logprobs.index_copy_(0, indices, part_logprobs)
-    return tokens, logprobs
-
-
-def _draw(logp: torch.Tensor, u: torch.Tensor) -> Sampled:
-    """The first token whose cumulative probability exceeds u times the total."""
-    cumulative = logp.exp().cumsum(-1)
-    target = u.unsqueeze(1) * cumulative[:, -1:]
-    # A parallel prefix sum need not be monotone to the last bit, hence the clamp.
-    token = torch.searchsorted(cumulative, target, right=True).clamp_(max=logp.shape[-1] - 1)
-    return token.squeeze(1), logp.gather(1, token).squeeze(1)
-
-
-def _draw_greedy(logp: torch.Tensor, _: torch.Tensor) -> Sampled:
-    best = logp.max(-1)
-    return best.indices, best.values
-
-
-def _draw_filtered(filters: torch.Tensor, logp: torch.Tensor, u: torch.Tensor) -> Sampled:
-    """`filters` is [n, 3]: top-p, top-k, min-p. Each keeps the most probable tokens, so a prefix of the sorted row is left."""
-    logp, order = torch.sort(logp, dim=-1, descending=True, stable=True)
-    top_p, top_k, min_p = filters.split(1, 1)
-    rank = torch.arange(logp.shape[-1], device=logp.device)
-    probability = logp.exp()
-    kept = (probability >= min_p * probability[:, :1]) & (rank < top_k)
-    probability = probability * kept
-    before = probability.cumsum(-1) - probability
-    kept &= before < top_p * probability.sum(-1, keepdim=True)
-    kept[:, 0] = True
-    logp = logp.masked_fill(~kept, -math.inf)
-    logp = logp - logp.logsumexp(-1, keepdim=True)
-    cumulative = logp.exp().cumsum(-1)
-    place = torch.searchsorted(cumulative, u.unsqueeze(1) * cumulative[:, -1:], right=True)
-    place = torch.minimum(place, kept.sum(-1, keepdim=True) - 1)
-    return order.gather(1, place).squeeze(1), logp.gather(1, place).squeeze(1)
-
-
-def to_host(tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Both in one transfer, as each would wait for the device."""
-    both = torch.stack((tokens.int(), logprobs.view(torch.int32))).cpu().numpy()
-    return both[0].astype(np.int64), both[1].view(np.float32)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
+from runtime.rollout.torch.sampling import as_row
+from runtime.types import FinishReason, Sample, SamplingParams
 
 
 class StepInputs(NamedTuple):
@@ -134,18 +26,39 @@ class StepInputs(NamedTuple):
 
     tokens: np.ndarray  # and positions, int64 [2, m]
     uniforms: np.ndarray  # float32 [m]
-    params: np.ndarray  # of sampling, float32 [m, 4]
+    params: np.ndarray  # of sampling, float32 [m, 5]
     counts: np.ndarray | None  # tokens of each slot, int64 [n]; None: one
-
-
-def streams(request: GroupRequest) -> np.ndarray:
-    """float32 [n, max_new_tokens]: the uniform numbers of each sample's tokens."""
-    limit, first = request.sampling.max_new_tokens, request.first
-    return np.stack([uniforms(request.seed, index, limit) for index in range(first, first + request.n)])
 
 
 _BOUNDARY_RANGE = 0.35, 0.65  # of the longest length: where the boundary may stay, as each change of it moves sequences
 _WORTH_SPLITTING = 512  # positions of attention spared a layer, for which a second call pays
+
+
+class FirstToken(NamedTuple):
+    token: int
+    logprob: float
+    version: int
+    kept: EncodedSet | None  # None: sets are not kept
+
+    def alone(self, reason: FinishReason, vocabulary: int) -> Sample:
+        """A reply that is this token."""
+        arrays = np.array([self.token], np.int32), np.array([self.logprob], np.float32), np.array([self.version], np.int64)
+        return make_sample(*arrays, reason, None if self.kept is None else KeptSets.of([self.kept], vocabulary))
+
+
+@dataclass
+class Prefilled:
+    """A prompt that is ready to be continued, under the weights of `version`."""
+
+    keys_values: torch.Tensor  # [layers, 2, kv_heads, P, head_dim]
+    uniforms: np.ndarray  # float32 [n, max_new_tokens]
+    tokens: np.ndarray  # int64 [n], the first token of each sample
+    logprobs: np.ndarray  # float32 [n]
+    version: int
+    kept: list[EncodedSet | None]  # [n]
+
+    def first(self, index: int) -> FirstToken:
+        return FirstToken(int(self.tokens[index]), self.logprobs[index], self.version, self.kept[index])
 
 
 class Slots:
@@ -156,8 +69,8 @@ class Slots:
     next step feeds. Records are indexed by sequence and position.
     """
 
-    def __init__(self, cache: KVCache, slots: int):
-        self._cache = cache
+    def __init__(self, cache: KVCache, slots: int, vocabulary: int):
+        self._cache, self._vocabulary = cache, vocabulary
         self._length = cache.max_length
         self._top = 0  # slots beyond are free; below, all but the holes are active
         self._holes: list[int] = []
@@ -170,11 +83,12 @@ class Slots:
         self._position = np.zeros(slots, np.int64)
         self._computed = np.zeros(slots, np.int64)  # by which version, the oldest where there are several
         self._stop = np.full((slots, 1), -1, np.int64)
-        self._params = np.zeros((slots, 4), np.float32)
+        self._params = np.zeros((slots, 5), np.float32)
         self._uniforms = np.empty((slots, self._length), np.float32)
         self._tokens = np.empty((slots, self._length), np.int64)
         self._logprobs = np.empty((slots, self._length), np.float32)
         self._versions = np.empty((slots, self._length), np.int64)
+        self._kept: list[list[EncodedSet]] = [[] for _ in range(slots)]  # of each token, where sets are kept
 
     @property
     def count(self) -> int:
@@ -197,10 +111,8 @@ class Slots:
     def owner_of(self, slot: int) -> Any:
         return self.owner[self._sequence[slot]]
 
-    def start(
-        self, owner: Any, position: int, first: tuple[int, float, int], sampling: SamplingParams, uniforms: np.ndarray
-    ) -> int:
-        """Take a slot for a sequence whose first token, with log-probability and version, is at `position`."""
+    def start(self, owner: Any, position: int, first: FirstToken, sampling: SamplingParams, uniforms: np.ndarray) -> int:
+        """Take a slot for a sequence whose first token is at `position`."""
         if self._holes:
             slot = self._holes.pop()
         else:
@@ -209,8 +121,9 @@ class Slots:
         self.owner[s] = owner
         end = position + sampling.max_new_tokens
         self._start[s], self._position[s], self._end[s] = position, position, end
-        self._tokens[s, position], self._logprobs[s, position], self._versions[s, position] = first
-        self._computed[s] = first[2]
+        self._tokens[s, position], self._logprobs[s, position], self._versions[s, position] = first[:3]
+        self._computed[s] = first.version
+        self._kept[s] = [] if first.kept is None else [first.kept]
         self._uniforms[s, position:end] = uniforms
         self._params[s] = as_row(sampling)
         stops = sampling.stop_token_ids
@@ -249,13 +162,18 @@ class Slots:
         )
 
     def record(
-        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, counts: np.ndarray | None = None
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        version: int,
+        sets: Mapping[int, EncodedSet],
+        counts: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray, int]:
-        """Append a step's tokens to slots 0..n-1; returns the slots that are done, whether each met a stop token, and how many
-        tokens were appended. `counts`: those of the step's inputs; of what was sampled in a slot, all is appended as far as it
-        is the draft, and one token more."""
+        """Append a step's tokens, with the `sets` of some of them, to slots 0..n-1; returns the slots that are done, whether
+        each met a stop token, and how many tokens were appended. `counts`: those of the step's inputs; of what was sampled in
+        a slot, all is appended as far as it is the draft, and one token more."""
         if counts is not None:
-            return self._record_drafted(tokens, logprobs, version, counts)
+            return self._record_drafted(tokens, logprobs, version, sets, counts)
         sequences = self._sequence[: self._top]
         position = self._position[sequences] + 1
         self._position[sequences] = position
@@ -263,6 +181,8 @@ class Slots:
         self._tokens.put(newest, tokens)
         self._logprobs.put(newest, logprobs)
         self._versions.put(newest, version)
+        for slot, found in sets.items():
+            self._kept[sequences[slot]].append(found)
         stopped = (tokens[:, None] == self._stop[sequences]).any(1)
         done = np.flatnonzero(stopped | (position + 1 >= self._end[sequences]))
         return done, stopped[done], len(tokens)
@@ -278,7 +198,7 @@ class Slots:
         return StepInputs(inputs, self._uniforms.take(place + 1), self._params[sequences], counts)
 
     def _record_drafted(
-        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, counts: np.ndarray
+        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, sets: Mapping[int, EncodedSet], counts: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, int]:
         sequences, offset, position = self._rows(counts)
         place = sequences * self._length + position + 1
@@ -292,6 +212,9 @@ class Slots:
         self._tokens.put(place[held], tokens[held])
         self._logprobs.put(place[held], logprobs[held])
         self._versions.put(place[held], version)
+        for row, found in sets.items():
+            if held[row]:
+                self._kept[sequences[row]].append(found)
         own = self._sequence[: self._top]
         self._position[own] += kept
         stopped = stops[starts + kept - 1]
@@ -331,7 +254,9 @@ class Slots:
             self._logprobs[s, reply].copy(),
             self._versions[s, reply].copy(),
             "stop" if stopped else "length",
+            KeptSets.of(self._kept[s], self._vocabulary) if self._kept[s] else None,
         )
+        self._kept[s] = []
         self.release(slot)
         return sample
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config, Optimizer
@@ -30,11 +30,12 @@ from runtime.trainer.backend import (
 )
 from runtime.trainer.fsdp import lora, sharding, state
 from runtime.trainer.fsdp.lora import Adapters
+from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.plan import TensorSpec
 from runtime.weights.shard_delta import Shard
 
-CHUNK_ELEMENTS = 1 << 26  # float32 log-probabilities of one chunk of tokens: 256 MiB
+TRIMMED = 1 << 28  # bytes of weights from which on a step is so long that to return free memory costs nothing
 _GRADIENT = "gradient/squared"
 
 
@@ -58,6 +59,7 @@ class FsdpBackend(ModelBackend):
             if config.lora is not None:
                 frozen = self._frozen_dtype(rank_info.world_size)
                 adapted = lora.adapt(self.model, config.lora, self._source, config.run.seed, frozen)
+            self._head = hf_policy.take_head(self.model)
         to_device(self.model, trained, self._compute, rank_info)
         self._adapters = None if adapted is None else Adapters(self.model, adapted)
         # Tied tensors come once, under their first name, as in a Hugging Face export.
@@ -67,6 +69,8 @@ class FsdpBackend(ModelBackend):
         # What is on the host already is not taken there.
         self.offloaded: Sequence[str] = trained.settings.offloaded if rank_info.device.type != "cpu" else ()
         self._on_host: dict[str, HostOffload] = {}
+        large = sum(sharding.local(parameter).nbytes for parameter in self.parameters.values()) > TRIMMED
+        self._trims = large and rank_info.device.type == "cpu"
         self._held: dict[str, int] = {}  # how many tensors each of them holds
         self._loss_factor = sharding.loss_factor(rank_info.device, rank_info.world_size)
         super().__init__(rank_info, self.model.config.vocab_size, share=rank_info.rank)
@@ -96,33 +100,30 @@ class FsdpBackend(ModelBackend):
             yield batch, found
 
     def token_logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropy_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In chunks of tokens that are computed again in the backward pass, where a vocabulary times tokens is large."""
+        self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
+    ) -> PerToken:
+        def numbers(logits: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
+            return token_logprobs(confined(logits, kept), tokens, temperature, entropy_gradient=entropy_gradient)
 
-        def compute(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return token_logprobs(logits, tokens, temperature, entropy_gradient=entropy_gradient)
-
-        if logits.numel() <= CHUNK_ELEMENTS:
-            return compute(logits, tokens)
-        size = max(1, CHUNK_ELEMENTS // logits.shape[1])
-        chunks = zip(logits.split(size), tokens.split(size), strict=True)
-        logp, entropy = zip(*(checkpoint(compute, *chunk, use_reentrant=False) for chunk in chunks), strict=True)
-        return torch.cat(logp), torch.cat(entropy)
+        weight = None
+        if self._head is not None:
+            weight, outputs = self._head.weight.to(self._compute), outputs.to(self._compute)
+        return in_chunks(numbers, outputs, weight, self.vocab_size, batch.targets, batch.kept)
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         assert self._adapters is not None
         return self._adapters.off()
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
-        """At the predictors: logits [N, V], or values float32 [N]."""
+        """At the predictors: what the head takes, [N, H] (of a model whose head stays within it the logits), or values float32
+        [N]."""
         packed = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "packing": batch.packing}
         with self._precision():
             if self._has_value_head:
                 values: torch.Tensor = self.model(**packed, keep=batch.predictors)
                 return values.float()
-            logits: torch.Tensor = self.model(**packed, logits_to_keep=batch.predictors, use_cache=False).logits[0]
-        return logits
+            outputs: torch.Tensor = self.model(**packed, logits_to_keep=batch.predictors, use_cache=False).logits[0]
+        return outputs
 
     def _precision(self) -> contextlib.AbstractContextManager:
         """FSDP2 casts by itself; a single rank computes under autocast, its parameters being the master weights."""
@@ -152,6 +153,8 @@ class FsdpBackend(ModelBackend):
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        if self._trims:
+            platform.trim()  # activations are gone, and what is published next needs room
 
     def update(self, scale: float, rate: float) -> None:
         torch._foreach_mul_(self.gradients(), scale)
@@ -248,12 +251,23 @@ def to_device(model: Any, trained: TrainedRole, compute: torch.dtype, rank_info:
             f"(here: {device.type}, {world_size}); must be false"
         )
     if settings.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        options: dict[str, Any] = {"use_reentrant": False}
+        if settings.activation_checkpointing == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _costly())
+        model.gradient_checkpointing_enable(options)
     model.train()
     if world_size > 1:
         sharding.shard(model, device, compute, settings.cpu_offload)
     else:
         model.to(device)
+
+
+def _costly() -> list[Any]:
+    """The operators whose results selective checkpointing keeps."""
+    aten: Any = torch.ops.aten
+    kinds = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+    attention = [getattr(aten, f"_scaled_dot_product_{kind}").default for kind in kinds]
+    return [aten.mm.default, aten.addmm.default, aten.bmm.default, *attention]
 
 
 def make_optimizer(options: Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.AdamW:

@@ -23,6 +23,7 @@ from runtime.trainer.backend import (
     compute_dtype,
     wire_dtype,
 )
+from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.megatron import state, vocab_parallel
 from runtime.trainer.megatron.optimizer import MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses
@@ -85,10 +86,17 @@ class MegatronBackend(ModelBackend):
         return self._passes.infer(batches, output)
 
     def token_logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, *, entropy_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        part = {"group": self._grid.tensor_group, "start": self.model.vocabulary_start}
-        return vocab_parallel.token_logprobs(logits, tokens, temperature, **part, entropy_gradient=entropy_gradient)
+        self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
+    ) -> PerToken:
+        start = self.model.vocabulary_start
+        part = {"group": self._grid.tensor_group, "start": start}
+
+        def numbers(logits: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
+            left = confined(logits, kept, start)
+            return vocab_parallel.token_logprobs(left, tokens, temperature, **part, entropy_gradient=entropy_gradient)
+
+        width = self.vocab_size // self._grid.layout.tensor
+        return in_chunks(numbers, outputs, self.model.head_weight(), width, batch.targets, batch.kept)
 
     # ------------------------------------------------------------------------------------------ gradients and updates
 

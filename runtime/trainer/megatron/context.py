@@ -64,6 +64,7 @@ def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> C
         "packing": packing,
         "predictors": send(predictors[chosen]),
         "targets": batch.targets[send(chosen)],
+        "kept": None if batch.kept is None else batch.kept[send(chosen)],
     }
     known = {field.name: getattr(batch, field.name) for field in fields(MicroBatch)}
     return ContextShard(**known | changed, chosen=send(chosen), group=group)

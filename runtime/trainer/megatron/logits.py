@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from runtime import timeouts
 from runtime.config import Trainer
@@ -77,10 +78,8 @@ def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Te
         every = torch.arange(TOKENS)
         packing = Packing(rows=[every[None]], cells=every)
         nothing = empty_batch((), cpu)
-        logits: torch.Tensor = model(
-            replace(nothing, input_ids=tokens, position_ids=every[None], packing=packing, predictors=every)
-        )
-        return logits
+        batch = replace(nothing, input_ids=tokens, position_ids=every[None], packing=packing, predictors=every)
+        return F.linear(model(batch), model.head_weight())
     finally:
         grid.close()
         dist.destroy_process_group()

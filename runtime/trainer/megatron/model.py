@@ -57,8 +57,8 @@ class PackedAttention(torch.nn.Module):
 
 
 class PackedModel(GPTModel):
-    """This rank's part. It takes a micro-batch, and gives what the next stage takes, or, on the last one, logits [N, v]: of the
-    tokens that predict the trained ones, for the part of the vocabulary that is this rank's. With a value head, values [N].
+    """This rank's part. It takes a micro-batch, and gives what the next stage takes, or, on the last one, what the head takes
+    of the tokens that predict the trained ones, [N, H]. With a value head, values [N].
     """
 
     def __init__(self, config: TransformerConfig, shape: ModelConfig, padded_vocabulary: int, value_head: bool):
@@ -93,23 +93,26 @@ class PackedModel(GPTModel):
         )
         if not self.post_process:
             return hidden
-        return self._values(hidden, batch.predictors) if self._value_head else self._logits(hidden, batch.predictors)
+        return self._values(hidden, batch.predictors) if self._value_head else self._chosen(hidden, batch.predictors)
 
     def _angles(self, positions: torch.Tensor) -> torch.Tensor:
         """[T, 1, 1, head_dim]. Replies go on from where their prompt ends, wherever it lies."""
         angles = torch.outer(positions.float(), self._frequencies.to(positions.device))
         return torch.cat((angles, angles), -1)[:, None, None]
 
-    def _logits(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
+    def _chosen(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
         if self.config.sequence_parallel:
             whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-            chosen = whole[:, 0].index_select(0, predictors)
-        else:
-            chosen = tensor_parallel.copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, predictors))
-        weight = self.output_layer.weight
+            return whole[:, 0].index_select(0, predictors)
+        chosen: torch.Tensor = tensor_parallel.copy_to_tensor_model_parallel_region(hidden[:, 0].index_select(0, predictors))
+        return chosen
+
+    def head_weight(self) -> torch.Tensor:
+        """[v, H], on the last stage: what makes logits of the part of the vocabulary that is this rank's."""
+        weight: torch.Tensor = self.output_layer.weight
         if self.pre_process and self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        return F.linear(chosen, weight[: self._vocabulary_share])
+        return weight[: self._vocabulary_share]
 
     def _values(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
         """float32, the same on every tensor-parallel rank."""

@@ -1,0 +1,128 @@
+"""Columns of a group's tokens that would be large as plain arrays: values that seldom change, and sets of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+
+class Runs(msgspec.Struct, frozen=True, array_like=True):
+    """An array whose values seldom change along it: each value, and for how many entries it holds (run-length encoding)."""
+
+    values: np.ndarray
+    lengths: np.ndarray  # uint32
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> Runs:
+        starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(array)), bool), array[1:] != array[:-1]]))
+        return cls(array[starts], np.diff(starts, append=len(array)).astype(np.uint32))
+
+    def expand(self) -> np.ndarray:
+        return np.repeat(self.values, self.lengths)
+
+    def __len__(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+
+EncodedSet = tuple[int, np.ndarray]  # how many tokens, 0 for the whole vocabulary, and uint8
+
+
+def encode_set(ids: np.ndarray, vocabulary: int) -> EncodedSet:
+    """Some of `vocabulary` tokens, int32: their ids, or a bit for each token of the vocabulary where that is smaller."""
+    if len(ids) == vocabulary:
+        return 0, np.zeros(0, np.uint8)
+    if ids.nbytes < _bitmap_bytes(vocabulary):
+        return len(ids), ids.astype("<i4").view(np.uint8)
+    chosen = np.zeros(vocabulary, bool)
+    chosen[ids] = True
+    return len(ids), np.packbits(chosen, bitorder="little")
+
+
+class KeptSets(msgspec.Struct, frozen=True, array_like=True):
+    """Of each of n tokens, the set of those that the sampler's filters left to draw it from."""
+
+    vocabulary: int
+    sizes: np.ndarray  # uint32 [n], tokens in the set; 0: all of the vocabulary
+    data: np.ndarray  # uint8, one set after the other, each as `encode_set` has it
+
+    @classmethod
+    def of(cls, sets: Sequence[EncodedSet], vocabulary: int) -> KeptSets:
+        data = np.concatenate([np.zeros(0, np.uint8), *(each for _, each in sets)])
+        return cls(vocabulary, np.array([size for size, _ in sets], np.uint32), data)
+
+    @classmethod
+    def joined(cls, parts: Sequence[KeptSets | None], lengths: Sequence[int]) -> KeptSets | None:
+        """Those of `parts` with `lengths` tokens, one after the other; None: the whole vocabulary, which all are if all are."""
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None
+        sizes = [
+            np.zeros(length, np.uint32) if part is None else part.sizes for part, length in zip(parts, lengths, strict=True)
+        ]
+        return cls(known[0].vocabulary, np.concatenate(sizes), np.concatenate([part.data for part in known]))
+
+    def part(self, tokens: slice) -> KeptSets:
+        """Of some tokens that follow one another."""
+        ends = np.append(0, np.cumsum(self._places()[1]))
+        begin, end, _ = tokens.indices(len(self.sizes))
+        return KeptSets(self.vocabulary, self.sizes[tokens], self.data[ends[begin] : ends[max(begin, end)]])
+
+    def among(self, chosen: np.ndarray) -> KeptSets:
+        """Of those tokens at which `chosen` (bool [n]) is true; the others have the whole vocabulary."""
+        return KeptSets(self.vocabulary, self.sizes[chosen], self.data)
+
+    def spread(self, among: np.ndarray) -> KeptSets:
+        """These tokens are those at which `among` (bool) is true; the others have the whole vocabulary."""
+        sizes = np.zeros(len(among), np.uint32)
+        sizes[among] = self.sizes
+        return KeptSets(self.vocabulary, sizes, self.data)
+
+    def bitmaps(self, which: np.ndarray) -> np.ndarray:
+        """uint8 [len(which), ⌈vocabulary / 8⌉] of the tokens `which` (int64): a bit for each token of the vocabulary, the
+        lowest of a byte first."""
+        begins, lengths = self._places()
+        width = _bitmap_bytes(self.vocabulary)
+        out = np.full((len(which), width), 255, np.uint8)
+        whole = lengths[which] == width
+        out[whole] = self.data[begins[which[whole], None] + np.arange(width)]
+        out[(self.sizes[which] > 0) & ~whole] = 0
+        rows, ids = self._listed(which)
+        np.bitwise_or.at(out, (rows, ids >> 3), np.left_shift(1, ids & 7).astype(np.uint8))
+        return out
+
+    def fault(self, tokens: np.ndarray, vocabulary: int) -> str:
+        """Why these are not the sets that `tokens` (int32 [n]) of so large a vocabulary were drawn from; "" where they are."""
+        begins, lengths = self._places()
+        if self.vocabulary != vocabulary:
+            return f"its kept sets are of {self.vocabulary} tokens, the vocabulary has {vocabulary}"
+        dtypes = self.sizes.dtype == np.uint32 and self.data.dtype == np.uint8
+        if not dtypes or len(self.sizes) != len(tokens) or int(lengths.sum()) != len(self.data):
+            return f"its kept sets are {len(self.sizes)} in {len(self.data)} bytes, not {len(tokens)} in {lengths.sum()}"
+        rows, ids = self._listed(np.arange(len(tokens)))
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
+            return f"its kept sets have token ids outside of 0..{vocabulary - 1}"
+        held = self.sizes == 0
+        held[rows[ids == tokens[rows]]] = True
+        mapped = np.flatnonzero(lengths == _bitmap_bytes(vocabulary))
+        held[mapped] = self.data[begins[mapped] + (tokens[mapped] >> 3)] >> (tokens[mapped] & 7) & 1 > 0
+        return "" if held.all() else f"token {int(np.argmin(held))} is not in its kept set"
+
+    def _listed(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of those sets of `which` that are kept as ids, int32, and for each its index in `which`."""
+        begins, lengths = self._places()
+        few = np.flatnonzero((self.sizes[which] > 0) & (lengths[which] < _bitmap_bytes(self.vocabulary)))
+        count = lengths[which[few]] // 4
+        first = np.cumsum(count) - count
+        place = np.repeat(begins[which[few]] - 4 * first, count) + 4 * np.arange(count.sum())
+        return np.repeat(few, count), self.data[place[:, None] + np.arange(4)].view("<i4")[:, 0]
+
+    def _places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where each set begins in `data`, and its bytes: int64 [n] each."""
+        lengths = np.minimum(self.sizes.astype(np.int64) * 4, _bitmap_bytes(self.vocabulary))
+        return np.cumsum(lengths) - lengths, lengths
+
+
+def _bitmap_bytes(vocabulary: int) -> int:
+    return -(-vocabulary // 8)

@@ -1,0 +1,106 @@
+"""From what the head of a language model takes to numbers of tokens, in chunks of these: logits of all tokens at once are never
+in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from runtime.models.families.memory import CHUNK_ELEMENTS
+
+CPU_CHUNK_ELEMENTS = 1 << 24  # of one chunk on a CPU, which needs no large ones to be busy: 64 MiB
+LEFT_OUT = -1e30  # a logit without probability: finite at any temperature, so that 0 times it is 0
+
+PerToken = tuple[torch.Tensor, torch.Tensor]
+
+
+def in_chunks(
+    numbers: Callable[..., PerToken],
+    outputs: torch.Tensor,
+    weight: torch.Tensor | None,
+    width: int,
+    *columns: torch.Tensor | None,
+) -> PerToken:
+    """`numbers(logits, *columns)`, [N] each, of the logits that the head's `weight` [v, H] makes of `outputs` [N, H], and of
+    `columns` [N, ...] (None stays None). Without `weight` the outputs are the logits.
+
+    `width`: the logits of a token, by which chunks are cut; of ranks that share a vocabulary the same. Where there are several
+    chunks, each one's logits are computed again in the backward pass. Few tokens, or a small vocabulary, are one chunk, whose
+    logits are kept.
+    """
+    size = max(1, (CPU_CHUNK_ELEMENTS if outputs.device.type == "cpu" else CHUNK_ELEMENTS) // max(1, width))
+    if len(outputs) <= size:
+        return numbers(_logits(outputs, weight), *columns)
+    found: PerToken = _InChunks.apply(outputs, weight, numbers, size, columns)
+    return found
+
+
+def _logits(outputs: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return outputs if weight is None else F.linear(outputs, weight)
+
+
+class _InChunks(torch.autograd.Function):
+    """The gradient of the weight is added up in one buffer, in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        outputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        numbers: Callable[..., PerToken],
+        size: int,
+        columns: Sequence[torch.Tensor | None],
+    ) -> PerToken:
+        ctx.save_for_backward(outputs, weight)
+        ctx.asked = numbers, size, columns
+        found = [numbers(_logits(outputs[own], weight), *_of(columns, own)) for own in _chunks(outputs, size)]
+        logp, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        outputs, weight = ctx.saved_tensors
+        numbers, size, columns = ctx.asked
+        of_outputs, of_weight = torch.empty_like(outputs), None
+        for own in _chunks(outputs, size):
+            logits = _logits(outputs[own], weight).detach().requires_grad_()
+            with torch.enable_grad():
+                found = numbers(logits, *_of(columns, own))
+            asked = [(each, gradient[own]) for each, gradient in zip(found, gradients, strict=True) if each.requires_grad]
+            (of_logits,) = torch.autograd.grad([each for each, _ in asked], logits, [gradient for _, gradient in asked])
+            del logits, found, asked
+            of_outputs[own] = of_logits if weight is None else of_logits @ weight
+            if ctx.needs_input_grad[1]:
+                if of_weight is None:
+                    of_weight = torch.zeros_like(weight, dtype=torch.float32)
+                if weight.dtype == torch.float32:
+                    of_weight.addmm_(of_logits.T, outputs[own])
+                else:
+                    of_weight += of_logits.T @ outputs[own]
+        return of_outputs, of_weight if of_weight is None else of_weight.to(weight.dtype), None, None, None
+
+
+def _chunks(outputs: torch.Tensor, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, len(outputs), size)]
+
+
+def _of(columns: Sequence[torch.Tensor | None], own: slice) -> list[torch.Tensor | None]:
+    return [None if column is None else column[own] for column in columns]
+
+
+def confined(logits: torch.Tensor, kept: torch.Tensor | None, start: int = 0) -> torch.Tensor:
+    """`logits` [N, v] of the vocabulary, or of its part from `start` on, with those of tokens that the sampler's filters left
+    out so low that they have no probability, nor a gradient.
+
+    `kept`: uint8 [N, bytes], a bit for each token of the vocabulary, the lowest of a byte first; None: all are there.
+    """
+    if kept is None:
+        return logits
+    width, first = logits.shape[1], start // 8
+    bits = kept[:, first : -(-(start + width) // 8), None] >> torch.arange(8, dtype=torch.uint8, device=kept.device) & 1
+    begin = start - 8 * first
+    return logits.masked_fill(bits.flatten(1)[:, begin : begin + width] == 0, LEFT_OUT)
