@@ -75,7 +75,8 @@ def epoch(number: int, **sampling: Any) -> list[GroupRequest]:
 
 @pytest.mark.parametrize("worth_splitting", [0, 10**9])
 @pytest.mark.parametrize(
-    "sampling", [{"temperature": 0.0}, {"temperature": 0.4}, {"temperature": 0.7, "top_k": 3, "top_p": 0.9}]
+    "sampling",
+    [{"temperature": 0.0}, {"temperature": 0.4}, {"temperature": 0.7, "top_k": 3, "top_p": 0.9, "keep_sets": True}],
 )
 def test_replies_are_those_of_an_engine_without(
     make: Make, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any], worth_splitting: int
@@ -92,6 +93,10 @@ def test_replies_are_those_of_an_engine_without(
             for one, other in zip(found[each.group_id], expected[each.group_id], strict=True):
                 assert_close(one.logprobs, other.logprobs, terms=forward_terms(64), scale=scale)
                 assert one.finish_reason == other.finish_reason
+                assert (one.kept is None) == (not sampling.get("keep_sets"))
+                if one.kept is not None and other.kept is not None:
+                    assert one.kept.sizes.tolist() == other.kept.sizes.tolist()
+                    assert one.kept.data.tolist() == other.kept.data.tolist()
     drafted, plain = with_drafts.stats(), without.stats()
     assert (drafted.decode_tokens, plain.drafted_tokens) == (plain.decode_tokens, 0)
     assert 0 < drafted.accepted_tokens < drafted.drafted_tokens
