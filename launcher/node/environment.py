@@ -34,6 +34,7 @@ def environment(role: Process, threads: int, machine: Machine, devices: Sequence
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",  # its threads spin while a group's few replies are decoded
         **(_SHORT_LOOKUPS if isinstance(role, Computing) else {}),
         **own,
         **role.env,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from runtime import codec
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
+from runtime.rollout.torch import engine as torch_engine
 from runtime.rollout.torch import slots as rollout_slots
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.rollout.torch.sampling import uniforms
@@ -83,6 +85,21 @@ def test_replies_asked_for_in_parts_are_those_of_the_whole(make: Make) -> None:
     assert len({tuple(tokens) for tokens in tokens_of(whole)}) > 1
     with pytest.raises(InvalidMessage, match="first is -1"):
         make().submit([replace(request(1), first=-1)])
+
+
+@pytest.mark.parametrize(("n", "alone"), [(1, True), (2, False)])
+def test_a_group_waits_for_company_and_a_single_reply_does_not(
+    make: Make, monkeypatch: pytest.MonkeyPatch, n: int, alone: bool
+) -> None:
+    """And where nothing else is under way, no group waits."""
+    monkeypatch.setattr(torch_engine, "_COMPANY_SECONDS", math.inf)
+    monkeypatch.setattr(torch_engine, "_COMPANY_OF_ONE_SECONDS", 0.0)
+    engine = make()
+    engine.submit([request(1, n, limit=2), request(2, 2, limit=9)])
+    first = asyncio.run(engine.advance(lambda: False))
+    assert [group.group_id for group in first] == ([1] if alone else [1, 2])
+    later = asyncio.run(engine.advance(lambda: False))
+    assert [group.group_id for group in later] == ([2] if alone else [])
 
 
 def test_greedy_replies_equal_generate(make: Make, model: Any) -> None:

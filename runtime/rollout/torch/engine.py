@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,10 @@ from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
 T = TypeVar("T")
 
 _INITIAL = PolicyVersion()
-_COALESCE_SECONDS = 0.002  # steps go on this long after a group is done, so that groups leave together
+# Steps go on this long after a group is done, so that groups leave together: each that leaves alone wakes every process behind
+# it. A single reply is a turn of an agent, an evaluation or a probe, and somebody waits for it.
+_COMPANY_SECONDS = 0.03
+_COMPANY_OF_ONE_SECONDS = 0.002
 _PREFILL_AHEAD = 4  # prompts prefilled beyond those with free slots: a prefill of one costs nearly that of a few
 _FIXED = {"cpu": 12}  # what a decode step costs beside its tokens, in tokens: less than was measured
 _FIXED_ELSEWHERE = 64
@@ -92,6 +96,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
+        self._leave_by = math.inf  # on the clock of `perf_counter`: when those have waited for company
         self._sampling = RowSampling(np.zeros((0, 5), np.float32), device)
         self._sampling_key = b""
         self._stats = EngineStats(slots=slots)
@@ -113,7 +118,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     async def advance(self, interrupted: Callable[[], bool]) -> list[GeneratedGroup]:
         await self._in_thread(lambda: self._generate(interrupted))
-        finished, self._finished = self._finished, []
+        finished, self._finished, self._leave_by = self._finished, [], math.inf
         return finished
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -132,16 +137,12 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _generate(self, interrupted: Callable[[], bool]) -> None:
         started = time.perf_counter()
-        deadline: float | None = None
         with torch.inference_mode():
             while self._can_step and not self._halt and not interrupted():
                 with at("decode"):
                     self._step()
-                if self._finished:
-                    now = time.perf_counter()
-                    deadline = deadline or now + _COALESCE_SECONDS
-                    if now >= deadline:
-                        break
+                if time.perf_counter() >= self._leave_by:
+                    break
         self._stats.busy_seconds += time.perf_counter() - started
 
     @property
@@ -267,6 +268,8 @@ class TorchRolloutEngine(RolloutEngine):
         if group.unfinished:
             return
         del self._groups[group.request.group_id]
+        company = _COMPANY_SECONDS if group.request.n > 1 else _COMPANY_OF_ONE_SECONDS
+        self._leave_by = min(self._leave_by, time.perf_counter() + company)
         self._finished.append(finished_group(group.request, [each for each in group.samples if each is not None]))
 
     def abort(self, group_ids: Sequence[int]) -> list[int]:
