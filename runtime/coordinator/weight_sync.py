@@ -70,8 +70,8 @@ class WeightPublisher:
     """One weight sync at a time, each in an epoch of exactly the rollouts that live. `committed` is the version that counts.
 
     A rollout that is lost is left out of the next epoch, in which the same version is tried again. A newcomer is a member of
-    the next epoch: as soon as no publication is under way, the trainer sends the committed version once more out of its
-    buckets, so that the newcomer need not wait for a step.
+    the next epoch. As soon as no publication is under way, a rollout that serves gives it the committed version, or else the
+    trainer sends that once more out of its buckets, so that the newcomer need not wait for a step.
     """
 
     def __init__(self, trainer: TrainerPort, pool: RolloutPool, settings: Settings, step_seconds: float):
@@ -88,7 +88,7 @@ class WeightPublisher:
         self._lock = asyncio.Lock()  # held by the publication that is under way
         self._held = False  # between `hold` and `free`: newcomers are not sent the committed version
         self.waits_for_next = False
-        """The trainer is past the committed version: newcomers get the next one, by the next `begin`."""
+        """The trainer is past the committed version: newcomers get it from another rollout, or the next one by `begin`."""
         self.group = SyncGroup(trainer, pool, settings)
         self._changed = asyncio.Event()
         pool.subscribe(self._changed.set)

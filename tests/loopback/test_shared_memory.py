@@ -134,9 +134,16 @@ def pair_of_groups() -> tuple[Any, Any]:
     return pending.connect(), joining.result(PATIENCE)
 
 
-def test_a_bucket_outside_shared_memory_is_refused(pair: list[Link]) -> None:
-    with pytest.raises(RuntimeError, match="does not lie in shared memory"):
-        pair[0].send(0, torch.zeros(8, dtype=torch.uint8))
+def test_buckets_outside_shared_memory_arrive_too(pair: list[Link]) -> None:
+    """As a rollout has them that gives another what it received."""
+    sources = [torch.randint(0, 256, (64 + index,), dtype=torch.uint8) for index in range(4)]
+    sent = [pair[0].send(index, buffer) for index, buffer in enumerate(sources)]
+    for index, buffer in enumerate(sources):
+        arrived = torch.zeros_like(buffer)
+        pair[1].receive(index, arrived).wait(PATIENCE)
+        assert torch.equal(arrived, buffer)
+    for transfer in sent:
+        transfer.wait(PATIENCE)
 
 
 def test_another_bucket_than_the_one_awaited_is_refused(pair: list[Link]) -> None:

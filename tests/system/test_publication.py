@@ -45,8 +45,14 @@ def test_a_killed_run_leaves_a_folder_that_the_next_one_clears(config: Path, tmp
     assert not list(shared.iterdir())
 
 
-def test_deltas_are_a_small_part_of_the_weights(config: Path, tmp_path: Path) -> None:
-    way = ("publication.encoding=delta", "publication.full_every=4", "publication.dtype=bfloat16")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_deltas_are_a_small_part_of_the_weights(config: Path, tmp_path: Path, processes: int) -> None:
+    way = (
+        f"services.trainer.processes={processes}",
+        "publication.encoding=delta",
+        "publication.full_every=4",
+        "publication.dtype=bfloat16",
+    )
     run = trained(
         config, "training.steps=6", "training.optimizer.learning_rate=1e-6", *way, folder=tmp_path / "run", timeout=150.0
     )
