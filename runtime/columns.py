@@ -33,9 +33,10 @@ def encode_set(ids: np.ndarray, vocabulary: int) -> EncodedSet:
     """Some of `vocabulary` tokens, int32: their ids, or a bit for each token of the vocabulary where that is smaller."""
     if len(ids) == vocabulary:
         return 0, np.zeros(0, np.uint8)
-    if ids.nbytes < _bitmap_bytes(vocabulary):
+    width = _bitmap_bytes(vocabulary)
+    if ids.nbytes < width:
         return len(ids), ids.astype("<i4").view(np.uint8)
-    chosen = np.zeros(vocabulary, bool)
+    chosen = np.zeros(8 * width, bool)
     chosen[ids] = True
     return len(ids), np.packbits(chosen, bitorder="little")
 
@@ -80,7 +81,7 @@ class KeptSets(msgspec.Struct, frozen=True, array_like=True):
         return KeptSets(self.vocabulary, sizes, self.data)
 
     def bitmaps(self, which: np.ndarray) -> np.ndarray:
-        """uint8 [len(which), ⌈vocabulary / 8⌉] of the tokens `which` (int64): a bit for each token of the vocabulary, the
+        """uint8 [len(which), ⌈vocabulary / 32⌉ · 4] of the tokens `which` (int64): a bit for each token of the vocabulary, the
         lowest of a byte first."""
         begins, lengths = self._places()
         width = _bitmap_bytes(self.vocabulary)
@@ -115,8 +116,8 @@ class KeptSets(msgspec.Struct, frozen=True, array_like=True):
         few = np.flatnonzero((self.sizes[which] > 0) & (lengths[which] < _bitmap_bytes(self.vocabulary)))
         count = lengths[which[few]] // 4
         first = np.cumsum(count) - count
-        place = np.repeat(begins[which[few]] - 4 * first, count) + 4 * np.arange(count.sum())
-        return np.repeat(few, count), self.data[place[:, None] + np.arange(4)].view("<i4")[:, 0]
+        place = np.repeat(begins[which[few]] // 4 - first, count) + np.arange(count.sum())
+        return np.repeat(few, count), self.data.view("<i4")[place]
 
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
         """Where each set begins in `data`, and its bytes: int64 [n] each."""
@@ -125,4 +126,5 @@ class KeptSets(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _bitmap_bytes(vocabulary: int) -> int:
-    return -(-vocabulary // 8)
+    """A multiple of the bytes of an id."""
+    return -(-vocabulary // 32) * 4

@@ -20,12 +20,13 @@ from msgspec.structs import replace
 
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Critic, CriticOptimizer, Parallel, Trainer
+from runtime.trainer import head
 from runtime.trainer import rows as train_rows
 from runtime.trainer.step import critic_trainer, policy_trainer
 from runtime.types import TrainGroup, ValueRequest
 from runtime.weights.sender import in_thread
 from tests.loopback.ranks import DEADLINE, FORKED, run_ranks
-from tests.unit.training_cases import make_config, make_episodes, make_groups
+from tests.unit.training_cases import VOCAB, make_config, make_episodes, make_groups, with_sets
 from tests.unit.training_steps import make_probes, run_step
 
 STEPS, SAVED, EPISODES = 5, 3, 1
@@ -87,13 +88,19 @@ def train(folder: Path, layout: Layout, resumed: str = "", role: str = "trainer"
 
 
 def groups_of(step: int) -> list[TrainGroup]:
-    """Replies; in one step episodes of several branches, in the last of its groups without a common prompt."""
-    return make_episodes(step, (3, 2), step=step) if step == EPISODES else make_groups(step, (5, 4, 6, 3), step=step)
+    """Replies of a sampler with filters; in one step episodes of several branches, in the last of its groups without a common
+    prompt."""
+    if step == EPISODES:
+        return make_episodes(step, (3, 2), step=step)
+    rng = np.random.default_rng(step)
+    return [with_sets(group, rng) for group in make_groups(step, (5, 4, 6, 3), step=step)]
 
 
 def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> None:
     config = layout.config(folder, role)
     device = torch.device("cpu")
+    if layout.sequence:  # in some of the layouts
+        head.CPU_CHUNK_ELEMENTS = 5 * VOCAB // layout.tensor
     make: Any = policy_trainer if role == "trainer" else critic_trainer
     engine: Any = make(config, rank=rank, world_size=layout.processes, device=device)
     if role == "trainer":  # fixed, and their sum is not 0

@@ -16,7 +16,7 @@ from runtime.trainer.fsdp import sharding
 from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import StepResult, TrainGroup
 from tests.loopback.ranks import run_two
-from tests.unit.training_cases import make_config, make_episodes, make_groups, make_policy
+from tests.unit.training_cases import VOCAB, make_config, make_episodes, make_groups, make_policy
 from tests.unit.training_steps import assert_metrics, assert_updated, make_probes
 
 pytestmark = pytest.mark.numeric
@@ -155,8 +155,9 @@ def two_ranks(rank: int, folder: Path) -> None:
         beside_cuda = policy_trainer(make_config(policy), rank=rank, world_size=2, device="cpu")
     of_mesh = next(iter(beside_cuda.backend.parameters.values())).device_mesh.get_group().group_name  # type: ignore[attr-defined]
     engine = policy_trainer(make_config(policy, **SECTIONS), rank=rank, world_size=2, device="cpu")
-    results = steps_of(engine, rank)
-    lent, of_lent = lent_steps(policy, rank)
+    with mock.patch("runtime.trainer.head.CPU_CHUNK_ELEMENTS", 5 * VOCAB):  # what one rank computes in one chunk
+        results = steps_of(engine, rank)
+        lent, of_lent = lent_steps(policy, rank)
     save = folder / "saved-by-two"
     engine.save(str(save))
     weights = flat_weights(engine, rank)

@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_a_fault() -> None:
     sets, _, tokens = made([3, 2])
     assert "the vocabulary has 80" in sets.fault(tokens, 80)
     assert "not 1 in" in sets.fault(tokens[:1], VOCABULARY)
-    assert "in 17 bytes" in KeptSets(VOCABULARY, sets.sizes, sets.data[:-1]).fault(tokens, VOCABULARY)
+    assert "in 19 bytes" in KeptSets(VOCABULARY, sets.sizes, sets.data[:-1]).fault(tokens, VOCABULARY)
     assert "outside of 0..74" in KeptSets.of([encode_set(np.array([3, 75], np.int32), VOCABULARY)], VOCABULARY).fault(
         np.array([3], np.int32), VOCABULARY
     )

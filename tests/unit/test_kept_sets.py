@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from runtime import codec
-from runtime.columns import KeptSets, encode_set
 from runtime.errors import InvalidMessage
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.trainer import rows as train_rows
@@ -24,7 +23,7 @@ from runtime.trainer.step import policy_trainer
 from runtime.types import GeneratedGroup, GroupPayload, TrainGroup
 from tests.closeness import LOGITS, STEP, assert_close, forward_terms
 from tests.unit.rollout_cases import drain, request
-from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
+from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy, with_sets
 from tests.unit.training_steps import run_step
 
 pytestmark = pytest.mark.numeric
@@ -74,16 +73,6 @@ def test_the_trainer_has_the_sampler_s_log_probabilities(
     ]
     assert_close(gaps[0], 0.0, terms=forward_terms(20), scale=LOGITS / 0.8)
     assert gaps[1] > 0.05
-
-
-def with_sets(group: TrainGroup, rng: np.random.Generator) -> TrainGroup:
-    """Each sampled token with a random set that it is in, some of them the whole vocabulary."""
-    payload = codec.decode(GroupPayload, group.payload)
-    sets = []
-    for token in payload.tokens[payload.loss_mask.expand() != 0]:
-        others = rng.permutation(np.delete(np.arange(VOCAB), token))[: rng.choice([0, 1, 5, 40, VOCAB - 1])]
-        sets.append(encode_set(np.append(others, token).astype(np.int32), VOCAB))
-    return replace(group, payload=codec.encode(replace(payload, kept=KeptSets.of(sets, VOCAB))))
 
 
 def test_gradients_are_those_of_the_truncated_distribution(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:

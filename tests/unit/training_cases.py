@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from runtime import codec
+from runtime.columns import KeptSets, encode_set
 from runtime.config import Algorithm, Config, Model, Optimizer, Run, Sampling, Training
 from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, TrainGroup, TurnReward, Values
 
@@ -96,6 +98,16 @@ def _group(rng: np.random.Generator, group_id: int, size: int, step: int, longes
         reference=codec.encode(Logprobs(group_id=group_id, values=rng.normal(-4.0, 0.5, total).astype(np.float32))),
         values=codec.encode(Values(group_id=group_id, values=rng.normal(0.0, 0.3, total).astype(np.float32))),
     )
+
+
+def with_sets(group: TrainGroup, rng: np.random.Generator) -> TrainGroup:
+    """Each sampled token with a random set that it is in, some of them the whole vocabulary."""
+    payload = codec.decode(GroupPayload, group.payload)
+    sets = []
+    for token in payload.tokens[payload.loss_mask.expand() != 0]:
+        others = rng.permutation(np.delete(np.arange(VOCAB), token))[: rng.choice([0, 1, 5, 40, VOCAB - 1])]
+        sets.append(encode_set(np.append(others, token).astype(np.int32), VOCAB))
+    return replace(group, payload=codec.encode(replace(payload, kept=KeptSets.of(sets, VOCAB))))
 
 
 def make_episodes(seed: int, sizes: tuple[int, ...] = (3, 4, 2), *, step: int = 0, turns: bool = False) -> list[TrainGroup]:
