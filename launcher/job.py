@@ -87,6 +87,7 @@ class Job(ABC, Generic[Result]):
             if self.config.network.security == "none":
                 self.view.say(keys.OPEN)
             self.supervisor = Supervisor(logs, self.view, self.config.logs)
+            await self.supervisor.parent.start(topology.forked_roles(self.config, self.trains, self._here.machine))
             self._coordinator = CoordinatorKeeper(self.supervisor)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):

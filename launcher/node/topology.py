@@ -11,8 +11,8 @@ from msgspec import Struct
 from launcher.node.environment import affinity, environment, hccl_ports
 from launcher.node.machine import Machine
 from runtime.cluster.nodes import Launch
-from runtime.cluster.topology import Instance, group_of, settings_of
-from runtime.config import Config, Environment, FromEnvironment, Process, Restarts
+from runtime.cluster.topology import Instance, group_of, instances, settings_of
+from runtime.config import Computing, Config, Environment, FromEnvironment, Process, Restarts
 from runtime.config.service_checks import hccl_beside_workers
 from runtime.process import os_process
 from runtime.process.network import host_port
@@ -30,6 +30,7 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     env: Mapping[str, str | FromEnvironment]
     cpus: tuple[int, ...] = ()  # that it may run on; () = all
     services: tuple[str, ...] = ()  # by name, those of the run in it, which are given keys
+    forked: bool = False  # it may be forked from a process that has imported what it needs (`launcher/node/warm.py`)
     ends_by: int = signal.SIGTERM  # by which signal it is asked to end; a service waits at SIGTERM for the coordinator's word
 
 
@@ -84,9 +85,27 @@ def service_specs(
             env={**ports.get(launch.name, {}), **env, **_key(launch)},
             cpus=affinity(role),
             services=tuple(f"{launch.role}-{rank}" for rank in launch.ranks) or (launch.name,),
+            forked=_forkable(launch, role, machine) and "LD_PRELOAD" not in env,
             ends_by=signal.SIGINT,
         )
     return specs
+
+
+def _forkable(launch: Launch, role: Process, machine: Machine) -> bool:
+    """Whether it needs nothing that is settled before torch is imported: neither an interpreter, variables or processors of its
+    own, nor devices, whose libraries are not known to bear it; of a group, which has a process that starts its ranks, no rank."""
+    own = role.python or role.env or role.cpus or launch.devices or len(launch.ranks) > 1 or launch.rendezvous is not None
+    return _on_torch(role) and machine.kind == "cpu" and not own
+
+
+def _on_torch(role: Process) -> bool:
+    return isinstance(role, Computing) and getattr(role, "engine", "torch") == "torch"
+
+
+def forked_roles(config: Config, trains: bool, machine: Machine) -> tuple[str, ...]:
+    """Those whose processes may be forked."""
+    computing = {one.role for one in instances(config, trains) if _on_torch(settings_of(config, one))}
+    return tuple(sorted(computing)) if machine.kind == "cpu" else ()
 
 
 def _interpreter(role: Process) -> str:
