@@ -1,4 +1,4 @@
-"""A process that has imported what services of models need, and of which they are forked: `python -m services.warm_parent ROLE ...`
+"""A process that imports what services of models need, and that they are forked from: `python -m services.warm_parent ROLE ...`
 
 ::
 
@@ -15,20 +15,19 @@ import gc
 import importlib
 import os
 import runpy
+import select
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from msgspec import Struct
-
 import services
 from runtime import codec
 from runtime.process import os_process
+from runtime.process.fork import LARGEST, ForkRequest
 from services.process import TORCH, TRANSFORMERS
 
-LARGEST = 1 << 20  # bytes of a request
 _MODELS = (
     "services.models",
     *TORCH,
@@ -37,15 +36,7 @@ _MODELS = (
     "runtime.weights.receiver",
 )
 _TRAINED = (*TRANSFORMERS, "runtime.trainer.rank")
-ROOM = 1024  # bytes for the command line of what is forked
 _ARGUMENTS = (45, 46)  # in /proc/PID/stat, counted from what follows the name: where the command line begins and ends
-
-
-class ForkRequest(Struct):
-    """A process to be forked. `command`: a module of Sluice, and its arguments. `env`: all of its variables."""
-
-    command: list[str]
-    env: dict[str, str]
 
 
 def serve(agent: socket.socket) -> list[str]:
@@ -102,10 +93,14 @@ def _show(command: Sequence[str]) -> None:
 
 def main() -> None:
     gc.disable()  # nearly all of it stays; what is forked turns it on again once it has loaded
-    for module in (*_MODELS, *(_TRAINED if {"trainer", "critic"} & set(sys.argv) else ())):
+    agent = socket.socket(fileno=os.dup(0))
+    for module in _MODELS:
         importlib.import_module(module)
+    for module in _TRAINED if {"trainer", "critic"} & set(sys.argv) else ():
+        if not select.select([agent], [], [], 0)[0]:  # else the others are not to wait for what is not theirs
+            importlib.import_module(module)
     gc.freeze()
-    if command := serve(socket.socket(fileno=os.dup(0))):
+    if command := serve(agent):
         sys.argv[:] = command
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 

@@ -111,8 +111,10 @@ class Supervisor:
         logs: Path,
         view: LineView | None = None,
         settings: Logs = Logs(),  # noqa: B008  immutable
+        parent: WarmParent | None = None,
     ):
-        """`view`: shows what became of processes, and, if it is verbose, every line that they write."""
+        """`view`: shows what became of processes, and, if it is verbose, every line that they write. `parent`: from which those
+        are forked that may be."""
         os_process.raise_descriptor_limit()  # every child takes some of ours
         self._logs = logs
         self._view = view
@@ -120,8 +122,7 @@ class Supervisor:
         self._outputs: list[Log] = []
         self.on_exit: Callable[[Child], None] = lambda child: None
         """Told of each that died and is not started again from here."""
-        self.parent = WarmParent()
-        """From which those are forked that may be."""
+        self._parent = parent or WarmParent()
         self.keys: Keys | None = None
         """Out of which those of the services are made; None where they need none."""
         self.children: list[Child] = []
@@ -204,7 +205,7 @@ class Supervisor:
         with output.writer() as out:
             env = {**self._inherited(), **own, **self._told(spec, incarnation)}
             try:
-                process = (await self.parent.fork(spec.command[2:], env, out) if spec.forked else None) or (
+                process = (await self._parent.fork(spec.command[2:], env, out) if spec.forked else None) or (
                     await asyncio.create_subprocess_exec(
                         *spec.command,
                         stdin=asyncio.subprocess.DEVNULL,
@@ -356,7 +357,7 @@ class Supervisor:
         """Whoever still runs is asked to end, SIGKILL after `grace` seconds; returns when every one is gone, and
         what vLLM's processes leave in shared memory."""
         self.stop_restarts()
-        await self.parent.end()
+        self._parent.end()
         for child in self.children:
             if child.running:
                 child.signal_group(child.spec.ends_by)

@@ -92,8 +92,8 @@ def service_specs(
 
 
 def _forkable(launch: Launch, role: Process, machine: Machine) -> bool:
-    """Whether it needs nothing that is settled before torch is imported: neither an interpreter, variables or processors of its
-    own, nor devices, whose libraries are not known to bear it; of a group, which has a process that starts its ranks, no rank."""
+    """Whether it needs nothing that is settled before torch is imported: an interpreter, variables or processors of its own, or
+    devices, whose libraries are not known to bear it. The ranks of a group have a process that starts them."""
     own = role.python or role.env or role.cpus or launch.devices or len(launch.ranks) > 1 or launch.rendezvous is not None
     return _on_torch(role) and machine.kind == "cpu" and not own
 

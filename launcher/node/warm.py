@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from runtime import codec, timeouts
 from runtime.process import os_process
-from services.warm_parent import LARGEST, ROOM, ForkRequest
+from runtime.process.fork import LARGEST, ROOM, ForkRequest
 from sluice import start
 
 
@@ -49,32 +49,29 @@ class ForkedProcess:
 class WarmParent:
     """`fork` gives a process as long as the parent lives, and None where it does not: then each imports for itself."""
 
-    def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
+    def __init__(self, roles: Sequence[str] = ()) -> None:
+        """Have the parent import what `roles` need, beside what else goes on; there is none where these are none. It has one
+        thread: no other would be there in what is forked."""
+        self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._one_at_a_time = asyncio.Lock()
-
-    async def start(self, roles: Sequence[str]) -> None:
-        """Have the parent import what `roles` need, beside what else goes on; nothing where there are none. It has one thread:
-        no other would be there in what is forked."""
         if not roles or not hasattr(os, "pidfd_open") or not sys.platform.startswith("linux"):
             return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(
-                *start.command("services.warm_parent", *roles, " " * ROOM),
+            self._process = subprocess.Popen(
+                (*start.command("services.warm_parent", *roles), " " * ROOM),
                 stdin=theirs,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.DEVNULL,  # what cannot be imported, a service's own start says
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # what cannot be imported, a service's own start says
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
                 preexec_fn=os_process.before_exec,
             )
-        self._socket = ours
 
     async def fork(self, command: Sequence[str], env: Mapping[str, str], log: int) -> ForkedProcess | None:
-        """A child of this process that carries out `command`, a module and its arguments, and writes to the descriptor `log`."""
+        """A child of this process that runs `command`, a module and its arguments, and writes to the descriptor `log`."""
         async with self._one_at_a_time:
             if self._socket is None:
                 return None
@@ -82,22 +79,19 @@ class WarmParent:
             try:
                 with os_process.adopting():
                     socket.send_fds(self._socket, [request], [log])
-                    told = await asyncio.wait_for(
-                        asyncio.get_running_loop().sock_recv(self._socket, LARGEST), timeouts.WARM_PARENT
-                    )
+                    answer = asyncio.get_running_loop().sock_recv(self._socket, LARGEST)
+                    told = await asyncio.wait_for(answer, timeouts.WARM_PARENT)
             except (OSError, asyncio.TimeoutError):
                 told = b""
             if told:
                 return ForkedProcess(int(told))
-            await self.end()
+            self.end()
             return None
 
-    async def end(self) -> None:
+    def end(self) -> None:
         """Of the parent. What was forked lives on."""
-        if self._socket is not None:
+        if self._socket is not None and self._process is not None:
             self._socket.close()
             self._socket = None
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+            self._process.kill()
+            self._process.wait()

@@ -1,0 +1,15 @@
+"""What an agent asks of the process that services of models are forked from."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+LARGEST = 1 << 20  # bytes of a request
+ROOM = 1024  # bytes for the command line of what is forked
+
+
+class ForkRequest(Struct):
+    """A process to be forked. `command`: a module of Sluice, and its arguments. `env`: all of its variables."""
+
+    command: list[str]
+    env: dict[str, str]
