@@ -66,6 +66,7 @@ def _become(request: ForkRequest, log: int, agent: socket.socket) -> list[str]:
     more this process ends."""
     services.BEGAN = time.monotonic()
     os_process.die_with_parent()
+    os_process.die_with_parent()
     os.setsid()
     _show(request.command)
     os.environ.clear()
@@ -87,7 +88,7 @@ def _show(command: Sequence[str]) -> None:
     """Have `ps` show the command line of a service that was started by itself, as far as there is room."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = (int(fields[index]) for index in _ARGUMENTS)
-    line = "\0".join((sys.executable, sys.argv[0], *command)).encode()[: end - begin - 1]
+    line = "\0".join(command).encode()[: end - begin - 1]
     ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
 
 
@@ -101,8 +102,8 @@ def main() -> None:
             importlib.import_module(module)
     gc.freeze()
     if command := serve(agent):
-        sys.argv[:] = command
-        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        sys.argv[:] = command[2:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

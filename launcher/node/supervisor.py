@@ -205,7 +205,7 @@ class Supervisor:
         with output.writer() as out:
             env = {**self._inherited(), **own, **self._told(spec, incarnation)}
             try:
-                process = (await self._parent.fork(spec.command[2:], env, out) if spec.forked else None) or (
+                process = (await self._parent.fork(spec.command, env, out) if spec.forked else None) or (
                     await asyncio.create_subprocess_exec(
                         *spec.command,
                         stdin=asyncio.subprocess.DEVNULL,

@@ -62,7 +62,7 @@ class WarmParent:
         with theirs:
             self._process = subprocess.Popen(
                 (*start.command("services.warm_parent", *roles), " " * ROOM),
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what cannot be imported, a service's own start says
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
@@ -71,7 +71,7 @@ class WarmParent:
             )
 
     async def fork(self, command: Sequence[str], env: Mapping[str, str], log: int) -> ForkedProcess | None:
-        """A child of this process that runs `command`, a module and its arguments, and writes to the descriptor `log`."""
+        """A child of this process that does what `command` of `sluice.start` would, and writes to the descriptor `log`."""
         async with self._one_at_a_time:
             if self._socket is None:
                 return None

@@ -9,7 +9,7 @@ ROOM = 1024  # bytes for the command line of what is forked
 
 
 class ForkRequest(Struct):
-    """A process to be forked. `command`: a module of Sluice, and its arguments. `env`: all of its variables."""
+    """A process to be forked. `command`: as `sluice.start` gives it. `env`: all of its variables."""
 
     command: list[str]
     env: dict[str, str]
