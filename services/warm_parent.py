@@ -15,7 +15,6 @@ import gc
 import importlib
 import os
 import runpy
-import select
 import socket
 import sys
 import time
@@ -94,14 +93,10 @@ def _show(command: Sequence[str]) -> None:
 
 def main() -> None:
     gc.disable()  # nearly all of it stays; what is forked turns it on again once it has loaded
-    agent = socket.socket(fileno=os.dup(0))
-    for module in _MODELS:
+    for module in (*_MODELS, *(_TRAINED if {"trainer", "critic"} & set(sys.argv) else ())):
         importlib.import_module(module)
-    for module in _TRAINED if {"trainer", "critic"} & set(sys.argv) else ():
-        if not select.select([agent], [], [], 0)[0]:  # else the others are not to wait for what is not theirs
-            importlib.import_module(module)
     gc.freeze()
-    if command := serve(agent):
+    if command := serve(socket.socket(fileno=os.dup(0))):
         sys.argv[:] = command[2:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
