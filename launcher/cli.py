@@ -111,8 +111,7 @@ def _train(options: argparse.Namespace) -> int:
 def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
     """Train, with this machine as the coordinator's node, and print what came of it; `verbose`: and what each process here
     writes. Raises SluiceError."""
-    from launcher.node.topology import forked_roles
-    from launcher.node.warm import WarmParent
+    from launcher.node.warm import WarmParent, forked_roles
 
     parent = WarmParent(forked_roles(config, True, here.machine))  # it imports while this process does
     from rich.console import Console

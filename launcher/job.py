@@ -22,7 +22,7 @@ from launcher.node.local_node import LocalNode, placement_faults
 from launcher.node.machine import on_this_machine
 from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
-from launcher.node.warm import WarmParent
+from launcher.node.warm import WarmParent, forked_roles
 from launcher.view import View
 from launcher.warm_up import warm_up
 from runtime import run_files, timeouts
@@ -62,7 +62,7 @@ class Job(ABC, Generic[Result]):
         self.config = config
         self.view = view
         self._here = here
-        self._parent = parent or WarmParent(topology.forked_roles(config, self.trains, here.machine))
+        self._parent = parent or WarmParent(forked_roles(config, self.trains, here.machine))
         self.folder = Path(config.run.dir)
         self.supervisor: Supervisor
         self._coordinator: CoordinatorKeeper

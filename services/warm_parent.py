@@ -21,8 +21,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 import services
-from runtime import codec
 from runtime.process import os_process
 from runtime.process.fork import LARGEST, ForkRequest
 from services.process import TORCH, TRANSFORMERS
@@ -45,7 +46,7 @@ def serve(agent: socket.socket) -> list[str]:
         data, descriptors, _, _ = socket.recv_fds(agent, LARGEST, 1)
         if not data:
             return []
-        request, (log,) = codec.decode(ForkRequest, data), descriptors
+        request, (log,) = msgspec.msgpack.decode(data, type=ForkRequest), descriptors
         adopted, between_ended = os.pipe()
         between = os.fork()
         if not between:
@@ -95,6 +96,7 @@ def main() -> None:
     gc.disable()  # nearly all of it stays; what is forked turns it on again once it has loaded
     for module in (*_MODELS, *(_TRAINED if {"trainer", "critic"} & set(sys.argv) else ())):
         importlib.import_module(module)
+    services.IMPORTED = time.monotonic() - services.BEGAN
     gc.freeze()
     if command := serve(socket.socket(fileno=os.dup(0))):
         sys.argv[:] = command[2:]

@@ -10,9 +10,10 @@ from msgspec import Struct
 
 from launcher.node.environment import affinity, environment, hccl_ports
 from launcher.node.machine import Machine
+from launcher.node.warm import on_torch
 from runtime.cluster.nodes import Launch
-from runtime.cluster.topology import Instance, group_of, instances, settings_of
-from runtime.config import Computing, Config, Environment, FromEnvironment, Process, Restarts
+from runtime.cluster.topology import Instance, group_of, settings_of
+from runtime.config import Config, Environment, FromEnvironment, Process, Restarts
 from runtime.config.service_checks import hccl_beside_workers
 from runtime.process import os_process
 from runtime.process.network import host_port
@@ -95,17 +96,7 @@ def _forkable(launch: Launch, role: Process, machine: Machine) -> bool:
     """Whether it needs nothing that is settled before torch is imported: an interpreter, variables or processors of its own, or
     devices, whose libraries are not known to bear it. The ranks of a group have a process that starts them."""
     own = role.python or role.env or role.cpus or launch.devices or len(launch.ranks) > 1 or launch.rendezvous is not None
-    return _on_torch(role) and machine.kind == "cpu" and not own
-
-
-def _on_torch(role: Process) -> bool:
-    return isinstance(role, Computing) and getattr(role, "engine", "torch") == "torch"
-
-
-def forked_roles(config: Config, trains: bool, machine: Machine) -> tuple[str, ...]:
-    """Those whose processes may be forked."""
-    computing = {one.role for one in instances(config, trains) if _on_torch(settings_of(config, one))}
-    return tuple(sorted(computing)) if machine.kind == "cpu" else ()
+    return on_torch(role) and machine.kind == "cpu" and not own
 
 
 def _interpreter(role: Process) -> str:

@@ -10,10 +10,25 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from runtime import codec, timeouts
+import msgspec
+
+from launcher.node.machine import Machine
+from runtime import timeouts
+from runtime.cluster.topology import instances, settings_of
+from runtime.config import Computing, Config, Process
 from runtime.process import os_process
 from runtime.process.fork import LARGEST, ROOM, ForkRequest
 from sluice import start
+
+
+def on_torch(role: Process) -> bool:
+    return isinstance(role, Computing) and getattr(role, "engine", "torch") == "torch"
+
+
+def forked_roles(config: Config, trains: bool, machine: Machine) -> tuple[str, ...]:
+    """Those whose processes may be forked: of models on CPUs. Libraries of devices are not known to bear it."""
+    computing = {one.role for one in instances(config, trains) if on_torch(settings_of(config, one))}
+    return tuple(sorted(computing)) if machine.kind == "cpu" else ()
 
 
 class ForkedProcess:
@@ -75,7 +90,7 @@ class WarmParent:
         async with self._one_at_a_time:
             if self._socket is None:
                 return None
-            request = codec.encode(ForkRequest(list(command), dict(env)))
+            request = msgspec.msgpack.encode(ForkRequest(list(command), dict(env)))
             try:
                 with os_process.adopting():
                     socket.send_fds(self._socket, [request], [log])
