@@ -206,7 +206,7 @@ def _simulate(options: argparse.Namespace) -> int:
     from launcher.commands.simulate import simulate
 
     with ended_as_by_ctrl_c():
-        simulate(options.config, options.overrides, options.source, options.sweep, options.steps, options.picture)
+        simulate(options.config, options.overrides, options.source, options.sweep, options.steps, options.picture, options.lend)
     return 0
 
 
