@@ -18,11 +18,11 @@ from launcher.known import known_names
 from launcher.node import environment, topology
 from launcher.node.agent import Agent
 from launcher.node.coordinator import CoordinatorKeeper
+from launcher.node.fork_server import ForkServer, forked_roles
 from launcher.node.local_node import LocalNode, placement_faults
 from launcher.node.machine import on_this_machine
 from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
-from launcher.node.warm import WarmParent, forked_roles
 from launcher.view import View
 from launcher.warm_up import warm_up
 from runtime import run_files, timeouts
@@ -55,14 +55,14 @@ class Job(ABC, Generic[Result]):
     stopped_early: str  # what to say of a job that is stopped before it had anything to keep
     stopped_late: str  # ... and afterwards, at once
 
-    def __init__(self, config: Config, view: View, here: LocalNode, parent: WarmParent | None = None):
-        """`here`: what this machine is called and has, as a node of the run. `parent`: of its processes of models, if it has
-        been started already."""
+    def __init__(self, config: Config, view: View, here: LocalNode, fork_server: ForkServer | None = None):
+        """`here`: what this machine is called and has, as a node of the run. `fork_server`: if it has been started
+        already."""
         self.started = self.launched = time.monotonic() - os_process.age()
         self.config = config
         self.view = view
         self._here = here
-        self._parent = parent or WarmParent(forked_roles(config, self.trains, here.machine))
+        self._fork_server = fork_server or ForkServer(forked_roles(config, self.trains, here.machine))
         self.folder = Path(config.run.dir)
         self.supervisor: Supervisor
         self._coordinator: CoordinatorKeeper
@@ -89,7 +89,7 @@ class Job(ABC, Generic[Result]):
             keys.begun(self.folder)
             if self.config.network.security == "none":
                 self.view.say(keys.OPEN)
-            self.supervisor = Supervisor(logs, self.view, self.config.logs, self._parent)
+            self.supervisor = Supervisor(logs, self.view, self.config.logs, self._fork_server)
             self._coordinator = CoordinatorKeeper(self.supervisor)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -103,7 +103,7 @@ class Job(ABC, Generic[Result]):
 
     async def _end(self) -> None:
         """Whatever happened: no process stays."""
-        self._parent.end()
+        self._fork_server.end()
         if hasattr(self, "supervisor"):
             await self.supervisor.end_all(0.0 if self._signals > 1 else timeouts.FAILED_GRACE)
             (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left

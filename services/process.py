@@ -195,7 +195,7 @@ def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     phases = Phases()
     if services.IMPORTED:
-        phases.seconds["parent"] = services.IMPORTED
+        phases.seconds["fork server"] = services.IMPORTED
     phases.mark("interpreter", services.BEGAN)
     phases.mark("imports")
     try:

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from launcher import run_folder
 from launcher.job import Job
+from launcher.node.fork_server import ForkServer
 from launcher.node.local_node import LocalNode
-from launcher.node.warm import WarmParent
 from launcher.page.beside import PageBeside
 from launcher.view import View
 from runtime import timeouts
@@ -19,11 +19,10 @@ from runtime.telemetry.memory import PeakMemory
 from runtime.telemetry.summary import LAUNCHER, Summary
 
 
-async def train(config: Config, view: View, here: LocalNode | None = None, parent: WarmParent | None = None) -> Summary:
-    """Run to the end, with this machine as the coordinator's node; `parent`: of its processes of models, if it has been started
-    already. Raises UserError for the user's mistakes, ServiceFault for a
-    fault; no process is left either way."""
-    return await _TrainJob(config, view, here or LocalNode.of(config), parent).run()
+async def train(config: Config, view: View, here: LocalNode | None = None, fork_server: ForkServer | None = None) -> Summary:
+    """Run to the end, with this machine as the coordinator's node; `fork_server`: if it has been started already. Raises
+    UserError for the user's mistakes, ServiceFault for a fault; no process is left either way."""
+    return await _TrainJob(config, view, here or LocalNode.of(config), fork_server).run()
 
 
 class _TrainJob(Job[Summary]):
@@ -31,8 +30,8 @@ class _TrainJob(Job[Summary]):
     stopped_early = "stopped before training began: there is nothing to save"
     stopped_late = "stopped at once; the newest checkpoint stays"
 
-    def __init__(self, config: Config, view: View, here: LocalNode, parent: WarmParent | None):
-        super().__init__(config, view, here, parent)
+    def __init__(self, config: Config, view: View, here: LocalNode, fork_server: ForkServer | None):
+        super().__init__(config, view, here, fork_server)
         self._memory = PeakMemory(LAUNCHER)
         self._page = PageBeside(config, view)
 

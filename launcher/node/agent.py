@@ -197,7 +197,7 @@ class Agent:
         await asyncio.gather(*(self._supervisor.end(name, timeouts.AGENT_END_GRACE) for name in ends))
         self._assignment = assignment
         self._supervisor.respecify(specs)  # those that run, and are started again later, find the coordinator of now
-        for name, launch in sorted(wanted.items(), key=lambda each: specs[each[0]].forked):  # what waits for its parent last
+        for name, launch in sorted(wanted.items(), key=lambda each: specs[each[0]].forked):  # these wait for the fork server
             if name not in running:
                 await self._start(specs[name], launch)
         if self.began:

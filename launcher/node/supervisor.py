@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher.node import cpus, oom
+from launcher.node.fork_server import ForkedProcess, ForkServer
 from launcher.node.logs import LineView, Log
 from launcher.node.stalls import Beats, is_stopped, keep_stacks, stalled
 from launcher.node.topology import ProcessSpec
-from launcher.node.warm import ForkedProcess, WarmParent
 from runtime import timeouts
 from runtime.cluster.restarts import Allowance
 from runtime.config import Logs, Restarts
@@ -111,10 +111,10 @@ class Supervisor:
         logs: Path,
         view: LineView | None = None,
         settings: Logs = Logs(),  # noqa: B008  immutable
-        parent: WarmParent | None = None,
+        fork_server: ForkServer | None = None,
     ):
-        """`view`: shows what became of processes, and, if it is verbose, every line that they write. `parent`: from which those
-        are forked that may be."""
+        """`view`: shows what became of processes, and, if it is verbose, every line that they write. `fork_server`: of which
+        those are forked that may be."""
         os_process.raise_descriptor_limit()  # every child takes some of ours
         self._logs = logs
         self._view = view
@@ -122,7 +122,7 @@ class Supervisor:
         self._outputs: list[Log] = []
         self.on_exit: Callable[[Child], None] = lambda child: None
         """Told of each that died and is not started again from here."""
-        self._parent = parent or WarmParent()
+        self._fork_server = fork_server or ForkServer()
         self.keys: Keys | None = None
         """Out of which those of the services are made; None where they need none."""
         self.children: list[Child] = []
@@ -205,7 +205,7 @@ class Supervisor:
         with output.writer() as out:
             env = {**self._inherited(), **own, **self._told(spec, incarnation)}
             try:
-                process = (await self._parent.fork(spec.command, env, out) if spec.forked else None) or (
+                process = (await self._fork_server.fork(spec.command, env, out) if spec.forked else None) or (
                     await asyncio.create_subprocess_exec(
                         *spec.command,
                         stdin=asyncio.subprocess.DEVNULL,
@@ -357,7 +357,7 @@ class Supervisor:
         """Whoever still runs is asked to end, SIGKILL after `grace` seconds; returns when every one is gone, and
         what vLLM's processes leave in shared memory."""
         self.stop_restarts()
-        self._parent.end()
+        self._fork_server.end()
         for child in self.children:
             if child.running:
                 child.signal_group(child.spec.ends_by)

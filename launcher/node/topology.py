@@ -9,8 +9,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from launcher.node.environment import affinity, environment, hccl_ports
+from launcher.node.fork_server import on_torch
 from launcher.node.machine import Machine
-from launcher.node.warm import on_torch
 from runtime.cluster.nodes import Launch
 from runtime.cluster.topology import Instance, group_of, settings_of
 from runtime.config import Config, Environment, FromEnvironment, Process, Restarts
@@ -31,7 +31,7 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     env: Mapping[str, str | FromEnvironment]
     cpus: tuple[int, ...] = ()  # that it may run on; () = all
     services: tuple[str, ...] = ()  # by name, those of the run in it, which are given keys
-    forked: bool = False  # it may be forked from a process that has imported what it needs (`launcher/node/warm.py`)
+    forked: bool = False  # the fork server may fork it (`launcher/node/fork_server.py`)
     ends_by: int = signal.SIGTERM  # by which signal it is asked to end; a service waits at SIGTERM for the coordinator's word
 
 

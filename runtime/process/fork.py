@@ -1,4 +1,4 @@
-"""What an agent asks of the process that services of models are forked from."""
+"""What an agent asks of its fork server."""
 
 from __future__ import annotations
 

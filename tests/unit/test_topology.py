@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from launcher.node.fork_server import forked_roles
 from launcher.node.machine import Machine
 from launcher.node.topology import ProcessSpec, coordinator_spec, restarts, service_specs
-from launcher.node.warm import forked_roles
 from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
 from runtime.cluster.placement import NodeOffer, place
 from runtime.cluster.topology import Instance, group_of, instances, replicas, uses_reference
@@ -180,7 +180,7 @@ def test_what_is_forked_needs_nothing_that_comes_before_torch() -> None:
     assert forked(Machine(kind="npu", devices=("0", "1"))) == []
 
 
-def test_the_parent_of_what_is_forked_imports_for_the_roles_that_there_are() -> None:
+def test_the_fork_server_imports_for_the_roles_that_there_are() -> None:
     assert forked_roles(make(), True, Machine()) == ("rollout", "trainer")
     assert forked_roles(make(), False, Machine()) == ("rollout",)
     assert forked_roles(make(critic={}), True, Machine()) == ("critic", "rollout", "trainer")

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
+from launcher.node.fork_server import ForkedProcess, ForkServer
 from launcher.node.logs import Log
 from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
-from launcher.node.warm import ForkedProcess, WarmParent
 from runtime.config import Restarts
 from sluice import start
 from tests.loopback.line_views import Lines
@@ -27,10 +27,10 @@ DEADLINE = 120.0
 PROGRAM = "tests.loopback.forked_program"
 AGENT = f"""
 import asyncio, os, sys
-from launcher.node.warm import WarmParent
+from launcher.node.fork_server import ForkServer
 
 async def main():
-    forked = await WarmParent(["rollout"]).fork({start.command(PROGRAM, "wait")}, {{**os.environ, "OMP_NUM_THREADS": "1"}}, 2)
+    forked = await ForkServer(["rollout"]).fork({start.command(PROGRAM, "wait")}, {{**os.environ, "OMP_NUM_THREADS": "1"}}, 2)
     print(forked.pid, flush=True)
     os.kill(os.getpid(), 9)
 
@@ -38,15 +38,15 @@ asyncio.run(main())
 """
 
 
-def supervised(tmp_path: Path, test: Callable[[Supervisor, WarmParent], Awaitable[None]]) -> list[str]:
+def supervised(tmp_path: Path, test: Callable[[Supervisor, ForkServer], Awaitable[None]]) -> list[str]:
     """What it said."""
     said: list[str] = []
 
     async def within() -> None:
-        parent = WarmParent(["rollout"])
-        supervisor = Supervisor(tmp_path, Lines(said), parent=parent)
+        server = ForkServer(["rollout"])
+        supervisor = Supervisor(tmp_path, Lines(said), fork_server=server)
         try:
-            await asyncio.wait_for(test(supervisor, parent), DEADLINE)
+            await asyncio.wait_for(test(supervisor, server), DEADLINE)
         finally:
             await supervisor.end_all(0.0)
 
@@ -68,9 +68,9 @@ async def told(output: Log) -> dict[str, Any]:
     return found
 
 
-def parent_of(warm: WarmParent) -> subprocess.Popen[bytes]:
-    assert warm._process is not None
-    return warm._process
+def process_of(server: ForkServer) -> subprocess.Popen[bytes]:
+    assert server._process is not None
+    return server._process
 
 
 def is_forked(child: Child) -> bool:
@@ -78,7 +78,7 @@ def is_forked(child: Child) -> bool:
 
 
 def test_what_is_forked_is_as_a_process_that_was_started_and_has_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(supervisor: Supervisor, parent: WarmParent) -> None:
+    async def test(supervisor: Supervisor, server: ForkServer) -> None:
         monkeypatch.setenv("NOT_MINE", "as this one has it")
         child = await supervisor.start(spec("3", threads=2))
         assert await child.process.wait() == 3
@@ -96,7 +96,7 @@ def test_what_is_forked_is_as_a_process_that_was_started_and_has_torch(tmp_path:
 
 
 def test_one_that_is_killed_is_forked_again(tmp_path: Path) -> None:
-    async def test(supervisor: Supervisor, parent: WarmParent) -> None:
+    async def test(supervisor: Supervisor, server: ForkServer) -> None:
         first = await supervisor.start(spec("wait"))
         supervisor.enable_restarts({"rollout-0": Restarts(backoff=0.0)})
         failing = asyncio.create_task(supervisor.first_failure())
@@ -111,11 +111,11 @@ def test_one_that_is_killed_is_forked_again(tmp_path: Path) -> None:
     assert line == "rollout-0: run: was killed by SIGKILL; started again in 0 s"
 
 
-def test_without_the_parent_what_was_forked_lives_and_the_next_is_started_by_itself(tmp_path: Path) -> None:
-    async def test(supervisor: Supervisor, parent: WarmParent) -> None:
+def test_without_the_server_what_was_forked_lives_and_the_next_is_started_by_itself(tmp_path: Path) -> None:
+    async def test(supervisor: Supervisor, server: ForkServer) -> None:
         forked = await supervisor.start(spec("wait"))
-        parent_of(parent).kill()
-        parent_of(parent).wait()
+        process_of(server).kill()
+        process_of(server).wait()
         plain = await supervisor.start(spec("0"), incarnation=1)
         assert await plain.process.wait() == 0
         found = await told(plain.output)
@@ -133,22 +133,22 @@ def test_what_is_forked_ends_with_the_agent() -> None:
     assert int(said) > 0
 
 
-def test_the_parent_has_one_thread() -> None:
+def test_the_server_has_one_thread() -> None:
     async def test() -> int:
-        warm = WarmParent(["rollout", "trainer"])
+        server = ForkServer(["rollout", "trainer"])
         try:
             reader, writer = os.pipe()
-            forked = await warm.fork(start.command(PROGRAM, "0"), {**os.environ, "OMP_NUM_THREADS": "1"}, writer)
+            forked = await server.fork(start.command(PROGRAM, "0"), {**os.environ, "OMP_NUM_THREADS": "1"}, writer)
             assert forked is not None
             await forked.wait()
             os.close(reader)
             os.close(writer)
-            return psutil.Process(parent_of(warm).pid).num_threads()
+            return psutil.Process(process_of(server).pid).num_threads()
         finally:
-            warm.end()
+            server.end()
 
     assert asyncio.run(asyncio.wait_for(test(), DEADLINE)) == 1
 
 
-def test_without_roles_there_is_no_parent() -> None:
-    assert asyncio.run(WarmParent(()).fork([PROGRAM, "0"], {}, 2)) is None
+def test_without_roles_there_is_no_server() -> None:
+    assert asyncio.run(ForkServer(()).fork([PROGRAM, "0"], {}, 2)) is None

@@ -1,11 +1,12 @@
-"""A process that imports what services of models need, and that they are forked from: `python -m services.warm_parent ROLE ...`
+"""The fork server: it imports what services of models need, and forks them: `python -m services.fork_server ROLE ...`
 
 ::
 
-    agent ── Forked, and its log ──► this ── fork ──► one that ends at once ── fork ──► the service ── its pid ──► agent
+    agent ── ForkRequest, and a log ──► this ── fork ──► one that ends at once ── fork ──► the service ── its pid ──► agent
 
-Since the one between ends, the kernel gives the service to the agent as its own child (`launcher/node/warm.py`). Nothing here
-starts a thread or touches a device: neither would be whole in a process that is forked. Standard input is the agent's socket.
+Since the one between ends, the kernel gives the service to the agent as its own child (`launcher/node/fork_server.py`). Nothing
+here starts a thread or touches a device: neither would be whole in a process that is forked. Standard input is the agent's
+socket.
 """
 
 from __future__ import annotations
@@ -65,7 +66,6 @@ def _become(request: ForkRequest, log: int, agent: socket.socket) -> list[str]:
     """What the agent does for those that it starts itself is done here; returns the command. Where the agent does not wait any
     more this process ends."""
     services.BEGAN = time.monotonic()
-    os_process.die_with_parent()
     os_process.die_with_parent()
     os.setsid()
     _show(request.command)

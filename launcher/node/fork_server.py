@@ -1,4 +1,4 @@
-"""A node's end of the process that services of models are forked from: torch is imported once, and not by each of them."""
+"""A node's end of the fork server, of which services of models are forked: torch is imported once, and not by each of them."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class ForkedProcess:
             os.kill(self.pid, signal.SIGKILL)
 
 
-class WarmParent:
-    """`fork` gives a process as long as the parent lives, and None where it does not: then each imports for itself."""
+class ForkServer:
+    """`fork` gives a process as long as the server lives, and None where it does not: then each imports for itself."""
 
     def __init__(self, roles: Sequence[str] = ()) -> None:
-        """Have the parent import what `roles` need, beside what else goes on; there is none where these are none. It has one
+        """Have the server import what `roles` need, beside what else goes on; there is none where these are none. It has one
         thread: no other would be there in what is forked."""
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -76,7 +76,7 @@ class WarmParent:
         self._socket.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(
-                (*start.command("services.warm_parent", *roles), " " * ROOM),
+                (*start.command("services.fork_server", *roles), " " * ROOM),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what cannot be imported, a service's own start says
@@ -95,7 +95,7 @@ class WarmParent:
                 with os_process.adopting():
                     socket.send_fds(self._socket, [request], [log])
                     answer = asyncio.get_running_loop().sock_recv(self._socket, LARGEST)
-                    told = await asyncio.wait_for(answer, timeouts.WARM_PARENT)
+                    told = await asyncio.wait_for(answer, timeouts.FORK_SERVER)
             except (OSError, asyncio.TimeoutError):
                 told = b""
             if told:
@@ -104,7 +104,7 @@ class WarmParent:
             return None
 
     def end(self) -> None:
-        """Of the parent. What was forked lives on."""
+        """Of the server. What was forked lives on."""
         if self._socket is not None and self._process is not None:
             self._socket.close()
             self._socket = None
