@@ -56,13 +56,13 @@ class Job(ABC, Generic[Result]):
     stopped_late: str  # ... and afterwards, at once
 
     def __init__(self, config: Config, view: View, here: LocalNode, fork_server: ForkServer | None = None):
-        """`here`: what this machine is called and has, as a node of the run. `fork_server`: if it has been started
-        already."""
+        """`here`: what this machine is called and has, as a node of the run. `fork_server`: if it has been
+        started already."""
         self.started = self.launched = time.monotonic() - os_process.age()
         self.config = config
         self.view = view
         self._here = here
-        self._fork_server = fork_server or ForkServer(forked_roles(config, self.trains, here.machine))
+        self._fork_server = fork_server
         self.folder = Path(config.run.dir)
         self.supervisor: Supervisor
         self._coordinator: CoordinatorKeeper
@@ -89,6 +89,7 @@ class Job(ABC, Generic[Result]):
             keys.begun(self.folder)
             if self.config.network.security == "none":
                 self.view.say(keys.OPEN)
+            self._fork_server = self._fork_server or ForkServer(forked_roles(self.config, self.trains, self._here.machine))
             self.supervisor = Supervisor(logs, self.view, self.config.logs, self._fork_server)
             self._coordinator = CoordinatorKeeper(self.supervisor)
             loop = asyncio.get_running_loop()
@@ -103,7 +104,8 @@ class Job(ABC, Generic[Result]):
 
     async def _end(self) -> None:
         """Whatever happened: no process stays."""
-        self._fork_server.end()
+        if self._fork_server is not None:
+            self._fork_server.end()
         if hasattr(self, "supervisor"):
             await self.supervisor.end_all(0.0 if self._signals > 1 else timeouts.FAILED_GRACE)
             (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left
