@@ -7,21 +7,26 @@ and values are computed again. So what is simulated is more than what could be h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import Protocol
 
 SMOOTHING = 0.2  # weight of the newest wait in the mean of its place in a step
 WORTH = 2.0  # moves, there and back, that a wait has to be longer than
 
 
+class Borrower(Protocol):
+    def lend(self, lent: bool) -> None:
+        """The devices generate from now on, or are the trainer's again."""
+
+
 class Lending:
-    """`lent(True)` is called once the devices generate, `lent(False)` as they are taken back; either takes `move` seconds.
-    None: they are never lent.
+    """`borrower` is told once the devices generate, and as they are taken back; either takes `move` seconds. None: they are
+    never lent.
 
     The gate: they are lent where the waits at this place of earlier steps were `WORTH` moves long on the mean.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, move: float | None, lent: Callable[[bool], None]):
-        self._loop, self._move, self._lent = loop, move, lent
+    def __init__(self, loop: asyncio.AbstractEventLoop, move: float | None, borrower: Borrower):
+        self._loop, self._move, self._borrower = loop, move, borrower
         self._place = self._next = 0  # of the wait under way, or the last one, and of the next, within a step
         self._since: float | None = None  # when it began to wait
         self._waits: dict[int, float] = {}  # by place, seconds on the mean
@@ -55,10 +60,10 @@ class Lending:
         self._turning = None
         if self._away:
             self._away = False
-            self._lent(False)
+            self._borrower.lend(False)
         if back:
             await asyncio.sleep(back)
 
     def _turned(self) -> None:
         self._away = True
-        self._lent(True)
+        self._borrower.lend(True)

@@ -311,7 +311,7 @@ class SimulatedTrainer(SimulatedModel):
         super().__init__(cluster, name, incarnation, machine)
         self._held: PolicyVersion | None = None  # the version that was gathered last
         self._intact = True  # whether it is still what was gathered
-        self._lending = Lending(cluster.loop, cluster.costs.lend, cluster.lend)
+        self._lending = Lending(cluster.loop, cluster.costs.lend, cluster)
 
     async def begin_step(self, command: BeginStep) -> None:
         self._lending.begin_step()

@@ -26,11 +26,16 @@ def moves(main: Callable[[Lending], Coroutine[Any, Any, None]], move: float | No
     """When the devices were lent and taken back, in seconds from the beginning."""
     loop = SimulatedLoop("0", SimulatedWorld())  # type: ignore[abstract]
     found: Moves = []
+
+    class Noted:
+        def lend(self, lent: bool) -> None:
+            found.append((round(loop.time() - BEGAN, 6), lent))
+
     try:
-        loop.run(main(Lending(loop, move, lambda lent: found.append((loop.time() - BEGAN, lent)))))
+        loop.run(main(Lending(loop, move, Noted())))
     finally:
         loop.end()
-    return [(round(when, 6), lent) for when, lent in found]
+    return found
 
 
 async def steps(lending: Lending, waits: list[float]) -> None:
