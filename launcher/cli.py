@@ -111,6 +111,9 @@ def _train(options: argparse.Namespace) -> int:
 def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
     """Train, with this machine as the coordinator's node, and print what came of it; `verbose`: and what each process here
     writes. Raises SluiceError."""
+    from launcher.node.fork_server import ForkServer, forked_roles
+
+    fork_server = ForkServer(forked_roles(config, True, here.machine))  # it imports while this process does
     from rich.console import Console
 
     from launcher.commands.train import train
@@ -120,7 +123,7 @@ def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
     from runtime.telemetry.shown import say, shown
 
     console = Console()
-    result = _watched(console, verbose, lambda view: train(config, view, here))
+    result = _watched(console, verbose, lambda view: train(config, view, here, fork_server))
     console.print(summary.render(result))
     if found := evaluation.read(Path(config.run.dir)):
         console.print(render([found[0], *found[1:][-1:]]))
@@ -203,7 +206,7 @@ def _simulate(options: argparse.Namespace) -> int:
     from launcher.commands.simulate import simulate
 
     with ended_as_by_ctrl_c():
-        simulate(options.config, options.overrides, options.source, options.sweep, options.steps, options.picture)
+        simulate(options.config, options.overrides, options.source, options.sweep, options.steps, options.picture, options.lend)
     return 0
 
 

@@ -18,6 +18,7 @@ from launcher.known import known_names
 from launcher.node import environment, topology
 from launcher.node.agent import Agent
 from launcher.node.coordinator import CoordinatorKeeper
+from launcher.node.fork_server import ForkServer, forked_roles
 from launcher.node.local_node import LocalNode, placement_faults
 from launcher.node.machine import on_this_machine
 from launcher.node.supervisor import Child, Supervisor
@@ -54,12 +55,14 @@ class Job(ABC, Generic[Result]):
     stopped_early: str  # what to say of a job that is stopped before it had anything to keep
     stopped_late: str  # ... and afterwards, at once
 
-    def __init__(self, config: Config, view: View, here: LocalNode):
-        """`here`: what this machine is called and has, as a node of the run."""
+    def __init__(self, config: Config, view: View, here: LocalNode, fork_server: ForkServer | None = None):
+        """`here`: what this machine is called and has, as a node of the run. `fork_server`: if it has been
+        started already."""
         self.started = self.launched = time.monotonic() - os_process.age()
         self.config = config
         self.view = view
         self._here = here
+        self._fork_server = fork_server
         self.folder = Path(config.run.dir)
         self.supervisor: Supervisor
         self._coordinator: CoordinatorKeeper
@@ -86,7 +89,8 @@ class Job(ABC, Generic[Result]):
             keys.begun(self.folder)
             if self.config.network.security == "none":
                 self.view.say(keys.OPEN)
-            self.supervisor = Supervisor(logs, self.view, self.config.logs)
+            self._fork_server = self._fork_server or ForkServer(forked_roles(self.config, self.trains, self._here.machine))
+            self.supervisor = Supervisor(logs, self.view, self.config.logs, self._fork_server)
             self._coordinator = CoordinatorKeeper(self.supervisor)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -100,6 +104,8 @@ class Job(ABC, Generic[Result]):
 
     async def _end(self) -> None:
         """Whatever happened: no process stays."""
+        if self._fork_server is not None:
+            self._fork_server.end()
         if hasattr(self, "supervisor"):
             await self.supervisor.end_all(0.0 if self._signals > 1 else timeouts.FAILED_GRACE)
             (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left

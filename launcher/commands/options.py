@@ -151,6 +151,9 @@ def add_simulate(simulate: CommandParser) -> None:
     """Those of `sluice simulate` besides a configuration."""
     simulate.add_argument("--from", dest="source", type=Path, metavar="RUN", help="a run's folder, to calibrate on")
     simulate.add_argument("--sweep", default="", metavar="key=a,b,c", help="these values, instead of the usual what-ifs")
+    simulate.add_argument(
+        "--lend", type=float, metavar="S", help="also: the trainer's devices generate while it waits, S seconds there and back"
+    )
     simulate.add_argument("--steps", type=int, default=40, metavar="N", help="of each configuration (default: 40)")
     simulate.add_argument("--picture", type=Path, metavar="FILE.html", help="bars of all rows, also there")
 

@@ -42,8 +42,10 @@ def simulate(
     sweep: str,
     steps: int,
     picture: Path | None,
+    lend: float | None = None,
 ) -> None:
     """Print the prediction and the table of what-ifs, or of `sweep` (`key=a,b,c`). `source`: a run's folder, to calibrate on.
+    `lend`: seconds in which the trainer's devices turn to generation, or back; with it there is a row of that.
 
     Raises ConfigError, UserError.
     """
@@ -56,12 +58,17 @@ def simulate(
     config = loading.resolve(loading.load(path, overrides))
     refuse(config)
     calibration = calibrated(source) if source else Calibration(_assumed(config))
+    if lend is not None and (lend < 0 or calibration.costs.cores):
+        shared = "a node's processes share its processors, which who waits lends already; must be left out"
+        raise UserError(f"--lend: {lend:g}: " + ("must be at least 0" if lend < 0 else shared))
     base = _row("as it is", config, calibration.costs, steps)
     if base.prediction is None:
         raise SluiceError(f"the simulated run ends: {base.fault}")
     console.print(_roles(base.prediction))
     costs = calibration.costs
-    others = _sweep(path, overrides, sweep, costs) if sweep else variations(config, costs)
+    others = [*(_sweep(path, overrides, sweep, costs) if sweep else variations(config, costs))]
+    if lend is not None:
+        others.append((f"lend {lend:g} s", config, replace(costs, lend=lend)))
     rows = [base, *(_row(name, tried, own, steps) for name, tried, own in others)]
     console.print(_table(rows))
     for line in (*_sure(calibration, source), _NOT_MODELLED):

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from launcher import run_folder
 from launcher.job import Job
+from launcher.node.fork_server import ForkServer
 from launcher.node.local_node import LocalNode
 from launcher.page.beside import PageBeside
 from launcher.view import View
@@ -18,10 +19,10 @@ from runtime.telemetry.memory import PeakMemory
 from runtime.telemetry.summary import LAUNCHER, Summary
 
 
-async def train(config: Config, view: View, here: LocalNode | None = None) -> Summary:
-    """Run to the end, with this machine as the coordinator's node. Raises UserError for the user's mistakes, ServiceFault for a
-    fault; no process is left either way."""
-    return await _TrainJob(config, view, here or LocalNode.of(config)).run()
+async def train(config: Config, view: View, here: LocalNode | None = None, fork_server: ForkServer | None = None) -> Summary:
+    """Run to the end, with this machine as the coordinator's node; `fork_server`: if it has been started already. Raises
+    UserError for the user's mistakes, ServiceFault for a fault; no process is left either way."""
+    return await _TrainJob(config, view, here or LocalNode.of(config), fork_server).run()
 
 
 class _TrainJob(Job[Summary]):
@@ -29,8 +30,8 @@ class _TrainJob(Job[Summary]):
     stopped_early = "stopped before training began: there is nothing to save"
     stopped_late = "stopped at once; the newest checkpoint stays"
 
-    def __init__(self, config: Config, view: View, here: LocalNode):
-        super().__init__(config, view, here)
+    def __init__(self, config: Config, view: View, here: LocalNode, fork_server: ForkServer | None):
+        super().__init__(config, view, here, fork_server)
         self._memory = PeakMemory(LAUNCHER)
         self._page = PageBeside(config, view)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.node import cpus, oom
+from launcher.node.fork_server import ForkedProcess, ForkServer
 from launcher.node.logs import LineView, Log
 from launcher.node.stalls import Beats, is_stopped, keep_stacks, stalled
 from launcher.node.topology import ProcessSpec
@@ -38,7 +39,9 @@ MISTAKE = 2  # exit code of what the user can mend
 class Child:
     """A process that was started, and its log. `incarnation` counts those that were started under its name before."""
 
-    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, output: Log, incarnation: int = 0):
+    def __init__(
+        self, spec: ProcessSpec, process: asyncio.subprocess.Process | ForkedProcess, output: Log, incarnation: int = 0
+    ):
         self.spec = spec
         self.process = process
         self.output = output
@@ -108,8 +111,10 @@ class Supervisor:
         logs: Path,
         view: LineView | None = None,
         settings: Logs = Logs(),  # noqa: B008  immutable
+        fork_server: ForkServer | None = None,
     ):
-        """`view`: shows what became of processes, and, if it is verbose, every line that they write."""
+        """`view`: shows what became of processes, and, if it is verbose, every line that they write. `fork_server`: of which
+        those are forked that may be."""
         os_process.raise_descriptor_limit()  # every child takes some of ours
         self._logs = logs
         self._view = view
@@ -117,6 +122,7 @@ class Supervisor:
         self._outputs: list[Log] = []
         self.on_exit: Callable[[Child], None] = lambda child: None
         """Told of each that died and is not started again from here."""
+        self._fork_server = fork_server or ForkServer()
         self.keys: Keys | None = None
         """Out of which those of the services are made; None where they need none."""
         self.children: list[Child] = []
@@ -197,16 +203,19 @@ class Supervisor:
         own = resolved(spec.env, os.environ, f"services.{spec.role}.env")
         output = await disk.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)
         with output.writer() as out:
+            env = {**self._inherited(), **own, **self._told(spec, incarnation)}
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *spec.command,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE if capture else out,
-                    stderr=out,
-                    env={**self._inherited(), **own, **self._told(spec, incarnation)},
-                    pass_fds=pass_fds,
-                    start_new_session=True,
-                    preexec_fn=partial(os_process.before_exec, spec.cpus),
+                process = (await self._fork_server.fork(spec.command, env, out) if spec.forked else None) or (
+                    await asyncio.create_subprocess_exec(
+                        *spec.command,
+                        stdin=asyncio.subprocess.DEVNULL,
+                        stdout=asyncio.subprocess.PIPE if capture else out,
+                        stderr=out,
+                        env=env,
+                        pass_fds=pass_fds,
+                        start_new_session=True,
+                        preexec_fn=partial(os_process.before_exec, spec.cpus),
+                    )
                 )
             except (FileNotFoundError, PermissionError):
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
@@ -348,6 +357,7 @@ class Supervisor:
         """Whoever still runs is asked to end, SIGKILL after `grace` seconds; returns when every one is gone, and
         what vLLM's processes leave in shared memory."""
         self.stop_restarts()
+        self._fork_server.end()
         for child in self.children:
             if child.running:
                 child.signal_group(child.spec.ends_by)

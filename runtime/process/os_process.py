@@ -25,6 +25,7 @@ STORE_KEY = "SLUICE_STORE_KEY"  # the variable that tells the ranks of a group i
 _PARENT = "SLUICE_PARENT"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
+_PR_SET_CHILD_SUBREAPER = 36
 _START_TIME = 19  # in /proc/PID/stat, counted from what follows the name: clock ticks after the machine's start
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec there should be nothing but the call
 
@@ -101,6 +102,17 @@ def die_with_parent(parent: int | None = None) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:  # it ended before the call took hold
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def adopting() -> Iterator[None]:
+    """Inside the block a process whose parent ends becomes this one's child, if it descends from this one and no nearer
+    process adopts. It stays so. On Linux."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 @contextmanager

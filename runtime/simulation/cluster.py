@@ -95,6 +95,12 @@ class SimulatedCluster:
     def vacated(self) -> None:
         """Simulated processes hold no memory."""
 
+    def lend(self, lent: bool) -> None:
+        """The trainer's devices help all rollouts alike, or are its own again."""
+        rollouts = [one for one in self.processes.values() if isinstance(one, SimulatedRollout)]
+        for rollout in rollouts:
+            rollout.engine.help(self.config.services.trainer.processes / len(rollouts) if lent else 0.0)
+
     def arrive(self, deliver: Callable[[], None], nbytes: int = 0) -> None:
         """An answer with a payload of `nbytes` reaches the coordinator, whose one thread takes the one after the other."""
         seconds = self.costs.coordinator_message + nbytes * self.costs.coordinator_byte

@@ -74,6 +74,8 @@ class Costs(Struct, frozen=True, kw_only=True):
     coordinator_message: float = 0.0  # of the coordinator's one thread, for each answer that it is given
     coordinator_byte: float = 0.0  # of that thread, for all that is done with a byte of a finished group
     cores: int = 0  # of a node, which all its processes share; 0: each has what it computes on
+    tools: Distribution = Fixed(0.0)  # of a reply, which holds no slot meanwhile
+    lend: float | None = None  # until the trainer's devices generate, or train again; None: they only train
 
     def lengths(self, chance: random.Random, size: int, limit: int) -> list[int]:
         """Of the replies of one group, int in 1 … `limit`."""

@@ -30,6 +30,7 @@ class SimulatedEngine:
         self._since = loop.time()
         self._prefill = 0.0  # seconds that come before the next token
         self._pauses = 0
+        self._lent = 0.0  # devices that help out, for each of its own
         self._timer: asyncio.TimerHandle | None = None
         self._numbers = count()
         self._idle: list[asyncio.Future[None]] = []
@@ -66,6 +67,12 @@ class SimulatedEngine:
         self._pauses -= 1
         self._update()
 
+    def help(self, lent: float) -> None:
+        """From now on sequences are spread over `lent` devices besides, for each of its own."""
+        self.settle()
+        self._lent = lent
+        self._update()
+
     async def drained(self) -> None:
         """Nothing runs; what waits is not begun until the caller is done with it."""
         self._slots, slots = 0, self._slots
@@ -79,7 +86,7 @@ class SimulatedEngine:
             self._update()
 
     def _step(self) -> float:
-        return self._costs.decode_step + self._costs.decode_sequence * len(self._running)
+        return self._costs.decode_step + self._costs.decode_sequence * len(self._running) / (1 + self._lent)
 
     def settle(self) -> None:
         """Account for the time since the last event."""
@@ -99,9 +106,9 @@ class SimulatedEngine:
     def _update(self) -> None:
         """Begin what has a slot, and wait for the nearest end."""
         self.settle()
-        while self._queue and len(self._running) < self._slots and not self._pauses:
+        while self._queue and len(self._running) < self._slots * (1 + self._lent) and not self._pauses:
             owner, prompt, tokens, begun, done = self._queue.popleft()
-            self._prefill += prompt * self._costs.prefill_token
+            self._prefill += prompt * self._costs.prefill_token / (1 + self._lent)
             heapq.heappush(self._running, (self._count + tokens, next(self._numbers), owner, done))
             begun()
         (self._cores.join if self._running and not self._pauses else self._cores.leave)(self)

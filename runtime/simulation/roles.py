@@ -37,6 +37,7 @@ from runtime.commands import (
     WeightsSent,
 )
 from runtime.simulation.engine import SimulatedEngine
+from runtime.simulation.lending import Lending
 from runtime.simulation.process import SimulatedProcess
 from runtime.simulation.weights import host, send
 from runtime.types import (
@@ -112,6 +113,8 @@ class SimulatedRollout(SimulatedProcess):
         finally:
             if left:
                 self.engine.withdraw(owner)
+        if seconds := max(self.cluster.costs.tools.draw(chance) for _ in lengths):
+            await asyncio.sleep(seconds)
         return self._answer(request, lengths, oldest, newest)
 
     def _serving(self) -> PolicyVersion:
@@ -314,6 +317,17 @@ class SimulatedTrainer(SimulatedModel):
         super().__init__(cluster, name, incarnation, machine)
         self._held: PolicyVersion | None = None  # the version that was gathered last
         self._intact = True  # whether it is still what was gathered
+        self._lending = Lending(cluster.loop, cluster.costs.lend, cluster)
+
+    async def begin_step(self, command: BeginStep) -> None:
+        self._lending.begin_step()
+        await super().begin_step(command)
+
+    async def spend(self, seconds: float) -> float:
+        await self._lending.take_back()
+        took = await super().spend(seconds)
+        self._lending.offer()
+        return took
 
     async def host_weights(self, command: HostWeights) -> WeightsHosted:
         return host(self, command)

@@ -111,8 +111,9 @@ def test_a_command_answers_with_roles_rows_and_a_picture(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     picture = tmp_path / "what-if.html"
-    command.simulate(QUICKSTART, (), None, "training.staleness=0,1", 6, picture)
+    command.simulate(QUICKSTART, ("services.platform=ascend",), None, "training.staleness=0,1", 6, picture, lend=0.5)
     told = capsys.readouterr().out
+    assert "lend 0.5 s" in told
     assert "calibrated on nothing" in told and "training.staleness=1" in told
     assert "plotly" in picture.read_text(encoding="utf-8")
 
@@ -122,6 +123,8 @@ def test_a_command_answers_with_roles_rows_and_a_picture(
     [
         (("--sweep", "training.staleness"), "--sweep: 'training.staleness' names no values"),
         (("--from", "nowhere"), "--from nowhere: not a run's folder"),
+        (("--lend", "-1"), "--lend: -1: must be at least 0"),
+        (("--lend", "1"), "--lend: 1: a node's processes share its processors"),
         (("--steps", "3"), "--steps: 3; must be at least 5"),
         (("--picture", "nowhere/x.html"), "--picture: there is no folder nowhere"),
         (

@@ -50,8 +50,8 @@ def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_message_may_shuffle_the_phases_of_a_process() -> None:
-    shuffled = {"load": 4.0, "imports": 2.0, "libraries": 3.0, "interpreter": 1.0}
-    assert list(startup.in_order(shuffled)) == ["interpreter", "imports", "libraries", "load"]
+    shuffled = {"load": 4.0, "imports": 2.0, "libraries": 3.0, "interpreter": 1.0, "fork server": 5.0}
+    assert list(startup.in_order(shuffled)) == ["fork server", "interpreter", "imports", "libraries", "load"]
 
 
 def test_phases_follow_each_other_from_the_start_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

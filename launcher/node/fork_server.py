@@ -1,0 +1,112 @@
+"""A node's end of the fork server, of which services of models are forked: torch is imported once, and not by each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from launcher.node.machine import Machine
+from runtime import timeouts
+from runtime.cluster.topology import instances, settings_of
+from runtime.config import Computing, Config, Process
+from runtime.process import os_process
+from runtime.process.fork import LARGEST, ROOM, ForkRequest
+from sluice import start
+
+
+def on_torch(role: Process) -> bool:
+    return isinstance(role, Computing) and getattr(role, "engine", "torch") == "torch"
+
+
+def forked_roles(config: Config, trains: bool, machine: Machine) -> tuple[str, ...]:
+    """Those whose processes may be forked: of models on CPUs. Libraries of devices are not known to bear it."""
+    computing = {one.role for one in instances(config, trains) if on_torch(settings_of(config, one))}
+    return tuple(sorted(computing)) if machine.kind == "cpu" else ()
+
+
+class ForkedProcess:
+    """What asyncio's own processes are, of a child that was forked from another process and is this one's now."""
+
+    stdout: asyncio.StreamReader | None = None
+
+    def __init__(self, pid: int):
+        self.pid = pid
+        self.returncode: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._descriptor = os.pidfd_open(pid)
+        self._loop.add_reader(self._descriptor, self._reap)
+
+    def _reap(self) -> None:
+        _, status = os.waitpid(self.pid, 0)
+        self.returncode = os.waitstatus_to_exitcode(status)
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self._ended.set()
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class ForkServer:
+    """`fork` gives a process as long as the server lives, and None where it does not: then each imports for itself."""
+
+    def __init__(self, roles: Sequence[str] = ()) -> None:
+        """Have the server import what `roles` need, beside what else goes on; there is none where these are none. It has one
+        thread: no other would be there in what is forked."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._one_at_a_time = asyncio.Lock()
+        if not roles or not hasattr(os, "pidfd_open") or not sys.platform.startswith("linux"):
+            return
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        with theirs:
+            self._process = subprocess.Popen(
+                (*start.command("services.fork_server", *roles), " " * ROOM),
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # what cannot be imported, a service's own start says
+                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+                preexec_fn=os_process.before_exec,
+            )
+
+    async def fork(self, command: Sequence[str], env: Mapping[str, str], log: int) -> ForkedProcess | None:
+        """A child of this process that does what `command` of `sluice.start` would, and writes to the descriptor `log`."""
+        async with self._one_at_a_time:
+            if self._socket is None:
+                return None
+            request = msgspec.msgpack.encode(ForkRequest(list(command), dict(env)))
+            try:
+                with os_process.adopting():
+                    socket.send_fds(self._socket, [request], [log])
+                    answer = asyncio.get_running_loop().sock_recv(self._socket, LARGEST)
+                    told = await asyncio.wait_for(answer, timeouts.FORK_SERVER)
+            except (OSError, asyncio.TimeoutError):
+                told = b""
+            if told:
+                return ForkedProcess(int(told))
+            self.end()
+            return None
+
+    def end(self) -> None:
+        """Of the server. What was forked lives on."""
+        if self._socket is not None and self._process is not None:
+            self._socket.close()
+            self._socket = None
+            self._process.kill()
+            self._process.wait()
