@@ -117,8 +117,8 @@ def _scale(options: Options, show: Show) -> Measured:
 def _shards(options: Options, show: Show) -> Measured:
     from benchmarks.publication import shards as bench
 
-    report = bench.measure(bench.ShardsSettings(), show)
-    return report, bench.render(report)
+    report = bench.measure(bench.QUICK if options.quick else bench.ShardsSettings(), show)
+    return bench, report
 
 
 def _simulation(options: Options, show: Show) -> Measured:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from benchmarks.compared import Compared
 from benchmarks.inputs import bench_config
 from benchmarks.worker import Measured, Worker, total
 from runtime.telemetry.shown import LiteralTable
@@ -18,6 +19,10 @@ class EngineBenchSettings(Struct, frozen=True):
     seconds: float = 3.0  # of one measure
 
 
+FULL = EngineBenchSettings()
+QUICK = EngineBenchSettings(rounds=2, seconds=2.0)
+
+
 class Decoding(Struct):
     """Tokens per second of one process, and of two at once together. Prefill is in the time, not in the tokens."""
 
@@ -26,8 +31,11 @@ class Decoding(Struct):
 
 
 class EngineBenchReport(Struct):
+    """`rounds`: of one process, the engine's rate over the plain loop's, round by round."""
+
     engine: Decoding
     plain: Decoding
+    rounds: list[float]
 
     @property
     def ratio(self) -> Decoding:
@@ -56,10 +64,14 @@ async def measure(
     engine, plain = (
         Decoding(total(alone[what]).rate, sum(total(side).rate for side in zip(*pairs[what], strict=True))) for what in alone
     )
-    return EngineBenchReport(engine, plain)
+    return EngineBenchReport(engine, plain, [own.rate / other.rate for own, other in zip(*alone.values(), strict=True)])
 
 
-def render(report: EngineBenchReport) -> LiteralTable:
+def compared(report: EngineBenchReport) -> list[Compared]:
+    return [Compared("tokens/s, embedded engine / plain loop", report.rounds)]
+
+
+def render(report: EngineBenchReport) -> list[LiteralTable]:
     table = LiteralTable(title="Decoding, tokens/s", title_justify="left", title_style="bold")
     for name in ("", "embedded engine", "plain loop", "engine / plain"):
         table.add_column(name, justify="right" if name else "left")
@@ -68,4 +80,4 @@ def render(report: EngineBenchReport) -> LiteralTable:
         table.add_row(label, f"{engine:,.0f}", f"{plain:,.0f}", f"{ratio:.2f}")
     table.caption = "tiny Qwen2, float32, 64 sequences, replies of 15 tokens on average and 64 at most; prefill is in the time"
     table.caption_justify = "left"
-    return table
+    return [table]

@@ -10,6 +10,7 @@ import numpy as np
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
+from benchmarks.compared import Compared
 from benchmarks.inputs import bench_config
 from benchmarks.packing_trial import APART, BRANCHES, PACKED, SORTED, TREES, UNSORTED, WAYS, cut
 from benchmarks.worker import Measured, Worker, total
@@ -49,6 +50,10 @@ class PackingSettings(Struct, frozen=True):
     seconds: float = 2.0  # of one measure at least; it ends with a whole pass over the batches
     prompt_tokens: int = 128  # at most, as are the next
     reply_tokens: int = 512
+
+
+FULL = PackingSettings()
+QUICK = PackingSettings(shapes=(QUICKSTART,), budgets=(8192,))
 
 
 class Waste(Struct):
@@ -185,6 +190,13 @@ def _packed(groups: Sequence[GroupLengths], budget: int) -> Iterator[tuple[np.nd
         sequences = np.stack([starts(length[rows]), shared, length[rows] - shared], 1)
         packing = attention_rows(tree_paths(length[rows], shared), sequences, torch.device("cpu"))
         yield length[rows], shared, sum(part.numel() for part in packing.rows)
+
+
+def compared(report: PackingReport) -> list[Compared]:
+    return [
+        Compared("tokens/s, packed / sorted by length", [case.packed_over_sorted for case in report.cases]),
+        Compared("tokens/s, trees of 8 branches that share 3/4 / apart", [case.ratio for case in report.trees], "≥ 2"),
+    ]
 
 
 def render(report: PackingReport) -> list[LiteralTable]:

@@ -18,6 +18,7 @@ import psutil
 from msgspec import Struct
 from rich.markup import escape
 
+from benchmarks.compared import Compared
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.telemetry import memory, startup
 from runtime.telemetry.memory import Memory
@@ -35,6 +36,10 @@ class StartupSettings(Struct, frozen=True):
     rounds: int = 3
     idle: int = 6  # processes
     steps: int = 40  # of a run, so that its memory is that of a run under way
+
+
+FULL = StartupSettings()
+QUICK = StartupSettings(rounds=2)
 
 
 class Start(Struct):
@@ -140,6 +145,10 @@ async def _ended(child: asyncio.subprocess.Process) -> None:
     if child.returncode is None:
         child.kill()
         await child.wait()
+
+
+def compared(report: StartupReport) -> list[Compared]:
+    return [Compared("seconds to the first step", [run.phases[startup.TOTAL] for run in report.runs], "≤ 8")]
 
 
 def render(report: StartupReport) -> list[LiteralTable]:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from msgspec import Struct
 
+from benchmarks.compared import Compared
 from benchmarks.publication.slices import Parts, parts, plan, size
 from runtime.errors import ServiceFault
 from runtime.models.families import Family, Layout, family_for
@@ -55,6 +56,9 @@ class ShardsSettings(Struct, frozen=True):
     shape: tuple[int, int] = (1024, 2048)
     changed: float = 0.01  # of the elements, from one version to the next
     rounds: int = 7
+
+
+QUICK = ShardsSettings(ranks=(2,), rounds=3)
 
 
 class VersionCosts(Struct):
@@ -225,6 +229,15 @@ def _gathered(family: Family, layout: Layout, held: list[Parts]) -> int:
         split = held[stage * layout.tensor][name] != whole
         moved += size(whole) * ((layout.tensor - 1) * split + (stage > 0))
     return moved
+
+
+def compared(report: ShardsReport) -> list[Compared]:
+    """The median of the rounds, and the lowest and highest."""
+    return [
+        Compared(f"{name} of a delta, by shard / whole, {count} ranks", list(found))
+        for count, by_name in report.ratios.items()
+        for name, found in by_name.items()
+    ]
 
 
 def render(report: ShardsReport) -> list[LiteralTable]:

@@ -137,9 +137,12 @@ def test_a_worker_answers_and_ends_with_its_block(config: Config) -> None:
 
 
 def test_the_engine_report_has_ratios() -> None:
-    report = engine.EngineBenchReport(engine.Decoding(30.0, 40.0), engine.Decoding(10.0, 16.0))
+    report = engine.EngineBenchReport(engine.Decoding(30.0, 40.0), engine.Decoding(10.0, 16.0), [3.1, 2.9])
     assert report.ratio == engine.Decoding(3.0, 2.5)
-    assert engine.render(report).row_count == 2
+    (table,) = engine.render(report)
+    assert table.row_count == 2
+    (ratio,) = engine.compared(report)
+    assert ratio.values == [3.1, 2.9]
 
 
 def test_rounds_add_up() -> None:
