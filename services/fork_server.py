@@ -48,7 +48,7 @@ def serve(agent: socket.socket) -> list[str]:
         if not data:
             return []
         request, (log,) = msgspec.msgpack.decode(data, type=ForkRequest), descriptors
-        adopted, between_ended = os.pipe()
+        parent, (adopted, between_ended) = os.getppid(), os.pipe()
         between = os.fork()
         if not between:
             if os.fork():
@@ -56,17 +56,17 @@ def serve(agent: socket.socket) -> list[str]:
             os.close(between_ended)
             os.read(adopted, 1)  # nothing: until the one between is gone
             os.close(adopted)
-            return _become(request, log, agent)
+            return _become(request, log, agent, parent)
         os.waitpid(between, 0)
         for descriptor in (between_ended, adopted, log):
             os.close(descriptor)
 
 
-def _become(request: ForkRequest, log: int, agent: socket.socket) -> list[str]:
+def _become(request: ForkRequest, log: int, agent: socket.socket, parent: int) -> list[str]:
     """What the agent does for those that it starts itself is done here; returns the command. Where the agent does not wait any
-    more this process ends."""
+    more, or `parent`, which it is, has not adopted this process, it ends."""
     services.BEGAN = time.monotonic()
-    os_process.die_with_parent()
+    os_process.die_with_parent(parent)
     os.setsid()
     _show(request.command)
     os.environ.clear()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -98,14 +99,22 @@ class ForkServer:
                     told = await asyncio.wait_for(answer, timeouts.FORK_SERVER)
             except (OSError, asyncio.TimeoutError):
                 told = b""
+            except asyncio.CancelledError:
+                self.end()
+                raise
             if told:
                 return ForkedProcess(int(told))
             self.end()
             return None
 
     def end(self) -> None:
-        """Of the server. What was forked lives on."""
+        """Of the server. What was forked lives on, but for one that nobody waits for any more."""
         if self._socket is not None and self._process is not None:
+            with suppress(OSError):  # it may be gone
+                self._socket.shutdown(socket.SHUT_RD)  # from here on no other goes on that was forked
+                if told := self._socket.recv(LARGEST):
+                    os.kill(int(told), signal.SIGKILL)
+                    os.waitpid(int(told), 0)
             self._socket.close()
             self._socket = None
             self._process.kill()

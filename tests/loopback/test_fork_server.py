@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -20,6 +23,8 @@ from launcher.node.logs import Log
 from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
 from runtime.config import Restarts
+from runtime.process import os_process
+from runtime.process.fork import ForkRequest
 from sluice import start
 from tests.loopback.line_views import Lines
 
@@ -131,6 +136,36 @@ def test_what_is_forked_ends_with_the_agent() -> None:
     said, _ = agent.communicate(timeout=DEADLINE)  # its standard error is open as long as what was forked lives
     assert agent.returncode == -signal.SIGKILL
     assert int(said) > 0
+
+
+def test_one_that_nobody_waits_for_any_more_is_ended_with_the_server() -> None:
+    async def test() -> int:
+        server = ForkServer(["rollout"])
+        assert server._socket is not None
+        reader, writer = os.pipe()
+        with os_process.adopting():
+            request = ForkRequest(list(start.command(PROGRAM, "wait")), {**os.environ, "OMP_NUM_THREADS": "1"})
+            socket.send_fds(server._socket, [msgspec.msgpack.encode(request)], [writer])
+            assert select.select([server._socket], [], [], DEADLINE)[0]
+        os.close(writer)
+        assert len(psutil.Process().children()) == 2
+        server.end()
+        os.close(reader)
+        return len(psutil.Process().children())
+
+    assert asyncio.run(test()) == 0
+
+
+def test_one_that_is_cancelled_ends_the_server() -> None:
+    async def test() -> list[psutil.Process]:
+        server = ForkServer(["rollout"])
+        forking = asyncio.create_task(server.fork(start.command(PROGRAM, "wait"), {**os.environ, "OMP_NUM_THREADS": "1"}, 2))
+        await asyncio.sleep(0)
+        forking.cancel()
+        await asyncio.gather(forking, return_exceptions=True)
+        return psutil.Process().children()
+
+    assert asyncio.run(test()) == []
 
 
 def test_the_server_has_one_thread() -> None:
