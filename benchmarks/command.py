@@ -132,7 +132,7 @@ def _engine(options: Options, show: Show) -> Measured:
     from benchmarks import engine as bench
 
     report = asyncio.run(bench.measure(INPUTS, bench.EngineBenchSettings(), show))
-    return report, [bench.render(report)]
+    return report, bench.render(report)
 
 
 def _engines(options: Options, show: Show) -> Measured:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.cluster.topology import replicas, takes_turns
 from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Level, Move, ReceiveWeights, WeightsCommitted
 from runtime.config import Config, Publication
-from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, ServiceFault
+from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, ServiceFault, UserError
 from runtime.process import os_process, spans
 from runtime.process.spans import PUBLICATION
 from runtime.status import State
@@ -245,6 +245,11 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
         )
     from runtime.rollout.vllm.engine import VLLMRolloutEngine
 
+    if device.type == "cpu" and settings.speculation not in ("auto", "off"):
+        raise UserError(
+            f"services.rollout.speculation: {settings.speculation} needs an accelerator, as vLLM's CPU backend does not find "
+            "its own kernels for it; must be auto or off"
+        )
     return VLLMRolloutEngine(
         config.model.path,
         name=name,

@@ -21,7 +21,7 @@ COUNT, LENGTH = 1200, 4
 
 @pytest.fixture(scope="module")
 def rig(model_path: Path) -> Iterator[Rig]:
-    made = Rig(model_path, speculation="ngram")
+    made = Rig(model_path, "tests.vllm.speculating_worker.SpeculatingOnCpu", speculation="ngram")
     yield made
     made.close()
 
