@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.cluster.topology import replicas, takes_turns
 from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Level, Move, ReceiveWeights, WeightsCommitted
 from runtime.config import Config, Publication
-from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, ServiceFault, UserError
+from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, ServiceFault
 from runtime.process import os_process, spans
 from runtime.process.spans import PUBLICATION
 from runtime.status import State
@@ -245,11 +245,6 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
         )
     from runtime.rollout.vllm.engine import VLLMRolloutEngine
 
-    if device.type == "cpu" and settings.speculation not in ("auto", "off"):
-        raise UserError(
-            f"services.rollout.speculation: {settings.speculation} needs an accelerator, as vLLM's CPU backend does not find "
-            "its own kernels for it; must be auto or off"
-        )
     return VLLMRolloutEngine(
         config.model.path,
         name=name,
@@ -258,7 +253,6 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
         slots=settings.slots,
         max_model_len=longest,
         tensor_parallel=settings.tensor_parallel,
-        speculation=settings.speculation,
         engine_args=settings.engine_args,
         swap_timeout=config.publication.commit_timeout,
         sleeps=takes_turns(config) and device.type != "cpu",
