@@ -210,7 +210,6 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
         slots=settings.slots,
         max_model_len=longest,
         tensor_parallel=settings.tensor_parallel,
-        speculation=settings.speculation,
         engine_args=settings.engine_args,
         swap_timeout=config.publication.commit_timeout,
         sleeps=takes_turns(config) and device.type != "cpu",

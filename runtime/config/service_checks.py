@@ -306,17 +306,12 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
         if fleet.engine == "torch":
             given = [name for name in _VLLM_ALONE if getattr(fleet, name) != getattr(_DEFAULT, name)]
             yield from (f"{key}.{name}: is for engine vllm" for name in given)
-            if fleet.speculation not in ("auto", "off"):
-                yield f"{key}.speculation: {fleet.speculation} is for engine vllm; must be auto or off with torch"
             continue
         # An interpreter of its own has other packages; the process says so itself.
         if not fleet.python and importlib.util.find_spec("vllm") is None:
             yield f"{key}.engine: vllm is not installed here; run make install-vllm, and name its interpreter in {key}.python"
         yield from own_faults(fleet.engine_args, f"{key}.engine_args")
         yield from _heads(key, fleet.tensor_parallel, model or {})
-        if fleet.speculation in ("ngram", "suffix") and config.evaluation.min_p:
-            least = config.evaluation.min_p
-            yield f"{key}.speculation: {fleet.speculation}, but evaluation.min_p is {least}; must be auto or off"
     if any(fleet.engine == "vllm" for fleet in fleets(config).values()):
         yield from _temperatures(config)
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):

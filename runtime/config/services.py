@@ -109,11 +109,9 @@ class Rollout(Computing, frozen=True):
     of which leave first. vLLM keeps them in its prefix cache."""
     dtype: DType = "auto"
     """`auto`: bfloat16 on accelerators, float32 on CPUs."""
-    speculation: Literal["auto", "off", "ngram", "suffix"] = "auto"
-    """Speculative decoding without a draft model; replies are drawn from the same distribution as without. `auto`: engine torch
-    drafts from other replies to the same prompt, as far as that pays, and vllm does not. Engine vllm: `ngram` drafts from the
-    text itself, `suffix` from other replies too (arctic-inference in its environment); neither knows `min_p`, and the tokens
-    of a seed depend on what runs beside."""
+    speculation: Literal["auto", "off"] = "auto"
+    """Engine torch: speculative decoding without a draft model. `auto`: tokens are drafted from other replies to the same
+    prompt, as far as that pays; the replies are those of `off`. Engine vllm has none."""
     tensor_parallel: Processes = 1
     """Engine vllm: devices (processes, on CPUs) that one engine is spread over."""
     engine_args: dict[str, Any] = {}

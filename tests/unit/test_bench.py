@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import command, engine, train, train_trl
+from benchmarks.drafts_trial import DRAFT_WAYS
 from benchmarks.inputs import bench_config
 from benchmarks.plain_loop import PlainLoop, logprobs, padded
 from benchmarks.worker import Bench, Measured, Worker, total
@@ -139,10 +140,23 @@ def test_a_worker_answers_and_ends_with_its_block(config: Config) -> None:
 def test_the_engine_report_has_ratios() -> None:
     report = engine.EngineBenchReport(engine.Decoding(30.0, 40.0), engine.Decoding(10.0, 16.0), [3.1, 2.9])
     assert report.ratio == engine.Decoding(3.0, 2.5)
-    (table,) = engine.render(report)
-    assert table.row_count == 2
+    assert [table.row_count for table in engine.render(report)] == [2, 0]
     (ratio,) = engine.compared(report)
     assert ratio.values == [3.1, 2.9]
+
+
+def test_drafts_are_compared_pair_by_pair() -> None:
+    pairs = engine.DraftedDecoding(drafts=[30.0, 10.0, 8.0], none=[10.0, 10.0, 4.0])
+    assert pairs.ratios == [3.0, 1.0, 2.0]
+    both = engine.Decoding(1.0, 1.0)
+    report = engine.EngineBenchReport(both, both, [1.0], {"alike": pairs})
+    assert list(engine.render(report)[1].columns[3].cells) == ["2.00 (1.00 - 3.00)"]
+    assert engine.compared(report)[1].values == pairs.ratios
+
+
+@pytest.mark.parametrize("way", DRAFT_WAYS)
+def test_a_thin_batch_is_generated_with_drafts_and_without(config: Config, way: str) -> None:
+    assert Bench(config).measures[way](0.01).count > 0
 
 
 def test_rounds_add_up() -> None:

@@ -30,18 +30,11 @@ OWN = {
     "worker_extension_cls": "",
     "weight_transfer_config": "publication",
     "enable_sleep_mode": "",
-    "speculative_config": "services.rollout.speculation",
+    "speculative_config": "",
     "disable_log_stats": "",
     "load_format": "",
     "runner": "",
 }
-
-
-SPECULATION = {
-    "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 5},
-    "suffix": {"method": "suffix", "num_speculative_tokens": 8},
-}
-"""vLLM's `speculative_config`, by `services.rollout.speculation`."""
 
 
 def own_faults(arguments: Mapping[str, Any], key: str = KEY) -> Iterator[str]:
@@ -75,12 +68,6 @@ def check_temperature(request: GroupRequest) -> None:
         raise InvalidMessage(
             f"group {request.group_id}: temperature is {temperature}; vLLM samples at 0 or at {LEAST_TEMPERATURE} and above"
         )
-
-
-def check_min_p(request: GroupRequest) -> None:
-    """Raises InvalidMessage for min-p, which vLLM ignores where it speculates."""
-    if request.sampling.min_p:
-        raise InvalidMessage(f"group {request.group_id}: min_p is {request.sampling.min_p}; must be 0 where vLLM speculates")
 
 
 def sample_seed(seed: int, sample: int) -> int:

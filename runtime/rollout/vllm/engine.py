@@ -34,7 +34,7 @@ from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
 from runtime.process.progress import work
 from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
-from runtime.rollout.vllm.arguments import SPECULATION, as_vllm, check_min_p, check_temperature, sample_seed
+from runtime.rollout.vllm.arguments import as_vllm, check_temperature, sample_seed
 from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
 from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, Sample
 from runtime.weights.group import Location, locate
@@ -80,7 +80,6 @@ class VLLMRolloutEngine(RolloutEngine):
         slots: int,
         max_model_len: int,
         tensor_parallel: int = 1,
-        speculation: str = "off",
         engine_args: Mapping[str, Any] | None = None,
         swap_timeout: float,
         sleeps: bool = False,
@@ -89,9 +88,8 @@ class VLLMRolloutEngine(RolloutEngine):
     ):
         """Starts vLLM's processes: 10 to 60 s. Not to be called on an event loop.
 
-        `speculation`: as configured; `SPECULATION` has those by which vLLM speculates. `swap_timeout`: seconds for the workers
-        to load weights. `sleeps`: whether `sleep` takes the weights off the device, for which vLLM has an
-        allocator of its own on accelerators. `worker`: the extension of its workers.
+        `swap_timeout`: seconds for the workers to load weights. `sleeps`: whether `sleep` takes the weights off the device, for
+        which vLLM has an allocator of its own on accelerators. `worker`: the extension of its workers.
 
         Raises UserError for a vLLM that is missing or of another version, for arguments that it does not take, and for
         whatever keeps it from starting: a model that it does not support, too little memory.
@@ -114,7 +112,6 @@ class VLLMRolloutEngine(RolloutEngine):
         self._held = False
         self._level = Level.AWAKE
         self._sleeps = sleeps
-        self._speculates = speculation in SPECULATION
         self.torn = False  # the weights are of no version
         self._staged: tuple[list[Location], list[torch.Tensor]] | None = None  # and the copies that some lie in
         self._stats = EngineStats(slots=slots)
@@ -122,8 +119,6 @@ class VLLMRolloutEngine(RolloutEngine):
         check_version()
         own = _arguments(model_path, model, device, dtype, slots + 1, max_model_len, tensor_parallel)
         own |= {"worker_extension_cls": worker, "enable_sleep_mode": sleeps}
-        if self._speculates:
-            own["speculative_config"] = SPECULATION[speculation]
         self._core = Core(own, engine_args or {})
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -131,8 +126,6 @@ class VLLMRolloutEngine(RolloutEngine):
         for request in requests:
             check_request(request, known, self._context, self._core.vocabulary)
             check_temperature(request)
-            if self._speculates:
-                check_min_p(request)
             known.add(request.group_id)
         for request in requests:
             group = _VllmGroup(request, [None] * request.n, request.n)
@@ -347,8 +340,6 @@ class VLLMRolloutEngine(RolloutEngine):
         told, any_runs = self._core.told, bool(self._running)  # where nothing runs, what it told last is of before
         return msgspec.structs.replace(
             self._stats,
-            drafted_tokens=told.drafted,
-            accepted_tokens=told.accepted,
             running=len(self._running),
             waiting=len(self._waiting) + any_runs * told.waiting,
             kv_use=any_runs * told.kv_use,

@@ -48,8 +48,6 @@ class CoreLoad:
     room: int  # tokens whose keys and values fit, all sequences together
     kv_use: float = 0.0  # of that room, 0 to 1
     waiting: int = 0  # requests that it has, and does not run
-    drafted: int = 0  # tokens since the start, where it speculates
-    accepted: int = 0  # of those
 
 
 def check_version() -> None:
@@ -164,9 +162,6 @@ class Core:
         outputs, self._next = self._next.result(), None
         if (stats := outputs.scheduler_stats) is not None:
             self.told.kv_use, self.told.waiting = float(stats.kv_cache_usage), int(stats.num_waiting_reqs)
-            if (drafts := stats.spec_decoding_stats) is not None:
-                self.told.drafted += drafts.num_draft_tokens
-                self.told.accepted += drafts.num_accepted_tokens
         return [_output(each) for each in outputs.outputs]
 
     async def pause(self, forget: bool) -> None:
