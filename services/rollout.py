@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from runtime.cluster.topology import replicas, takes_turns
-from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Level, Move, ReceiveWeights, WeightsCommitted
+from runtime.commands import (
+    AbortWeights,
+    CommitWeights,
+    JoinWeights,
+    Level,
+    Move,
+    ReceiveWeights,
+    WeightsCommitted,
+    WeightsReceived,
+)
 from runtime.config import Config, Publication
 from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, ServiceFault
 from runtime.process import os_process, spans
@@ -118,11 +130,12 @@ class Subscription:
             raise ServiceFault(self._name, "receive", "is receiving another version")
         self._reception = self._answer(request, self._take_in(self.group, message))
 
-    async def _take_in(self, group: WeightGroup, message: ReceiveWeights) -> None:
-        await self.staging.receive(group, message.version, not self._has(message.version))
+    async def _take_in(self, group: WeightGroup, message: ReceiveWeights) -> WeightsReceived:
+        took = await self.staging.receive(group, message.version, not self._has(message.version))
         if message.epoch != self.epoch:
             raise Cancelled(f"{self._name}: epoch {message.epoch} was given up")
         self._received = message.version
+        return took
 
     def _has(self, version: PolicyVersion) -> bool:
         """Whether the engine has `version` already, which is then sent again for a newcomer."""
@@ -150,7 +163,7 @@ class Subscription:
         self.swaps += 1
         request.reply(WeightsCommitted(asyncio.get_running_loop().time() - since))
 
-    def _answer(self, request: Request, work: Awaitable[None]) -> asyncio.Task[None]:
+    def _answer(self, request: Request, work: Awaitable[Any]) -> asyncio.Task[None]:
         """Do `work` beside the actor, then answer the request."""
         task = asyncio.create_task(request.answer(work))
         self._tasks.add(task)
@@ -171,6 +184,7 @@ class Staging:
         self._name = name
         self._shared = shared
         self._receiver: WeightReceiver | None = None
+        self._adopts = False
         self._staged: Staged | None = None
         self._wanted: object | None = None  # identifies the reception whose version may be swapped in; None after `forget`
 
@@ -179,19 +193,24 @@ class Staging:
         from runtime.weights.receiver import WeightReceiver
 
         if self._receiver is None or self._receiver.manifest != manifest:
-            self._receiver = WeightReceiver(manifest, sets=2 if self._engine.adopts else 1, shared=self._shared)
+            self._adopts = any(spec.dtype == self._engine.adopts for spec in manifest.tensors)
+            self._receiver = WeightReceiver(manifest, sets=2 if self._adopts else 1, shared=self._shared)
 
-    async def receive(self, group: WeightGroup, version: PolicyVersion, needed: bool) -> None:
-        """Receive and verify `version`. Stage it in the engine if it is `needed`.
+    async def receive(self, group: WeightGroup, version: PolicyVersion, needed: bool) -> WeightsReceived:
+        """Receive and verify `version`. Stage it in the engine if it is `needed`. Returns where the time went.
 
         Raises the errors of the receiver's future, and Cancelled after `forget`.
         """
         assert self._receiver is not None
         wanted = self._wanted = object()
+        reserving = asyncio.ensure_future(self._reserve())
         staged = await asyncio.wrap_future(self._receiver.receive(group, version, self._settings.transfer_timeout))
+        before = time.monotonic()
         try:
+            await reserving
             if needed and wanted is self._wanted:
-                await self._engine.stage(staged.tensors())
+                with spans.log.span("stage", PUBLICATION, step=version.step):
+                    await self._engine.stage(staged.tensors())
         except BaseException:
             staged.release()
             raise
@@ -202,11 +221,17 @@ class Staging:
         else:
             staged.release()
             raise Cancelled(f"{self._name}: version {version} was withdrawn while it was staged")
+        return replace(staged.took, stage_seconds=time.monotonic() - before)
+
+    async def _reserve(self) -> None:
+        """What is not generated from where it lies is copied, into memory that is there by then."""
+        if self._engine.adopts and not self._adopts:
+            await self._engine.reserve()
 
     def taken_over(self) -> None:
         """To be called once the engine has swapped in the version that was received."""
         if self._staged is not None:
-            if self._engine.adopts:
+            if self._adopts:
                 self._staged.adopt()
             else:
                 self._staged.release()

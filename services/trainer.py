@@ -123,7 +123,7 @@ class TrainerService(SpmdService):
 async def _sent(sending: asyncio.Future[Any]) -> WeightsSent:
     """Rank 0's result is that of all who send."""
     result: SendResult | None = await asyncio.shield(sending)
-    return WeightsSent(0, 0.0) if result is None else WeightsSent(result.nbytes, result.seconds)
+    return WeightsSent(0, 0.0) if result is None else WeightsSent(result.nbytes, result.seconds, result.gather_seconds)
 
 
 def make(config: Config, name: str, rank: int) -> process.Service:

@@ -43,8 +43,9 @@ class RolloutEngine(ABC):
     New weights are staged beside generation, and `swap` takes them over between two steps.
     """
 
-    adopts = False
-    """Whether the engine generates from the staged memory itself after a swap, which must stay unchanged until the next one."""
+    adopts = ""
+    """The dtype, by torch's name, of staged tensors from which the engine itself generates after a swap: their memory must stay
+    unchanged until the next one. "" where it copies all."""
 
     thread: Executor | None = None
     """In which it computes with torch; None where that is another process's."""
@@ -77,6 +78,9 @@ class RolloutEngine(ABC):
     torn = False
     """Whether the weights are of no version, as a swap failed in the middle. Nothing is generated until another swap; what was
     running goes on then."""
+
+    async def reserve(self) -> None:  # noqa: B027 - most engines have a place already
+        """Take the memory for copies of all weights, for `stage` to use, beside every other call."""
 
     @abstractmethod
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -30,7 +30,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from runtime.ledger.reader import GroupRow
-from runtime.process.spans import CALLS, EPISODES, OVERLAPPING, POLICY, STATE, TOOL, TracedSpan
+from runtime.process.spans import CALLS, EPISODES, OVERLAPPING, POLICY, PUBLICATION, STATE, TOOL, TracedSpan
 
 ADMIT, DISPATCH, GENERATE, TRAIN, PUBLISH = "admit", "dispatch", "generate", "train", "publish"
 AGAIN = "generate again"  # what was generated before was lost
@@ -209,7 +209,7 @@ class ProcessSpans:
     def _inside(self, part: PathPart) -> dict[str, float]:
         seconds: dict[str, float] = {}
         for span in self.within(part.process, part.start, part.end):
-            if span.line in (CALLS, EPISODES):
+            if span.line in (CALLS, EPISODES) or (part.cause == PUBLISH and span.line != PUBLICATION):
                 continue
             name = span.detail if span.name == "command" else span.name
             overlap = min(span.end, part.end) - max(span.start, part.start)

@@ -20,12 +20,13 @@ from concurrent.futures import Future
 import torch
 import xxhash
 
+from runtime.commands import WeightsReceived
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault, SluiceError
 from runtime.process import spans
 from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from runtime.weights.gloo_mesh import reason
-from runtime.weights.group import Transfer, WeightGroup, allocate, views
+from runtime.weights.group import Taken, Transfer, WeightGroup, allocate, views
 from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets
 from runtime.weights.sender import DEPTH, in_thread, wait_until
 
@@ -42,6 +43,8 @@ class Reception:
         self._buckets = buckets
         self._deadline = deadline  # seconds from the announcement to the last bucket
         self.began = 0.0  # the announcement, on the monotonic clock
+        self.waiting = self.copying = self.hashing = 0.0
+        """Seconds since then: `WeightsReceived` has what they are."""
 
     @property
     def give_up(self) -> float:
@@ -76,12 +79,22 @@ class Reception:
                 while posted < min(index + DEPTH, len(self._buckets)):
                     pending.append(self._group.receive(posted, buffer_of(posted), self._buckets[posted].root))
                     posted += 1
-                digest = wait_until(pending.pop(0), self.give_up)
-                wrong += self._faults(index, buffer_of(index), digest)
+                before = time.monotonic()
+                taken = wait_until(pending.pop(0), self.give_up)
+                self._account(time.monotonic() - before, taken)
+                wrong += self._faults(index, buffer_of(index), taken)
         except RuntimeError as error:
             raise self._failure(index, error) from error
         if wrong:
             raise ServiceFault(self._group.name, "verify", f"version {self.version}: {'; '.join(wrong)}", self._deadline)
+
+    def _account(self, waited: float, taken: Taken | None) -> None:
+        """A bucket was there after `waited` seconds, for the last of which the transport was at work on it."""
+        worked = 0.0 if taken is None else taken.copy_seconds + taken.hash_seconds
+        share = min(1.0, waited / worked) if worked else 0.0
+        self.copying += share * taken.copy_seconds if taken else 0.0
+        self.hashing += share * taken.hash_seconds if taken else 0.0
+        self.waiting += max(0.0, waited - worked)
 
     def checksum(self, buffer_of: BufferOf) -> str:
         """Of the version that was taken: the same at each member of the group that has the same bytes."""
@@ -98,11 +111,14 @@ class Reception:
         late = time.monotonic() >= self.give_up
         return (DeadlineExceeded if late else ServiceFault)(group.name, "transfer", message, self._deadline)
 
-    def _faults(self, index: int, buffer: torch.Tensor, digest: int | None) -> list[str]:
-        """`digest`: of what `buffer` holds, unless it is still to be taken."""
+    def _faults(self, index: int, buffer: torch.Tensor, taken: Taken | None) -> list[str]:
+        """`taken`: with the digest of what `buffer` holds, unless it is still to be made."""
         bucket = self._buckets[index]
         where = f"bucket {index} of {len(self._buckets)}"
-        if not self._group.tags.verify(index, bucket, buffer, digest):
+        before = time.monotonic()
+        holds = self._group.tags.verify(index, bucket, buffer, None if taken is None else taken.digest)
+        self.hashing += time.monotonic() - before
+        if not holds:
             return [f"{where}: the checksum does not match"]
         _, packed = TRAILER.unpack_from(buffer.numpy().data, bucket.data_bytes)
         if packed != self.version.pack():
@@ -113,9 +129,9 @@ class Reception:
 class Staged:
     """A verified version in a set of staging buckets, readable until `release`, or after `adopt` until the next `adopt`."""
 
-    def __init__(self, version: PolicyVersion, seconds: float, buckets: _Set, receiver: WeightReceiver):
+    def __init__(self, version: PolicyVersion, took: WeightsReceived, buckets: _Set, receiver: WeightReceiver):
         self.version = version
-        self.seconds = seconds  # from the sender's announcement to the last checksum
+        self.took = took
         self._set = buckets
         self._receiver = receiver
 
@@ -198,13 +214,18 @@ class WeightReceiver:
         with spans.log.span("await sender", PUBLICATION, step=reception.version.step):
             reception.await_sender()
         buckets = self._free[-1]
-        with spans.log.span("receive", PUBLICATION, step=reception.version.step):
+        step = reception.version.step
+        with spans.log.span("receive", PUBLICATION, step=step):
             reception.take(buckets.buffers.__getitem__)
+        took = WeightsReceived(reception.waiting, reception.copying, reception.hashing)
+        at = reception.began
+        for phase, seconds in (("wait", took.wait_seconds), ("copy", took.copy_seconds), ("hash", took.hash_seconds)):
+            spans.log.add(phase, at, at := at + seconds, PUBLICATION, step=step)  # as if one had come after the other
         now, found = time.monotonic(), reception.checksum(buckets.buffers.__getitem__)
         spans.log.add("verified", now, now, PUBLICATION, step=reception.version.step, detail=found)
         with self._lock:
             self._free.remove(buckets)
-            self._staged = Staged(reception.version, time.monotonic() - reception.began, buckets, self)
+            self._staged = Staged(reception.version, took, buckets, self)
             return self._staged
 
     def _settle(self, staged: Staged, adopted: bool) -> None:

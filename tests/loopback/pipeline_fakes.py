@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime import codec, config, run_files
-from runtime.commands import Level, WeightsCommitted
+from runtime.commands import Level, WeightsCommitted, WeightsReceived
 from runtime.config import Config
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
@@ -110,10 +110,11 @@ class FakeRollout(FakeReplica):
         payload = b"payload %d" % request.group_id if train else replies(request, oldest, self.version)
         return generated(request, oldest, self.version, payload)
 
-    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> WeightsReceived:
         self.calls.append(("receive", version.step))
         await self.reached(self._weights.of(version).wait())
         self.calls.append(("verified", version.step))
+        return WeightsReceived()
 
     async def commit_weights(self, version: PolicyVersion, epoch: int) -> WeightsCommitted:
         await self.reached(no_wait())

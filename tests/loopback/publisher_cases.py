@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runtime import config
-from runtime.commands import WeightsCommitted
+from runtime.commands import WeightsCommitted, WeightsReceived
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register
 from runtime.coordinator.weight_sync import WeightPublisher
@@ -96,8 +96,8 @@ class Gate(FakeRollout):
         self.may_commit.set()
         self.may_leave.set()
 
-    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
-        await super().receive_weights(version, epoch)
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> WeightsReceived:
+        received = await super().receive_weights(version, epoch)
         self.calls.pop()
         try:
             await self.may_verify.wait()
@@ -105,6 +105,7 @@ class Gate(FakeRollout):
             self.withdrawn.set()
             raise
         self.calls.append(("verified", version.step))
+        return received
 
     async def commit_weights(self, version: PolicyVersion, epoch: int) -> WeightsCommitted:
         self.asked.set()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from runtime.commands import WeightsReceived
 from runtime.coordinator import weight_sync
 from runtime.errors import InvariantViolated, ServiceFault, Unreachable
 from runtime.telemetry.metrics import PublicationFigures
@@ -92,11 +93,11 @@ class Torn(FakeRollout):
 
     times = 1
 
-    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> WeightsReceived:
         if self.times:
             self.times -= 1
             raise ServiceFault(self.name, "receive", "the checksum of bucket 0 does not hold")
-        await super().receive_weights(version, epoch)
+        return await super().receive_weights(version, epoch)
 
 
 def test_a_failure_that_loses_nobody_is_tried_again_with_everybody() -> None:

@@ -90,9 +90,11 @@ class TorchRolloutEngine(RolloutEngine):
         self._slots = Slots(self._cache, slots + 1)  # the last free one is a probe's
         self._kept = KeptTexts(kv_for_waiting)
         self._device = device
-        self.adopts = device.type == "cpu"  # elsewhere the weights are copies on the device
+        # Elsewhere than on CPUs the weights are copies on the device.
+        self.adopts = str(dtype).removeprefix("torch.") if device.type == "cpu" else ""
         self._version = version
         self._staged: DecoderWeights | None = None
+        self._spare: Mapping[str, torch.Tensor] = {}  # memory for the next version's copies
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
@@ -278,6 +280,17 @@ class TorchRolloutEngine(RolloutEngine):
     def hold(self, held: bool) -> None:
         self._held = held
 
+    async def reserve(self) -> None:
+        if not self._spare:
+            self._spare = (await asyncio.to_thread(self._empty)).copies
+
+    def _empty(self) -> DecoderWeights:
+        """Zeros: the first to write to a page waits until the system has made it."""
+        weights = DecoderWeights.empty(self._decoder.config, self._device, self._decoder.dtype)
+        for tensor in weights.copies.values():
+            tensor.zero_()
+        return weights
+
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._staged = None  # so that no third set of weights is in memory
         self._staged = await asyncio.to_thread(self._prepare, tensors)
@@ -285,7 +298,9 @@ class TorchRolloutEngine(RolloutEngine):
     def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
         config, dtype = self._decoder.config, self._decoder.dtype
         if self.adopts:
-            return DecoderWeights.adopt(config, tensors, self._device, dtype)
+            weights = DecoderWeights.adopt(config, tensors, self._device, dtype, self._spare)
+            self._spare = weights.copies  # of one that is staged in vain too
+            return weights
         require_fit(config, tensors)
         try:
             weights = DecoderWeights.empty(config, self._device, dtype)
@@ -306,7 +321,9 @@ class TorchRolloutEngine(RolloutEngine):
             raise InvariantViolated(f"version {version} is to be swapped in, and is not staged")
 
         # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
-        self._decoder.weights, self._staged = self._staged, None
+        before, self._decoder.weights, self._staged = self._decoder.weights, self._staged, None
+        if self.adopts:
+            self._spare = {name: copy for name, copy in before.copies.items() if name in self._spare}
         self._version = version
         self._kept.clear()
         for group in self._waiting:
