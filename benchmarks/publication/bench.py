@@ -14,8 +14,9 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from benchmarks.publication import changes, pauses, transfers
+from benchmarks.publication import changes, in_run, pauses, transfers
 from benchmarks.publication.changes import Changes
+from benchmarks.publication.in_run import InRun, InRunSettings
 from benchmarks.publication.pauses import Held
 from benchmarks.publication.peers import TRANSPORTS, BenchPeer, RolloutPeer, TrainerPeer, publisher
 from benchmarks.publication.tensors import read_sizes
@@ -37,11 +38,13 @@ class PublicationSettings(Struct, frozen=True):
     rounds: int = 5
     changed: float = 0.02  # share of the elements that differ between two versions; a step at 1e-6 changes less
     generation: pauses.PausesSettings = pauses.PausesSettings()
+    run: InRunSettings = InRunSettings()
     versions: int = 100  # of consecutive steps, for encoding `delta`
 
 
 class PublicationReport(Struct):
     transfers: Transfers
+    run: InRun
     generation: list[Held]
     changes: Changes
 
@@ -67,6 +70,7 @@ async def measure(
             sizes.append(await _size(Path(scratch), megabytes, settings, show))
     return PublicationReport(
         Transfers(settings.receivers, sizes),
+        await in_run.measure(folder, settings.run, show),
         await pauses.measure(folder, settings.generation, show),
         await changes.measure(folder, settings.versions, show),
     )
@@ -219,6 +223,7 @@ def render(report: PublicationReport) -> list[LiteralTable]:
 
     return [
         *transfers.render(report.transfers, GLOO),
+        in_run.render(report.run, report.transfers),
         *pauses.render(report.generation),
         changes.render(report.changes),
     ]
