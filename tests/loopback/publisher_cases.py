@@ -90,6 +90,8 @@ async def fault_of(publisher: WeightPublisher, version: PolicyVersion = FIRST) -
 class Gate(FakeRollout):
     """Verifies, commits and leaves when its events say so; `withdrawn` once a call of it was cancelled, `asked` to commit."""
 
+    took = WeightsReceived()
+
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.may_verify, self.may_commit, self.may_leave, self.withdrawn, self.asked = (asyncio.Event() for _ in range(5))
@@ -97,7 +99,7 @@ class Gate(FakeRollout):
         self.may_leave.set()
 
     async def receive_weights(self, version: PolicyVersion, epoch: int) -> WeightsReceived:
-        received = await super().receive_weights(version, epoch)
+        await super().receive_weights(version, epoch)
         self.calls.pop()
         try:
             await self.may_verify.wait()
@@ -105,7 +107,7 @@ class Gate(FakeRollout):
             self.withdrawn.set()
             raise
         self.calls.append(("verified", version.step))
-        return received
+        return self.took
 
     async def commit_weights(self, version: PolicyVersion, epoch: int) -> WeightsCommitted:
         self.asked.set()

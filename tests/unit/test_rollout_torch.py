@@ -246,6 +246,22 @@ def test_swapped_weights_generate_what_loaded_ones_do_bit_for_bit(make: Make, tm
         assert [each.logprobs.tolist() for each in found[group_id]] == [each.logprobs.tolist() for each in samples]
 
 
+def test_weights_of_another_dtype_are_copied_into_two_sets_in_turn(make: Make, tmp_path: Path) -> None:
+    engine, places, begun = make(), [], []
+    for step in range(1, 5):
+        other = save_model(tmp_path / str(step), seed=step).bfloat16()
+        tensors = {name: each.detach() for name, each in other.named_parameters()}
+        begun.append(engine._decoder.weights.embedding.data_ptr())
+        asyncio.run(engine.reserve())
+        for _ in range(2):  # the first in vain
+            asyncio.run(engine.stage(tensors))
+        assert engine._decoder.weights.embedding.data_ptr() == begun[-1], "it generates from what it has until the swap"
+        asyncio.run(engine.swap(PolicyVersion(0, step)))
+        assert torch.equal(engine._decoder.weights.embedding, tensors["model.embed_tokens.weight"].float())
+        places.append(engine._decoder.weights.embedding.data_ptr())
+    assert places == [places[0], begun[0]] * 2
+
+
 def test_weights_that_do_not_fit_leave_the_engine_as_it_was(make: Make) -> None:
     engine = make()
     with pytest.raises(InvalidMessage, match="unknown nonsense"):
