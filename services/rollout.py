@@ -184,7 +184,7 @@ class Staging:
         self._name = name
         self._shared = shared
         self._receiver: WeightReceiver | None = None
-        self._adopts = False
+        self._adopts = self._copies = False  # something, everything
         self._staged: Staged | None = None
         self._wanted: object | None = None  # identifies the reception whose version may be swapped in; None after `forget`
 
@@ -194,6 +194,7 @@ class Staging:
 
         if self._receiver is None or self._receiver.manifest != manifest:
             self._adopts = any(spec.dtype == self._engine.adopts for spec in manifest.tensors)
+            self._copies = bool(self._engine.adopts) and not self._adopts
             self._receiver = WeightReceiver(manifest, sets=2 if self._adopts else 1, shared=self._shared)
 
     async def receive(self, group: WeightGroup, version: PolicyVersion, needed: bool) -> WeightsReceived:
@@ -203,11 +204,15 @@ class Staging:
         """
         assert self._receiver is not None
         wanted = self._wanted = object()
-        reserving = asyncio.ensure_future(self._reserve())
-        staged = await asyncio.wrap_future(self._receiver.receive(group, version, self._settings.transfer_timeout))
+        copies = needed and self._copies
+        reserving = asyncio.ensure_future(self._engine.reserve()) if copies else None
+        take_in = self._engine.take_in if copies else None
+        receiving = self._receiver.receive(group, version, self._settings.transfer_timeout, take_in)
+        staged = await asyncio.wrap_future(receiving)
         before = time.monotonic()
         try:
-            await reserving
+            if reserving is not None:
+                await reserving
             if needed and wanted is self._wanted:
                 with spans.log.span("stage", PUBLICATION, step=version.step):
                     await self._engine.stage(staged.tensors())
@@ -221,12 +226,7 @@ class Staging:
         else:
             staged.release()
             raise Cancelled(f"{self._name}: version {version} was withdrawn while it was staged")
-        return replace(staged.took, stage_seconds=time.monotonic() - before)
-
-    async def _reserve(self) -> None:
-        """What is not generated from where it lies is copied, into memory that is there by then."""
-        if self._engine.adopts and not self._adopts:
-            await self._engine.reserve()
+        return replace(staged.took, stage_seconds=staged.took.stage_seconds + time.monotonic() - before)
 
     def taken_over(self) -> None:
         """To be called once the engine has swapped in the version that was received."""

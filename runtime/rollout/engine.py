@@ -79,8 +79,12 @@ class RolloutEngine(ABC):
     """Whether the weights are of no version, as a swap failed in the middle. Nothing is generated until another swap; what was
     running goes on then."""
 
-    async def reserve(self) -> None:  # noqa: B027 - most engines have a place already
-        """Take the memory for copies of all weights, for `stage` to use, beside every other call."""
+    async def reserve(self) -> None:  # noqa: B027 - most engines copy in `stage`, all at once
+        """Another version begins to come, of which everything is copied: take the memory for that, and forget what was staged.
+        Beside every other call but `stage` and `swap`."""
+
+    def take_in(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
+        """Copy some of the version that comes, which `stage` is given whole later. From any thread, one at a time."""
 
     @abstractmethod
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:

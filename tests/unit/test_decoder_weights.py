@@ -116,11 +116,11 @@ def test_another_dtype_is_copied(tmp_path: Path) -> None:
 def test_copies_take_the_memory_of_copies_that_are_not_in_use(tmp_path: Path) -> None:
     model = save_model(tmp_path)
     received = Received(tmp_path, names_of(model), bucket_bytes=1)
-    spare = DecoderWeights.empty(read_config(tmp_path), CPU, torch.float32).copies
+    spare = DecoderWeights.empty(read_config(tmp_path), CPU, torch.float32)
     weights = DecoderWeights.adopt(read_config(tmp_path), received.tensors, CPU, torch.float32, spare)
-    assert weights.copies.keys() < spare.keys()
-    assert all(copy is spare[name] for name, copy in weights.copies.items())
-    assert weights.layers[0].qkv is spare["model.layers.0.self_attn.q_proj.weight"]
+    assert weights.copies.keys() < spare.copies.keys()
+    assert all(copy is spare.copies[name] for name, copy in weights.copies.items())
+    assert weights.layers[0].qkv is spare.layers[0].qkv
     assert received.holds(weights.embedding)
     decoder = Decoder(weights)
     decoder.reserve_positions(128)

@@ -262,8 +262,28 @@ def test_weights_of_another_dtype_are_copied_into_two_sets_in_turn(make: Make, t
     assert places == [places[0], begun[0]] * 2
 
 
+def test_what_was_taken_in_bucket_by_bucket_is_not_copied_again(make: Make, tmp_path: Path) -> None:
+    engine = make()
+    named = save_model(tmp_path, seed=1).bfloat16().named_parameters()
+    tensors = {name: each.detach().clone() for name, each in named}
+    expected = {name: tensor.float() for name, tensor in tensors.items()}
+    asyncio.run(engine.reserve())
+    for name, tensor in tensors.items():
+        engine.take_in({name: tensor})
+        tensor.zero_()
+    asyncio.run(engine.stage(tensors))
+    asyncio.run(engine.swap(PolicyVersion(0, 1)))
+    found = engine._decoder.weights._views
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    asyncio.run(engine.stage(tensors))  # another version, of which nothing was taken in
+    asyncio.run(engine.swap(PolicyVersion(0, 2)))
+    assert not engine._decoder.weights.embedding.any()
+
+
 def test_weights_that_do_not_fit_leave_the_engine_as_it_was(make: Make) -> None:
     engine = make()
+    asyncio.run(engine.reserve())
+    engine.take_in({"nonsense": torch.zeros(1)})
     with pytest.raises(InvalidMessage, match="unknown nonsense"):
         asyncio.run(engine.stage({"nonsense": torch.zeros(1)}))
     with pytest.raises(InvariantViolated, match="and is not staged"):

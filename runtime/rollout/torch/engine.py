@@ -23,7 +23,7 @@ from runtime.process.progress import at
 from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
 from runtime.rollout.torch import prefill
 from runtime.rollout.torch.decoder import Decoder, KVCache
-from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
+from runtime.rollout.torch.decoder_weights import DecoderWeights, are_of, require_fit
 from runtime.rollout.torch.kept import KeptTexts
 from runtime.rollout.torch.slots import RowSampling, Slots, as_row, sample, uniforms
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
@@ -94,7 +94,8 @@ class TorchRolloutEngine(RolloutEngine):
         self.adopts = str(dtype).removeprefix("torch.") if device.type == "cpu" else ""
         self._version = version
         self._staged: DecoderWeights | None = None
-        self._spare: Mapping[str, torch.Tensor] = {}  # memory for the next version's copies
+        self._spare: DecoderWeights | None = None  # not in use: memory for the next version's copies
+        self._taken_in: set[str] = set()  # of the next version: what lies there already
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
@@ -281,8 +282,15 @@ class TorchRolloutEngine(RolloutEngine):
         self._held = held
 
     async def reserve(self) -> None:
-        if not self._spare:
-            self._spare = (await asyncio.to_thread(self._empty)).copies
+        self._staged = None  # which may lie there
+        self._taken_in.clear()
+        if self._spare is None:
+            self._spare = await asyncio.to_thread(self._empty)
+
+    def take_in(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self._spare is not None and are_of(self._decoder.config, tensors):
+            self._spare.load(tensors)
+            self._taken_in.update(tensors)
 
     def _empty(self) -> DecoderWeights:
         """Zeros: the first to write to a page waits until the system has made it."""
@@ -294,14 +302,15 @@ class TorchRolloutEngine(RolloutEngine):
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._staged = None  # so that no third set of weights is in memory
         self._staged = await asyncio.to_thread(self._prepare, tensors)
+        self._taken_in.clear()
 
     def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
         config, dtype = self._decoder.config, self._decoder.dtype
-        if self.adopts:
-            weights = DecoderWeights.adopt(config, tensors, self._device, dtype, self._spare)
-            self._spare = weights.copies  # of one that is staged in vain too
-            return weights
         require_fit(config, tensors)
+        if self.adopts:
+            if self._spare is None or not self._taken_in >= tensors.keys():
+                self._spare = DecoderWeights.adopt(config, tensors, self._device, dtype, self._spare)
+            return self._spare  # whose memory the next version takes where this one is staged in vain
         try:
             weights = DecoderWeights.empty(config, self._device, dtype)
             with platform.beside(self._device):
@@ -322,8 +331,8 @@ class TorchRolloutEngine(RolloutEngine):
 
         # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
         before, self._decoder.weights, self._staged = self._decoder.weights, self._staged, None
-        if self.adopts:
-            self._spare = {name: copy for name, copy in before.copies.items() if name in self._spare}
+        # The first weights have memory of their own for everything, which most later ones need not.
+        self._spare = before if self.adopts and before.copies.keys() == self._decoder.weights.copies.keys() else None
         self._version = version
         self._kept.clear()
         for group in self._waiting:
