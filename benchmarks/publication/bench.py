@@ -122,7 +122,7 @@ class Stage:
         from benchmarks.publication import ways as plain
 
         megabytes, nbytes = self._megabytes, self._megabytes * 1_000_000
-        ways, left_out = [plain.GLOO, plain.COPY, plain.BUCKETS, plain.ONE_BY_ONE], {}
+        ways, left_out = [plain.GLOO, plain.COPY, plain.HASHED, plain.BUCKETS, plain.ONE_BY_ONE], {}
         for way, place in ((plain.DISK, folder), (plain.MEMORY_FILE, plain.SHARED_MEMORY)):
             if plain.room(place, nbytes):
                 ways.append(way)
@@ -179,12 +179,12 @@ class Stage:
 
     async def _together(self, way: str) -> float:
         """Seconds from the sender's beginning to the last receiver's end; where the sender has no part, of the slowest."""
-        from benchmarks.publication.ways import COPY, RAY
+        from benchmarks.publication.ways import COPY, HASHED, RAY
 
         if way == RAY:
             return cast(float, await self._ray.ask("move"))
         (sent, _), *others = cast(list[tuple[float, float]], await self.everyone("run", way=way))
-        return max(ended - (began if way == COPY else sent) for began, ended in others)
+        return max(ended - (began if way in (COPY, HASHED) else sent) for began, ended in others)
 
     async def _open(self, transport: Any, folder: Path) -> WeightPublisher:
         publication = Publication(folder=str(folder / transport), **TRANSPORTS[transport])

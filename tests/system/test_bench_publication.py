@@ -31,7 +31,7 @@ def test_a_megabyte_goes_every_way(tmp_path: Path, receivers: int) -> None:
     report = asyncio.run(measure(tmp_path, settings))
     (sized,) = report.transfers.sizes
     assert report.transfers.receivers == receivers
-    assert sized.ways.keys() >= {plain.GLOO, plain.COPY, plain.BUCKETS, plain.ONE_BY_ONE, plain.DISK}
+    assert sized.ways.keys() >= {plain.GLOO, plain.COPY, plain.HASHED, plain.BUCKETS, plain.ONE_BY_ONE, plain.DISK}
     assert (plain.RAY in sized.ways) == (importlib.util.find_spec("ray") is not None)
     assert (plain.RAY in sized.left_out) != (plain.RAY in sized.ways)
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in sized.ways.values())
