@@ -34,6 +34,9 @@ Tensors = dict[str, torch.Tensor]
 BufferOf = Callable[[int], torch.Tensor]
 TakeIn = Callable[[Tensors], None]
 
+# Buckets that are asked for at once: more than are under way, so that a transport's threads always have one to wait for.
+AHEAD = DEPTH + 2
+
 
 class Reception:
     """To be carried out in a thread: `await_sender`, then `take`. A failure aborts the group, but a wrong checksum does not."""
@@ -78,7 +81,7 @@ class Reception:
         posted = index = 0
         try:
             for index in range(len(self._buckets)):
-                while posted < min(index + DEPTH, len(self._buckets)):
+                while posted < min(index + AHEAD, len(self._buckets)):
                     pending.append(self._group.receive(posted, buffer_of(posted), self._buckets[posted].root))
                     posted += 1
                 before = time.monotonic()

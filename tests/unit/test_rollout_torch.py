@@ -259,7 +259,23 @@ def test_weights_of_another_dtype_are_copied_into_two_sets_in_turn(make: Make, t
         asyncio.run(engine.swap(PolicyVersion(0, step)))
         assert torch.equal(engine._decoder.weights.embedding, tensors["model.embed_tokens.weight"].float())
         places.append(engine._decoder.weights.embedding.data_ptr())
-    assert places == [places[0], begun[0]] * 2
+    assert places == [begun[0], places[1]] * 2
+    assert places[0] != places[1]
+
+
+def test_before_it_has_generated_anything_a_version_takes_the_place_of_the_first_weights(make: Make, tmp_path: Path) -> None:
+    engine = make()
+    asyncio.run(engine.reserve())
+    engine.submit([request(0, n=1, limit=4)])
+    assert engine.torn and not engine.has_work
+    tensors = {name: each.detach().bfloat16() for name, each in save_model(tmp_path, seed=1).named_parameters()}
+    before = engine._decoder.weights.embedding.data_ptr()
+    engine.take_in(tensors)
+    asyncio.run(engine.stage(tensors))
+    assert not engine.has_work
+    asyncio.run(engine.swap(PolicyVersion(0, 1)))
+    assert engine._decoder.weights.embedding.data_ptr() == before
+    assert not engine.torn and engine.has_work
 
 
 def test_what_was_taken_in_bucket_by_bucket_is_not_copied_again(make: Make, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._version = version
         self._staged: DecoderWeights | None = None
         self._spare: DecoderWeights | None = None  # not in use: memory for the next version's copies
+        self.torn = False  # the weights are of no version
         self._taken_in: set[str] = set()  # of the next version: what lies there already
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
@@ -153,7 +154,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return bool(self._slots.count if self._held else self._groups) and self._level == Level.AWAKE
+        return bool(self._slots.count if self._held else self._groups) and self._level == Level.AWAKE and not self.torn
 
     def _step(self) -> None:
         """Fill the free slots, then decode one token for every active one."""
@@ -284,7 +285,10 @@ class TorchRolloutEngine(RolloutEngine):
     async def reserve(self) -> None:
         self._staged = None  # which may lie there
         self._taken_in.clear()
-        if self._spare is None:
+        if self._version == _INITIAL and not self._groups and not self._stats.prefill_tokens:
+            # Nobody has asked for anything of the weights that it began with: memory for a third set would take seconds.
+            self.torn, self._spare = True, self._decoder.weights
+        elif self._spare is None:
             self._spare = await asyncio.to_thread(self._empty)
 
     def take_in(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -332,7 +336,8 @@ class TorchRolloutEngine(RolloutEngine):
         # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
         before, self._decoder.weights, self._staged = self._decoder.weights, self._staged, None
         # The first weights have memory of their own for everything, which most later ones need not.
-        self._spare = before if self.adopts and before.copies.keys() == self._decoder.weights.copies.keys() else None
+        kept = self.adopts and not self.torn and before.copies.keys() == self._decoder.weights.copies.keys()
+        self._spare, self.torn = before if kept else None, False
         self._version = version
         self._kept.clear()
         for group in self._waiting:
