@@ -234,7 +234,7 @@ def test_swapped_weights_generate_what_loaded_ones_do_bit_for_bit(make: Make, tm
     parts = flat.split([each.numel() for each in stored.values()])
     tensors = {name: part.view(each.shape) for (name, each), part in zip(stored.items(), parts, strict=True)}
     engine, fresh = make(), TorchRolloutEngine(str(tmp_path), device=CPU, dtype=torch.float32, slots=4, max_model_len=64)
-    engine.adopts = "float32" if adopts else ""
+    engine.adopts = engine._next.adopts = "float32" if adopts else ""
     asyncio.run(update(engine, tensors, PolicyVersion(0, 1)))
     try:
         found, expected = (run(each, *many_requests()) for each in (engine, fresh))

@@ -23,8 +23,8 @@ from runtime.process.progress import at
 from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
 from runtime.rollout.torch import prefill
 from runtime.rollout.torch.decoder import Decoder, KVCache
-from runtime.rollout.torch.decoder_weights import DecoderWeights, are_of, require_fit
 from runtime.rollout.torch.kept import KeptTexts
+from runtime.rollout.torch.next_weights import NextWeights
 from runtime.rollout.torch.slots import RowSampling, Slots, as_row, sample, uniforms
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
 
@@ -90,13 +90,10 @@ class TorchRolloutEngine(RolloutEngine):
         self._slots = Slots(self._cache, slots + 1)  # the last free one is a probe's
         self._kept = KeptTexts(kv_for_waiting)
         self._device = device
-        # Elsewhere than on CPUs the weights are copies on the device.
-        self.adopts = str(dtype).removeprefix("torch.") if device.type == "cpu" else ""
-        self._version = version
-        self._staged: DecoderWeights | None = None
-        self._spare: DecoderWeights | None = None  # not in use: memory for the next version's copies
+        self._next = NextWeights(self._decoder.weights)
+        self.adopts = self._next.adopts
         self.torn = False  # the weights are of no version
-        self._taken_in: set[str] = set()  # of the next version: what lies there already
+        self._version = version
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
@@ -283,61 +280,25 @@ class TorchRolloutEngine(RolloutEngine):
         self._held = held
 
     async def reserve(self) -> None:
-        self._staged = None  # which may lie there
-        self._taken_in.clear()
-        if self._version == _INITIAL and not self._groups and not self._stats.prefill_tokens:
-            # Nobody has asked for anything of the weights that it began with: memory for a third set would take seconds.
-            self.torn, self._spare = True, self._decoder.weights
-        elif self._spare is None:
-            self._spare = await asyncio.to_thread(self._empty)
+        unused = self._version == _INITIAL and not self._groups and not self._stats.prefill_tokens
+        self.torn = self.torn or unused
+        await self._next.reserve(self._decoder.weights if unused else None)
 
     def take_in(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self._spare is not None and are_of(self._decoder.config, tensors):
-            self._spare.load(tensors)
-            self._taken_in.update(tensors)
-
-    def _empty(self) -> DecoderWeights:
-        """Zeros: the first to write to a page waits until the system has made it."""
-        weights = DecoderWeights.empty(self._decoder.config, self._device, self._decoder.dtype)
-        for tensor in weights.copies.values():
-            tensor.zero_()
-        return weights
+        self._next.take_in(tensors)
 
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._staged = None  # so that no third set of weights is in memory
-        self._staged = await asyncio.to_thread(self._prepare, tensors)
-        self._taken_in.clear()
-
-    def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
-        config, dtype = self._decoder.config, self._decoder.dtype
-        require_fit(config, tensors)
-        if self.adopts:
-            if self._spare is None or not self._taken_in >= tensors.keys():
-                self._spare = DecoderWeights.adopt(config, tensors, self._device, dtype, self._spare)
-            return self._spare  # whose memory the next version takes where this one is staged in vain
-        try:
-            weights = DecoderWeights.empty(config, self._device, dtype)
-            with platform.beside(self._device):
-                weights.load(tensors)
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"services.rollout.slots: a weight sync holds the weights twice on {self._device}, which has not the memory; "
-                f"take fewer slots, or engine vllm ({error})"
-            ) from error
-        return weights
+        await self._next.stage(tensors)
 
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
         """Prompts that samples are still to be begun from are prefilled again in any case."""
         if self._level == Level.ASLEEP:
             raise InvariantViolated("weights are swapped while the engine is asleep")
-        if self._staged is None:
+        if self._next.staged is None:
             raise InvariantViolated(f"version {version} is to be swapped in, and is not staged")
 
         # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
-        before, self._decoder.weights, self._staged = self._decoder.weights, self._staged, None
-        # The first weights have memory of their own for everything, which most later ones need not.
-        kept = self.adopts and not self.torn and before.copies.keys() == self._decoder.weights.copies.keys()
-        self._spare, self.torn = before if kept else None, False
+        self._decoder.weights, self.torn = self._next.take_over(self._decoder.weights), False
         self._version = version
         self._kept.clear()
         for group in self._waiting:
