@@ -183,7 +183,7 @@ class Held:
         self.begun, self.go = threading.Event(), threading.Event()
         copy_and_hash = shared_memory.copy_and_hash
 
-        def hold(source: Any, target: Any, hasher: Any, check: Any) -> int:
+        def hold(source: Any, target: Any, hasher: Any, check: Any) -> Any:
             if len(target) == nbytes:
                 self.begun.set()
                 assert self.go.wait(PATIENCE)
