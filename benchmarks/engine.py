@@ -135,4 +135,4 @@ def _decoding(report: EngineBenchReport) -> LiteralTable:
         table.add_row(label, f"{engine:,.0f}", f"{plain:,.0f}", f"{ratio:.2f}")
     table.caption = "tiny Qwen2, float32, 64 sequences, replies of 15 tokens on average and 64 at most; prefill is in the time"
     table.caption_justify = "left"
-    return [table]
+    return table

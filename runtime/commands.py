@@ -95,7 +95,16 @@ class JoinWeights(Command[None], frozen=True):
     manifest: Manifest
 
 
-class ReceiveWeights(Command[None], frozen=True):
+class WeightsReceived(Struct, frozen=True):
+    """Where the time of a reception went, from the sender's announcement on: seconds, one after the other."""
+
+    wait_seconds: float = 0.0  # for buckets: as they are gathered, or as the network brings them
+    copy_seconds: float = 0.0  # of buckets out of another process's memory
+    hash_seconds: float = 0.0  # of their checksums
+    stage_seconds: float = 0.0  # of what the engine makes of them
+
+
+class ReceiveWeights(Command[WeightsReceived], frozen=True):
     """Receive `version` beside the weights in use; answered when it is there whole and its checksums hold."""
 
     version: PolicyVersion
@@ -123,6 +132,7 @@ class AbortWeights(Command[None], frozen=True):
 class WeightsSent(Struct, frozen=True):
     bytes: int
     seconds: float
+    gather_seconds: float = 0.0
 
 
 class SendWeights(Command[WeightsSent], frozen=True):

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
+from runtime.commands import WeightsReceived
 from runtime.config import Publication
 from runtime.errors import Cancelled
+from runtime.process import spans
+from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -30,6 +36,7 @@ class Staging:
         self._shared = shared
         self.receiver: WeightReceiver | None = None
         """Of the newest manifest; None before the first."""
+        self._adopts = self._copies = False  # something, everything
         self._staged: Staged | None = None
         self._wanted: object | None = None  # identifies the reception whose version may be swapped in; None after `forget`
 
@@ -38,34 +45,45 @@ class Staging:
         from runtime.weights.receiver import WeightReceiver
 
         if self.receiver is None or self.receiver.manifest != manifest:
-            self.receiver = WeightReceiver(manifest, sets=2 if self._engine.adopts else 1, shared=self._shared)
+            self._adopts = any(spec.dtype == self._engine.adopts for spec in manifest.tensors)
+            self._copies = bool(self._engine.adopts) and not self._adopts
+            self.receiver = WeightReceiver(manifest, sets=2 if self._adopts else 1, shared=self._shared)
 
-    async def receive(self, group: WeightGroup, version: PolicyVersion, needed: bool) -> None:
-        """Receive and verify `version`. Stage it in the engine if it is `needed`.
+    async def receive(self, group: WeightGroup, version: PolicyVersion, needed: bool) -> WeightsReceived:
+        """Receive and verify `version`. Stage it in the engine if it is `needed`. Returns where the time went.
 
         Raises the errors of the receiver's future, and Cancelled after `forget`.
         """
         assert self.receiver is not None
         wanted = self._wanted = object()
-        staged = await asyncio.wrap_future(self.receiver.receive(group, version, self._settings.transfer_timeout))
+        copies = needed and self._copies
+        reserving = asyncio.ensure_future(self._engine.reserve()) if copies else None
+        take_in = self._engine.take_in if copies else None
+        receiving = self.receiver.receive(group, version, self._settings.transfer_timeout, take_in)
+        staged = await asyncio.wrap_future(receiving)
+        before = time.monotonic()
         try:
+            if reserving is not None:
+                await reserving
             if needed and wanted is self._wanted:
-                await self._engine.stage(staged.tensors())
+                with spans.log.span("stage", PUBLICATION, step=version.step):
+                    await self._engine.stage(staged.tensors())
         except BaseException:
             staged.release()
             raise
         if not needed:
-            staged.release(held=not self._engine.adopts)
+            staged.release(held=not self._adopts)
         elif wanted is self._wanted:
             self._staged = staged
         else:
             staged.release()
             raise Cancelled(f"{self._name}: version {version} was withdrawn while it was staged")
+        return replace(staged.took, stage_seconds=staged.took.stage_seconds + time.monotonic() - before)
 
     def taken_over(self) -> None:
         """To be called once the engine has swapped in the version that was received."""
         if self._staged is not None:
-            if self._engine.adopts:
+            if self._adopts:
                 self._staged.adopt()
             else:
                 self._staged.release(held=True)

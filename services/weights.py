@@ -106,7 +106,7 @@ async def resend(member: SendingMember, command: ResendWeights) -> WeightsSent:
 async def sent(sending: asyncio.Future[Any]) -> WeightsSent:
     """Rank 0's result is that of all who send."""
     result: SendResult | None = await asyncio.shield(sending)
-    return WeightsSent(0, 0.0) if result is None else WeightsSent(result.nbytes, result.seconds)
+    return WeightsSent(0, 0.0) if result is None else WeightsSent(result.nbytes, result.seconds, result.gather_seconds)
 
 
 class Giver:

@@ -14,8 +14,9 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from benchmarks.publication import changes, pauses, transfers
+from benchmarks.publication import changes, in_run, pauses, transfers
 from benchmarks.publication.changes import Changes
+from benchmarks.publication.in_run import InRun, InRunSettings
 from benchmarks.publication.pauses import Held
 from benchmarks.publication.peers import TRANSPORTS, BenchPeer, RolloutPeer, TrainerPeer, publisher
 from benchmarks.publication.tensors import read_sizes
@@ -37,11 +38,13 @@ class PublicationSettings(Struct, frozen=True):
     rounds: int = 5
     changed: float = 0.02  # share of the elements that differ between two versions; a step at 1e-6 changes less
     generation: pauses.PausesSettings = pauses.PausesSettings()
+    run: InRunSettings = InRunSettings()
     versions: int = 100  # of consecutive steps, for encoding `delta`
 
 
 class PublicationReport(Struct):
     transfers: Transfers
+    run: InRun
     generation: list[Held]
     changes: Changes
 
@@ -67,6 +70,7 @@ async def measure(
             sizes.append(await _size(Path(scratch), megabytes, settings, show))
     return PublicationReport(
         Transfers(settings.receivers, sizes),
+        await in_run.measure(folder, settings.run, show),
         await pauses.measure(folder, settings.generation, show),
         await changes.measure(folder, settings.versions, show),
     )
@@ -118,7 +122,7 @@ class Stage:
         from benchmarks.publication import ways as plain
 
         megabytes, nbytes = self._megabytes, self._megabytes * 1_000_000
-        ways, left_out = [plain.GLOO, plain.COPY, plain.BUCKETS, plain.ONE_BY_ONE], {}
+        ways, left_out = [plain.GLOO, plain.COPY, plain.HASHED, plain.BUCKETS, plain.ONE_BY_ONE], {}
         for way, place in ((plain.DISK, folder), (plain.MEMORY_FILE, plain.SHARED_MEMORY)):
             if plain.room(place, nbytes):
                 ways.append(way)
@@ -175,12 +179,12 @@ class Stage:
 
     async def _together(self, way: str) -> float:
         """Seconds from the sender's beginning to the last receiver's end; where the sender has no part, of the slowest."""
-        from benchmarks.publication.ways import COPY, RAY
+        from benchmarks.publication.ways import COPY, HASHED, RAY
 
         if way == RAY:
             return cast(float, await self._ray.ask("move"))
         (sent, _), *others = cast(list[tuple[float, float]], await self.everyone("run", way=way))
-        return max(ended - (began if way == COPY else sent) for began, ended in others)
+        return max(ended - (began if way in (COPY, HASHED) else sent) for began, ended in others)
 
     async def _open(self, transport: Any, folder: Path) -> WeightPublisher:
         publication = Publication(folder=str(folder / transport), **TRANSPORTS[transport])
@@ -219,6 +223,7 @@ def render(report: PublicationReport) -> list[LiteralTable]:
 
     return [
         *transfers.render(report.transfers, GLOO),
+        in_run.render(report.run, report.transfers),
         *pauses.render(report.generation),
         changes.render(report.changes),
     ]

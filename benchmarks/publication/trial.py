@@ -56,7 +56,8 @@ class Unused:
     """In the place of a generation engine: to take over a version is to look at it, when told to."""
 
     version = PolicyVersion()
-    has_work = torn = adopts = False
+    has_work = torn = False
+    adopts = ""
 
     def __init__(self) -> None:
         self.look = False

@@ -18,10 +18,12 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from runtime.weights.plan import TensorSpec
+from runtime.weights.shared_memory import copy_and_hash
 
-GLOO, COPY, BUCKETS, ONE_BY_ONE, DISK, MEMORY_FILE = (
+GLOO, COPY, HASHED, BUCKETS, ONE_BY_ONE, DISK, MEMORY_FILE = (
     "raw gloo broadcast",
     "raw copy out of shared memory",
+    "... that hashes, one thread",
     "naive buckets",
     "tensor by tensor",
     "safetensors on disk",
@@ -54,6 +56,7 @@ class Ways:
         self._ways: dict[str, Callable[[], None]] = {
             GLOO: lambda: dist.broadcast(self._flat.view(torch.uint8), 0),
             COPY: self._copy,
+            HASHED: self._copy_and_hash,
             BUCKETS: self._in_buckets,
             ONE_BY_ONE: self._one_by_one,
             DISK: lambda: self._through_file(self._folder),
@@ -112,6 +115,11 @@ class Ways:
     def _copy(self) -> None:
         if not self._first:
             self._flat.copy_(self._shared)
+
+    def _copy_and_hash(self) -> None:
+        if not self._first:
+            source, target = (tensor.view(torch.uint8).numpy() for tensor in (self._shared, self._flat))
+            copy_and_hash(source, target, xxhash.xxh3_128(), lambda: None)
 
     def _in_buckets(self) -> None:
         bucket: list[torch.Tensor] = []

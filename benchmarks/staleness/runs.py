@@ -119,11 +119,16 @@ async def train(trial: StalenessTrial, settings: StalenessSettings, folder: Path
 
 
 async def train_quickstart(name: str, changes: Sequence[str], folder: Path, deadline: float) -> None:
-    """`sluice train` of the quickstart with these changes, to its end, in a process of its own. Raises SluiceError that names
-    the run and its log, which lies in `folder`."""
+    """`train_to_its_end` of the quickstart."""
+    await train_to_its_end(name, CONFIG, changes, folder, deadline)
+
+
+async def train_to_its_end(name: str, config: Path, changes: Sequence[str], folder: Path, deadline: float) -> None:
+    """`sluice train` of `config` with these changes, to its end, in a process of its own. Raises SluiceError that names the run
+    and its log, which lies in `folder`."""
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    command = start.command("launcher.cli", "train", str(CONFIG), *changes)
+    command = start.command("launcher.cli", "train", str(config), *changes)
     supervisor = Supervisor(logs)
     try:
         child = await supervisor.start(ProcessSpec(name=name, role="bench", command=command, env={}))

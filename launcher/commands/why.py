@@ -19,7 +19,7 @@ from runtime.telemetry.critical_path import CauseTotal, ProcessSpans, StepPath
 from runtime.telemetry.shown import LiteralTable, say
 
 SLOWEST = 5  # steps that are shown one by one
-INSIDE = 3  # phases of a process that are told
+INSIDE = 5  # phases of a process that are told
 LEAST = 0.005  # of the time: what took less is not shown
 CAUSES = {  # what each is, and what changes it
     "admit": (

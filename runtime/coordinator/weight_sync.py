@@ -29,6 +29,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from msgspec import structs
 from msgspec.structs import replace
 
 from runtime.commands import (
@@ -37,6 +38,7 @@ from runtime.commands import (
     ReceiveWeights,
     ResendWeights,
     SendWeights,
+    WeightsReceived,
     WeightsSent,
 )
 from runtime.config import Publication as Settings
@@ -230,8 +232,9 @@ class Transaction:
         self._calls: set[asyncio.Task[Any]] = set()
         self._heard: deque[Event | BaseException] = deque()  # their answers, in order
         self._told = asyncio.Event()
-        self._pause = 0.0
-        self._bytes = 0
+        self._pause = self._swap = 0.0
+        self._sent = WeightsSent(0, 0.0)
+        self._received = WeightsReceived()  # of the rollout that was last
         self._aborts = self._fruitless = 0
         self._behind = False  # whether the weights may have to be gathered anew
         self.past = False
@@ -252,9 +255,12 @@ class Transaction:
         return PublicationFigures(
             seconds=self._clock() - began,
             pause_seconds=self._pause,
-            bytes=self._bytes,
+            bytes=self._sent.bytes,
             aborts=self._aborts,
             epoch=self._epoch.number,
+            gather_seconds=self._sent.gather_seconds,
+            swap_seconds=self._swap,
+            **structs.asdict(self._received),
         )
 
     def close(self) -> None:
@@ -275,9 +281,9 @@ class Transaction:
         self._epoch, self._ports = self._group.epoch, self._group.members
         trainer, number = self._group.trainer, self._epoch.number
         command = self._command(number)
-        self._call(trainer.name, self._sent(command, trainer.post(command)), lambda _: Sent())
+        self._call(trainer.name, self._send(command, trainer.post(command)), lambda _: Sent())
         for name, rollout in self._ports.items():
-            self._call(name, rollout.post(ReceiveWeights(self._version, number)), Verified)
+            self._call(name, self._receive(rollout.post(ReceiveWeights(self._version, number))), Verified)
 
     def _command(self, epoch: int) -> SendWeights | ResendWeights:
         return self._publisher.sending(self._version, epoch)
@@ -350,12 +356,17 @@ class Transaction:
             self._told.set()
 
     async def _commit(self, rollout: RolePort) -> None:
+        ordered = self._clock()
         committed = await rollout.call(CommitWeights(self._version, self._epoch.number))
         self._pause = max(self._pause, committed.pause_seconds)
+        self._swap = max(self._swap, self._clock() - ordered)
 
-    async def _sent(self, command: SendWeights | ResendWeights, answer: Awaitable[WeightsSent]) -> None:
+    async def _receive(self, answer: Awaitable[WeightsReceived]) -> None:
+        self._received = await answer
+
+    async def _send(self, command: SendWeights | ResendWeights, answer: Awaitable[WeightsSent]) -> None:
         try:
-            self._bytes = (await answer).bytes
+            self._sent = await answer
         except SluiceError as error:
             # What was sent once more is gathered anew: of several senders one may have found a bucket that changed in its
             # memory, and another, whose transfer failed for it, has answered first.
@@ -373,8 +384,8 @@ class Gift(Transaction):
     def _command(self, epoch: int) -> ResendWeights:
         return ResendWeights(self._version, epoch)
 
-    async def _sent(self, command: SendWeights | ResendWeights, answer: Awaitable[WeightsSent]) -> None:
-        self._bytes = (await answer).bytes
+    async def _send(self, command: SendWeights | ResendWeights, answer: Awaitable[WeightsSent]) -> None:
+        self._sent = await answer
 
 
 def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event]) -> Event | BaseException:

@@ -67,8 +67,9 @@ class RolloutEngine(ABC):
     New weights are staged beside generation, and `swap` takes them over between two steps.
     """
 
-    adopts = False
-    """Whether the engine generates from the staged memory itself after a swap, which must stay unchanged until the next one."""
+    adopts = ""
+    """The dtype, by torch's name, of staged tensors from which the engine itself generates after a swap: their memory must stay
+    unchanged until the next one. "" where it copies all."""
 
     thread: Executor | None = None
     """In which it computes with torch; None where that is another process's."""
@@ -101,6 +102,14 @@ class RolloutEngine(ABC):
     torn = False
     """Whether the weights are of no version, as a swap failed in the middle. Nothing is generated until another swap; what was
     running goes on then."""
+
+    async def reserve(self) -> None:  # noqa: B027 - most engines copy in `stage`, all at once
+        """Another version begins to come, of which everything is copied: take the memory for that, and forget what was staged.
+        An engine that has generated nothing yet may take that of its weights, and is torn until the swap. Beside every other
+        call but `stage` and `swap`."""
+
+    def take_in(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
+        """Copy some of the version that comes, which `stage` is given whole later. From any thread, one at a time."""
 
     @abstractmethod
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -34,6 +34,7 @@ from runtime.commands import (
     SendWeights,
     WeightsCommitted,
     WeightsHosted,
+    WeightsReceived,
     WeightsSent,
 )
 from runtime.simulation.engine import SimulatedEngine
@@ -152,13 +153,14 @@ class SimulatedRollout(SimulatedProcess):
         epoch = self.cluster.epochs[command.address.epoch]
         await epoch.meet(self, self.cluster.config.publication.join_timeout)
 
-    async def receive_weights(self, command: ReceiveWeights) -> None:
+    async def receive_weights(self, command: ReceiveWeights) -> WeightsReceived:
         costs, limits = self.cluster.costs, self.cluster.config.publication
         self.received = None
         patience = self.cluster.config.deadlines.train + 2 * limits.transfer_timeout
         seconds = self.slow * costs.weights_bytes / costs.bandwidth
         await self.cluster.epochs[command.epoch].receive(self, command.version, seconds, patience)
         self.received = command.version
+        return WeightsReceived()
 
     async def commit_weights(self, command: CommitWeights) -> WeightsCommitted:
         if self.received != command.version:

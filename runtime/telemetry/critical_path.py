@@ -30,7 +30,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from runtime.ledger.reader import GroupRow
-from runtime.process.spans import CALLS, EPISODES, OVERLAPPING, POLICY, STATE, TOOL, TracedSpan
+from runtime.process.spans import CALLS, EPISODES, OVERLAPPING, POLICY, PUBLICATION, STATE, TOOL, TracedSpan
 
 ADMIT, DISPATCH, GENERATE, TRAIN, PUBLISH = "admit", "dispatch", "generate", "train", "publish"
 AGAIN = "generate again"  # what was generated before was lost
@@ -40,6 +40,7 @@ PLACE = "place"  # of an episode that nobody plays yet
 PHASES = {"run": "agent", "score": "agent's score"}  # of an episode, where the cause has another name
 # How each span of a publication counts to the time that is its process's own doing.
 PUBLISHED = {"gather": 1, "ReceiveWeights": 1, "await sender": -1, "CommitWeights": 1}
+PUBLICATION_PHASES = ("gather", "wait", "copy", "hash", "stage")
 PROBE = "probe"  # the update waits until every rollout was asked whether it has the trainer's weights
 TRAINER, COORDINATOR = "trainer-0", "coordinator"
 
@@ -209,12 +210,25 @@ class ProcessSpans:
     def _inside(self, part: PathPart) -> dict[str, float]:
         seconds: dict[str, float] = {}
         for span in self.within(part.process, part.start, part.end):
-            if span.line in (CALLS, EPISODES):
+            name = _publishing(span) if part.cause == PUBLISH else _working(span)
+            if not name:
                 continue
-            name = span.detail if span.name == "command" else span.name
             overlap = min(span.end, part.end) - max(span.start, part.start)
             seconds[name] = seconds.get(name, 0.0) + overlap
         return seconds
+
+
+def _publishing(span: TracedSpan) -> str:
+    """The phase of a publication that `span` is, by the name that its metric has; "" for none."""
+    if (span.line, span.name) == (CALLS, "CommitWeights"):
+        return "swap"  # with the wait for the step that is under way
+    return span.name if span.line == PUBLICATION and span.name in PUBLICATION_PHASES else ""
+
+
+def _working(span: TracedSpan) -> str:
+    if span.line in (CALLS, EPISODES):
+        return ""
+    return span.detail if span.name == "command" else span.name
 
 
 # ------------------------------------------------------------------------------------------ several steps

@@ -31,13 +31,20 @@ NON_OVERLAP_PHASES = ("rule_reward", "reference_model", "reward_model")
 
 class PublicationFigures(msgspec.Struct, frozen=True):
     """One weight publication: from its start to COMMIT, the longest pause of a rollout, and the bytes sent once; how often
-    it was aborted before, and the epoch in which it was committed."""
+    it was aborted before, and the epoch in which it was committed. Then the seconds of its phases: of the trainer, of the
+    rollout that had it last (`commands.WeightsReceived`), and from the order to swap to the last answer."""
 
     seconds: float
     pause_seconds: float
     bytes: int
     aborts: int = 0
     epoch: int = 0
+    gather_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    hash_seconds: float = 0.0
+    stage_seconds: float = 0.0
+    swap_seconds: float = 0.0
 
 
 class StepFigures(msgspec.Struct, kw_only=True):

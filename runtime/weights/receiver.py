@@ -20,18 +20,23 @@ from concurrent.futures import Future
 import torch
 import xxhash
 
+from runtime.commands import WeightsReceived
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault, SluiceError
 from runtime.process import spans
 from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import reason
-from runtime.weights.group import Transfer, WeightGroup, allocate, views
+from runtime.weights.group import Taken, Transfer, WeightGroup, allocate, tensors_in
 from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets
 from runtime.weights.sender import DEPTH, WeightSender, in_thread, wait_until
 
 Tensors = dict[str, torch.Tensor]
 BufferOf = Callable[[int], torch.Tensor]
+TakeIn = Callable[[Tensors], None]
+
+# Buckets that are asked for at once: more than are under way, so that a transport's threads always have one to wait for.
+AHEAD = DEPTH + 2
 
 
 class Reception:
@@ -44,6 +49,8 @@ class Reception:
         self._buckets = buckets
         self._deadline = deadline  # seconds from the announcement to the last bucket
         self.began = 0.0  # the announcement, on the monotonic clock
+        self.waiting = self.copying = self.hashing = self.staging = 0.0
+        """Seconds since then: `WeightsReceived` has what they are."""
 
     @property
     def give_up(self) -> float:
@@ -63,10 +70,11 @@ class Reception:
         self.began = time.monotonic()
         group.bound(self._deadline)
 
-    def take(self, buffer_of: BufferOf) -> None:
+    def take(self, buffer_of: BufferOf, verified: Callable[[int], None] = lambda index: None) -> None:
         """Receive every bucket, also after a bad one: the group stays usable.
 
-        `buffer_of(index)` is where a bucket goes: uint8, of its size.
+        `buffer_of(index)` is where a bucket goes: uint8, of its size. `verified(index)` is called for each that is there and
+        whole, while others are on their way.
 
         Raises ServiceFault of phase "transfer" (DeadlineExceeded when late), or "verify", naming the buckets; Cancelled.
         """
@@ -75,15 +83,30 @@ class Reception:
         posted = index = 0
         try:
             for index in range(len(self._buckets)):
-                while posted < min(index + DEPTH, len(self._buckets)):
+                while posted < min(index + AHEAD, len(self._buckets)):
                     pending.append(self._group.receive(posted, buffer_of(posted), self._buckets[posted].root))
                     posted += 1
-                digest = wait_until(pending.pop(0), self.give_up)
-                wrong += self._faults(index, buffer_of(index), digest)
+                before = time.monotonic()
+                taken = wait_until(pending.pop(0), self.give_up)
+                self._account(time.monotonic() - before, taken)
+                faults = self._faults(index, buffer_of(index), taken)
+                wrong += faults
+                if not faults:
+                    before = time.monotonic()
+                    verified(index)
+                    self.staging += time.monotonic() - before
         except RuntimeError as error:
             raise self._failure(index, error) from error
         if wrong:
             raise ServiceFault(self._group.name, "verify", f"version {self.version}: {'; '.join(wrong)}", self._deadline)
+
+    def _account(self, waited: float, taken: Taken | None) -> None:
+        """A bucket was there after `waited` seconds, for the last of which the transport was at work on it."""
+        worked = 0.0 if taken is None else taken.copy_seconds + taken.hash_seconds
+        share = min(1.0, waited / worked) if worked else 0.0
+        self.copying += share * taken.copy_seconds if taken else 0.0
+        self.hashing += share * taken.hash_seconds if taken else 0.0
+        self.waiting += max(0.0, waited - worked)
 
     def checksum(self, buffer_of: BufferOf) -> str:
         """Of the version that was taken: the same at each member of the group that has the same bytes."""
@@ -100,11 +123,14 @@ class Reception:
         late = time.monotonic() >= self.give_up
         return (DeadlineExceeded if late else ServiceFault)(group.name, "transfer", message, self._deadline)
 
-    def _faults(self, index: int, buffer: torch.Tensor, digest: int | None) -> list[str]:
-        """`digest`: of what `buffer` holds, unless it is still to be taken."""
+    def _faults(self, index: int, buffer: torch.Tensor, taken: Taken | None) -> list[str]:
+        """`taken`: with the digest of what `buffer` holds, unless it is still to be made."""
         bucket = self._buckets[index]
         where = f"bucket {index} of {len(self._buckets)}"
-        if not self._group.tags.verify(index, bucket, buffer, digest):
+        before = time.monotonic()
+        holds = self._group.tags.verify(index, bucket, buffer, None if taken is None else taken.digest)
+        self.hashing += time.monotonic() - before
+        if not holds:
             return [f"{where}: the checksum does not match"]
         _, packed = TRAILER.unpack_from(buffer.numpy().data, bucket.data_bytes)
         if packed != self.version.pack():
@@ -115,10 +141,12 @@ class Reception:
 class Staged:
     """A verified version in a set of staging buckets, readable until `release`, or after `adopt` until the next `adopt`."""
 
-    def __init__(self, version: PolicyVersion, seconds: float, buckets: _Set, receiver: WeightReceiver, tags: BucketTags):
-        """`tags`: those of the group that it came over."""
+    def __init__(
+        self, version: PolicyVersion, took: WeightsReceived, buckets: _Set, receiver: WeightReceiver, tags: BucketTags
+    ):
+        """`took`: where the time went. `tags`: those of the group that it came over."""
         self.version = version
-        self.seconds = seconds  # from the sender's announcement to the last checksum
+        self.took = took
         self._set = buckets
         self._receiver = receiver
         self._tags = tags
@@ -153,8 +181,13 @@ class _Set:
 
     def __init__(self, receiver: WeightReceiver, shared: bool):
         self.buffers = allocate(receiver.buckets, pin=False, shared=shared)
-        names = (spec.name for spec in receiver.manifest.tensors)
-        self.tensors = dict(zip(names, views(receiver.manifest, receiver.buckets, self.buffers), strict=True))
+        specs = receiver.manifest.tensors
+        self.of_bucket: list[Tensors] = [
+            {specs[place].name: tensor for place, tensor in tensors_in(receiver.manifest, bucket, buffer).items()}
+            for bucket, buffer in zip(receiver.buckets, self.buffers, strict=True)
+        ]
+        every = {name: tensor for tensors in self.of_bucket for name, tensor in tensors.items()}
+        self.tensors = {spec.name: every[spec.name] for spec in specs}
 
 
 class WeightReceiver:
@@ -188,8 +221,11 @@ class WeightReceiver:
             if self._group is not None:
                 self._group.abort()
 
-    def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[Staged]:
-        """Receive `version` into a set that is not in use. The version staged before has to be released or adopted first."""
+    def receive(
+        self, group: WeightGroup, version: PolicyVersion, deadline: float, take_in: TakeIn | None = None
+    ) -> Future[Staged]:
+        """Receive `version` into a set that is not in use. The version staged before has to be released or adopted first.
+        `take_in` is given the tensors of each bucket as soon as it is verified, in the thread that receives."""
         with self._lock:
             if self._staged is not None:
                 raise InvariantViolated(f"{group.name}: cannot receive {version}: {self._staged.version} is still staged")
@@ -200,16 +236,16 @@ class WeightReceiver:
             group.describe(self.manifest)
             self._group = group
             reception = Reception(group, self.buckets, version, deadline)
-            return in_thread(f"receive-{version}", lambda: self._until_done(reception))
+            return in_thread(f"receive-{version}", lambda: self._until_done(reception, take_in))
 
-    def _until_done(self, reception: Reception) -> Staged:
+    def _until_done(self, reception: Reception, take_in: TakeIn | None) -> Staged:
         try:
-            return self._receive(reception)
+            return self._receive(reception, take_in)
         finally:
             with self._lock:
                 self._group = None
 
-    def _receive(self, reception: Reception) -> Staged:
+    def _receive(self, reception: Reception, take_in: TakeIn | None) -> Staged:
         if not self._free:
             self._free.append(self._new_set())
             self._made += 1
@@ -218,14 +254,21 @@ class WeightReceiver:
         buckets = self._free[-1]
         if self.held is not None and self.held._set is buckets:
             self.held = None
-        with spans.log.span("receive", PUBLICATION, step=reception.version.step):
-            reception.take(buckets.buffers.__getitem__)
+        step = reception.version.step
+        with spans.log.span("receive", PUBLICATION, step=step):
+            reception.take(
+                buckets.buffers.__getitem__, lambda index: None if take_in is None else take_in(buckets.of_bucket[index])
+            )
+        took = WeightsReceived(reception.waiting, reception.copying, reception.hashing, reception.staging)
+        at = reception.began
+        for phase in ("wait", "copy", "hash", "stage"):
+            seconds = getattr(took, f"{phase}_seconds")
+            spans.log.add(phase, at, at := at + seconds, PUBLICATION, step=step)  # as if one had come after the other
         now, found = time.monotonic(), reception.checksum(buckets.buffers.__getitem__)
         spans.log.add("verified", now, now, PUBLICATION, step=reception.version.step, detail=found)
         with self._lock:
             self._free.remove(buckets)
-            seconds = time.monotonic() - reception.began
-            self._staged = Staged(reception.version, seconds, buckets, self, reception.tags)
+            self._staged = Staged(reception.version, took, buckets, self, reception.tags)
             return self._staged
 
     def _settle(self, staged: Staged, adopted: bool, held: bool = True) -> None:

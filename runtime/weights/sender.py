@@ -20,7 +20,7 @@ from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import drop_frames, reason
-from runtime.weights.group import AVAILABLE, Transfer, WeightGroup, allocate, tensors_of
+from runtime.weights.group import AVAILABLE, Taken, Transfer, WeightGroup, allocate, populate, tensors_of
 from runtime.weights.plan import Manifest, plan_buckets
 
 if TYPE_CHECKING:
@@ -36,11 +36,12 @@ DEPTH = 4
 class SendResult(Struct, frozen=True):
     """`nbytes` as the transport sent them to each receiver, trailers included.
 
-    `seconds` from the announcement to the last bucket.
+    `seconds` from the announcement to the last bucket. `gather_seconds`: that filling this sender's buckets took.
     """
 
     nbytes: int
     seconds: float
+    gather_seconds: float = 0.0
 
 
 class WeightSender:
@@ -69,6 +70,8 @@ class WeightSender:
         self._own = [(index, bucket) for index, bucket in enumerate(self.buckets) if whole or bucket.root == number]
         own = [bucket for _, bucket in self._own]
         self._buffers = list(whole) or allocate(own, pin, AVAILABLE)
+        if own and AVAILABLE and not pin and not whole:
+            in_thread("populate-buckets", lambda: populate(self._buffers[0]))
         self._bucket_of = {entry.tensor: place for place, bucket in enumerate(own) for entry in bucket.entries}
         self._tensors = sorted(self._bucket_of)
         self._offsets = [
@@ -88,6 +91,7 @@ class WeightSender:
         """False once a bucket is found to have changed since it was gathered."""
         self._group: WeightGroup | None = None  # of the transfer under way
         self._taken = 0  # how many buckets its receivers have
+        self._gather_seconds = 0.0  # so far, of this version
 
     def begin(self, timeout: float) -> None:
         """Forget the version that the buckets hold.
@@ -108,6 +112,7 @@ class WeightSender:
 
         All of `tensors` is taken even after the transfer has failed, because the other ranks may take part in each of them.
         """
+        began = time.monotonic()
         for place, tensor in enumerate(tensors):
             bucket = self._bucket_of[self._tensors[place]]
             if isinstance(tensor, torch.Tensor):
@@ -118,6 +123,7 @@ class WeightSender:
                 if (words := self._words[bucket]) is not None:
                     words.append(changed)
             with self._changed:
+                self._gather_seconds = time.monotonic() - began
                 self._missing[bucket] -= 1
                 if not self._missing[bucket]:
                     self._changed.notify_all()
@@ -177,7 +183,7 @@ class WeightSender:
             with self._changed:
                 self._group = None
                 self._changed.notify_all()
-        return SendResult(sent, time.monotonic() - began)
+        return SendResult(sent, time.monotonic() - began, self._gather_seconds)
 
     def _where(self, version: PolicyVersion) -> str:
         """For messages: how far the transfer of `version` has come."""
@@ -225,7 +231,7 @@ class WeightSender:
                 self._changed.notify_all()
 
 
-def wait_until(transfer: Transfer, give_up: float) -> int | None:
+def wait_until(transfer: Transfer, give_up: float) -> Taken | None:
     """`transfer.wait` until the monotonic time `give_up`. Raises RuntimeError."""
     return transfer.wait(max(give_up - time.monotonic(), timeouts.TORCH_LEAST))
 

@@ -31,7 +31,7 @@ from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import card_of, meet
-from runtime.weights.group import AVAILABLE, Link, Transfer, file_of, in_memory_file, memory_file
+from runtime.weights.group import AVAILABLE, Link, Taken, Transfer, file_of, in_memory_file, memory_file
 from runtime.weights.plan import TRAILER, GroupAddress
 
 _RANK = struct.Struct("<I")  # a receiver's first message
@@ -138,25 +138,25 @@ class _Sent:
 
 
 class _Copy:
-    """A bucket that is to be copied; `digest` is set when it was."""
+    """A bucket that is to be copied; `copied` is set when it was."""
 
     def __init__(self, link: ReceivingLink, index: int, buffer: torch.Tensor):
         self._link = link
         self.index = index
         self.buffer = buffer
-        self.digest: Future[int] = Future()
+        self.copied: Future[Taken] = Future()
 
     def fail(self, error: RuntimeError) -> None:
         # Without its traceback, whose frames would hold the sender's memory for as long as somebody holds the error.
-        self.digest.set_exception(error.with_traceback(None))
+        self.copied.set_exception(error.with_traceback(None))
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float) -> Taken:
         try:
-            digest = self.digest.result(timeout)
+            copied = self.copied.result(timeout)
         except futures.TimeoutError as error:
             raise RuntimeError(f"waited in vain for {self._link.label}") from error
         self._link.taken()
-        return digest
+        return copied
 
 
 class ReceivingLink(_SocketLink):
@@ -218,7 +218,7 @@ class ReceivingLink(_SocketLink):
                     copy.fail(self._gone(error) if isinstance(error, OSError) else error)
                     continue
             try:
-                copy.digest.set_result(copy_and_hash(source, copy.buffer.numpy(), self._tags.hasher(), self._check))
+                copy.copied.set_result(copy_and_hash(source, copy.buffer.numpy(), self._tags.hasher(), self._check))
             except RuntimeError as error:
                 copy.fail(error)
 
@@ -259,20 +259,23 @@ class ReceivingLink(_SocketLink):
             self._memory = None
 
 
-def copy_and_hash(source: Any, target: Any, hasher: Any, check: Callable[[], None]) -> int:
-    """Copy a bucket, uint8 both; the digest, by `hasher`, of what `target` then holds before the trailer.
+def copy_and_hash(source: Any, target: Any, hasher: Any, check: Callable[[], None]) -> Taken:
+    """Copy a bucket, uint8 both, with the digest, by `hasher`, of what `target` then holds before the trailer.
 
     Each piece is hashed while it is in the processor's cache, which spares a pass over the memory. `check` is called before
     each, and ends the copy with what it raises.
     """
     end = len(target) - TRAILER.size
+    began, hashing = time.monotonic(), 0.0
     for start in range(0, end, _PIECE):
         check()
         piece = slice(start, min(start + _PIECE, end))
         np.copyto(target[piece], source[piece])
+        copied = time.monotonic()
         hasher.update(target[piece].data)
+        hashing += time.monotonic() - copied
     target[end:] = source[end:]
-    return int(hasher.intdigest())
+    return Taken(int(hasher.intdigest()), time.monotonic() - began - hashing, hashing)
 
 
 def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str, interface: str) -> Link:

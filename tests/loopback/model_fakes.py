@@ -21,6 +21,7 @@ from tests.loopback.losable import Losable
 T = TypeVar("T")
 
 BYTES = 4096  # of one publication
+GATHERED = 0.75  # seconds
 MANIFEST = Manifest(tensors=(), bucket_bytes=1)
 STATE = "state"  # what a model leaves in a checkpoint
 
@@ -168,7 +169,7 @@ class FakeTrainer(FakeModel):
 
     async def send(self, version: PolicyVersion) -> WeightsSent:
         self._weights.of(version).set()
-        return WeightsSent(BYTES, 0.0)
+        return WeightsSent(BYTES, 0.0, GATHERED)
 
 
 class FakeCritic(FakeModel):

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime import codec, config, run_files
-from runtime.commands import Level, WeightsCommitted, WeightsHosted, WeightsSent
+from runtime.commands import Level, WeightsCommitted, WeightsHosted, WeightsReceived, WeightsSent
 from runtime.config import Config
 from runtime.coordinator.metrics_recorder import COUNTED
 from runtime.coordinator.register import Register, UnitChange, UnitState
@@ -123,10 +123,11 @@ class FakeRollout(FakeReplica):
         payload = b"payload %d" % request.group_id if train else replies(request, oldest, self.version)
         return generated(request, oldest, self.version, payload)
 
-    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> WeightsReceived:
         self.calls.append(("receive", version.step))
         await self.reached(self._weights.of(version).wait())
         self.calls.append(("verified", version.step))
+        return WeightsReceived()
 
     async def commit_weights(self, version: PolicyVersion, epoch: int) -> WeightsCommitted:
         await self.reached(no_wait())

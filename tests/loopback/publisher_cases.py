@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from runtime import config
-from runtime.commands import WeightsCommitted
+from runtime.commands import WeightsCommitted, WeightsReceived
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register
 from runtime.coordinator.weight_sync import WeightPublisher
@@ -90,13 +90,15 @@ async def fault_of(publisher: WeightPublisher, version: PolicyVersion = FIRST) -
 class Gate(FakeRollout):
     """Verifies, commits and leaves when its events say so; `withdrawn` once a call of it was cancelled, `asked` to commit."""
 
+    took = WeightsReceived()
+
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.may_verify, self.may_commit, self.may_leave, self.withdrawn, self.asked = (asyncio.Event() for _ in range(5))
         self.may_commit.set()
         self.may_leave.set()
 
-    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> WeightsReceived:
         await super().receive_weights(version, epoch)
         self.calls.pop()
         try:
@@ -105,6 +107,7 @@ class Gate(FakeRollout):
             self.withdrawn.set()
             raise
         self.calls.append(("verified", version.step))
+        return self.took
 
     async def commit_weights(self, version: PolicyVersion, epoch: int) -> WeightsCommitted:
         self.asked.set()

@@ -40,7 +40,7 @@ IMPATIENT = replace(PUBLICATION, transfer_timeout=4.0, abort_timeout=4.0)
 class Held:
     """A rollout's engine: `swapped` are the versions that it took over, each of which has to be whole."""
 
-    adopts = True
+    adopts = "float32"
     torn = False
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runtime import config
-from runtime.commands import WeightsSent
+from runtime.commands import WeightsReceived, WeightsSent
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ledger.states import Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, ScoreRequest, Scores, StepResult
@@ -121,10 +121,11 @@ def test_a_resumed_run_may_have_smaller_steps_and_a_smaller_bound(tmp_path: Path
 class DeafRollout(FakeRollout):
     """From version 2 on, nothing about weights is answered."""
 
-    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
-        await super().receive_weights(version, epoch)
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> WeightsReceived:
+        received = await super().receive_weights(version, epoch)
         if version.step >= 2:
             await asyncio.Event().wait()
+        return received
 
     async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
         await asyncio.Event().wait()

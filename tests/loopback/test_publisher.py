@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from runtime.commands import WeightsReceived
 from runtime.coordinator import weight_sync
 from runtime.errors import InvariantViolated, ServiceFault, Unreachable
 from runtime.telemetry.metrics import PublicationFigures
 from runtime.types import PolicyVersion
-from tests.loopback.model_fakes import BYTES
+from tests.loopback.model_fakes import BYTES, GATHERED
 from tests.loopback.pipeline_fakes import Cast, FakeRollout
 from tests.loopback.publisher_cases import FIRST, SECOND, address_of, fault_of, kept, make, run, until, with_gate
 
@@ -36,6 +37,19 @@ def test_a_version_counts_once_every_member_has_it() -> None:
         for rollout in cast.rollouts:
             assert rollout.calls == [("receive", 1), ("verified", 1), ("commit", 1)]
             assert rollout.version == FIRST
+
+    run(test)
+
+
+def test_the_figures_say_where_the_time_of_the_last_rollout_went() -> None:
+    async def test() -> None:
+        cast, gate = with_gate()
+        gate.took = WeightsReceived(wait_seconds=0.5, copy_seconds=0.25, hash_seconds=0.125, stage_seconds=1.0)
+        publishing = asyncio.create_task(make(cast).publish(FIRST))
+        gate.may_verify.set()
+        found = await publishing
+        assert (found.wait_seconds, found.copy_seconds, found.hash_seconds, found.stage_seconds) == (0.5, 0.25, 0.125, 1.0)
+        assert found.gather_seconds == GATHERED
 
     run(test)
 
@@ -92,11 +106,11 @@ class Torn(FakeRollout):
 
     times = 1
 
-    async def receive_weights(self, version: PolicyVersion, epoch: int) -> None:
+    async def receive_weights(self, version: PolicyVersion, epoch: int) -> WeightsReceived:
         if self.times:
             self.times -= 1
             raise ServiceFault(self.name, "receive", "the checksum of bucket 0 does not hold")
-        await super().receive_weights(version, epoch)
+        return await super().receive_weights(version, epoch)
 
 
 def test_a_failure_that_loses_nobody_is_tried_again_with_everybody() -> None:

@@ -225,6 +225,23 @@ def test_a_version_is_published_while_samples_are_generated(models: Models, in_f
     run(models, test, in_flight=in_flight)
 
 
+def test_another_dtype_is_received_into_one_set_of_buckets(models: Models) -> None:
+    specs = tuple(replace(spec, dtype="bfloat16") for spec in models.manifest.tensors)
+    manifest = replace(models.manifest, tensors=specs)
+
+    async def test(site: Site) -> None:
+        site.sender = WeightSender(manifest)
+        await site.join(manifest)
+        for step in (1, 2, 3):
+            await site.publish(step)
+            expected = models.weights[step].get_input_embeddings().weight.bfloat16().float()
+            assert torch.equal(site.engine._decoder.weights.embedding, expected)
+        receiver = site.service.weights.staging._receiver
+        assert receiver is not None and receiver._made == 1
+
+    run(models, test)
+
+
 def test_the_engine_generates_from_the_buckets_and_they_take_turns(models: Models) -> None:
     async def test(site: Site) -> None:
         await site.join()

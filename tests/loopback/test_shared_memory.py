@@ -170,11 +170,11 @@ def test_the_checksum_is_of_what_the_receiver_has(pair: list[Link], monkeypatch:
     bucket.copy_(torch.arange(bucket.numel()) % 251)
     arrived = torch.zeros_like(bucket)
     pair[0].send(0, bucket)
-    assert pair[1].receive(0, arrived).wait(PATIENCE) == digest_of(bucket)
+    assert pair[1].receive(0, arrived).wait(PATIENCE).digest == digest_of(bucket)
     with monkeypatch.context() as patch:
         patch.setattr(np, "copyto", faulty)
         pair[0].send(1, bucket)
-        digest = pair[1].receive(1, arrived).wait(PATIENCE)
+        digest = pair[1].receive(1, arrived).wait(PATIENCE).digest
     assert not torch.equal(arrived, bucket)
     assert digest == digest_of(arrived)
 
@@ -190,7 +190,7 @@ class Held:
         self.begun, self.go = threading.Event(), threading.Event()
         copy_and_hash = shared_memory.copy_and_hash
 
-        def hold(source: Any, target: Any, hasher: Any, check: Any) -> int:
+        def hold(source: Any, target: Any, hasher: Any, check: Any) -> Any:
             if len(target) == nbytes:
                 self.begun.set()
                 assert self.go.wait(PATIENCE)
@@ -205,13 +205,13 @@ def test_a_bucket_counts_as_taken_after_those_before_it(pair: list[Link], monkey
     sources = arena((64, 128))
     sent = [pair[0].send(index, buffer) for index, buffer in enumerate(sources)]
     copies = [pair[1].receive(index, torch.empty_like(buffer)) for index, buffer in enumerate(sources)]
-    second = copies[1].digest.result(PATIENCE)  # type: ignore[attr-defined]
+    second = copies[1].copied.result(PATIENCE).digest  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="waited in vain for rollout-0"):
         sent[0].wait(0.1)
     held.go.set()
     copies[0].wait(PATIENCE)
     sent[0].wait(PATIENCE)
-    assert copies[1].wait(PATIENCE) == second
+    assert copies[1].wait(PATIENCE).digest == second
     sent[1].wait(PATIENCE)
 
 

@@ -214,6 +214,9 @@ def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
             "rollout-1": [
                 TracedSpan("ReceiveWeights", 19, 20.6, CALLS, step=6),
                 TracedSpan("receive", 20, 20.6, PUBLICATION, step=6),
+                TracedSpan("wait", 20, 20.2, PUBLICATION, step=6),
+                TracedSpan("copy", 20.2, 20.6, PUBLICATION, step=6),
+                TracedSpan("decode", 20, 21),  # beside it
                 TracedSpan("CommitWeights", 20.6, 20.9, CALLS, step=6),
             ],
             "rollout-2": [TracedSpan("ReceiveWeights", 20, 21, CALLS, step=9)],
@@ -227,8 +230,8 @@ def test_the_spans_say_who_scored_and_what_everyone_was_at() -> None:
         ("train", 4.0, TRAINER, -1),
         ("publish", 1.0, "rollout-1", -1),
     ]
-    receive = {"receive": pytest.approx(0.6, abs=1e-9)}
-    assert found.inside == [{"decode": 1.0}, {}, {"backward": 2.0, "Apply": 2.0}, receive]
+    published = {phase: pytest.approx(seconds, abs=1e-9) for phase, seconds in (("wait", 0.2), ("copy", 0.4), ("swap", 0.3))}
+    assert found.inside == [{"decode": 1.0}, {}, {"backward": 2.0, "Apply": 2.0}, published]
 
 
 def test_an_update_that_waits_for_a_rollouts_probe_is_not_the_trainers_doing() -> None:

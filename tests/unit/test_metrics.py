@@ -109,6 +109,7 @@ def test_a_step_has_every_name_that_applies() -> None:
         "publication/bytes": 1000.0,
         "publication/aborts": 1.0,
         "publication/epoch": 3.0,
+        **{f"publication/{phase}_seconds": 0.0 for phase in ("gather", "wait", "copy", "hash", "stage", "swap")},
         "rollout/serving": 2.0,
         "world_size": 4.0,
         "global_batch_size": 2.0,

@@ -179,7 +179,8 @@ class Desk:
         self.stage = Stage()
         self._tensors = models.tensors
         self.service.weights.epoch, self.service.weights._received = 1, NEW
-        self.service.weights.staging._staged = self.stage  # type: ignore[attr-defined]
+        staging = self.service.weights.staging
+        staging._staged, staging._adopts = self.stage, True  # type: ignore[assignment]
         self.actor = self.service._actor
 
     def generate(self, *requests: GroupRequest) -> list[asyncio.Future[GeneratedGroup]]:

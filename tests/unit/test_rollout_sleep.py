@@ -50,7 +50,7 @@ def test_weights_are_taken_over_before_the_cache_is_back(tmp_path: Path, on_host
     weights = {seed: save_model(tmp_path / str(seed), seed=seed).state_dict() for seed in (0, 1)}
     folder = str(tmp_path / "0")
     engine = TorchRolloutEngine(folder, device=torch.device("cpu"), dtype=torch.float32, slots=2, max_model_len=64)
-    engine.adopts = not on_host
+    engine.adopts = engine._next.adopts = "" if on_host else "float32"
 
     async def go() -> None:
         before = [tensor.clone() for tensor in engine._decoder.weights.tensors()]

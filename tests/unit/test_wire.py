@@ -247,7 +247,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ),
     ("Rollout", "ResendWeights"): (commands.ResendWeights(VERSION, 6), commands.WeightsSent(1 << 40, 0.25)),
     ("Rollout", "JoinWeights"): (commands.JoinWeights(ADDRESS, MANIFEST), None),
-    ("Rollout", "ReceiveWeights"): (commands.ReceiveWeights(VERSION, 6), None),
+    ("Rollout", "ReceiveWeights"): (commands.ReceiveWeights(VERSION, 6), commands.WeightsReceived(0.5, 0.25, 0.125, 1.0)),
     ("Rollout", "CommitWeights"): (commands.CommitWeights(VERSION, 6), commands.WeightsCommitted(0.0125)),
     ("Rollout", "AbortWeights"): (commands.AbortWeights(VERSION, 6), None),
     ("Reward", "Score"): (
@@ -362,7 +362,7 @@ def test_a_message_arrives_as_it_was_sent(side: contract.MethodSide, value: Any)
         (("Coordinator", "Watch"), None, status.Progress()),
         (("Process", "Status"), None, status.Status(role="", name="")),
         (("Environment", "Run"), MESSAGES["Environment", "Run"][0], EpisodeEvent()),
-        (("Rollout", "ReceiveWeights"), commands.ReceiveWeights(PolicyVersion(), 0), None),
+        (("Rollout", "ReceiveWeights"), commands.ReceiveWeights(PolicyVersion(), 0), commands.WeightsReceived()),
         (("Reference", "Logprobs"), LogprobRequest(group_id=0, payload=b""), b""),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -61,32 +61,52 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [H]
     head: torch.Tensor  # [vocabulary, H], the embedding where they are tied
+    copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The parameters that lie in memory of their own, by their first tensor's Hugging Face name."""
 
     @classmethod
     def empty(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
         """Uninitialised memory, for `load` to fill."""
+        copies: dict[str, torch.Tensor] = {}
 
-        return cls._of(config, lambda parts: torch.empty(_fused_shape(parts), device=device, dtype=dtype))
+        def parameter(parts: _Parts) -> torch.Tensor:
+            return copies.setdefault(parts[0].name, torch.empty(_fused_shape(parts), device=device, dtype=dtype))
+
+        return replace(cls._of(config, parameter), copies=copies)
 
     @classmethod
     @torch.no_grad()
     def adopt(
-        cls, config: ModelConfig, tensors: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype
+        cls,
+        config: ModelConfig,
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        spare: DecoderWeights | None = None,
     ) -> DecoderWeights:
         """A complete set of weights by Hugging Face names, taken over where it lies, as far as it can be.
 
         A parameter is a view of the given memory if that has the right device and dtype and its parts adjoin; otherwise, and
         for norms that are repeated for each head, it is a copy. The memory must stay unchanged as long as the result is used.
+        `spare`: weights that are not in use any more, whose own memory the copies take.
         Raises InvalidMessage when names or shapes are not those of the model.
         """
         require_fit(config, tensors)
 
-        def parameter(parts: _Parts) -> torch.Tensor:
-            given = [tensors[part.name] for part in parts]
-            view = _adjoined(parts, given, device, dtype)
-            return _copied(parts, given, device, dtype) if view is None else view
+        copies: dict[str, torch.Tensor] = {}
 
-        return cls._of(config, parameter)
+        def parameter(parts: _Parts) -> torch.Tensor:
+            given, name = [tensors[part.name] for part in parts], parts[0].name
+            view = _adjoined(parts, given, device, dtype)
+            if view is not None:
+                return view
+            place = None if spare is None else spare.copies.get(name)
+            copies[name] = torch.empty(_fused_shape(parts), device=device, dtype=dtype) if place is None else place
+            for rows, tensor in zip(copies[name].split([part.rows for part in parts]), given, strict=True):
+                rows.copy_(tensor)
+            return copies[name]
+
+        return replace(cls._of(config, parameter), copies=copies)
 
     @classmethod
     def _of(cls, config: ModelConfig, parameter: Callable[[_Parts], torch.Tensor]) -> DecoderWeights:
@@ -115,8 +135,8 @@ class DecoderWeights:
         if not self.config.tied:
             views[_HEAD] = self.head
         for index, layer in enumerate(self.layers):
-            for field, parts in _layer_parts(self.config, index).items():
-                rows = getattr(layer, field).split([part.rows for part in parts])
+            for name, parts in _layer_parts(self.config, index).items():
+                rows = getattr(layer, name).split([part.rows for part in parts])
                 views.update(zip((part.name for part in parts), rows, strict=True))
         return views
 
@@ -137,6 +157,11 @@ def mismatch(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | 
         if tuple(shape) != expected[name]:
             return _misshapen(name, shape, expected[name])
     return None
+
+
+def are_of(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether each of `tensors` is one of the model's."""
+    return all(tuple(tensor.shape) == _shapes(config).get(name) for name, tensor in tensors.items())
 
 
 def require_fit(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -221,10 +246,3 @@ def _adjoined(parts: _Parts, given: Sequence[torch.Tensor], device: torch.device
     shape = _fused_shape(parts)
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     return first.detach().as_strided(shape, strides, first.storage_offset())
-
-
-def _copied(parts: _Parts, given: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    fused = torch.empty(_fused_shape(parts), device=device, dtype=dtype)
-    for rows, tensor in zip(fused.split([part.rows for part in parts]), given, strict=True):
-        rows.copy_(tensor)
-    return fused

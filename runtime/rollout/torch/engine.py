@@ -24,9 +24,9 @@ from runtime.process.progress import at
 from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group
 from runtime.rollout.torch import prefill
 from runtime.rollout.torch.decoder import Decoder, KVCache
-from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
 from runtime.rollout.torch.drafts import Drafts, Following
 from runtime.rollout.torch.kept import KeptTexts
+from runtime.rollout.torch.next_weights import NextWeights
 from runtime.rollout.torch.sampling import RowSampling, as_row, sample, sets_of, streams, to_host
 from runtime.rollout.torch.slots import Prefilled, Slots
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
@@ -90,9 +90,10 @@ class TorchRolloutEngine(RolloutEngine):
         self._kept = KeptTexts(kv_for_waiting)
         self._drafts = Drafts(_FIXED.get(device.type, _FIXED_ELSEWHERE)) if drafts else None
         self._device = device
-        self.adopts = device.type == "cpu"  # elsewhere the weights are copies on the device
+        self._next = NextWeights(self._decoder.weights)
+        self.adopts = self._next.adopts
+        self.torn = False  # the weights are of no version
         self._version = version
-        self._staged: DecoderWeights | None = None
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
@@ -147,7 +148,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return bool(self._slots.count if self._held else self._groups) and self._level == Level.AWAKE
+        return bool(self._slots.count if self._held else self._groups) and self._level == Level.AWAKE and not self.torn
 
     def _step(self) -> None:
         """Fill the free slots, then decode a token for every active one, or more where its draft is right."""
@@ -292,35 +293,26 @@ class TorchRolloutEngine(RolloutEngine):
     def hold(self, held: bool) -> None:
         self._held = held
 
-    async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._staged = None  # so that no third set of weights is in memory
-        self._staged = await asyncio.to_thread(self._prepare, tensors)
+    async def reserve(self) -> None:
+        unused = self._version == _INITIAL and not self._groups and not self._stats.prefill_tokens
+        self.torn = self.torn or unused
+        await self._next.reserve(self._decoder.weights if unused else None)
 
-    def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> DecoderWeights:
-        config, dtype = self._decoder.config, self._decoder.dtype
-        if self.adopts:
-            return DecoderWeights.adopt(config, tensors, self._device, dtype)
-        require_fit(config, tensors)
-        try:
-            weights = DecoderWeights.empty(config, self._device, dtype)
-            with platform.beside(self._device):
-                weights.load(tensors)
-        except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"services.rollout.slots: a weight sync holds the weights twice on {self._device}, which has not the memory; "
-                f"take fewer slots, or engine vllm ({error})"
-            ) from error
-        return weights
+    def take_in(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._next.take_in(tensors)
+
+    async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        await self._next.stage(tensors)
 
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
         """Prompts that samples are still to be begun from are prefilled again in any case."""
         if self._level == Level.ASLEEP:
             raise InvariantViolated("weights are swapped while the engine is asleep")
-        if self._staged is None:
+        if self._next.staged is None:
             raise InvariantViolated(f"version {version} is to be swapped in, and is not staged")
 
         # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
-        self._decoder.weights, self._staged = self._staged, None
+        self._decoder.weights, self.torn = self._next.take_over(self._decoder.weights), False
         self._version = version
         self._kept.clear()
         for group in self._waiting:

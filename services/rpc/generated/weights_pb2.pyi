@@ -95,6 +95,18 @@ class WeightsRequest(_message.Message):
     epoch: int
     def __init__(self, version: _Optional[_Union[_common_pb2.PolicyVersion, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
+class ReceiveWeightsReply(_message.Message):
+    __slots__ = ("wait_seconds", "copy_seconds", "hash_seconds", "stage_seconds")
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COPY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    HASH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    wait_seconds: float
+    copy_seconds: float
+    hash_seconds: float
+    stage_seconds: float
+    def __init__(self, wait_seconds: _Optional[float] = ..., copy_seconds: _Optional[float] = ..., hash_seconds: _Optional[float] = ..., stage_seconds: _Optional[float] = ...) -> None: ...
+
 class CommitWeightsReply(_message.Message):
     __slots__ = ("pause_seconds",)
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -102,9 +114,11 @@ class CommitWeightsReply(_message.Message):
     def __init__(self, pause_seconds: _Optional[float] = ...) -> None: ...
 
 class SendWeightsReply(_message.Message):
-    __slots__ = ("bytes", "seconds")
+    __slots__ = ("bytes", "seconds", "gather_seconds")
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    GATHER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     seconds: float
-    def __init__(self, bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    gather_seconds: float
+    def __init__(self, bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., gather_seconds: _Optional[float] = ...) -> None: ...
