@@ -14,7 +14,6 @@ from benchmarks import command, every
 from benchmarks.compared import Compared
 from runtime.errors import ServiceFault, UserError
 
-ROOT = Path(__file__).parents[2]
 RATIO = "run / bound of the engines alone"
 
 
@@ -78,12 +77,6 @@ def test_a_page_without_a_place_for_the_table_is_refused() -> None:
     assert every.page(made, report) == made
     with pytest.raises(UserError, match="no lines"):
         every.page("# Benchmarks\n", report)
-
-
-def test_the_page_is_made_of_its_figures() -> None:
-    figures = msgspec.json.decode((ROOT / "docs" / "benchmarks.json").read_bytes(), type=every.EveryReport)
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    assert every.page(page, figures) == page, "run: python -m benchmarks.every docs/benchmarks.json docs/benchmarks.md"
 
 
 def test_what_the_last_release_said_is_of_benches_that_are_there() -> None:
