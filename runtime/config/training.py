@@ -47,7 +47,7 @@ class Training(Section, frozen=True):
     """Of one update of the weights. It divides `groups_per_step`, and is a multiple of `services.trainer.processes` and
     `services.critic.processes`, as `groups_per_step` is. 0: `groups_per_step`."""
     max_tokens_per_microbatch: Tokens = 8192
-    """Of one forward and backward pass."""
+    """Of one forward and backward pass; what rows share counts once."""
     on_nonfinite: Literal["end", "skip"] = "end"
     """What a loss or gradient that is NaN or infinite does, once the samples of its micro-batch are written to `nonfinite/` in
     the run's folder: `end` the run, or `skip` the update. The weights stay either way."""
