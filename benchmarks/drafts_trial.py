@@ -29,15 +29,18 @@ class DraftsTrial:
         self._config = config
 
     def tokens(self, way: str, seconds: float) -> tuple[int, float]:
-        """Tokens out of decode steps, all slots in use, and the seconds that they took."""
+        """Tokens out of decode steps, all slots in use, and the seconds that they took: `seconds`, and one step at least."""
         engine, requests = self._built(way)
         before, begun = engine.stats().decode_tokens, time.perf_counter()
 
+        def over() -> bool:
+            return time.perf_counter() - begun >= seconds and engine.stats().decode_tokens > before
+
         async def run() -> None:
-            while time.perf_counter() - begun < seconds:
+            while not over():
                 while engine.stats().waiting < SLOTS:
                     engine.submit([next(requests)])
-                await engine.advance(lambda: time.perf_counter() - begun >= seconds)
+                await engine.advance(over)
 
         asyncio.run(run())
         return engine.stats().decode_tokens - before, time.perf_counter() - begun

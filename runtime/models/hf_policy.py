@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
-from torch.nn.attention.bias import causal_lower_right
 
 from runtime.errors import UserError
 from runtime.models import hf_config
@@ -293,10 +292,10 @@ def packed_attention(
 
 def _causality(asked: int, length: int, sliding_window: int | None, device: torch.device) -> dict[str, Any]:
     """For the last `asked` tokens of a row as queries."""
-    if sliding_window is None or sliding_window >= length:
-        return {"is_causal": True} if asked == length else {"attn_mask": causal_lower_right(asked, length)}
+    if asked == length and (sliding_window is None or sliding_window >= length):
+        return {"is_causal": True}
     distance = torch.arange(length - asked, length, device=device)[:, None] - torch.arange(length, device=device)
-    return {"attn_mask": (distance >= 0) & (distance < sliding_window)}
+    return {"attn_mask": (distance >= 0) & (distance < (sliding_window or length))}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -79,7 +79,8 @@ def memory_fault(config: Config, role: str, held: RankBytes, available: int) -> 
             f"services.{role}.processes: {settings.processes} of them need {fixed / 1e9:.1f} GB each without any activations, "
             f"and have {gigabytes}; must be more, or the model be spread over more of them (services.{role}.parallel)"
         )
-    most = (available - fixed) * _microbatch_tokens(config, settings) // held.activations
+    constant = held.constant if fixed + held.constant < available else 0
+    most = (available - fixed - constant) * _microbatch_tokens(config, settings) // (held.activations - constant)
     section, chosen = ("training", config.training) if isinstance(settings, Trainer) else (f"services.{role}", settings)
     return (
         f"{section}.max_tokens_per_microbatch: {chosen.max_tokens_per_microbatch} needs about {held.total / 1e9:.1f} GB "

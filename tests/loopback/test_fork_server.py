@@ -140,6 +140,7 @@ def test_what_is_forked_ends_with_the_agent() -> None:
 
 def test_one_that_nobody_waits_for_any_more_is_ended_with_the_server() -> None:
     async def test() -> int:
+        before = len(psutil.Process().children())
         server = ForkServer(["rollout"])
         assert server._socket is not None
         reader, writer = os.pipe()
@@ -148,22 +149,23 @@ def test_one_that_nobody_waits_for_any_more_is_ended_with_the_server() -> None:
             socket.send_fds(server._socket, [msgspec.msgpack.encode(request)], [writer])
             assert select.select([server._socket], [], [], DEADLINE)[0]
         os.close(writer)
-        assert len(psutil.Process().children()) == 2
+        assert len(psutil.Process().children()) == before + 2
         server.end()
         os.close(reader)
-        return len(psutil.Process().children())
+        return len(psutil.Process().children()) - before
 
     assert asyncio.run(test()) == 0
 
 
 def test_one_that_is_cancelled_ends_the_server() -> None:
     async def test() -> list[psutil.Process]:
+        before = psutil.Process().children()
         server = ForkServer(["rollout"])
         forking = asyncio.create_task(server.fork(start.command(PROGRAM, "wait"), {**os.environ, "OMP_NUM_THREADS": "1"}, 2))
         await asyncio.sleep(0)
         forking.cancel()
         await asyncio.gather(forking, return_exceptions=True)
-        return psutil.Process().children()
+        return [one for one in psutil.Process().children() if one not in before]
 
     assert asyncio.run(test()) == []
 

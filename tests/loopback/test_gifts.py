@@ -36,8 +36,8 @@ async def come(here: Stage, incarnation: int = 0) -> RolloutHere:
     return late
 
 
-@pytest.mark.parametrize("adopts", [True, False], ids=["uses the buckets", "copies them"])
-def test_whoever_serves_gives_the_version_as_often_as_somebody_comes(adopts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adopts", ["float32", ""], ids=["uses the buckets", "copies them"])
+def test_whoever_serves_gives_the_version_as_often_as_somebody_comes(adopts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(here: Stage) -> None:
         for rollout in here.rollouts:
             monkeypatch.setattr(rollout.engine, "adopts", adopts)

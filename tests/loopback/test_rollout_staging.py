@@ -236,7 +236,7 @@ def test_another_dtype_is_received_into_one_set_of_buckets(models: Models) -> No
             await site.publish(step)
             expected = models.weights[step].get_input_embeddings().weight.bfloat16().float()
             assert torch.equal(site.engine._decoder.weights.embedding, expected)
-        receiver = site.service.weights.staging._receiver
+        receiver = site.service.weights.staging.receiver
         assert receiver is not None and receiver._made == 1
 
     run(models, test)

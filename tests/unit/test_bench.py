@@ -150,7 +150,7 @@ def test_drafts_are_compared_pair_by_pair() -> None:
     assert pairs.ratios == [3.0, 1.0, 2.0]
     both = engine.Decoding(1.0, 1.0)
     report = engine.EngineBenchReport(both, both, [1.0], {"alike": pairs})
-    assert list(engine.render(report)[1].columns[3].cells) == ["2.00 (1.00 - 3.00)"]
+    assert list(map(str, engine.render(report)[1].columns[3].cells)) == ["2.00 (1.00 - 3.00)"]
     assert engine.compared(report)[1].values == pairs.ratios
 
 

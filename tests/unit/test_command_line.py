@@ -22,7 +22,7 @@ def test_a_configuration_is_needed_and_overrides_are_not(command: list[str], cap
     [
         ([], "arguments are required: COMMAND"),
         (["trian"], r"argument COMMAND: invalid choice: 'trian' \(choose from '?train'?, "),
-        (["bench", "nothing"], r"argument name: invalid choice: 'nothing' \(choose from '?concurrency'?, "),
+        (["bench", "nothing"], r"argument name: invalid choice: 'nothing' \(choose from '?all'?, "),
         (["samples", "runs/a", "--limit", "few"], "argument --limit: invalid int value: 'few'"),
         (["status", "runs/a", "--wach"], "unrecognized arguments: --wach"),
     ],

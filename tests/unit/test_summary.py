@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from launcher import cli
+from launcher.node.local_node import LocalNode
 from runtime.config import Config, Run
 from runtime.errors import UserError
 from runtime.telemetry.memory import Memory
@@ -185,7 +186,7 @@ def test_an_alarm_is_the_last_word_of_a_run(monkeypatch: pytest.MonkeyPatch, cap
 
     monkeypatch.setattr("launcher.commands.train.train", trained)
     config: Any = Config(run=Run(name="test", dir="nowhere"))
-    here: Any = None
+    here = LocalNode.of(config)
     assert cli.run_training(config, here) == 0
     assert capsys.readouterr().err == ""
     assert cli.run_training(config, here) == 0

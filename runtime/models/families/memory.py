@@ -24,6 +24,8 @@ class RankBytes(msgspec.Struct, frozen=True, kw_only=True):
     gradients: int = 0
     optimizer: int = 0
     activations: int
+    constant: int = 0
+    """Of the activations, what does not grow with more tokens: a whole chunk of logits."""
 
     @property
     def total(self) -> int:
@@ -53,9 +55,10 @@ def _of_stage(family: Family, layout: Layout, work: ModelWork, stage: int) -> Ra
     parameters = family.parameters(layout, pipeline_rank=stage)
     expert = sum(math.prod(parameter.shape) for parameter in parameters if parameter.expert)
     shared = sum(math.prod(parameter.shape) for parameter in parameters) - expert
-    activations = _activations(family, layout, work, stage)
+    logits, is_whole = _logits(family, layout, work, stage)
+    activations = _activations(family, layout, work, stage) + logits
     if not work.trains:
-        return RankBytes(weights=work.width * (shared + expert), activations=activations)
+        return RankBytes(weights=work.width * (shared + expert), activations=activations, constant=logits * is_whole)
     blocks = work.ranks // (layout.tensor * layout.pipeline)
     updated = 8 if work.width == 4 else 12
     return RankBytes(
@@ -63,23 +66,29 @@ def _of_stage(family: Family, layout: Layout, work: ModelWork, stage: int) -> Ra
         gradients=GRADIENT * (shared + expert),
         optimizer=updated * shared // blocks + updated * expert * layout.expert // blocks,
         activations=activations,
+        constant=logits * is_whole,
     )
+
+
+def _logits(family: Family, layout: Layout, work: ModelWork, stage: int) -> tuple[int, bool]:
+    """Bytes, and whether they are those of a whole chunk."""
+    if stage < layout.pipeline - 1 or family.value_head:
+        return 0, False
+    every = work.tokens * layout.padded_vocab(family.shape) // layout.tensor
+    each = work.width + _LOGIT if work.trains else work.width
+    return min(every, CHUNK_ELEMENTS) * each, every > CHUNK_ELEMENTS
 
 
 def _activations(family: Family, layout: Layout, work: ModelWork, stage: int) -> int:
     """Of the micro-batches under way on the stage, one for each stage from it to the last one. With checkpointing they keep
-    what goes into each layer, and one layer is worked on. What is sent between experts is left out.
+    what goes into each layer, and one layer is worked on. What is sent between experts is left out, and logits.
     """
     shape = family.shape
     row = work.tokens * shape.hidden_size * work.width  # what goes into a layer
     layer = row * _LAYER // 2 // layout.tensor
-    logits = 0
-    if stage == layout.pipeline - 1 and not family.value_head:
-        at_once = min(work.tokens * layout.padded_vocab(shape) // layout.tensor, CHUNK_ELEMENTS)
-        logits = at_once * (work.width + _LOGIT if work.trains else work.width)
     if not work.trains:
-        return layer + logits
+        return layer
     layers, under_way = len(layout.stage_layers(shape, stage)), layout.pipeline - stage
     if not work.checkpointing:
-        return layers * under_way * layer + logits
-    return layers * under_way * (row // layout.tensor if work.sequence else row) + layer + logits
+        return layers * under_way * layer
+    return layers * under_way * (row // layout.tensor if work.sequence else row) + layer

@@ -116,7 +116,7 @@ class Span(NamedTuple):
     longest: int
 
 
-class _Part(NamedTuple):
+class _SpanPart(NamedTuple):
     """The tokens of a span, and what they attend to."""
 
     tokens: slice
@@ -222,19 +222,19 @@ class Decoder:
 
         return self.logits(self._run(tokens, positions, attend))
 
-    def _part(self, span: Span, positions: torch.Tensor, cache: KVCache, counts: np.ndarray | None) -> _Part:
+    def _part(self, span: Span, positions: torch.Tensor, cache: KVCache, counts: np.ndarray | None) -> _SpanPart:
         slots = slice(span.start, span.end)
         most = 1 if counts is None else int(counts[slots].max())
         length = min(round_up(span.longest + most - 1, LENGTH_STEP), cache.max_length)
         if counts is None:
-            return _Part(slots, cache.views(slots, length), self._cached_bias(positions[slots].unsqueeze(1), length), None)
+            return _SpanPart(slots, cache.views(slots, length), self._cached_bias(positions[slots].unsqueeze(1), length), None)
         first = int(counts[: span.start].sum())
         tokens = slice(first, first + int(counts[slots].sum()))
         padded, back = (self._to_device(each) for each in _places(counts[slots]))
         bias = self._cached_bias(positions[tokens].index_select(0, padded.flatten()).view(padded.shape), length)
-        return _Part(tokens, cache.views(slots, length), bias, (padded.flatten(), back))
+        return _SpanPart(tokens, cache.views(slots, length), bias, (padded.flatten(), back))
 
-    def _attend_part(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _Part) -> torch.Tensor:
+    def _attend_part(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _SpanPart) -> torch.Tensor:
         """Attention of the part's tokens, [m, kv_heads, queries, d] to [m, heads * d]."""
         if part.places is None:
             return self._attend_cached(query, keys, values, part.bias).view(len(query), -1)

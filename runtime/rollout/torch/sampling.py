@@ -25,7 +25,7 @@ class Kept(NamedTuple):
     order: torch.Tensor  # int64 [m, vocabulary], of which they are the first
 
 
-class Sampled(NamedTuple):
+class DrawnTokens(NamedTuple):
     tokens: torch.Tensor  # int64 [n]
     logprobs: torch.Tensor  # float32 [n]
     kept: Kept | None = None  # of the rows that keep their sets
@@ -62,7 +62,7 @@ class RowSampling:
         # Always a tensor when there is a temperature: a scalar might round otherwise than a mixed batch does.
         inverse = np.where(greedy, np.float32(1), inverse)
         self.inverse_temperature = None if (inverse == 1).all() else torch.from_numpy(inverse[:, None]).to(device)
-        self.parts: list[tuple[Callable[[torch.Tensor, torch.Tensor], Sampled], torch.Tensor]] = []
+        self.parts: list[tuple[Callable[[torch.Tensor, torch.Tensor], DrawnTokens], torch.Tensor]] = []
         if plain.all():
             return
         filters = torch.from_numpy(params[filtered, 1:4]).to(device)
@@ -73,7 +73,7 @@ class RowSampling:
                 self.parts.append((draw, torch.from_numpy(np.flatnonzero(own)).to(device)))
 
 
-def sample(logits: torch.Tensor, u: torch.Tensor, rows: RowSampling) -> Sampled:
+def sample(logits: torch.Tensor, u: torch.Tensor, rows: RowSampling) -> DrawnTokens:
     """Draw a token for each row of float32 `logits` [n, vocab] with the uniform numbers `u` float32 [n].
 
     The log-probability is that of the distribution drawn from: after temperature and filters. Greedy rows report the
@@ -92,7 +92,7 @@ def sample(logits: torch.Tensor, u: torch.Tensor, rows: RowSampling) -> Sampled:
         logprobs.index_copy_(0, indices, part.logprobs)
         if part.kept is not None:
             kept = part.kept._replace(rows=indices.index_select(0, part.kept.rows))
-    return Sampled(tokens, logprobs, kept)
+    return DrawnTokens(tokens, logprobs, kept)
 
 
 def sets_of(kept: Kept | None) -> dict[int, EncodedSet]:
@@ -104,21 +104,21 @@ def sets_of(kept: Kept | None) -> dict[int, EncodedSet]:
     return {row: encode_set(ids[:size], vocabulary) for row, size, ids in zip(kept.rows.tolist(), sizes, order, strict=True)}
 
 
-def _draw(logp: torch.Tensor, u: torch.Tensor) -> Sampled:
+def _draw(logp: torch.Tensor, u: torch.Tensor) -> DrawnTokens:
     """The first token whose cumulative probability exceeds u times the total."""
     cumulative = logp.exp().cumsum(-1)
     target = u.unsqueeze(1) * cumulative[:, -1:]
     # A parallel prefix sum need not be monotone to the last bit, hence the clamp.
     token = torch.searchsorted(cumulative, target, right=True).clamp_(max=logp.shape[-1] - 1)
-    return Sampled(token.squeeze(1), logp.gather(1, token).squeeze(1))
+    return DrawnTokens(token.squeeze(1), logp.gather(1, token).squeeze(1))
 
 
-def _draw_greedy(logp: torch.Tensor, _: torch.Tensor) -> Sampled:
+def _draw_greedy(logp: torch.Tensor, _: torch.Tensor) -> DrawnTokens:
     best = logp.max(-1)
-    return Sampled(best.indices, best.values)
+    return DrawnTokens(best.indices, best.values)
 
 
-def _draw_filtered(filters: torch.Tensor, keeping: torch.Tensor, logp: torch.Tensor, u: torch.Tensor) -> Sampled:
+def _draw_filtered(filters: torch.Tensor, keeping: torch.Tensor, logp: torch.Tensor, u: torch.Tensor) -> DrawnTokens:
     """`filters` is [n, 3]: top-p, top-k, min-p. Each keeps the most probable tokens, so a prefix of the sorted row is left.
     `keeping`: int64, the rows whose sets are kept."""
     logp, order = torch.sort(logp, dim=-1, descending=True, stable=True)
@@ -137,10 +137,10 @@ def _draw_filtered(filters: torch.Tensor, keeping: torch.Tensor, logp: torch.Ten
     sizes = kept.sum(-1, keepdim=True)
     place = torch.minimum(place, sizes - 1)
     sets = Kept(keeping, sizes[keeping, 0], order[keeping]) if len(keeping) else None
-    return Sampled(order.gather(1, place).squeeze(1), logp.gather(1, place).squeeze(1), sets)
+    return DrawnTokens(order.gather(1, place).squeeze(1), logp.gather(1, place).squeeze(1), sets)
 
 
-def to_host(drawn: Sampled) -> tuple[np.ndarray, np.ndarray]:
+def to_host(drawn: DrawnTokens) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and log-probabilities in one transfer, as each would wait for the device."""
     both = torch.stack((drawn.tokens.int(), drawn.logprobs.view(torch.int32))).cpu().numpy()
     return both[0].astype(np.int64), both[1].view(np.float32)
