@@ -37,7 +37,7 @@ class DraftsTrial:
             while time.perf_counter() - begun < seconds:
                 while engine.stats().waiting < SLOTS:
                     engine.submit([next(requests)])
-                await engine.advance(lambda: time.perf_counter() - begun >= seconds)
+                await engine.advance(lambda: False)
 
         asyncio.run(run())
         return engine.stats().decode_tokens - before, time.perf_counter() - begun

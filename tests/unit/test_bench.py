@@ -148,7 +148,7 @@ def test_drafts_are_compared_pair_by_pair() -> None:
     assert pairs.ratios == [3.0, 1.0, 2.0]
     both = engine.Decoding(1.0, 1.0)
     table = engine.render(engine.EngineBenchReport(both, both, {"alike": pairs}))[1]
-    assert list(table.columns[3].cells) == ["2.00 (1.00 - 3.00)"]
+    assert [str(cell) for cell in table.columns[3].cells] == ["2.00 (1.00 - 3.00)"]
 
 
 @pytest.mark.parametrize("way", DRAFT_WAYS)
