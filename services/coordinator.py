@@ -184,7 +184,7 @@ class CoordinatorProcess:
             raise first_error(error) from None
         await context.trackers.close()
         await context.ledger.close()
-        summary.write(self._folder)
+        await disk.done(lambda: summary.write(self._folder), self._folder)
 
     async def _evaluate(self) -> None:
         """Or, where the gateway serves, only have it served."""

@@ -15,6 +15,7 @@ from launcher.page.beside import PageBeside
 from launcher.view import View
 from runtime import timeouts
 from runtime.config import Config
+from runtime.process import disk
 from runtime.telemetry.memory import PeakMemory
 from runtime.telemetry.summary import LAUNCHER, Summary
 
@@ -64,7 +65,7 @@ class _TrainJob(Job[Summary]):
             peak_pss_bytes=memory.pss_bytes,
             memory=memory.by_process,
         )
-        summary.write(self.folder)
+        await disk.done(lambda: summary.write(self.folder), self.folder, self.view.say)
         return summary
 
     def _names(self) -> dict[int, str]:

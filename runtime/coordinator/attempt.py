@@ -51,6 +51,7 @@ from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.records import Note
 from runtime.ledger.states import Phase
+from runtime.process import disk
 from runtime.process.aio import TaskGroup, now
 from runtime.status import Progress
 from runtime.telemetry import startup
@@ -249,8 +250,7 @@ class Attempt:
         self._probes.close()
         await self._groups.close()
         for group in sorted(self.buffer, key=lambda group: group.group_id):
-            ticket = self.buffer.drop(group.group_id, WHY_ENDED)
-            self._stream.give_back(ticket.problem)
+            self._stream.give_back(self.buffer.drop(group.group_id, WHY_ENDED).problem)
         self._context.ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
 
     async def finished(self, trained: TrainedStep) -> None:
@@ -259,7 +259,7 @@ class Attempt:
         history.version = PolicyVersion(self._incarnation, step)
         await self._recorder.step(trained)
         if startup.TOTAL not in self._context.startup.phases:
-            self._started_up()
+            await self._started_up()
         if config.stop.hours and now() - history.rl_began >= config.stop.hours * 3600:
             self.stop(f"{config.stop.hours:g} hours are over")
         if self.evaluates(step):
@@ -277,12 +277,12 @@ class Attempt:
         every = self._config.evaluation.every
         return self._evaluator is not None and every > 0 and step % every == 0 and step < self.buffer.last_step
 
-    def _started_up(self) -> None:
+    async def _started_up(self) -> None:
         """The first step is done: start-up ended when the trainer had the whole batch of it."""
-        phases, submitted = self._context.startup.phases, self._training.first_applied
-        phases["first step"] = submitted - self._history.rl_began
-        phases[startup.TOTAL] = submitted - self._context.launched - phases.get(startup.NOT_COUNTED, 0.0)
-        self._context.startup.write(self._context.folder)
+        figures, submitted = self._context.startup, self._training.first_applied
+        figures.phases["first step"] = submitted - self._history.rl_began
+        figures.phases[startup.TOTAL] = submitted - self._context.launched - figures.phases.get(startup.NOT_COUNTED, 0.0)
+        await disk.done(lambda: figures.write(self._context.folder), self._context.folder)
 
     async def _evaluate_beside(self, step: int) -> None:
         assert self._evaluator is not None

@@ -130,3 +130,19 @@ def test_the_results_of_an_evaluation_wait_for_room(tiny: Path, small_disk: Path
         assert run.wait(STOP) == 0, run.output + run.errors
     results = sorted((on_small_disk / "evaluations").glob("step-*/results.json"))
     assert [path.parent.name for path in results] == ["step-00000002", "step-00000004"]
+
+
+@pytest.mark.parametrize("file", ["startup.json", "summary.json"])
+def test_the_figures_of_a_run_wait_for_room(tiny: Path, small_disk: Path, tmp_path: Path, file: str) -> None:
+    config, folder = write_config(tmp_path / "config.yaml", tiny, training={"steps": 2}), tmp_path / "run"
+    fill(small_disk / "ballast")
+    with started(config, "checkpoint.every=0", folder=folder) as run:
+        eventually((folder / "ledger").exists, 200.0, "the ledger")
+        partial = (folder / file).with_suffix(".partial" if file == "summary.json" else ".json.partial")
+        partial.symlink_to(small_disk / file)
+        log = folder / "logs" / "coordinator.log"
+        eventually(lambda: "waits until" in log.read_text() or run.process.poll() is not None, STOP, "that it waits")
+        assert run.process.poll() is None, run.output + run.errors
+        make_room(small_disk)
+        assert run.wait(STOP) == 0, run.output + run.errors
+    assert (folder / file).stat().st_size
