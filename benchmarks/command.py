@@ -154,7 +154,8 @@ def _messages(options: Options, show: Show) -> Measured:
 def _publication(options: Options, show: Show) -> Measured:
     from benchmarks.publication import bench
 
-    report = asyncio.run(bench.measure(FOLDER, bench.settings(options.sizes, options.receivers), show))
+    settings = bench.settings(options.sizes, options.receivers, options.quick)
+    report = asyncio.run(bench.measure(FOLDER, settings, show))
     return bench, report
 
 

@@ -20,13 +20,13 @@ CONTEXT_TOKENS = 1024
 QUICKSTART = Warmup()
 
 
-def bench_config(folder: Path, model: Warmup = QUICKSTART) -> Config:
+def bench_config(folder: Path, model: Warmup = QUICKSTART, vocabulary: int = 0) -> Config:
     """The bench's configuration, resolved, with its model and prompts made under `folder` unless they lie there.
 
-    Of `model` the shape and the seed count.
+    Of `model` the shape and the seed count; `vocabulary`: see `make_model`.
     """
     if not (folder / "model" / "config.json").exists():
-        _make(folder, model)
+        _make(folder, model, vocabulary)
     config = loading.load(CONFIG, ())
     return loading.resolve(
         replace(
@@ -37,7 +37,7 @@ def bench_config(folder: Path, model: Warmup = QUICKSTART) -> Config:
     )
 
 
-def _make(folder: Path, settings: Warmup) -> None:
+def _make(folder: Path, settings: Warmup, vocabulary: int) -> None:
     """Everything, or nothing when another process was first."""
     from runtime.models import tiny_model
 
@@ -46,7 +46,7 @@ def _make(folder: Path, settings: Warmup) -> None:
         whole = Path(scratch) / "whole"
         (whole / "model").mkdir(parents=True)
         tokenizer = tiny_model.write_tokenizer(whole / "model")
-        model = tiny_model.make_model(settings, tokenizer)
+        model = tiny_model.make_model(settings, tokenizer, vocabulary)
         model.config.max_position_embeddings = CONTEXT_TOKENS
         end = tokenizer.token_to_id(tiny_model.END_OF_TURN)
         model.save_pretrained(whole / "model")

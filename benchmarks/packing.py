@@ -22,13 +22,14 @@ from runtime.trainer.rows import starts
 
 
 class PackingShape(Struct, frozen=True):
-    """A model to measure with: a Qwen2 of this size."""
+    """A model to measure with: a Qwen2 of this size. `vocabulary`: 0 is the tokenizer's."""
 
     hidden_size: int
     layers: int
     heads: int
     kv_heads: int
     intermediate_size: int
+    vocabulary: int = 0
 
     @property
     def name(self) -> str:
@@ -36,7 +37,9 @@ class PackingShape(Struct, frozen=True):
 
     def bench_config(self, folder: Path) -> Config:
         """The bench's configuration for this model, made under `folder` unless it lies there."""
-        return bench_config(folder / f"{self.layers}x{self.hidden_size}", Warmup(**structs.asdict(self)))
+        shape = structs.asdict(self)
+        vocabulary = shape.pop("vocabulary")
+        return bench_config(folder / f"{self.layers}x{self.hidden_size}", Warmup(**shape), vocabulary)
 
 
 QUICKSTART = PackingShape(128, 4, 4, 2, 384)

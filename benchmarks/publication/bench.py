@@ -13,10 +13,12 @@ from typing import Any, cast
 import msgspec
 import psutil
 from msgspec import Struct
+from msgspec.structs import replace
 
+from benchmarks.compared import Compared
 from benchmarks.publication import changes, in_run, pauses, transfers
 from benchmarks.publication.changes import Changes
-from benchmarks.publication.in_run import InRun, InRunSettings
+from benchmarks.publication.in_run import HALF, InRun, InRunSettings
 from benchmarks.publication.pauses import Held
 from benchmarks.publication.peers import TRANSPORTS, BenchPeer, RolloutPeer, TrainerPeer, publisher
 from benchmarks.publication.tensors import read_sizes
@@ -29,6 +31,9 @@ from runtime.types import PolicyVersion
 
 TRIAL = "benchmarks.publication.trial"
 RAY_TRIAL = "benchmarks.publication.ray_trial"
+# What `compared` is to come to, by transport; and of the run of `HALF`: version 0, a later one, memory.
+ASKED = {"collective": "≥ 0.75", "shared_memory": "≥ 0.6"}
+ASKED_OF_HALF = ("≤ 1.5", "≤ 1.0", "≤ 12")
 RAY_MEMORY = 8  # times the tensors, free before Ray starts; 5 ran out of memory at 2,048 MB
 
 
@@ -38,23 +43,31 @@ class PublicationSettings(Struct, frozen=True):
     rounds: int = 5
     changed: float = 0.02  # share of the elements that differ between two versions; a step at 1e-6 changes less
     generation: pauses.PausesSettings = pauses.PausesSettings()
-    run: InRunSettings = InRunSettings()
+    runs: tuple[InRunSettings, ...] = (InRunSettings(), HALF)
     versions: int = 100  # of consecutive steps, for encoding `delta`
+
+
+FULL = PublicationSettings()
+QUICK = PublicationSettings(
+    sizes=(64, 512), generation=pauses.PausesSettings(models=pauses.PausesSettings().models[:1], rounds=2), versions=10
+)
 
 
 class PublicationReport(Struct):
     transfers: Transfers
-    run: InRun
+    runs: list[InRun]
+    runs_left_out: dict[str, str]  # by model, why
     generation: list[Held]
     changes: Changes
 
 
-def settings(sizes: str | None, receivers: int | None) -> PublicationSettings:
+def settings(sizes: str | None, receivers: int | None, quick: bool = False) -> PublicationSettings:
     """Of what the command line says. Raises UserError."""
-    default = PublicationSettings()
+    default = QUICK if quick else FULL
     if receivers is not None and receivers < 1:
         raise UserError(f"--receivers: {receivers} is not at least 1")
-    return PublicationSettings(
+    return replace(
+        default,
         sizes=default.sizes if sizes is None else read_sizes(sizes),
         receivers=default.receivers if receivers is None else receivers,
     )
@@ -68,9 +81,11 @@ async def measure(
     for megabytes in settings.sizes:
         with _scratch(folder) as scratch:
             sizes.append(await _size(Path(scratch), megabytes, settings, show))
+    left_out = {run.shape.name: why for run in settings.runs if (why := in_run.without(run))}
     return PublicationReport(
         Transfers(settings.receivers, sizes),
-        await in_run.measure(folder, settings.run, show),
+        [await in_run.measure(folder, run, show) for run in settings.runs if run.shape.name not in left_out],
+        left_out,
         await pauses.measure(folder, settings.generation, show),
         await changes.measure(folder, settings.versions, show),
     )
@@ -218,12 +233,35 @@ class Stage:
         return found
 
 
+def compared(report: PublicationReport) -> list[Compared]:
+    from benchmarks.publication.ways import HASHED
+
+    found = []
+    for sized in report.transfers.sizes:
+        for transport, figures in sized.published.items():
+            what = f"{transport} / {figures.baseline}, {sized.megabytes} MB"
+            found.append(Compared(what, figures.ratios, ASKED.get(transport, "")))
+        if "shared_memory" in sized.published:
+            seconds = zip(sized.ways[HASHED], sized.published["shared_memory"].seconds, strict=True)
+            ratios = [hashed / own for hashed, own in seconds]
+            found.append(Compared(f"shared_memory / a copy that hashes, {sized.megabytes} MB", ratios, "≥ 0.8"))
+    for run in report.runs:
+        first, later, peak = ASKED_OF_HALF if run.megabytes > 900 else ("", "", "")
+        of_run = f"in a run, {run.megabytes:,.0f} MB"
+        found += [
+            Compared(f"seconds of version 0 {of_run}", [run.first], first),
+            Compared(f"seconds of a later version {of_run}", [seconds for seconds, *_ in run.later], later),
+            Compared(f"GiB of memory {of_run}", [run.peak / 2**30], peak),
+        ]
+    return [*found, Compared("bytes of a delta / of a whole version", report.changes.shares)]
+
+
 def render(report: PublicationReport) -> list[LiteralTable]:
     from benchmarks.publication.ways import GLOO
 
     return [
         *transfers.render(report.transfers, GLOO),
-        in_run.render(report.run, report.transfers),
+        *in_run.render(report.runs, report.runs_left_out, report.transfers),
         *pauses.render(report.generation),
         changes.render(report.changes),
     ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+import psutil
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -26,34 +27,47 @@ METRICS = ("seconds", *(f"{phase}_seconds" for phase in PHASES))
 
 
 class InRunSettings(Struct, frozen=True):
-    """`dtype`: published; the masters, and the rollout's weights, are float32."""
+    """`dtype`: published; the masters, and the rollout's weights, are float32. `memory`: bytes that must be free."""
 
     shape: PackingShape = PackingShape(512, 8, 8, 4, 2048)  # 63 MB of bfloat16
     dtype: str = "bfloat16"
     steps: int = 8
+    memory: int = 0
+
+
+# Qwen2.5-0.5B's shape: 494 M parameters, 988 MB of bfloat16. It took 15 GiB once; a run that swaps says nothing.
+HALF = InRunSettings(PackingShape(896, 24, 14, 2, 4864, 151_936), steps=6, memory=16 << 30)
 
 
 class InRun(Struct):
-    """`first`: seconds of version 0, the rendezvous included. `later`: of each version after it the `METRICS`, in order."""
+    """`first`: seconds of version 0, the rendezvous included. `later`: of each version after it the `METRICS`, in order.
+    `peak`: bytes of memory of all processes together."""
 
     megabytes: float
     first: float
     later: list[list[float]]
+    peak: int
+
+
+def without(settings: InRunSettings) -> str:
+    """Why this run is not made, or ""."""
+    free = psutil.virtual_memory().available
+    return f"needs {settings.memory / 1e9:.0f} GB of memory, {free / 1e9:.1f} are free" if settings.memory > free else ""
 
 
 async def measure(folder: Path, settings: InRunSettings, show: Callable[[str], None] = lambda line: None) -> InRun:
     """One trainer and one rollout; `folder` exists. Raises ServiceFault where the run fails."""
-    show(f"a run of {settings.steps} steps")
+    show(f"a run of {settings.steps} steps, {settings.shape.name}")
     with tempfile.TemporaryDirectory(prefix="publication-", dir=folder) as scratch:
         config = run_config(folder / "publication", Path(scratch) / "run", settings)
         (Path(scratch) / "run.yaml").write_text(loading.to_yaml(config), encoding="utf-8")
         await train_to_its_end("publication", Path(scratch) / "run.yaml", (), Path(scratch), DEADLINE)
         points = [point for point in read_jsonl(Path(scratch) / "run" / run_files.METRICS) if "publication/seconds" in point]
-        first = Summary.read(Path(scratch) / "run").startup["first publication"]
+        summary = Summary.read(Path(scratch) / "run")
     if not points:
         raise ServiceFault("bench", "run", "published nothing")
     later = [[float(point[f"publication/{name}"]) for name in METRICS] for point in points]
-    return InRun(points[-1]["publication/bytes"] / 1e6, first, later)
+    return InRun(points[-1]["publication/bytes"] / 1e6, summary.startup["first publication"], later, summary.peak_pss_bytes)
 
 
 def run_config(inputs: Path, run: Path, settings: InRunSettings) -> Config:
@@ -69,9 +83,19 @@ def run_config(inputs: Path, run: Path, settings: InRunSettings) -> Config:
     )
 
 
-def render(found: InRun, transfers: Transfers) -> LiteralTable:
-    """`transfers`: what to compare with."""
-    table = LiteralTable(title=f"In a run: {found.megabytes:,.0f} MB, ms", title_justify="left", title_style="bold")
+def render(runs: Sequence[InRun], left_out: Mapping[str, str], transfers: Transfers) -> list[LiteralTable]:
+    """`left_out`: the models of other runs, and why. `transfers`: what to compare with."""
+    tables = [_table(run, transfers) for run in runs]
+    for name, why in left_out.items():
+        table = LiteralTable("left out", "why", title="In a run", title_justify="left", title_style="bold")
+        table.add_row(name, why)
+        tables.append(table)
+    return tables
+
+
+def _table(found: InRun, transfers: Transfers) -> LiteralTable:
+    title = f"In a run: {found.megabytes:,.0f} MB, ms; {found.peak / 2**30:.1f} GiB of memory"
+    table = LiteralTable(title=title, title_justify="left", title_style="bold")
     for name in ("", "in all", *PHASES):
         table.add_column(name, justify="right" if name else "left")
     table.add_row("version 0", f"{found.first * 1e3:,.0f}")

@@ -27,12 +27,12 @@ from statistics import fmean
 
 import msgspec
 
-from benchmarks.staleness.report import FIGURE_FILE, StalenessReport, render, report
+from benchmarks.staleness.report import FIGURE_FILE, StalenessReport, compared, render, report
 from benchmarks.staleness.runs import QUICK, RunOutcome, StalenessSettings, StalenessTrial, outcome, plan, train
 from runtime import run_files
 from runtime.errors import SluiceError
 
-__all__ = ["QUICK", "StalenessReport", "StalenessSettings", "measure", "render"]
+__all__ = ["QUICK", "StalenessReport", "StalenessSettings", "compared", "measure", "render"]
 
 REPORT_FILE = "staleness.json"
 MOST_FAILURES = 3  # runs that may fail before the rest is not tried

@@ -88,14 +88,15 @@ def write_tokenizer(folder: Path, context_tokens: int = CONTEXT_TOKENS) -> Token
     return tokenizer
 
 
-def make_model(settings: Warmup, tokenizer: Tokenizer) -> Qwen2ForCausalLM:
-    """A Qwen2 with random float32 weights and tied embeddings; `save_pretrained` writes its files. Seeded by `seed`."""
+def make_model(settings: Warmup, tokenizer: Tokenizer, vocabulary: int = 0) -> Qwen2ForCausalLM:
+    """A Qwen2 with random float32 weights and tied embeddings; `save_pretrained` writes its files. Seeded by `seed`.
+    `vocabulary`: of the model, where it is larger than the tokenizer's, as those of published models are."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     end = tokenizer.token_to_id(END_OF_TURN)
     config = Qwen2Config(
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=max(vocabulary, tokenizer.get_vocab_size()),
         hidden_size=settings.hidden_size,
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.heads,

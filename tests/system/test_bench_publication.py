@@ -25,7 +25,7 @@ def test_a_megabyte_goes_every_way(tmp_path: Path, receivers: int) -> None:
         receivers,
         rounds=1,
         generation=pauses.PausesSettings((tiny,), rounds=1, seconds=0.5),
-        run=InRunSettings(tiny.shape, steps=2),
+        runs=(InRunSettings(tiny.shape, steps=2),),
         versions=3,
     )
     report = asyncio.run(measure(tmp_path, settings))
@@ -41,8 +41,10 @@ def test_a_megabyte_goes_every_way(tmp_path: Path, receivers: int) -> None:
         assert found.baseline_seconds[0] > 0
         assert found.bytes > (0 if transport == "delta" else 1_000_000)
     assert min(sized.passes.checksum, sized.passes.copy, sized.passes.gather) > 0
-    assert report.run.first > 0
-    assert [len(metrics) for metrics in report.run.later] == [7, 7]
+    (run,) = report.runs
+    assert run.first > 0
+    assert run.peak > 1 << 20
+    assert [len(metrics) for metrics in run.later] == [7, 7]
     (held,) = report.generation
     assert held.pauses.updates >= 1
     assert held.quiet.tokens > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,12 @@ from benchmarks import command, every
 from benchmarks.compared import Compared
 from runtime.errors import ServiceFault, UserError
 
+APART = {
+    command.ALL: "every",
+    "publication": "publication.bench",
+    "shards": "publication.shards",
+    "staleness": "staleness.bench",
+}
 RATIO = "run / bound of the engines alone"
 
 
@@ -65,6 +72,14 @@ def test_all_takes_every_bench_at_its_short_setting(monkeypatch: pytest.MonkeyPa
     assert all(options.quick and options.data == tmp_path for options in asked.values())
     written = msgspec.json.decode((tmp_path / "all.json").read_bytes(), type=every.EveryReport)
     assert [row.bench for row in written.rows] == names
+
+
+def test_every_bench_says_what_it_compares() -> None:
+    apart = {name: f"benchmarks.{path}" for name, path in APART.items()}
+    for name in command.BENCHES:
+        module = import_module(apart.get(name, f"benchmarks.{name}"))
+        assert name == command.ALL or callable(module.compared), name
+        assert name == command.ALL or module.QUICK, name
 
 
 def test_a_page_without_a_place_for_the_table_is_refused() -> None:

@@ -10,8 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import command
-from benchmarks.publication import bench, changes, pauses, transfers
+from benchmarks.compared import Compared
+from benchmarks.publication import bench, changes, in_run, pauses, transfers
+from benchmarks.publication import ways as plain
 from benchmarks.publication.changes import Changes
+from benchmarks.publication.in_run import InRun, InRunSettings
 from benchmarks.publication.pauses import Held, PauseWindow
 from benchmarks.publication.tensors import read_sizes, uneven
 from benchmarks.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures, rates, spread
@@ -56,6 +59,7 @@ def test_options_are_those_of_this_bench_alone(tmp_path: Path) -> None:
 def test_settings_are_the_defaults_unless_told() -> None:
     default = bench.PublicationSettings()
     assert bench.settings(None, None) == default
+    assert bench.settings(None, None, quick=True).sizes == (64, 512)
     chosen = bench.settings("8", 3)
     assert (chosen.sizes, chosen.receivers, chosen.rounds) == ((8,), 3, default.rounds)
 
@@ -127,6 +131,30 @@ def test_deltas_are_told_as_shares_of_a_whole_version() -> None:
     assert found.shares == [0.03, 0.06, 1.0]
     lines, _ = printed([changes.render(found)])
     assert "1e-06 3 2.00% 6.00% 100.00% 36.33%" in lines
+
+
+def test_a_run_that_memory_does_not_suffice_for_is_left_out() -> None:
+    assert in_run.without(InRunSettings()) == ""
+    why = in_run.without(InRunSettings(memory=1 << 60))
+    assert why.startswith("needs 1152921505 GB of memory, ")
+    lines, _ = printed(in_run.render([], {"24 layers of 896": why}, Transfers(1, [])))
+    assert f"24 layers of 896 {why}" in lines
+
+
+def test_what_is_compared_is_what_was_measured_in_the_same_round() -> None:
+    seconds = {plain.COPY: [0.1, 0.1], plain.HASHED: [0.2, 0.3]}
+    published = {"shared_memory": TransportFigures(plain.COPY, [0.1, 0.2], [0.2, 0.3], 10)}
+    sized = Sized(64, seconds, {}, published, MemoryPasses(1.0, 1.0, 1.0))
+    run = InRun(988.1, 2.0, [[1.0, 0.1], [3.0, 0.2]], 13 << 30)
+    report = bench.PublicationReport(Transfers(1, [sized]), [run], {}, [], Changes(1e-6, 1000, [0.01], [30]))
+    assert bench.compared(report) == [
+        Compared("shared_memory / raw copy out of shared memory, 64 MB", [0.5, pytest.approx(2 / 3)], "≥ 0.6"),
+        Compared("shared_memory / a copy that hashes, 64 MB", [1.0, pytest.approx(1.0)], "≥ 0.8"),
+        Compared("seconds of version 0 in a run, 988 MB", [2.0], "≤ 1.5"),
+        Compared("seconds of a later version in a run, 988 MB", [1.0, 3.0], "≤ 1.0"),
+        Compared("GiB of memory in a run, 988 MB", [13.0], "≤ 12"),
+        Compared("bytes of a delta / of a whole version", [0.03]),
+    ]
 
 
 def printed(tables: Sequence[Table]) -> tuple[list[str], str]:
