@@ -36,7 +36,7 @@ class Staging:
         self._shared = shared
         self.receiver: WeightReceiver | None = None
         """Of the newest manifest; None before the first."""
-        self._adopts = self._copies = False  # something, everything
+        self._adopts = False
         self._staged: Staged | None = None
         self._wanted: object | None = None  # identifies the reception whose version may be swapped in; None after `forget`
 
@@ -46,7 +46,6 @@ class Staging:
 
         if self.receiver is None or self.receiver.manifest != manifest:
             self._adopts = any(spec.dtype == self._engine.adopts for spec in manifest.tensors)
-            self._copies = bool(self._engine.adopts) and not self._adopts
             self.receiver = WeightReceiver(manifest, sets=2 if self._adopts else 1, shared=self._shared)
 
     async def receive(self, group: WeightGroup, version: PolicyVersion, needed: bool) -> WeightsReceived:
@@ -56,15 +55,9 @@ class Staging:
         """
         assert self.receiver is not None
         wanted = self._wanted = object()
-        copies = needed and self._copies
-        reserving = asyncio.ensure_future(self._engine.reserve()) if copies else None
-        take_in = self._engine.take_in if copies else None
-        receiving = self.receiver.receive(group, version, self._settings.transfer_timeout, take_in)
-        staged = await asyncio.wrap_future(receiving)
+        staged = await asyncio.wrap_future(self.receiver.receive(group, version, self._settings.transfer_timeout))
         before = time.monotonic()
         try:
-            if reserving is not None:
-                await reserving
             if needed and wanted is self._wanted:
                 with spans.log.span("stage", PUBLICATION, step=version.step):
                     await self._engine.stage(staged.tensors())
@@ -78,7 +71,7 @@ class Staging:
         else:
             staged.release()
             raise Cancelled(f"{self._name}: version {version} was withdrawn while it was staged")
-        return replace(staged.took, stage_seconds=staged.took.stage_seconds + time.monotonic() - before)
+        return replace(staged.took, stage_seconds=time.monotonic() - before)
 
     def taken_over(self) -> None:
         """To be called once the engine has swapped in the version that was received."""

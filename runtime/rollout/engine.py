@@ -103,14 +103,6 @@ class RolloutEngine(ABC):
     """Whether the weights are of no version, as a swap failed in the middle. Nothing is generated until another swap; what was
     running goes on then."""
 
-    async def reserve(self) -> None:  # noqa: B027 - most engines copy in `stage`, all at once
-        """Another version begins to come, of which everything is copied: take the memory for that, and forget what was staged.
-        An engine that has generated nothing yet may take that of its weights, and is torn until the swap. Beside every other
-        call but `stage` and `swap`."""
-
-    def take_in(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
-        """Copy some of the version that comes, which `stage` is given whole later. From any thread, one at a time."""
-
     @abstractmethod
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Prepare new weights (Hugging Face names and shapes) for `swap`, in place of those staged before.

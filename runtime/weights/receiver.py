@@ -27,13 +27,12 @@ from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import reason
-from runtime.weights.group import Taken, Transfer, WeightGroup, allocate, tensors_in
+from runtime.weights.group import Taken, Transfer, WeightGroup, allocate, tensors_of
 from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets
 from runtime.weights.sender import DEPTH, WeightSender, in_thread, wait_until
 
 Tensors = dict[str, torch.Tensor]
 BufferOf = Callable[[int], torch.Tensor]
-TakeIn = Callable[[Tensors], None]
 
 # Buckets that are asked for at once: more than are under way, so that a transport's threads always have one to wait for.
 AHEAD = DEPTH + 2
@@ -49,7 +48,7 @@ class Reception:
         self._buckets = buckets
         self._deadline = deadline  # seconds from the announcement to the last bucket
         self.began = 0.0  # the announcement, on the monotonic clock
-        self.waiting = self.copying = self.hashing = self.staging = 0.0
+        self.waiting = self.copying = self.hashing = 0.0
         """Seconds since then: `WeightsReceived` has what they are."""
 
     @property
@@ -70,11 +69,10 @@ class Reception:
         self.began = time.monotonic()
         group.bound(self._deadline)
 
-    def take(self, buffer_of: BufferOf, verified: Callable[[int], None] = lambda index: None) -> None:
+    def take(self, buffer_of: BufferOf) -> None:
         """Receive every bucket, also after a bad one: the group stays usable.
 
-        `buffer_of(index)` is where a bucket goes: uint8, of its size. `verified(index)` is called for each that is there and
-        whole, while others are on their way.
+        `buffer_of(index)` is where a bucket goes: uint8, of its size.
 
         Raises ServiceFault of phase "transfer" (DeadlineExceeded when late), or "verify", naming the buckets; Cancelled.
         """
@@ -89,12 +87,7 @@ class Reception:
                 before = time.monotonic()
                 taken = wait_until(pending.pop(0), self.give_up)
                 self._account(time.monotonic() - before, taken)
-                faults = self._faults(index, buffer_of(index), taken)
-                wrong += faults
-                if not faults:
-                    before = time.monotonic()
-                    verified(index)
-                    self.staging += time.monotonic() - before
+                wrong += self._faults(index, buffer_of(index), taken)
         except RuntimeError as error:
             raise self._failure(index, error) from error
         if wrong:
@@ -182,12 +175,8 @@ class _Set:
     def __init__(self, receiver: WeightReceiver, shared: bool):
         self.buffers = allocate(receiver.buckets, pin=False, shared=shared)
         specs = receiver.manifest.tensors
-        self.of_bucket: list[Tensors] = [
-            {specs[place].name: tensor for place, tensor in tensors_in(receiver.manifest, bucket, buffer).items()}
-            for bucket, buffer in zip(receiver.buckets, self.buffers, strict=True)
-        ]
-        every = {name: tensor for tensors in self.of_bucket for name, tensor in tensors.items()}
-        self.tensors = {spec.name: every[spec.name] for spec in specs}
+        found = tensors_of(receiver.manifest, receiver.buckets, self.buffers)
+        self.tensors: Tensors = {spec.name: found[place] for place, spec in enumerate(specs)}
 
 
 class WeightReceiver:
@@ -221,11 +210,8 @@ class WeightReceiver:
             if self._group is not None:
                 self._group.abort()
 
-    def receive(
-        self, group: WeightGroup, version: PolicyVersion, deadline: float, take_in: TakeIn | None = None
-    ) -> Future[Staged]:
-        """Receive `version` into a set that is not in use. The version staged before has to be released or adopted first.
-        `take_in` is given the tensors of each bucket as soon as it is verified, in the thread that receives."""
+    def receive(self, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[Staged]:
+        """Receive `version` into a set that is not in use. The version staged before has to be released or adopted first."""
         with self._lock:
             if self._staged is not None:
                 raise InvariantViolated(f"{group.name}: cannot receive {version}: {self._staged.version} is still staged")
@@ -236,16 +222,16 @@ class WeightReceiver:
             group.describe(self.manifest)
             self._group = group
             reception = Reception(group, self.buckets, version, deadline)
-            return in_thread(f"receive-{version}", lambda: self._until_done(reception, take_in))
+            return in_thread(f"receive-{version}", lambda: self._until_done(reception))
 
-    def _until_done(self, reception: Reception, take_in: TakeIn | None) -> Staged:
+    def _until_done(self, reception: Reception) -> Staged:
         try:
-            return self._receive(reception, take_in)
+            return self._receive(reception)
         finally:
             with self._lock:
                 self._group = None
 
-    def _receive(self, reception: Reception, take_in: TakeIn | None) -> Staged:
+    def _receive(self, reception: Reception) -> Staged:
         if not self._free:
             self._free.append(self._new_set())
             self._made += 1
@@ -256,12 +242,10 @@ class WeightReceiver:
             self.held = None
         step = reception.version.step
         with spans.log.span("receive", PUBLICATION, step=step):
-            reception.take(
-                buckets.buffers.__getitem__, lambda index: None if take_in is None else take_in(buckets.of_bucket[index])
-            )
-        took = WeightsReceived(reception.waiting, reception.copying, reception.hashing, reception.staging)
+            reception.take(buckets.buffers.__getitem__)
+        took = WeightsReceived(reception.waiting, reception.copying, reception.hashing)
         at = reception.began
-        for phase in ("wait", "copy", "hash", "stage"):
+        for phase in ("wait", "copy", "hash"):
             seconds = getattr(took, f"{phase}_seconds")
             spans.log.add(phase, at, at := at + seconds, PUBLICATION, step=step)  # as if one had come after the other
         now, found = time.monotonic(), reception.checksum(buckets.buffers.__getitem__)

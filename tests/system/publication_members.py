@@ -151,11 +151,9 @@ class Faulty:
         """Let this process's receptions go wrong when that is armed."""
         receive = WeightReceiver.receive
 
-        def faulty(
-            receiver: WeightReceiver, group: WeightGroup, version: PolicyVersion, deadline: float, take_in: Any = None
-        ) -> Any:
+        def faulty(receiver: WeightReceiver, group: WeightGroup, version: PolicyVersion, deadline: float) -> Any:
             self._spoil(group, "receive", len(receiver.buckets))
-            return receive(receiver, group, version, deadline, take_in)
+            return receive(receiver, group, version, deadline)
 
         WeightReceiver.receive = faulty  # type: ignore[method-assign]
 

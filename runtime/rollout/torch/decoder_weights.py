@@ -82,13 +82,11 @@ class DecoderWeights:
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         dtype: torch.dtype,
-        spare: DecoderWeights | None = None,
     ) -> DecoderWeights:
         """A complete set of weights by Hugging Face names, taken over where it lies, as far as it can be.
 
         A parameter is a view of the given memory if that has the right device and dtype and its parts adjoin; otherwise, and
         for norms that are repeated for each head, it is a copy. The memory must stay unchanged as long as the result is used.
-        `spare`: weights that are not in use any more, whose own memory the copies take.
         Raises InvalidMessage when names or shapes are not those of the model.
         """
         require_fit(config, tensors)
@@ -100,8 +98,7 @@ class DecoderWeights:
             view = _adjoined(parts, given, device, dtype)
             if view is not None:
                 return view
-            place = None if spare is None else spare.copies.get(name)
-            copies[name] = torch.empty(_fused_shape(parts), device=device, dtype=dtype) if place is None else place
+            copies[name] = torch.empty(_fused_shape(parts), device=device, dtype=dtype)
             for rows, tensor in zip(copies[name].split([part.rows for part in parts]), given, strict=True):
                 rows.copy_(tensor)
             return copies[name]
@@ -157,11 +154,6 @@ def mismatch(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | 
         if tuple(shape) != expected[name]:
             return _misshapen(name, shape, expected[name])
     return None
-
-
-def are_of(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether each of `tensors` is one of the model's."""
-    return all(tuple(tensor.shape) == _shapes(config).get(name) for name, tensor in tensors.items())
 
 
 def require_fit(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -24,6 +24,7 @@ from runtime.process.progress import at
 from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group
 from runtime.rollout.torch import prefill
 from runtime.rollout.torch.decoder import Decoder, KVCache
+from runtime.rollout.torch.decoder_weights import DecoderWeights
 from runtime.rollout.torch.drafts import Drafts, Following
 from runtime.rollout.torch.kept import KeptTexts
 from runtime.rollout.torch.next_weights import NextWeights
@@ -92,7 +93,6 @@ class TorchRolloutEngine(RolloutEngine):
         self._device = device
         self._next = NextWeights(self._decoder.weights)
         self.adopts = self._next.adopts
-        self.torn = False  # the weights are of no version
         self._version = version
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
@@ -148,7 +148,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return bool(self._slots.count if self._held else self._groups) and self._level == Level.AWAKE and not self.torn
+        return bool(self._slots.count if self._held else self._groups) and self._level == Level.AWAKE
 
     def _step(self) -> None:
         """Fill the free slots, then decode a token for every active one, or more where its draft is right."""
@@ -293,14 +293,6 @@ class TorchRolloutEngine(RolloutEngine):
     def hold(self, held: bool) -> None:
         self._held = held
 
-    async def reserve(self) -> None:
-        unused = self._version == _INITIAL and not self._groups and not self._stats.prefill_tokens
-        self.torn = self.torn or unused
-        await self._next.reserve(self._decoder.weights if unused else None)
-
-    def take_in(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._next.take_in(tensors)
-
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         await self._next.stage(tensors)
 
@@ -308,11 +300,15 @@ class TorchRolloutEngine(RolloutEngine):
         """Prompts that samples are still to be begun from are prefilled again in any case."""
         if self._level == Level.ASLEEP:
             raise InvariantViolated("weights are swapped while the engine is asleep")
-        if self._next.staged is None:
+        staged, self._next.staged = self._next.staged, None
+        if staged is None:
             raise InvariantViolated(f"version {version} is to be swapped in, and is not staged")
 
         # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
-        self._decoder.weights, self.torn = self._next.take_over(self._decoder.weights), False
+        if isinstance(staged, DecoderWeights):
+            self._decoder.weights = staged
+        else:
+            await self._in_thread(lambda: self._decoder.weights.load(staged))
         self._version = version
         self._kept.clear()
         for group in self._waiting:
