@@ -12,6 +12,8 @@ from runtime.cluster.topology import processes
 from runtime.config import Computing, Config, FromEnvironment, Network, Process, Spread
 from runtime.config.secret_values import missing, references
 
+# What torch reads once. On CPUs it asks for huge pages: the first to write to new memory waits a fifth of the time.
+OF_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR", "THP_MEM_ALLOC_ENABLE": "1"}
 HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
 # torch's TCPStore looks up the name of every address that it connects to. Where no name server answers, that takes 5 s of each
 # rendezvous of the publication group, although nobody needs a name.
@@ -30,12 +32,11 @@ def environment(role: Process, threads: int, machine: Machine, devices: Sequence
     if devices:
         own[VISIBLE[machine.kind]] = ",".join(machine.devices[device] for device in devices)
     made: dict[str, str | FromEnvironment] = {
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        **OF_TORCH,
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",  # its threads spin while a group's few replies are decoded
-        "THP_MEM_ALLOC_ENABLE": "1",  # torch asks for huge pages: writing to new memory takes a fifth of the time
         **(_SHORT_LOOKUPS if isinstance(role, Computing) else {}),
         **own,
         **role.env,

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
+from launcher.node.environment import OF_TORCH
 from launcher.node.machine import Machine
 from runtime import timeouts
 from runtime.cluster.topology import instances, settings_of
@@ -81,7 +82,7 @@ class ForkServer:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what cannot be imported, a service's own start says
-                env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **OF_TORCH, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
                 preexec_fn=os_process.before_exec,
             )
