@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from benchmarks.drafts_trial import DRAFT_WAYS, DraftsTrial
 from benchmarks.engines_trial import EngineTrial
@@ -75,7 +76,7 @@ class Worker:
         temporary folder, whatever it has left there."""
         with tempfile.TemporaryDirectory(prefix="sluice-bench-", ignore_cleanup_errors=True) as folder:
             path = Path(folder) / "config.yaml"
-            path.write_text(loading.to_yaml(config))
+            path.write_text(loading.to_yaml(replace(config, run=replace(config.run, dir=folder))))
             threaded = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
             process = await asyncio.create_subprocess_exec(
                 *start.command(module, str(path), python=python),
