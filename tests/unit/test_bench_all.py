@@ -97,3 +97,10 @@ def test_a_page_without_a_place_for_the_table_is_refused() -> None:
 def test_what_the_last_release_said_is_of_benches_that_are_there() -> None:
     released = msgspec.json.decode(every.RELEASED.read_bytes(), type=every.Released)
     assert set(released.rows) <= set(command.BENCHES)
+
+
+def test_the_page_is_made_of_its_figures() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    report = msgspec.json.decode((docs / "benchmarks.json").read_bytes(), type=every.EveryReport)
+    text = (docs / "benchmarks.md").read_text(encoding="utf-8")
+    assert every.page(text, report) == text, "python -m benchmarks.every docs/benchmarks.json docs/benchmarks.md"
