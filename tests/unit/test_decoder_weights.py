@@ -113,20 +113,6 @@ def test_another_dtype_is_copied(tmp_path: Path) -> None:
     assert torch.equal(whole_logits(decoder, TOKENS), whole_logits(load(tmp_path, torch.bfloat16), TOKENS))
 
 
-def test_copies_take_the_memory_of_copies_that_are_not_in_use(tmp_path: Path) -> None:
-    model = save_model(tmp_path)
-    received = Received(tmp_path, names_of(model), bucket_bytes=1)
-    spare = DecoderWeights.empty(read_config(tmp_path), CPU, torch.float32)
-    weights = DecoderWeights.adopt(read_config(tmp_path), received.tensors, CPU, torch.float32, spare)
-    assert weights.copies.keys() < spare.copies.keys()
-    assert all(copy is spare.copies[name] for name, copy in weights.copies.items())
-    assert weights.layers[0].qkv is spare.layers[0].qkv
-    assert received.holds(weights.embedding)
-    decoder = Decoder(weights)
-    decoder.reserve_positions(128)
-    assert torch.equal(whole_logits(decoder, TOKENS), whole_logits(load(tmp_path), TOKENS))
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_new_weights_are_loaded_in_place_part_by_part(tmp_path: Path, name: str) -> None:
     save_model(tmp_path / "old", name)

@@ -1,4 +1,4 @@
-"""A reception's account of its time, and what it passes on while it goes on, over a group without a sender."""
+"""A reception's account of its time, over a group without a sender."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANIFEST = Manifest(tuple(TensorSpec(f"tensor.{index}", "float32", (16,)) for in
 
 
 class Clock:
-    """Time passes only when a transfer is waited for, or a bucket taken in."""
+    """Time passes only when a transfer is waited for."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -47,11 +47,9 @@ class Group:
     def __init__(self, clock: Clock, seconds: float) -> None:
         self.tags = BucketTags(bytes(32))
         self.buckets = plan_buckets(MANIFEST)
-        self.asked: list[int] = []
         self._clock, self._seconds = clock, seconds
 
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Arriving:
-        self.asked.append(index)
         digest = self.tags.stamp(index, self.buckets[index], buffer, VERSION)
         return Arriving(self._clock, self._seconds, Taken(digest, 2.0, 1.0))
 
@@ -66,27 +64,10 @@ def test_the_time_of_a_reception_is_divided_without_a_rest(
     group: Any = Group(clock, seconds)
     buffers = allocate(group.buckets, pin=False)
     reception = Reception(group, group.buckets, VERSION, 1e6)
-
-    def verified(index: int) -> None:
-        assert len(group.asked) > min(index + 1, len(buffers) - 1), "others are on their way"
-        clock.now += 7.0
-
-    reception.take(buffers.__getitem__, verified)
+    reception.take(buffers.__getitem__)
     spent = (reception.waiting, reception.copying, reception.hashing)
     assert spent == pytest.approx([len(buffers) * each for each in expected])
-    assert reception.staging == pytest.approx(7.0 * len(buffers))
-    assert clock.now - 100.0 == pytest.approx(sum(spent) + reception.staging)
-
-
-def test_a_bucket_that_is_not_whole_is_not_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    group: Any = Group(Clock(), 1.0)
-    buffers = allocate(group.buckets, pin=False)
-    reception = Reception(group, group.buckets, PolicyVersion(0, 2), 1e6)  # what comes is of another version
-    monkeypatch.setattr(receiver, "time", Clock())
-    passed: list[int] = []
-    with pytest.raises(receiver.ServiceFault, match="is of version"):
-        reception.take(buffers.__getitem__, passed.append)
-    assert passed == []
+    assert clock.now - 100.0 == pytest.approx(sum(spent))
 
 
 def test_memory_that_is_populated_keeps_its_bytes() -> None:
