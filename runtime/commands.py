@@ -26,9 +26,11 @@ class Level(enum.IntEnum):
 
 
 class Move(Command[None], frozen=True):
-    """Take memory, or give it back, to come to a `Level`; answered when that is done. Nothing may be under way."""
+    """Take memory, or give it back, to come to a `Level`; answered when that is done. What is being generated ends as the
+    rollout goes to sleep, or, with `keeps`, goes on once it is awake."""
 
     level: int
+    keeps: bool = False
 
 
 class Onload(Command[None], frozen=True):

@@ -132,7 +132,7 @@ class RolloutService(process.Service):
         if isinstance(message, GroupRequest):
             self._submit(requests)
         elif isinstance(message, Move):
-            await self._move(Level(message.level))
+            await self._move(Level(message.level), message.keeps)
             requests[0].reply()
         else:
             await self.weights.handle(requests[0])
@@ -162,16 +162,17 @@ class RolloutService(process.Service):
         if (future.cancelled() or future.exception() is not None) and self._open.pop(group_id, None) is not None:
             self._withdrawn.append(group_id)
 
-    async def _move(self, level: Level) -> None:
-        """Reach `level`. Before it puts a rollout to sleep, the coordinator withdraws all groups that are under way. This
-        command may arrive before the withdrawals, so those groups are ended here."""
-        if level == self._level:
-            return
-        if level == Level.ASLEEP:
+    async def _move(self, level: Level, keeps: bool = False) -> None:
+        """Reach `level`. Unless it `keeps` them, groups that are under way end as it goes to sleep: the coordinator withdraws
+        them, but this command may arrive before that."""
+        if level == Level.ASLEEP and not keeps:
             for request in list(self._open.values()):
                 request.fail(Cancelled("the rollout was put to sleep"))
             await asyncio.sleep(0)  # the requests' futures tell `_settled`
             self._abort_withdrawn()
+        if level == self._level:
+            return
+        if level == Level.ASLEEP:
             await self._engine.sleep()
         else:
             await self._engine.wake(cache=level == Level.AWAKE)

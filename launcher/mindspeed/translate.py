@@ -194,7 +194,15 @@ def _training(keys: TranslatedSettings) -> None:
     keys.put("training.steps", steps.value, steps)
     keys.put("checkpoint.every", every.value, every)
     blocking = keys.of("rl_config", "blocking")
-    keys.put("training.staleness", 0, *([blocking] if keys.format == "current" and blocking.value is not None else []))
+    deciding = [blocking] if keys.format == "current" and blocking.value is not None else []
+    split = keys.of("rl_config", "partial_rollout_max_split")
+    if further := max(0, (split.value or 1) - 1):
+        deciding.append(split)
+        if keys.format != "r1_zero":  # where rollouts have devices of their own
+            keys.put("training.partial_rollouts", True, split)
+    elif split.given:
+        keys.say("off there too", split)
+    keys.put("training.staleness", further, *deciding)
     _batches(keys)
     optimizer(keys, "actor", "training.optimizer")
     if "critic" in keys.values:
@@ -298,7 +306,7 @@ def _advice(keys: TranslatedSettings) -> list[str]:
     told = [
         "training.staleness is 0, as there: an iteration waits for its samples. Sluice's default, 2, lets sampling and "
         f"training overlap, {apart}"
-    ]
+    ] * (keys.values["training.staleness"] == 0)
     limit = keys.values.get("training.max_tokens_per_microbatch", 0)
     own, setting = layout.tokens(keys, keys.role("actor", "micro_batch_size")), layout.token_limit(keys)
     if setting is not None and own and limit > own:

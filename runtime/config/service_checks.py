@@ -247,6 +247,8 @@ def colocation_faults(config: Config, trains: bool) -> Iterator[str]:
                 yield f"{path}.{fault}"
     if trains and takes_turns(config):
         yield from _turns(config)
+    elif trains and config.training.partial_rollouts:
+        yield "training.partial_rollouts: true, but rollouts and trainer do not take turns (colocate: trainer); must be false"
 
 
 def _host_fault(config: Config, path: str, settings: Computing, running: set[str]) -> str:
@@ -285,11 +287,26 @@ def _needed(settings: Computing) -> int:
     return settings.replicas
 
 
+def _partial(config: Config) -> Iterator[str]:
+    """What does not go with replies that go on in the next turn."""
+    if config.training.staleness == 0:
+        yield "training.staleness: 0, but with training.partial_rollouts replies have several versions; must be at least 1"
+    if config.publication.in_flight == "drain":
+        yield "publication.in_flight: drain, but training.partial_rollouts has replies go on; must be keep or recompute"
+    if config.gateway is not None:
+        yield "training.partial_rollouts: true does not go with a gateway, whose episodes end in the turn that they begin in"
+
+
 def _turns(config: Config) -> Iterator[str]:
     """What does not go with rollouts and trainer on the same devices."""
     staleness, publication = config.training.staleness, config.publication
-    if staleness > 1:
-        yield f"training.staleness: {staleness}, but rollouts and trainer take turns (colocate: trainer); must be 0 or 1"
+    if config.training.partial_rollouts:
+        yield from _partial(config)
+    elif staleness > 1:
+        yield (
+            f"training.staleness: {staleness}, but rollouts and trainer take turns (colocate: trainer); must be 0 or 1, or "
+            "training.partial_rollouts true"
+        )
     for path, fleet in fleets(config).items():
         if fleet.colocate != "trainer":
             yield f"{path}.colocate: must be trainer, as that of other fleets: all rollouts take turns with it, or none"

@@ -41,6 +41,10 @@ class Training(Section, frozen=True):
     depth: Literal["auto", "bound"] = "auto"
     """How far ahead of the trainer groups are generated. `auto`: as far as keeps it busy, by the times that groups and steps
     take, so that samples are as fresh as that allows; `bound`: as far as `staleness` does."""
+    partial_rollouts: bool = False
+    """Where rollouts and trainer take turns: the rollouts' turn ends with the batch of one step. Replies that are not done then
+    go on in the next turn, with the next version, and are as old as `staleness` allows, 1 at least. `false`: a turn ends with
+    all its replies."""
     epochs: Passes = 1
     """Passes over the batch of a step."""
     mini_batch_size: PromptsOr0 = 0

@@ -297,6 +297,15 @@ class Buffer:
         return staleness.takeable(self._due, self.step, self.places, self.groups_per_step)
 
     @property
+    def fills(self) -> bool:
+        """Whether the step that is being filled has its batch once those that are generated are ready."""
+        due = {last: [opened, 0] for last, (opened, _) in self._due.items()}
+        for group in self:
+            if group.deadline is not None and group.taken is None and group.generated is not None:
+                due[group.deadline][1] += 1
+        return staleness.takeable(due, self.step, self.places, self.groups_per_step) >= self.places
+
+    @property
     def places(self) -> int:
         """How many places of the step being filled no group has taken yet."""
         return self.groups_per_step - self._filled

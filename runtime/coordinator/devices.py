@@ -11,6 +11,9 @@ While groups are being generated, the rollouts hold the devices as if by a lease
 left to be generated, after the η + 1 batches that the bound η admits. So no sample is in flight while the rollouts sleep, and
 no sample has tokens of two versions. The trainer then makes up to η + 1 steps in one lease. Only the last version is published:
 the rollouts could not generate with the versions before it.
+
+With `training.partial_rollouts` it returns as soon as the next step has its batch, and the trainer makes as many steps as have
+theirs; what is in flight then goes on when the rollouts are awake again.
 """
 
 from __future__ import annotations
@@ -121,6 +124,10 @@ class Devices:
         """Wait until the trainer should take the devices. False: the run ends without another step."""
         return self._buffer.step < self._buffer.last_step
 
+    def have_batch(self) -> bool:
+        """Whether the step that is being filled needs nothing more of the rollouts."""
+        return self._buffer.fills
+
     @asynccontextmanager
     async def lease(self, role: Role, last: bool = False) -> AsyncIterator[Lease]:
         """The devices of `role`. `last`: the run ends in this lease, and no role needs the devices after it. When trainer or
@@ -151,6 +158,7 @@ class ColocatedDevices(Devices):
         self._spans = spans
         self._refers = reference_takes_part(config)
         self._onloads_trainer = not alternates(config)  # else `AlternatingUpdates` does it
+        self._partial = config.training.partial_rollouts
         self._scores_drop = config.algorithm.dynamic_sampling  # a score may drop a group, and another be generated in its place
         self._schedule = DeviceSchedule(pool.membership.living)
         self._rollout_leases = 0
@@ -196,16 +204,24 @@ class ColocatedDevices(Devices):
         buffer = self._buffer
         while buffer.step < buffer.last_step:
             buffer.ready_changed.clear()
-            if self._nothing_to_generate():
+            if self._turn_over():
                 return True
             await buffer.ready_changed.wait()
         return False
 
-    def _nothing_to_generate(self) -> bool:
+    def _turn_over(self) -> bool:
+        """Whether the rollouts have done what they are to do before the trainer's turn."""
         buffer = self._buffer
-        if self._rollout_leases or self._probes.pending or buffer.capacity(_ANY, buffer.last_step):
+        if self._rollout_leases or self._probes.pending:
             return False
-        return not buffer.generating and not any(map(self._may_be_dropped, buffer))
+        if self._partial:
+            return self.have_batch()
+        if buffer.generating or buffer.capacity(_ANY, buffer.last_step):
+            return False
+        return not any(map(self._may_be_dropped, buffer))
+
+    def have_batch(self) -> bool:
+        return super().have_batch() and not any(map(self._may_be_dropped, self._buffer))
 
     def _may_be_dropped(self, group: Group) -> bool:
         """Whether a score may still drop the group, so that another prompt is generated in its place."""
@@ -303,16 +319,16 @@ class ColocatedDevices(Devices):
 
     async def _move(self, member: Member, level: Level) -> None:
         """Tell a rollout to move to `level`. A rollout that fails to do so is lost, whatever the reason."""
-        if await self._moved(member, level):
+        if await self._moved(member, level, self._partial):
             self._handle(Reached(member, level))
             self._join(member)
 
-    async def _moved(self, member: Member, level: Level) -> bool:
+    async def _moved(self, member: Member, level: Level, keeps: bool = False) -> bool:
         rollout: RolePort | None = self._register.port(member)
         if rollout is None:
             return False
         try:
-            await rollout.call(Move(level))
+            await rollout.call(Move(level, keeps))
         except InvariantViolated:
             raise
         except SluiceError as error:

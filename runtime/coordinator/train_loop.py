@@ -131,8 +131,7 @@ class TrainLoop:
         buffer = self._buffer
         if self.next < buffer.step:
             return True
-        there = sum(group.generated is not None and group.taken is None for group in buffer)
-        return buffer.step < buffer.last_step and not self._observer.evaluates(buffer.step) and there >= buffer.groups_per_step
+        return buffer.step < buffer.last_step and not self._observer.evaluates(buffer.step) and self._devices.have_batch()
 
     async def _apply(self, tasks: TaskGroup, step: int) -> list[asyncio.Task[StepResult]]:
         """Order the update: the trainer's result, and others'."""

@@ -121,8 +121,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def sleep(self) -> None:
-        """Give back the memory of keys and values, and of more where the engine can, until `wake`. Nothing may be running;
-        nothing is begun, and no weights are swapped meanwhile. Raises InvariantViolated, changing nothing."""
+        """Give back the memory of keys and values, and of more where the engine can, until `wake`. Nothing is begun, and no
+        weights are swapped meanwhile. What is running goes on after it, with keys and values made anew."""
 
     @abstractmethod
     async def wake(self, cache: bool = True) -> None:

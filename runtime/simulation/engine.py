@@ -25,7 +25,7 @@ class SimulatedEngine:
         self.slots = slots
         self._loop, self._costs, self._slots, self._cores = loop, costs, slots, cores
         self._queue: deque[tuple[object, int, int, Callable[[], None], Callable[[], None]]] = deque()
-        self._running: list[tuple[float, int, object, Callable[[], None]]] = []
+        self._running: list[tuple[float, int, object, Callable[[], None], int]] = []  # the last: tokens of the text in the end
         self._count = 0.0  # of tokens: that a sequence would have by now that had begun with the engine
         self._since = loop.time()
         self._prefill = 0.0  # seconds that come before the next token
@@ -66,6 +66,12 @@ class SimulatedEngine:
         self.settle()
         self._pauses -= 1
         self._update()
+
+    def wake(self) -> None:
+        """Go on after a sleep, in which keys and values were given up."""
+        texts = sum(whole - (end - self._count) for end, *_, whole in self._running)
+        self._prefill += texts * self._costs.prefill_token / (1 + self._lent)
+        self.go_on()
 
     def help(self, lent: float) -> None:
         """From now on sequences are spread over `lent` devices besides, for each of its own."""
@@ -109,7 +115,7 @@ class SimulatedEngine:
         while self._queue and len(self._running) < self._slots * (1 + self._lent) and not self._pauses:
             owner, prompt, tokens, begun, done = self._queue.popleft()
             self._prefill += prompt * self._costs.prefill_token / (1 + self._lent)
-            heapq.heappush(self._running, (self._count + tokens, next(self._numbers), owner, done))
+            heapq.heappush(self._running, (self._count + tokens, next(self._numbers), owner, done, prompt + tokens))
             begun()
         (self._cores.join if self._running and not self._pauses else self._cores.leave)(self)
         self.rearm()

@@ -24,6 +24,7 @@ from runtime.commands import (
     Export,
     HostWeights,
     JoinWeights,
+    Level,
     Move,
     Offload,
     Onload,
@@ -85,6 +86,7 @@ class SimulatedRollout(SimulatedProcess):
         super().__init__(cluster, name, incarnation, machine)
         self.version: PolicyVersion | None = None
         self.received: PolicyVersion | None = None
+        self.asleep = False
         self.engine = SimulatedEngine(cluster.loop, cluster.costs, cluster.slots(name), self.cores)
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
@@ -179,6 +181,9 @@ class SimulatedRollout(SimulatedProcess):
         self.received = None
 
     async def move(self, command: Move) -> None:
+        if (asleep := command.level < Level.AWAKE) != self.asleep:
+            self.asleep = asleep
+            (self.engine.pause if asleep else self.engine.wake)()
         await self.spend(self.cluster.costs.swap)
 
     def ended(self) -> None:

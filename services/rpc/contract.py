@@ -172,6 +172,8 @@ class Method:
             return 2 * (config.deadlines.train + config.publication.transfer_timeout)
         section, key = self.deadline.split(".")
         seconds: float = getattr(getattr(config, section), key)
+        if self.command is GroupRequest and config.training.partial_rollouts:  # the others' turns lie in between
+            seconds += config.training.staleness * (seconds + config.deadlines.score + config.deadlines.train)
         return seconds + timeouts.EPISODE_END * (self.command is PlayRequest)  # the gateway ends its episodes at the deadline
 
 

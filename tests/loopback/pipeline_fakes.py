@@ -139,7 +139,7 @@ class FakeRollout(FakeReplica):
         await self.reached(no_wait())
         self.calls.append(("abort", version.step))
 
-    async def move(self, level: Level) -> None:
+    async def move(self, level: Level, keeps: bool = False) -> None:
         await self.reached(no_wait())
         self.calls.append(("move", level))
 

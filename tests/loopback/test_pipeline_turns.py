@@ -97,7 +97,7 @@ class Sleeper(FakeRollout):
     level = Level.ASLEEP
     dies_at: Level | str | None = None
 
-    async def move(self, level: Level) -> None:
+    async def move(self, level: Level, keeps: bool = False) -> None:
         if level == self.dies_at:
             self.kill()
         await self.reached(asyncio.sleep(self._seconds()))
@@ -295,10 +295,10 @@ def test_a_run_that_lost_all_rollouts_goes_on_with_one_that_comes(tmp_path: Path
 
 def test_a_rollout_that_cannot_take_its_memory_is_lost_and_told(tmp_path: Path) -> None:
     class Crowded(Sleeper):
-        async def move(self, level: Level) -> None:
+        async def move(self, level: Level, keeps: bool = False) -> None:
             if level == Level.AWAKE:
                 raise ServiceFault(self.name, "wake", "out of memory")
-            await super().move(level)
+            await super().move(level, keeps)
 
     folder, cast = colocated(tmp_path, steps=2, staleness=0), cast_of()
     crowded = Crowded("rollout-0", cast.weights)
@@ -325,3 +325,42 @@ def test_a_trainer_that_does_not_come_back_to_the_devices_ends_the_run(tmp_path:
     cast.trainer.devices = devices
     fault = folder.fails(cast)
     assert (fault.service, fault.phase) == ("trainer-0", "Onload")
+
+
+# ---------------------------------------------------------------------------------------------- partial rollouts
+
+
+class Napper(Sleeper):
+    """What it generates as it goes to sleep goes on once it is awake."""
+
+    def __init__(self, *args: Any, **more: Any):
+        super().__init__(*args, **more)
+        self.awake = asyncio.Event()
+        self.slept_through = 0
+
+    async def move(self, level: Level, keeps: bool = False) -> None:
+        assert keeps
+        await super().move(level, keeps)
+        (self.awake.set if level == Level.AWAKE else self.awake.clear)()
+
+    async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        await self.awake.wait()  # it was sent as the turn ended
+        answer = await super().generate(request)
+        self.slept_through += not self.awake.is_set()
+        await self.awake.wait()
+        return answer
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_replies_that_are_not_done_go_on_in_the_next_turn(tmp_path: Path, staleness: int) -> None:
+    training = config.Training(steps=16, staleness=staleness, groups_per_step=4, partial_rollouts=True)
+    folder, cast = colocated(tmp_path, steps=16, staleness=staleness, sections={"training": training}), cast_of()
+    cast.rollouts = [Napper(f"rollout-{i}", cast.weights, LongTail(10 + i)) for i in range(2)]
+    for one in cast.rollouts:
+        one.devices = cast.trainer.devices  # type: ignore[attr-defined]
+    assert folder.run(cast).groups["retired"] == 64
+    check_books(folder, 16)
+    assert sum(one.slept_through for one in cast.rollouts) > 0  # type: ignore[attr-defined]
+    assert len(published(cast)) > 16 / (staleness + 1) + 1, "a turn ends with the batch of a step"
+    for rollout in cast.rollouts:
+        assert not any(name == "abort" for name, _ in rollout.calls)

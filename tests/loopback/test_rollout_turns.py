@@ -73,3 +73,23 @@ def test_what_is_under_way_is_given_up_for_the_sleep(models: Models) -> None:
         await site.actor.send(request(1))
 
     on_site(models, course)
+
+
+def test_what_is_under_way_goes_on_after_a_sleep_that_keeps_it(models: Models) -> None:
+    async def course(site: Site) -> None:
+        asked = site.actor.send(request(1, limit=240))
+        while not site.engine.stats().running:  # noqa: ASYNC110 - it has to be in the middle of it, where it is for long
+            await asyncio.sleep(0)
+        await site.ask(Move(Level.ASLEEP, keeps=True))
+        assert site.engine.stats().running and not site.service.busy
+        await site.ask(Move(Level.AWAKE))
+        assert (await asked).group_id == 1
+        again = site.actor.send(request(2, limit=240))
+        while not site.engine.stats().running:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await site.ask(Move(Level.ASLEEP, keeps=True))
+        await site.ask(Move(Level.ASLEEP))  # as of a coordinator that takes over
+        with pytest.raises(Cancelled, match="put to sleep"):
+            await again
+
+    on_site(models, course)

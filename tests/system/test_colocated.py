@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.ledger.reader import LedgerReader
 from tests.system.runs import START, eventually, started, steps, summary, trained
 
 pytestmark = pytest.mark.timeout(240)
@@ -25,6 +26,19 @@ def test_rollouts_and_trainer_take_turns(config: Path, tmp_path: Path, staleness
     assert all(timed <= point.keys() for point in points[:: 1 + staleness])
     assert all("timing/weight_sync" in point for point in points[staleness :: 1 + staleness])
     assert all(point["mismatch/max"] < 1e-4 for point in points[:: 1 + staleness])  # each version arrived whole
+
+
+def test_replies_that_are_not_done_go_on_in_the_next_turn(config: Path, tmp_path: Path) -> None:
+    asked = ("training.staleness=2", "training.partial_rollouts=true", "training.steps=12")
+    run = trained(config, *TURNS, *asked, folder=tmp_path / "run", timeout=180)
+    assert summary(run.folder)["groups"]["dropped"] == 0
+    points = steps(run.folder)
+    assert len(points) == 12
+    assert 0 < max(point["staleness/max"] for point in points) <= 2
+    assert all(point["mismatch/max"] < 1e-4 for point in points if "mismatch/max" in point)
+    with LedgerReader(run.folder / "ledger") as ledger:
+        versions = {(group.oldest, group.newest) for group in ledger.groups()}
+    assert any(oldest != newest for oldest, newest in versions), "no reply was cut by the end of a turn"
 
 
 def test_a_rollout_that_is_killed_comes_back_in_its_turn(config: Path, tmp_path: Path) -> None:

@@ -80,7 +80,20 @@ TURNS = {"rollout": {"colocate": "trainer"}}
         ),
         (
             {"services": TURNS, "training": {"staleness": 2}},
-            "training.staleness: 2, but rollouts and trainer take turns (colocate: trainer); must be 0 or 1",
+            "training.staleness: 2, but rollouts and trainer take turns (colocate: trainer); must be 0 or 1, or "
+            "training.partial_rollouts true",
+        ),
+        (
+            {"services": TURNS, "training": {"staleness": 0, "partial_rollouts": True}},
+            "training.staleness: 0, but with training.partial_rollouts replies have several versions; must be at least 1",
+        ),
+        (
+            {"services": TURNS, "training": {"partial_rollouts": True}, "publication": {"in_flight": "drain"}},
+            "publication.in_flight: drain, but training.partial_rollouts has replies go on; must be keep or recompute",
+        ),
+        (
+            {"training": {"partial_rollouts": True}},
+            "training.partial_rollouts: true, but rollouts and trainer do not take turns (colocate: trainer); must be false",
         ),
         (
             {"services": {"rollout": [{"colocate": "trainer"}, {}]}},

@@ -409,7 +409,12 @@ def test_what_asks_for_nothing_is_not_refused() -> None:
     got = made(generate_config=keys, rl_config={"multi_turn_enable": False, "partial_rollout_max_split": 1})
     off = [each for each in got.rows if each.reason.startswith("off there too")]
     assert len(off) == 6
-    assert refused(rl_config={"partial_rollout_max_split": 2})
+
+
+def test_replies_that_go_on_in_the_next_turn() -> None:
+    got = made(rl_config={"partial_rollout_max_split": 4})
+    assert (at(got, "training.partial_rollouts"), at(got, "training.staleness")) == (True, 3)
+    assert at(made(rl_config={"partial_rollout_max_split": 1}), "training.partial_rollouts") is None
 
 
 def test_what_is_left_out_keeps_our_default() -> None:

@@ -68,3 +68,16 @@ def test_weights_are_swapped_before_the_cache_is_back(rig: Rig) -> None:
     (payload,) = rig.run(rig.finish(1))
     rig.check_exact(payload.samples)
     assert set(payload.samples[0].versions.tolist()) == {rig.engine.version.pack()}
+
+
+def test_what_runs_as_it_goes_to_sleep_goes_on_with_the_next_weights(rig: Rig) -> None:
+    rig.engine.submit([rig.request(n=SLOTS, tokens=60)])
+    rig.run(rig.until_tokens(300))
+    rig.run(rig.engine.sleep())
+    assert not rig.engine.has_work
+    rig.run(rig.engine.wake(cache=False))
+    rig.run(rig.update())
+    rig.run(rig.engine.wake())
+    (payload,) = rig.run(rig.finish(1))
+    rig.check_exact(payload.samples)
+    assert sum(len(set(sample.versions.tolist())) == 2 for sample in payload.samples) >= SLOTS // 2

@@ -313,7 +313,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._kept.clear()
         for group in self._waiting:
             group.prefilled = None
-        if recompute:
+        if recompute and self._level == Level.AWAKE:  # else it is done as the cache comes back
             await self._in_thread(self._recompute)
 
     @torch.inference_mode()
@@ -336,8 +336,6 @@ class TorchRolloutEngine(RolloutEngine):
 
     async def sleep(self) -> None:
         """On accelerators the weights are kept on the host."""
-        if self._slots.count:
-            raise InvariantViolated(f"the engine is put to sleep while {self._slots.count} samples are running")
         for group in self._waiting:
             group.prefilled = None
         self._level = Level.ASLEEP
@@ -361,6 +359,7 @@ class TorchRolloutEngine(RolloutEngine):
             self._on_host = None
         if cache:
             self._cache.restore()
+            self._recompute()
 
     def stats(self) -> EngineStats:
         """`running` and `waiting` count samples."""

@@ -288,18 +288,23 @@ class VLLMRolloutEngine(RolloutEngine):
         self._told = -1
         if self._level == Level.AWAKE:  # otherwise it stands still, and nothing is running
             await self._core.pause(forget=recompute)
-        self._record(await self._core.outstanding())
-        for sequence in self._running.values():
-            sequence.forgotten = recompute
-        unbegun = self._withdraw([id for id, sequence in self._running.items() if not sequence.tokens])
-        self._waiting.extendleft(reversed(unbegun))
-        await self._flush()
+        await self._settle(recompute)
         faults = await self._core.load(locations)
         if faults:
             raise ServiceFault(self._name, "swap", f"version {version} was not loaded: {'; '.join(faults)}")
         self._version, self.torn = version, False
         if self._level == Level.AWAKE:
             await self._core.resume()
+
+    async def _settle(self, forgotten: bool) -> None:
+        """While vLLM stands still: record what it made before, and take back what it has not begun. `forgotten`: the keys and
+        values of the others are gone."""
+        self._record(await self._core.outstanding())
+        for sequence in self._running.values():
+            sequence.forgotten = sequence.forgotten or forgotten
+        unbegun = self._withdraw([id for id, sequence in self._running.items() if not sequence.tokens])
+        self._waiting.extendleft(reversed(unbegun))
+        await self._flush()
 
     def _tied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The head of a model that ties it to its embedding, by its own name: vLLM may keep a converted copy of it, which it
@@ -322,11 +327,9 @@ class VLLMRolloutEngine(RolloutEngine):
 
     async def sleep(self) -> None:
         """With `sleeps` the weights leave the device as well."""
-        if self._running:
-            raise InvariantViolated(f"the engine is put to sleep while {len(self._running)} samples are running")
         self._level = Level.ASLEEP
-        await self._flush()
         await (self._core.sleep() if self._sleeps else self._core.pause(forget=True))
+        await self._settle(forgotten=True)
 
     async def wake(self, cache: bool = True) -> None:
         if self._sleeps:

@@ -19,7 +19,9 @@ class GenerateReply(_message.Message):
     def __init__(self, group: _Optional[bytes] = ...) -> None: ...
 
 class MoveRequest(_message.Message):
-    __slots__ = ("level",)
+    __slots__ = ("level", "keeps")
     LEVEL_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
     level: int
-    def __init__(self, level: _Optional[int] = ...) -> None: ...
+    keeps: bool
+    def __init__(self, level: _Optional[int] = ..., keeps: bool = ...) -> None: ...
