@@ -35,8 +35,9 @@ from runtime.registry import OWN
 from runtime.telemetry.trackers import missing_package
 from runtime.types import ENVIRONMENT, REWARD_MODEL
 
-_NEED_GROUPS = ("group_norm", "rloo", "reinforce_plus_plus_baseline")
+_NEED_GROUPS = ("group_norm", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 _BY_TOKEN = ("gae", "reinforce_plus_plus")  # whose advantages come of rewards per token
+_BY_SAMPLE = ("gspo", "gmpo")  # losses of one value a sample
 _WEIGHTS = ("token_tis", "sequence_tis", "icepop")  # corrections that multiply by the behaviour weight
 _COLUMN = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -140,8 +141,14 @@ def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
         yield f"sampling.group_size: {size} is too few; algorithm.dynamic_sampling needs at least 2, whose rewards can differ"
     if 0 < algorithm.dual_clip <= 1:
         yield f"algorithm.dual_clip: {algorithm.dual_clip:g} is not 0 (off) or > 1"
-    if algorithm.loss == "gspo" and algorithm.aggregation != "seq_mean_token_mean":
-        yield f"algorithm.aggregation: '{algorithm.aggregation}' is not seq_mean_token_mean; loss gspo is one value a sample"
+    if algorithm.loss in _BY_SAMPLE and algorithm.aggregation not in ("seq_mean_token_mean", "seq_mean_token_sum"):
+        yield (
+            f"algorithm.aggregation: '{algorithm.aggregation}' is not seq_mean_token_mean, nor seq_mean_token_sum; "
+            f"loss {algorithm.loss} is one value a sample"
+        )
+    if algorithm.loss == "clip_cov" and algorithm.covariance_low >= algorithm.covariance_high:
+        low, high = algorithm.covariance_low, algorithm.covariance_high
+        yield f"algorithm.covariance_low: {low:g} is not below covariance_high {high:g}"
     if algorithm.turn_discount != 1 and algorithm.advantage in _BY_TOKEN:
         discount = f"{algorithm.turn_discount:g}"
         yield f"algorithm.turn_discount: {discount} is not 1; advantage {algorithm.advantage} discounts by gamma, per token"

@@ -109,7 +109,11 @@ def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
         ),
         (
             {"algorithm": {"loss": "gspo"}},
-            "algorithm.aggregation: 'token_mean' is not seq_mean_token_mean; loss gspo is one value a sample",
+            "algorithm.aggregation: 'token_mean' is not seq_mean_token_mean, nor seq_mean_token_sum; loss gspo is one value a",
+        ),
+        (
+            {"algorithm": {"loss": "clip_cov", "covariance_low": 5}},
+            "algorithm.covariance_low: 5 is not below covariance_high 5",
         ),
         ({"algorithm": {"kl_target": 0.1}}, "algorithm.kl_target: needs kl_coefficient > 0 to start from"),
         (
