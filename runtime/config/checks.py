@@ -30,7 +30,7 @@ from runtime.data.chosen import sources
 from runtime.data.prompt_types import MODEL, names
 from runtime.errors import UserError
 from runtime.evaluation.sets import evaluation_sets, judge_of, set_faults
-from runtime.models.limits import LORA_NEEDS_PEFT
+from runtime.models.limits import LORA_NEEDS_PEFT, needs_torchao
 from runtime.registry import OWN
 from runtime.telemetry.trackers import missing_package
 from runtime.types import ENVIRONMENT, REWARD_MODEL
@@ -196,6 +196,10 @@ def _values(config: Config) -> Iterator[str]:
         low, high = optimizer.min_learning_rate, optimizer.learning_rate
         if low > high:
             yield f"{path}.min_learning_rate: {low:g} is above learning_rate {high:g}"
+        # A trainer with an interpreter of its own has other packages; it says so itself.
+        role = "critic" if path.startswith("critic") else "trainer"
+        if optimizer.name == "adamw_8bit" and not getattr(config.services, role).python and not _has("torchao"):
+            yield needs_torchao(path)
     if config.stop.accuracy > 0 and config.evaluation.every == 0:
         yield "stop.accuracy: needs evaluation.every >= 1, which measures it"
 
@@ -229,12 +233,16 @@ def _how_to_install(python: str) -> str:
 
 def _lora(config: Config) -> Iterator[str]:
     # A trainer with an interpreter of its own has other packages; it says so itself.
-    if config.lora is not None and not config.services.trainer.python and importlib.util.find_spec("peft") is None:
+    if config.lora is not None and not config.services.trainer.python and not _has("peft"):
         yield LORA_NEEDS_PEFT
     algorithm = config.algorithm
     kl_in_reward = algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
     if config.reference.mode == "adapter_off" and config.critic is not None and kl_in_reward:
         yield "reference.mode: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def reward_faults(config: Config, trains: bool) -> Iterator[str]:

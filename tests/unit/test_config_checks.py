@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,17 @@ def test_a_tracker_without_its_package(sound: dict[str, Any], monkeypatch: pytes
     assert semantic_faults(config, available_bytes=1 << 40) == [
         "trackers.1.name: wandb needs a package: pip install 'sluice-rl[wandb]'"
     ]
+
+
+def test_moments_of_8_bits_need_a_package(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.config.checks._has", lambda package: package != "torchao")
+    small = {"optimizer": {"name": "adamw_8bit"}}
+    needs = "adamw_8bit needs a package: pip install 'sluice-rl[torchao]'"
+    assert checked(sound, training=small) == [f"training.optimizer.name: {needs}"]
+    critic = {"algorithm": {"advantage": "gae"}, "critic": small}
+    assert checked(sound, **critic) == [f"critic.optimizer.name: {needs}"]
+    elsewhere = {"critic": {"python": sys.executable}}
+    assert checked(sound, **critic, services=elsewhere) == []
+    monkeypatch.undo()
+    monkeypatch.setattr("runtime.config.checks._has", lambda package: True)
+    assert checked(sound, training=small) == []
