@@ -49,7 +49,7 @@ class ChosenAlgorithm:
     @property
     def streamable(self) -> bool:
         """Whether a step may be accumulated group by group; otherwise its whole batch is needed first."""
-        return self.advantage.streams(self.advantage_options)
+        return self.advantage.streams(self.advantage_options) and self.loss.chooses is None
 
 
 def choose(config: Config) -> ChosenAlgorithm:
@@ -80,6 +80,10 @@ def choose(config: Config) -> ChosenAlgorithm:
             behaviour_weight_over=algorithm.behaviour_weight_over,
             tau_positive=algorithm.sapo_tau_positive,
             tau_negative=algorithm.sapo_tau_negative,
+            covariance_share=algorithm.covariance_share,
+            covariance_low=algorithm.covariance_low,
+            covariance_high=algorithm.covariance_high,
+            covariance_kl=algorithm.covariance_kl,
         ),
         correction=None if algorithm.correction == NO_CORRECTION else CORRECTIONS.find(algorithm.correction),
         correction_options=CorrectionOptions(
@@ -107,8 +111,8 @@ def updates_per_step(config: Config) -> int:
 
 
 def streams(config: Config) -> bool:
-    """Whether a step may be accumulated group by group. Its whole batch comes first where the advantages need it, and where
-    the step makes several updates."""
+    """Whether a step may be accumulated group by group. Its whole batch comes first where the advantages or the loss need
+    it, and where the step makes several updates."""
     return choose(config).streamable and updates_per_step(config) == 1
 
 

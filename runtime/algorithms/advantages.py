@@ -175,6 +175,20 @@ def rloo(rewards: Tensor, groups: Tensor, valid: Tensor | None = None) -> Tensor
     return within.deviation() * (within.size / (within.size - 1).clamp(min=1)).clamp(min=1)
 
 
+def opo(rewards: Tensor, groups: Tensor, lengths: Tensor, valid: Tensor | None = None) -> Tensor:
+    """`r_i - Σ_j l_j r_j / Σ_j l_j` over the group, [B]: the baseline of least variance, were the squared gradient of a sample
+    as large as it is long (OPO, arXiv:2505.23585, section 3).
+
+    lengths [B], in trained tokens. Only valid samples count; the others get 0. A group of one keeps its reward.
+    """
+    within = GroupSums(rewards, groups, valid)
+    weight = lengths * within.weight
+    baseline = (within.sums(weight * within.rewards) / within.sums(weight).clamp(min=1))[groups]
+    single = within.size <= 1
+    deviation = (within.rewards - baseline.masked_fill(single, 0.0)) * within.weight
+    return deviation.where(~within.equal() | single, 0.0)
+
+
 # Rewards of turns, where an estimator has one advantage for a whole episode: process supervision of GRPO (DeepSeekMath,
 # arXiv:2402.03300, section 4.1.3). All turns of a group that were rewarded are normalised together, as its episodes are, and a
 # token's advantage is its episode's and the sum of those of its own turn and the later ones along its row.
@@ -232,6 +246,29 @@ def rloo_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor
     values, groups, episodes = _turns(inputs)
     own = rloo(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid)))
     return with_turns(inputs.of_rows(own), rloo_turns(values, groups, episodes), inputs, options)
+
+
+@advantage("opo", streamable=True)
+def opo_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
+    """With rewards of turns: `r - mean` over all those of the group."""
+    rewards, groups, valid = map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid))
+    lengths = rewards.new_zeros(len(rewards)).index_add(0, inputs.episodes, inputs.mask.sum(1))
+    turns, of_turns, _ = _turns(inputs)
+    own = inputs.of_rows(opo(rewards, groups, lengths, valid))
+    return with_turns(own, GroupSums(turns, of_turns, None).deviation(), inputs, options)
+
+
+@advantage("gpg", streamable=False)
+def gpg_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
+    """`α (r_i - mean_g)`, where α is the number of the batch's samples over that of those whose group's rewards are not all
+    equal: the others are averaged over, and have no gradient (GPG, arXiv:2504.02546, section 2; F_norm is 1). With rewards of
+    turns: `α (r - mean)` over all those of the group too."""
+    within = GroupSums(*map(inputs.of_episodes, (inputs.rewards, inputs.groups, inputs.valid)))
+    counted, telling = (inputs.batch_sum(each.sum()) for each in (within.weight, within.weight * ~within.equal()))
+    scale = counted / telling.clamp(min=1)
+    turns, groups, _ = _turns(inputs)
+    own = inputs.of_rows(scale * within.deviation())
+    return with_turns(own, scale * GroupSums(turns, groups, None).deviation(), inputs, options)
 
 
 @advantage("reinforce_plus_plus", streamable=False)

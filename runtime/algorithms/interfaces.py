@@ -114,7 +114,8 @@ class LossInputs:
 
     `behaviour_logp` is the policy that sampled, as the engine that sampled computed it; `proximal_logp` the policy at the
     start of the step (detached). `old_logp` is the one that ratios are taken against: the proximal policy where
-    `algorithm.correction` accounts for the gap between both, else the behaviour policy.
+    `algorithm.correction` accounts for the gap between both, else the behaviour policy. `chosen`, 1 or 0, is what a loss that
+    chooses among the tokens of the step has chosen; None for other losses.
     """
 
     logp: Tensor
@@ -123,13 +124,15 @@ class LossInputs:
     behaviour_logp: Tensor
     advantages: Tensor
     mask: Tensor
+    chosen: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class LossOptions:
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; `dual_clip` 0 is off.
 
-    `behaviour_weight_over` says what happens to tokens beyond `behaviour_weight_cap`: "clamp" or "drop".
+    `behaviour_weight_over` says what happens to tokens beyond `behaviour_weight_cap`: "clamp" or "drop". `covariance_*` are
+    those of `clip_cov` and `kl_cov`.
     """
 
     clip_low: float = 0.2
@@ -139,6 +142,10 @@ class LossOptions:
     behaviour_weight_over: str = "clamp"
     tau_positive: float = 1.0
     tau_negative: float = 1.05
+    covariance_share: float = 0.0002
+    covariance_low: float = 1.0
+    covariance_high: float = 5.0
+    covariance_kl: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -188,11 +195,26 @@ class Aggregate:
 
 
 @dataclass(frozen=True)
+class StepTokens:
+    """The trained tokens of one part of a step's batch, float64 on the host."""
+
+    advantages: Tensor  # [N]
+    logp: Tensor  # [N], as the engine that sampled computed them
+    draws: Tensor  # [N], uniform in [0, 1), the same however the batch is shared out
+
+
+BatchSum = Callable[["Tensor"], "Tensor"]  # as of `AdvantageInputs`
+Choice = Callable[[StepTokens, LossOptions, BatchSum], "Tensor"]  # bool [N]
+
+
+@dataclass(frozen=True)
 class PolicyLoss:
-    """`zero_without_advantage`: where a row's advantages are all 0, so is its loss; such rows need no backward pass."""
+    """`zero_without_advantage`: where a row's advantages are all 0, so is its loss; such rows need no backward pass. `chooses`:
+    what `LossInputs.chosen` comes of, once a step; the step then needs its whole batch first."""
 
     compute: Callable[[LossInputs, LossOptions], LossOutputs]
     zero_without_advantage: bool
+    chooses: Choice | None = None
 
 
 CorrectionFunction = Callable[["Tensor", "Tensor", CorrectionOptions], CorrectionOutputs]  # proximal - behaviour, mask
@@ -222,11 +244,13 @@ def advantage(
     return add
 
 
-def policy_loss(name: str, *, zero_without_advantage: bool) -> Callable[[LossFunction], LossFunction]:
+def policy_loss(
+    name: str, *, zero_without_advantage: bool, chooses: Choice | None = None
+) -> Callable[[LossFunction], LossFunction]:
     """Decorator that registers a policy loss and returns it as it is."""
 
     def add(compute: LossFunction) -> LossFunction:
-        POLICY_LOSSES.register(name)(PolicyLoss(compute, zero_without_advantage))
+        POLICY_LOSSES.register(name)(PolicyLoss(compute, zero_without_advantage, chooses))
         return compute
 
     return add

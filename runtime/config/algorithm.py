@@ -11,12 +11,14 @@ class Algorithm(Section, frozen=True):
     """An algorithm is data: advantage, loss, correction, aggregation and KL, each by its registered name or `FILE.py:NAME`."""
 
     preset: str = ""
-    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce_plus_plus`, `ppo`, or a path to a YAML file: values for
-    the keys of this section that are left out. Empty: none."""
+    """`grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce_plus_plus`, `ppo`, `gmpo`, `gpg`, `opo`, `clip_cov`,
+    `kl_cov`, `dppo`, `vespo`, or a path to a YAML file: values for the keys of this section that are left out. Empty: none."""
     advantage: str = "group_norm"
     """`group_norm`: (reward − mean of the group) / (its deviation + eps); `rloo`: reward − mean of the others in the group;
-    `reinforce_plus_plus`: discounted return per token, whitened over the batch; `reinforce_plus_plus_baseline`: reward − mean
-    of the group, whitened over the batch; `gae`: generalised advantage estimation, with a `critic`."""
+    `opo`: reward − mean of the group, weighted by length; `gpg`: reward − mean of the group, scaled up for the groups whose
+    rewards are all equal; `reinforce_plus_plus`: discounted return per token, whitened over the batch;
+    `reinforce_plus_plus_baseline`: reward − mean of the group, whitened over the batch; `gae`: generalised advantage
+    estimation, with a `critic`."""
     advantage_options: dict[str, Any] = {}
     """Of an advantage of your own: what its function takes besides its two arguments, by name."""
     group_std: Literal["group", "batch", "none"] = "group"
@@ -46,16 +48,23 @@ class Algorithm(Section, frozen=True):
     """Subtracted from the reward of the longest replies, where there is an `overlong_buffer`."""
     missing_eos_penalty: Rate = 0.0
     """Subtracted from the reward of replies cut off by length."""
+    truncated: Literal["train", "mask"] = "train"
+    """Replies cut off by length, and episodes whose last row was: `train` on them, or `mask`: no token of them is trained, nor
+    counted in averages over tokens; their rewards still count in the group."""
     loss: str = "decoupled"
     """`decoupled`: clipped about the policy at the start of the step, weighted by proximal / behaviour probability; `ppo`:
     clipped about the policy that sampled; `gspo`: the same with one ratio a sample; `cispo`: the ratio is a clipped weight, and
-    every token keeps its gradient; `sapo`: a smooth gate in place of the clip."""
+    every token keeps its gradient; `sapo`: a smooth gate in place of the clip; `gmpo`: the geometric mean of a sample's clipped
+    ratios; `gpg`: no ratio; `dppo_tv`, `dppo_kl`: tokens are left out by the divergence in place of the ratio; `vespo`: a
+    smooth weight a sample; `up`: `gpg` where the advantage is positive, else `ppo`; `clip_cov`: `ppo` without some tokens, and
+    `kl_cov`: a KL on some, of high covariance of advantage and log-probability."""
     loss_options: dict[str, Any] = {}
-    """Of a loss of your own: what its function takes besides its two arguments, by name."""
+    """Of a loss of your own: what its function takes besides its two arguments, by name. Of `vespo`: `power_positive`,
+    `decay_positive`, `power_negative` and `decay_negative`."""
     aggregation: str = "token_mean"
     """Over the whole step: `token_mean`, `seq_mean_token_mean`, `seq_mean_token_sum` or `dr_grpo` (sum / (episodes ·
-    `aggregation_norm`)); `episode_mean_token_mean`: every episode weighs the same, however many branches it has. `gspo` needs
-    `seq_mean_token_mean`."""
+    `aggregation_norm`)); `episode_mean_token_mean`: every episode weighs the same, however many branches it has. `gspo` and
+    `gmpo` need `seq_mean_token_mean`, or `seq_mean_token_sum`, by which a sample weighs as much as it is long (LUSPO)."""
     aggregation_norm: TokensOr0 = 0
     """The constant length of `dr_grpo`. 0: `sampling.max_new_tokens`."""
     clip_low: Rate = 0.2
@@ -68,6 +77,14 @@ class Algorithm(Section, frozen=True):
     """How steep the gate of `sapo` is where the advantage is positive."""
     sapo_tau_negative: PositiveRate = 1.05
     """How steep it is where the advantage is negative."""
+    covariance_share: Fraction = 0.0002
+    """Of the step's tokens, those that `clip_cov` leaves out, or `kl_cov` puts a KL on; one at least."""
+    covariance_low: Rate = 1.0
+    """`clip_cov` draws them among tokens of a covariance above this."""
+    covariance_high: Rate = 5.0
+    """And below this."""
+    covariance_kl: Rate = 1.0
+    """The coefficient of the KL of `kl_cov`."""
     behaviour_weight_cap: PositiveRate = 2.0
     """The largest weight in `decoupled`."""
     behaviour_weight_over: Literal["clamp", "drop"] = "clamp"

@@ -30,13 +30,14 @@ from runtime.data.chosen import sources
 from runtime.data.prompt_types import MODEL, names
 from runtime.errors import UserError
 from runtime.evaluation.sets import evaluation_sets, judge_of, set_faults
-from runtime.models.limits import LORA_NEEDS_PEFT
+from runtime.models.limits import LORA_NEEDS_PEFT, needs_torchao
 from runtime.registry import OWN
 from runtime.telemetry.trackers import missing_package
 from runtime.types import ENVIRONMENT, REWARD_MODEL
 
-_NEED_GROUPS = ("group_norm", "rloo", "reinforce_plus_plus_baseline")
+_NEED_GROUPS = ("group_norm", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 _BY_TOKEN = ("gae", "reinforce_plus_plus")  # whose advantages come of rewards per token
+_BY_SAMPLE = ("gspo", "gmpo")  # losses of one value a sample
 _WEIGHTS = ("token_tis", "sequence_tis", "icepop")  # corrections that multiply by the behaviour weight
 _COLUMN = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -140,8 +141,14 @@ def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
         yield f"sampling.group_size: {size} is too few; algorithm.dynamic_sampling needs at least 2, whose rewards can differ"
     if 0 < algorithm.dual_clip <= 1:
         yield f"algorithm.dual_clip: {algorithm.dual_clip:g} is not 0 (off) or > 1"
-    if algorithm.loss == "gspo" and algorithm.aggregation != "seq_mean_token_mean":
-        yield f"algorithm.aggregation: '{algorithm.aggregation}' is not seq_mean_token_mean; loss gspo is one value a sample"
+    if algorithm.loss in _BY_SAMPLE and algorithm.aggregation not in ("seq_mean_token_mean", "seq_mean_token_sum"):
+        yield (
+            f"algorithm.aggregation: '{algorithm.aggregation}' is not seq_mean_token_mean, nor seq_mean_token_sum; "
+            f"loss {algorithm.loss} is one value a sample"
+        )
+    if algorithm.loss == "clip_cov" and algorithm.covariance_low >= algorithm.covariance_high:
+        low, high = algorithm.covariance_low, algorithm.covariance_high
+        yield f"algorithm.covariance_low: {low:g} is not below covariance_high {high:g}"
     if algorithm.turn_discount != 1 and algorithm.advantage in _BY_TOKEN:
         discount = f"{algorithm.turn_discount:g}"
         yield f"algorithm.turn_discount: {discount} is not 1; advantage {algorithm.advantage} discounts by gamma, per token"
@@ -189,6 +196,10 @@ def _values(config: Config) -> Iterator[str]:
         low, high = optimizer.min_learning_rate, optimizer.learning_rate
         if low > high:
             yield f"{path}.min_learning_rate: {low:g} is above learning_rate {high:g}"
+        # A trainer with an interpreter of its own has other packages; it says so itself.
+        role = "critic" if path.startswith("critic") else "trainer"
+        if optimizer.name == "adamw_8bit" and not getattr(config.services, role).python and not _has("torchao"):
+            yield needs_torchao(path)
     if config.stop.accuracy > 0 and config.evaluation.every == 0:
         yield "stop.accuracy: needs evaluation.every >= 1, which measures it"
 
@@ -222,12 +233,16 @@ def _how_to_install(python: str) -> str:
 
 def _lora(config: Config) -> Iterator[str]:
     # A trainer with an interpreter of its own has other packages; it says so itself.
-    if config.lora is not None and not config.services.trainer.python and importlib.util.find_spec("peft") is None:
+    if config.lora is not None and not config.services.trainer.python and not _has("peft"):
         yield LORA_NEEDS_PEFT
     algorithm = config.algorithm
     kl_in_reward = algorithm.kl_coefficient > 0 and algorithm.kl_placement == "reward"
     if config.reference.mode == "adapter_off" and config.critic is not None and kl_in_reward:
         yield "reference.mode: adapter_off serves no critic, which algorithm.kl_placement reward needs it to; must be service"
+
+
+def _has(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def reward_faults(config: Config, trains: bool) -> Iterator[str]:

@@ -8,7 +8,13 @@ from runtime.config.base import Fraction, Passes, Prompts, PromptsOr0, Rate, Sec
 
 
 class Optimizer(Section, frozen=True):
-    """AdamW with a linear warm-up, then a schedule."""
+    """What updates the weights, at a rate that rises linearly and then follows a schedule."""
+
+    name: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
+    """`adamw`; `muon`: Muon for the matrices of the layers, AdamW for all else, with one learning rate; `adamw_8bit`: AdamW
+    whose moments have 8 bits, with `pip install 'sluice-rl[torchao]'`. Engine megatron has `adamw` alone."""
+    momentum: Fraction = 0.95
+    """Muon's μ."""
 
     learning_rate: Rate = 1e-6
     """The highest, after the warm-up."""
@@ -59,7 +65,7 @@ class Training(Section, frozen=True):
 
 
 class CriticOptimizer(Optimizer, frozen=True):
-    """AdamW likewise."""
+    """Likewise."""
 
     learning_rate: Rate = 1e-5
     """The highest, after the warm-up."""

@@ -15,6 +15,11 @@ MEGATRON_NEEDS_CORE = "megatron needs a package: pip install 'sluice-rl[megatron
 LORA_NEEDS_PEFT = "lora: needs a package: pip install 'sluice-rl[lora]'"
 
 
+def needs_torchao(key: str) -> str:
+    """What is wrong with the optimizer of section `key` where the package is missing."""
+    return f"{key}.name: adamw_8bit needs a package: pip install 'sluice-rl[torchao]'"
+
+
 def uncut(tied: bool, pipeline: int, version: str) -> str:
     """What keeps megatron-core of this version from cutting such a model into pipeline stages; "" for nothing."""
     if not (tied and pipeline > 1 and version.startswith("0.12.")):

@@ -94,6 +94,11 @@ class TrainedRole:
     def has_value_head(self) -> bool:
         return self.role == "critic"
 
+    @property
+    def optimizer_key(self) -> str:
+        """Where `options` are from."""
+        return "critic.optimizer" if self.has_value_head else "training.optimizer"
+
 
 class ModelBackend(ABC):
     """A model, its gradients and its optimizer. All ranks make the same calls in the same order: each may be a collective."""

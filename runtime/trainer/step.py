@@ -6,7 +6,7 @@ critic's, both in `objective.py`). The step knows neither.
 
     begin_step ─► accumulate ─► … ─► accumulate ─► apply
                   decode, check       │             one update, or one for each mini-batch and epoch:
-                  and, if it streams, │             reduce ─► divide, clip ─► AdamW ─► clear
+                  and, if it streams, │             reduce ─► divide, clip ─► optimizer ─► clear
                   forward, backward ──┘
 """
 
@@ -133,12 +133,22 @@ class ModelTrainer:
         """
         groups = self.backend.of_share(groups, TrainGroup)
         with self._timed():
-            rows = train_rows.decode_groups(groups, self.backend.vocab_size, self.objective.needs)
+            rows = self._decoded(groups)
             if self._streams:
                 # Advantages need no more than a group has, and there is one update: passes are made while others generate.
                 self._add(self._ready(rows), np.ones(len(rows.length), bool), last)
             else:
                 self._held.append(rows)
+
+    def _decoded(self, groups: Sequence[TrainGroup]) -> Rows:
+        """Without the tokens of episodes that were cut off by length, where `algorithm.truncated` says so: as of a sample that
+        is masked, only its reward counts."""
+        rows = train_rows.decode_groups(groups, self.backend.vocab_size, self.objective.needs)
+        if self._config.algorithm.truncated == "train":
+            return rows
+        cut = rows.cut_off()
+        self._statistics.total("response_length/masked", float((cut & rows.valid & rows.leads).sum()))
+        return replace(rows, mask=rows.mask & ~np.repeat(cut, rows.length))
 
     def apply(self) -> StepResult:
         """The step's optimizer updates: one, or one a mini-batch and epoch."""

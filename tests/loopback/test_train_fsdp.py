@@ -27,6 +27,10 @@ BATCH_WIDE = (
     {"advantage": "reinforce_plus_plus", "kl": "k1", "kl_placement": "reward", "kl_coefficient": 0.1},
     {"advantage": "reinforce_plus_plus_baseline", "loss": "ppo", "correction": "sequence_tis"},
     {"advantage": "group_norm", "group_std": "batch"},
+    {"advantage": "gpg", "loss": "gpg"},
+    # What is chosen among the tokens of all ranks.
+    {"loss": "clip_cov", "covariance_share": 0.3, "covariance_low": 0.0},
+    {"loss": "kl_cov", "covariance_share": 0.3},
 )
 SECTIONS = {
     "algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},

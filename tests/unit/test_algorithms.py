@@ -244,7 +244,8 @@ class TestClippedSurrogate:
 
 
 def loss_inputs(logp: torch.Tensor, proximal: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor) -> LossInputs:
-    return LossInputs(logp, behaviour, proximal, behaviour, advantages, torch.ones_like(logp))
+    ones = torch.ones_like(logp)
+    return LossInputs(logp, behaviour, proximal, behaviour, advantages, ones, chosen=0 * ones)
 
 
 class TestPolicyLosses:

@@ -15,6 +15,7 @@ from runtime.algorithms.advantages import (
     group_norm,
     has_signal,
     missing_eos_penalty,
+    opo,
     returns_to_go,
     rloo,
     soft_overlong_penalty,
@@ -164,6 +165,49 @@ class TestRloo:
         torch.testing.assert_close(got, f64(-3, 0, 3), rtol=1e-14, atol=0)
 
 
+class TestOpo:
+    @pytest.mark.parametrize("seed", range(5))
+    def test_the_baseline_is_weighted_by_length(self, seed: int):
+        rng = np.random.default_rng(seed)
+        rewards, groups = rng.normal(size=9), np.array([0, 0, 0, 1, 1, 1, 1, 2, 2])
+        lengths, valid = rng.integers(1, 50, 9).astype(float), np.arange(9) != 4
+        got = opo(*map(torch.from_numpy, (rewards, groups, lengths, valid)))
+        for i in range(9):
+            same = [j for j in range(9) if groups[j] == groups[i] and valid[j]]
+            baseline = sum(lengths[j] * rewards[j] for j in same) / sum(lengths[j] for j in same)
+            assert float(got[i]) == pytest.approx(rewards[i] - baseline if valid[i] else 0.0, rel=1e-11, abs=1e-14)
+
+    def test_equal_rewards_a_group_of_one_and_no_tokens(self):
+        groups, lengths = torch.tensor([0, 0, 0, 1, 2, 2]), f64(3, 3, 7, 9, 0, 0)
+        got = opo(f64(0.1, 0.1, 0.1, 2.0, 1.0, 3.0), groups, lengths)
+        assert got.tolist() == [0.0, 0.0, 0.0, 2.0, 1.0, 3.0]
+
+    def test_an_episodes_length_is_that_of_all_its_rows(self):
+        mask = matrix([1, 1, 0], [1, 0, 0], [1, 0, 1])
+        inputs = AdvantageInputs(
+            f64(1, 1, 4), torch.tensor([0, 0, 0]), torch.ones(3).bool(), mask, mask, leads=torch.tensor([True, False, True])
+        )
+        got = ADVANTAGES.get("opo").compute(inputs, AdvantageOptions())
+        baseline = (3 * 1 + 2 * 4) / 5
+        torch.testing.assert_close(got, f64(1 - baseline, 1 - baseline, 4 - baseline)[:, None], rtol=1e-14, atol=0)
+
+
+class TestGpg:
+    def test_groups_without_signal_do_not_shrink_the_gradient(self):
+        rewards, groups = f64(1, 0, 0, 0.1, 0.1, 0.1, 2, 4), torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
+        valid = torch.tensor([True, True, False, True, True, True, True, True])
+        inputs = AdvantageInputs(rewards, groups, valid, torch.ones(8, 2).double(), torch.zeros(8, 2).double())
+        got = ADVANTAGES.get("gpg").compute(inputs, AdvantageOptions())
+        scale = 7 / 4  # valid samples over those of the first and the last group
+        expected = scale * f64(0.5, -0.5, 0, 0, 0, 0, -1, 1)
+        torch.testing.assert_close(got, expected[:, None], rtol=1e-14, atol=0)
+
+    def test_a_batch_without_signal_is_worth_nothing(self):
+        mask = torch.ones(2, 1).double()
+        inputs = AdvantageInputs(f64(0.3, 0.3), torch.tensor([0, 0]), torch.ones(2).bool(), mask, mask)
+        assert ADVANTAGES.get("gpg").compute(inputs, AdvantageOptions()).tolist() == [[0.0], [0.0]]
+
+
 def advantage_inputs(rewards: torch.Tensor, groups: torch.Tensor, mask: torch.Tensor, penalties=None) -> AdvantageInputs:
     total = rewards if penalties is None else rewards - (penalties * mask).sum(1)
     valid = torch.ones(len(rewards), dtype=torch.bool)
@@ -211,6 +255,7 @@ class TestRegisteredEstimators:
             ("group_norm", AdvantageOptions(group_std="batch")),
             ("reinforce_plus_plus", AdvantageOptions(gamma=0.9)),
             ("reinforce_plus_plus_baseline", AdvantageOptions()),
+            ("gpg", AdvantageOptions()),
         ],
     )
     def test_parts_that_share_their_sums_are_the_whole(self, name: str, options: AdvantageOptions):

@@ -40,7 +40,8 @@ def random_inputs(seed: int, spread: float = 0.5) -> LossInputs:
     old = torch.from_numpy(rng.normal(-1.5, 0.5, (3, 4)))
     logp = (old + torch.from_numpy(rng.normal(0, spread, (3, 4)))).requires_grad_()
     behaviour = old + torch.from_numpy(rng.normal(0, spread, (3, 4)))
-    return LossInputs(logp, old, old, behaviour, torch.from_numpy(rng.normal(size=(3, 1))), MASK)
+    chosen = MASK * (torch.arange(4) == 2)  # of a loss that chooses
+    return LossInputs(logp, old, old, behaviour, torch.from_numpy(rng.normal(size=(3, 1))), MASK, chosen)
 
 
 def total(loss: torch.Tensor) -> torch.Tensor:
@@ -104,7 +105,7 @@ class TestSapo:
         torch.testing.assert_close(gradient, matrix([-2.0, 3.0]), rtol=1e-13, atol=0)
 
 
-@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"cispo"}))
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"cispo", "vespo"}))
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_are_those_of_finite_differences(name: str, seed: int):
     inputs = random_inputs(seed)

@@ -31,6 +31,8 @@ def test_a_step_makes_an_update_for_every_mini_batch(mini_batch: int, size: int,
         ("group_norm", {"mini_batch_size": 4}, False),
         ("group_norm", {"epochs": 2}, False),
         ("reinforce_plus_plus", {}, False),
+        ("gpg", {}, False),
+        ("opo", {}, True),
     ],
 )
 def test_only_one_update_of_local_advantages_is_given_in_parts(
@@ -38,6 +40,11 @@ def test_only_one_update_of_local_advantages_is_given_in_parts(
 ) -> None:
     algorithm, steps = Algorithm(advantage=advantage), Training(groups_per_step=8, **training)
     assert streams(Config(run=Run(name="a"), algorithm=algorithm, training=steps)) is streamed
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_a_loss_that_chooses_among_the_tokens_of_a_step_waits_for_all(loss: str) -> None:
+    assert not streams(Config(run=Run(name="a"), algorithm=Algorithm(loss=loss)))
 
 
 OWN = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,11 @@ def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
         ),
         (
             {"algorithm": {"loss": "gspo"}},
-            "algorithm.aggregation: 'token_mean' is not seq_mean_token_mean; loss gspo is one value a sample",
+            "algorithm.aggregation: 'token_mean' is not seq_mean_token_mean, nor seq_mean_token_sum; loss gspo is one value a",
+        ),
+        (
+            {"algorithm": {"loss": "clip_cov", "covariance_low": 5}},
+            "algorithm.covariance_low: 5 is not below covariance_high 5",
         ),
         ({"algorithm": {"kl_target": 0.1}}, "algorithm.kl_target: needs kl_coefficient > 0 to start from"),
         (
@@ -231,3 +236,17 @@ def test_a_tracker_without_its_package(sound: dict[str, Any], monkeypatch: pytes
     assert semantic_faults(config, available_bytes=1 << 40) == [
         "trackers.1.name: wandb needs a package: pip install 'sluice-rl[wandb]'"
     ]
+
+
+def test_moments_of_8_bits_need_a_package(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.config.checks._has", lambda package: package != "torchao")
+    small = {"optimizer": {"name": "adamw_8bit"}}
+    needs = "adamw_8bit needs a package: pip install 'sluice-rl[torchao]'"
+    assert checked(sound, training=small) == [f"training.optimizer.name: {needs}"]
+    critic = {"algorithm": {"advantage": "gae"}, "critic": small}
+    assert checked(sound, **critic) == [f"critic.optimizer.name: {needs}"]
+    elsewhere = {"critic": {"python": sys.executable}}
+    assert checked(sound, **critic, services=elsewhere) == []
+    monkeypatch.undo()
+    monkeypatch.setattr("runtime.config.checks._has", lambda package: True)
+    assert checked(sound, training=small) == []

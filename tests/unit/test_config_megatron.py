@@ -182,6 +182,11 @@ def test_what_it_does_not_do() -> None:
     assert faults(lora={}, **whole) == ["lora: engine megatron trains whole models; take services.trainer.engine torch"]
     (fault,) = faults(services={"trainer": whole["services"]["trainer"] | {"cpu_offload": True}})
     assert fault == "services.trainer.cpu_offload: is engine torch's; must be false for engine megatron"
+    (fault,) = faults(training={"optimizer": {"name": "muon"}}, **whole)
+    assert fault == "training.optimizer.name: muon is engine torch's; must be adamw for engine megatron"
+    own = {"critic": {"optimizer": {"name": "adamw_8bit"}}, "services": {"critic": whole["services"]["trainer"]}}
+    (fault,) = faults(role="critic", **own)
+    assert fault == "critic.optimizer.name: adamw_8bit is engine torch's; must be adamw for engine megatron"
     (fault,) = faults(MODEL | {"model_type": "deepseek_v3"}, **whole)
     assert "multi-head latent attention" in fault
     (fault,) = faults(services={"trainer": {"processes": 2, "parallel": {"tensor": 2}}})

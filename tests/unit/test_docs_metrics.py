@@ -126,6 +126,8 @@ def of_the_engines(folder: Path) -> set[str]:
     configs = [
         make_config(path, algorithm={"kl_coefficient": 0.1, **LENGTHS}, training=SEVERAL),
         make_config(path, algorithm={"kl_coefficient": 0.1, "loss": "ppo", "correction": "token_tis"}),
+        make_config(path, algorithm={"loss": "kl_cov", "truncated": "mask"}),
+        make_config(path, algorithm={"loss": "vespo"}),
         replace(make_config(path, algorithm={**PPO, "kl_coefficient": 0.1}), critic=Critic()),
     ]
     found = set(TrainRank.seconds_of.values()) | set(CriticRank.seconds_of.values())

@@ -177,7 +177,7 @@ def test_more_branches_of_an_episode_change_nobody_s_advantage(name: str, episod
     assert values(branched) == values(episodes)
 
 
-@pytest.mark.parametrize("estimator", sorted({name for name, _ in CASES} | {"reinforce_plus_plus_baseline"}))
+@pytest.mark.parametrize("estimator", sorted({name for name, _ in CASES} | {"reinforce_plus_plus_baseline", "opo", "gpg"}))
 def test_replies_are_episodes_of_one_row(estimator: str):
     """Bit for bit, with and without the field that tells of episodes."""
     rng = np.random.default_rng(3)
@@ -212,3 +212,19 @@ def test_sums_over_the_batch_are_asked_for_as_often_where_no_turn_was_rewarded()
         ADVANTAGES.find("group_norm").compute(part, AdvantageOptions(group_std="batch"))
         counts.append([call.shape for call in calls])
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", ["opo", "gpg"])
+def test_turns_are_less_the_mean_of_their_group(name: str):
+    """Of turns 0.5, 0.2 and 0.8; the rewards themselves tell nothing."""
+    episodes = [
+        Episode(0, 1.0, True, [Row([1, 0, 1], {0: 0.5, 2: 0.2})]),
+        Episode(0, 1.0, True, [Row([1, 1, 0], {1: 0.8})]),
+    ]
+    got = ADVANTAGES.find(name).compute(inputs_of(episodes), AdvantageOptions(turn_discount=0.5))
+    scale = 1.0 if name == "opo" else 2.0  # samples over at least one of a group with signal
+    expected = [[0.5 * -0.3, -0.3, -0.3], [0.3, 0.3, 0.0]]
+    for row, numbers in enumerate(expected):
+        for token, number in enumerate(numbers):
+            if episodes[row].rows[0].mask[token]:
+                assert float(got[row, token]) == pytest.approx(scale * number, abs=1e-12)

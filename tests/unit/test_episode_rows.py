@@ -13,7 +13,7 @@ from runtime.errors import InvalidMessage
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import pack, padded
 from runtime.trainer.megatron.context import packing_of
-from runtime.trainer.objective import RowAdvantages
+from runtime.trainer.row_advantages import RowAdvantages
 from runtime.trainer.rows import Needs, Rows
 from runtime.trainer.statistics import StepStatistics
 from runtime.types import GroupPayload, TrainGroup, TurnReward

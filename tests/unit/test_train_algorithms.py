@@ -22,8 +22,8 @@ from runtime.trainer.rows import Needs
 from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, Logprobs, TrainGroup
 from tests.closeness import STEP, assert_close
-from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
-from tests.unit.training_steps import assert_metrics, assert_updated, comparable, run_step, weights
+from tests.unit.training_cases import VOCAB, make_config, make_episodes, make_groups, make_policy
+from tests.unit.training_steps import assert_metrics, assert_same, assert_updated, comparable, run_step, weights
 
 pytestmark = pytest.mark.numeric
 
@@ -92,6 +92,10 @@ def test_reinforce_plus_plus_under_sequence_tis_is_that_of_a_plain_loop(policy: 
         {"loss": "cispo", "correction": "token_tis", "aggregation": "dr_grpo", "aggregation_norm": 16},
         {**REINFORCE, "advantage": "reinforce_plus_plus_baseline"},
         {"advantage": "group_norm", "group_std": "batch"},
+        {"loss": "gmpo", "advantage": "opo", "aggregation": "seq_mean_token_mean"},
+        {"loss": "gpg", "advantage": "gpg", "truncated": "mask"},
+        {"loss": "clip_cov", "covariance_share": 0.3, "covariance_low": 0.0},
+        {"loss": "kl_cov", "covariance_share": 0.3},
     ],
     ids=lambda algorithm: "-".join(str(value) for value in algorithm.values()),
 )
@@ -141,12 +145,18 @@ def test_dr_grpo_leaves_the_others_as_they_are_where_a_sample_is_masked(policy: 
         ({}, "overlong_buffer", 0.5),
         ({"overlong_buffer": 0.5}, "overlong_penalty", 0.1),
         ({}, "missing_eos_penalty", 1.0),
+        ({}, "truncated", "mask"),
         ({"aggregation": "dr_grpo"}, "aggregation_norm", 5),
         ({"loss": "ppo"}, "clip_low", 0.5),
         ({"loss": "ppo"}, "clip_high", 20.0),
         ({"loss": "ppo"}, "dual_clip", 1.1),
         ({"loss": "sapo"}, "sapo_tau_positive", 2.0),
         ({"loss": "sapo"}, "sapo_tau_negative", 2.0),
+        ({"loss": "clip_cov", "covariance_low": 0.0}, "covariance_share", 0.5),
+        ({"loss": "clip_cov", "covariance_share": 1.0}, "covariance_low", 0.0),
+        ({"loss": "clip_cov", "covariance_share": 1.0, "covariance_low": 0.0}, "covariance_high", 0.2),
+        ({"loss": "kl_cov"}, "covariance_share", 0.5),
+        ({"loss": "kl_cov", "covariance_share": 0.5}, "covariance_kl", 3.0),
         ({}, "behaviour_weight_cap", 0.5),
         ({}, "behaviour_weight_over", "drop"),
         ({"loss": "ppo"}, "correction", "icepop"),
@@ -329,3 +339,39 @@ def test_an_option_of_a_loss_reaches_the_gradient(policy: str, tmp_path: Path):
         for scale in (1.0, 2.0)
     ]
     assert norms[1]["actor/grad_norm"] == 2 * norms[0]["actor/grad_norm"] > 0
+
+
+def cut_off(groups: list[TrainGroup]) -> list[TrainGroup]:
+    """The first sample of each group ended by length."""
+    for group in groups:
+        payload = codec.decode(GroupPayload, group.payload)
+        payload.finish_reasons[0] = "length"
+        group.payload = codec.encode(payload)
+    return groups
+
+
+@pytest.mark.parametrize("advantage", ["group_norm", "reinforce_plus_plus"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "dr_grpo"])
+def test_truncated_samples_are_trained_as_if_they_had_no_tokens(policy: str, advantage: str, aggregation: str):
+    """Their rewards count in the group's statistics, and they are counted."""
+    algorithm = {"advantage": advantage, "aggregation": aggregation, "kl_coefficient": 0.1}
+    trained, left_out = (
+        policy_trainer(make_config(policy, algorithm=algorithm | more)) for more in ({}, {"truncated": "mask"})
+    )
+    expected = run_step(trained, [masked(group, lambda index: index == 0) for group in cut_off(make_groups(13))]).metrics
+    got = run_step(left_out, cut_off(make_groups(13))).metrics
+    assert got.pop("response_length/masked") == 3
+    for name in ("episode/turns", "episode/environment_tokens"):  # what is masked by hand is no turn of the model's
+        got.pop(name, None), expected.pop(name, None)
+    assert got == expected
+    assert_same(weights(left_out), weights(trained))
+    assert "response_length/masked" not in expected
+
+
+def test_an_episode_is_truncated_as_its_last_row_is(policy: str):
+    rows = train_rows.decode_groups(make_episodes(3), VOCAB, Needs())
+    last = {int(episode): bool(cut) for episode, cut in zip(rows.episode, rows.truncated, strict=True)}
+    assert rows.cut_off().tolist() == [last[int(episode)] for episode in rows.episode]
+    engine = policy_trainer(make_config(policy, algorithm={"truncated": "mask"}))
+    counted = sum(last[int(episode)] for episode in rows.episode[rows.leads & rows.valid])
+    assert run_step(engine, make_episodes(3)).metrics["response_length/masked"] == counted > 0

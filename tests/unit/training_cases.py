@@ -24,16 +24,18 @@ def make_policy(folder: Path, *, tied: bool = True, layers: int = 2, **options: 
     torch.manual_seed(3)
     model = Qwen2ForCausalLM(
         Qwen2Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-            tie_word_embeddings=tied,
-            initializer_range=0.3,
-            **options,
+            **{
+                "vocab_size": VOCAB,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": layers,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 128,
+                "tie_word_embeddings": tied,
+                "initializer_range": 0.3,
+                **options,
+            }
         )
     )
     model.save_pretrained(folder)

@@ -1,9 +1,9 @@
-"""A Hugging Face model under training by torch alone: AdamW in one process, with FSDP2 over several."""
+"""A Hugging Face model under training by torch alone: in one process, with FSDP2 over several."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from runtime.algorithms.losses import token_logprobs
-from runtime.config import Config, Optimizer
+from runtime.config import Config
 from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.models.offload import HostOffload
@@ -28,7 +28,7 @@ from runtime.trainer.backend import (
     compute_dtype,
     wire_dtype,
 )
-from runtime.trainer.fsdp import lora, sharding, state
+from runtime.trainer.fsdp import lora, optimizers, sharding, state
 from runtime.trainer.fsdp.lora import Adapters
 from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.statistics import Reduced, StepStatistics
@@ -65,7 +65,8 @@ class FsdpBackend(ModelBackend):
         # Tied tensors come once, under their first name, as in a Hugging Face export.
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._policy = self.parameters if self._adapters is None else self._adapters.base
-        self.optimizer = make_optimizer(trained.options, self.parameters)
+        self._key = trained.optimizer_key
+        self.optimizer = optimizers.make_optimizer(trained.options, self.model, self.parameters, self._compute, self._key)
         # What is on the host already is not taken there.
         self.offloaded: Sequence[str] = trained.settings.offloaded if rank_info.device.type != "cpu" else ()
         self._on_host: dict[str, HostOffload] = {}
@@ -186,7 +187,8 @@ class FsdpBackend(ModelBackend):
         if kind == "param":
             return [*self.model.parameters(), *self.model.buffers()]
         states = self.optimizer.state.values() if kind == "optimizer" else ()
-        return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        held = (value for state in states for value in state.values() if isinstance(value, torch.Tensor))
+        return [storage for value in held for storage in optimizers.storages(value)]
 
     # ------------------------------------------------------------------------------------------ its state on disk
 
@@ -203,7 +205,7 @@ class FsdpBackend(ModelBackend):
 
     def _state(self, position: TrainingPosition) -> state.TrainingState:
         trained = self.parameters if self._adapters is None else self._adapters.trained
-        return state.TrainingState(trained, self.optimizer, position, self.rank_info, self._adapters)
+        return state.TrainingState(trained, self.optimizer, self._key, position, self.rank_info, self._adapters)
 
     # ------------------------------------------------------------------------------------------ the policy, as it leaves
 
@@ -268,18 +270,3 @@ def _costly() -> list[Any]:
     kinds = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
     attention = [getattr(aten, f"_scaled_dot_product_{kind}").default for kind in kinds]
     return [aten.mm.default, aten.addmm.default, aten.bmm.default, *attention]
-
-
-def make_optimizer(options: Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.AdamW:
-    """AdamW; biases and norms do not decay. Fused where there is a kernel: on a CPU it takes a third of foreach's time."""
-    kinds = {parameter.device.type for parameter in parameters.values()}
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": options.weight_decay},
-            {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=options.learning_rate,
-        betas=options.betas,
-        eps=options.eps,
-        fused=kinds <= {"cpu", "cuda"},
-    )

@@ -80,11 +80,14 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a parameter or moment, on every rank. Not by `full_tensor`, whose gather crashes over gloo on CUDA."""
-    own = local(tensor)
+def full(tensor: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
+    """The whole of a parameter or moment, on every rank; with `own`, of what is shaped as it is, of which these are this rank's
+    rows. Not by `full_tensor`, whose gather crashes over gloo on CUDA."""
+    own = local(tensor) if own is None else own
     if not _is_sharded(tensor):
         return own
+    sharded: Any = tensor
+    own = own.to(sharded.device_mesh.device_type)  # where the group is: with `cpu_offload` it is on the host
     ranks = dist.get_world_size()
     padded = own.new_zeros(-(-tensor.shape[0] // ranks), *tensor.shape[1:])
     padded[: len(own)] = own

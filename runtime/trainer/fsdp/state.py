@@ -2,9 +2,9 @@
 
 model/              a Hugging Face folder, float32
 adapter/            in its stead where adapters are trained: they alone, as PEFT has them
-optimizer*.safetensors   Adam's moments: `exp_avg.NAME`, `exp_avg_sq.NAME`
+optimizer*.safetensors   float32: Adam's moments `exp_avg.NAME` and `exp_avg_sq.NAME`, or Muon's `momentum_buffer.NAME`
 rng.safetensors     the generators' states: `RANK.DEVICE`
-trainer.json        format, step, Adam's step count, coefficient of the KL term, the section `lora`
+trainer.json        format, step, the optimizer's kind and step count, coefficient of the KL term, the section `lora`
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,10 @@ from runtime.json_file import read_object
 from runtime.models import hf_policy
 from runtime.process import platform
 from runtime.trainer.backend import RankInfo, TrainingPosition
-from runtime.trainer.fsdp import lora, sharding
+from runtime.trainer.fsdp import lora, optimizers, sharding
 from runtime.trainer.fsdp.lora import Adapters
 
 FORMAT = 1
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class TrainingState:
     """What is saved, and where it is restored to. `parameters` are what is trained: the model's, or those of `adapters`."""
 
     parameters: Mapping[str, torch.nn.Parameter]
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
+    key: str  # the section that the optimizer is of
     position: TrainingPosition
     rank_info: RankInfo
     adapters: Adapters | None = None
@@ -49,18 +50,16 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
     _write_weights(folder, state, source)
     updates = _updates(state)
     if updates:
-        moments = {
-            f"{kind}.{name}": state.optimizer.state[parameter][kind]
-            for kind in MOMENTS
-            for name, parameter in state.parameters.items()
-        }
-        hf_policy.write_tensors(folder, "optimizer", moments, sharding.wholes(moments), state.rank_info.rank, torch.float32)
+        kept = _kept(state)
+        wholes = ((name, _whole(state.optimizer, name, parameter)) for name, parameter in kept.items())
+        hf_policy.write_tensors(folder, "optimizer", kept, wholes, state.rank_info.rank, torch.float32)
     generators = _gather_generators(state)
     if state.rank_info.rank == 0:
         save_file(generators, folder / "rng.safetensors")
         description = {
             "format": FORMAT,
             "step": state.position.step,
+            "optimizer": optimizers.family(state.optimizer),
             "optimizer_updates": updates,
             "kl_coefficient": state.position.kl_coefficient,
             "lora": state.adapters.description if state.adapters else None,
@@ -80,9 +79,22 @@ def _write_weights(folder: Path, state: TrainingState, source: str) -> None:
 
 
 def _updates(state: TrainingState) -> int:
-    """How often Adam has stepped; its moments exist from the first step on."""
+    """How often the optimizer has stepped; what it keeps exists from the first step on."""
     first = next(iter(state.parameters.values()))
     return int(state.optimizer.state[first]["step"]) if state.optimizer.state else 0
+
+
+def _kept(state: TrainingState) -> dict[str, torch.nn.Parameter]:
+    """By the names in the file, the parameters that they are kept of."""
+    return {
+        f"{kind}.{name}": parameter
+        for name, parameter in state.parameters.items()
+        for kind in optimizers.kept(state.optimizer, parameter)
+    }
+
+
+def _whole(optimizer: torch.optim.Optimizer, name: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    return sharding.full(parameter, optimizers.numbers(optimizer.state[parameter][name.partition(".")[0]]))
 
 
 def _gather_generators(state: TrainingState) -> dict[str, torch.Tensor]:
@@ -105,17 +117,18 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
     """
     description = _description(folder)
     _require_same_adapters(folder, description.get("lora"), state.adapters)
+    _require_same_optimizer(folder, description.get("optimizer", "adamw"), state)
     kept = (folder / lora.FOLDER, lora.STEM) if state.adapters else (folder / "model", "model")
-    moments = {f"{kind}.{name}": parameter for kind in MOMENTS for name, parameter in state.parameters.items()}
     with contextlib.ExitStack() as stack:
         weights = _open(*kept, state.parameters, stack)
-        history = _open(folder, "optimizer", moments, stack) if description["optimizer_updates"] else None
+        history = _open(folder, "optimizer", _kept(state), stack) if description["optimizer_updates"] else None
         generators = stack.enter_context(_safetensors(folder / "rng.safetensors"))
         for name, parameter in state.parameters.items():
             sharding.local(parameter).copy_(weights(name, parameter))
             state.optimizer.state.pop(parameter, None)
             if history is not None:
-                state.optimizer.state[parameter] = _adam_state(name, parameter, history, description, state.optimizer)
+                read = partial(_read_kept, history, name, parameter)
+                optimizers.restore(state.optimizer, parameter, description["optimizer_updates"], read)
         _restore_generators(generators, state)
     return TrainingPosition(description["step"], description.get("kl_coefficient"))
 
@@ -141,6 +154,11 @@ def _require_same_adapters(folder: Path, saved: dict[str, Any] | None, adapters:
     for key, value in adapters.description.items():
         if value != saved[key]:
             raise UserError(f"lora.{key}: {value} is not that of checkpoint {folder}; must be {saved[key]}")
+
+
+def _require_same_optimizer(folder: Path, saved: str, state: TrainingState) -> None:
+    if saved != (own := optimizers.family(state.optimizer)):
+        raise UserError(f"{state.key}.name: checkpoint {folder} is of {saved}, which {own} cannot go on from; must be {saved}")
 
 
 def _safetensors(path: Path) -> Any:
@@ -172,20 +190,10 @@ def _open(
     return read
 
 
-def _adam_state(
-    name: str,
-    parameter: torch.nn.Parameter,
-    history: Callable[[str, torch.Tensor], torch.Tensor],
-    description: dict[str, Any],
-    optimizer: torch.optim.AdamW,
-) -> dict[str, torch.Tensor]:
-    """The state that AdamW would hold. Its fused kernel keeps the step count on the parameter's device."""
-    device = parameter.device if optimizer.defaults["fused"] else torch.device("cpu")
-    adam = {"step": torch.tensor(float(description["optimizer_updates"]), device=device)}
-    for kind in MOMENTS:
-        adam[kind] = torch.zeros_like(parameter, requires_grad=False)
-        sharding.local(adam[kind]).copy_(history(f"{kind}.{name}", parameter))
-    return adam
+def _read_kept(
+    history: Callable[[str, torch.Tensor], torch.Tensor], name: str, parameter: torch.nn.Parameter, kind: str
+) -> torch.Tensor:
+    return history(f"{kind}.{name}", parameter)
 
 
 def _restore_generators(file: Any, state: TrainingState) -> None:

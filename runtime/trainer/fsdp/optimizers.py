@@ -1,0 +1,218 @@
+"""What updates the weights on engine torch, and what it keeps of each parameter: AdamW, Muon beside AdamW, or AdamW with
+moments of 8 bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from runtime.config import Optimizer
+from runtime.errors import UserError
+from runtime.models.limits import needs_torchao
+from runtime.trainer.fsdp import sharding
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = ("momentum_buffer",)
+_COEFFICIENTS, _ITERATIONS = (3.4445, -4.7750, 2.0315), 5  # Keller Jordan's
+_BLOCK, _SMALL = 256, 4096
+_RMS = 0.2  # of an update by AdamW, as Moonlight measured it
+
+
+def make_optimizer(
+    options: Optimizer, model: Any, parameters: Mapping[str, torch.nn.Parameter], compute: torch.dtype, key: str
+) -> torch.optim.Optimizer:
+    """The optimizer that `options`, the section `key`, name; biases and norms do not decay. `compute`: in which dtype Muon
+    orthogonalises. Raises UserError where a package is missing."""
+    every = list(parameters.values())
+    hidden = hidden_matrices(model, every) if options.name == "muon" else frozenset()
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in every if p.ndim >= 2 and p not in hidden], "weight_decay": options.weight_decay},
+        {"params": [p for p in every if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    settings: dict[str, Any] = {"lr": options.learning_rate, "betas": options.betas, "eps": options.eps}
+    if options.name == "adamw_8bit":
+        return AdamW8bit(groups, _eight_bits(key), **settings)
+    # Fused where there is a kernel: on a CPU it takes a third of foreach's time.
+    settings["fused"] = {p.device.type for p in every} <= {"cpu", "cuda"}
+    if options.name == "muon":
+        groups.append({"params": [p for p in every if p in hidden], "weight_decay": options.weight_decay})
+        return Muon(groups, hidden, options.momentum, compute, **settings)
+    return torch.optim.AdamW(groups, **settings)
+
+
+def hidden_matrices(model: Any, parameters: Iterable[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
+    """Those of `parameters` that are matrices of a decoder layer: neither embeddings nor heads."""
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    units = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in layers]
+    within = {parameter for unit in units for parameter in unit.parameters()}
+    return frozenset(parameter for parameter in parameters if parameter in within and parameter.ndim == 2)
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for some matrices, AdamW for all other parameters (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/).
+
+    `B ← μ B + (1 - μ) G`, `O = orthogonalised((1 - μ) G + μ B)`, `W ← (1 - ηλ) W - 0.2 η √max(m, n) O` of W [m, n]: an update
+    is as large as AdamW's, so that η and λ are those of AdamW (Moonlight, arXiv:2502.16982, equation 4). It is the step of
+    `torch.optim.Muon` with `match_rms_adamw`, which does not know of matrices that are spread over ranks: here each rank keeps
+    its rows of B, and all of them orthogonalise the whole matrix, so that they agree bit for bit, and with a single rank.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        matrices: frozenset[torch.nn.Parameter],
+        momentum: float,
+        compute: torch.dtype,
+        **adamw: Any,
+    ):
+        super().__init__(groups, **adamw)
+        self.matrices, self._momentum, self._compute = matrices, momentum, compute
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in self.matrices and parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group["lr"], group["weight_decay"])
+                    parameter.grad = None  # which AdamW passes over
+        return super().step(closure)
+
+    def _update(self, parameter: torch.nn.Parameter, grad: torch.Tensor, rate: float, decay: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(step=torch.tensor(0.0), momentum_buffer=torch.zeros_like(parameter, requires_grad=False))
+        state["step"] += 1
+        own, gradient, buffer = map(sharding.local, (parameter, grad, state["momentum_buffer"]))
+        buffer.lerp_(gradient, 1 - self._momentum)
+        ahead = gradient.lerp(buffer, self._momentum).to(self._compute)
+        update = orthogonalised(sharding.full(parameter, ahead))[sharding.rows(parameter)].to(own.device)
+        own.mul_(1 - rate * decay).add_(update, alpha=-rate * _RMS * math.sqrt(max(parameter.shape)))
+
+
+def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+    """U Vᵀ of `matrix` = U S Vᵀ, [m, n], roughly: singular values of about 0.7 to 1.2, in its dtype.
+
+    Newton-Schulz: `X ← a X + (b A + c A²) X`, `A = X Xᵀ`, from `X = matrix / ‖matrix‖`.
+    """
+    a, b, c = _COEFFICIENTS
+    x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if matrix.shape[0] > matrix.shape[1] else x
+
+
+def _eight_bits(key: str) -> Any:
+    """torchao's class of tensors of 8 bits, each a code for a share of the largest of its block. Raises UserError."""
+    try:
+        from torchao.optim.subclass_8bit import OptimState8bit
+    except ImportError as error:
+        raise UserError(needs_torchao(key)) from error
+    return OptimState8bit
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW whose moments have 8 bits, in blocks of 256 along a rank's rows (Dettmers et al., arXiv:2110.02861), by torchao;
+    but for parameters of which a rank has fewer than 4,096 numbers, or half a block.
+
+    Each moment is worked out, moved on, and written down again. torchao's own optimizer does the same compiled, for which it
+    needs a compiler on each machine.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], tensors: Any, *, lr: float, betas: tuple[float, float], eps: float):
+        super().__init__(groups, {"lr": lr})
+        self._tensors, self._betas, self._eps = tensors, betas, eps
+
+    def zeros(self, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
+        """A moment of this rank's rows before the first update."""
+        own = sharding.local(parameter)
+        if own.numel() < _SMALL or own.numel() % _BLOCK:
+            return torch.zeros_like(own)
+        zeros: torch.Tensor = self._tensors.zeros(own.shape, name == "exp_avg", _BLOCK, own.device, own.dtype)
+        return zeros
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group["lr"], group["weight_decay"])
+
+    def _update(self, parameter: torch.nn.Parameter, grad: torch.Tensor, rate: float, decay: float) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update({name: self.zeros(parameter, name) for name in MOMENTS}, step=torch.tensor(0.0))
+        state["step"] += 1
+        own, gradient = map(sharding.local, (parameter, grad))
+        mean, square = (
+            numbers(state[name]).lerp(value, 1 - beta)
+            for name, value, beta in zip(MOMENTS, (gradient, gradient.square()), self._betas, strict=True)
+        )
+        state["exp_avg"].copy_(mean)
+        state["exp_avg_sq"].copy_(square)
+        first, second = (1 - beta ** float(state["step"]) for beta in self._betas)
+        own.mul_(1 - rate * decay).addcdiv_(mean, (square / second).sqrt() + self._eps, value=-rate / first)
+
+
+# ---------------------------------------------------------------------------------------------- what it keeps of a parameter
+# A state's tensors are sharded as the parameter is. Those of 8 bits hold codes, and a scale for each 256 of them.
+
+
+def family(optimizer: torch.optim.Optimizer) -> str:
+    """Of which kind its checkpoints are: "adamw", whatever the moments' bits, or "muon"."""
+    return "muon" if isinstance(optimizer, Muon) else "adamw"
+
+
+def kept(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> tuple[str, ...]:
+    """By what names it keeps tensors of the shape of `parameter`."""
+    return MOMENTUM if isinstance(optimizer, Muon) and parameter in optimizer.matrices else MOMENTS
+
+
+def numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of such a tensor, in float32."""
+    own: Any = sharding.local(tensor)
+    return own.dequantize() if hasattr(own, "codes") else own
+
+
+def storages(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold this rank's rows, but for the table of what codes stand for, 1 kB."""
+    own: Any = sharding.local(tensor)
+    return (own.codes, own.scale) if hasattr(own, "codes") else (own,)
+
+
+def restore(optimizer: Any, parameter: torch.nn.Parameter, updates: int, read: Callable[[str], torch.Tensor]) -> None:
+    """Make the state of `parameter` that the optimizer would have after so many `updates`; `read` gives this rank's rows of a
+    tensor by its name. A fused kernel keeps the number of updates on the parameter's device."""
+    names = kept(optimizer, parameter)
+    fused = optimizer.defaults.get("fused") and names == MOMENTS
+    state = {"step": torch.tensor(float(updates), device=parameter.device if fused else "cpu")}
+    for name in names:
+        eight = isinstance(optimizer, AdamW8bit)
+        state[name] = optimizer.zeros(parameter, name) if eight else torch.zeros_like(parameter, requires_grad=False)
+        own, rows = sharding.local(state[name]), read(name).to(parameter.device)
+        _encode(own, rows) if hasattr(own, "codes") else own.copy_(rows)
+    optimizer.state[parameter] = state
+
+
+def _encode(held: Any, values: torch.Tensor) -> None:
+    """Have `held`, of 8 bits, stand for `values`, float32 of its shape: bit for bit where they are what such a tensor stood
+    for, in the same blocks.
+
+    What is furthest from 0 in a block is its scale, or, where that is negative, the lowest of `qmap` times its scale; the
+    quotient then may be the number beside the scale. Which it was the block's other numbers tell.
+    """
+    blocks, qmap = values.reshape(-1, held.block_size), held.qmap
+    top, low = blocks.amax(1), -blocks.amin(1)
+    negative, zero = low / -qmap[0], torch.zeros_like(top)
+    middles, codes = (qmap[1:] + qmap[:-1]) / 2, held.codes.view(blocks.shape)
+    taken = torch.ones_like(top, dtype=torch.bool)
+    for scale in (top.where(top >= low, negative), negative, negative.nextafter(zero), negative.nextafter(zero + math.inf)):
+        found = torch.bucketize(blocks / scale[:, None], middles, out_int32=True)
+        taken |= (qmap[found] * scale[:, None] == blocks).all(1)
+        codes[taken], held.scale[taken] = found[taken].to(codes.dtype), scale[taken]
+        taken.fill_(False)
