@@ -77,6 +77,8 @@ class Source(RowFormatChoice, frozen=True, kw_only=True):
     """A file or folder, as `data.train` is."""
     weight: PositiveRate = 1.0
     """The share of the prompts that are this file's is its weight divided by the sum of all weights."""
+    reference: str = ""
+    """The frozen model of the KL term for this file's prompts, a teacher of its own. Empty: `model.reference`."""
 
 
 class Curriculum(Section, frozen=True):
