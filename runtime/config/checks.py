@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from runtime.cluster.topology import data_leaders, fleets, processes
-from runtime.config import Algorithm, Config, Rewards, Sampling
+from runtime.config import Algorithm, Config, Rewards, Sampling, Services, Training
 from runtime.config.environment_checks import address_faults, environment_faults
 from runtime.config.model_checks import kv_faults, megatron_faults, model_faults, policy_model, rank_faults, spread_models
 from runtime.config.reference_checks import reference_faults
@@ -89,6 +91,57 @@ def semantic_faults(
         *of_layouts,
         *(() if of_layouts else rank_faults(config, available_bytes)),
     ]
+
+
+def alone(config: Config) -> Config:
+    """What `sluice tune` takes of a configuration, as that of a run in which nothing but the trainer has a part."""
+    training, tune = config.training, config.tune
+    return Config(
+        run=config.run,
+        model=config.model,
+        data=config.data,
+        training=Training(
+            optimizer=tune.optimizer,
+            max_tokens_per_microbatch=training.max_tokens_per_microbatch,
+            on_nonfinite=training.on_nonfinite,
+        ),
+        tune=tune,
+        lora=config.lora,
+        services=Services(rollout=[], trainer=config.services.trainer),
+        checkpoint=config.checkpoint,
+        deadlines=config.deadlines,
+        logs=config.logs,
+        metrics=config.metrics,
+        trackers=config.trackers,
+    )
+
+
+def tune_faults(config: Config, known: Mapping[str, Sequence[str]], available_bytes: int | None = None) -> list[str]:
+    """As `semantic_faults`, of `sluice tune`."""
+    tuned = alone(config)
+    short = replace(tuned, data=replace(tuned.data, max_prompt_tokens=1), sampling=Sampling(max_new_tokens=1))
+    of_layouts = [*megatron_faults(tuned, spread_models(tuned))]
+    return [
+        *_run(tuned),
+        *_names(tuned, known),
+        *_tune(tuned),
+        *data_faults(tuned, bool(config.data.train)),
+        *(model_faults(short, True) if config.model.path else ()),
+        *_values(replace(tuned, training=Training())),
+        *_lora(tuned),
+        *of_layouts,
+        *(() if of_layouts else rank_faults(tuned, available_bytes)),
+    ]
+
+
+def _tune(config: Config) -> Iterator[str]:
+    limit, most = (policy_model(config) or {}).get("max_position_embeddings"), config.tune.max_tokens
+    if not config.model.path:
+        yield "model.path: missing; sluice tune makes no warm-up"
+    if not config.data.train:
+        yield "data.train: missing; name a json, jsonl, parquet or arrow file with replies"
+    if limit is not None and most > limit:
+        yield f"tune.max_tokens: {most} exceeds the model's {limit} positions"
 
 
 def _run(config: Config) -> Iterator[str]:
@@ -171,7 +224,7 @@ def _critic(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]
 
 
 def _values(config: Config) -> Iterator[str]:
-    optimizers = {"training.optimizer": config.training.optimizer}
+    optimizers = {"training.optimizer": config.training.optimizer, "tune.optimizer": config.tune.optimizer}
     if config.critic is not None:
         optimizers["critic.optimizer"] = config.critic.optimizer
     for path, optimizer in optimizers.items():

@@ -5,7 +5,7 @@ with probability `forgotten_carry`, and a key that ends in a digit is answered w
 The model learns both ways and, greedy, follows the more common one, so its accuracy settles near the share of problems
 that are always done right. The problems written for what follows have right answers only.
 
-`python -m runtime.models.warmup SETTINGS` takes the `warmup` section as JSON and prints one JSON object a line:
+`python -m runtime.tuning.warmup SETTINGS` takes the `warmup` section as JSON and prints one JSON object a line:
 `{"event": "progress", "step", "loss", "accuracy", "target", "seconds"}`, at the end
 `{"event": "done", "folder", "accuracy", "steps", "seconds"}`, or `{"event": "error", "message"}` and exit code 2.
 torch is imported where it is used: the launcher calls `cache_folder` without it.
@@ -28,9 +28,10 @@ import msgspec
 from runtime.config import Warmup
 from runtime.data import arithmetic
 from runtime.data.lookups import TOOL, lookups
-from runtime.data.templates import ChatTemplate
+from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import ConfigError, UserError
 from runtime.models import tiny_model
+from runtime.tuning.conversations import taught_row, turns
 
 if TYPE_CHECKING:
     import torch
@@ -251,31 +252,21 @@ def _rows(
     import torch
 
     template = ChatTemplate(tiny_model.CHAT_TEMPLATE, {}, "the tiny model")
-    parts = [_parts(template, conversation, tools) for conversation in conversations]
-    encoded = iter(tokenizer.encode_batch([text for each in parts for text in each]))
-    ids = [[next(encoded).ids for _ in each] for each in parts]
-    width = max([width, *(sum(map(len, each)) for each in ids)])
-    tokens = torch.full((len(ids), width), tokenizer.token_to_id(tiny_model.END_OF_TEXT))
-    mask = torch.zeros(len(ids), width, dtype=torch.bool)
-    for row, each in enumerate(ids):
-        end = 0
-        for index, part in enumerate(each):
-            begin, end = end, end + len(part)
-            tokens[row, begin:end] = torch.tensor(part)
-            mask[row, begin:end] = index % 2 == 1
+
+    def render(messages: Sequence[Message], prompt: bool) -> str:
+        return template.render(messages, prompt, tools)
+
+    texts = [parts for conversation in conversations for parts in turns(render, conversation, template.origin)]
+    encoded = iter(tokenizer.encode_batch([text for each in texts for text in each]))
+    stop = [tokenizer.token_to_id(tiny_model.END_OF_TURN)]
+    rows = [taught_row([next(encoded).ids for _ in each], stop) for each in texts]
+    width = max([width, *(len(row.tokens) for row in rows)])
+    tokens = torch.full((len(rows), width), tokenizer.token_to_id(tiny_model.END_OF_TEXT))
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for at, row in enumerate(rows):
+        tokens[at, : len(row.tokens)] = torch.from_numpy(row.tokens).long()
+        mask[at, : len(row.mask)] = torch.from_numpy(row.mask)
     return TaughtRows(tokens, mask, len(tokenizer.encode(template.render([], False, tools)).ids))
-
-
-def _parts(template: ChatTemplate, conversation: Conversation, tools: list[dict[str, Any]]) -> list[str]:
-    """What the assistant is given and what it writes, in turn."""
-    parts, so_far = [], ""
-    for index, message in enumerate(conversation):
-        if message["role"] == "assistant":
-            given = template.render(conversation[:index], True, tools)
-            whole = template.render(conversation[: index + 1], False, tools)
-            parts += [given[len(so_far) :], whole[len(given) :]]
-            so_far = whole
-    return parts
 
 
 def _progress_line(step: int, loss: float, accuracy: float, target: float, seconds: float) -> dict[str, object]:
@@ -297,7 +288,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         if len(arguments) != 1:
-            raise UserError("usage: python -m runtime.models.warmup SETTINGS (the warmup section as JSON)")
+            raise UserError("usage: python -m runtime.tuning.warmup SETTINGS (the warmup section as JSON)")
         settings = _decode(arguments[0])
         folder = cache_folder(settings)
         if folder.exists():
