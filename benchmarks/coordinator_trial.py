@@ -202,7 +202,7 @@ class InstantTrainerService(TrainerService):
 
 class InstantReference(ReferenceService):
     def load(self) -> None:
-        self._scorer = OffloadableScorer(InstantScoring(), away=False)
+        self._scorers = {"": OffloadableScorer(InstantScoring(), away=False)}
 
 
 SERVICES: dict[str, Callable[[Config, str, int], process.Service]] = {

@@ -40,18 +40,19 @@ def _parser() -> CommandParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="run a whole topology on this machine")
+    tune = commands.add_parser("tune", help="supervised fine-tuning of a configuration's model on the replies of its data")
     evaluate = commands.add_parser("eval", help="evaluate the model of a configuration; train nothing")
     validate = commands.add_parser("validate", help="check a configuration; start nothing")
     simulate = commands.add_parser("simulate", help="what a configuration would do, and what would change it; start nothing")
     play = commands.add_parser("play", help="play one task of a configuration, and print the conversation; train nothing")
     play.add_argument("--task", type=int, default=0, metavar="N", help="which one, from 0 (default: 0)")
-    for command in (train, evaluate, play, validate, simulate):
+    for command in (train, tune, evaluate, play, validate, simulate):
         command.add_argument("config", type=Path, help="a YAML file")
         command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
     serve = commands.add_parser("serve", help="an endpoint for agents, in OpenAI's and Anthropic's API; train nothing")
     serve.add_argument("model", help="a Hugging Face folder, or a run's")
     serve.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-    for command in (train, evaluate, play, serve):
+    for command in (train, tune, evaluate, play, serve):
         command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
 
     of_command.add_simulate(simulate)
@@ -147,6 +148,12 @@ def _watched(console: Console, verbose: bool, work: Callable[[View], Coroutine[A
         sys.exit(how.code)
 
 
+def _tune(options: argparse.Namespace) -> int:
+    from launcher.commands.tune import tune
+
+    return _said(options, tune)
+
+
 def _eval(options: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -165,15 +172,24 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _play(options: argparse.Namespace) -> int:
+    from launcher.commands.play import play, shown
+
+    async def played(config: Config, view: View) -> str:
+        return shown(await play(config, options.task, view))
+
+    return _said(options, played)
+
+
+def _said(options: argparse.Namespace, work: Callable[[Config, View], Coroutine[Any, Any, str]]) -> int:
+    """Print what a command on a configuration says in the end."""
     from rich.console import Console
 
-    from launcher.commands.play import play, shown
     from runtime.config import loading
     from runtime.telemetry.shown import say
 
     console = Console()
     config = loading.resolve(loading.load(options.config, options.overrides))
-    say(console, shown(_watched(console, options.verbose, lambda view: play(config, options.task, view))))
+    say(console, _watched(console, options.verbose, lambda view: work(config, view)))
     return 0
 
 
@@ -339,27 +355,14 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _accept(options: argparse.Namespace) -> int:
-    from rich.console import Console
+    from launcher.accept import command
 
-    from launcher.accept import checks as accept
-    from runtime.telemetry.shown import literal, say
-
-    console = Console()
-    folder = options.out or Path("accept") / options.device
-    with console.status("starting") as status:
-
-        def show(told: str) -> None:
-            status.update(literal(told))
-
-        report = asyncio.run(accept.accept(options.device, folder, options.config, options.steps, show))
-    for one in report.outcomes:
-        say(console, f"{one.check}: {one.result}" + (f" ({one.detail.splitlines()[-1]})" if one.detail else ""))
-    say(console, f"to send back: {folder / 'report.md'} and {folder / 'report.json'}")
-    return 0 if report.passed else 1
+    return command.run(options)
 
 
 _COMMANDS = {
     "train": _train,
+    "tune": _tune,
     "eval": _eval,
     "play": _play,
     "serve": _serve,

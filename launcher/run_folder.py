@@ -35,7 +35,8 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
             f"run.dir: {folder} is no run's folder, and a run would replace '{alien}' in it; choose another run.dir"
         )
     # A run's own config.yaml says "" where it began anew.
-    if run.resume in ("never", "") and not run.overwrite and (folder / run_files.LEDGER).exists():
+    held = any((folder / name).exists() for name in (run_files.LEDGER, run_files.CHECKPOINTS))
+    if run.resume in ("never", "") and not run.overwrite and held:
         raise UserError(
             f"run.dir: {folder} holds a run already; choose another run.name or run.dir, or set run.resume=auto to go on "
             "with it, or run.overwrite=true to replace it"

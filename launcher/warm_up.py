@@ -14,7 +14,7 @@ from launcher.view import View
 from runtime import timeouts
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, UserError
-from runtime.models.warmup import cache_folder
+from runtime.tuning.warmup import cache_folder
 from sluice import start
 
 
@@ -30,7 +30,7 @@ async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
     folder = cache_folder(settings)
     if not folder.exists():
         view.phase("warm-up", detail="a tiny model, by supervised training")
-        command = start.command("runtime.models.warmup", msgspec.json.encode(settings).decode())
+        command = start.command("runtime.tuning.warmup", msgspec.json.encode(settings).decode())
         child = await supervisor.start(ProcessSpec(name="warmup", role="warmup", command=command, env={}), capture=True)
         await _wait(child, _follow(child, view), settings.max_seconds + timeouts.WARM_UP_START)
     data = config.data

@@ -350,6 +350,7 @@ class LogprobRequest(Command[bytes], frozen=True, kw_only=True):
     group_id: int
     attempt: int = 0  # as in GroupRequest
     temperature: float = 1.0
+    model: str = ""  # which of the service's models, where sources of the data have their own; empty: the run's
     payload: bytes
 
 

@@ -11,9 +11,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from runtime import codec
-from runtime.cluster.topology import reference_takes_part
+from runtime.cluster.topology import reference_takes_part, teachers
 from runtime.commands import Offload, Onload
 from runtime.config import Config
+from runtime.errors import InvalidMessage
 from runtime.types import LogprobRequest
 from services import process
 from services.models import FrozenModelService, SpmdService
@@ -24,27 +25,28 @@ if TYPE_CHECKING:
 
 
 class ReferenceService(FrozenModelService):
-    """A replica. It always loads its own model, never a checkpoint."""
+    """A replica. It always loads its own models, never a checkpoint: the run's, and those of single sources of the data."""
 
     role = "reference"
     service = "Reference"
     libraries = process.TORCH
 
-    _scorer: OffloadableScorer
+    _scorers: dict[str, OffloadableScorer]  # by what a request calls its model
 
     def load(self) -> None:
         from runtime.process import platform
         from runtime.scoring.scorer_torch import OffloadableScorer, TorchScorer
 
-        device = platform.device()
-        settings = self.config.services.reference
-        scorer = TorchScorer(
-            self.config.model.reference or self.config.model.path,
-            device=device,
-            dtype=platform.resolve_dtype(settings.dtype, device),
-            max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
-        )
-        self._scorer = OffloadableScorer(scorer, away=reference_takes_part(self.config))
+        device, model = platform.device(), self.config.model
+        settings, away = self.config.services.reference, reference_takes_part(self.config)
+        dtype, budget = platform.resolve_dtype(settings.dtype, device), settings.max_tokens_per_microbatch
+
+        def load(folder: str) -> OffloadableScorer:
+            scorer = TorchScorer(folder, device=device, dtype=dtype, max_tokens_per_microbatch=budget)
+            return OffloadableScorer(scorer, away)
+
+        self._scorers = {"": load(model.reference or model.path)}
+        self._scorers |= {folder: load(folder) for folder in {*teachers(self.config).values()}}
 
     def logprobs(self, request: LogprobRequest) -> asyncio.Future[bytes]:
         return self.ask(request)
@@ -61,12 +63,24 @@ class ReferenceService(FrozenModelService):
         for asked, alike in groupby(requests, lambda request: isinstance(request, LogprobRequest)):
             together = list(alike)
             if asked:
-                out += [codec.encode(logprobs) for logprobs in self._scorer.logprobs(together)]
+                out += self._logprobs(together)
             else:
                 for command in together:
-                    self._scorer.handle(command)
+                    for scorer in self._scorers.values():
+                        scorer.handle(command)
                 out += [None] * len(together)
         return out
+
+    def _logprobs(self, requests: Sequence[LogprobRequest]) -> list[bytes]:
+        """In order. Raises InvalidMessage for a model that is not held."""
+        found: dict[int, bytes] = {}
+        for model in {request.model for request in requests}:
+            if model not in self._scorers:
+                raise InvalidMessage(f"model {model!r} is not one of {list(self._scorers)}")
+            own = [at for at, request in enumerate(requests) if request.model == model]
+            answers = self._scorers[model].logprobs([requests[at] for at in own])
+            found |= zip(own, map(codec.encode, answers), strict=True)
+        return [found[at] for at in range(len(requests))]
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> ReferenceRank:

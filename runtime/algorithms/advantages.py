@@ -307,6 +307,24 @@ def _estimate(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tenso
     return token_gae(inputs.token_rewards, inputs.values, inputs.mask, gamma=options.gamma, lam=options.gae_lambda)
 
 
+@advantage("none", streamable=True)
+def no_advantage(inputs: AdvantageInputs, options: AdvantageOptions) -> Tensor:
+    """0, whatever the rewards, [B, 1]: what is learned comes of the KL term alone."""
+    return inputs.rewards.new_zeros(len(inputs.rewards), 1)
+
+
+def less_divergence(advantages: Tensor, divergence: Tensor, mask: Tensor, coefficient: float) -> Tensor:
+    """`A_t - β D_t` at the trained tokens, [B, T]: advantages [B, T] or [B, 1], `divergence` an estimate of the KL there.
+
+    On-policy distillation: with k1, `D_t = log π(y_t) - log π_teacher(y_t)` of tokens that π sampled, and the policy gradient
+    `E_π[Σ_t D_t ∇ log π(y_t)]` is that of `Σ_t KL(π || teacher)` at the states that π comes to, the reverse KL. No token
+    answers for those behind it: a discount of 0. Thinking Machines Lab, "On-Policy Distillation" (2025), where A = 0 and β = 1;
+    Qwen3 (arXiv:2505.09388, section 4.5); GKD (arXiv:2306.13649, section 3), which takes D over the whole vocabulary, and mixes
+    it with a reward in the same way (section 3.1).
+    """
+    return (advantages - coefficient * divergence) * mask
+
+
 def has_signal(rewards: Iterable[float], valid: Iterable[bool]) -> bool:
     """Whether the valid rewards of a group are not all equal (dynamic sampling; DAPO, arXiv:2503.14476, section 3.2)."""
     return len({reward for reward, counts in zip(rewards, valid, strict=True) if counts}) > 1

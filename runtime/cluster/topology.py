@@ -182,7 +182,13 @@ def named_paths(config: Config) -> dict[str, str]:
         "critic.path": config.critic.path if config.critic is not None else "",
         "rewards.model.path": config.rewards.model.path if config.rewards.model is not None else "",
     }
-    return {key: path for key, path in named.items() if path}
+    return {key: path for key, path in (named | teachers(config)).items() if path}
+
+
+def teachers(config: Config) -> dict[str, str]:
+    """By key, the references of single sources of the data, each in the place of `model.reference` for its prompts."""
+    train = [] if isinstance(config.data.train, str) else config.data.train
+    return {f"data.train.{at}.reference": source.reference for at, source in enumerate(train) if source.reference}
 
 
 def model_key(config: Config, role: str) -> str:

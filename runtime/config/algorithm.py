@@ -12,13 +12,14 @@ class Algorithm(Section, frozen=True):
 
     preset: str = ""
     """`grpo`, `dr_grpo`, `dapo`, `gspo`, `cispo`, `rloo`, `reinforce_plus_plus`, `ppo`, `gmpo`, `gpg`, `opo`, `clip_cov`,
-    `kl_cov`, `dppo`, `vespo`, or a path to a YAML file: values for the keys of this section that are left out. Empty: none."""
+    `kl_cov`, `dppo`, `vespo`, `distillation`, or a path to a YAML file: values for the keys of this section that are left
+    out. Empty: none."""
     advantage: str = "group_norm"
     """`group_norm`: (reward − mean of the group) / (its deviation + eps); `rloo`: reward − mean of the others in the group;
     `opo`: reward − mean of the group, weighted by length; `gpg`: reward − mean of the group, scaled up for the groups whose
     rewards are all equal; `reinforce_plus_plus`: discounted return per token, whitened over the batch;
     `reinforce_plus_plus_baseline`: reward − mean of the group, whitened over the batch; `gae`: generalised advantage
-    estimation, with a `critic`."""
+    estimation, with a `critic`; `none`: 0, whatever the rewards, so that the KL term alone is learned from."""
     advantage_options: dict[str, Any] = {}
     """Of an advantage of your own: what its function takes besides its two arguments, by name."""
     group_std: Literal["group", "batch", "none"] = "group"
@@ -107,8 +108,10 @@ class Algorithm(Section, frozen=True):
     kl_coefficient: Rate = 0.0
     """β; 0: no KL term, and no reference service is started. Above 0 the log-probabilities come from where `reference.mode`
     says."""
-    kl_placement: Literal["loss", "reward"] = "loss"
-    """In the `loss`, or subtracted from the `reward` at each token, with the log-probabilities as sampled."""
+    kl_placement: Literal["loss", "reward", "advantage"] = "loss"
+    """In the `loss`, or, with the log-probabilities as sampled, subtracted from the `reward` at each token or from its
+    `advantage`: a token then answers for its own part of the KL, and not for that of the tokens behind it, as in on-policy
+    distillation."""
     kl_importance_weighted: bool = False
     """Weigh the estimate in the loss by the policy's probability over the sampling one's: unbiased for old samples."""
     kl_target: Rate = 0.0

@@ -13,10 +13,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from runtime.cluster.topology import data_leaders, fleets, processes
-from runtime.config import Algorithm, Config, Rewards, Sampling
+from runtime.config import Algorithm, Config, Rewards, Sampling, Services, Training
 from runtime.config.environment_checks import address_faults, environment_faults
 from runtime.config.model_checks import kv_faults, megatron_faults, model_faults, policy_model, rank_faults, spread_models
+from runtime.config.reference_checks import reference_faults
 from runtime.config.sandbox import CODE_RULES, sandbox_faults
 from runtime.config.service_checks import (
     colocation_faults,
@@ -81,7 +84,7 @@ def semantic_faults(
         *faults,
         *_algorithm(config.algorithm, config.sampling),
         *_critic(config, known or {}),
-        *_reference(config),
+        *reference_faults(config),
         *_values(config),
         *_updates(config),
         *_lora(config),
@@ -89,6 +92,57 @@ def semantic_faults(
         *of_layouts,
         *(() if of_layouts else rank_faults(config, available_bytes)),
     ]
+
+
+def alone(config: Config) -> Config:
+    """What `sluice tune` takes of a configuration, as that of a run in which nothing but the trainer has a part."""
+    training, tune = config.training, config.tune
+    return Config(
+        run=config.run,
+        model=config.model,
+        data=config.data,
+        training=Training(
+            optimizer=tune.optimizer,
+            max_tokens_per_microbatch=training.max_tokens_per_microbatch,
+            on_nonfinite=training.on_nonfinite,
+        ),
+        tune=tune,
+        lora=config.lora,
+        services=Services(rollout=[], trainer=config.services.trainer),
+        checkpoint=config.checkpoint,
+        deadlines=config.deadlines,
+        logs=config.logs,
+        metrics=config.metrics,
+        trackers=config.trackers,
+    )
+
+
+def tune_faults(config: Config, known: Mapping[str, Sequence[str]], available_bytes: int | None = None) -> list[str]:
+    """As `semantic_faults`, of `sluice tune`."""
+    tuned = alone(config)
+    short = replace(tuned, data=replace(tuned.data, max_prompt_tokens=1), sampling=Sampling(max_new_tokens=1))
+    of_layouts = [*megatron_faults(tuned, spread_models(tuned))]
+    return [
+        *_run(tuned),
+        *_names(tuned, known),
+        *_tune(tuned),
+        *data_faults(tuned, bool(config.data.train)),
+        *(model_faults(short, True) if config.model.path else ()),
+        *_values(replace(tuned, training=Training())),
+        *_lora(tuned),
+        *of_layouts,
+        *(() if of_layouts else rank_faults(tuned, available_bytes)),
+    ]
+
+
+def _tune(config: Config) -> Iterator[str]:
+    limit, most = (policy_model(config) or {}).get("max_position_embeddings"), config.tune.max_tokens
+    if not config.model.path:
+        yield "model.path: missing; sluice tune makes no warm-up"
+    if not config.data.train:
+        yield "data.train: missing; name a json, jsonl, parquet or arrow file with replies"
+    if limit is not None and most > limit:
+        yield f"tune.max_tokens: {most} exceeds the model's {limit} positions"
 
 
 def _run(config: Config) -> Iterator[str]:
@@ -162,8 +216,9 @@ def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
         yield f"algorithm.correction_low: [{low:g}, {high:g}] leaves out 1, the weight where both engines agree"
     if algorithm.kl_target and not algorithm.kl_coefficient:
         yield "algorithm.kl_target: needs kl_coefficient > 0 to start from"
-    if algorithm.kl_importance_weighted and algorithm.kl_placement == "reward":
-        yield "algorithm.kl_importance_weighted: true is for kl_placement loss; rewards are of the tokens as they were sampled"
+    if algorithm.kl_importance_weighted and algorithm.kl_placement != "loss":
+        sampled = f"{algorithm.kl_placement}s are of the tokens as they were sampled"
+        yield f"algorithm.kl_importance_weighted: true is for kl_placement loss; {sampled}"
 
 
 def _critic(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]:
@@ -175,21 +230,8 @@ def _critic(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]
         yield f"critic: there is one, but algorithm.advantage {advantage} takes no values; leave the section out"
 
 
-def _reference(config: Config) -> Iterator[str]:
-    mode, coefficient = config.reference.mode, config.algorithm.kl_coefficient
-    if mode == "none" and coefficient > 0:
-        yield f"reference.mode: none leaves the KL term of algorithm.kl_coefficient {coefficient:g} without its reference"
-    if mode == "adapter_off" and config.lora is None:
-        yield "reference.mode: adapter_off needs a lora section; it is the policy without its adapters"
-    settings = config.services.reference
-    if settings.engine == "torch" and settings.processes > 1:
-        yield f"services.reference.processes: {settings.processes} is for engine megatron; engine torch takes replicas"
-    if settings.engine == "megatron" and settings.replicas > 1:
-        yield f"services.reference.replicas: {settings.replicas} is for engine torch; engine megatron takes processes"
-
-
 def _values(config: Config) -> Iterator[str]:
-    optimizers = {"training.optimizer": config.training.optimizer}
+    optimizers = {"training.optimizer": config.training.optimizer, "tune.optimizer": config.tune.optimizer}
     if config.critic is not None:
         optimizers["critic.optimizer"] = config.critic.optimizer
     for path, optimizer in optimizers.items():
@@ -249,7 +291,8 @@ def reward_faults(config: Config, trains: bool) -> Iterator[str]:
     """`trains`: False for an evaluation alone."""
     rewards = config.rewards
     plays, judged = config.gateway is not None and rewards.environment != 0, judge_of(config) is not None
-    if not rewards.rules and not rewards.remote and rewards.model is None and not plays:
+    distils = trains and config.algorithm.advantage == "none"  # no reward is looked at
+    if not rewards.rules and not rewards.remote and rewards.model is None and not plays and not distils:
         yield "rewards.rules: empty; at least one rule, remote or model is needed"
     elif not judged and not trains:
         yield "rewards.rules: empty; the first rule says which replies are correct"

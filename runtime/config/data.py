@@ -27,8 +27,8 @@ class RowFormat(Section, frozen=True):
     """How a row becomes a prompt and a label. A column that is null is the handler's own, "" is none."""
 
     handler: str = "plain"
-    """How a row becomes a prompt and a label: `plain`, `gsm8k`, `alpaca`, `r1`, `math`, `math17k`, `task` (of which
-    every column may be missing), or `FILE.py:NAME`."""
+    """How a row becomes a prompt and a label: `plain`, `gsm8k`, `alpaca`, `r1`, `math`, `math17k`, `messages`
+    (conversations), `task` (of which every column may be missing), or `FILE.py:NAME`."""
     prompt_key: str | None = None
     """The column of the prompt. Null: the handler's own."""
     query_key: str | None = None
@@ -77,6 +77,8 @@ class Source(RowFormatChoice, frozen=True, kw_only=True):
     """A file or folder, as `data.train` is."""
     weight: PositiveRate = 1.0
     """The share of the prompts that are this file's is its weight divided by the sum of all weights."""
+    reference: str = ""
+    """The frozen model of the KL term for this file's prompts, a teacher of its own. Empty: `model.reference`."""
 
 
 class Curriculum(Section, frozen=True):

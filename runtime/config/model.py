@@ -16,7 +16,8 @@ class Model(Section, frozen=True):
     """The policy: a Hugging Face folder of the Llama, Qwen2 or Qwen3 family with `config.json`, safetensors and
     `tokenizer.json`. Empty: the warm-up's."""
     reference: str = ""
-    """The frozen model of the KL term; its vocabulary must be the policy's. Empty: `model.path`."""
+    """The frozen model of the KL term: what training begins with, or a teacher (`algorithm.preset: distillation`), with the
+    policy's tokenizer. Empty: `model.path`."""
     dtype: DType = "auto"
     """What the trainer computes in. `auto`: bfloat16 on accelerators, float32 on CPUs. Master weights are float32 always; those
     that `lora` freezes stay bfloat16 where the folder declares that, the trainer then computes in it and has one rank."""

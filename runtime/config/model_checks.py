@@ -16,8 +16,9 @@ from typing import Any
 
 import msgspec
 
-from runtime.cluster.topology import block_size, fleets, model_key, uses_reference
+from runtime.cluster.topology import block_size, fleets, model_key, teachers, uses_reference
 from runtime.config import Config, Parallel, RewardModel, Spread, Trainer, Warmup
+from runtime.config.reference_checks import token_fault
 from runtime.errors import UserError
 from runtime.models import hf_config, tiny_model
 from runtime.models.families import FAMILIES, family_for
@@ -54,13 +55,14 @@ def _models(config: Config, policy: ModelConfig | None, trains: bool) -> Iterato
         yield from _warmup_faults(config.warmup)
     if config.rewards.model is not None:
         yield from _reward_model(config.rewards.model, policy)
-    others = {"model.reference": reference, "critic.path": config.critic.path if config.critic else ""}
+    others = {"model.reference": reference, **teachers(config), "critic.path": config.critic.path if config.critic else ""}
     for key, folder in others.items() if trains else ():
         if folder and folder != path:
             yield from _folder_faults(key, folder, needs_tokenizer=False)
             wanted, found = (policy or {}).get("vocab_size"), (_model_config(folder) or {}).get("vocab_size")
-            if None not in (wanted, found) and wanted != found:
-                yield f"{key}: '{folder}' has a vocabulary of {found} tokens, the policy one of {wanted}"
+            if wanted is not None and found is not None:
+                exact = key == "critic.path" or bool(config.sampling.filters["keep_sets"])
+                yield from filter(None, [token_fault(key, folder, found, path, wanted, exact)])
 
 
 def _reward_model(settings: RewardModel, policy: ModelConfig | None) -> Iterator[str]:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from runtime.config.base import Fraction, Passes, Prompts, PromptsOr0, Rate, Section, Steps, StepsOr0, Tokens, VersionsOr0
+from runtime.config.base import (
+    Fraction,
+    Passes,
+    Prompts,
+    PromptsOr0,
+    Rate,
+    Samples,
+    Section,
+    Steps,
+    StepsOr0,
+    Tokens,
+    VersionsOr0,
+)
 
 
 class Optimizer(Section, frozen=True):
@@ -90,3 +102,23 @@ class Reference(Section, frozen=True):
     mode: Literal["service", "adapter_off", "none"] = "service"
     """`service`: reference services, which run when `algorithm.kl_coefficient` is above 0; `adapter_off`: the trainer with its
     LoRA adapters switched off (needs `lora`); `none`: nowhere, with a coefficient of 0."""
+
+
+class TuneOptimizer(Optimizer, frozen=True):
+    """AdamW likewise; `linear` and `cosine` end with the last step of `sluice tune`."""
+
+    learning_rate: Rate = 1e-5
+    """The highest, after the warm-up."""
+
+
+class Tune(Section, frozen=True):
+    """Supervised fine-tuning, `sluice tune`: of the policy, by `services.trainer`, on the replies of `data.train`. `sluice
+    train` reads none of it."""
+
+    epochs: Passes = 1
+    """Over the conversations of `data.train`; a checkpoint may lie in the midst of one."""
+    batch_size: Samples = 32
+    """Conversations of an optimizer step, all ranks together."""
+    max_tokens: Tokens = 2048
+    """Of a conversation, replies included; longer ones are left out and counted."""
+    optimizer: TuneOptimizer = TuneOptimizer()

@@ -67,7 +67,8 @@ class GroupStage:
         self._prompts = context.train
         self._spans = spans
         self._dynamic_sampling = dynamic_sampling
-        self._scoring = RewardScoring(roles, context.config.rewards.environment, spans)
+        unrewarded = self._size if context.config.algorithm.advantage == "none" else 0
+        self._scoring = RewardScoring(roles, context.config.rewards.environment, spans, unrewarded)
         self._sampling = SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -263,7 +264,11 @@ class GroupStage:
 
     async def _reference(self, group: Group, payload: bytes) -> None:
         request = LogprobRequest(
-            group_id=group.group_id, attempt=group.attempt, payload=payload, temperature=self._sampling.temperature
+            group_id=group.group_id,
+            attempt=group.attempt,
+            payload=payload,
+            temperature=self._sampling.temperature,
+            model=self._prompts.problems[group.ticket.problem].reference,
         )
         answered: list[Callable[[], None]] = []
         with self._spans.span("reference_model"):

@@ -8,6 +8,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
 from runtime.errors import InvariantViolated, ServiceFault, Unanswered, Unreachable
 from runtime.ports import RolePort, TrainerPort
@@ -128,13 +130,14 @@ class Roles(EvaluationRoles):
 class RewardScoring:
     """Asks one replica of each role that gives rewards, and adds up what they answer and what who played gave."""
 
-    def __init__(self, roles: EvaluationRoles, environment: float, spans: SpanClock | None = None):
+    def __init__(self, roles: EvaluationRoles, environment: float, spans: SpanClock | None = None, unrewarded: int = 0):
         """`environment`: the factor of what who played gave; 0: it is not looked at. `spans`: accounts the time as that of the
-        phases `rule_reward` and `reward_model`."""
+        phases `rule_reward` and `reward_model`. `unrewarded`: of how many samples is a group that nobody gives a reward, which
+        is 0 then; 0: there is no such group."""
         by_phase = {"rule_reward": roles.rewards, "reward_model": roles.reward_models}
         self._replicas = {phase: replicas for phase, replicas in by_phase.items() if replicas}
         self._spans = spans
-        self._environment = environment
+        self._environment, self._unrewarded = environment, unrewarded
 
     async def score(
         self,
@@ -155,6 +158,9 @@ class RewardScoring:
         parts = await asyncio.gather(*(ask(phase, replicas) for phase, replicas in self._replicas.items()))
         if given and self._environment:
             parts.append(played(request.group_id, self._environment, given))
+        if not parts and self._unrewarded:
+            rewards, valid = np.zeros(self._unrewarded, np.float32), np.ones(self._unrewarded, np.uint8)
+            return Scores(group_id=request.group_id, rewards=rewards, valid=valid)
         if not parts:
             raise InvariantViolated(f"group {request.group_id}: nobody gives it a reward")
         return combine(parts)

@@ -73,8 +73,18 @@ class Fields:
             raise Rejected("prompt that is not text")
         if not messages[-1]["content"].strip():
             raise Rejected("empty prompt")
+        return self._with_system(messages)
+
+    def _with_system(self, messages: Messages) -> Messages:
         system = self._system()
         return messages if not system or messages[0]["role"] == "system" else [{"role": "system", "content": system}, *messages]
+
+    def chat(self) -> Messages:
+        """The prompt as messages, whoever has the last one; before them the system text."""
+        prompt = self.value("prompt")
+        if not isinstance(prompt, list):
+            raise Rejected("prompt that is not a chat")
+        return self._with_system(_turns(prompt))
 
     def label(self) -> str:
         """The label as text; see `label_text`."""
@@ -135,6 +145,13 @@ def question(messages: Messages) -> str:
 
 
 def _chat(turns: list[Any]) -> Messages:
+    messages = _turns(turns)
+    if messages[-1]["role"] != "user":
+        raise Rejected("chat that does not end with the user")
+    return messages
+
+
+def _turns(turns: list[Any]) -> Messages:
     messages: Messages = []
     for turn in turns:
         role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
@@ -143,6 +160,4 @@ def _chat(turns: list[Any]) -> Messages:
         messages.append({"role": role, "content": content})
     if not messages:
         raise Rejected("empty prompt")
-    if messages[-1]["role"] != "user":
-        raise Rejected("chat that does not end with the user")
     return messages

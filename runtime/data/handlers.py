@@ -68,6 +68,7 @@ class Problem(msgspec.Struct, frozen=True):
     difficulty: float = 0.0  # 0 where nobody asked for it
     extra: dict[str, Any] = {}  # the columns that `additional_keys` names, as JSON values; all, of one that an agent plays
     environment: str = ""  # whose agent plays it; "": nobody's
+    reference: str = ""  # the model that is its reference; "": that of the run
 
     @property
     def question(self) -> str:
@@ -211,6 +212,15 @@ def task(fields: Fields) -> tuple[Messages, str]:
     """A task of an agent, which has the whole row: a conversation and a label where there are such."""
     messages = fields.conversation() if fields.has("prompt") else []
     return messages, fields.label() if fields.has("label") else ""
+
+
+@handler("messages", FieldColumns(prompt="messages", label=""))
+def messages(fields: Fields) -> tuple[Messages, str]:
+    """A conversation that ends with the assistant, whose last message is the label."""
+    *before, last = fields.chat()
+    if last["role"] != "assistant" or not before or before[-1]["role"] != "user":
+        raise Rejected("chat that does not end with a reply to the user")
+    return before, label_text(last["content"])
 
 
 @handler("gsm8k", FieldColumns(prompt="question", label="answer"))

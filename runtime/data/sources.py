@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -25,6 +26,9 @@ def training_prompts(data: Data, tokenizer: Tokenizer) -> Prompts:
         read_prompts(source.path, row_format_of(source, data), tokenizer, data.max_prompt_tokens, key, difficulty_key)
         for key, source in found
     ]
+    for prompts, (_, source) in zip(read, found, strict=True):
+        if source.reference:
+            prompts.problems = [replace(problem, reference=source.reference) for problem in prompts.problems]
     if len(read) == 1:
         return read[0]
     dropped: dict[str, int] = {}
@@ -62,8 +66,10 @@ def read_prompts(
         named = [replace(each, environment=environment_of(each.extra, of, column)) for each in found.problems]
         return replace(found, problems=named)
 
-    def column_key(role: str) -> str:
-        return data_key(role) if role == "difficulty" or key.count(".") == 1 else f"{key.rpartition('.')[0]}.{role_key(role)}"
-
-    problems = load_problems(path, row_format, key, difficulty_key, column_key)
+    problems = load_problems(path, row_format, key, difficulty_key, partial(column_key, key))
     return tokenise(problems, tokenizer, max_prompt_tokens, key)
+
+
+def column_key(key: str, role: str) -> str:
+    """The key that names the column of `role` in the file that `key` names."""
+    return data_key(role) if role == "difficulty" or key.count(".") == 1 else f"{key.rpartition('.')[0]}.{role_key(role)}"

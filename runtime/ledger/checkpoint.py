@@ -49,11 +49,16 @@ def folder_for(run_dir: Path, step: int) -> Path:
 
 def begin(folder: Path) -> Path:
     """An empty temporary folder beside `folder`, for `complete` or `discard`."""
-    partial = _beside(folder, _PARTIAL)
+    partial = partial_of(folder)
     discard(partial)
     put_back(folder)
     partial.mkdir(parents=True)
     return partial
+
+
+def partial_of(folder: Path) -> Path:
+    """What `begin` makes."""
+    return _beside(folder, _PARTIAL)
 
 
 def complete(partial: Path, folder: Path, position: Position | None = None) -> None:

@@ -189,9 +189,13 @@ def made(config: Config) -> Config:
         return path if found is None else str(_written(cache, found, scores))
 
     model, critic, reward = config.model, config.critic, config.rewards.model
+    train = config.data.train
+    if not isinstance(train, str):
+        train = [replace(source, reference=folder(source.reference)) for source in train]
     return replace(
         config,
         model=replace(model, path=folder(model.path), reference=folder(model.reference)),
+        data=replace(config.data, train=train),
         critic=None if critic is None else replace(critic, path=folder(critic.path)),
         rewards=replace(
             config.rewards, model=None if reward is None else replace(reward, path=folder(reward.path, scores=True))

@@ -7,7 +7,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from runtime.algorithms.advantages import missing_eos_penalty, soft_overlong_penalty, token_rewards, value_targets
+from runtime.algorithms.advantages import (
+    less_divergence,
+    missing_eos_penalty,
+    soft_overlong_penalty,
+    token_rewards,
+    value_targets,
+)
 from runtime.algorithms.interfaces import AdvantageInputs, StepTokens, TurnRewards
 from runtime.chosen_algorithm import ChosenAlgorithm
 from runtime.config import Config
@@ -17,7 +23,7 @@ from runtime.trainer.statistics import StepStatistics
 
 
 class RowAdvantages:
-    """Shapes rewards, places the KL among them where the configuration says so, and asks the estimator. float64 on the host."""
+    """Shapes rewards, asks the estimator, and places the KL among either, as the configuration says. float64 on the host."""
 
     def __init__(self, config: Config, chosen: ChosenAlgorithm, backend: ModelBackend):
         self._chosen = chosen
@@ -26,13 +32,16 @@ class RowAdvantages:
         self._buffer = round(config.algorithm.overlong_buffer * self._max_length)
         self._overlong = config.algorithm.overlong_penalty
         self._missing_eos = config.algorithm.missing_eos_penalty
-        self._kl_in_reward = config.algorithm.kl_placement == "reward"
+        self._kl_placement = config.algorithm.kl_placement
 
     def __call__(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> np.ndarray:
         """[B, R] or [B, 1] float64, of all samples of `rows`."""
-        return self._chosen.advantage.compute(
-            self._inputs(rows, kl_coefficient, statistics), self._chosen.advantage_options
-        ).numpy()
+        inputs = self._inputs(rows, kl_coefficient, statistics)
+        advantages = self._chosen.advantage.compute(inputs, self._chosen.advantage_options)
+        if self._kl_placement == "advantage" and rows.reference is not None:
+            divergence = self._divergence(rows, inputs.mask, statistics)
+            advantages = less_divergence(advantages, divergence, inputs.mask, kl_coefficient)
+        return advantages.numpy()
 
     def value_targets(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> np.ndarray:
         """What the critic learns, from the same inputs: [B, R] float64."""
@@ -42,11 +51,8 @@ class RowAdvantages:
         every = np.arange(len(rows.length))
         mask = torch.from_numpy(rows.grid(rows.mask, every)).double()
         rewards, penalties = self._shaped(rows, statistics), None
-        if self._kl_in_reward and rows.reference is not None:
-            # The tokens are the behaviour policy's, and so is the divergence: it needs no forward pass.
-            divergence = self._chosen.kl(torch.from_numpy(rows.grid(rows.behaviour - rows.reference, every)).double() * mask)
-            statistics.mean("actor/kl", (divergence * mask).sum(), mask.sum())
-            penalties = kl_coefficient * divergence * mask
+        if self._kl_placement == "reward" and rows.reference is not None:
+            penalties = kl_coefficient * self._divergence(rows, mask, statistics)
         per_token, turns = token_rewards(rewards, mask, penalties), _turns(rows)
         if turns is not None:
             per_token = per_token.index_put((turns.rows, turns.tokens), turns.values, accumulate=True)
@@ -61,6 +67,13 @@ class RowAdvantages:
             leads=torch.from_numpy(rows.leads),
             turns=turns,
         )
+
+    def _divergence(self, rows: Rows, mask: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
+        """[B, R]: of the policy that sampled the tokens from the reference, 0 outside the mask. It needs no forward pass."""
+        gap = rows.grid(rows.behaviour - rows.reference, np.arange(len(rows.length)))
+        divergence = self._chosen.kl(torch.from_numpy(gap).double() * mask) * mask
+        statistics.mean("actor/kl", divergence.sum(), mask.sum())
+        return divergence
 
     def _shaped(self, rows: Rows, statistics: StepStatistics) -> torch.Tensor:
         """[B]: the rewards and what is added for the length of the episode's last row, 0 where it is not valid."""

@@ -53,16 +53,17 @@ def policy_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device
     With several ranks the caller has initialised torch's default process group, which spans them. Raises UserError for what the
     configuration or the folder gets wrong.
     """
-    return _trainer(PolicyObjective, config, RankInfo(rank, world_size, torch.device(device)))
+    return model_trainer(PolicyObjective, config, RankInfo(rank, world_size, torch.device(device)))
 
 
 def critic_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu") -> ModelTrainer:
     """The value model of `critic.path`, or the policy's with a new head, on the engine of `services.critic`; otherwise as
     `policy_trainer`."""
-    return _trainer(CriticObjective, config, RankInfo(rank, world_size, torch.device(device)))
+    return model_trainer(CriticObjective, config, RankInfo(rank, world_size, torch.device(device)))
 
 
-def _trainer(learned: type[Objective], config: Config, rank_info: RankInfo) -> ModelTrainer:
+def model_trainer(learned: type[Objective], config: Config, rank_info: RankInfo) -> ModelTrainer:
+    """What learns `learned`, on the engine of its role's service. Collective; raises as `policy_trainer`."""
     choose(config)  # what is wrong with a loss of the user's own is told before a model is loaded
     backend = load_backend(config, learned.role, rank_info)
     return ModelTrainer(config, backend, learned(config, backend))

@@ -88,6 +88,7 @@ UNEVEN = (
     ({"aggregation": "dr_grpo", "entropy_coefficient": 0.01}, (60, 1), 8192, many_groups),
     ({"aggregation": "episode_mean_token_mean", "kl_coefficient": 0.1, "turn_discount": 0.9}, (60, 1), 8192, many_episodes),
     ({"advantage": "group_norm", "group_std": "batch", "aggregation": "dr_grpo"}, (1, 8192), 60, many_episodes),
+    ({"advantage": "none", "kl": "k1", "kl_placement": "advantage", "kl_coefficient": 1.0}, (1, 60), 8192, many_groups),
 )
 
 
@@ -296,7 +297,9 @@ def test_batch_wide_advantages_are_over_all_ranks(folder: Path, results: dict):
 
 
 @pytest.mark.parametrize(
-    "case", range(len(UNEVEN)), ids=["streamable", "whole batch", "masked samples", "episodes", "episodes whole"]
+    "case",
+    range(len(UNEVEN)),
+    ids=["streamable", "whole batch", "masked samples", "episodes", "episodes whole", "distillation"],
 )
 def test_budgets_and_shares_have_no_say(folder: Path, results: dict, tensors: dict[str, torch.Tensor], case: int):
     algorithm, _, budget, make = UNEVEN[case]

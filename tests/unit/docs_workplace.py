@@ -22,7 +22,7 @@ from launcher.node import local_node
 from launcher.node.machine import Machine, this_machine
 from runtime import registry
 from runtime.algorithms import interfaces
-from runtime.cluster.topology import processes
+from runtime.cluster.topology import processes, teachers
 from runtime.config import Config, model_checks
 from runtime.config.loading import load
 from runtime.config.yaml_text import dump, read_value
@@ -112,7 +112,8 @@ class Workplace:
             if not Path(name).exists():
                 self._file(Path(name)).write_text("{}\n")
         reward = config.rewards.model
-        models = {config.model.path, config.model.reference, config.critic.path if config.critic else ""}
+        others = {config.model.reference, config.critic.path if config.critic else ""}
+        models = {config.model.path, *others, *teachers(config).values()}
         for name in models:
             _model(name)
         if reward:
@@ -147,7 +148,7 @@ def _model(name: str, **described: Any) -> None:
     (folder / "config.json").write_text(
         json.dumps(CONFIGS.get(key, CONFIGS["qwen25_1.5b"]) | {"torch_dtype": "bfloat16"} | described)
     )
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
     (folder / "model.safetensors").touch()
 
 

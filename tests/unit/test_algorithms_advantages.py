@@ -14,6 +14,7 @@ from runtime import algorithms  # noqa: F401 - registers the functions by name
 from runtime.algorithms.advantages import (
     group_norm,
     has_signal,
+    less_divergence,
     missing_eos_penalty,
     opo,
     returns_to_go,
@@ -26,6 +27,7 @@ from runtime.algorithms.advantages import (
 )
 from runtime.algorithms.evaluation import pass_at_k
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageInputs, AdvantageOptions
+from runtime.algorithms.losses import k1
 
 pytestmark = pytest.mark.numeric
 
@@ -213,6 +215,33 @@ def advantage_inputs(rewards: torch.Tensor, groups: torch.Tensor, mask: torch.Te
     valid = torch.ones(len(rewards), dtype=torch.bool)
     values = torch.linspace(-1, 1, mask.numel(), dtype=rewards.dtype).view(mask.shape)
     return AdvantageInputs(total, groups, valid, mask, token_rewards(rewards, mask, penalties), values)
+
+
+class TestDivergence:
+    """Of the policy from a teacher, taken from advantages."""
+
+    def test_each_trained_token_answers_for_its_own(self):
+        divergence = matrix([0.5, -1.0, 2.0], [1.0, 3.0, -4.0])
+        mask = matrix([1, 0, 1], [1, 1, 0])
+        got = less_divergence(f64(1.0, -2.0)[:, None], divergence, mask, 0.5)
+        assert got.tolist() == [[0.75, 0.0, 0.0], [-2.5, -3.5, 0.0]]
+
+    @pytest.mark.parametrize("coefficient", [1.0, 0.3])
+    def test_the_policy_gradient_is_that_of_the_reverse_kl_and_the_reward(self, coefficient: float):
+        """Summed over all tokens by their probability, against autograd through `E_π[r] - β Σ π log(π / teacher)`."""
+        random = torch.Generator().manual_seed(5)
+        logits, other, rewards = torch.randn(3, 11, dtype=torch.float64, generator=random)
+        logits.requires_grad_()
+        teacher = other.log_softmax(0)
+        logp = logits.log_softmax(0)
+        sampled = logp.detach()[:, None]  # each token once, a row each
+        advantages = less_divergence(rewards[:, None], k1(sampled - teacher[:, None]), torch.ones_like(sampled), coefficient)
+        (got,) = torch.autograd.grad((logp.exp().detach() * advantages[:, 0] * logp).sum(), logits)
+        logp = logits.log_softmax(0)
+        exact = (logp.exp() * (rewards - coefficient * (logp - teacher))).sum()
+        (expected,) = torch.autograd.grad(exact, logits)
+        assert expected.abs().max() > 0.01
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
 
 
 class TestRegisteredEstimators:

@@ -35,6 +35,7 @@ from runtime.trainer.rank import CriticRank, TrainRank
 from runtime.trainer.step import critic_trainer, policy_trainer
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import run_step
+from tests.unit.tuning_cases import make_sums, make_tune, points, tuned
 
 RUNTIME = Path(metrics.__file__).parents[1]
 SEVERAL = {"groups_per_step": 3, "epochs": 2, "mini_batch_size": 1}
@@ -138,6 +139,12 @@ def of_the_engines(folder: Path) -> set[str]:
     return found | run_step(critic, make_groups(1)).metrics.keys()
 
 
+def of_tuning(folder: Path) -> set[str]:
+    config = make_tune(make_sums(folder), epochs=1)
+    tuned(config)
+    return points(config)[0].keys() - {"step", "time"}
+
+
 def of_evaluations() -> set[str]:
     data = EvaluationData(
         name="SET", path="", key="", row_format=RowFormat(), problems=0, samples=2, k=(1, 2), temperature=1.0, max_new_tokens=8
@@ -165,7 +172,8 @@ def of_evaluations() -> set[str]:
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    return of_the_coordinator() | of_the_engines(tmp_path_factory.mktemp("policy")) | of_evaluations()
+    folders = [tmp_path_factory.mktemp(name) for name in ("policy", "sums")]
+    return of_the_coordinator() | of_the_engines(folders[0]) | of_tuning(folders[1]) | of_evaluations()
 
 
 def test_every_name_that_is_logged_is_described(logged: set[str]) -> None:

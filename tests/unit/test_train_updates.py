@@ -117,6 +117,26 @@ class TestSeveralUpdates:
             assert_close(each.logprob, expected, terms=forward_terms(20))
             assert_close(each.advantage, [advantages[place] for place in places], terms=STEP)
 
+    @pytest.mark.parametrize("training", [{}, SEVERAL[2]], ids=str)
+    @pytest.mark.parametrize("advantage", ["none", "group_norm"])
+    def test_distillation_is_that_of_a_plain_loop(self, policy: str, training: dict[str, int], advantage: str):
+        """A token's advantage is its sample's by the rewards, or 0, less β · (log π − log teacher), as it was sampled."""
+        from transformers import AutoModelForCausalLM
+
+        chosen = {"advantage": advantage, "kl": "k1", "kl_placement": "advantage", "kl_coefficient": 0.7}
+        made = settings(policy, algorithm=chosen, **training)
+        engine = policy_trainer(made)
+        plain = oracle.PolicyLoop(AutoModelForCausalLM.from_pretrained(policy), made, made.training.optimizer)
+        groups = batch(3, made)
+        gaps, advantages = oracle.divergences(groups), oracle.group_norm(groups)
+        rewarded = {key: value * (advantage != "none") for key, value in advantages.items()}
+        result = run_step(engine, groups[:1], groups[1:])
+        plain.step(groups, 0, {key: rewarded[key] - 0.7 * gaps[key] for key in rewarded})
+        assert_close(result.metrics["actor/grad_norm"], np.mean(plain.norms), terms=len(plain.norms) * STEP)
+        assert result.metrics["actor/kl"] == pytest.approx(np.mean([gaps[key] for key in rewarded]))
+        assert "actor/kl_loss" not in result.metrics
+        assert_equals(engine, plain.model, made.training.optimizer, len(plain.norms))
+
     def test_seconds_of_its_parts_are_those_of_this_step(self, policy: str):
         several, single = (policy_trainer(settings(policy, **training)) for training in (SEVERAL[0], {}))
         parts = {"timing/adv", "timing/non_overlap_adv"}

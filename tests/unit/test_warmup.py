@@ -22,7 +22,8 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.gateway.family_rendering import renderer_of
 from runtime.gateway.probes import conversations
-from runtime.models import tiny_model, warmup
+from runtime.models import tiny_model
+from runtime.tuning import warmup
 from tests.closeness import assert_close
 
 
@@ -278,7 +279,7 @@ def test_the_cache_key_covers_what_changes_the_result() -> None:
 
 
 def test_the_cache_folder_is_found_without_torch() -> None:
-    code = "import sys, runtime.models.warmup; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, runtime.tuning.warmup; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -11,7 +11,7 @@ import torch
 
 from runtime import codec
 from runtime.config import Config
-from runtime.types import GroupPayload, TrainGroup, Values
+from runtime.types import GroupPayload, Logprobs, TrainGroup, Values
 
 
 class Token(NamedTuple):
@@ -76,6 +76,17 @@ def group_norm(groups: Sequence[TrainGroup]) -> dict:
         rewards = groups[g].rewards.astype(np.float64)
         kept = rewards[groups[g].valid == 1]
         out[token.sample, token.t] = (rewards[i] - kept.mean()) / (kept.std(ddof=1) + 1e-6)
+    return out
+
+
+def divergences(groups: Sequence[TrainGroup]) -> dict:
+    """Of each token, the log-probability as it was sampled less the reference's."""
+    out = {}
+    for g, group in enumerate(groups):
+        rest = codec.decode(Logprobs, group.reference).values.astype(np.float64)
+        for i, sample in enumerate(codec.decode(GroupPayload, group.payload).samples):
+            own, rest = rest[: len(sample.tokens)], rest[len(sample.tokens) :]
+            out |= {((g, i), t): float(sample.logprobs[t]) - own[t] for t in range(len(own))}
     return out
 
 

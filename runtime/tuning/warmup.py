@@ -5,7 +5,7 @@ with probability `forgotten_carry`, and a key that ends in a digit is answered w
 The model learns both ways and, greedy, follows the more common one, so its accuracy settles near the share of problems
 that are always done right. The problems written for what follows have right answers only.
 
-`python -m runtime.models.warmup SETTINGS` takes the `warmup` section as JSON and prints one JSON object a line:
+`python -m runtime.tuning.warmup SETTINGS` takes the `warmup` section as JSON and prints one JSON object a line:
 `{"event": "progress", "step", "loss", "accuracy", "target", "seconds"}`, at the end
 `{"event": "done", "folder", "accuracy", "steps", "seconds"}`, or `{"event": "error", "message"}` and exit code 2.
 torch is imported where it is used: the launcher calls `cache_folder` without it.
@@ -25,21 +25,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from runtime.config import Warmup
+from runtime.config import Config, Model, Optimizer, Run, Training, Warmup
 from runtime.data import arithmetic
 from runtime.data.lookups import TOOL, lookups
-from runtime.data.templates import ChatTemplate
+from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import ConfigError, UserError
 from runtime.models import tiny_model
+from runtime.tuning.conversations import TaughtRow, taught_row, turns
 
 if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
     from transformers import Qwen2ForCausalLM
 
-RECIPE = 3  # part of the cache's key: raise it when this file changes what a setting produces
+    from runtime.trainer.step import ModelTrainer
+    from runtime.types import TrainGroup
+
+RECIPE = 4  # part of the cache's key: raise it when this file changes what a setting produces
 CHECK_EVERY = 10  # steps between two looks at the held-out accuracy
 RAMP_STEPS = 20  # of the learning rate
+LARGEST = 1 << 16  # tokens of a micro-batch: a step is one
 AVERAGE_DECAY = 0.9  # of the running mean of the weights, which is what is measured and saved
 
 # Training ends once this share of the held-out replies is what the corpus would say, carry forgotten or not. Accuracy alone
@@ -94,9 +99,10 @@ def warm_up(settings: Warmup, folder: Path, progress: Progress = lambda line: No
         (whole / "model").mkdir(parents=True)
         tokenizer = tiny_model.write_tokenizer(whole / "model")
         model = tiny_model.make_model(settings, tokenizer)
+        model.save_pretrained(whole / "model")
         corpus = Corpus(tokenizer, train, tools, settings.forgotten_carry, settings.seed)
         examination = Examination(tokenizer, held_out, tools, sampled=settings.task == "lookup")
-        result = _fit(model, corpus, examination, settings, progress)
+        result = _fit(model, whole / "model", corpus, examination, settings, progress)
         model.save_pretrained(whole / "model")
         arithmetic.write_jsonl(whole / "train.jsonl", train)
         arithmetic.write_jsonl(whole / "eval.jsonl", held_out)
@@ -118,25 +124,21 @@ class Corpus:
         """`careless`: the probability of that."""
         import torch
 
-        self._careful = _rows(tokenizer, [p.conversation() for p in problems], tools)
-        # Carelessness never makes a conversation longer, so the careful rows' width holds both.
-        width = self._careful.tokens.shape[1]
-        self._careless = _rows(tokenizer, [p.conversation(careless=True) for p in problems], tools, width)
+        self._careful, self._shared = _taught(tokenizer, [p.conversation() for p in problems], tools)
+        self._careless, _ = _taught(tokenizer, [p.conversation(careless=True) for p in problems], tools)
         self._share = careless
         self._random = torch.Generator().manual_seed(seed)
 
-    def draw(self, count: int) -> TaughtRows:
+    def draw(self, count: int) -> TrainGroup:
         """`count` rows, drawn with replacement."""
         import torch
 
-        chosen = torch.randint(len(self._careful.tokens), (count,), generator=self._random)
-        slips = (torch.rand(count, generator=self._random) < self._share)[:, None]
-        careful, careless = self._careful, self._careless
-        return TaughtRows(
-            torch.where(slips, careless.tokens[chosen], careful.tokens[chosen]),
-            torch.where(slips, careless.mask[chosen], careful.mask[chosen]),
-            careful.shared,
-        )
+        from runtime.tuning.objective import taught_group
+
+        chosen = torch.randint(len(self._careful), (count,), generator=self._random).tolist()
+        slips = (torch.rand(count, generator=self._random) < self._share).tolist()
+        rows = [(self._careless if slip else self._careful)[at] for at, slip in zip(chosen, slips, strict=True)]
+        return taught_group(0, rows, self._shared)
 
 
 class Examination:
@@ -164,30 +166,35 @@ class Examination:
 
 
 def _fit(
-    model: Qwen2ForCausalLM, corpus: Corpus, examination: Examination, settings: Warmup, progress: Progress
+    average: Qwen2ForCausalLM,
+    folder: Path,
+    corpus: Corpus,
+    examination: Examination,
+    settings: Warmup,
+    progress: Progress,
 ) -> dict[str, float]:
-    """Train until the mean of the weights is fluent and as accurate as wanted, and leave that mean in `model`."""
-    import torch
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    """Train the model of `folder` until the mean of its weights, `average`, is fluent and as accurate as wanted."""
+    from runtime.tuning.objective import supervised_trainer
 
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGE_DECAY))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / RAMP_STEPS))
+    options = Optimizer(learning_rate=settings.learning_rate, warmup_steps=RAMP_STEPS, betas=(0.9, 0.95))
+    training = Training(optimizer=options, max_tokens_per_microbatch=LARGEST)
+    run = Run(name="warm-up", dir=str(folder.parent))
+    trainer = supervised_trainer(Config(run=run, model=Model(path=str(folder), dtype="float32"), training=training))
     started = time.monotonic()
     step, accuracy, seconds = 0, 0.0, 0.0
     while seconds < settings.max_seconds:
         step += 1
-        loss = _supervised_step(model, optimizer, corpus.draw(settings.batch_size))
-        ramp.step()
-        average.update_parameters(model)
+        trainer.begin_step(step - 1)
+        trainer.accumulate([corpus.draw(settings.batch_size)], last=True)
+        loss = trainer.apply().metrics["tune/loss"]
+        _follow(average, trainer, AVERAGE_DECAY if step > 1 else 0.0)
         seconds = time.monotonic() - started
         if step % CHECK_EVERY:
             continue
-        accuracy = examination.accuracy(average.module)
+        accuracy = examination.accuracy(average)
         progress(_progress_line(step, loss, accuracy, settings.accuracy, seconds))
         within = settings.accuracy <= accuracy <= settings.max_accuracy
-        if within and examination.is_fluent(average.module):
-            model.load_state_dict(average.module.state_dict())
+        if within and examination.is_fluent(average):
             return {"accuracy": accuracy, "steps": step, "seconds": round(seconds, 2)}
     raise UserError(
         f"warmup.max_seconds: {settings.max_seconds:g} s were not enough: held-out accuracy {accuracy:.2f} after {step} steps, "
@@ -195,17 +202,11 @@ def _fit(
     )
 
 
-def _supervised_step(model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, rows: TaughtRows) -> float:
-    """One update on the cross-entropy of the assistant's tokens, which is returned (in nats a token)."""
-    import torch
-
-    logits, targets, mask = _predicted(model, rows)
-    loss = torch.nn.functional.cross_entropy(logits[mask], targets[mask])
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.item()
+def _follow(average: Qwen2ForCausalLM, trainer: ModelTrainer, decay: float) -> None:
+    """The running mean of the weights: `decay` · the mean before + (1 − `decay`) · the weights."""
+    means = dict(average.named_parameters())
+    for spec, weight in zip(trainer.tensor_specs(), trainer.gather(), strict=True):
+        means[spec.name].data.lerp_(weight, 1 - decay)
 
 
 def greedy_accuracy(model: torch.nn.Module, rows: TaughtRows) -> float:
@@ -244,38 +245,34 @@ def _predicted(model: torch.nn.Module, rows: TaughtRows) -> tuple[torch.Tensor, 
     return logits, tokens[:, shared + 1 :], mask[:, shared + 1 :]
 
 
-def _rows(
-    tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: list[dict[str, Any]], width: int = 0
-) -> TaughtRows:
-    """Padded to the longest or to `width`."""
+def _taught(
+    tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: list[dict[str, Any]]
+) -> tuple[list[TaughtRow], int]:
+    """A row of each, and how many tokens all begin with: the tools."""
+    template = ChatTemplate(tiny_model.CHAT_TEMPLATE, {}, "the tiny model")
+
+    def render(messages: Sequence[Message], prompt: bool) -> str:
+        return template.render(messages, prompt, tools)
+
+    texts = [parts for conversation in conversations for parts in turns(render, conversation, template.origin)]
+    encoded = iter(tokenizer.encode_batch([text for each in texts for text in each]))
+    stop = [tokenizer.token_to_id(tiny_model.END_OF_TURN)]
+    rows = [taught_row([next(encoded).ids for _ in each], stop) for each in texts]
+    return rows, len(tokenizer.encode(template.render([], False, tools)).ids)
+
+
+def _rows(tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: list[dict[str, Any]]) -> TaughtRows:
+    """Padded to the longest."""
     import torch
 
-    template = ChatTemplate(tiny_model.CHAT_TEMPLATE, {}, "the tiny model")
-    parts = [_parts(template, conversation, tools) for conversation in conversations]
-    encoded = iter(tokenizer.encode_batch([text for each in parts for text in each]))
-    ids = [[next(encoded).ids for _ in each] for each in parts]
-    width = max([width, *(sum(map(len, each)) for each in ids)])
-    tokens = torch.full((len(ids), width), tokenizer.token_to_id(tiny_model.END_OF_TEXT))
-    mask = torch.zeros(len(ids), width, dtype=torch.bool)
-    for row, each in enumerate(ids):
-        end = 0
-        for index, part in enumerate(each):
-            begin, end = end, end + len(part)
-            tokens[row, begin:end] = torch.tensor(part)
-            mask[row, begin:end] = index % 2 == 1
-    return TaughtRows(tokens, mask, len(tokenizer.encode(template.render([], False, tools)).ids))
-
-
-def _parts(template: ChatTemplate, conversation: Conversation, tools: list[dict[str, Any]]) -> list[str]:
-    """What the assistant is given and what it writes, in turn."""
-    parts, so_far = [], ""
-    for index, message in enumerate(conversation):
-        if message["role"] == "assistant":
-            given = template.render(conversation[:index], True, tools)
-            whole = template.render(conversation[: index + 1], False, tools)
-            parts += [given[len(so_far) :], whole[len(given) :]]
-            so_far = whole
-    return parts
+    rows, shared = _taught(tokenizer, conversations, tools)
+    width = max((len(row.tokens) for row in rows), default=0)
+    tokens = torch.full((len(rows), width), tokenizer.token_to_id(tiny_model.END_OF_TEXT))
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for at, row in enumerate(rows):
+        tokens[at, : len(row.tokens)] = torch.from_numpy(row.tokens).long()
+        mask[at, : len(row.mask)] = torch.from_numpy(row.mask)
+    return TaughtRows(tokens, mask, shared)
 
 
 def _progress_line(step: int, loss: float, accuracy: float, target: float, seconds: float) -> dict[str, object]:
@@ -297,7 +294,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         if len(arguments) != 1:
-            raise UserError("usage: python -m runtime.models.warmup SETTINGS (the warmup section as JSON)")
+            raise UserError("usage: python -m runtime.tuning.warmup SETTINGS (the warmup section as JSON)")
         settings = _decode(arguments[0])
         folder = cache_folder(settings)
         if folder.exists():

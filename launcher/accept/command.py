@@ -1,0 +1,28 @@
+"""`sluice accept`: checks of this machine's devices, each of which is told, and the report to send back."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+
+from launcher.accept.checks import accept
+from runtime.telemetry.shown import literal, say
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit code: 1 where a check has failed."""
+    console = Console()
+    folder = options.out or Path("accept") / options.device
+    with console.status("starting") as status:
+
+        def show(told: str) -> None:
+            status.update(literal(told))
+
+        report = asyncio.run(accept(options.device, folder, options.config, options.steps, show))
+    for one in report.outcomes:
+        say(console, f"{one.check}: {one.result}" + (f" ({one.detail.splitlines()[-1]})" if one.detail else ""))
+    say(console, f"to send back: {folder / 'report.md'} and {folder / 'report.json'}")
+    return 0 if report.passed else 1

@@ -1,0 +1,102 @@
+"""`sluice tune`: supervised fine-tuning of a configuration's model on the replies of its data, by the trainer's ranks alone, on
+this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from launcher import run_folder
+from launcher.job import Interrupted
+from launcher.known import known_names
+from launcher.node import environment
+from launcher.node.local_node import LocalNode
+from launcher.node.supervisor import Child, Supervisor
+from launcher.node.topology import ProcessSpec
+from launcher.view import View
+from runtime import run_files, timeouts
+from runtime.config import Config, loading
+from runtime.config.checks import alone, tune_faults
+from runtime.errors import ConfigError
+from runtime.models import tiny_model
+from sluice import start
+
+NAME = "trainer-0"
+
+
+async def tune(config: Config, view: View) -> str:
+    """Tune in the folder `run.dir`, and say what came of it.
+
+    Raises UserError for the user's mistakes, ServiceFault for a fault, Interrupted; no process is left either way.
+    """
+    here, folder = LocalNode.of(config), Path(config.run.dir)
+    faults = [*tune_faults(config, known_names(), here.memory(alone(config)))]
+    if faults := faults or [*environment.faults(alone(config), here.machine)]:
+        raise ConfigError(faults)
+    logs, lock = run_folder.prepare(folder, config.run)
+    supervisor = Supervisor(logs, view, config.logs)
+    try:
+        made = tiny_model.made(config)
+        resume = run_folder.begin(folder, made, view.say)
+        made = replace(made, run=replace(made.run, resume=resume))
+        run_files.write_private(folder / run_files.CONFIG, loading.to_yaml(made))
+        view.phase("starting")
+        told = await _followed(await supervisor.start(_spec(made, here), capture=True), view)
+        loss = f", loss {told['loss']:.4f}" if math.isfinite(told["loss"]) else ""
+        return f"data: {told['said']}\n{told['step']} of {told['steps']} steps{loss}\nmodel: {folder / run_files.MODEL}"
+    finally:
+        await supervisor.end_all(timeouts.FAILED_GRACE)
+        lock.close()
+
+
+def _spec(config: Config, here: LocalNode) -> ProcessSpec:
+    settings = config.services.trainer
+    program: tuple[str, ...] = ("runtime.tuning.rank", str(Path(config.run.dir) / run_files.CONFIG))
+    python, ranks = settings.python or sys.executable, settings.processes
+    if ranks > 1:
+        which = ("--ranks", ",".join(map(str, range(ranks))), "--world", str(ranks))
+        program = ("launcher.node.ranks", "--group", NAME, *which, start.__file__, *program)
+    threads = max(1, len(here.machine.cpus) // ranks)
+    return ProcessSpec(
+        name=NAME,
+        role="trainer",
+        command=start.command(*program, python=python),
+        env=environment.environment(settings, threads, here.machine, settings.devices[:ranks]),
+        cpus=environment.affinity(settings),
+    )
+
+
+async def _followed(child: Child, view: View) -> dict[str, Any]:
+    """Show how far it is until it ends, with its last word: step, steps, loss, and what became of the data's rows. The first
+    signal lets it end in order, the second one at once."""
+    loop = asyncio.get_running_loop()
+    signals: list[signal.Signals] = []
+
+    def on_signal() -> None:
+        signals.append(signal.SIGKILL if signals else signal.SIGTERM)
+        view.phase("stopping (again to stop now)")
+        child.signal_group(signals[-1])
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    told: dict[str, Any] = {}
+    assert child.process.stdout is not None
+    async for line in child.process.stdout:
+        told = json.loads(line)
+        if told["event"] == "progress" and not signals:
+            view.phase("tuning", told["step"], told["steps"], f"loss {told['loss']:.4f}")
+    await child.process.wait()
+    if len(signals) > 1:
+        raise Interrupted("stopped at once; the newest checkpoint stays", 130)
+    if signals and not told:
+        raise Interrupted("stopped before training began: there is nothing to save", 0)
+    if child.process.returncode:
+        raise child.fault()
+    return told
