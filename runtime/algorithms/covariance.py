@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from runtime.algorithms.interfaces import BatchSum, LossInputs, LossOptions, LossOutputs, StepTokens, policy_loss
-from runtime.algorithms.losses import behaviour_kl, clipped_surrogate
+from runtime.algorithms.losses import behaviour_kl, surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,14 +60,7 @@ def highest(tokens: StepTokens, options: LossOptions, batch_sum: BatchSum) -> Te
 def clip_cov(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """The clipped surrogate, without those tokens that were drawn, which count all the same."""
     assert inputs.chosen is not None
-    loss, clips = clipped_surrogate(
-        inputs.logp,
-        inputs.old_logp,
-        inputs.advantages,
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        dual_clip=options.dual_clip,
-    )
+    loss, clips = surrogate(inputs, options)
     metrics = {"actor/ppo_kl": behaviour_kl(inputs), "actor/covariance_chosen": inputs.chosen}
     return LossOutputs(loss.masked_fill(inputs.chosen > 0, 0.0), clips | metrics)
 

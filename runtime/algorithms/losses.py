@@ -52,17 +52,16 @@ def clipped_surrogate(
     return loss.where(~beyond, -dual_clip * advantages), metrics
 
 
+def surrogate(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """`clipped_surrogate` against `old_logp`, with the bounds of `options`."""
+    bounds = {"clip_low": options.clip_low, "clip_high": options.clip_high, "dual_clip": options.dual_clip}
+    return clipped_surrogate(inputs.logp, inputs.old_logp, inputs.advantages, **bounds)
+
+
 @policy_loss("ppo", zero_without_advantage=True)
 def ppo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """The clipped surrogate against `old_logp`: the policy that sampled, unless a correction accounts for it."""
-    loss, clips = clipped_surrogate(
-        inputs.logp,
-        inputs.old_logp,
-        inputs.advantages,
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        dual_clip=options.dual_clip,
-    )
+    loss, clips = surrogate(inputs, options)
     return LossOutputs(loss, clips | {"actor/ppo_kl": behaviour_kl(inputs)})
 
 

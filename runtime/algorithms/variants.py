@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from runtime.algorithms.interfaces import LossInputs, LossOptions, LossOutputs, policy_loss
-from runtime.algorithms.losses import behaviour_kl, clipped_surrogate, row_mean, row_sum
+from runtime.algorithms.losses import behaviour_kl, row_mean, row_sum, surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,14 +37,7 @@ def gpg(inputs: LossInputs, options: LossOptions) -> LossOutputs:
 @policy_loss("up", zero_without_advantage=True)
 def unbounded_positive(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """`-A logp` where A > 0, else the clipped surrogate (UP, arXiv:2607.06987, equation 15). `dual_clip` as in `ppo`."""
-    loss, clips = clipped_surrogate(
-        inputs.logp,
-        inputs.old_logp,
-        inputs.advantages,
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        dual_clip=options.dual_clip,
-    )
+    loss, clips = surrogate(inputs, options)
     positive = (inputs.advantages > 0).expand_as(loss)
     clips["actor/pg_clipfrac"] = clips["actor/pg_clipfrac"].masked_fill(positive, 0.0)
     return LossOutputs((-inputs.advantages * inputs.logp).where(positive, loss), clips | {"actor/ppo_kl": behaviour_kl(inputs)})

@@ -67,10 +67,6 @@ class Rows:
         totals = np.concatenate(([0], np.cumsum(self.mask, dtype=np.int64)))
         return totals[self.start + self.length] - totals[self.start]
 
-    def cut_off(self) -> np.ndarray:
-        """bool [B]: whether the last row of the row's episode was cut off by length."""
-        return self.truncated[self.last]
-
     def turn_begins(self) -> np.ndarray:
         """bool flat: the first tokens of turns, runs of trained tokens along a row."""
         begins = self.mask.copy()

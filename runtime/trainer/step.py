@@ -142,12 +142,11 @@ class ModelTrainer:
                 self._held.append(rows)
 
     def _decoded(self, groups: Sequence[TrainGroup]) -> Rows:
-        """Without the tokens of episodes that were cut off by length, where `algorithm.truncated` says so: as of a sample that
-        is masked, only its reward counts."""
+        """As if nothing were trained of episodes whose last row was cut off by length, where `algorithm.truncated` says so."""
         rows = train_rows.decode_groups(groups, self.backend.vocab_size, self.objective.needs)
         if self._config.algorithm.truncated == "train":
             return rows
-        cut = rows.cut_off()
+        cut = rows.truncated[rows.last]
         self._statistics.total("response_length/masked", float((cut & rows.valid & rows.leads).sum()))
         return replace(rows, mask=rows.mask & ~np.repeat(cut, rows.length))
 
