@@ -50,6 +50,7 @@ _TYPES: dict[str, _Type] = {
     "moe_layer_freq": _Type(
         "a positive integer, or a list of integers", lambda value: _SIZE.suits(value) or _has_integers(value)
     ),
+    "window_size": _Type("a list of integers", _has_integers),
     "noop_layers": _Type("a text such as 0,3, or a list of integers", lambda v: _TEXT.suits(v) or _has_integers(v)),
 }
 

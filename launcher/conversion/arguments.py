@@ -53,6 +53,8 @@ DECISIVE = (
 
 def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """What Megatron-LM's arguments say of the model that `config`, a Hugging Face config.json, describes."""
+    config = {**family.defaults, **config}
+    window = max(family.traits(config, "config.json").get("windows", ()), default=0)
     shape, experts = family.shape, family.shape.experts
     positions = config.get("max_position_embeddings", 4096)
     attention = {entry.name for entry in family.layer(0)}
@@ -71,6 +73,7 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
         "apply_layernorm_1p": False,
+        "window_size": (window - 1, 0) if window else None,
         "swiglu": True,
         "squared_relu": False,
         "add_bias_linear": False,
@@ -147,7 +150,7 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
         return found[key]
 
     # How MindSpeed's own argument of routing goes together with Megatron-LM's is its affair.
-    for key in ("use_rope_scaling", "rope_scaling_type", "noop_layers", "norm_topk_prob"):
+    for key in ("use_rope_scaling", "rope_scaling_type", "noop_layers", "norm_topk_prob", "window_size"):
         if found.get(key):
             raise UserError(f"{where}: args.{key} is {found[key]!r}; --hf-config DIR, the original folder, tells all of it")
     heads = need("num_attention_heads")
@@ -171,7 +174,7 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     if experts:
         if name != "qwen3_moe":
-            raise UserError(f"{where}: args.num_experts is {experts!r} without qk_layernorm; no family has that")
+            raise UserError(f"{where}: args.num_experts is {experts!r} without qk_layernorm; --hf-config DIR tells the family")
         config |= _experts_of(need, where)
     return config
 

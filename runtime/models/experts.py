@@ -60,24 +60,38 @@ def _is_grouped(x: torch.Tensor) -> bool:
 
 
 def join_experts(model: nn.Module) -> None:
-    """Have the blocks of transformers' Qwen3-MoE, whose experts are modules of their own, compute as `mixture`. Weights keep
-    their names."""
+    """Have the blocks of transformers whose experts are modules of their own compute as `mixture`. Weights keep their names."""
     module: Any
     for module in model.modules():
-        if type(module).__name__ == "Qwen3MoeSparseMoeBlock" and module.experts[0].config.hidden_act == "silu":
-            module.forward = partial(_block, module, module.forward)
+        joined = _JOINED.get(type(module).__name__)
+        if joined is not None and "SiLU" in type(module.experts[0].act_fn).__name__:
+            module.jitter_noise = 0.0  # Mixtral's; the policy must be the one that sampled
+            module.forward = partial(joined, module, module.forward)
 
 
 def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The block's forward pass. `apart`: its own, one expert after the other, for experts that are more than three matrices:
     those with adapters."""
-    parts = (part for expert in block.experts for part in expert.children())
-    if any(type(part) is not nn.Linear for part in parts if hasattr(part, "weight")):
+    if not _are_plain(block.experts):
         found: tuple[torch.Tensor, torch.Tensor] = apart(hidden_states)
         return found
     x = hidden_states.flatten(0, -2)
     logits = block.gate(x)
-    # Not stacked for one grouped product: the copy of all weights would be kept until the backward pass.
-    gate_up = [torch.cat((expert.gate_proj.weight, expert.up_proj.weight)) for expert in block.experts]
-    down = [expert.down_proj.weight for expert in block.experts]
-    return mixture(x, *route(logits, block.top_k, block.norm_topk_prob), gate_up, down).view_as(hidden_states), logits
+    routing = route(logits, block.top_k, getattr(block, "norm_topk_prob", True))
+    return mixture(x, *routing, *_stacked(block.experts)).view_as(hidden_states), logits
+
+
+_JOINED = {"Qwen3MoeSparseMoeBlock": _block, "MixtralSparseMoeBlock": _block}
+
+
+def _are_plain(experts: Any) -> bool:
+    parts = (part for expert in experts for part in expert.children())
+    return all(type(part) is nn.Linear for part in parts if hasattr(part, "weight"))
+
+
+def _stacked(experts: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gate and up, and down. Not as one tensor for one grouped product: the copy of all weights would be kept until the backward
+    pass."""
+    names = ("w1", "w3", "w2") if hasattr(experts[0], "w1") else ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = ([getattr(expert, name).weight for expert in experts] for name in names)
+    return [torch.cat(pair) for pair in zip(gate, up, strict=True)], down

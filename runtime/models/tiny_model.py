@@ -139,6 +139,8 @@ _SIZES = {
 _OWN = {
     "qwen2": {"hidden_size": 256},  # vLLM divides it by the heads, whatever head_dim says
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "mistral": {"sliding_window": 64},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
 }
 
 

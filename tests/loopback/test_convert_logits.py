@@ -29,6 +29,7 @@ LLAMA_3_1 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 # Twice √n·u of the largest logit, for n roundings between the tokens and the logits: see tests/closeness.py.
 DIFFERENCE = 2 * math.sqrt(forward_terms(tokens=64, layers=4)) * FLOAT32 * LOGITS
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,8 +37,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1": ("llama", {"rope_scaling": LLAMA_3_1, "rope_theta": 5e5, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2-tied", {}),
+    "llama-yarn": ("llama", {"rope_scaling": YARN, "rope_theta": 5e2}),
     "qwen3": ("qwen3", {"rope_theta": 1e6}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "mistral": ("mistral", {}),
+    "mixtral": ("mixtral", {"sliding_window": 16}),
     "qwen3_moe-mixed": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
 }
 
@@ -68,7 +72,7 @@ def silent(phase: str, done: int, total: int) -> None: ...
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_transformers_own(case: str, tmp_path: Path) -> None:
     make_model(tmp_path / "hf", case)
-    layout = Layout(tensor=2, pipeline=2, expert=2 if "moe" in case else 1, layers_per_stage=(1, 3))
+    layout = Layout(tensor=2, pipeline=2, expert=2 if case.startswith(("qwen3_moe", "mixtral")) else 1, layers_per_stage=(1, 3))
     report = conversion.to_core(tmp_path / "hf", tmp_path / "core", layout, check_logits=True, show=silent)
     assert report.difference is not None
     assert report.difference < DIFFERENCE

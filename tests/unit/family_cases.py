@@ -32,6 +32,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {**_COMMON, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": {**_COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
     "qwen3_moe": {**_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16},
+    "mistral": {**_COMMON, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16},
+    "mixtral": {
+        **_COMMON,
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from runtime.models.families import FAMILIES
 from tests.unit.config_cases import PPO, checked, model_folder
 
 
@@ -40,12 +41,12 @@ def test_model_folders(sound: dict[str, Any], tmp_path: Path) -> None:
     ]
 
 
-DECODED = "must be one of llama, qwen2, qwen3, qwen3_moe"
+DECODED = f"must be one of {', '.join(FAMILIES)}"
 DIVERGING = {"algorithm": {"kl_coefficient": 0.1}}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "qwen2_moe"])
+@pytest.mark.parametrize("kind", ["phi3", "granite", "qwen2_moe"])
 def test_embedded_rollouts_and_references_take_the_decoders_families_alone(
     sound: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
@@ -67,10 +68,10 @@ def test_embedded_rollouts_and_references_take_the_decoders_families_alone(
 
 
 def test_what_the_decoder_does_not_compute_of_its_families_is_refused(sound: dict[str, Any], tmp_path: Path) -> None:
-    stretched = str(model_folder(tmp_path / "a", rope_scaling={"rope_type": "yarn", "factor": 4.0}))
+    stretched = str(model_folder(tmp_path / "a", rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
     assert checked(sound, model={"path": stretched}) == [
-        "services.rollout.engine: torch: model.path: rope_type 'yarn' is not supported; must be one of default, llama3; "
-        "or take engine vllm"
+        "services.rollout.engine: torch: model.path: rope_type 'dynamic' is not supported; must be one of default, linear, "
+        "llama3, yarn; or take engine vllm"
     ]
 
 
@@ -107,12 +108,12 @@ def test_trainer_critic_and_reward_model_take_what_transformers_runs_packed(
 
 
 def test_megatron_names_the_folder_that_it_cannot_take(sound: dict[str, Any], tmp_path: Path) -> None:
-    other = str(model_folder(tmp_path / "other", model_type="mistral"))
-    stretched = str(model_folder(tmp_path / "a", model_type="qwen2", rope_scaling={"rope_type": "yarn", "factor": 4.0}))
+    other = str(model_folder(tmp_path / "other", model_type="phi3"))
+    stretched = str(model_folder(tmp_path / "a", model_type="qwen2", rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
     spread = {"engine": "megatron", "python": sys.executable}
     assert checked(sound, **PPO | {"critic": {"path": other}}, services={"critic": spread}) == [
-        "critic.path: model_type 'mistral' has no mapping to megatron-core; must be one of llama, qwen2, qwen3, qwen3_moe"
+        f"critic.path: model_type 'phi3' has no mapping to megatron-core; {DECODED}"
     ]
     assert checked(sound, model={"reference": stretched}, services={"reference": spread}, **DIVERGING) == [
-        "model.reference: rope_type 'yarn' is not supported; must be one of default, llama3"
+        "model.reference: rope_type 'dynamic' is not supported; must be one of default, linear, llama3, yarn"
     ]

@@ -127,8 +127,8 @@ def test_a_folder_that_is_not_a_model_is_a_user_error(tmp_path: Path) -> None:
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; must be one of llama, qwen2, qwen3"),
         ({"use_sliding_window": True}, "use_sliding_window True is not supported; must be False"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; must be 'silu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn' is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "the key 'low_freq_factor' is missing"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling: Object missing required field `low_freq_factor`"),
         ({"vocab_size": "many"}, "Expected `int`"),
         ({"num_key_value_heads": 3}, "heads must be a multiple of key-value heads"),
         ({"vocab_size": 64}, r"model\.embed_tokens\.weight has shape \[61, 32\], must be \[64, 32\]"),
@@ -149,7 +149,7 @@ def test_rope_may_be_written_the_newer_way(tmp_path: Path) -> None:
     raw = json.loads((tmp_path / "config.json").read_text())
     edit_config(tmp_path, rope_scaling=None, rope_theta=1.0, rope_parameters={**raw["rope_scaling"], "rope_theta": 500.0})
     assert read_config(tmp_path) == old
-    assert old.rope_theta == 500.0
+    assert old.rope.theta == 500.0
 
 
 def test_kv_bytes_is_what_the_cache_takes(tmp_path: Path) -> None:

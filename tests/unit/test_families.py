@@ -22,8 +22,16 @@ LAYOUTS = [
 ]
 
 
+# Of the layers that have experts: what holds them, and the gate, up and down projection of each.
+EXPERTS = {
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+}
+DENSE = ("gate_proj", "up_proj", "down_proj")
+
+
 def suits(case: str, layout: Layout) -> bool:
-    return layout.expert == 1 or case == "qwen3_moe"
+    return layout.expert == 1 or case in EXPERTS
 
 
 CASES = [
@@ -57,10 +65,10 @@ def expected(case: str, tensors: Tensors, layout: Layout, pipeline: int, expert:
             rows = torch.cat([rows, torch.zeros(1, rows.shape[1])])
         return part(rows, 0, tensor, t)
 
-    def mlp(source: str, target: str) -> None:
-        halves = [part(tensors[f"{source}.{half}_proj.weight"], 0, tensor, t) for half in ("gate", "up")]
+    def mlp(source: str, target: str, names: tuple[str, str, str] = DENSE) -> None:
+        halves = [part(tensors[f"{source}.{half}.weight"], 0, tensor, t) for half in names[:2]]
         found[f"{target}.linear_fc1.weight"] = torch.cat(halves)
-        found[f"{target}.linear_fc2.weight"] = part(tensors[f"{source}.down_proj.weight"], 1, tensor, t)
+        found[f"{target}.linear_fc2.weight"] = part(tensors[f"{source}.{names[2]}.weight"], 1, tensor, t)
 
     def attention(source: str, target: str, kind: str) -> None:
         q, k, v = (tensors[f"{source}.{name}_proj.{kind}"] for name in "qkv")
@@ -87,11 +95,13 @@ def expected(case: str, tensors: Tensors, layout: Layout, pipeline: int, expert:
         found[f"{target}.self_attention.linear_proj.weight"] = output
         found[f"{target}.input_layernorm.weight"] = tensors[f"{source}.input_layernorm.weight"]
         found[f"{target}.pre_mlp_layernorm.weight"] = tensors[f"{source}.post_attention_layernorm.weight"]
-        if case == "qwen3_moe":
-            found[f"{target}.mlp.router.weight"] = tensors[f"{source}.mlp.gate.weight"]
+        if case in EXPERTS:
+            block, names = EXPERTS[case]
+            found[f"{target}.mlp.router.weight"] = tensors[f"{source}.{block}.gate.weight"]
             each = 4 // layout.expert
             for local in range(each):
-                mlp(f"{source}.mlp.experts.{expert * each + local}", f"{target}.mlp.experts.local_experts.{local}")
+                own = f"{source}.{block}.experts.{expert * each + local}"
+                mlp(own, f"{target}.mlp.experts.local_experts.{local}", names)
         else:
             mlp(f"{source}.mlp", f"{target}.mlp")
     if pipeline == layout.pipeline - 1:
@@ -219,7 +229,9 @@ class TestRefusals:
             ({**CONFIGS["qwen3_moe"], "num_experts": None}, "num_experts is None"),
             ({**CONFIGS["qwen3_moe"], "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
             ({**CONFIGS["qwen3_moe"], "num_experts_per_tok": 5}, "num_experts_per_tok is 5; must be at most num_experts 4"),
-            ({**CONFIGS["qwen3_moe"], "num_experts_per_tok": 1}, "norm_topk_prob with num_experts_per_tok 1 is not supported"),
+            ({**CONFIGS["qwen3_moe"], "num_experts_per_tok": 1}, "num_experts_per_tok 1 with weights that add up to 1 is"),
+            ({**CONFIGS["mixtral"], "num_local_experts": "some"}, "num_local_experts is 'some'; must be a positive integer"),
+            ({**CONFIGS["mixtral"], "num_experts_per_tok": 5}, "num_experts_per_tok is 5; must be at most num_local_experts 4"),
         ],
     )
     def test_models_without_a_mapping(self, config: dict[str, Any], told: str) -> None:

@@ -174,7 +174,9 @@ def test_invalid_samples_weigh_nothing(policy: str):
     assert_same(weights(engines[0]), weights(engines[1]))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama3_scaled", "llama_biased"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3_moe", "llama3_scaled", "llama_biased", "qwen2_yarn", "mistral", "mixtral_sliding"]
+)
 def test_other_families(tmp_path: Path, family: str):
     save_model(tmp_path, family)
     config = make_config(str(tmp_path), algorithm=LOSS_TERMS)

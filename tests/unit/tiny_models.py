@@ -27,6 +27,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -41,11 +42,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama3_scaled": ("Llama", {"rope_scaling": _LLAMA3, "rope_theta": 500.0, "tie_word_embeddings": False}),
+    "llama_linear": ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}, "tie_word_embeddings": False}),
+    "qwen2_yarn": ("Qwen2", {"rope_scaling": _YARN, "rope_theta": 500.0, "tie_word_embeddings": False}),
     "llama_biased": ("Llama", {"attention_bias": True, "tie_word_embeddings": False}),
+    "mistral": ("Mistral", {"sliding_window": 7, "tie_word_embeddings": False}),
+    "mistral_whole": ("Mistral", {"sliding_window": None, "head_dim": 12, "tie_word_embeddings": True}),
 }
 
 
 WITH_EXPERTS = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
+    "mixtral_sliding": ("Mixtral", {"num_local_experts": 3, "sliding_window": 7, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 12, "tie_word_embeddings": False, **_EXPERTS}),
     "qwen3_moe_tied": (
         "Qwen3Moe",

@@ -12,12 +12,14 @@ from runtime.errors import UserError
 from runtime.models.families.family import Family
 from runtime.models.families.layout import Layout
 from runtime.models.families.llama import Llama
+from runtime.models.families.mistral import Mistral
+from runtime.models.families.mixtral import Mixtral
 from runtime.models.families.parameter import Parameter
 from runtime.models.families.qwen2 import Qwen2
 from runtime.models.families.qwen3 import Qwen3
 from runtime.models.families.qwen3_moe import Qwen3Moe
 
-FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (Llama, Qwen2, Qwen3, Qwen3Moe)}
+FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (Llama, Qwen2, Qwen3, Qwen3Moe, Mistral, Mixtral)}
 _LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3")
 
 __all__ = ["FAMILIES", "Family", "Layout", "Parameter", "family_for"]

@@ -18,6 +18,8 @@ class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
     per_token: int  # experts that a token is given to
     normalized: bool  # the weights of those add up to 1
     layers: frozenset[int]  # those that have experts; the others have one MLP
+    block: str = "mlp"  # what a layer calls them, and each its gate, up and down projections
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,3 +66,28 @@ def number(config: Mapping[str, Any], key: str, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(f"{where}: {key} is {value!r}; must be a positive integer")
     return value
+
+
+def windows(config: Mapping[str, Any], where: str, *, alike: bool = False) -> tuple[int, ...]:
+    """Of each layer, how many tokens attention reaches back to, its own included; 0: to the first. (): so in all layers.
+
+    By `sliding_window`, and unless all layers are `alike` by `layer_types`. Raises UserError for layers of another kind.
+    """
+    layers = number(config, "num_hidden_layers", where)
+    kinds = ["sliding_attention"] * layers if alike else config.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise UserError(f"{where}: layer_types is {kinds!r}; must be full_attention or sliding_attention for each layer")
+    if config.get("sliding_window") is None:
+        return ()
+    window = number(config, "sliding_window", where)
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def require_routing(experts: ExpertShape, count_key: str, where: str) -> None:
+    """Raises UserError for a number of experts a token that cannot be. `count_key` is what config.json calls their number."""
+    if experts.per_token > experts.count:
+        raise UserError(f"{where}: num_experts_per_tok is {experts.per_token}; must be at most {count_key} {experts.count}")
+    if experts.per_token == 1 and experts.normalized:
+        raise UserError(
+            f"{where}: num_experts_per_tok 1 with weights that add up to 1 is not supported with megatron-core; must be more"
+        )

@@ -121,7 +121,7 @@ class _SpanPart(NamedTuple):
 
     tokens: slice
     views: tuple[torch.Tensor, ...]  # of the cache, from `KVCache.views`
-    bias: torch.Tensor
+    biases: dict[int, torch.Tensor]  # by the window of a layer
     places: tuple[torch.Tensor, torch.Tensor] | None  # where slots have several tokens: from `_places`
 
 
@@ -135,6 +135,7 @@ class Decoder:
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
         self._cos, self._sin = _rope_tables(self.config, 0, self.device, self.dtype)
+        self._windows = self.config.windows or (0,) * self.config.layers
         # For one query a sequence, MKL's batched GEMM takes 0.75 of the time of torch's CPU attention kernel.
         self._attend_cached = _attend_batched if self.device.type == "cpu" else _attend_fused
 
@@ -175,7 +176,7 @@ class Decoder:
         """
         config, (b, t) = self.config, tokens.shape
         widths = [config.heads, config.kv_heads, config.kv_heads]
-        mask = None if allowed is None else allowed.unsqueeze(1)
+        masks = {window: self._mask(allowed, window, past, t) for window in set(self._windows)}
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             query, key, value = (part.transpose(1, 2) for part in qkv.view(b, t, -1, config.head_dim).split(widths, 2))
@@ -184,12 +185,22 @@ class Decoder:
                 kept[layer, 1, :, :, past:].copy_(value)
                 if past:
                     key, value = kept[layer]
+            mask = masks[self._windows[layer]]
             out = F.scaled_dot_product_attention(
                 query, self._per_head(key), self._per_head(value), attn_mask=mask, is_causal=mask is None
             )
             return out.transpose(1, 2).reshape(b * t, -1)
 
         return self._run(tokens.flatten(), positions.flatten(), attend).view(b, t, -1)
+
+    def _mask(self, allowed: torch.Tensor | None, window: int, past: int, t: int) -> torch.Tensor | None:
+        """bool [b or 1, 1, t, past + t]: which keys `t` queries behind `past` tokens see; None: all up to their own."""
+        if not 0 < window < past + t:
+            return None if allowed is None else allowed.unsqueeze(1)
+        columns = torch.arange(past + t, device=self.device)
+        distance = columns[past:, None] - columns
+        seen = (distance >= 0 if allowed is None else allowed) & (distance < window)
+        return seen.unsqueeze(-3)
 
     def _per_head(self, keys: torch.Tensor) -> torch.Tensor:
         """[b, kv_heads, t, d] repeated for the query heads that share them: [b, heads, t, d]."""
@@ -217,7 +228,7 @@ class Decoder:
             cache.append(layer, where, qkv[:, config.heads :])
             # The query heads that share a key-value head stand in for a sequence of queries: no key is repeated.
             query = qkv[:, : config.heads].view(m, config.kv_heads, -1, config.head_dim)
-            out = [self._attend_part(query[p.tokens], p.views[2 * layer], p.views[2 * layer + 1], p) for p in parts]
+            out = [self._attend_part(query[p.tokens], layer, p) for p in parts]
             return (out[0] if len(out) == 1 else torch.cat(out)).view(m, -1)
 
         return self.logits(self._run(tokens, positions, attend))
@@ -227,29 +238,36 @@ class Decoder:
         most = 1 if counts is None else int(counts[slots].max())
         length = min(round_up(span.longest + most - 1, LENGTH_STEP), cache.max_length)
         if counts is None:
-            return _SpanPart(slots, cache.views(slots, length), self._cached_bias(positions[slots].unsqueeze(1), length), None)
+            biases = self._cached_biases(positions[slots].unsqueeze(1), length)
+            return _SpanPart(slots, cache.views(slots, length), biases, None)
         first = int(counts[: span.start].sum())
         tokens = slice(first, first + int(counts[slots].sum()))
         padded, back = (self._to_device(each) for each in _places(counts[slots]))
-        bias = self._cached_bias(positions[tokens].index_select(0, padded.flatten()).view(padded.shape), length)
-        return _SpanPart(tokens, cache.views(slots, length), bias, (padded.flatten(), back))
+        biases = self._cached_biases(positions[tokens].index_select(0, padded.flatten()).view(padded.shape), length)
+        return _SpanPart(tokens, cache.views(slots, length), biases, (padded.flatten(), back))
 
-    def _attend_part(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _SpanPart) -> torch.Tensor:
+    def _attend_part(self, query: torch.Tensor, layer: int, part: _SpanPart) -> torch.Tensor:
         """Attention of the part's tokens, [m, kv_heads, queries, d] to [m, heads * d]."""
+        keys, values, bias = *part.views[2 * layer : 2 * layer + 2], part.biases[self._windows[layer]]
         if part.places is None:
-            return self._attend_cached(query, keys, values, part.bias).view(len(query), -1)
+            return self._attend_cached(query, keys, values, bias).view(len(query), -1)
         padded, back = part.places
         n, (_, heads, queries, dim) = len(keys), query.shape
         # [n, kv_heads, most * queries, d]: the tokens of a slot stand in for queries too.
         several = query.index_select(0, padded).view(n, -1, heads, queries, dim).transpose(1, 2).reshape(n, heads, -1, dim)
-        out = self._attend_cached(several, keys, values, part.bias).view(n, heads, -1, queries, dim)
+        out = self._attend_cached(several, keys, values, bias).view(n, heads, -1, queries, dim)
         return out.transpose(1, 2).reshape(len(padded), -1).index_select(0, back)
 
-    def _cached_bias(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """For queries at `positions` [n, most]: 0 where a sequence has keys, the query's own included, and -inf beyond:
+    def _cached_biases(self, positions: torch.Tensor, length: int) -> dict[int, torch.Tensor]:
+        return {window: self._cached_bias(positions, length, window) for window in set(self._windows)}
+
+    def _cached_bias(self, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
+        """For queries at `positions` [n, most]: 0 where a sequence has keys, the query's own included, -inf beyond and before a
+        `window` that is not 0:
         [n, kv_heads, 1, length], or where `most` is above 1, [n, kv_heads, most * queries, length]."""
         most = positions.shape[1]
-        unseen = torch.arange(length, device=self.device) > positions.unsqueeze(2)
+        back = positions.unsqueeze(2) - torch.arange(length, device=self.device)
+        unseen = (back < 0) | (back >= window) if window else back < 0
         bias = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype).masked_fill_(unseen, -math.inf)
         if most > 1:
             bias = bias.repeat_interleave(self.config.heads // self.config.kv_heads, 1)
@@ -314,8 +332,9 @@ def _rope_tables(
 
     The first half of the sines is negated: rotating is then x * cos + roll(x, head_dim / 2) * sin.
     """
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), rope_frequencies(config)).unsqueeze(1)
-    cos, sin = angles.cos(), angles.sin()
+    frequencies = config.rope.frequencies(config.head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies).unsqueeze(1)
+    cos, sin = angles.cos() * config.rope.amplitude, angles.sin() * config.rope.amplitude
     return (
         torch.cat((cos, cos), -1).to(device, dtype),
         torch.cat((-sin, sin), -1).to(device, dtype),
@@ -330,20 +349,3 @@ def routed(
     weights, chosen = route(F.linear(x, router), experts.per_token, experts.normalized)
     gate_up, down = gate_up.view(experts.count, -1, x.shape[1]), down.view(experts.count, x.shape[1], -1)
     return mixture(x, weights, chosen, gate_up, down)
-
-
-def rope_frequencies(config: ModelConfig) -> torch.Tensor:
-    """float32 [head_dim / 2]: by what an angle grows from one position to the next."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    return frequencies if config.rope_scaling is None else _stretch(frequencies, config)
-
-
-def _stretch(frequencies: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Llama 3.1's rope scaling: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
-    scaling = config.rope_scaling
-    assert scaling is not None
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)

@@ -206,14 +206,15 @@ def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
 
 
 def _mlp_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
-    at, hidden, inner, experts = f"model.layers.{index}.mlp.", config.hidden_size, config.intermediate_size, config.experts
-    each, router = [at], {}
+    at, hidden, inner, experts = f"model.layers.{index}.", config.hidden_size, config.intermediate_size, config.experts
+    each, parts, router = [f"{at}mlp."], ("gate_proj", "up_proj", "down_proj"), {}
     if experts is not None and index in experts.layers:
-        each, inner = [f"{at}experts.{expert}." for expert in range(experts.count)], experts.intermediate_size
+        at, parts, inner = f"{at}{experts.block}.", experts.parts, experts.intermediate_size
+        each = [f"{at}experts.{expert}." for expert in range(experts.count)]
         router = {"router": (_Part(f"{at}gate.weight", (experts.count, hidden)),)}
     return {
-        "gate_up": tuple(_Part(f"{mlp}{part}_proj.weight", (inner, hidden)) for mlp in each for part in ("gate", "up")),
-        "down": tuple(_Part(f"{mlp}down_proj.weight", (hidden, inner)) for mlp in each),
+        "gate_up": tuple(_Part(f"{mlp}{part}.weight", (inner, hidden)) for mlp in each for part in parts[:2]),
+        "down": tuple(_Part(f"{mlp}{parts[2]}.weight", (hidden, inner)) for mlp in each),
         **router,
     }
 

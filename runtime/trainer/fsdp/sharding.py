@@ -35,7 +35,7 @@ def shard(model: torch.nn.Module, device: torch.device, compute: torch.dtype, cp
         if _sums(unit):  # which is what the step's one division at its end expects, and all that gloo has in older torch
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-    if getattr(model.config, "num_experts", 0):
+    if any(getattr(model.config, key, 0) for key in ("num_experts", "num_local_experts")):
         _sum_unused(model)
 
 

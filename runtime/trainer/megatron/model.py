@@ -21,7 +21,6 @@ from runtime.models.families.shape import ExpertShape
 from runtime.models.hf_config import ModelConfig
 from runtime.models.hf_policy import packed_attention
 from runtime.models.limits import uncut
-from runtime.rollout.torch import decoder
 from runtime.trainer.backend import MicroBatch
 
 
@@ -40,8 +39,10 @@ class PackedAttention(torch.nn.Module):
     Context-parallel ranks have T tokens each, and gather their keys and values; these gradients are summed over the ranks.
     """
 
-    def __init__(self, *_: Any, **__: Any):
+    def __init__(self, *_: Any, scaling: float, window: int, **__: Any):
+        """`scaling`: of the scores. `window`: how many tokens it reaches back to, its own included; 0: to the first."""
         super().__init__()
+        self._options = {"scaling": scaling, "sliding_window": window or None}
         self._group = parallel_state.get_context_parallel_group()
 
     def forward(
@@ -52,7 +53,7 @@ class PackedAttention(torch.nn.Module):
             both = torch.cat((key, value), -1)
             key, value = tensor_parallel.gather_from_sequence_parallel_region(both, group=self._group).chunk(2, -1)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        output, _weights = packed_attention(self, query, key, value, None, packing=attention_bias)
+        output, _weights = packed_attention(self, query, key, value, None, packing=attention_bias, **self._options)
         return output[0].flatten(1).unsqueeze(1)
 
 
@@ -64,7 +65,7 @@ class PackedModel(GPTModel):
     def __init__(self, config: TransformerConfig, shape: ModelConfig, padded_vocabulary: int, value_head: bool):
         super().__init__(
             config,
-            TransformerBlockSubmodules(layer_specs=_layers(config), layer_norm=Norm),
+            TransformerBlockSubmodules(layer_specs=_layers(config, shape), layer_norm=Norm),
             vocab_size=padded_vocabulary,
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -79,7 +80,7 @@ class PackedModel(GPTModel):
         self._value_head = value_head
         if value_head and self.post_process:
             self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False)
-        self._frequencies = decoder.rope_frequencies(shape)
+        self._frequencies = shape.rope.frequencies(shape.head_dim)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         hidden = None
@@ -122,19 +123,23 @@ class PackedModel(GPTModel):
         return values[:, 0].float()
 
 
-def _layers(config: TransformerConfig) -> list[ModuleSpec]:
+def _layers(config: TransformerConfig, shape: ModelConfig) -> list[ModuleSpec]:
     """Of this rank's stage."""
     sparse: Any = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    kinds = {kind: _layer(config, config.num_moe_experts if kind else None) for kind in set(sparse)}
+    kinds = list(zip(sparse, shape.windows or [0] * shape.layers, strict=True))
+    made = {(has, window): _layer(config, shape, config.num_moe_experts if has else None, window) for has, window in set(kinds)}
     first = get_transformer_layer_offset(config)
-    return [kinds[sparse[first + index]] for index in range(get_num_layers_to_build(config))]
+    return [made[kind] for kind in kinds[first : first + get_num_layers_to_build(config)]]
 
 
-def _layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
+def _layer(config: TransformerConfig, shape: ModelConfig, experts: int | None, window: int) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-    parts.self_attention.submodules.core_attention = PackedAttention
+    # What cosines and sines are multiplied by, in queries and in keys.
+    scaling = shape.head_dim**-0.5 * shape.rope.amplitude**2
+    options = {"scaling": scaling, "window": window}
+    parts.self_attention.submodules.core_attention = ModuleSpec(PackedAttention, params=options)
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = Norm
     return spec
