@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -41,6 +41,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertShape | None = None
     windows: tuple[int, ...] = ()
     """Of each layer, how many tokens attention reaches back to, its own included; 0: to the first. (): so in all layers."""
+    local_theta: float | None = None  # of the rotary embeddings of layers with a window, where these have their own
+    score_scale: float | None = None  # of attention; None: head_dim^-1/2
+    sinks: bool = False
+    output_norms: bool = False  # of what attention and MLP give, before it is added
+    centred_norms: bool = False  # norms multiply by 1 + their weight
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+    softcap: float = 0.0  # of the logits; 0: none
 
 
 def read_config(folder: str | Path, families: Collection[str] = DECODED) -> ModelConfig:
@@ -74,7 +82,9 @@ def parse(raw: Mapping[str, Any], where: str, families: Collection[str] = DECODE
 
 
 def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
-    for key, supported in (("hidden_act", "silu"), ("use_sliding_window", False), ("mlp_bias", False)):
+    model = FAMILIES[family]
+    own = model.unsupported if model.unmapped else {}
+    for key, supported in {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False, **own}.items():
         if raw.get(key, supported) != supported:
             raise UserError(f"{where}: {key} {raw[key]!r} is not supported; must be {supported!r}")
     attention_bias = bool(raw.get("attention_bias", False)) and family != "qwen2"
@@ -96,7 +106,7 @@ def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
         "output_bias": attention_bias,
         "qk_norm": family in ("qwen3", "qwen3_moe"),
         "experts": family_for(raw, where).shape.experts if family == "qwen3_moe" else None,
-        **FAMILIES[family].traits(raw, where),
+        **model.traits(raw, where),
     }
     config = msgspec.convert(fields, ModelConfig)
     if config.heads % config.kv_heads or config.head_dim % 2:
@@ -113,5 +123,9 @@ def unpackable(raw: Mapping[str, Any]) -> str:
     kind = raw.get("model_type")
     if others := sorted(set(raw.get("layer_types") or ()) - _PACKABLE_LAYERS):
         return f"a {kind} model cannot run packed ({', '.join(others)}); all layers must be full or sliding attention"
-    own = "sinks" if kind == "gpt_oss" else "softcapping" if raw.get("attn_logit_softcapping") is not None else ""
-    return f"a {kind} model cannot run packed (its attention has {own}); must be a scaled softmax" if own else ""
+    if raw.get("attn_logit_softcapping") is not None:
+        return f"a {kind} model cannot run packed (its attention has softcapping); must be a scaled softmax"
+    quantized = raw.get("quantization_config") or {}
+    if isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4":
+        return "quantization_config has quant_method 'mxfp4', which is not trained; must be a folder of bfloat16 weights"
+    return ""

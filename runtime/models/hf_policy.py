@@ -23,6 +23,7 @@ from runtime.errors import UserError
 from runtime.models import hf_config
 from runtime.models.experts import join_experts
 from runtime.models.families import FAMILIES
+from runtime.models.sinks import with_sinks
 from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorWriter
 
@@ -106,7 +107,8 @@ def take_head(model: Any) -> nn.Linear | None:
     None for a model that may do more than multiply: it gives logits as before.
     """
     head: nn.Linear = model.get_output_embeddings()
-    if model.config.model_type not in FAMILIES or head.bias is not None:
+    capped = getattr(model.config, "final_logit_softcapping", None) is not None
+    if model.config.model_type not in FAMILIES or head.bias is not None or capped:
         return None
     head.forward = nn.Identity().forward  # type: ignore[method-assign]
     return head
@@ -257,16 +259,16 @@ def packed_attention(
     packing: Packing,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """A Hugging Face attention function. query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]. With
-    `packing.queries`, key and value have more tokens.
+    `packing.queries`, key and value have more tokens. `s_aux` [heads]: the model's attention sinks.
 
     Raises UserError for models whose attention is more than a scaled softmax.
     """
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise UserError(f"model.path: this model's attention uses {name!r}, which the torch trainer does not support")
+    if options.get("softcap") is not None:
+        raise UserError("model.path: this model's attention uses 'softcap', which the torch trainer does not support")
     heads, tokens, head_dim = query.shape[1:]
     kv_heads, value_dim = key.shape[1], value.shape[-1]
     queries = query[0].transpose(0, 1).reshape(tokens, heads * head_dim)
@@ -284,8 +286,13 @@ def packed_attention(
         if grouped and query.device.type in _UNGROUPED:
             k, v = (tensor.repeat_interleave(heads // kv_heads, dim=1) for tensor in (k, v))
             grouped = False
-        causality = _causality(asked, length, sliding_window, query.device)
-        output = F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **causality)
+        if s_aux is None:
+            causality = _causality(asked, length, sliding_window, query.device)
+        else:
+            scaling, mask = scaling or head_dim**-0.5, _mask(asked, length, sliding_window, query.device)
+            q, k, v, mask = with_sinks(q, k, v, s_aux, scaling, mask)
+            causality = {"attn_mask": mask}
+        output = F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **causality)[..., :value_dim]
         outputs.append(output.transpose(1, 2).reshape(count * asked, heads * value_dim))
     return F.embedding(packing.cells, torch.cat(outputs)).view(1, tokens, heads, value_dim), None
 
@@ -294,8 +301,12 @@ def _causality(asked: int, length: int, sliding_window: int | None, device: torc
     """For the last `asked` tokens of a row as queries."""
     if asked == length and (sliding_window is None or sliding_window >= length):
         return {"is_causal": True}
+    return {"attn_mask": _mask(asked, length, sliding_window, device)}
+
+
+def _mask(asked: int, length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
     distance = torch.arange(length - asked, length, device=device)[:, None] - torch.arange(length, device=device)
-    return {"attn_mask": (distance >= 0) & (distance < (sliding_window or length))}
+    return (distance >= 0) & (distance < (sliding_window or length))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -116,6 +116,8 @@ def read_rope(raw: Mapping[str, Any], where: str) -> Rope:
     Raises UserError for a kind that is unknown, and for keys that are missing or wrong. `where` is what messages call the file.
     """
     options = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if isinstance(options, Mapping):
+        options = options.get("full_attention", options)  # where layers with a window have their own
     if not isinstance(options, Mapping):
         raise UserError(f"{where}: rope_scaling is {options!r}; must be an object or null")
     given = {key: value for key, value in options.items() if value is not None}

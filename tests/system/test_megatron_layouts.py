@@ -37,7 +37,14 @@ EXPERTS = {
     "expert and pipeline": Layout(1, 2, processes=4, expert=2),
     "expert and context": Layout(1, processes=2, context=2, expert=2),
 }
-FAMILIES = {"qwen2_untied": "pipeline", "qwen3": "tensor with sequence", "llama": "tensor", "llama3_scaled": "one rank", "mistral": "context", "mixtral_sliding": "pipeline"}
+FAMILIES = {
+    "qwen2_untied": "pipeline",
+    "qwen3": "tensor with sequence",
+    "llama": "tensor",
+    "llama3_scaled": "one rank",
+    "mistral": "context",
+    "mixtral_sliding": "pipeline",
+}
 
 
 @pytest.fixture(scope="module")

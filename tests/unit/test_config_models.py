@@ -84,7 +84,10 @@ def test_what_the_decoder_does_not_compute_of_its_families_is_refused(sound: dic
             "a qwen3_next model cannot run packed (linear_attention); all layers must be full or sliding attention",
         ),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "a gemma2 model cannot run packed (its attention has soft"),
-        ({"model_type": "gpt_oss"}, "a gpt_oss model cannot run packed (its attention has sinks"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config has quant_method 'mxfp4', which is not trained; must be a folder of bfloat16 weights",
+        ),
     ],
 )
 def test_trainer_critic_and_reward_model_take_what_transformers_runs_packed(
@@ -112,7 +115,8 @@ def test_megatron_names_the_folder_that_it_cannot_take(sound: dict[str, Any], tm
     stretched = str(model_folder(tmp_path / "a", model_type="qwen2", rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
     spread = {"engine": "megatron", "python": sys.executable}
     assert checked(sound, **PPO | {"critic": {"path": other}}, services={"critic": spread}) == [
-        f"critic.path: model_type 'phi3' has no mapping to megatron-core; {DECODED}"
+        "critic.path: model_type 'phi3' has no mapping to megatron-core; must be one of llama, qwen2, qwen3, qwen3_moe, "
+        "mistral, mixtral"
     ]
     assert checked(sound, model={"reference": stretched}, services={"reference": spread}, **DIVERGING) == [
         "model.reference: rope_type 'dynamic' is not supported; must be one of default, linear, llama3, yarn"

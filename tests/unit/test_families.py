@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from runtime.errors import InvariantViolated, UserError
+from runtime.models import tiny_model
 from runtime.models.families import Family, Layout, Parameter, family_for
 from tests.unit.family_cases import CONFIGS, make_family, make_tensors
 
@@ -238,6 +239,24 @@ class TestRefusals:
         with pytest.raises(UserError, match=r"^model/config.json: ") as raised:
             family_for(config, "model/config.json")
         assert told in str(raised.value)
+
+    @pytest.mark.parametrize(
+        "name,missing",
+        [
+            ("gemma3_text", "the norms behind its attention and its MLP"),
+            ("gpt_oss", "its attention's sinks and its experts' biases"),
+        ],
+    )
+    def test_families_that_megatron_core_has_no_place_for(self, name: str, missing: str) -> None:
+        """Their tables have names and shapes alone, which tiny models are made by."""
+        config = tiny_model.described(f"tiny:{name}")
+        assert config is not None
+        with pytest.raises(UserError) as raised:
+            family_for(config, "config.json")
+        mapped = "llama, qwen2, qwen3, qwen3_moe, mistral, mixtral"
+        told = f"config.json: model_type {name!r} has no mapping to megatron-core, for {missing}; must be one of {mapped}"
+        assert str(raised.value) == told
+        assert family_for(config, mapped=False).tensors()
 
     def test_tensors_of_another_model(self) -> None:
         family = make_family("qwen2")

@@ -89,7 +89,10 @@ def test_the_growth_of_an_unstretched_model_is_none() -> None:
 @pytest.mark.parametrize(
     ("scaling", "told"),
     [
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type 'dynamic' is not supported; must be one of default, linear, llama3"),
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            "rope_type 'dynamic' is not supported; must be one of default, linear, llama3",
+        ),
         ({"rope_type": "linear"}, "rope_scaling: Object missing required field `factor`"),
         ({"rope_type": "linear", "factor": 0.5}, r"rope_scaling: Expected `float` >= 1\.0 - at `\$\.factor`"),
         ({"rope_type": "yarn", "factor": "much"}, r"rope_scaling: Expected `float`, got `str` - at `\$\.factor`"),

@@ -21,7 +21,7 @@ from runtime.errors import ConfigError, UserError
 from runtime.models import tiny_model
 from runtime.models.families import FAMILIES, family_for
 
-ALL = "tiny:llama, tiny:mistral, tiny:mixtral, tiny:qwen2, tiny:qwen3, tiny:qwen3_moe"
+ALL = ", ".join(f"tiny:{name}" for name in sorted(FAMILIES))
 
 
 def made(cache: Path, family: str) -> Config:

@@ -175,7 +175,19 @@ def test_invalid_samples_weigh_nothing(policy: str):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen3_moe", "llama3_scaled", "llama_biased", "qwen2_yarn", "mistral", "mixtral_sliding"]
+    "family",
+    [
+        "qwen3",
+        "qwen3_moe",
+        "llama3_scaled",
+        "llama_biased",
+        "qwen2_yarn",
+        "mistral",
+        "mixtral_sliding",
+        "gemma3",
+        "gemma3_capped",
+        "gpt_oss",
+    ],
 )
 def test_other_families(tmp_path: Path, family: str):
     save_model(tmp_path, family)
@@ -207,6 +219,14 @@ def test_sliding_windows_are_kept(tmp_path: Path):
     expected, _ = Oracle(path).gradients(groups, config)
     got = comparable(run_step(policy_trainer(config), groups))
     assert_metrics({name: got[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 32**0.5), ("bfloat16", 5.65625)])
+def test_gemma_scales_embeddings_as_its_rollouts_do(tmp_path: Path, dtype: str, scale: float):
+    """Rounded to what is computed in, also where the weights are float32."""
+    save_model(tmp_path, "gemma3")
+    embedding = policy_trainer(make_config(str(tmp_path), dtype=dtype)).backend.model.model.embed_tokens
+    assert embedding.embed_scale.item() == pytest.approx(scale, rel=1e-7)
 
 
 def test_metrics(policy: str):

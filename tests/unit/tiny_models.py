@@ -36,6 +36,17 @@ _EXPERTS = {
     "num_hidden_layers": 3,
     "mlp_only_layers": [1],
 }
+_GEMMA = {
+    "head_dim": 12,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 20,
+    "rope_local_base_freq": 50.0,
+    "rope_theta": 500.0,
+    "sliding_window": 7,
+    "sliding_window_pattern": 3,
+    "tie_word_embeddings": True,
+}
+_CLASSES = {"Gemma3Config": "Gemma3TextConfig", "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification"}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2_untied": ("Qwen2", {"tie_word_embeddings": False}),
@@ -45,12 +56,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_linear": ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}, "tie_word_embeddings": False}),
     "qwen2_yarn": ("Qwen2", {"rope_scaling": _YARN, "rope_theta": 500.0, "tie_word_embeddings": False}),
     "llama_biased": ("Llama", {"attention_bias": True, "tie_word_embeddings": False}),
+    "gemma3": ("Gemma3", {**_GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "gemma3_capped": ("Gemma3", {**_GEMMA, "final_logit_softcapping": 3.0, "num_hidden_layers": 3, "layer_types": None}),
     "mistral": ("Mistral", {"sliding_window": 7, "tie_word_embeddings": False}),
     "mistral_whole": ("Mistral", {"sliding_window": None, "head_dim": 12, "tie_word_embeddings": True}),
 }
 
 
 WITH_EXPERTS = {
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 3,
+            "rope_scaling": {**_YARN, "truncate": False},
+            "sliding_window": 7,
+            "tie_word_embeddings": False,
+        },
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
     "mixtral_sliding": ("Mixtral", {"num_local_experts": 3, "sliding_window": 7, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 12, "tie_word_embeddings": False, **_EXPERTS}),
@@ -75,10 +100,11 @@ def _saved(folder: Path, name: str, task: str, seed: int, options: dict[str, Any
     family, extra = (FAMILIES | WITH_EXPERTS)[name]
     torch.manual_seed(seed)
     no_specials = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = getattr(transformers, f"{family}Config")(**_SHAPE | extra | no_specials | options)
-    model = getattr(transformers, f"{family}{task}")(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide mistakes
+    of_config, of_model = (_CLASSES.get(name, name) for name in (f"{family}Config", f"{family}{task}"))
+    config = getattr(transformers, of_config)(**_SHAPE | extra | no_specials | options)
+    model = getattr(transformers, of_model)(config).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("bias"):  # norms and biases start as ones and zeros, which would hide mistakes
             torch.nn.init.normal_(parameter, 1.0 if parameter.mean() > 0.5 else 0.0, 0.2)
     model.save_pretrained(folder, **save)
     return model

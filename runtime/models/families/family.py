@@ -32,6 +32,8 @@ class Family:
     architecture: ClassVar[str]  # the stem of its class names in transformers: "Qwen2" of Qwen2ForCausalLM
     unsupported: ClassVar[Mapping[str, Any]] = {}  # keys of config.json with the only value that has a mapping
     defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that config.json may leave out, unlike Llama's
+    unmapped: ClassVar[str] = ""  # what of it megatron-core has no place for; its table then has names and shapes alone
+    centred_norms: ClassVar[bool] = False  # norms multiply by 1 + their weight
 
     def __init__(self, config: Mapping[str, Any], where: str, value_head: bool = False):
         """Read the sizes from a config.json. `value_head`: one number a token in the place of the language model's head.
@@ -41,7 +43,8 @@ class Family:
         config = {**self.defaults, **config}
         for key, value in {"hidden_act": "silu", **self.unsupported}.items():
             if config.get(key, value) != value:
-                raise UserError(f"{where}: {key} {config[key]!r} is not supported with megatron-core; must be {value!r}")
+                engine = "" if self.unmapped else " with megatron-core"
+                raise UserError(f"{where}: {key} {config[key]!r} is not supported{engine}; must be {value!r}")
         self.shape = self.read(config, where)
         self.value_head = value_head
 
@@ -205,9 +208,9 @@ def attention(shape: ModelShape, *, bias: bool = False, qk_norm: bool = False) -
     yield row_parallel("self_attention.linear_proj", "self_attn.o_proj", (shape.hidden_size, q))
 
 
-def dense(shape: ModelShape) -> Iterator[ParameterMapping]:
-    """A gated MLP with its norm."""
-    yield norm("pre_mlp_layernorm", "post_attention_layernorm", shape.hidden_size)
+def dense(shape: ModelShape, before: str = "post_attention_layernorm") -> Iterator[ParameterMapping]:
+    """A gated MLP with its norm, which is called `before`."""
+    yield norm("pre_mlp_layernorm", before, shape.hidden_size)
     yield from gated("mlp", "mlp", shape.hidden_size, shape.intermediate_size)
 
 

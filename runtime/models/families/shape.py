@@ -20,6 +20,7 @@ class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
     layers: frozenset[int]  # those that have experts; the others have one MLP
     block: str = "mlp"  # what a layer calls them, and each its gate, up and down projections
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    biased: bool = False  # router and experts have biases; those of a layer are joined, and their MLP is gpt-oss's
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""A lean decoder for the Llama, Qwen2 and Qwen3 families, Qwen3's mixture of experts included: few operators a step.
+"""A lean decoder for the families of `runtime.models.families`: few operators a step.
 
 Tokens are flattened to [m, hidden]; only the attention knows of sequences. Softmax statistics, norms and logits are float32
 whatever the weights are.
@@ -6,22 +6,31 @@ whatever the weights are.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from runtime.errors import UserError
-from runtime.models.experts import mixture, route
+from runtime.models.experts import clamped_swiglu, mixture, route
 from runtime.models.families.shape import ExpertShape
 from runtime.models.hf_config import ModelConfig, read_config
 from runtime.models.hf_weights import WeightFiles
+from runtime.models.rope import Rope
 from runtime.process import platform
-from runtime.rollout.torch.decoder_weights import DecoderWeights, mismatch
+from runtime.rollout.torch.attention import (
+    attend_batched,
+    attend_causal,
+    attend_fused,
+    attend_masked,
+    cached_bias,
+    rope_tables,
+    within,
+)
+from runtime.rollout.torch.decoder_weights import DecoderWeights, LayerWeights, mismatch
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The key-value cache: static memory, one slot per sequence.
@@ -134,10 +143,13 @@ class Decoder:
         self.config = weights.config
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self._cos, self._sin = _rope_tables(self.config, 0, self.device, self.dtype)
+        self._rotations = self._rotated(0)
         self._windows = self.config.windows or (0,) * self.config.layers
+        self._scale = self.config.score_scale or self.config.head_dim**-0.5
+        # A tensor, so that it is rounded as the embeddings are.
+        self._embedding_scale = torch.tensor(self.config.embedding_scale, device=self.device, dtype=self.dtype)
         # For one query a sequence, MKL's batched GEMM takes 0.75 of the time of torch's CPU attention kernel.
-        self._attend_cached = _attend_batched if self.device.type == "cpu" else _attend_fused
+        self._attend_cached: Any = attend_batched if self.device.type == "cpu" or self.config.sinks else attend_fused
 
     @classmethod
     def from_pretrained(cls, path: str | Path, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -153,12 +165,19 @@ class Decoder:
 
     def reserve_positions(self, length: int) -> None:
         """Make sure that positions 0..length-1 can be rotated."""
-        if length > len(self._cos):
-            self._cos, self._sin = _rope_tables(self.config, length, self.device, self.dtype)
+        if length > len(self._rotations[0][0]):
+            self._rotations = self._rotated(length)
+
+    def _rotated(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and sines of so many positions; the last ones are those of layers with a window."""
+        local = self.config.local_theta
+        ropes = [self.config.rope] + ([] if local is None else [Rope(local)])
+        return [rope_tables(rope, self.config.head_dim, length, self.device, self.dtype) for rope in ropes]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden] to float32 [m, vocab_size]."""
-        return F.linear(hidden, self.weights.head).float()
+        logits, cap = F.linear(hidden, self.weights.head), self.config.softcap
+        return (torch.tanh(logits / cap) * cap if cap else logits).float()
 
     def forward(
         self,
@@ -176,7 +195,7 @@ class Decoder:
         """
         config, (b, t) = self.config, tokens.shape
         widths = [config.heads, config.kv_heads, config.kv_heads]
-        masks = {window: self._mask(allowed, window, past, t) for window in set(self._windows)}
+        near = {window: within(allowed, positions, past, window) for window in set(self._windows)}
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             query, key, value = (part.transpose(1, 2) for part in qkv.view(b, t, -1, config.head_dim).split(widths, 2))
@@ -185,22 +204,15 @@ class Decoder:
                 kept[layer, 1, :, :, past:].copy_(value)
                 if past:
                     key, value = kept[layer]
-            mask = masks[self._windows[layer]]
-            out = F.scaled_dot_product_attention(
-                query, self._per_head(key), self._per_head(value), attn_mask=mask, is_causal=mask is None
-            )
+            window, sinks = self._windows[layer], self.weights.layers[layer].sinks
+            states = query, self._per_head(key), self._per_head(value)
+            if (mask := near[window]) is None:
+                out = attend_causal(*states, self._scale, window, sinks)
+            else:
+                out = attend_masked(*states, mask.unsqueeze(1), self._scale, sinks)
             return out.transpose(1, 2).reshape(b * t, -1)
 
         return self._run(tokens.flatten(), positions.flatten(), attend).view(b, t, -1)
-
-    def _mask(self, allowed: torch.Tensor | None, window: int, past: int, t: int) -> torch.Tensor | None:
-        """bool [b or 1, 1, t, past + t]: which keys `t` queries behind `past` tokens see; None: all up to their own."""
-        if not 0 < window < past + t:
-            return None if allowed is None else allowed.unsqueeze(1)
-        columns = torch.arange(past + t, device=self.device)
-        distance = columns[past:, None] - columns
-        seen = (distance >= 0 if allowed is None else allowed) & (distance < window)
-        return seen.unsqueeze(-3)
 
     def _per_head(self, keys: torch.Tensor) -> torch.Tensor:
         """[b, kv_heads, t, d] repeated for the query heads that share them: [b, heads, t, d]."""
@@ -228,7 +240,7 @@ class Decoder:
             cache.append(layer, where, qkv[:, config.heads :])
             # The query heads that share a key-value head stand in for a sequence of queries: no key is repeated.
             query = qkv[:, : config.heads].view(m, config.kv_heads, -1, config.head_dim)
-            out = [self._attend_part(query[p.tokens], layer, p) for p in parts]
+            out = [self._attend_part(query[p.tokens], p.views[2 * layer], p.views[2 * layer + 1], p, layer) for p in parts]
             return (out[0] if len(out) == 1 else torch.cat(out)).view(m, -1)
 
         return self.logits(self._run(tokens, positions, attend))
@@ -246,60 +258,78 @@ class Decoder:
         biases = self._cached_biases(positions[tokens].index_select(0, padded.flatten()).view(padded.shape), length)
         return _SpanPart(tokens, cache.views(slots, length), biases, (padded.flatten(), back))
 
-    def _attend_part(self, query: torch.Tensor, layer: int, part: _SpanPart) -> torch.Tensor:
+    def _attend_part(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _SpanPart, layer: int
+    ) -> torch.Tensor:
         """Attention of the part's tokens, [m, kv_heads, queries, d] to [m, heads * d]."""
-        keys, values, bias = *part.views[2 * layer : 2 * layer + 2], part.biases[self._windows[layer]]
+        options = part.biases[self._windows[layer]], self._scale, self.weights.layers[layer].sinks
         if part.places is None:
-            return self._attend_cached(query, keys, values, bias).view(len(query), -1)
+            alone: torch.Tensor = self._attend_cached(query, keys, values, *options)
+            return alone.view(len(query), -1)
         padded, back = part.places
         n, (_, heads, queries, dim) = len(keys), query.shape
         # [n, kv_heads, most * queries, d]: the tokens of a slot stand in for queries too.
         several = query.index_select(0, padded).view(n, -1, heads, queries, dim).transpose(1, 2).reshape(n, heads, -1, dim)
-        out = self._attend_cached(several, keys, values, bias).view(n, heads, -1, queries, dim)
+        out = self._attend_cached(several, keys, values, *options).view(n, heads, -1, queries, dim)
         return out.transpose(1, 2).reshape(len(padded), -1).index_select(0, back)
 
     def _cached_biases(self, positions: torch.Tensor, length: int) -> dict[int, torch.Tensor]:
         return {window: self._cached_bias(positions, length, window) for window in set(self._windows)}
 
     def _cached_bias(self, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
-        """For queries at `positions` [n, most]: 0 where a sequence has keys, the query's own included, -inf beyond and before a
-        `window` that is not 0:
-        [n, kv_heads, 1, length], or where `most` is above 1, [n, kv_heads, most * queries, length]."""
-        most = positions.shape[1]
-        back = positions.unsqueeze(2) - torch.arange(length, device=self.device)
-        unseen = (back < 0) | (back >= window) if window else back < 0
-        bias = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype).masked_fill_(unseen, -math.inf)
-        if most > 1:
+        """As `cached_bias`, for all heads: [n, kv_heads, 1, length], or for more than one position a sequence,
+        [n, kv_heads, most * queries, length]."""
+        bias = cached_bias(positions, length, window, self.dtype)
+        if positions.shape[1] > 1:
             bias = bias.repeat_interleave(self.config.heads // self.config.kv_heads, 1)
         bias = bias.unsqueeze(1).expand(-1, self.config.kv_heads, -1, -1)
-        return bias.contiguous() if self._attend_cached is _attend_batched else bias
+        return bias.contiguous() if self._attend_cached is attend_batched else bias
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attention) -> torch.Tensor:
-        config, eps, weights = self.config, self.config.norm_eps, self.weights
-        hidden_shape, rotated = (config.hidden_size,), config.heads + config.kv_heads
-        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        config, weights = self.config, self.weights
+        rotations = [(cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self._rotations]
         x = F.embedding(tokens, weights.embedding)
+        if config.embedding_scale != 1.0:
+            x = x * self._embedding_scale
         for index, layer in enumerate(weights.layers):
-            qkv = F.linear(F.rms_norm(x, hidden_shape, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
-            qkv = qkv.view(len(tokens), -1, config.head_dim)
-            qk = qkv[:, :rotated]
-            if layer.qk_norm is not None:
-                qk.copy_(F.rms_norm(qk, (config.head_dim,), None, eps) * layer.qk_norm)
-            swapped = qk.roll(config.head_dim // 2, -1)
-            qk.mul_(cos).addcmul_(swapped, sin)
-            x = torch.addmm(x, attend(index, qkv), layer.output.t())
+            rotation = rotations[-1 if self._windows[index] else 0]
+            made = attend(index, self._project(layer, self._norm(x, layer.input_norm), *rotation))
+            x = self._added(x, made, layer.output, layer.attention_norm)
             if layer.output_bias is not None:
                 x += layer.output_bias
-            normed = F.rms_norm(x, hidden_shape, layer.mlp_norm, eps)
+            normed = self._norm(x, layer.mlp_norm)
             if layer.router is not None and config.experts is not None:
-                x += routed(normed, layer.router, layer.gate_up, layer.down, config.experts)
+                x += routed(normed, layer, layer.router, config.experts)
                 continue
             gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
-            x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
-        return F.rms_norm(x, hidden_shape, weights.norm, eps)
+            gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
+            x = self._added(x, gate.mul_(up), layer.down, layer.mlp_out_norm)
+        return self._norm(x, weights.norm)
+
+    def _project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """What a layer's attention takes, of its normed input [m, hidden]."""
+        config = self.config
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
+        qk = qkv[:, : config.heads + config.kv_heads]
+        if layer.qk_norm is not None:
+            qk.copy_(self._norm(qk, layer.qk_norm))
+        swapped = qk.roll(config.head_dim // 2, -1)
+        qk.mul_(cos).addcmul_(swapped, sin)
+        return qkv
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Over the last dimension; `weight` has that alone, or is one for each head."""
+        shape, eps = x.shape[-1:], self.config.norm_eps
+        if self.config.centred_norms:
+            return (F.rms_norm(x.float(), shape, None, eps) * (1.0 + weight.float())).to(x.dtype)
+        return F.rms_norm(x, shape, weight, eps) if weight.dim() == 1 else F.rms_norm(x, shape, None, eps) * weight
+
+    def _added(self, x: torch.Tensor, made: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """x and the product of `made` with `weight`, of which a norm is taken where there is one."""
+        return torch.addmm(x, made, weight.t()) if norm is None else x + self._norm(F.linear(made, weight), norm)
 
 
 def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -311,41 +341,11 @@ def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return padded, np.flatnonzero(offsets < counts[:, None])
 
 
-def _attend_fused(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Attention of [n, kv_heads, queries, d] over [n, kv_heads, length, d] with an additive one,
-    [n, kv_heads, 1 or queries, length]. The result has the shape of `query`, flattened somehow."""
-    mask = bias.expand(-1, -1, query.shape[2], -1)
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).reshape(len(query), -1)
-
-
-def _attend_batched(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The same by batched matrix products."""
-    query, keys, values, bias = (each.flatten(0, 1) for each in (query, keys, values, bias))
-    scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=query.shape[-1] ** -0.5)
-    return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
-
-
-def _rope_tables(
-    config: ModelConfig, length: int, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [length, 1, head_dim] of rotary embeddings (Su et al. 2021, RoFormer, equation 34, in halves).
-
-    The first half of the sines is negated: rotating is then x * cos + roll(x, head_dim / 2) * sin.
-    """
-    frequencies = config.rope.frequencies(config.head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies).unsqueeze(1)
-    cos, sin = angles.cos() * config.rope.amplitude, angles.sin() * config.rope.amplitude
-    return (
-        torch.cat((cos, cos), -1).to(device, dtype),
-        torch.cat((-sin, sin), -1).to(device, dtype),
-    )
-
-
-def routed(
-    x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, experts: ExpertShape
-) -> torch.Tensor:
-    """The MLP of a layer with a mixture of experts, [m, H] to [m, H]: `router` [E, H]; `gate_up` [E · 2 · I, H] and `down`
-    [E · H, I], one expert's after the other."""
-    weights, chosen = route(F.linear(x, router), experts.per_token, experts.normalized)
-    gate_up, down = gate_up.view(experts.count, -1, x.shape[1]), down.view(experts.count, x.shape[1], -1)
-    return mixture(x, weights, chosen, gate_up, down)
+def routed(x: torch.Tensor, layer: LayerWeights, router: torch.Tensor, experts: ExpertShape) -> torch.Tensor:
+    """What a layer's experts make of [m, H]."""
+    routing = route(F.linear(x, router, layer.logit_bias), experts.per_token, experts.normalized)
+    if layer.gate_up_bias is not None and layer.down_bias is not None:
+        gate_up, down = layer.gate_up.transpose(1, 2), layer.down.transpose(1, 2)
+        return mixture(x, *routing, gate_up, down, (layer.gate_up_bias, layer.down_bias), clamped_swiglu)
+    gate_up, down = layer.gate_up.view(experts.count, -1, x.shape[1]), layer.down.view(experts.count, x.shape[1], -1)
+    return mixture(x, *routing, gate_up, down)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from runtime.errors import InvalidMessage
+from runtime.models.families.shape import ExpertShape
 from runtime.models.hf_config import ModelConfig
 
 _HEAD, _EMBEDDING, _NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
@@ -50,6 +51,13 @@ class LayerWeights:
     output_bias: torch.Tensor | None = None  # [H]
     qk_norm: torch.Tensor | None = None  # [heads + kv_heads, D]
     router: torch.Tensor | None = None  # [E, H]
+    attention_norm: torch.Tensor | None = None  # [H], of what attention gives, and of what the MLP gives
+    mlp_out_norm: torch.Tensor | None = None  # [H]
+    sinks: torch.Tensor | None = None  # [heads]
+    # Of experts with biases, whose `gate_up` is [E, H, 2 · I], the two in turn, and `down` [E, I, H].
+    logit_bias: torch.Tensor | None = None  # [E], the router's
+    gate_up_bias: torch.Tensor | None = None  # [E, 2 · I]
+    down_bias: torch.Tensor | None = None  # [E, H]
 
 
 @dataclass(frozen=True)
@@ -189,17 +197,22 @@ def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
     heads = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
     widths = {each: count * config.head_dim for each, count in heads.items()}
     at = f"model.layers.{index}.self_attn."
+    norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.output_norms:
+        norms |= {"attention_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
+        norms["mlp_out_norm"] = "post_feedforward_layernorm"
     parts: dict[str, _Parts] = {
-        "input_norm": (_Part(f"model.layers.{index}.input_layernorm.weight", (hidden,)),),
+        **{field: (_Part(f"model.layers.{index}.{name}.weight", (hidden,)),) for field, name in norms.items()},
         "qkv": tuple(_Part(f"{at}{each}_proj.weight", (width, hidden)) for each, width in widths.items()),
         "output": (_Part(f"{at}o_proj.weight", (hidden, widths["q"])),),
-        "mlp_norm": (_Part(f"model.layers.{index}.post_attention_layernorm.weight", (hidden,)),),
         **_mlp_parts(config, index),
     }
     if config.qkv_bias:
         parts["qkv_bias"] = tuple(_Part(f"{at}{each}_proj.bias", (width,)) for each, width in widths.items())
     if config.output_bias:
         parts["output_bias"] = (_Part(f"{at}o_proj.bias", (hidden,)),)
+    if config.sinks:
+        parts["sinks"] = (_Part(f"{at}sinks", (config.heads,)),)
     if config.qk_norm:
         parts["qk_norm"] = tuple(_Part(f"{at}{each}_norm.weight", (config.head_dim,), heads[each]) for each in ("q", "k"))
     return parts
@@ -207,6 +220,8 @@ def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
 
 def _mlp_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
     at, hidden, inner, experts = f"model.layers.{index}.", config.hidden_size, config.intermediate_size, config.experts
+    if experts is not None and experts.biased:
+        return _biased_parts(f"{at}{experts.block}.", hidden, experts)
     each, parts, router = [f"{at}mlp."], ("gate_proj", "up_proj", "down_proj"), {}
     if experts is not None and index in experts.layers:
         at, parts, inner = f"{at}{experts.block}.", experts.parts, experts.intermediate_size
@@ -217,6 +232,19 @@ def _mlp_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
         "down": tuple(_Part(f"{mlp}{parts[2]}.weight", (hidden, inner)) for mlp in each),
         **router,
     }
+
+
+def _biased_parts(at: str, hidden: int, experts: ExpertShape) -> dict[str, _Parts]:
+    count, inner = experts.count, experts.intermediate_size
+    shapes = {
+        "router": ("router.weight", (count, hidden)),
+        "logit_bias": ("router.bias", (count,)),
+        "gate_up": ("experts.gate_up_proj", (count, hidden, 2 * inner)),
+        "gate_up_bias": ("experts.gate_up_proj_bias", (count, 2 * inner)),
+        "down": ("experts.down_proj", (count, inner, hidden)),
+        "down_bias": ("experts.down_proj_bias", (count, hidden)),
+    }
+    return {field: (_Part(f"{at}{name}", shape),) for field, (name, shape) in shapes.items()}
 
 
 def _fused_shape(parts: _Parts) -> tuple[int, ...]:

@@ -255,6 +255,9 @@ def to_device(model: Any, trained: TrainedRole, compute: torch.dtype, rank_info:
         if settings.activation_checkpointing == "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _costly())
         model.gradient_checkpointing_enable(options)
+    for name, buffer in model.named_buffers():
+        if name.endswith("embed_scale"):  # Gemma's, rounded as rollouts have it that compute in this dtype
+            buffer.copy_(buffer.to(compute))
     model.train()
     if world_size > 1:
         sharding.shard(model, device, compute, settings.cpu_offload)

@@ -42,7 +42,7 @@ class PackedAttention(torch.nn.Module):
     def __init__(self, *_: Any, scaling: float, window: int, **__: Any):
         """`scaling`: of the scores. `window`: how many tokens it reaches back to, its own included; 0: to the first."""
         super().__init__()
-        self._options = {"scaling": scaling, "sliding_window": window or None}
+        self._options: dict[str, Any] = {"scaling": scaling, "sliding_window": window or None}
         self._group = parallel_state.get_context_parallel_group()
 
     def forward(
