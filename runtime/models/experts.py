@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from runtime.models.families.shape import ExpertShape
+
 Weights = torch.Tensor | Sequence[torch.Tensor]
 """[E, out, in], or E of [out, in]."""
 
@@ -28,6 +30,22 @@ def route(logits: torch.Tensor, per_token: int, normalized: bool) -> tuple[torch
     softmax over all experts, `normalized` to a sum of 1 or not."""
     weights, chosen = torch.softmax(logits, -1, dtype=torch.float32).topk(per_token, -1)
     return (weights / weights.sum(-1, keepdim=True) if normalized else weights), chosen
+
+
+def route_corrected(logits: torch.Tensor, correction: torch.Tensor, shape: ExpertShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """DeepSeek-V3's (arXiv:2412.19437, section 2.1.2, equations 12 to 16): scores are the sigmoids of `logits` [m, E]. By their
+    sums with `correction` [E] the groups are chosen whose two best experts have the largest sum, and out of these the experts;
+    weights are the scores alone, [m, k], float32, normalised and multiplied by `shape.scale`."""
+    scores = torch.sigmoid(logits.float())
+    choice = scores.detach() + correction
+    if shape.groups > 1:
+        grouped = choice.unflatten(1, (shape.groups, -1))
+        best = grouped.topk(2, -1).values.sum(-1).topk(shape.groups_per_token, -1).indices
+        left_out = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
+        choice = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
+    chosen = choice.topk(shape.per_token, -1).indices
+    weights = scores.gather(1, chosen)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * shape.scale, chosen
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -81,7 +99,7 @@ def _is_grouped(x: torch.Tensor) -> bool:
     return x.dtype in _GROUPED.get(x.device.type, ()) and x.shape[1] * x.itemsize % 16 == 0
 
 
-_APART = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock"}  # blocks whose experts are modules of their own
+_APART = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "DeepseekV3MoE"}  # blocks whose experts are modules of their own
 
 
 def join_experts(model: nn.Module) -> None:
@@ -93,7 +111,7 @@ def join_experts(model: nn.Module) -> None:
             module.forward = partial(_joined_block, module)
         elif kind in _APART and "SiLU" in type(module.experts[0].act_fn).__name__:
             module.jitter_noise = 0.0  # Mixtral's; the policy must be the one that sampled
-            module.forward = partial(_block, module, module.forward)
+            module.forward = partial(_corrected_block if kind == "DeepseekV3MoE" else _block, module, module.forward)
 
 
 def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,6 +124,30 @@ def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -
     logits = block.gate(x)
     routing = route(logits, block.top_k, getattr(block, "norm_topk_prob", True))
     return mixture(x, *routing, *_stacked(block.experts)).view_as(hidden_states), logits
+
+
+def _corrected_block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -> torch.Tensor:
+    """The same of DeepSeek-V3's, whose scores are corrected, and which has shared experts. The router computes in float32."""
+    gate = block.gate
+    if not _are_plain(block.experts) or not gate.norm_topk_prob:
+        found: torch.Tensor = apart(hidden_states)
+        return found
+    x = hidden_states.flatten(0, -2)
+    with torch.autocast(x.device.type, enabled=False):
+        logits = F.linear(x.float(), gate.weight.float())
+    shape = ExpertShape(
+        count=gate.n_routed_experts,
+        intermediate_size=block.config.moe_intermediate_size,
+        per_token=gate.top_k,
+        normalized=True,
+        layers=frozenset(),
+        groups=gate.n_group,
+        groups_per_token=gate.topk_group,
+        scale=gate.routed_scaling_factor,
+    )
+    routing = route_corrected(logits, gate.e_score_correction_bias, shape)
+    made: torch.Tensor = mixture(x, *routing, *_stacked(block.experts)).view_as(hidden_states)
+    return made + block.shared_experts(hidden_states)
 
 
 def _joined_block(block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import msgspec
 from runtime.errors import UserError
 from runtime.json_file import read_object
 from runtime.models.families import FAMILIES, family_for
-from runtime.models.families.shape import ExpertShape
+from runtime.models.families.shape import ExpertShape, LatentShape
 from runtime.models.rope import Rope, read_rope
 
 DECODED = tuple(FAMILIES)
@@ -49,6 +49,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
     softcap: float = 0.0  # of the logits; 0: none
+    latent: LatentShape | None = None  # `kv_heads` is 1 then, and `head_dim` what of a head is rotated
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """Of a layer and a token in the key-value cache: parts, heads of each, and a head's width."""
+        return (2, self.kv_heads, self.head_dim) if self.latent is None else (1, 1, self.latent.cached)
 
 
 def read_config(folder: str | Path, families: Collection[str] = DECODED) -> ModelConfig:

@@ -149,6 +149,22 @@ _OWN: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 64},
+    "deepseek_v3": {
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
 }
 
 

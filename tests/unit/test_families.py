@@ -26,6 +26,7 @@ LAYOUTS = [
 # Of the layers that have experts: what holds them, and the gate, up and down projection of each.
 EXPERTS = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "deepseek_v3": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
 }
 DENSE = ("gate_proj", "up_proj", "down_proj")
@@ -80,13 +81,23 @@ def expected(case: str, tensors: Tensors, layout: Layout, pipeline: int, expert:
             rows += [whole[group * head_dim : (group + 1) * head_dim] for whole in (k, v)]
         found[f"{target}.linear_qkv.{kind}"] = torch.cat(rows)
 
+    def latent(source: str, target: str) -> None:
+        downs = {"q_down": "q_a_proj", "kv_down": "kv_a_proj_with_mqa"}
+        for name, own in {**downs, "q_up": "q_b_proj", "kv_up": "kv_b_proj"}.items():
+            found[f"{target}.linear_{name}_proj.weight"] = part(tensors[f"{source}.{own}.weight"], 0, tensor, t)
+        for name in ("q", "kv"):
+            found[f"{target}.{name}_layernorm.weight"] = tensors[f"{source}.{name}_a_layernorm.weight"]
+
     if pipeline == 0:
         found["embedding.word_embeddings.weight"] = vocabulary("model.embed_tokens.weight")
     for layer in range(4):
         if stages[layer] != pipeline:
             continue
         source, target = f"model.layers.{layer}", f"decoder.layers.{layer - stages.index(pipeline)}"
-        attention(f"{source}.self_attn", f"{target}.self_attention", "weight")
+        if case == "deepseek_v3":
+            latent(f"{source}.self_attn", f"{target}.self_attention")
+        else:
+            attention(f"{source}.self_attn", f"{target}.self_attention", "weight")
         if case.startswith("qwen2"):
             attention(f"{source}.self_attn", f"{target}.self_attention", "bias")
         if case.startswith("qwen3"):
@@ -96,7 +107,10 @@ def expected(case: str, tensors: Tensors, layout: Layout, pipeline: int, expert:
         found[f"{target}.self_attention.linear_proj.weight"] = output
         found[f"{target}.input_layernorm.weight"] = tensors[f"{source}.input_layernorm.weight"]
         found[f"{target}.pre_mlp_layernorm.weight"] = tensors[f"{source}.post_attention_layernorm.weight"]
-        if case in EXPERTS:
+        if case == "deepseek_v3" and layer:
+            found[f"{target}.mlp.router.expert_bias"] = tensors[f"{source}.mlp.gate.e_score_correction_bias"]
+            mlp(f"{source}.mlp.shared_experts", f"{target}.mlp.shared_experts")
+        if case in EXPERTS and not (case == "deepseek_v3" and layer == 0):
             block, names = EXPERTS[case]
             found[f"{target}.mlp.router.weight"] = tensors[f"{source}.{block}.gate.weight"]
             each = 4 // layout.expert
@@ -219,7 +233,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "config,told",
         [
-            ({"model_type": "deepseek_v3"}, "multi-head latent attention (MLA) is not supported"),
+            ({"model_type": "deepseek_v2"}, "model_type 'deepseek_v2' has no mapping to megatron-core"),
             ({"model_type": "gemma"}, "model_type 'gemma' has no mapping to megatron-core; must be one of llama, qwen2, qwen3"),
             ({}, "model_type None has no mapping"),
             ({**CONFIGS["llama"], "attention_bias": True}, "attention_bias True is not supported"),
@@ -253,7 +267,7 @@ class TestRefusals:
         assert config is not None
         with pytest.raises(UserError) as raised:
             family_for(config, "config.json")
-        mapped = "llama, qwen2, qwen3, qwen3_moe, mistral, mixtral"
+        mapped = "llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, deepseek_v3"
         told = f"config.json: model_type {name!r} has no mapping to megatron-core, for {missing}; must be one of {mapped}"
         assert str(raised.value) == told
         assert family_for(config, mapped=False).tensors()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.errors import UserError
+from runtime.models.families.deepseek_v3 import DeepseekV3
 from runtime.models.families.family import Family
 from runtime.models.families.gemma3 import Gemma3
 from runtime.models.families.gpt_oss import GptOss
@@ -21,9 +22,8 @@ from runtime.models.families.qwen2 import Qwen2
 from runtime.models.families.qwen3 import Qwen3
 from runtime.models.families.qwen3_moe import Qwen3Moe
 
-_ALL: tuple[type[Family], ...] = (Llama, Qwen2, Qwen3, Qwen3Moe, Mistral, Mixtral, Gemma3, GptOss)
+_ALL: tuple[type[Family], ...] = (Llama, Qwen2, Qwen3, Qwen3Moe, Mistral, Mixtral, Gemma3, GptOss, DeepseekV3)
 FAMILIES = {family.model_type: family for family in _ALL}
-_LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3")
 
 __all__ = ["FAMILIES", "Family", "Layout", "Parameter", "family_for"]
 
@@ -38,8 +38,6 @@ def family_for(
     """
     name = config.get("model_type")
     allowed = f"must be one of {', '.join(name for name, family in FAMILIES.items() if not (mapped and family.unmapped))}"
-    if name in _LATENT_ATTENTION:
-        raise UserError(f"{where}: model_type {name!r}: multi-head latent attention (MLA) is not supported; {allowed}")
     if name not in FAMILIES:
         raise UserError(f"{where}: model_type {name!r} has no mapping to megatron-core; {allowed}")
     if mapped and (missing := FAMILIES[name].unmapped):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -12,8 +12,12 @@ from runtime.models.families.layout import Layout
 from runtime.models.families.parameter import Parameter, SourceTensor
 from runtime.models.families.shape import ModelShape, read_shape
 
+if TYPE_CHECKING:
+    import torch
+
 HEAD = "output_layer.weight"  # at megatron-core, whatever head it is
 EMBEDDING, LM_HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+ROUTER_BIAS = "e_score_correction_bias"  # the end of its name
 SHOWN = 10  # names that a message tells of those that are wrong
 
 
@@ -145,6 +149,14 @@ class Family:
                 yield vocabulary(HEAD, LM_HEAD)
             elif last_stage > 0:
                 yield vocabulary(HEAD, EMBEDDING, copy=True)
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of the Hugging Face tensor `name` in a model of `dtype`. What corrects a router's scores stays float32: it is larger than
+    the differences between these, and half precision would choose other experts."""
+    import torch
+
+    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
 
 
 def require_same(where: str, needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:

@@ -9,6 +9,8 @@ import msgspec
 
 from runtime.errors import UserError
 
+LATENT_EPS = 1e-6  # of the norms in latent attention, whatever config.json says of the others
+
 
 class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
     """The mixture-of-experts layers of a model."""
@@ -21,6 +23,32 @@ class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
     block: str = "mlp"  # what a layer calls them, and each its gate, up and down projections
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     biased: bool = False  # router and experts have biases; those of a layer are joined, and their MLP is gpt-oss's
+    corrected: bool = False  # scores are sigmoids, and a bias that no gradient reaches takes part in the choice of experts
+    groups: int = 1  # of neighbouring experts; a token chooses some of them first, and its experts out of these
+    groups_per_token: int = 1
+    scale: float = 1.0  # by which the weights are multiplied
+    shared_size: int = 0  # intermediate size of what all tokens are given to besides; 0: there is none
+
+
+class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the keys and values of all heads are made of
+    one vector a token, `rank` wide, but for a part of the keys that is rotated and that all heads share."""
+
+    query_rank: int | None  # of the vector that queries are made of; None: they are made of the hidden state
+    rank: int
+    plain: int  # of a head of queries and keys, what is not rotated
+    rotated: int
+    value: int  # a head of the values
+
+    @property
+    def head(self) -> int:
+        """A head of queries and keys."""
+        return self.plain + self.rotated
+
+    @property
+    def cached(self) -> int:
+        """What of a token has to be remembered, for all heads."""
+        return self.rank + self.rotated
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +63,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     tied: bool  # lm_head is the embedding
     experts: ExpertShape | None = None
+    latent: LatentShape | None = None
 
 
 def read_shape(config: Mapping[str, Any], where: str) -> ModelShape:

@@ -6,6 +6,7 @@ whatever the weights are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.errors import UserError
-from runtime.models.experts import clamped_swiglu, mixture, route
+from runtime.models.experts import clamped_swiglu, mixture, route, route_corrected, swiglu
 from runtime.models.families.shape import ExpertShape
 from runtime.models.hf_config import ModelConfig, read_config
 from runtime.models.hf_weights import WeightFiles
@@ -31,17 +32,19 @@ from runtime.rollout.torch.attention import (
     within,
 )
 from runtime.rollout.torch.decoder_weights import DecoderWeights, LayerWeights, mismatch
+from runtime.rollout.torch.latent import LatentAttention
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The key-value cache: static memory, one slot per sequence.
 #
-# Layout [layers, 2, slots, kv_heads, max_length, head_dim], the 2 being keys and values. The active slots are always
+# Layout [layers, parts, slots, heads, max_length, width] (`ModelConfig.cached`): of most models two parts, keys and values, of
+# kv_heads heads; of latent attention one part of one head. The active slots are always
 # 0..n-1, so that a decode step reads neighbouring slots, cut to the longest length among them, as a view.
 
 
 def kv_bytes(config: ModelConfig, slots: int, max_model_len: int, dtype: torch.dtype) -> int:
     """Bytes of the cache of `slots` sequences of `max_model_len` tokens."""
-    return 2 * config.layers * slots * config.kv_heads * max_model_len * config.head_dim * dtype.itemsize
+    return config.layers * math.prod(config.cached) * slots * max_model_len * dtype.itemsize
 
 
 class KVCache:
@@ -53,35 +56,34 @@ class KVCache:
                 f"services.rollout.slots: {slots} sequences of {max_model_len} tokens need {needed} bytes of key-value cache, "
                 f"but {device} has {available} bytes available; at most {available * slots // needed} slots fit"
             )
+        parts, heads, width = config.cached
         # Zeros, because a masked position still multiplies its value by a probability of 0.
-        self.data = torch.zeros(
-            config.layers, 2, slots, config.kv_heads, max_model_len, config.head_dim, device=device, dtype=dtype
-        )
+        self.data = torch.zeros(config.layers, parts, slots, heads, max_model_len, width, device=device, dtype=dtype)
         self.max_length = max_model_len
-        self._flat = self.data.view(config.layers, -1, config.head_dim)
-        first = torch.arange(2 * slots * config.kv_heads, device=device) * max_model_len
-        self._first = first.view(2, slots, config.kv_heads).transpose(0, 1).reshape(slots, 2 * config.kv_heads)
+        self._flat = self.data.view(config.layers, -1, width)
+        first = torch.arange(parts * slots * heads, device=device) * max_model_len
+        self._first = first.view(parts, slots, heads).transpose(0, 1).reshape(slots, parts * heads)
 
     def locate(self, positions: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
-        """Where `slots` [n] int64, 0..n-1 if left out, keep the keys and values of their `positions` [n] int64:
-        [n * 2 * kv_heads], for `append`."""
+        """Where `slots` [n] int64, 0..n-1 if left out, keep what is cached of their `positions` [n] int64:
+        [n * parts * heads], for `append`."""
         first = self._first[: len(positions)] if slots is None else self._first.index_select(0, slots)
         return (first + positions.unsqueeze(1)).flatten()
 
     def append(self, layer: int, where: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Write [n, 2 * kv_heads, head_dim], keys before values, at `where` (from `locate`)."""
+        """Write [n, parts * heads, width], keys before values, at `where` (from `locate`)."""
         self._flat[layer].index_copy_(0, where, keys_values.reshape(-1, keys_values.shape[-1]))
 
     def views(self, slots: slice, length: int) -> tuple[torch.Tensor, ...]:
-        """Layer by layer the keys, then the values, [slots, kv_heads, length, head_dim], of neighbouring slots."""
+        """Layer by layer the keys, then the values, or the one part, [slots, heads, length, width], of neighbouring slots."""
         return self.data[:, :, slots, :, :length].flatten(0, 1).unbind()
 
     def held(self, slot: int, length: int) -> torch.Tensor:
-        """The first positions of a slot, as a view: [layers, 2, kv_heads, length, head_dim]."""
+        """The first positions of a slot, as a view: [layers, parts, heads, length, width]."""
         return self.data[:, :, slot, :, :length]
 
     def fill(self, slot: int, text: torch.Tensor) -> None:
-        """Write the first positions of a slot: a text's [layers, 2, kv_heads, length, head_dim]."""
+        """Write the first positions of a slot: a text's [layers, parts, heads, length, width]."""
         self.data[:, :, slot, :, : text.shape[3]].copy_(text)
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -107,7 +109,8 @@ class KVCache:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-# Attention of one layer: (layer, [m, heads + 2 * kv_heads, head_dim], rotated) -> [m, heads * head_dim].
+# Attention of one layer: (layer, [m, heads + 2 * kv_heads, head_dim], rotated, or what latent attention projects to) ->
+# what the output projection takes, [m, heads * head_dim].
 Attention = Callable[[int, torch.Tensor], torch.Tensor]
 
 LENGTH_STEP = 8  # cached lengths are cut to a multiple of this: fused kernels want aligned masks
@@ -143,6 +146,7 @@ class Decoder:
         self.config = weights.config
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
+        self._latent = None if self.config.latent is None else LatentAttention(self.config.heads, self.config.latent)
         self._rotations = self._rotated(0)
         self._windows = self.config.windows or (0,) * self.config.layers
         self._scale = self.config.score_scale or self.config.head_dim**-0.5
@@ -190,29 +194,41 @@ class Decoder:
         """Whole sequences at once: int64 `tokens` and `positions` [b, t] to the last layer's normed output [b, t, hidden].
 
         `allowed` [b, t, past + t] bool: which keys a query sees; causal when None, so that padding on the right is harmless.
-        `kept` [layers, 2, b, kv_heads, past + t, head_dim] receives keys and values, behind those of `past` tokens that it has
+        `kept` [layers, parts, b, heads, past + t, width] receives what is cached, behind that of `past` tokens that it has
         already. With these, `allowed` has to be given.
         """
-        config, (b, t) = self.config, tokens.shape
-        widths = [config.heads, config.kv_heads, config.kv_heads]
         near = {window: within(allowed, positions, past, window) for window in set(self._windows)}
 
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            query, key, value = (part.transpose(1, 2) for part in qkv.view(b, t, -1, config.head_dim).split(widths, 2))
-            if kept is not None:
-                kept[layer, 0, :, :, past:].copy_(key)
-                kept[layer, 1, :, :, past:].copy_(value)
-                if past:
-                    key, value = kept[layer]
+        def attend(layer: int, projected: torch.Tensor) -> torch.Tensor:
+            states = self._states(layer, projected.unflatten(0, tokens.shape), kept, past)
             window, sinks = self._windows[layer], self.weights.layers[layer].sinks
-            states = query, self._per_head(key), self._per_head(value)
             if (mask := near[window]) is None:
                 out = attend_causal(*states, self._scale, window, sinks)
             else:
                 out = attend_masked(*states, mask.unsqueeze(1), self._scale, sinks)
-            return out.transpose(1, 2).reshape(b * t, -1)
+            return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
-        return self._run(tokens.flatten(), positions.flatten(), attend).view(b, t, -1)
+        return self._run(tokens.flatten(), positions.flatten(), attend).view(*tokens.shape, -1)
+
+    def _states(
+        self, layer: int, projected: torch.Tensor, kept: torch.Tensor | None, past: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [b, heads, t, d], keys and values [b, heads, past + t, d] of what was `projected`, [b, t, ...]."""
+        config, latent = self.config, self._latent
+        if latent is not None:
+            query, entries = latent.split(projected)
+            if kept is not None:
+                kept[layer, 0, :, 0, past:].copy_(entries)
+                entries = kept[layer, 0, :, 0]
+            return query.transpose(1, 2), *latent.expand(self.weights.layers[layer], entries)
+        widths = [config.heads, config.kv_heads, config.kv_heads]
+        query, key, value = (part.transpose(1, 2) for part in projected.split(widths, 2))
+        if kept is not None:
+            kept[layer, 0, :, :, past:].copy_(key)
+            kept[layer, 1, :, :, past:].copy_(value)
+            if past:
+                key, value = kept[layer]
+        return query, self._per_head(key), self._per_head(value)
 
     def _per_head(self, keys: torch.Tensor) -> torch.Tensor:
         """[b, kv_heads, t, d] repeated for the query heads that share them: [b, heads, t, d]."""
@@ -243,7 +259,17 @@ class Decoder:
             out = [self._attend_part(query[p.tokens], p.views[2 * layer], p.views[2 * layer + 1], p, layer) for p in parts]
             return (out[0] if len(out) == 1 else torch.cat(out)).view(m, -1)
 
-        return self.logits(self._run(tokens, positions, attend))
+        def attend_latent(layer: int, projected: torch.Tensor) -> torch.Tensor:
+            assert self._latent is not None
+            weights, (query, entries) = self.weights.layers[layer], self._latent.split(projected)
+            cache.append(layer, where, entries)
+            query, out = self._latent.absorb(weights, query), []
+            for part in parts:
+                keys = part.views[layer]
+                out.append(self._attend_part(query[part.tokens], keys, self._latent.means(keys), part, layer))
+            return self._latent.values(weights, out[0] if len(out) == 1 else torch.cat(out))
+
+        return self.logits(self._run(tokens, positions, attend if self._latent is None else attend_latent))
 
     def _part(self, span: Span, positions: torch.Tensor, cache: KVCache, counts: np.ndarray | None) -> _SpanPart:
         slots = slice(span.start, span.end)
@@ -267,10 +293,10 @@ class Decoder:
             alone: torch.Tensor = self._attend_cached(query, keys, values, *options)
             return alone.view(len(query), -1)
         padded, back = part.places
-        n, (_, heads, queries, dim) = len(keys), query.shape
+        n, (_, heads, queries, dim), width = len(keys), query.shape, values.shape[-1]
         # [n, kv_heads, most * queries, d]: the tokens of a slot stand in for queries too.
         several = query.index_select(0, padded).view(n, -1, heads, queries, dim).transpose(1, 2).reshape(n, heads, -1, dim)
-        out = self._attend_cached(several, keys, values, *options).view(n, heads, -1, queries, dim)
+        out = self._attend_cached(several, keys, values, *options).view(n, heads, -1, queries, width)
         return out.transpose(1, 2).reshape(len(padded), -1).index_select(0, back)
 
     def _cached_biases(self, positions: torch.Tensor, length: int) -> dict[int, torch.Tensor]:
@@ -311,6 +337,8 @@ class Decoder:
 
     def _project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """What a layer's attention takes, of its normed input [m, hidden]."""
+        if self._latent is not None:
+            return self._latent.project(layer, x, cos, sin)
         config = self.config
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
         qk = qkv[:, : config.heads + config.kv_heads]
@@ -343,9 +371,15 @@ def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def routed(x: torch.Tensor, layer: LayerWeights, router: torch.Tensor, experts: ExpertShape) -> torch.Tensor:
     """What a layer's experts make of [m, H]."""
-    routing = route(F.linear(x, router, layer.logit_bias), experts.per_token, experts.normalized)
+    if layer.score_bias is not None:
+        routing = route_corrected(F.linear(x.float(), router.float()), layer.score_bias, experts)
+    else:
+        routing = route(F.linear(x, router, layer.logit_bias), experts.per_token, experts.normalized)
     if layer.gate_up_bias is not None and layer.down_bias is not None:
         gate_up, down = layer.gate_up.transpose(1, 2), layer.down.transpose(1, 2)
         return mixture(x, *routing, gate_up, down, (layer.gate_up_bias, layer.down_bias), clamped_swiglu)
     gate_up, down = layer.gate_up.view(experts.count, -1, x.shape[1]), layer.down.view(experts.count, x.shape[1], -1)
-    return mixture(x, *routing, gate_up, down)
+    made = mixture(x, *routing, gate_up, down)
+    if layer.shared_gate_up is not None and layer.shared_down is not None:
+        made = torch.addmm(made, swiglu(F.linear(x, layer.shared_gate_up)), layer.shared_down.t())
+    return made

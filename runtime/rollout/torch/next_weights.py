@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from runtime.errors import UserError
+from runtime.models.families.family import dtype_of
 from runtime.process import platform
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
 
@@ -34,7 +35,8 @@ class NextWeights:
     def _prepare(self, tensors: Tensors) -> DecoderWeights | Tensors:
         require_fit(self._config, tensors)
         if self.adopts:
-            if all(tensor.dtype != self._dtype for tensor in tensors.values()):
+            own = {name: dtype_of(name, self._dtype) for name in tensors}
+            if all(tensors[name].dtype != dtype for name, dtype in own.items() if dtype == self._dtype):
                 return tensors
             return DecoderWeights.adopt(self._config, tensors, self._device, self._dtype)
         try:
