@@ -105,10 +105,10 @@ def test_a_family_is_the_torch_engine(tmp_path: Path, family: str) -> None:
     assert_equal(train(tmp_path, LAYOUTS[FAMILIES[family]]), train(tmp_path, TORCH))
 
 
-@pytest.fixture(scope="module")
-def of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3_moe_tied", "deepseek_v3"])
+def of_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
-    save_model(folder / "policy", "qwen3_moe_tied")
+    save_model(folder / "policy", request.param)
     (folder / "policy" / "tokenizer.json").write_text('{"version": "1.0"}')
     return folder
 
