@@ -145,7 +145,7 @@ def test_a_layouts_name_stands_for_the_services(tmp_path: Path) -> None:
         1,
         load(file, ["services={preset: one_machine}"]).services.rollout,
     )
-    with pytest.raises(ConfigError, match=r"^services\.preset: 'one_machin' is not one of one_machine, "):
+    with pytest.raises(ConfigError, match=r"^services\.preset: 'one_machin' is not one of .*one_machine, "):
         load(file, ["services=one_machin"])
 
 
