@@ -90,10 +90,6 @@ def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str
     if not path.is_dir():
         yield f"{key}: '{folder}' is not a folder"
         return
-    try:
-        quantized.blocks_of(_json(path / "config.json") or {}, f"{key}: '{folder}'")
-    except UserError as error:
-        yield str(error)
     if _model_config(folder) is None:
         yield f"{key}: '{folder}' has no config.json of a Llama-like model"
     if needs_tokenizer and not (path / "tokenizer.json").is_file():
@@ -137,7 +133,7 @@ def _engines(config: Config, policy: ModelConfig | None, trains: bool) -> Iterat
     for key, fleet in fleets(config).items() if path else ():
         if fleet.engine == "torch" and (fault := _undecodable(policy, "model.path")):
             yield f"{key}.engine: torch: {fault}; or take engine vllm"
-        elif fleet.engine == "vllm" and (policy or {}).get(quantized.KEY):
+        elif fleet.engine == "vllm" and (policy or {}).get(quantized.KEY) and not quantized.fault_of(policy or {}):
             yield f"{key}.engine: vllm: model.path is quantised, what is published is not; must be torch, or another folder"
     if config.rewards.model is not None and not services.reward_model.python:
         yield from _unpackable(_model_config(config.rewards.model.path, scores=True), "rewards.model.path", _CLASSIFIERS)

@@ -10,6 +10,7 @@ import msgspec
 
 from runtime.errors import UserError
 from runtime.json_file import read_object
+from runtime.models import quantized
 from runtime.models.families import FAMILIES, family_for
 from runtime.models.families.shape import ExpertShape, LatentShape
 from runtime.models.rope import Rope, read_rope
@@ -93,6 +94,7 @@ def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
     for key, supported in {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False, **own}.items():
         if raw.get(key, supported) != supported:
             raise UserError(f"{where}: {key} {raw[key]!r} is not supported; must be {supported!r}")
+    quantized.blocks_of(raw, where)
     attention_bias = bool(raw.get("attention_bias", False)) and family != "qwen2"
     heads = raw["num_attention_heads"]
     fields = {
@@ -131,7 +133,7 @@ def unpackable(raw: Mapping[str, Any]) -> str:
         return f"a {kind} model cannot run packed ({', '.join(others)}); all layers must be full or sliding attention"
     if raw.get("attn_logit_softcapping") is not None:
         return f"a {kind} model cannot run packed (its attention has softcapping); must be a scaled softmax"
-    quantized = raw.get("quantization_config") or {}
-    if isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4":
+    stored = raw.get(quantized.KEY) or {}
+    if isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4":
         return "quantization_config has quant_method 'mxfp4', which is not trained; must be a folder of bfloat16 weights"
-    return ""
+    return quantized.fault_of(raw)

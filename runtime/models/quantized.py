@@ -25,18 +25,26 @@ Blocks = tuple[int, int]  # rows and columns of a block
 def blocks_of(config: Mapping[str, Any], where: str) -> Blocks | None:
     """The blocks of a model's weights, by its config.json, which messages call `where`; None: they are not quantised. Raises
     UserError for another kind of quantisation."""
+    if fault := fault_of(config):
+        raise UserError(f"{where}: {fault}")
+    found = config.get(KEY)
+    return None if found is None else (found["weight_block_size"][0], found["weight_block_size"][1])
+
+
+def fault_of(config: Mapping[str, Any]) -> str:
+    """How weights are quantised of which this module knows nothing; "" for others, and for none."""
     found = config.get(KEY)
     if found is None:
-        return None
+        return ""
     told: dict[str, Any] = found if isinstance(found, dict) else {}
     method, number, size = told.get("quant_method"), told.get("fmt", "e4m3"), told.get("weight_block_size")
     sound = isinstance(size, list) and len(size) == 2 and all(type(each) is int and each > 0 for each in size)
-    if (method, number) != ("fp8", "e4m3") or not sound:
-        raise UserError(
-            f"{where}: {KEY}: quant_method {method!r}, fmt {number!r}, weight_block_size {size!r} is not supported; must be "
-            "fp8, e4m3 and two positive integers, such as [128, 128], or the weights not quantised"
-        )
-    return told["weight_block_size"][0], told["weight_block_size"][1]
+    if (method, number) == ("fp8", "e4m3") and sound:
+        return ""
+    return (
+        f"{KEY}: quant_method {method!r}, fmt {number!r}, weight_block_size {size!r} is not supported; must be fp8, e4m3 and "
+        "two positive integers, such as [128, 128], or the weights not quantised"
+    )
 
 
 def scales_of(name: str, shapes: Mapping[str, tuple[int, ...]], blocks: Blocks, where: str) -> str:

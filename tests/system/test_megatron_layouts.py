@@ -122,7 +122,9 @@ def expected_of_experts(of_experts: Path) -> dict[str, Any]:
 def test_a_mixture_of_experts_is_the_torch_engine(
     of_experts: Path, expected_of_experts: dict[str, Any], layout: Layout
 ) -> None:
-    assert_equal(train(of_experts, layout), expected_of_experts)
+    found = train(of_experts, layout)
+    assert_equal(found, expected_of_experts)
+    assert_published(of_experts, layout, found)
 
 
 def test_fsdp_has_a_gradient_for_experts_that_one_rank_has_no_token_for(

@@ -182,8 +182,8 @@ def test_what_it_does_not_do() -> None:
     assert faults(lora={}, **whole) == ["lora: engine megatron trains whole models; take services.trainer.engine torch"]
     (fault,) = faults(services={"trainer": whole["services"]["trainer"] | {"cpu_offload": True}})
     assert fault == "services.trainer.cpu_offload: is engine torch's; must be false for engine megatron"
-    (fault,) = faults(MODEL | {"model_type": "deepseek_v3"}, **whole)
-    assert "multi-head latent attention" in fault
+    (fault,) = faults(MODEL | {"model_type": "deepseek_v2"}, **whole)
+    assert "model_type 'deepseek_v2' has no mapping to megatron-core" in fault
     (fault,) = faults(services={"trainer": {"processes": 2, "parallel": {"tensor": 2}}})
     assert fault.startswith("services.trainer.parallel: is for engine megatron")
 

@@ -88,6 +88,7 @@ def test_what_the_decoder_does_not_compute_of_its_families_is_refused(sound: dic
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
             "quantization_config has quant_method 'mxfp4', which is not trained; must be a folder of bfloat16 weights",
         ),
+        ({"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}, "quantization_config: quant_method 'awq', "),
     ],
 )
 def test_trainer_critic_and_reward_model_take_what_transformers_runs_packed(
@@ -116,8 +117,22 @@ def test_megatron_names_the_folder_that_it_cannot_take(sound: dict[str, Any], tm
     spread = {"engine": "megatron", "python": sys.executable}
     assert checked(sound, **PPO | {"critic": {"path": other}}, services={"critic": spread}) == [
         "critic.path: model_type 'phi3' has no mapping to megatron-core; must be one of llama, qwen2, qwen3, qwen3_moe, "
-        "mistral, mixtral"
+        "mistral, mixtral, deepseek_v3"
     ]
     assert checked(sound, model={"reference": stretched}, services={"reference": spread}, **DIVERGING) == [
         "model.reference: rope_type 'dynamic' is not supported; must be one of default, linear, llama3, yarn"
     ]
+
+
+def test_weights_in_float8_are_for_the_embedded_engines(sound: dict[str, Any], tmp_path: Path) -> None:
+    float8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    other = str(model_folder(tmp_path / "other", quantization_config=float8))
+    assert checked(sound, model={"path": other}) == []
+    assert checked(sound, model={"path": other}, services={"rollout": {"engine": "vllm", "python": sys.executable}}) == [
+        "services.rollout.engine: vllm: model.path is quantised, what is published is not; must be torch, or another folder"
+    ]
+    awq = str(model_folder(tmp_path / "awq", quantization_config={"quant_method": "awq"}))
+    told = (
+        "model.path: quantization_config: quant_method 'awq', fmt 'e4m3', weight_block_size None is not supported; must be fp8"
+    )
+    assert all(told in fault for fault in checked(sound, model={"path": awq}))
