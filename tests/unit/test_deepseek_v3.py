@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.models.experts import join_experts, route_corrected
 from runtime.models.families import Layout, family_for
+from runtime.models.families.family import dtype_of
 from runtime.models.families.shape import ExpertShape
 from runtime.models.hf_config import parse, read_config
+from runtime.models.hf_weights import WeightFiles
 from runtime.models.limits import kv_cache_bytes
 from runtime.rollout.torch.decoder import Decoder, KVCache, kv_bytes
+from runtime.rollout.torch.next_weights import NextWeights
 from tests.closeness import assert_close
 from tests.unit.family_cases import CONFIGS, make_family
 from tests.unit.tiny_models import save_model
@@ -66,6 +70,12 @@ class TestConfig:
         names = make_family("deepseek_v3", q_lora_rank=None).tensors()
         assert names["model.layers.0.self_attn.q_proj.weight"] == (8 * 20, 32)
         assert not any("q_a" in name or "q_b" in name for name in names)
+
+    def test_all_layers_may_have_experts(self) -> None:
+        for changes in ({"first_k_dense_replace": 0}, {"first_k_dense_replace": None}):
+            config = {key: value for key, value in {**BASE, **changes}.items() if value is not None}
+            shape = family_for(config).shape
+            assert shape.experts is not None and shape.experts.layers == {0, 1, 2, 3}
 
     @pytest.mark.parametrize(
         ("scaling", "scale"),
@@ -176,3 +186,13 @@ def test_what_corrects_scores_stays_float32(tmp_path: Path) -> None:
     hf_policy.write_model(tmp_path / "written", tensors, tensors.items(), 0, torch.bfloat16, str(tmp_path))
     written = Decoder.from_pretrained(tmp_path / "written", CPU, torch.bfloat16).weights.layers[2].score_bias
     assert written is not None and torch.equal(written, bias)
+
+
+def test_weights_of_another_dtype_are_copied_over_those_in_use(tmp_path: Path) -> None:
+    """Also where those that are float32 in any case come among them."""
+    save_model(tmp_path, "deepseek_v3")
+    decoder = Decoder.from_pretrained(tmp_path, CPU, torch.float32)
+    sent = {name: each.to(dtype_of(name, torch.bfloat16)) for name, each in dict(WeightFiles(tmp_path)).items()}
+    waiting = NextWeights(decoder.weights)
+    asyncio.run(waiting.stage(sent))
+    assert waiting.staged is sent
