@@ -84,13 +84,14 @@ def _from_hf(options: argparse.Namespace, show: Show) -> ConversionReport:
 
 
 def _naming(options: argparse.Namespace) -> Naming:
-    from runtime.models.families.naming import ExpertStorage, Naming
+    from runtime.models.families.naming import ExpertStorage, LatentStorage, Naming
 
     fused = options.transformer_impl == "transformer_engine"
     grouped = ExpertStorage.NUMBERED if fused else ExpertStorage.GROUPED
     return Naming(
         fused=fused,
         experts=grouped if options.moe_grouped_gemm else ExpertStorage.SEQUENTIAL,
+        latent=LatentStorage.JOINED if options.mindspeed_mla else LatentStorage.WHOLE if fused else LatentStorage.CUT,
         reward_head=options.value_head == "rm_head",
     )
 

@@ -130,6 +130,7 @@ def add_convert(convert: CommandParser) -> None:
         "--transformer-impl", choices=("local", "transformer_engine"), default="local", help="whose names tensors get"
     )
     hf2megatron.add_argument("--moe-grouped-gemm", action="store_true", help="names for grouped products of experts")
+    hf2megatron.add_argument("--mindspeed-mla", action="store_true", help="latent attention as MindSpeed-LLM names it")
     megatron2hf.add_argument(
         "--hf-config", type=Path, metavar="DIR", help="the original model's config.json and tokenizer (default: by the args)"
     )

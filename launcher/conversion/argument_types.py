@@ -39,17 +39,22 @@ _TYPES: dict[str, _Type] = {
         ("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_key_value_heads"), _SIZE
     ),
     **dict.fromkeys(("kv_channels", "max_position_embeddings", "vocab_size", "padded_vocab_size"), _SIZE),
-    **dict.fromkeys(("moe_ffn_hidden_size", "moe_router_topk"), _SIZE),
+    **dict.fromkeys(("moe_ffn_hidden_size", "moe_router_topk", "moe_shared_expert_intermediate_size"), _SIZE),
+    **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "q_lora_rank", "kv_lora_rank"), _SIZE),
+    **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), _SIZE),
     **{f"{kind}_model_parallel_size": _SIZE for kind in ("tensor", "pipeline", "expert")},
-    **dict.fromkeys(("norm_epsilon", "rotary_base"), _NUMBER),
+    **dict.fromkeys(("norm_epsilon", "rotary_base", "moe_router_topk_scaling_factor"), _NUMBER),
     **dict.fromkeys(("group_query_attention", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm"), _FLAG),
     **dict.fromkeys(("use_rope_scaling", "moe_router_pre_softmax", "norm_topk_prob", "moe_tp_extend_ep"), _FLAG),
     **dict.fromkeys(("multi_latent_attention", "add_bias_linear", "add_dense_bias", "apply_layernorm_1p"), _FLAG),
+    "mla_mm_split": _FLAG,
+    "moe_router_score_function": _TEXT,
     **dict.fromkeys(("squared_relu", "swiglu"), _FLAG),
     **dict.fromkeys(("schedules_method", "normalization", "position_embedding_type", "rope_scaling_type"), _TEXT),
     "moe_layer_freq": _Type(
         "a positive integer, or a list of integers", lambda value: _SIZE.suits(value) or _has_integers(value)
     ),
+    "window_size": _Type("a list of integers", _has_integers),
     "noop_layers": _Type("a text such as 0,3, or a list of integers", lambda v: _TEXT.suits(v) or _has_integers(v)),
 }
 

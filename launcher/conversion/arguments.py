@@ -8,11 +8,12 @@ from typing import Any
 from launcher.conversion.argument_types import require_types
 from runtime.errors import UserError
 from runtime.models.families.family import Family
-from runtime.models.families.shape import ModelShape
+from runtime.models.families.shape import ExpertShape, LatentShape, ModelShape
+from runtime.models.rope import YarnScaling, read_rope
 
 # With a layout or parts of a model that have no mapping, unless they are one of these. MindSpeed-LLM's are among them.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "multi_latent_attention": (False,),
+    "mla_mm_split": (False,),
     "mtp_num_layers": (0,),
     "schedules_method": ("",),  # dualpipev
     "add_bias_linear": (False,),
@@ -40,7 +41,21 @@ _CONFIG_KEYS = {
     "num_experts": "num_experts",
     "moe_ffn_hidden_size": "moe_intermediate_size",
     "moe_router_topk": "num_experts_per_tok",
+    "multi_latent_attention": "model_type",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "moe_router_score_function": "model_type",
+    "moe_router_num_groups": "n_group",
+    "moe_router_group_topk": "topk_group",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "moe_shared_expert_intermediate_size": "n_shared_experts",
 }
+_HEADS = ("kv_channels", "num_query_groups")  # which say nothing of latent attention
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")  # and these of other attention
+_UNTOLD = ("use_rope_scaling", "rope_scaling_type", "noop_layers", "norm_topk_prob", "window_size")
 # What all ranks of a checkpoint must say alike.
 DECISIVE = (
     *(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
@@ -53,6 +68,8 @@ DECISIVE = (
 
 def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """What Megatron-LM's arguments say of the model that `config`, a Hugging Face config.json, describes."""
+    config = {**family.defaults, **config}
+    window = max(family.traits(config, "config.json").get("windows", ()), default=0)
     shape, experts = family.shape, family.shape.experts
     positions = config.get("max_position_embeddings", 4096)
     attention = {entry.name for entry in family.layer(0)}
@@ -60,6 +77,7 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         "num_layers": shape.layers,
         "hidden_size": shape.hidden_size,
         "ffn_hidden_size": shape.intermediate_size,
+        "multi_latent_attention": shape.latent is not None,
         "num_attention_heads": shape.heads,
         "group_query_attention": shape.kv_heads != shape.heads,
         "num_query_groups": shape.kv_heads,
@@ -71,6 +89,7 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "norm_epsilon": config.get("rms_norm_eps", 1e-6),
         "apply_layernorm_1p": False,
+        "window_size": (window - 1, 0) if window else None,
         "swiglu": True,
         "squared_relu": False,
         "add_bias_linear": False,
@@ -81,6 +100,8 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
     }
+    if shape.latent is not None:
+        found |= _latent(shape.latent, config)
     if experts is not None:
         found |= {
             "num_experts": experts.count,
@@ -88,8 +109,46 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
             "moe_router_topk": experts.per_token,
             "moe_router_pre_softmax": not experts.normalized,
             "moe_layer_freq": [int(layer in experts.layers) for layer in range(shape.layers)],
+            **_corrected(experts),
         }
     return found
+
+
+def _latent(latent: LatentShape, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of latent attention. YaRN's arguments have other names in Megatron-LM than in MindSpeed-LLM."""
+    found: dict[str, Any] = {
+        "qk_layernorm": True,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.rank,
+        "qk_head_dim": latent.plain,
+        "qk_pos_emb_head_dim": latent.rotated,
+        "v_head_dim": latent.value,
+        "rope_type": "rope",
+    }
+    scaling = read_rope(config, "config.json").scaling
+    if not isinstance(scaling, YarnScaling):
+        return found
+    alike = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+    alike["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    theirs = {f"rope_scaling_{key}": value for key, value in alike.items()}
+    return found | {"rope_type": "yarn", "rotary_scaling_factor": scaling.factor, **betas, **alike, **theirs}
+
+
+def _corrected(experts: ExpertShape) -> dict[str, Any]:
+    """By what scores experts are chosen, and experts for all tokens."""
+    if not experts.corrected:
+        return {"moe_router_score_function": "softmax"}
+    grouped = experts.groups > 1
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_num_groups": experts.groups if grouped else None,
+        "moe_router_group_topk": experts.groups_per_token if grouped else None,
+        "moe_router_topk_scaling_factor": experts.scale,
+        "moe_shared_expert_intermediate_size": experts.shared_size or None,
+    }
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +206,7 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
         return found[key]
 
     # How MindSpeed's own argument of routing goes together with Megatron-LM's is its affair.
-    for key in ("use_rope_scaling", "rope_scaling_type", "noop_layers", "norm_topk_prob"):
+    for key in ("multi_latent_attention", *_UNTOLD):
         if found.get(key):
             raise UserError(f"{where}: args.{key} is {found[key]!r}; --hf-config DIR, the original folder, tells all of it")
     heads = need("num_attention_heads")
@@ -171,7 +230,7 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     if experts:
         if name != "qwen3_moe":
-            raise UserError(f"{where}: args.num_experts is {experts!r} without qk_layernorm; no family has that")
+            raise UserError(f"{where}: args.num_experts is {experts!r} without qk_layernorm; --hf-config DIR tells the family")
         config |= _experts_of(need, where)
     return config
 
@@ -213,6 +272,8 @@ def _groups(found: Mapping[str, Any]) -> Any:
 def _unused(key: str, family: Family) -> bool:
     """Whether this model's tensors do not depend on the argument."""
     shape: ModelShape = family.shape
+    if key in (_HEADS if shape.latent is not None else _LATENT):
+        return True
     if key.startswith("moe_"):
         return shape.experts is None
     if key == "ffn_hidden_size":

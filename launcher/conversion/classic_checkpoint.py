@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -14,7 +14,15 @@ from launcher.conversion.torch_archive import ArchiveTensor
 from runtime.errors import UserError
 from runtime.models.families import Family, Layout, Parameter
 from runtime.models.families.family import HEAD, require_same
-from runtime.models.families.naming import REWARD_BIAS, REWARD_HEAD, Place, places, reward_headed
+from runtime.models.families.naming import (
+    REWARD_BIAS,
+    REWARD_HEAD,
+    LatentStorage,
+    Place,
+    latent_stored,
+    places,
+    reward_headed,
+)
 from runtime.models.families.parameter import Sliceable
 from runtime.trainer.megatron.core_folder import Column, CoreFile, columns
 from runtime.weights.plan import TensorSpec
@@ -58,7 +66,9 @@ class ClassicCheckpoint:
         _, last = ranks.stored(0, ranks.stages - 1, 0)
         reward = REWARD_HEAD in last
         self.left_out = [HEAD] if reward and HEAD in last else []
-        self.columns = [_reward_headed(column) if reward else column for column in columns(family, layout)]
+        storage = _latent_storage(ranks, family)
+        held = [_of_parts(column, lambda held: latent_stored(held, storage)) for column in columns(family, layout)]
+        self.columns = [_of_parts(column, lambda held: list(map(reward_headed, held))) for column in held] if reward else held
         self._holders: dict[str, list[RankReader]] = {}  # of each part, the ranks that have it
         of_stages: dict[int, list[CoreFile]] = {}
         for column in self.columns:
@@ -82,8 +92,21 @@ class ClassicCheckpoint:
                 yield from ((replace(parameter, copy=True), reader) for parameter in part.parameters)
 
 
-def _reward_headed(column: Column) -> Column:
-    return Column([replace(part, parameters=list(map(reward_headed, part.parameters))) for part in column.parts])
+def _of_parts(column: Column, change: Callable[[list[Parameter]], list[Parameter]]) -> Column:
+    return Column([replace(part, parameters=change(part.parameters)) for part in column.parts])
+
+
+def _latent_storage(ranks: RankFiles, family: Family) -> LatentStorage:
+    """By the names and shapes of the first rank's tensors on the first stage that has layers."""
+    latent = family.shape.latent
+    for stage in range(ranks.stages if latent is not None else 0):
+        _, stored = ranks.stored(0, stage, 0)
+        for name, tensor in stored.items():
+            if name.endswith("self_attention.linear_qkv.weight"):
+                return LatentStorage.JOINED
+            if latent is not None and name.endswith("linear_kv_down_proj.weight"):
+                return LatentStorage.WHOLE if tensor.shape[:1] == (latent.cached,) else LatentStorage.CUT
+    return LatentStorage.CUT
 
 
 class RankReader:

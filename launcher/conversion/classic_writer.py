@@ -16,7 +16,16 @@ from launcher.conversion.parts import ConversionProgress, HfModel
 from runtime.errors import UserError
 from runtime.models.families import Layout, Parameter
 from runtime.models.families.family import EMBEDDING
-from runtime.models.families.naming import REWARD_BIAS, REWARD_HEAD, ExpertStorage, Naming, place, reward_headed
+from runtime.models.families.naming import (
+    REWARD_BIAS,
+    REWARD_HEAD,
+    ExpertStorage,
+    LatentStorage,
+    Naming,
+    latent_stored,
+    place,
+    reward_headed,
+)
 from runtime.models.families.shape import ModelShape
 
 
@@ -48,6 +57,9 @@ def target_for(
     """`layout` is what is asked for: its stages and expert ranks are those of processes. `expert_tensor`: None for as many as
     tensor ranks. Raises UserError, naming the option, where they do not go together, or not with the model.
     """
+    latent = shape.latent
+    if naming.latent is LatentStorage.JOINED and (naming.fused or latent is None or latent.query_rank is None):
+        raise UserError("--mindspeed-mla: is for latent attention with a q_lora_rank, and not with --transformer-impl")
     _require_options(layout, shape, layers_per_virtual_stage, noops, expert_tensor, extended)
     grid = ClassicGrid(
         tensor=layout.tensor,
@@ -116,7 +128,7 @@ def rank_parameters(model: HfModel, target: Target, rank: Coordinates) -> list[l
         held = model.family.parameters(
             target.layout, tensor_rank=rank[0], pipeline_rank=stage, expert_rank=target.grid.group(rank)
         )
-        held = list(map(reward_headed, held)) if target.naming.reward_head else held
+        held = latent_stored(list(map(reward_headed, held)) if target.naming.reward_head else held, target.naming.latent)
         found.append(_with_gaps(held, target, stage, model.family.shape.layers) if target.noops else held)
     return found
 

@@ -33,7 +33,7 @@ from launcher.conversion.parts import (
 )
 from runtime.errors import UserError
 from runtime.ledger import checkpoint
-from runtime.models import hf_policy
+from runtime.models import hf_policy, quantized
 from runtime.models.families import Family, Layout, Parameter, family_for
 from runtime.models.families.naming import Naming
 from runtime.models.hf_weights import weight_paths
@@ -177,6 +177,8 @@ def _from_hf(
     show: Show,
 ) -> ConversionReport:
     """Write `files` files of `nbytes` bytes, and check them."""
+    if check_logits and model.config.get(quantized.KEY) is not None:
+        raise UserError(f"--check-logits: the weights of {source} are quantised; must be a folder whose weights are not")
     compare = _comparison(model.family) if check_logits else None
     require_room(folder, nbytes)
     progress = ConversionProgress(show, nbytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ import torch
 
 from runtime.errors import UserError
 from runtime.json_file import read_object
+from runtime.models import quantized
 from runtime.models.families import Family, Parameter, family_for
-from runtime.models.families.family import EMBEDDING
+from runtime.models.families.family import EMBEDDING, dtype_of
 from runtime.models.families.parameter import Sliceable
-from runtime.models.hf_weights import weight_paths
+from runtime.models.hf_weights import predicting_layers, weight_paths
 from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorFolder
 
@@ -49,19 +50,39 @@ def open_hf(source: Path, dtype: torch.dtype | None, value_head: bool) -> HfMode
     """Raises UserError for a model that is not supported, and for tensors that are missing or too many."""
     config = read_config(source)
     family = family_for(config, str(source / "config.json"), value_head=value_head)
-    tensors = TensorFolder(weight_paths(source))
+    tensors = HfTensors(TensorFolder(weight_paths(source)), dtype, config, source)
+    beyond = predicting_layers(config)
     found = {name: spec.shape for name, spec in tensors.specs.items() if not name.endswith(_BUFFER)}
+    predicting = [name for name in found if name.startswith(beyond)]
+    found = {name: shape for name, shape in found.items() if name not in set(predicting)}
     family.require_tensors(found, str(source))
     needed = family.tensors()
-    return HfModel(config, family, HfTensors(tensors, dtype), [name for name in found if name not in needed])
+    left_out = [name for name in found if name not in needed]
+    if predicting:
+        left_out.append(f"{len(predicting)} tensors of multi-token prediction ({', '.join(f'{name}*' for name in beyond)})")
+    return HfModel(config, family, tensors, left_out)
 
 
 class HfTensors:
-    """A Hugging Face folder's tensors as they are to be stored."""
+    """A Hugging Face folder's tensors as they are to be stored: quantised ones in the dtype that config.json declares, unless
+    another one is asked for."""
 
-    def __init__(self, tensors: TensorFolder, dtype: torch.dtype | None):
+    def __init__(self, tensors: TensorFolder, dtype: torch.dtype | None, config: Mapping[str, Any], source: Path):
+        """Raises UserError for a quantisation that is not known."""
         self._tensors = tensors
         self._dtype = dtype
+        self._blocks = quantized.blocks_of(config, str(source / "config.json"))
+        self._scales: dict[str, str] = {}
+        shapes = {name: spec.shape for name, spec in tensors.specs.items()}
+        if self._blocks is not None:
+            names = [name for name, spec in tensors.specs.items() if spec.dtype == quantized.STORED]
+            self._scales = {name: quantized.scales_of(name, shapes, self._blocks, str(source)) for name in names}
+        declared, beside = config.get("dtype") or config.get("torch_dtype") or "bfloat16", set(self._scales.values())
+        self.specs = {
+            name: msgspec.structs.replace(spec, dtype=declared) if name in self._scales else spec
+            for name, spec in tensors.specs.items()
+            if name not in beside
+        }
 
     def spec(self, parameter: Parameter) -> TensorSpec:
         """As megatron-core holds it. Raises UserError when what makes it is of several dtypes, and none is asked for."""
@@ -69,17 +90,26 @@ class HfTensors:
         if self._dtype is None and len(set(dtypes.values())) > 1:
             told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
             raise UserError(f"{parameter.name} is made of tensors of several dtypes ({told}); --params-dtype makes them one")
-        return TensorSpec(parameter.name, dtype_name(self._dtype) if self._dtype else dtypes.popitem()[1], parameter.shape)
+        asked = self._asked(parameter.sources[0].name)
+        return TensorSpec(parameter.name, dtype_name(asked) if asked else dtypes.popitem()[1], parameter.shape)
 
     def read(self, name: str) -> Sliceable:
-        if name in self._tensors.specs:
-            return _Cast(self._tensors.get(name), self._dtype)
-        like = self._declared(name)
-        return torch.zeros(1, like.shape[1], dtype=self._dtype or getattr(torch, like.dtype))
+        if name not in self.specs:
+            like = self._declared(name)
+            return torch.zeros(1, like.shape[1], dtype=self._dtype or getattr(torch, like.dtype))
+        stored: Sliceable = self._tensors.get(name)
+        if self._blocks is None or name not in self._scales:
+            return _Cast(stored, self._asked(name))
+        scales = self._tensors.get(self._scales[name])
+        whole = quantized.Dequantized(stored, scales, self.specs[name].shape, self._blocks)
+        return _Cast(whole, self._asked(name) or getattr(torch, self.specs[name].dtype))
+
+    def _asked(self, name: str) -> torch.dtype | None:
+        return None if self._dtype is None else dtype_of(name, self._dtype)
 
     def _declared(self, name: str) -> TensorSpec:
         """A critic's head that the folder has not begins at 0, and is like the embedding otherwise."""
-        return self._tensors.specs[name if name in self._tensors.specs else EMBEDDING]
+        return self.specs[name if name in self.specs else EMBEDDING]
 
 
 class _Cast:

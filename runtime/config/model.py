@@ -13,8 +13,8 @@ class Model(Section, frozen=True):
     """The policy, and the frozen model that it is held against."""
 
     path: str = ""
-    """The policy: a Hugging Face folder of the Llama, Qwen2 or Qwen3 family with `config.json`, safetensors and
-    `tokenizer.json`. Empty: the warm-up's."""
+    """The policy: a Hugging Face folder with `config.json`, safetensors and `tokenizer.json`, of a family that the engines
+    compute. Empty: the warm-up's."""
     reference: str = ""
     """The frozen model of the KL term: what training begins with, or a teacher (`algorithm.preset: distillation`), with the
     policy's tokenizer. Empty: `model.path`."""

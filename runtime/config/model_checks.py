@@ -20,7 +20,7 @@ from runtime.cluster.topology import block_size, fleets, model_key, teachers, us
 from runtime.config import Config, Parallel, RewardModel, Spread, Trainer, Warmup
 from runtime.config.reference_checks import token_fault
 from runtime.errors import UserError
-from runtime.models import hf_config, tiny_model
+from runtime.models import hf_config, quantized, tiny_model
 from runtime.models.families import FAMILIES, family_for
 from runtime.models.families.memory import RankBytes
 from runtime.models.limits import MEGATRON_NEEDS_CORE, kv_cache_bytes, layout_of, longest_text, memory_fault, rank_memory, uncut
@@ -135,6 +135,8 @@ def _engines(config: Config, policy: ModelConfig | None, trains: bool) -> Iterat
     for key, fleet in fleets(config).items() if path else ():
         if fleet.engine == "torch" and (fault := _undecodable(policy, "model.path")):
             yield f"{key}.engine: torch: {fault}; or take engine vllm"
+        elif fleet.engine == "vllm" and (policy or {}).get(quantized.KEY) and not quantized.fault_of(policy or {}):
+            yield f"{key}.engine: vllm: model.path is quantised, what is published is not; must be torch, or another folder"
     if config.rewards.model is not None and not services.reward_model.python:
         yield from _unpackable(_model_config(config.rewards.model.path, scores=True), "rewards.model.path", _CLASSIFIERS)
     for role, model in spread_models(config).items() if trains else ():

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from runtime.errors import UserError
 from runtime.json_file import read_object
-from runtime.models.families import family_for
-from runtime.models.families.shape import ExpertShape
+from runtime.models import quantized
+from runtime.models.families import FAMILIES, family_for
+from runtime.models.families.shape import ExpertShape, LatentShape
+from runtime.models.rope import Rope, read_rope
 
-DECODED = ("llama", "qwen2", "qwen3", "qwen3_moe")
+DECODED = tuple(FAMILIES)
 """The families that the lean decoder computes."""
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-
-
-class RopeScaling(msgspec.Struct, frozen=True):
-    """Llama 3.1's stretching of the low frequencies of rotary embeddings (the `llama3` rope type)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,14 +33,29 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: int
     head_dim: int
     norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope: Rope
     max_positions: int
     tied: bool  # lm_head is the embedding
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     qk_norm: bool
     experts: ExpertShape | None = None
+    windows: tuple[int, ...] = ()
+    """Of each layer, how many tokens attention reaches back to, its own included; 0: to the first. (): so in all layers."""
+    local_theta: float | None = None  # of the rotary embeddings of layers with a window, where these have their own
+    score_scale: float | None = None  # of attention; None: head_dim^-1/2
+    sinks: bool = False
+    output_norms: bool = False  # of what attention and MLP give, before it is added
+    centred_norms: bool = False  # norms multiply by 1 + their weight
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    embedding_scale: float = 1.0
+    softcap: float = 0.0  # of the logits; 0: none
+    latent: LatentShape | None = None  # `kv_heads` is 1 then, and `head_dim` what of a head is rotated
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """Of a layer and a token in the key-value cache: parts, heads of each, and a head's width."""
+        return (2, self.kv_heads, self.head_dim) if self.latent is None else (1, 1, self.latent.cached)
 
 
 def read_config(folder: str | Path, families: Collection[str] = DECODED) -> ModelConfig:
@@ -73,7 +81,7 @@ def parse(raw: Mapping[str, Any], where: str, families: Collection[str] = DECODE
     if not isinstance(family, str) or family not in families:
         raise UserError(f"{where}: model_type {family!r} is not supported; must be one of {', '.join(families)}")
     try:
-        return _parse(family, raw, where)
+        return _parse(family, {**FAMILIES[family].defaults, **raw}, where)
     except KeyError as error:
         raise UserError(f"{where}: the key {error} is missing") from error
     except (msgspec.ValidationError, TypeError) as error:
@@ -81,12 +89,14 @@ def parse(raw: Mapping[str, Any], where: str, families: Collection[str] = DECODE
 
 
 def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
-    for key, supported in (("hidden_act", "silu"), ("use_sliding_window", False), ("mlp_bias", False)):
+    model = FAMILIES[family]
+    own = model.unsupported if model.unmapped else {}
+    for key, supported in {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False, **own}.items():
         if raw.get(key, supported) != supported:
             raise UserError(f"{where}: {key} {raw[key]!r} is not supported; must be {supported!r}")
+    quantized.blocks_of(raw, where)
     attention_bias = bool(raw.get("attention_bias", False)) and family != "qwen2"
     heads = raw["num_attention_heads"]
-    theta, scaling = read_rope(raw, where)
     fields = {
         "family": family,
         "vocab_size": raw["vocab_size"],
@@ -97,14 +107,14 @@ def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
         "kv_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
         "norm_eps": raw.get("rms_norm_eps", 1e-6),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
+        "rope": read_rope(raw, where),
         "max_positions": raw.get("max_position_embeddings", 2048),
         "tied": bool(raw.get("tie_word_embeddings", False)),
         "qkv_bias": family == "qwen2" or attention_bias,
         "output_bias": attention_bias,
         "qk_norm": family in ("qwen3", "qwen3_moe"),
         "experts": family_for(raw, where).shape.experts if family == "qwen3_moe" else None,
+        **model.traits(raw, where),
     }
     config = msgspec.convert(fields, ModelConfig)
     if config.heads % config.kv_heads or config.head_dim % 2:
@@ -115,23 +125,15 @@ def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
     return config
 
 
-def read_rope(raw: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (before)."""
-    options = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = options.get("rope_theta", raw.get("rope_theta", 10000.0))
-    kind = options.get("rope_type", options.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind == "llama3":
-        return theta, RopeScaling(**{name: options[name] for name in RopeScaling.__struct_fields__})
-    raise UserError(f"{where}: rope_type {kind!r} is not supported; must be one of default, llama3")
-
-
 def unpackable(raw: Mapping[str, Any]) -> str:
     """Why a model of transformers cannot run packed, as far as its config.json says it; "" for nothing. Layers that mix tokens
     otherwise than by the attention function would mix the packed sequences, and that is a scaled softmax here."""
     kind = raw.get("model_type")
     if others := sorted(set(raw.get("layer_types") or ()) - _PACKABLE_LAYERS):
         return f"a {kind} model cannot run packed ({', '.join(others)}); all layers must be full or sliding attention"
-    own = "sinks" if kind == "gpt_oss" else "softcapping" if raw.get("attn_logit_softcapping") is not None else ""
-    return f"a {kind} model cannot run packed (its attention has {own}); must be a scaled softmax" if own else ""
+    if raw.get("attn_logit_softcapping") is not None:
+        return f"a {kind} model cannot run packed (its attention has softcapping); must be a scaled softmax"
+    stored = raw.get(quantized.KEY) or {}
+    if isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4":
+        return "quantization_config has quant_method 'mxfp4', which is not trained; must be a folder of bfloat16 weights"
+    return quantized.fault_of(raw)

@@ -20,9 +20,12 @@ from safetensors import safe_open
 from torch import nn
 
 from runtime.errors import UserError
-from runtime.models import hf_config
+from runtime.models import hf_config, quantized
 from runtime.models.experts import join_experts
 from runtime.models.families import FAMILIES
+from runtime.models.families.family import LM_HEAD, ROUTER_BIAS, dtype_of
+from runtime.models.hf_weights import WeightFiles
+from runtime.models.sinks import with_sinks
 from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorWriter
 
@@ -41,22 +44,26 @@ def load_policy(path: str) -> Any:
 def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **options: Any) -> Any:
     """The model of folder `path` by a factory of transformers, float32 on the CPU, without dropout, its attention packed.
 
-    `new` names weights that the folder need not have. `key` is where the configuration names the folder. Raises UserError
-    when `path` is no such folder, weights are missing or of other shapes, or the architecture cannot run packed.
+    `new` names weights that the folder need not have; `options` are keys of its configuration. `key` is where the configuration
+    names the folder. Raises UserError when `path` is no such folder, weights are missing, of other shapes or without a place,
+    or the architecture cannot run packed.
     """
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"{key}: {path!r} is not a Hugging Face model folder (it has no config.json)")
     import transformers
 
+    quantized.blocks_of(hf_config.read_raw(path), f"{key}: {path!r}")
     transformers.AttentionInterface.register(PACKED, packed_attention)
     try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **options)
+        vars(config).pop(quantized.KEY, None)  # for which transformers needs kernels that only CUDA has
         model, report = getattr(transformers, factory).from_pretrained(
             path,
+            config=config,
             attn_implementation=PACKED,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
-            **options,
         )
     except KeyError as error:  # some models look attention up in a table of their own
         raise UserError(f"{key}: {path!r} cannot run packed: its attention is not exchangeable") from error
@@ -67,6 +74,8 @@ def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **
             names = ", ".join(sorted(map(str, wrong))[:3])
             raise UserError(f"{key}: {path!r}: {len(wrong)} weights are wrong ({fault}: {names} ...)")
     _require_packable(model, path, key)
+    files = WeightFiles(path)
+    _require_places(model, report["unexpected_keys"], files, f"{key}: {path!r}")
     _require_experts_apart(model, path, key)
     join_experts(model)
     for module in model.modules():
@@ -74,7 +83,7 @@ def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **
             module.p = 0.0  # the policy must be the one that sampled
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None  # nothing is padded: this token was sampled, and its embedding learns as any other's
-    return model.float()
+    return _dequantized(model.float(), files)
 
 
 def _require_packable(model: PreTrainedModel, path: str, key: str) -> None:
@@ -99,6 +108,26 @@ def _require_experts_apart(model: PreTrainedModel, path: str, key: str) -> None:
         )
 
 
+def _require_places(model: PreTrainedModel, unexpected: Iterable[str], files: WeightFiles, where: str) -> None:
+    """Of the known families the folder has no weights but the model's."""
+    if model.config.model_type in FAMILIES and (lost := (set(unexpected) & files.shapes.keys()) - {LM_HEAD}):
+        raise UserError(f"{where}: {len(lost)} weights have no place in the model: {', '.join(sorted(lost))}")
+
+
+@torch.no_grad()
+def _dequantized(model: Any, files: WeightFiles) -> Any:
+    """`model`, whose quantised weights transformers read without their scales, with them; one at a time."""
+    with files.slices() as read:
+        for name in files.scales:
+            model.get_parameter(name).copy_(read(name)[:])
+    return model
+
+
+def fixed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Of the model's buffers those that a folder has: what corrects routers. The policy has them, and nobody trains them."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS)}
+
+
 def take_head(model: Any) -> nn.Linear | None:
     """Have `model` give what its head takes in the place of logits, the product of that and the head's weight; returns the
     head, which stays where it is.
@@ -106,7 +135,8 @@ def take_head(model: Any) -> nn.Linear | None:
     None for a model that may do more than multiply: it gives logits as before.
     """
     head: nn.Linear = model.get_output_embeddings()
-    if model.config.model_type not in FAMILIES or head.bias is not None:
+    capped = getattr(model.config, "final_logit_softcapping", None) is not None
+    if model.config.model_type not in FAMILIES or head.bias is not None or capped:
         return None
     head.forward = nn.Identity().forward  # type: ignore[method-assign]
     return head
@@ -139,12 +169,13 @@ def write_description(source: str | Path, folder: Path, dtype: torch.dtype | Non
             and path.name not in but
         ):
             shutil.copyfile(path, folder / path.name)
-    if dtype is None:
-        return
     config = folder / "config.json"
     raw: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
-    raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
-    config.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    changed = raw.pop(quantized.KEY, None) is not None  # what is written is not quantised
+    if dtype is not None:
+        raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    if changed or dtype is not None:
+        config.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_model(
@@ -174,11 +205,11 @@ def write_tensors(
 ) -> None:
     """As `write_model`, tensors alone: files named after `stem`."""
     if rank == 0:
-        declared = str(dtype).removeprefix("torch.")
-        specs = [TensorSpec(name, declared, tuple(tensor.shape)) for name, tensor in like.items()]
+        dtypes = {name: dtype_of(name, dtype) for name in like}
+        specs = [TensorSpec(name, str(dtypes[name]).removeprefix("torch."), tuple(t.shape)) for name, t in like.items()]
         with ShardWriter(folder, stem, specs) as writer:
             for name, tensor in whole:
-                writer.write(name, tensor.to("cpu", dtype))
+                writer.write(name, tensor.to("cpu", dtypes[name]))
     else:
         for _ in whole:  # take part in the gathering
             pass
@@ -257,16 +288,16 @@ def packed_attention(
     packing: Packing,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """A Hugging Face attention function. query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]. With
-    `packing.queries`, key and value have more tokens.
+    `packing.queries`, key and value have more tokens. `s_aux` [heads]: the model's attention sinks.
 
     Raises UserError for models whose attention is more than a scaled softmax.
     """
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise UserError(f"model.path: this model's attention uses {name!r}, which the torch trainer does not support")
+    if options.get("softcap") is not None:
+        raise UserError("model.path: this model's attention uses 'softcap', which the torch trainer does not support")
     heads, tokens, head_dim = query.shape[1:]
     kv_heads, value_dim = key.shape[1], value.shape[-1]
     queries = query[0].transpose(0, 1).reshape(tokens, heads * head_dim)
@@ -284,8 +315,13 @@ def packed_attention(
         if grouped and query.device.type in _UNGROUPED:
             k, v = (tensor.repeat_interleave(heads // kv_heads, dim=1) for tensor in (k, v))
             grouped = False
-        causality = _causality(asked, length, sliding_window, query.device)
-        output = F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **causality)
+        if s_aux is None:
+            causality = _causality(asked, length, sliding_window, query.device)
+        else:
+            scaling, mask = scaling or head_dim**-0.5, _mask(asked, length, sliding_window, query.device)
+            q, k, v, mask = with_sinks(q, k, v, s_aux, scaling, mask)
+            causality = {"attn_mask": mask}
+        output = F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **causality)[..., :value_dim]
         outputs.append(output.transpose(1, 2).reshape(count * asked, heads * value_dim))
     return F.embedding(packing.cells, torch.cat(outputs)).view(1, tokens, heads, value_dim), None
 
@@ -294,8 +330,12 @@ def _causality(asked: int, length: int, sliding_window: int | None, device: torc
     """For the last `asked` tokens of a row as queries."""
     if asked == length and (sliding_window is None or sliding_window >= length):
         return {"is_causal": True}
+    return {"attn_mask": _mask(asked, length, sliding_window, device)}
+
+
+def _mask(asked: int, length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
     distance = torch.arange(length - asked, length, device=device)[:, None] - torch.arange(length, device=device)
-    return {"attn_mask": (distance >= 0) & (distance < (sliding_window or length))}
+    return (distance >= 0) & (distance < (sliding_window or length))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,11 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.errors import UserError
 from runtime.json_file import read_object
+from runtime.models import quantized
+
+log = logging.getLogger("sluice")
+
+_PREDICTING = 100  # more layers for multi-token prediction than any model has
 
 
 def weight_paths(folder: str | Path) -> list[Path]:
@@ -29,33 +35,89 @@ def weight_paths(folder: str | Path) -> list[Path]:
 
 
 class WeightFiles:
-    """The safetensors files of a folder: one `model.safetensors`, or the shards of its index."""
+    """The safetensors files of a folder: one `model.safetensors`, or the shards of its index. Quantised weights are read as
+    float32 (`quantized`)."""
 
     def __init__(self, folder: str | Path):
-        """Reads names and shapes only. Raises UserError when there are no weights or a shard is missing or torn."""
+        """Reads names and shapes only. Raises UserError when there are no weights, a shard is missing or torn, or weights are
+        quantised in a way that is not known."""
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.left_out: list[str] = []
+        """The tensors of layers for multi-token prediction, which are not used."""
+        raw = _description(folder)
+        self._blocks = quantized.blocks_of(raw, f"model {folder}/config.json")
         self._files: dict[Path, list[str]] = {}
+        self.scales: dict[str, str] = {}
+        """Of the quantised weights, the names of their scales."""
+        dtypes: dict[str, str] = {}
         for path in weight_paths(folder):
             try:
                 with safe_open(path, framework="pt") as file:
                     # Buffers that old checkpoints stored; they follow from config.json.
                     names = [name for name in list(file.keys()) if not name.endswith("rotary_emb.inv_freq")]
-                    self.shapes.update((name, tuple(file.get_slice(name).get_shape())) for name in names)
+                    for name in names:
+                        part = file.get_slice(name)
+                        self.shapes[name], dtypes[name] = tuple(part.get_shape()), part.get_dtype()
             except (OSError, SafetensorError) as error:
                 raise UserError(f"model {path}: cannot be read: {error}") from error
             self._files[path] = names
+        self._holders = {name: path for path, names in self._files.items() for name in names}
+        if self._blocks is not None:
+            for name, dtype in dtypes.items():
+                if dtype == "F8_E4M3":
+                    self.scales[name] = quantized.scales_of(name, self.shapes, self._blocks, f"model {folder}")
+        self._drop(self.scales.values())
+        self.left_out = [name for name in self.shapes if name.startswith(predicting_layers(raw))]
+        self._drop(self.left_out)
+        self.scales = {name: scales for name, scales in self.scales.items() if name in self.shapes}
+        if self.left_out:
+            told = f"{len(self.left_out)} tensors of layers for multi-token prediction are left out"
+            log.info("model %s: %s: %s, ...", folder, told, self.left_out[0])
+
+    def _drop(self, names: Iterable[str]) -> None:
+        gone = set(names)
+        self.shapes = {name: shape for name, shape in self.shapes.items() if name not in gone}
+        self._files = {path: [name for name in names if name not in gone] for path, names in self._files.items()}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor, one at a time, so that no more than one tensor lies in memory twice."""
         for path, names in self._files.items():
             with safe_open(path, framework="pt") as file:
                 for name in names:
-                    yield name, file.get_tensor(name)
+                    yield name, self._whole(file, name) if name in self.scales else file.get_tensor(name)
+
+    def _whole(self, file: Any, name: str) -> torch.Tensor:
+        assert self._blocks is not None
+        scales = self.scales[name]
+        with safe_open(self._holders[scales], framework="pt") as other:  # often the same file, but not always
+            found = other.get_tensor(scales)
+        return quantized.Dequantized(file.get_slice(name), found, self.shapes[name], self._blocks)[:]
 
     @contextlib.contextmanager
     def slices(self) -> Iterator[Callable[[str], Any]]:
         """While it is open: what reads any part of a tensor, by the tensor's name."""
         with contextlib.ExitStack() as stack:
             opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in self._files}
-            holding = {name: opened[path] for path, names in self._files.items() for name in names}
-            yield lambda name: holding[name].get_slice(name)
+
+            def read(name: str) -> Any:
+                part = opened[self._holders[name]].get_slice(name)
+                if self._blocks is None or name not in self.scales:
+                    return part
+                scales = opened[self._holders[self.scales[name]]].get_slice(self.scales[name])
+                return quantized.Dequantized(part, scales, self.shapes[name], self._blocks)
+
+            yield read
+
+
+def _description(folder: str | Path) -> dict[str, Any]:
+    path = Path(folder) / "config.json"
+    return read_object(path, f"model {path}") if path.is_file() else {}
+
+
+def predicting_layers(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """How the names begin of the tensors of layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2), by
+    config.json: the layers behind the model's. They predict further tokens from a layer's output, and change no logits."""
+    layers, count = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers")
+    if type(layers) is not int or type(count) is not int or not 0 < count < _PREDICTING:
+        return ()
+    return tuple(f"model.layers.{layers + index}." for index in range(count))

@@ -125,7 +125,7 @@ NAMES = ", ".join(f"{PREFIX}{name}" for name in sorted(FAMILIES))
 MOST_TOKENS = 131_072  # more than any configuration of ours asks for
 DEVIATION = 0.06  # of the weights
 SEED = 7
-RECIPE = 2  # part of the cache's key: raise it when this file changes what a folder holds
+RECIPE = 3  # part of the cache's key: raise it when this file changes what a folder holds
 
 _SIZES = {
     "vocab_size": 256 + len(SPECIAL_TOKENS) + len(CALL_TOKENS),
@@ -136,9 +136,35 @@ _SIZES = {
     "num_key_value_heads": 8,
     "head_dim": 32,  # the least that vLLM takes on CPUs
 }
-_OWN = {
+_OWN: dict[str, dict[str, Any]] = {
     "qwen2": {"hidden_size": 256},  # vLLM divides it by the heads, whatever head_dim says
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "mistral": {"sliding_window": 64},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "gemma3_text": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 64,
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 64},
+    "deepseek_v3": {
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
 }
 
 
@@ -163,7 +189,6 @@ def described(path: str, *, scores: bool = False) -> dict[str, Any] | None:
         "model_type": name,
         "architectures": [FAMILIES[name].architecture + task],
         **_SIZES,
-        **_OWN.get(name, {}),
         **({"id2label": {"0": "score"}, "label2id": {"score": 0}} if scores else {}),
         "hidden_act": "silu",
         "max_position_embeddings": MOST_TOKENS,
@@ -174,6 +199,7 @@ def described(path: str, *, scores: bool = False) -> dict[str, Any] | None:
         "bos_token_id": None,
         "eos_token_id": special[END_OF_TURN],
         "pad_token_id": special[END_OF_TEXT],
+        **_OWN.get(name, {}),
     }
 
 
@@ -214,7 +240,7 @@ def _written(cache: Path, described: dict[str, Any], scores: bool) -> Path:
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=cache) as scratch:
             whole = Path(scratch) / "whole"
             whole.mkdir()
-            _write(whole, described, family_for(described, value_head=scores))
+            _write(whole, described, family_for(described, value_head=scores, mapped=False))
             try:
                 whole.rename(folder)
             except OSError:  # a folder that is not empty is never replaced: another process was first
@@ -234,13 +260,13 @@ def _write(folder: Path, described: dict[str, Any], family: Family) -> None:
 
 
 def _weights(family: Family) -> Iterator[tuple[str, np.ndarray]]:
-    """Norms of 1, biases of 0, normal matrices: float32."""
+    """Norms that multiply by 1, biases of 0, normal matrices: float32."""
     import numpy as np
 
     random = np.random.default_rng(SEED)
     for name, shape in family.tensors().items():
         if name.endswith("norm.weight"):
-            yield name, np.ones(shape, np.float32)
+            yield name, np.full(shape, 0 if family.centred_norms else 1, np.float32)
         elif name.endswith("bias"):
             yield name, np.zeros(shape, np.float32)
         else:

@@ -29,6 +29,15 @@ LLAMA_3_1 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+GROUPED = {
+    "n_routed_experts": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
 # Twice √n·u of the largest logit, for n roundings between the tokens and the logits: see tests/closeness.py.
 DIFFERENCE = 2 * math.sqrt(forward_terms(tokens=64, layers=4)) * FLOAT32 * LOGITS
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,8 +45,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1": ("llama", {"rope_scaling": LLAMA_3_1, "rope_theta": 5e5, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2-tied", {}),
+    "llama-yarn": ("llama", {"rope_scaling": YARN, "rope_theta": 5e2}),
     "qwen3": ("qwen3", {"rope_theta": 1e6}),
     "qwen3_moe": ("qwen3_moe", {}),
+    "mistral": ("mistral", {}),
+    "mixtral": ("mixtral", {"sliding_window": 16}),
+    "deepseek_v3": ("deepseek_v3", {"q_lora_rank": None}),
+    "deepseek_v3-grouped": ("deepseek_v3", GROUPED),
     "qwen3_moe-mixed": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
 }
 
@@ -54,6 +68,9 @@ def make_model(folder: Path, case: str) -> None:
         for name, parameter in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith(family.ROUTER_BIAS):
+            torch.nn.init.normal_(buffer, 0.6, 0.1)
     model.save_pretrained(folder)
 
 
@@ -68,7 +85,9 @@ def silent(phase: str, done: int, total: int) -> None: ...
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_transformers_own(case: str, tmp_path: Path) -> None:
     make_model(tmp_path / "hf", case)
-    layout = Layout(tensor=2, pipeline=2, expert=2 if "moe" in case else 1, layers_per_stage=(1, 3))
+    layout = Layout(
+        tensor=2, pipeline=2, expert=2 if case.startswith(("qwen3_moe", "mixtral", "deepseek")) else 1, layers_per_stage=(1, 3)
+    )
     report = conversion.to_core(tmp_path / "hf", tmp_path / "core", layout, check_logits=True, show=silent)
     assert report.difference is not None
     assert report.difference < DIFFERENCE

@@ -37,7 +37,14 @@ EXPERTS = {
     "expert and pipeline": Layout(1, 2, processes=4, expert=2),
     "expert and context": Layout(1, processes=2, context=2, expert=2),
 }
-FAMILIES = {"qwen2_untied": "pipeline", "qwen3": "tensor with sequence", "llama": "tensor", "llama3_scaled": "one rank"}
+FAMILIES = {
+    "qwen2_untied": "pipeline",
+    "qwen3": "tensor with sequence",
+    "llama": "tensor",
+    "llama3_scaled": "one rank",
+    "mistral": "context",
+    "mixtral_sliding": "pipeline",
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +105,10 @@ def test_a_family_is_the_torch_engine(tmp_path: Path, family: str) -> None:
     assert_equal(train(tmp_path, LAYOUTS[FAMILIES[family]]), train(tmp_path, TORCH))
 
 
-@pytest.fixture(scope="module")
-def of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3_moe_tied", "deepseek_v3"])
+def of_experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
-    save_model(folder / "policy", "qwen3_moe_tied")
+    save_model(folder / "policy", request.param)
     (folder / "policy" / "tokenizer.json").write_text('{"version": "1.0"}')
     return folder
 
@@ -115,7 +122,9 @@ def expected_of_experts(of_experts: Path) -> dict[str, Any]:
 def test_a_mixture_of_experts_is_the_torch_engine(
     of_experts: Path, expected_of_experts: dict[str, Any], layout: Layout
 ) -> None:
-    assert_equal(train(of_experts, layout), expected_of_experts)
+    found = train(of_experts, layout)
+    assert_equal(found, expected_of_experts)
+    assert_published(of_experts, layout, found)
 
 
 def test_fsdp_has_a_gradient_for_experts_that_one_rank_has_no_token_for(

@@ -29,6 +29,41 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | _sizes(2048, 6144, 48, 32, 4),
 }
 
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "tie_word_embeddings": False,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}
+CONFIGS["deepseek_v3_671b"] = DEEPSEEK | _sizes(7168, 18432, 61, 128, 128)
+
 PARAMETERS = {  # as their publishers count them: the elements of the safetensors
     "qwen25_1.5b": 1_543_714_304,
     "qwen25_7b": 7_615_616_512,
@@ -36,4 +71,5 @@ PARAMETERS = {  # as their publishers count them: the elements of the safetensor
     "qwen3_8b": 8_190_735_360,
     "qwen3_32b": 32_762_123_264,
     "qwen3_30b_a3b": 30_532_122_624,
+    "deepseek_v3_671b": 671_026_419_200,  # without the layer for multi-token prediction
 }

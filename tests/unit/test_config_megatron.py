@@ -187,8 +187,8 @@ def test_what_it_does_not_do() -> None:
     own = {"critic": {"optimizer": {"name": "adamw_8bit"}}, "services": {"critic": whole["services"]["trainer"]}}
     (fault,) = faults(role="critic", **own)
     assert fault == "critic.optimizer.name: adamw_8bit is engine torch's; must be adamw for engine megatron"
-    (fault,) = faults(MODEL | {"model_type": "deepseek_v3"}, **whole)
-    assert "multi-head latent attention" in fault
+    (fault,) = faults(MODEL | {"model_type": "deepseek_v2"}, **whole)
+    assert "model_type 'deepseek_v2' has no mapping to megatron-core" in fault
     (fault,) = faults(services={"trainer": {"processes": 2, "parallel": {"tensor": 2}}})
     assert fault.startswith("services.trainer.parallel: is for engine megatron")
 

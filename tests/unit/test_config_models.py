@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from runtime.models.families import FAMILIES
 from tests.unit.config_cases import PPO, checked, model_folder
 
 
@@ -40,12 +41,12 @@ def test_model_folders(sound: dict[str, Any], tmp_path: Path) -> None:
     ]
 
 
-DECODED = "must be one of llama, qwen2, qwen3, qwen3_moe"
+DECODED = f"must be one of {', '.join(FAMILIES)}"
 DIVERGING = {"algorithm": {"kl_coefficient": 0.1}}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "qwen2_moe"])
+@pytest.mark.parametrize("kind", ["phi3", "granite", "qwen2_moe"])
 def test_embedded_rollouts_and_references_take_the_decoders_families_alone(
     sound: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
@@ -67,10 +68,10 @@ def test_embedded_rollouts_and_references_take_the_decoders_families_alone(
 
 
 def test_what_the_decoder_does_not_compute_of_its_families_is_refused(sound: dict[str, Any], tmp_path: Path) -> None:
-    stretched = str(model_folder(tmp_path / "a", rope_scaling={"rope_type": "yarn", "factor": 4.0}))
+    stretched = str(model_folder(tmp_path / "a", rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
     assert checked(sound, model={"path": stretched}) == [
-        "services.rollout.engine: torch: model.path: rope_type 'yarn' is not supported; must be one of default, llama3; "
-        "or take engine vllm"
+        "services.rollout.engine: torch: model.path: rope_type 'dynamic' is not supported; must be one of default, linear, "
+        "llama3, yarn; or take engine vllm"
     ]
 
 
@@ -83,7 +84,11 @@ def test_what_the_decoder_does_not_compute_of_its_families_is_refused(sound: dic
             "a qwen3_next model cannot run packed (linear_attention); all layers must be full or sliding attention",
         ),
         ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "a gemma2 model cannot run packed (its attention has soft"),
-        ({"model_type": "gpt_oss"}, "a gpt_oss model cannot run packed (its attention has sinks"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config has quant_method 'mxfp4', which is not trained; must be a folder of bfloat16 weights",
+        ),
+        ({"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}, "quantization_config: quant_method 'awq', "),
     ],
 )
 def test_trainer_critic_and_reward_model_take_what_transformers_runs_packed(
@@ -107,12 +112,27 @@ def test_trainer_critic_and_reward_model_take_what_transformers_runs_packed(
 
 
 def test_megatron_names_the_folder_that_it_cannot_take(sound: dict[str, Any], tmp_path: Path) -> None:
-    other = str(model_folder(tmp_path / "other", model_type="mistral"))
-    stretched = str(model_folder(tmp_path / "a", model_type="qwen2", rope_scaling={"rope_type": "yarn", "factor": 4.0}))
+    other = str(model_folder(tmp_path / "other", model_type="phi3"))
+    stretched = str(model_folder(tmp_path / "a", model_type="qwen2", rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
     spread = {"engine": "megatron", "python": sys.executable}
     assert checked(sound, **PPO | {"critic": {"path": other}}, services={"critic": spread}) == [
-        "critic.path: model_type 'mistral' has no mapping to megatron-core; must be one of llama, qwen2, qwen3, qwen3_moe"
+        "critic.path: model_type 'phi3' has no mapping to megatron-core; must be one of llama, qwen2, qwen3, qwen3_moe, "
+        "mistral, mixtral, deepseek_v3"
     ]
     assert checked(sound, model={"reference": stretched}, services={"reference": spread}, **DIVERGING) == [
-        "model.reference: rope_type 'yarn' is not supported; must be one of default, llama3"
+        "model.reference: rope_type 'dynamic' is not supported; must be one of default, linear, llama3, yarn"
     ]
+
+
+def test_weights_in_float8_are_for_the_embedded_engines(sound: dict[str, Any], tmp_path: Path) -> None:
+    float8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    other = str(model_folder(tmp_path / "other", quantization_config=float8))
+    assert checked(sound, model={"path": other}) == []
+    assert checked(sound, model={"path": other}, services={"rollout": {"engine": "vllm", "python": sys.executable}}) == [
+        "services.rollout.engine: vllm: model.path is quantised, what is published is not; must be torch, or another folder"
+    ]
+    awq = str(model_folder(tmp_path / "awq", quantization_config={"quant_method": "awq"}))
+    told = (
+        "model.path: quantization_config: quant_method 'awq', fmt 'e4m3', weight_block_size None is not supported; must be fp8"
+    )
+    assert all(told in fault for fault in checked(sound, model={"path": awq}))

@@ -187,7 +187,7 @@ class TestRefusedToCore:
         assert to_core(tmp_path / "hf", tmp_path / "core") == 2
         refused(capsys, tmp_path, f"--in: {tmp_path / 'hf'} is not a folder")
 
-    @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+    @pytest.mark.parametrize("name", ["deepseek_v2", "gpt_oss"])
     def test_architectures(self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         write_folder(tmp_path / "hf", "qwen2")
         (tmp_path / "hf" / "config.json").write_text(json.dumps({**CONFIGS["qwen2"], "model_type": name}))

@@ -29,7 +29,8 @@ FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_l
 
 
 def stored(case: str, tensors: Tensors, value_head: bool = False) -> Tensors:
-    """What megatron-core makes of a model: its parameters stacked by layer, and experts by their number within each."""
+    """What megatron-core makes of a model: its parameters stacked by layer where all are alike, and experts by their
+    number within each."""
     found: Tensors = {}
     of_layers: dict[str, dict[int, dict[int, torch.Tensor]]] = {}
     family = make_family(case, value_head=value_head)
@@ -44,9 +45,16 @@ def stored(case: str, tensors: Tensors, value_head: bool = False) -> Tensors:
         for own, fused in FUSED.items():
             rest = rest.replace(own, fused)
         of_layers.setdefault(rest, {}).setdefault(int(layer[1]), {})[int(expert[1]) if expert else 0] = piece
+    alike = all(len(layers) == family.shape.layers for layers in of_layers.values())
     for rest, layers in of_layers.items():
-        rows = [torch.stack(list(experts.values())) if "experts." in rest else experts[0] for experts in layers.values()]
-        found[f"decoder.layers.{rest}"] = torch.stack(rows)
+        rows = {
+            number: torch.stack(list(experts.values())) if "mlp.experts." in rest else experts[0]
+            for number, experts in layers.items()
+        }
+        if alike:
+            found[f"decoder.layers.{rest}"] = torch.stack(list(rows.values()))
+        else:
+            found.update((f"decoder.layers.{number}.{rest}", row) for number, row in rows.items())
     return found
 
 

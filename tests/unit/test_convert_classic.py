@@ -62,7 +62,13 @@ def change(folder: Path, rank: str, by: Callable[[dict[str, Any]], object]) -> N
     torch.save(state, path)
 
 
-CASES = [(case, options) for case in CONFIGS for options in LAYOUTS + (SPARSE if case == "qwen3_moe" else [])]
+UNTOLD = ("mistral", "mixtral", "deepseek_v3")  # by the arguments
+CASES = [
+    (case, options)
+    for case in CONFIGS
+    for options in LAYOUTS + (SPARSE if case in ("qwen3_moe", "mixtral", "deepseek_v3") else [])
+]
+CASES += [("deepseek_v3", f"{options} --mindspeed-mla") for options in (LAYOUTS[3], *SPARSE[:2], SPARSE[-1])]
 
 
 @pytest.mark.parametrize("case,options", CASES)
@@ -85,7 +91,7 @@ def test_there_and_back_is_the_same(case: str, options: str, tmp_path: Path) -> 
     }
 
 
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", [case for case in CONFIGS if case not in UNTOLD])
 def test_the_arguments_alone_describe_the_model(case: str, tmp_path: Path) -> None:
     tensors = write_folder(tmp_path / "hf", case)
     assert to_megatron(tmp_path / "hf", tmp_path / "megatron", "--tensor-parallel 2") == 0
@@ -94,6 +100,23 @@ def test_the_arguments_alone_describe_the_model(case: str, tmp_path: Path) -> No
     found = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {key: found[key] for key in CONFIGS[case] if key in found} == {k: v for k, v in CONFIGS[case].items() if k in found}
     assert CONFIGS[case].keys() - found.keys() == set()
+
+
+@pytest.mark.parametrize(
+    "case,told",
+    [
+        ("mistral", "args.window_size is (15, 0); --hf-config DIR, the original folder, tells all of it"),
+        ("deepseek_v3", "args.multi_latent_attention is True; --hf-config DIR, the original folder, tells all of it"),
+        ("mixtral", "args.num_experts is 4 without qk_layernorm; --hf-config DIR tells the family"),
+    ],
+)
+def test_families_that_the_arguments_do_not_tell(
+    case: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_folder(tmp_path / "hf", case)
+    assert to_megatron(tmp_path / "hf", tmp_path / "megatron") == 0
+    assert to_hf(tmp_path / "megatron", tmp_path / "back") == 2
+    assert told in capsys.readouterr().err
 
 
 def test_what_the_arguments_do_not_tell_has_to_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,3 +335,42 @@ def test_padding_is_cut_off(tmp_path: Path) -> None:
     change(tmp_path / "megatron", "mp_rank_01", fill)
     assert to_hf(tmp_path / "megatron", tmp_path / "back") == 0
     assert same(load_file(tmp_path / "back" / "model.safetensors"), tensors)
+
+
+def test_latent_attention_has_the_names_and_shapes_of_whoever_reads_it(tmp_path: Path) -> None:
+    """Its down-projections are cut over tensor ranks, whole, or one; whole, all ranks have the same."""
+    tensors = write_folder(tmp_path / "hf", "deepseek_v3")
+    own = "model.layers.0.self_attn."
+    downs = tensors[f"{own}q_a_proj.weight"], tensors[f"{own}kv_a_proj_with_mqa.weight"]
+    found = {}
+    for options in ("", "--transformer-impl transformer_engine", "--mindspeed-mla"):
+        target = tmp_path / f"megatron{len(found)}"
+        assert to_megatron(tmp_path / "hf", target, f"--tensor-parallel 2 {options}") == 0
+        found[options] = [rank["model"] for rank in ranks(target).values()]
+    name = f"{LAYER}.self_attention."
+    cut, whole, joined = found.values()
+    assert torch.equal(torch.cat([rank[f"{name}linear_q_down_proj.weight"] for rank in cut]), downs[0])
+    for rank in whole:
+        assert torch.equal(rank[f"{name}linear_kv_down_proj.weight"], downs[1])
+        assert torch.equal(rank[f"{name}linear_kv_up_proj.layer_norm_weight"], tensors[f"{own}kv_a_layernorm.weight"])
+        assert f"{LAYER}.input_layernorm.weight" in rank  # one with no matrix there
+    for rank in joined:
+        assert torch.equal(rank[f"{name}linear_qkv.weight"], torch.cat(downs))
+        assert torch.equal(rank[f"{name}k_layernorm.weight"], tensors[f"{own}kv_a_layernorm.weight"])
+    assert torch.equal(torch.cat([rank[f"{name}linear_qb.weight"] for rank in joined]), tensors[f"{own}q_b_proj.weight"])
+    assert torch.equal(torch.cat([rank[f"{name}linear_kvb.weight"] for rank in joined]), tensors[f"{own}kv_b_proj.weight"])
+
+
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
+def test_mindspeeds_names_are_for_ranks_of_queries(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_folder(tmp_path / "hf", case, **({"q_lora_rank": None} if case == "deepseek_v3" else {}))
+    assert to_megatron(tmp_path / "hf", tmp_path / "megatron", "--mindspeed-mla") == 2
+    refused(capsys, tmp_path, "--mindspeed-mla: is for latent attention with a q_lora_rank, and not with --transformer-impl")
+
+
+def test_projections_that_mindspeed_splits_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_folder(tmp_path / "hf", "deepseek_v3")
+    assert to_megatron(tmp_path / "hf", tmp_path / "megatron", "--mindspeed-mla") == 0
+    change(tmp_path / "megatron", "mp_rank_00", lambda state: setattr(state["args"], "mla_mm_split", True))
+    assert to_hf(tmp_path / "megatron", tmp_path / "back", tmp_path / "hf") == 2
+    assert "args.mla_mm_split is True, which is not supported; must be False" in capsys.readouterr().err

@@ -224,7 +224,11 @@ class TestRefusedToHf:
         [
             ("noop_layers", "0,3", "args.num_layers is 4; by config.json, num_hidden_layers 4, it is 6"),
             ("schedules_method", "dualpipev", "args.schedules_method is 'dualpipev', which is not supported"),
-            ("multi_latent_attention", True, "args.multi_latent_attention is True, which is not supported; must be False"),
+            (
+                "multi_latent_attention",
+                True,
+                "args.multi_latent_attention is True; by config.json, model_type 'qwen2', it is False",
+            ),
             ("mtp_num_layers", 1, "args.mtp_num_layers is 1, which is not supported; must be 0"),
             (
                 "tensor_model_parallel_size",

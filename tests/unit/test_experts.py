@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -136,3 +137,53 @@ def test_another_activation_is_left_to_the_block():
     join_experts(ours)
     x = torch.randn(1, 5, HIDDEN, dtype=torch.float64)
     assert torch.equal(ours(x)[0], theirs(x)[0])
+
+
+# ------------------------------------------------------------------------------------------------ other blocks of transformers
+
+
+def mixtral_block() -> torch.nn.Module:
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    torch.manual_seed(1)
+    shape = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_local_experts": 16, "num_experts_per_tok": 2}
+    return MixtralSparseMoeBlock(MixtralConfig(**shape, router_jitter_noise=0.5)).double()
+
+
+def gpt_oss_block() -> torch.nn.Module:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+
+    torch.manual_seed(1)
+    shape = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_local_experts": 16, "num_experts_per_tok": 2}
+    made = GptOssMLP(GptOssConfig(**shape)).double()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=3.0)  # so that some gates and some of the others are clamped
+    return made
+
+
+@pytest.mark.parametrize("make", [mixtral_block, gpt_oss_block])
+def test_other_blocks_have_the_same_outputs_and_gradients(make: Any):
+    ours, theirs = make(), make().eval()  # without jitter
+    theirs.load_state_dict(ours.state_dict())
+    join_experts(ours)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    x, found = torch.randn(1, 9, HIDDEN, dtype=torch.float64), []
+    for module in (ours, theirs):
+        given = x.clone().requires_grad_()
+        out = module(given)[0]
+        out.square().sum().backward()
+        found.append({"out": out, "x": given.grad, **{name: each.grad for name, each in module.named_parameters()}})
+    for name, expected in found[1].items():
+        if expected is None:
+            assert found[0][name] is None or not found[0][name].any(), name
+        else:
+            assert_close(found[0][name], expected, terms=64, what=name)  # the weights of the experts are float32
+
+
+def test_gpt_oss_clamps() -> None:
+    """gate · σ(1.702 gate) · (other + 1), of at most 7, and of -7 to 7: in turn, one gate and one other."""
+    found = experts.clamped_swiglu(torch.tensor([[9.0, 9.0, -9.0, -9.0, 1.0, 2.0]], dtype=torch.float64))
+    sigma = [1 / (1 + math.exp(-1.702 * gate)) for gate in (7, -9, 1)]
+    assert found.tolist() == [pytest.approx([7 * sigma[0] * 8, -9 * sigma[1] * -6, sigma[2] * 3])]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from runtime.errors import InvariantViolated, UserError
+from runtime.models import tiny_model
 from runtime.models.families import Family, Layout, Parameter, family_for
 from tests.unit.family_cases import CONFIGS, make_family, make_tensors
 
@@ -22,8 +23,17 @@ LAYOUTS = [
 ]
 
 
+# Of the layers that have experts: what holds them, and the gate, up and down projection of each.
+EXPERTS = {
+    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "deepseek_v3": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+}
+DENSE = ("gate_proj", "up_proj", "down_proj")
+
+
 def suits(case: str, layout: Layout) -> bool:
-    return layout.expert == 1 or case == "qwen3_moe"
+    return layout.expert == 1 or case in EXPERTS
 
 
 CASES = [
@@ -57,10 +67,10 @@ def expected(case: str, tensors: Tensors, layout: Layout, pipeline: int, expert:
             rows = torch.cat([rows, torch.zeros(1, rows.shape[1])])
         return part(rows, 0, tensor, t)
 
-    def mlp(source: str, target: str) -> None:
-        halves = [part(tensors[f"{source}.{half}_proj.weight"], 0, tensor, t) for half in ("gate", "up")]
+    def mlp(source: str, target: str, names: tuple[str, str, str] = DENSE) -> None:
+        halves = [part(tensors[f"{source}.{half}.weight"], 0, tensor, t) for half in names[:2]]
         found[f"{target}.linear_fc1.weight"] = torch.cat(halves)
-        found[f"{target}.linear_fc2.weight"] = part(tensors[f"{source}.down_proj.weight"], 1, tensor, t)
+        found[f"{target}.linear_fc2.weight"] = part(tensors[f"{source}.{names[2]}.weight"], 1, tensor, t)
 
     def attention(source: str, target: str, kind: str) -> None:
         q, k, v = (tensors[f"{source}.{name}_proj.{kind}"] for name in "qkv")
@@ -71,13 +81,23 @@ def expected(case: str, tensors: Tensors, layout: Layout, pipeline: int, expert:
             rows += [whole[group * head_dim : (group + 1) * head_dim] for whole in (k, v)]
         found[f"{target}.linear_qkv.{kind}"] = torch.cat(rows)
 
+    def latent(source: str, target: str) -> None:
+        downs = {"q_down": "q_a_proj", "kv_down": "kv_a_proj_with_mqa"}
+        for name, own in {**downs, "q_up": "q_b_proj", "kv_up": "kv_b_proj"}.items():
+            found[f"{target}.linear_{name}_proj.weight"] = part(tensors[f"{source}.{own}.weight"], 0, tensor, t)
+        for name in ("q", "kv"):
+            found[f"{target}.{name}_layernorm.weight"] = tensors[f"{source}.{name}_a_layernorm.weight"]
+
     if pipeline == 0:
         found["embedding.word_embeddings.weight"] = vocabulary("model.embed_tokens.weight")
     for layer in range(4):
         if stages[layer] != pipeline:
             continue
         source, target = f"model.layers.{layer}", f"decoder.layers.{layer - stages.index(pipeline)}"
-        attention(f"{source}.self_attn", f"{target}.self_attention", "weight")
+        if case == "deepseek_v3":
+            latent(f"{source}.self_attn", f"{target}.self_attention")
+        else:
+            attention(f"{source}.self_attn", f"{target}.self_attention", "weight")
         if case.startswith("qwen2"):
             attention(f"{source}.self_attn", f"{target}.self_attention", "bias")
         if case.startswith("qwen3"):
@@ -87,11 +107,16 @@ def expected(case: str, tensors: Tensors, layout: Layout, pipeline: int, expert:
         found[f"{target}.self_attention.linear_proj.weight"] = output
         found[f"{target}.input_layernorm.weight"] = tensors[f"{source}.input_layernorm.weight"]
         found[f"{target}.pre_mlp_layernorm.weight"] = tensors[f"{source}.post_attention_layernorm.weight"]
-        if case == "qwen3_moe":
-            found[f"{target}.mlp.router.weight"] = tensors[f"{source}.mlp.gate.weight"]
+        if case == "deepseek_v3" and layer:
+            found[f"{target}.mlp.router.expert_bias"] = tensors[f"{source}.mlp.gate.e_score_correction_bias"]
+            mlp(f"{source}.mlp.shared_experts", f"{target}.mlp.shared_experts")
+        if case in EXPERTS and not (case == "deepseek_v3" and layer == 0):
+            block, names = EXPERTS[case]
+            found[f"{target}.mlp.router.weight"] = tensors[f"{source}.{block}.gate.weight"]
             each = 4 // layout.expert
             for local in range(each):
-                mlp(f"{source}.mlp.experts.{expert * each + local}", f"{target}.mlp.experts.local_experts.{local}")
+                own = f"{source}.{block}.experts.{expert * each + local}"
+                mlp(own, f"{target}.mlp.experts.local_experts.{local}", names)
         else:
             mlp(f"{source}.mlp", f"{target}.mlp")
     if pipeline == layout.pipeline - 1:
@@ -208,7 +233,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "config,told",
         [
-            ({"model_type": "deepseek_v3"}, "multi-head latent attention (MLA) is not supported"),
+            ({"model_type": "deepseek_v2"}, "model_type 'deepseek_v2' has no mapping to megatron-core"),
             ({"model_type": "gemma"}, "model_type 'gemma' has no mapping to megatron-core; must be one of llama, qwen2, qwen3"),
             ({}, "model_type None has no mapping"),
             ({**CONFIGS["llama"], "attention_bias": True}, "attention_bias True is not supported"),
@@ -219,13 +244,33 @@ class TestRefusals:
             ({**CONFIGS["qwen3_moe"], "num_experts": None}, "num_experts is None"),
             ({**CONFIGS["qwen3_moe"], "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
             ({**CONFIGS["qwen3_moe"], "num_experts_per_tok": 5}, "num_experts_per_tok is 5; must be at most num_experts 4"),
-            ({**CONFIGS["qwen3_moe"], "num_experts_per_tok": 1}, "norm_topk_prob with num_experts_per_tok 1 is not supported"),
+            ({**CONFIGS["qwen3_moe"], "num_experts_per_tok": 1}, "num_experts_per_tok 1 with weights that add up to 1 is"),
+            ({**CONFIGS["mixtral"], "num_local_experts": "some"}, "num_local_experts is 'some'; must be a positive integer"),
+            ({**CONFIGS["mixtral"], "num_experts_per_tok": 5}, "num_experts_per_tok is 5; must be at most num_local_experts 4"),
         ],
     )
     def test_models_without_a_mapping(self, config: dict[str, Any], told: str) -> None:
         with pytest.raises(UserError, match=r"^model/config.json: ") as raised:
             family_for(config, "model/config.json")
         assert told in str(raised.value)
+
+    @pytest.mark.parametrize(
+        "name,missing",
+        [
+            ("gemma3_text", "the norms behind its attention and its MLP"),
+            ("gpt_oss", "its attention's sinks and its experts' biases"),
+        ],
+    )
+    def test_families_that_megatron_core_has_no_place_for(self, name: str, missing: str) -> None:
+        """Their tables have names and shapes alone, which tiny models are made by."""
+        config = tiny_model.described(f"tiny:{name}")
+        assert config is not None
+        with pytest.raises(UserError) as raised:
+            family_for(config, "config.json")
+        mapped = "llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, deepseek_v3"
+        told = f"config.json: model_type {name!r} has no mapping to megatron-core, for {missing}; must be one of {mapped}"
+        assert str(raised.value) == told
+        assert family_for(config, mapped=False).tensors()
 
     def test_tensors_of_another_model(self) -> None:
         family = make_family("qwen2")

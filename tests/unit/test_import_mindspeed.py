@@ -183,10 +183,9 @@ def test_what_is_refused_can_be_left_out_knowingly(folder: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ("multi_latent_attention: true", "model.qwen25_7b.multi_latent_attention"),
-        ("n_shared_experts: 1", "model.qwen25_7b.n_shared_experts"),
-        ("moe_router_score_function: sigmoid", "model.qwen25_7b.moe_router_score_function"),
-        ("moe_router_num_groups: 8", "model.qwen25_7b.moe_router_num_groups"),
+        ("is_pairwise_dataset: true", "model.qwen25_7b.is_pairwise_dataset"),
+        ("mm_model: qwen2vl", "model.qwen25_7b.mm_model"),
+        ("skip_train: true", "model.qwen25_7b.skip_train"),
     ],
 )
 def test_what_says_what_is_trained_cannot_be_left_out(

@@ -70,7 +70,7 @@ def test_keys_within_mappings_are_compared_too() -> None:
 
 
 def test_what_says_what_is_trained() -> None:
-    assert {"stage", "multi_latent_attention", "n_shared_experts", "moe_router_score_function", "skip_train"} <= essential()
+    assert {"stage", "is_pairwise_dataset", "mm_model", "skip_train"} <= essential()
     assert not {"top_p", "top_k", "multi_turn_enable", "adv_estimator", "use_integrated_worker"} & essential()
 
 

@@ -42,6 +42,7 @@ def arguments(preset: str, folder: Path) -> list[str]:
         "data: {handler: gsm8k}\n"
         "rewards: {rules: [{name: gsm8k}]}\n"
         "algorithm: {kl_coefficient: 0.01}\n"
+        "training: {groups_per_step: 16}\n"
         "services: {rollout: {slots: 8}}\n"
     )
     overrides = {"services.preset": preset, "model.path": model, "data.train": folder / "train.jsonl"}

@@ -71,7 +71,7 @@ def make_groups(vocabulary: int = VOCABULARY) -> list[list[np.ndarray]]:
 
 @pytest.mark.parametrize("pad", [None, 7])
 @pytest.mark.parametrize("budget", [1, 60, 4096])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3_scaled"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3_scaled", "mistral", "gemma3"])
 def test_scores_equal_transformers(tmp_path: Path, name: str, budget: int, pad: int | None) -> None:
     model = save_classifier(tmp_path, name, pad_token_id=pad)
     groups = make_groups()

@@ -50,9 +50,9 @@ def make(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setattr(module, "_PACE", 0.0)
     engines = []
 
-    def build(drafts: bool = True, slots: int = 6, **options: Any) -> TorchRolloutEngine:
+    def build(drafts: bool = True, slots: int = 6, path: Path = folder, **options: Any) -> TorchRolloutEngine:
         options = {"device": CPU, "dtype": torch.float32, "max_model_len": 64, **options}
-        engine = TorchRolloutEngine(str(folder), slots=slots, drafts=drafts, **options)
+        engine = TorchRolloutEngine(str(path), slots=slots, drafts=drafts, **options)
         if engine._drafts is not None:
             buckets = len(engine._drafts.rates)
             engine._drafts.rates, engine._drafts._seen = [0.999] * buckets, [10**9] * buckets
@@ -101,6 +101,20 @@ def test_replies_are_those_of_an_engine_without(
     assert (drafted.decode_tokens, plain.drafted_tokens) == (plain.decode_tokens, 0)
     assert 0 < drafted.accepted_tokens < drafted.drafted_tokens
     assert drafted.decode_steps < plain.decode_steps
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
+def test_families_with_windows_and_sinks_check_several_tokens_at_once(tmp_path: Path, make: Make, family: str) -> None:
+    save_model(tmp_path, family)
+    with_drafts, without = make(path=tmp_path), make(drafts=False, path=tmp_path)
+    for number in range(2):
+        requests = epoch(number, temperature=0.4)
+        found, expected = run(with_drafts, *requests), run(without, *requests)
+        for each in requests:
+            assert tokens_of(found[each.group_id]) == tokens_of(expected[each.group_id])
+            for one, other in zip(found[each.group_id], expected[each.group_id], strict=True):
+                assert_close(one.logprobs, other.logprobs, terms=forward_terms(64), scale=LOGITS / 0.4)
+    assert with_drafts.stats().accepted_tokens > 0
 
 
 def test_replies_are_drawn_as_often_as_the_model_has_them(make: Make, model: Any) -> None:

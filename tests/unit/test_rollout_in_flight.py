@@ -89,7 +89,7 @@ def of_many_lengths() -> list[GroupRequest]:
     return [request(i, 2, tuple(prompt), limit) for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))]
 
 
-@pytest.mark.parametrize("models", ["qwen2", "qwen3", "llama3_scaled"], indirect=True)
+@pytest.mark.parametrize("models", ["qwen2", "qwen3", "llama3_scaled", "gemma3", "gpt_oss"], indirect=True)
 @pytest.mark.parametrize("together", [8192, 40])
 def test_recomputed_sequences_go_on_as_the_new_weights_would(
     models: Models, monkeypatch: pytest.MonkeyPatch, together: int

@@ -29,6 +29,7 @@ PURE = (
     "runtime/data/order.py",
     *(f"runtime/rewards/{name}.py" for name in ("accuracy", "extraction", "format", "numeric", "rules")),
     "runtime/models/families/",
+    "runtime/models/rope.py",
     "runtime/weights/plain_pickle.py",
     "runtime/telemetry/report/lineages.py",
     "runtime/telemetry/report/thinning.py",

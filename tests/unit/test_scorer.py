@@ -60,7 +60,7 @@ def make_scorer(folder: Path, budget: int = 4096) -> TorchScorer:
 
 @pytest.mark.parametrize("row_tokens", [1, 60, 512])
 @pytest.mark.parametrize("budget", [1, 100, 4096])
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3_scaled"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama3_scaled", "mistral", "gemma3", "gpt_oss"])
 def test_values_equal_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, budget: int, row_tokens: int
 ) -> None:

@@ -33,6 +33,9 @@ class Oracle:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+        for module in self.model.modules():
+            if type(module).__name__ == "DeepseekV3TopkRouter":  # which computes in float32 whatever the model is of
+                module.register_forward_hook(lambda _module, _inputs, found: (found[0], found[1].double()))
 
     def gradients(self, groups: list[TrainGroup], config: Config) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         algorithm, temperature = config.algorithm, config.sampling.temperature
@@ -65,7 +68,7 @@ class Oracle:
         names = ("actor/pg_loss", "actor/kl_loss", "actor/entropy")
         metrics = {name: mean.item() for name, mean in zip(names, means, strict=True)}
         gradients = {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
-        metrics["actor/grad_norm"] = math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
+        metrics["actor/grad_norm"] = math.sqrt(sum(float(g.square().sum()) for g in gradients.values() if g is not None))
         return metrics, gradients
 
 
@@ -174,7 +177,22 @@ def test_invalid_samples_weigh_nothing(policy: str):
     assert_same(weights(engines[0]), weights(engines[1]))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama3_scaled", "llama_biased"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3",
+        "qwen3_moe",
+        "llama3_scaled",
+        "llama_biased",
+        "qwen2_yarn",
+        "mistral",
+        "mixtral_sliding",
+        "gemma3",
+        "gemma3_capped",
+        "gpt_oss",
+        "deepseek_v3",
+    ],
+)
 def test_other_families(tmp_path: Path, family: str):
     save_model(tmp_path, family)
     config = make_config(str(tmp_path), algorithm=LOSS_TERMS)
@@ -205,6 +223,14 @@ def test_sliding_windows_are_kept(tmp_path: Path):
     expected, _ = Oracle(path).gradients(groups, config)
     got = comparable(run_step(policy_trainer(config), groups))
     assert_metrics({name: got[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", 32**0.5), ("bfloat16", 5.65625)])
+def test_gemma_scales_embeddings_as_its_rollouts_do(tmp_path: Path, dtype: str, scale: float):
+    """Rounded to what is computed in, also where the weights are float32."""
+    save_model(tmp_path, "gemma3")
+    embedding = policy_trainer(make_config(str(tmp_path), dtype=dtype)).backend.model.model.embed_tokens
+    assert embedding.embed_scale.item() == pytest.approx(scale, rel=1e-7)
 
 
 def test_metrics(policy: str):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers
 
+from runtime.models.families.family import ROUTER_BIAS
+
 VOCABULARY = 61
 _SHAPE = {
     "vocab_size": VOCABULARY,
@@ -27,6 +29,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -35,17 +38,78 @@ _EXPERTS = {
     "num_hidden_layers": 3,
     "mlp_only_layers": [1],
 }
+_GEMMA = {
+    "head_dim": 12,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 20,
+    "rope_local_base_freq": 50.0,
+    "rope_theta": 500.0,
+    "sliding_window": 7,
+    "sliding_window_pattern": 3,
+    "tie_word_embeddings": True,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+    "tie_word_embeddings": False,
+}
+_CLASSES = {"Gemma3Config": "Gemma3TextConfig", "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification"}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen2_untied": ("Qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama3_scaled": ("Llama", {"rope_scaling": _LLAMA3, "rope_theta": 500.0, "tie_word_embeddings": False}),
+    "llama_linear": ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}, "tie_word_embeddings": False}),
+    "qwen2_yarn": ("Qwen2", {"rope_scaling": _YARN, "rope_theta": 500.0, "tie_word_embeddings": False}),
     "llama_biased": ("Llama", {"attention_bias": True, "tie_word_embeddings": False}),
+    "gemma3": ("Gemma3", {**_GEMMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "gemma3_capped": ("Gemma3", {**_GEMMA, "final_logit_softcapping": 3.0, "num_hidden_layers": 3, "layer_types": None}),
+    "mistral": ("Mistral", {"sliding_window": 7, "tie_word_embeddings": False}),
+    "mistral_whole": ("Mistral", {"sliding_window": None, "head_dim": 12, "tie_word_embeddings": True}),
 }
 
 
 WITH_EXPERTS = {
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 3,
+            "rope_scaling": {**_YARN, "truncate": False},
+            "sliding_window": 7,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
+    "mixtral_sliding": ("Mixtral", {"num_local_experts": 3, "sliding_window": 7, "tie_word_embeddings": True}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7},
+        },
+    ),
+    "deepseek_v3_whole_queries": (
+        "DeepseekV3",
+        {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    ),
     "qwen3_moe": ("Qwen3Moe", {"head_dim": 12, "tie_word_embeddings": False, **_EXPERTS}),
     "qwen3_moe_tied": (
         "Qwen3Moe",
@@ -68,10 +132,16 @@ def _saved(folder: Path, name: str, task: str, seed: int, options: dict[str, Any
     family, extra = (FAMILIES | WITH_EXPERTS)[name]
     torch.manual_seed(seed)
     no_specials = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = getattr(transformers, f"{family}Config")(**_SHAPE | extra | no_specials | options)
-    model = getattr(transformers, f"{family}{task}")(config).eval()
-    for parameter in model.parameters():
-        if parameter.dim() == 1:  # norms and biases start as ones and zeros, which would hide mistakes
+    of_config, of_model = (_CLASSES.get(name, name) for name in (f"{family}Config", f"{family}{task}"))
+    config = getattr(transformers, of_config)(**_SHAPE | extra | no_specials | options)
+    model = getattr(transformers, of_model)(config).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or name.endswith("bias"):  # norms and biases start as ones and zeros, which would hide mistakes
             torch.nn.init.normal_(parameter, 1.0 if parameter.mean() > 0.5 else 0.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith(
+            ROUTER_BIAS
+        ):  # above 0 with a score: transformers gives those that are left out a 0, megatron-core and vLLM -inf
+            torch.nn.init.normal_(buffer, 0.6, 0.15)
     model.save_pretrained(folder, **save)
     return model

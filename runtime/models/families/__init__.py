@@ -9,30 +9,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.errors import UserError
+from runtime.models.families.deepseek_v3 import DeepseekV3
 from runtime.models.families.family import Family
+from runtime.models.families.gemma3 import Gemma3
+from runtime.models.families.gpt_oss import GptOss
 from runtime.models.families.layout import Layout
 from runtime.models.families.llama import Llama
+from runtime.models.families.mistral import Mistral
+from runtime.models.families.mixtral import Mixtral
 from runtime.models.families.parameter import Parameter
 from runtime.models.families.qwen2 import Qwen2
 from runtime.models.families.qwen3 import Qwen3
 from runtime.models.families.qwen3_moe import Qwen3Moe
 
-FAMILIES: dict[str, type[Family]] = {family.model_type: family for family in (Llama, Qwen2, Qwen3, Qwen3Moe)}
-_LATENT_ATTENTION = ("deepseek_v2", "deepseek_v3")
+_ALL: tuple[type[Family], ...] = (Llama, Qwen2, Qwen3, Qwen3Moe, Mistral, Mixtral, Gemma3, GptOss, DeepseekV3)
+FAMILIES = {family.model_type: family for family in _ALL}
 
 __all__ = ["FAMILIES", "Family", "Layout", "Parameter", "family_for"]
 
 
-def family_for(config: Mapping[str, Any], where: str = "config.json", *, value_head: bool = False) -> Family:
+def family_for(
+    config: Mapping[str, Any], where: str = "config.json", *, value_head: bool = False, mapped: bool = True
+) -> Family:
     """The mapping of the model that a Hugging Face config.json describes. `where` is what messages call that file.
 
-    `value_head`: of a critic, which has one number a token in the place of the language model's head. Raises UserError for a
-    family or a feature without a mapping, naming it.
+    `value_head`: of a critic, which has one number a token in the place of the language model's head. `mapped`: a mapping to
+    megatron-core is asked for, not names and shapes alone. Raises UserError for a family or a feature without it, naming it.
     """
     name = config.get("model_type")
-    allowed = f"must be one of {', '.join(FAMILIES)}"
-    if name in _LATENT_ATTENTION:
-        raise UserError(f"{where}: model_type {name!r}: multi-head latent attention (MLA) is not supported; {allowed}")
+    allowed = f"must be one of {', '.join(name for name, family in FAMILIES.items() if not (mapped and family.unmapped))}"
     if name not in FAMILIES:
         raise UserError(f"{where}: model_type {name!r} has no mapping to megatron-core; {allowed}")
+    if mapped and (missing := FAMILIES[name].unmapped):
+        raise UserError(f"{where}: model_type {name!r} has no mapping to megatron-core, for {missing}; {allowed}")
     return FAMILIES[name](config, where, value_head)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -12,8 +12,12 @@ from runtime.models.families.layout import Layout
 from runtime.models.families.parameter import Parameter, SourceTensor
 from runtime.models.families.shape import ModelShape, read_shape
 
+if TYPE_CHECKING:
+    import torch
+
 HEAD = "output_layer.weight"  # at megatron-core, whatever head it is
 EMBEDDING, LM_HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+ROUTER_BIAS = "e_score_correction_bias"  # the end of its name
 SHOWN = 10  # names that a message tells of those that are wrong
 
 
@@ -31,21 +35,31 @@ class Family:
     model_type: ClassVar[str]  # config.json's
     architecture: ClassVar[str]  # the stem of its class names in transformers: "Qwen2" of Qwen2ForCausalLM
     unsupported: ClassVar[Mapping[str, Any]] = {}  # keys of config.json with the only value that has a mapping
+    defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that config.json may leave out, unlike Llama's
+    unmapped: ClassVar[str] = ""  # what of it megatron-core has no place for; its table then has names and shapes alone
+    centred_norms: ClassVar[bool] = False  # norms multiply by 1 + their weight
 
     def __init__(self, config: Mapping[str, Any], where: str, value_head: bool = False):
         """Read the sizes from a config.json. `value_head`: one number a token in the place of the language model's head.
 
         Raises UserError for sizes that are missing or wrong and for what the table has no row for.
         """
+        config = {**self.defaults, **config}
         for key, value in {"hidden_act": "silu", **self.unsupported}.items():
             if config.get(key, value) != value:
-                raise UserError(f"{where}: {key} {config[key]!r} is not supported with megatron-core; must be {value!r}")
+                engine = "" if self.unmapped else " with megatron-core"
+                raise UserError(f"{where}: {key} {config[key]!r} is not supported{engine}; must be {value!r}")
         self.shape = self.read(config, where)
         self.value_head = value_head
 
     def read(self, config: Mapping[str, Any], where: str) -> ModelShape:
         """The sizes. Raises UserError."""
         return read_shape(config, where)
+
+    @classmethod
+    def traits(cls, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Fields of `hf_config.ModelConfig` in which its decoder is not Llama's. Raises UserError."""
+        return {}
 
     def layer(self, number: int) -> Iterator[ParameterMapping]:
         """The rows of the table for layer `number`, counted from 0."""
@@ -137,6 +151,14 @@ class Family:
                 yield vocabulary(HEAD, EMBEDDING, copy=True)
 
 
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of the Hugging Face tensor `name` in a model of `dtype`. What corrects a router's scores stays float32: it is larger than
+    the differences between these, and half precision would choose other experts."""
+    import torch
+
+    return torch.float32 if name.endswith(ROUTER_BIAS) else dtype
+
+
 def require_same(where: str, needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
     """Raises UserError unless both have the same names and shapes: a line a kind of fault, with the first names of each."""
     faults = {
@@ -195,13 +217,13 @@ def attention(shape: ModelShape, *, bias: bool = False, qk_norm: bool = False) -
     if qk_norm:
         for part in "qk":
             yield norm(f"self_attention.{part}_layernorm", f"self_attn.{part}_norm", shape.head_dim)
-    yield _row_parallel("self_attention.linear_proj", "self_attn.o_proj", (shape.hidden_size, q))
+    yield row_parallel("self_attention.linear_proj", "self_attn.o_proj", (shape.hidden_size, q))
 
 
-def dense(shape: ModelShape) -> Iterator[ParameterMapping]:
-    """A gated MLP with its norm."""
-    yield norm("pre_mlp_layernorm", "post_attention_layernorm", shape.hidden_size)
-    yield from _gated("mlp", "mlp", shape.hidden_size, shape.intermediate_size, None)
+def dense(shape: ModelShape, before: str = "post_attention_layernorm") -> Iterator[ParameterMapping]:
+    """A gated MLP with its norm, which is called `before`."""
+    yield norm("pre_mlp_layernorm", before, shape.hidden_size)
+    yield from gated("mlp", "mlp", shape.hidden_size, shape.intermediate_size)
 
 
 def experts(shape: ModelShape) -> Iterator[ParameterMapping]:
@@ -209,22 +231,31 @@ def experts(shape: ModelShape) -> Iterator[ParameterMapping]:
     assert shape.experts is not None
     yield norm("pre_mlp_layernorm", "post_attention_layernorm", shape.hidden_size)
     yield ParameterMapping(
-        name="mlp.router.weight", sources=(SourceTensor("mlp.gate.weight", (shape.experts.count, shape.hidden_size)),)
+        name="mlp.router.weight",
+        sources=(SourceTensor(f"{shape.experts.block}.gate.weight", (shape.experts.count, shape.hidden_size)),),
     )
     for expert in range(shape.experts.count):
-        target, source = "mlp.experts.local_experts.{expert}", f"mlp.experts.{expert}"
-        yield from _gated(target, source, shape.hidden_size, shape.experts.intermediate_size, expert)
+        target, source = "mlp.experts.local_experts.{expert}", f"{shape.experts.block}.experts.{expert}"
+        yield from gated(target, source, shape.hidden_size, shape.experts.intermediate_size, expert, shape.experts.parts)
 
 
-def _gated(name: str, source: str, hidden: int, intermediate: int, expert: int | None) -> Iterator[ParameterMapping]:
+def gated(
+    name: str,
+    source: str,
+    hidden: int,
+    intermediate: int,
+    expert: int | None = None,
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[ParameterMapping]:
+    *inner, down = parts
     yield ParameterMapping(
         name=f"{name}.linear_fc1.weight",
-        sources=tuple(SourceTensor(f"{source}.{part}_proj.weight", (intermediate, hidden)) for part in ("gate", "up")),
+        sources=tuple(SourceTensor(f"{source}.{part}.weight", (intermediate, hidden)) for part in inner),
         split=0,
         expert=expert,
     )
-    yield _row_parallel(f"{name}.linear_fc2", f"{source}.down_proj", (hidden, intermediate), expert)
+    yield row_parallel(f"{name}.linear_fc2", f"{source}.{down}", (hidden, intermediate), expert)
 
 
-def _row_parallel(name: str, source: str, shape: tuple[int, int], expert: int | None = None) -> ParameterMapping:
+def row_parallel(name: str, source: str, shape: tuple[int, int], expert: int | None = None) -> ParameterMapping:
     return ParameterMapping(name=f"{name}.weight", sources=(SourceTensor(f"{source}.weight", shape),), split=1, expert=expert)

@@ -63,8 +63,12 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     def _tensor_faults(self, shape: ModelShape) -> list[str]:
         sizes = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
+        if shape.latent is not None:
+            sizes |= {"q_lora_rank": shape.latent.query_rank or 0, "kv_lora_rank and qk_rope_head_dim": shape.latent.cached}
         if shape.experts is None or len(shape.experts.layers) < shape.layers:
             sizes["the intermediate size"] = shape.intermediate_size
+        if shape.experts is not None and shape.experts.shared_size:
+            sizes["the shared experts' intermediate size"] = shape.experts.shared_size
         if shape.experts is not None and not self.whole_experts:
             sizes["the experts' intermediate size"] = shape.experts.intermediate_size
         return [

@@ -8,6 +8,7 @@ import msgspec
 
 from runtime.models.families.family import Family
 from runtime.models.families.layout import Layout
+from runtime.models.families.shape import ModelShape
 
 CHUNK_ELEMENTS = 1 << 26  # logits that a trainer makes at once: 256 MiB in float32
 GRADIENT = 4  # float32
@@ -85,10 +86,17 @@ def _activations(family: Family, layout: Layout, work: ModelWork, stage: int) ->
     """
     shape = family.shape
     row = work.tokens * shape.hidden_size * work.width  # what goes into a layer
-    layer = row * _LAYER // 2 // layout.tensor
+    layer = (row * _LAYER // 2 + work.tokens * work.width * _beyond(shape)) // layout.tensor
     if not work.trains:
         return layer
     layers, under_way = len(layout.stage_layers(shape, stage)), layout.pipeline - stage
     if not work.checkpointing:
         return layers * under_way * layer
     return layers * under_way * (row // layout.tensor if work.sequence else row) + layer
+
+
+def _beyond(shape: ModelShape) -> int:
+    """Elements a token of the heads of latent attention, queries, keys, values and what attention gives, beyond the four times
+    the width that `_LAYER` counts for those of other attention."""
+    latent = shape.latent
+    return 0 if latent is None else max(0, 2 * shape.heads * (latent.head + latent.value) - 4 * shape.hidden_size)

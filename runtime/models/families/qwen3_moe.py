@@ -7,9 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from runtime.errors import UserError
 from runtime.models.families.family import Family, ParameterMapping, attention, dense, experts
-from runtime.models.families.shape import ExpertShape, ModelShape, number, read_shape
+from runtime.models.families.shape import ExpertShape, ModelShape, number, read_shape, require_routing
 
 
 class Qwen3Moe(Family):
@@ -30,10 +29,7 @@ class Qwen3Moe(Family):
             normalized=bool(config.get("norm_topk_prob", False)),
             layers=sparse,
         )
-        if experts.per_token > experts.count:
-            raise UserError(f"{where}: num_experts_per_tok is {experts.per_token}; must be at most num_experts {experts.count}")
-        if experts.per_token == 1 and experts.normalized:
-            raise UserError(f"{where}: norm_topk_prob with num_experts_per_tok 1 is not supported with megatron-core")
+        require_routing(experts, "num_experts", where)
         return replace(shape, experts=experts)
 
     def layer(self, number: int) -> Iterator[ParameterMapping]:

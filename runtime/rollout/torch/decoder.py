@@ -1,4 +1,4 @@
-"""A lean decoder for the Llama, Qwen2 and Qwen3 families, Qwen3's mixture of experts included: few operators a step.
+"""A lean decoder for the families of `runtime.models.families`: few operators a step.
 
 Tokens are flattened to [m, hidden]; only the attention knows of sequences. Softmax statistics, norms and logits are float32
 whatever the weights are.
@@ -9,30 +9,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from runtime.errors import UserError
-from runtime.models.experts import mixture, route
+from runtime.models.experts import clamped_swiglu, mixture, route, route_corrected, swiglu
 from runtime.models.families.shape import ExpertShape
 from runtime.models.hf_config import ModelConfig, read_config
 from runtime.models.hf_weights import WeightFiles
+from runtime.models.rope import Rope
 from runtime.process import platform
-from runtime.rollout.torch.decoder_weights import DecoderWeights, mismatch
+from runtime.rollout.torch.attention import (
+    attend_batched,
+    attend_causal,
+    attend_fused,
+    attend_masked,
+    cached_bias,
+    rope_tables,
+    within,
+)
+from runtime.rollout.torch.decoder_weights import DecoderWeights, LayerWeights, mismatch
+from runtime.rollout.torch.latent import LatentAttention
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The key-value cache: static memory, one slot per sequence.
 #
-# Layout [layers, 2, slots, kv_heads, max_length, head_dim], the 2 being keys and values. The active slots are always
+# Layout [layers, parts, slots, heads, max_length, width] (`ModelConfig.cached`): of most models two parts, keys and values, of
+# kv_heads heads; of latent attention one part of one head. The active slots are always
 # 0..n-1, so that a decode step reads neighbouring slots, cut to the longest length among them, as a view.
 
 
 def kv_bytes(config: ModelConfig, slots: int, max_model_len: int, dtype: torch.dtype) -> int:
     """Bytes of the cache of `slots` sequences of `max_model_len` tokens."""
-    return 2 * config.layers * slots * config.kv_heads * max_model_len * config.head_dim * dtype.itemsize
+    return config.layers * math.prod(config.cached) * slots * max_model_len * dtype.itemsize
 
 
 class KVCache:
@@ -44,35 +56,34 @@ class KVCache:
                 f"services.rollout.slots: {slots} sequences of {max_model_len} tokens need {needed} bytes of key-value cache, "
                 f"but {device} has {available} bytes available; at most {available * slots // needed} slots fit"
             )
+        parts, heads, width = config.cached
         # Zeros, because a masked position still multiplies its value by a probability of 0.
-        self.data = torch.zeros(
-            config.layers, 2, slots, config.kv_heads, max_model_len, config.head_dim, device=device, dtype=dtype
-        )
+        self.data = torch.zeros(config.layers, parts, slots, heads, max_model_len, width, device=device, dtype=dtype)
         self.max_length = max_model_len
-        self._flat = self.data.view(config.layers, -1, config.head_dim)
-        first = torch.arange(2 * slots * config.kv_heads, device=device) * max_model_len
-        self._first = first.view(2, slots, config.kv_heads).transpose(0, 1).reshape(slots, 2 * config.kv_heads)
+        self._flat = self.data.view(config.layers, -1, width)
+        first = torch.arange(parts * slots * heads, device=device) * max_model_len
+        self._first = first.view(parts, slots, heads).transpose(0, 1).reshape(slots, parts * heads)
 
     def locate(self, positions: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
-        """Where `slots` [n] int64, 0..n-1 if left out, keep the keys and values of their `positions` [n] int64:
-        [n * 2 * kv_heads], for `append`."""
+        """Where `slots` [n] int64, 0..n-1 if left out, keep what is cached of their `positions` [n] int64:
+        [n * parts * heads], for `append`."""
         first = self._first[: len(positions)] if slots is None else self._first.index_select(0, slots)
         return (first + positions.unsqueeze(1)).flatten()
 
     def append(self, layer: int, where: torch.Tensor, keys_values: torch.Tensor) -> None:
-        """Write [n, 2 * kv_heads, head_dim], keys before values, at `where` (from `locate`)."""
+        """Write [n, parts * heads, width], keys before values, at `where` (from `locate`)."""
         self._flat[layer].index_copy_(0, where, keys_values.reshape(-1, keys_values.shape[-1]))
 
     def views(self, slots: slice, length: int) -> tuple[torch.Tensor, ...]:
-        """Layer by layer the keys, then the values, [slots, kv_heads, length, head_dim], of neighbouring slots."""
+        """Layer by layer the keys, then the values, or the one part, [slots, heads, length, width], of neighbouring slots."""
         return self.data[:, :, slots, :, :length].flatten(0, 1).unbind()
 
     def held(self, slot: int, length: int) -> torch.Tensor:
-        """The first positions of a slot, as a view: [layers, 2, kv_heads, length, head_dim]."""
+        """The first positions of a slot, as a view: [layers, parts, heads, length, width]."""
         return self.data[:, :, slot, :, :length]
 
     def fill(self, slot: int, text: torch.Tensor) -> None:
-        """Write the first positions of a slot: a text's [layers, 2, kv_heads, length, head_dim]."""
+        """Write the first positions of a slot: a text's [layers, parts, heads, length, width]."""
         self.data[:, :, slot, :, : text.shape[3]].copy_(text)
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -98,7 +109,8 @@ class KVCache:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-# Attention of one layer: (layer, [m, heads + 2 * kv_heads, head_dim], rotated) -> [m, heads * head_dim].
+# Attention of one layer: (layer, [m, heads + 2 * kv_heads, head_dim], rotated, or what latent attention projects to) ->
+# what the output projection takes, [m, heads * head_dim].
 Attention = Callable[[int, torch.Tensor], torch.Tensor]
 
 LENGTH_STEP = 8  # cached lengths are cut to a multiple of this: fused kernels want aligned masks
@@ -121,7 +133,7 @@ class _SpanPart(NamedTuple):
 
     tokens: slice
     views: tuple[torch.Tensor, ...]  # of the cache, from `KVCache.views`
-    bias: torch.Tensor
+    biases: dict[int, torch.Tensor]  # by the window of a layer
     places: tuple[torch.Tensor, torch.Tensor] | None  # where slots have several tokens: from `_places`
 
 
@@ -134,9 +146,14 @@ class Decoder:
         self.config = weights.config
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self._cos, self._sin = _rope_tables(self.config, 0, self.device, self.dtype)
+        self._latent = None if self.config.latent is None else LatentAttention(self.config.heads, self.config.latent)
+        self._rotations = self._rotated(0)
+        self._windows = self.config.windows or (0,) * self.config.layers
+        self._scale = self.config.score_scale or self.config.head_dim**-0.5
+        # A tensor, so that it is rounded as the embeddings are.
+        self._embedding_scale = torch.tensor(self.config.embedding_scale, device=self.device, dtype=self.dtype)
         # For one query a sequence, MKL's batched GEMM takes 0.75 of the time of torch's CPU attention kernel.
-        self._attend_cached = _attend_batched if self.device.type == "cpu" else _attend_fused
+        self._attend_cached: Any = attend_batched if self.device.type == "cpu" or self.config.sinks else attend_fused
 
     @classmethod
     def from_pretrained(cls, path: str | Path, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -152,12 +169,19 @@ class Decoder:
 
     def reserve_positions(self, length: int) -> None:
         """Make sure that positions 0..length-1 can be rotated."""
-        if length > len(self._cos):
-            self._cos, self._sin = _rope_tables(self.config, length, self.device, self.dtype)
+        if length > len(self._rotations[0][0]):
+            self._rotations = self._rotated(length)
+
+    def _rotated(self, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and sines of so many positions; the last ones are those of layers with a window."""
+        local = self.config.local_theta
+        ropes = [self.config.rope] + ([] if local is None else [Rope(local)])
+        return [rope_tables(rope, self.config.head_dim, length, self.device, self.dtype) for rope in ropes]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden] to float32 [m, vocab_size]."""
-        return F.linear(hidden, self.weights.head).float()
+        logits, cap = F.linear(hidden, self.weights.head), self.config.softcap
+        return (torch.tanh(logits / cap) * cap if cap else logits).float()
 
     def forward(
         self,
@@ -170,26 +194,41 @@ class Decoder:
         """Whole sequences at once: int64 `tokens` and `positions` [b, t] to the last layer's normed output [b, t, hidden].
 
         `allowed` [b, t, past + t] bool: which keys a query sees; causal when None, so that padding on the right is harmless.
-        `kept` [layers, 2, b, kv_heads, past + t, head_dim] receives keys and values, behind those of `past` tokens that it has
+        `kept` [layers, parts, b, heads, past + t, width] receives what is cached, behind that of `past` tokens that it has
         already. With these, `allowed` has to be given.
         """
-        config, (b, t) = self.config, tokens.shape
-        widths = [config.heads, config.kv_heads, config.kv_heads]
-        mask = None if allowed is None else allowed.unsqueeze(1)
+        near = {window: within(allowed, positions, past, window) for window in set(self._windows)}
 
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            query, key, value = (part.transpose(1, 2) for part in qkv.view(b, t, -1, config.head_dim).split(widths, 2))
+        def attend(layer: int, projected: torch.Tensor) -> torch.Tensor:
+            states = self._states(layer, projected.unflatten(0, tokens.shape), kept, past)
+            window, sinks = self._windows[layer], self.weights.layers[layer].sinks
+            if (mask := near[window]) is None:
+                out = attend_causal(*states, self._scale, window, sinks)
+            else:
+                out = attend_masked(*states, mask.unsqueeze(1), self._scale, sinks)
+            return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+        return self._run(tokens.flatten(), positions.flatten(), attend).view(*tokens.shape, -1)
+
+    def _states(
+        self, layer: int, projected: torch.Tensor, kept: torch.Tensor | None, past: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [b, heads, t, d], keys and values [b, heads, past + t, d] of what was `projected`, [b, t, ...]."""
+        config, latent = self.config, self._latent
+        if latent is not None:
+            query, entries = latent.split(projected)
             if kept is not None:
-                kept[layer, 0, :, :, past:].copy_(key)
-                kept[layer, 1, :, :, past:].copy_(value)
-                if past:
-                    key, value = kept[layer]
-            out = F.scaled_dot_product_attention(
-                query, self._per_head(key), self._per_head(value), attn_mask=mask, is_causal=mask is None
-            )
-            return out.transpose(1, 2).reshape(b * t, -1)
-
-        return self._run(tokens.flatten(), positions.flatten(), attend).view(b, t, -1)
+                kept[layer, 0, :, 0, past:].copy_(entries)
+                entries = kept[layer, 0, :, 0]
+            return query.transpose(1, 2), *latent.expand(self.weights.layers[layer], entries)
+        widths = [config.heads, config.kv_heads, config.kv_heads]
+        query, key, value = (part.transpose(1, 2) for part in projected.split(widths, 2))
+        if kept is not None:
+            kept[layer, 0, :, :, past:].copy_(key)
+            kept[layer, 1, :, :, past:].copy_(value)
+            if past:
+                key, value = kept[layer]
+        return query, self._per_head(key), self._per_head(value)
 
     def _per_head(self, keys: torch.Tensor) -> torch.Tensor:
         """[b, kv_heads, t, d] repeated for the query heads that share them: [b, heads, t, d]."""
@@ -217,71 +256,108 @@ class Decoder:
             cache.append(layer, where, qkv[:, config.heads :])
             # The query heads that share a key-value head stand in for a sequence of queries: no key is repeated.
             query = qkv[:, : config.heads].view(m, config.kv_heads, -1, config.head_dim)
-            out = [self._attend_part(query[p.tokens], p.views[2 * layer], p.views[2 * layer + 1], p) for p in parts]
+            out = [self._attend_part(query[p.tokens], p.views[2 * layer], p.views[2 * layer + 1], p, layer) for p in parts]
             return (out[0] if len(out) == 1 else torch.cat(out)).view(m, -1)
 
-        return self.logits(self._run(tokens, positions, attend))
+        def attend_latent(layer: int, projected: torch.Tensor) -> torch.Tensor:
+            assert self._latent is not None
+            weights, (query, entries) = self.weights.layers[layer], self._latent.split(projected)
+            cache.append(layer, where, entries)
+            query, out = self._latent.absorb(weights, query), []
+            for part in parts:
+                keys = part.views[layer]
+                out.append(self._attend_part(query[part.tokens], keys, self._latent.means(keys), part, layer))
+            return self._latent.values(weights, out[0] if len(out) == 1 else torch.cat(out))
+
+        return self.logits(self._run(tokens, positions, attend if self._latent is None else attend_latent))
 
     def _part(self, span: Span, positions: torch.Tensor, cache: KVCache, counts: np.ndarray | None) -> _SpanPart:
         slots = slice(span.start, span.end)
         most = 1 if counts is None else int(counts[slots].max())
         length = min(round_up(span.longest + most - 1, LENGTH_STEP), cache.max_length)
         if counts is None:
-            return _SpanPart(slots, cache.views(slots, length), self._cached_bias(positions[slots].unsqueeze(1), length), None)
+            biases = self._cached_biases(positions[slots].unsqueeze(1), length)
+            return _SpanPart(slots, cache.views(slots, length), biases, None)
         first = int(counts[: span.start].sum())
         tokens = slice(first, first + int(counts[slots].sum()))
         padded, back = (self._to_device(each) for each in _places(counts[slots]))
-        bias = self._cached_bias(positions[tokens].index_select(0, padded.flatten()).view(padded.shape), length)
-        return _SpanPart(tokens, cache.views(slots, length), bias, (padded.flatten(), back))
+        biases = self._cached_biases(positions[tokens].index_select(0, padded.flatten()).view(padded.shape), length)
+        return _SpanPart(tokens, cache.views(slots, length), biases, (padded.flatten(), back))
 
-    def _attend_part(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _SpanPart) -> torch.Tensor:
+    def _attend_part(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _SpanPart, layer: int
+    ) -> torch.Tensor:
         """Attention of the part's tokens, [m, kv_heads, queries, d] to [m, heads * d]."""
+        options = part.biases[self._windows[layer]], self._scale, self.weights.layers[layer].sinks
         if part.places is None:
-            return self._attend_cached(query, keys, values, part.bias).view(len(query), -1)
+            alone: torch.Tensor = self._attend_cached(query, keys, values, *options)
+            return alone.view(len(query), -1)
         padded, back = part.places
-        n, (_, heads, queries, dim) = len(keys), query.shape
+        n, (_, heads, queries, dim), width = len(keys), query.shape, values.shape[-1]
         # [n, kv_heads, most * queries, d]: the tokens of a slot stand in for queries too.
         several = query.index_select(0, padded).view(n, -1, heads, queries, dim).transpose(1, 2).reshape(n, heads, -1, dim)
-        out = self._attend_cached(several, keys, values, part.bias).view(n, heads, -1, queries, dim)
+        out = self._attend_cached(several, keys, values, *options).view(n, heads, -1, queries, width)
         return out.transpose(1, 2).reshape(len(padded), -1).index_select(0, back)
 
-    def _cached_bias(self, positions: torch.Tensor, length: int) -> torch.Tensor:
-        """For queries at `positions` [n, most]: 0 where a sequence has keys, the query's own included, and -inf beyond:
-        [n, kv_heads, 1, length], or where `most` is above 1, [n, kv_heads, most * queries, length]."""
-        most = positions.shape[1]
-        unseen = torch.arange(length, device=self.device) > positions.unsqueeze(2)
-        bias = torch.zeros(unseen.shape, device=self.device, dtype=self.dtype).masked_fill_(unseen, -math.inf)
-        if most > 1:
+    def _cached_biases(self, positions: torch.Tensor, length: int) -> dict[int, torch.Tensor]:
+        return {window: self._cached_bias(positions, length, window) for window in set(self._windows)}
+
+    def _cached_bias(self, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
+        """As `cached_bias`, for all heads: [n, kv_heads, 1, length], or for more than one position a sequence,
+        [n, kv_heads, most * queries, length]."""
+        bias = cached_bias(positions, length, window, self.dtype)
+        if positions.shape[1] > 1:
             bias = bias.repeat_interleave(self.config.heads // self.config.kv_heads, 1)
         bias = bias.unsqueeze(1).expand(-1, self.config.kv_heads, -1, -1)
-        return bias.contiguous() if self._attend_cached is _attend_batched else bias
+        return bias.contiguous() if self._attend_cached is attend_batched else bias
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attention) -> torch.Tensor:
-        config, eps, weights = self.config, self.config.norm_eps, self.weights
-        hidden_shape, rotated = (config.hidden_size,), config.heads + config.kv_heads
-        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        config, weights = self.config, self.weights
+        rotations = [(cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self._rotations]
         x = F.embedding(tokens, weights.embedding)
+        if config.embedding_scale != 1.0:
+            x = x * self._embedding_scale
         for index, layer in enumerate(weights.layers):
-            qkv = F.linear(F.rms_norm(x, hidden_shape, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
-            qkv = qkv.view(len(tokens), -1, config.head_dim)
-            qk = qkv[:, :rotated]
-            if layer.qk_norm is not None:
-                qk.copy_(F.rms_norm(qk, (config.head_dim,), None, eps) * layer.qk_norm)
-            swapped = qk.roll(config.head_dim // 2, -1)
-            qk.mul_(cos).addcmul_(swapped, sin)
-            x = torch.addmm(x, attend(index, qkv), layer.output.t())
+            rotation = rotations[-1 if self._windows[index] else 0]
+            made = attend(index, self._project(layer, self._norm(x, layer.input_norm), *rotation))
+            x = self._added(x, made, layer.output, layer.attention_norm)
             if layer.output_bias is not None:
                 x += layer.output_bias
-            normed = F.rms_norm(x, hidden_shape, layer.mlp_norm, eps)
+            normed = self._norm(x, layer.mlp_norm)
             if layer.router is not None and config.experts is not None:
-                x += routed(normed, layer.router, layer.gate_up, layer.down, config.experts)
+                x += routed(normed, layer, layer.router, config.experts)
                 continue
             gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
-            x = torch.addmm(x, F.silu(gate).mul_(up), layer.down.t())
-        return F.rms_norm(x, hidden_shape, weights.norm, eps)
+            gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
+            x = self._added(x, gate.mul_(up), layer.down, layer.mlp_out_norm)
+        return self._norm(x, weights.norm)
+
+    def _project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """What a layer's attention takes, of its normed input [m, hidden]."""
+        if self._latent is not None:
+            return self._latent.project(layer, x, cos, sin)
+        config = self.config
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
+        qk = qkv[:, : config.heads + config.kv_heads]
+        if layer.qk_norm is not None:
+            qk.copy_(self._norm(qk, layer.qk_norm))
+        swapped = qk.roll(config.head_dim // 2, -1)
+        qk.mul_(cos).addcmul_(swapped, sin)
+        return qkv
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Over the last dimension; `weight` has that alone, or is one for each head."""
+        shape, eps = x.shape[-1:], self.config.norm_eps
+        if self.config.centred_norms:
+            return (F.rms_norm(x.float(), shape, None, eps) * (1.0 + weight.float())).to(x.dtype)
+        return F.rms_norm(x, shape, weight, eps) if weight.dim() == 1 else F.rms_norm(x, shape, None, eps) * weight
+
+    def _added(self, x: torch.Tensor, made: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        """x and the product of `made` with `weight`, of which a norm is taken where there is one."""
+        return torch.addmm(x, made, weight.t()) if norm is None else x + self._norm(F.linear(made, weight), norm)
 
 
 def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -293,57 +369,17 @@ def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return padded, np.flatnonzero(offsets < counts[:, None])
 
 
-def _attend_fused(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Attention of [n, kv_heads, queries, d] over [n, kv_heads, length, d] with an additive one,
-    [n, kv_heads, 1 or queries, length]. The result has the shape of `query`, flattened somehow."""
-    mask = bias.expand(-1, -1, query.shape[2], -1)
-    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask).reshape(len(query), -1)
-
-
-def _attend_batched(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The same by batched matrix products."""
-    query, keys, values, bias = (each.flatten(0, 1) for each in (query, keys, values, bias))
-    scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=query.shape[-1] ** -0.5)
-    return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
-
-
-def _rope_tables(
-    config: ModelConfig, length: int, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [length, 1, head_dim] of rotary embeddings (Su et al. 2021, RoFormer, equation 34, in halves).
-
-    The first half of the sines is negated: rotating is then x * cos + roll(x, head_dim / 2) * sin.
-    """
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), rope_frequencies(config)).unsqueeze(1)
-    cos, sin = angles.cos(), angles.sin()
-    return (
-        torch.cat((cos, cos), -1).to(device, dtype),
-        torch.cat((-sin, sin), -1).to(device, dtype),
-    )
-
-
-def routed(
-    x: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, experts: ExpertShape
-) -> torch.Tensor:
-    """The MLP of a layer with a mixture of experts, [m, H] to [m, H]: `router` [E, H]; `gate_up` [E · 2 · I, H] and `down`
-    [E · H, I], one expert's after the other."""
-    weights, chosen = route(F.linear(x, router), experts.per_token, experts.normalized)
-    gate_up, down = gate_up.view(experts.count, -1, x.shape[1]), down.view(experts.count, x.shape[1], -1)
-    return mixture(x, weights, chosen, gate_up, down)
-
-
-def rope_frequencies(config: ModelConfig) -> torch.Tensor:
-    """float32 [head_dim / 2]: by what an angle grows from one position to the next."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    return frequencies if config.rope_scaling is None else _stretch(frequencies, config)
-
-
-def _stretch(frequencies: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """Llama 3.1's rope scaling: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
-    scaling = config.rope_scaling
-    assert scaling is not None
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+def routed(x: torch.Tensor, layer: LayerWeights, router: torch.Tensor, experts: ExpertShape) -> torch.Tensor:
+    """What a layer's experts make of [m, H]."""
+    if layer.score_bias is not None:
+        routing = route_corrected(F.linear(x.float(), router.float()), layer.score_bias, experts)
+    else:
+        routing = route(F.linear(x, router, layer.logit_bias), experts.per_token, experts.normalized)
+    if layer.gate_up_bias is not None and layer.down_bias is not None:
+        gate_up, down = layer.gate_up.transpose(1, 2), layer.down.transpose(1, 2)
+        return mixture(x, *routing, gate_up, down, (layer.gate_up_bias, layer.down_bias), clamped_swiglu)
+    gate_up, down = layer.gate_up.view(experts.count, -1, x.shape[1]), layer.down.view(experts.count, x.shape[1], -1)
+    made = mixture(x, *routing, gate_up, down)
+    if layer.shared_gate_up is not None and layer.shared_down is not None:
+        made = torch.addmm(made, swiglu(F.linear(x, layer.shared_gate_up)), layer.shared_down.t())
+    return made

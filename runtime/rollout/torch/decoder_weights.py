@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 
 from runtime.errors import InvalidMessage
+from runtime.models.families.family import ROUTER_BIAS, dtype_of
+from runtime.models.families.shape import ExpertShape
 from runtime.models.hf_config import ModelConfig
 
 _HEAD, _EMBEDDING, _NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
@@ -50,6 +52,21 @@ class LayerWeights:
     output_bias: torch.Tensor | None = None  # [H]
     qk_norm: torch.Tensor | None = None  # [heads + kv_heads, D]
     router: torch.Tensor | None = None  # [E, H]
+    attention_norm: torch.Tensor | None = None  # [H], of what attention gives, and of what the MLP gives
+    mlp_out_norm: torch.Tensor | None = None  # [H]
+    sinks: torch.Tensor | None = None  # [heads]
+    # Of experts with biases, whose `gate_up` is [E, H, 2 · I], the two in turn, and `down` [E, I, H].
+    logit_bias: torch.Tensor | None = None  # [E], the router's
+    gate_up_bias: torch.Tensor | None = None  # [E, 2 · I]
+    down_bias: torch.Tensor | None = None  # [E, H]
+    score_bias: torch.Tensor | None = None  # [E], float32: what corrects scores
+    shared_gate_up: torch.Tensor | None = None  # [2 · S, H], of the experts that all tokens are given to
+    shared_down: torch.Tensor | None = None  # [H, S]
+    # Of latent attention, whose `qkv` are the down-projections; without a rank of queries these are projected there at once.
+    query_norm: torch.Tensor | None = None  # [rank of queries]
+    query_up: torch.Tensor | None = None  # [heads · (plain + rotated), rank of queries]
+    latent_norm: torch.Tensor | None = None  # [rank]
+    latent_up: torch.Tensor | None = None  # [heads · (plain + value), rank]
 
 
 @dataclass(frozen=True)
@@ -70,7 +87,9 @@ class DecoderWeights:
         copies: dict[str, torch.Tensor] = {}
 
         def parameter(parts: _Parts) -> torch.Tensor:
-            return copies.setdefault(parts[0].name, torch.empty(_fused_shape(parts), device=device, dtype=dtype))
+            name = parts[0].name
+            own = dtype_of(name, dtype)
+            return copies.setdefault(name, torch.empty(_fused_shape(parts), device=device, dtype=own))
 
         return replace(cls._of(config, parameter), copies=copies)
 
@@ -95,10 +114,11 @@ class DecoderWeights:
 
         def parameter(parts: _Parts) -> torch.Tensor:
             given, name = [tensors[part.name] for part in parts], parts[0].name
-            view = _adjoined(parts, given, device, dtype)
+            own = dtype_of(name, dtype)
+            view = _adjoined(parts, given, device, own)
             if view is not None:
                 return view
-            copies[name] = torch.empty(_fused_shape(parts), device=device, dtype=dtype)
+            copies[name] = torch.empty(_fused_shape(parts), device=device, dtype=own)
             for rows, tensor in zip(copies[name].split([part.rows for part in parts]), given, strict=True):
                 rows.copy_(tensor)
             return copies[name]
@@ -189,33 +209,86 @@ def _layer_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
     heads = {"q": config.heads, "k": config.kv_heads, "v": config.kv_heads}
     widths = {each: count * config.head_dim for each, count in heads.items()}
     at = f"model.layers.{index}.self_attn."
+    norms = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.output_norms:
+        norms |= {"attention_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
+        norms["mlp_out_norm"] = "post_feedforward_layernorm"
     parts: dict[str, _Parts] = {
-        "input_norm": (_Part(f"model.layers.{index}.input_layernorm.weight", (hidden,)),),
-        "qkv": tuple(_Part(f"{at}{each}_proj.weight", (width, hidden)) for each, width in widths.items()),
-        "output": (_Part(f"{at}o_proj.weight", (hidden, widths["q"])),),
-        "mlp_norm": (_Part(f"model.layers.{index}.post_attention_layernorm.weight", (hidden,)),),
+        **{field: (_Part(f"model.layers.{index}.{name}.weight", (hidden,)),) for field, name in norms.items()},
+        **_projections(config, at),
         **_mlp_parts(config, index),
     }
     if config.qkv_bias:
         parts["qkv_bias"] = tuple(_Part(f"{at}{each}_proj.bias", (width,)) for each, width in widths.items())
     if config.output_bias:
         parts["output_bias"] = (_Part(f"{at}o_proj.bias", (hidden,)),)
+    if config.sinks:
+        parts["sinks"] = (_Part(f"{at}sinks", (config.heads,)),)
     if config.qk_norm:
         parts["qk_norm"] = tuple(_Part(f"{at}{each}_norm.weight", (config.head_dim,), heads[each]) for each in ("q", "k"))
     return parts
 
 
-def _mlp_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
-    at, hidden, inner, experts = f"model.layers.{index}.mlp.", config.hidden_size, config.intermediate_size, config.experts
-    each, router = [at], {}
-    if experts is not None and index in experts.layers:
-        each, inner = [f"{at}experts.{expert}." for expert in range(experts.count)], experts.intermediate_size
-        router = {"router": (_Part(f"{at}gate.weight", (experts.count, hidden)),)}
-    return {
-        "gate_up": tuple(_Part(f"{mlp}{part}_proj.weight", (inner, hidden)) for mlp in each for part in ("gate", "up")),
-        "down": tuple(_Part(f"{mlp}down_proj.weight", (hidden, inner)) for mlp in each),
-        **router,
+def _projections(config: ModelConfig, at: str) -> dict[str, _Parts]:
+    """Of the attention whose tensors' names begin with `at`."""
+    hidden, latent = config.hidden_size, config.latent
+    if latent is None:
+        widths = {"q": config.heads * config.head_dim, **dict.fromkeys("kv", config.kv_heads * config.head_dim)}
+        return {
+            "qkv": tuple(_Part(f"{at}{each}_proj.weight", (width, hidden)) for each, width in widths.items()),
+            "output": (_Part(f"{at}o_proj.weight", (hidden, widths["q"])),),
+        }
+    queries, down = config.heads * latent.head, _Part(f"{at}kv_a_proj_with_mqa.weight", (latent.cached, hidden))
+    parts: dict[str, _Parts] = {
+        "latent_norm": (_Part(f"{at}kv_a_layernorm.weight", (latent.rank,)),),
+        "latent_up": (_Part(f"{at}kv_b_proj.weight", (config.heads * (latent.plain + latent.value), latent.rank)),),
+        "output": (_Part(f"{at}o_proj.weight", (hidden, config.heads * latent.value)),),
     }
+    if latent.query_rank is None:
+        return {"qkv": (_Part(f"{at}q_proj.weight", (queries, hidden)), down), **parts}
+    return {
+        "qkv": (_Part(f"{at}q_a_proj.weight", (latent.query_rank, hidden)), down),
+        "query_norm": (_Part(f"{at}q_a_layernorm.weight", (latent.query_rank,)),),
+        "query_up": (_Part(f"{at}q_b_proj.weight", (queries, latent.query_rank)),),
+        **parts,
+    }
+
+
+def _mlp_parts(config: ModelConfig, index: int) -> dict[str, _Parts]:
+    at, hidden, inner, experts = f"model.layers.{index}.", config.hidden_size, config.intermediate_size, config.experts
+    if experts is not None and experts.biased:
+        return _biased_parts(f"{at}{experts.block}.", hidden, experts)
+    others: dict[str, _Parts] = {}
+    each, parts = [f"{at}mlp."], ("gate_proj", "up_proj", "down_proj")
+    if experts is not None and index in experts.layers:
+        at, parts, inner = f"{at}{experts.block}.", experts.parts, experts.intermediate_size
+        each = [f"{at}experts.{expert}." for expert in range(experts.count)]
+        others = {"router": (_Part(f"{at}gate.weight", (experts.count, hidden)),)}
+        if experts.corrected:
+            others["score_bias"] = (_Part(f"{at}gate.{ROUTER_BIAS}", (experts.count,)),)
+        if experts.shared_size:
+            others |= _gated_parts("shared_", [f"{at}shared_experts."], parts, experts.shared_size, hidden)
+    return {**_gated_parts("", each, parts, inner, hidden), **others}
+
+
+def _gated_parts(prefix: str, each: Sequence[str], parts: tuple[str, str, str], inner: int, hidden: int) -> dict[str, _Parts]:
+    return {
+        f"{prefix}gate_up": tuple(_Part(f"{mlp}{part}.weight", (inner, hidden)) for mlp in each for part in parts[:2]),
+        f"{prefix}down": tuple(_Part(f"{mlp}{parts[2]}.weight", (hidden, inner)) for mlp in each),
+    }
+
+
+def _biased_parts(at: str, hidden: int, experts: ExpertShape) -> dict[str, _Parts]:
+    count, inner = experts.count, experts.intermediate_size
+    shapes = {
+        "router": ("router.weight", (count, hidden)),
+        "logit_bias": ("router.bias", (count,)),
+        "gate_up": ("experts.gate_up_proj", (count, hidden, 2 * inner)),
+        "gate_up_bias": ("experts.gate_up_proj_bias", (count, 2 * inner)),
+        "down": ("experts.down_proj", (count, inner, hidden)),
+        "down_bias": ("experts.down_proj_bias", (count, hidden)),
+    }
+    return {field: (_Part(f"{at}{name}", shape),) for field, (name, shape) in shapes.items()}
 
 
 def _fused_shape(parts: _Parts) -> tuple[int, ...]:

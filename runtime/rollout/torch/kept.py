@@ -30,7 +30,7 @@ class KeptTexts:
         return len(self._sorted)
 
     def put(self, text: np.ndarray, keys_values: torch.Tensor) -> None:
-        """Copy those of `text` [length]: [layers, 2, kv_heads, length, head_dim]. Not when they alone are above `capacity`."""
+        """Copy those of `text` [length]: [layers, parts, heads, length, width]. Not when they alone are above `capacity`."""
         if keys_values.nbytes > self._capacity:
             return
         key = _key(text)
@@ -48,7 +48,7 @@ class KeptTexts:
         self.bytes += keys_values.nbytes
 
     def longest(self, prompt: np.ndarray) -> torch.Tensor | None:
-        """Those of the longest beginning of `prompt` [P] that is there: [layers, 2, kv_heads, length, head_dim]. Its last token
+        """Those of the longest beginning of `prompt` [P] that is there: [layers, parts, heads, length, width]. Its last token
         is always left to be computed. None: nothing is there of `SHORTEST` tokens or more."""
         if not self._sorted:
             return None

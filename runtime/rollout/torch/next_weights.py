@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from runtime.errors import UserError
+from runtime.models.families.family import ROUTER_BIAS
 from runtime.process import platform
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
 
@@ -34,7 +35,7 @@ class NextWeights:
     def _prepare(self, tensors: Tensors) -> DecoderWeights | Tensors:
         require_fit(self._config, tensors)
         if self.adopts:
-            if all(tensor.dtype != self._dtype for tensor in tensors.values()):
+            if all(each.dtype != self._dtype for name, each in tensors.items() if not name.endswith(ROUTER_BIAS)):
                 return tensors
             return DecoderWeights.adopt(self._config, tensors, self._device, self._dtype)
         try:

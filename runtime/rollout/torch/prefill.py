@@ -15,7 +15,7 @@ MASK = 1 << 26  # entries of an attention mask; more new tokens are computed one
 
 class Computed(NamedTuple):
     last: torch.Tensor  # [texts, hidden]: the last layer's output of each text's last token
-    keys_values: list[torch.Tensor]  # of each text, [layers, 2, kv_heads, its length, head_dim]
+    keys_values: list[torch.Tensor]  # of each text, [layers, parts, heads, its length, width]
 
 
 def whole(decoder: Decoder, texts: Sequence[np.ndarray]) -> Computed:
@@ -30,7 +30,7 @@ def whole(decoder: Decoder, texts: Sequence[np.ndarray]) -> Computed:
 
 def continued(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor]) -> Computed:
     """The same where each text's first keys and values, of fewer tokens than it has, are `begun`
-    [layers, 2, kv_heads, length, head_dim]. Those are padded on the left, new tokens on the right."""
+    [layers, parts, heads, length, width]. Those are padded on the left, new tokens on the right."""
     lengths = np.array([each.shape[3] for each in begun])
     new = [text[length:] for text, length in zip(texts, lengths, strict=True)]
     padded, past = _padded(new), int(lengths.max())
@@ -59,8 +59,8 @@ def continued(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[tor
 
 
 def _shape(decoder: Decoder, rows: int, length: int) -> tuple[int, ...]:
-    config = decoder.config
-    return config.layers, 2, rows, config.kv_heads, length, config.head_dim
+    config, (parts, heads, width) = decoder.config, decoder.config.cached
+    return config.layers, parts, rows, heads, length, width
 
 
 def _padded(texts: Sequence[np.ndarray]) -> np.ndarray:

@@ -50,7 +50,7 @@ class FirstToken(NamedTuple):
 class Prefilled:
     """A prompt that is ready to be continued, under the weights of `version`."""
 
-    keys_values: torch.Tensor  # [layers, 2, kv_heads, P, head_dim]
+    keys_values: torch.Tensor  # [layers, parts, heads, P, width]
     uniforms: np.ndarray  # float32 [n, max_new_tokens]
     tokens: np.ndarray  # int64 [n], the first token of each sample
     logprobs: np.ndarray  # float32 [n]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config
 from runtime.errors import UserError
 from runtime.models import hf_policy
+from runtime.models.families.family import dtype_of
 from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.process.progress import at
@@ -64,7 +66,8 @@ class FsdpBackend(ModelBackend):
         self._adapters = None if adapted is None else Adapters(self.model, adapted)
         # Tied tensors come once, under their first name, as in a Hugging Face export.
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._policy = self.parameters if self._adapters is None else self._adapters.base
+        self._fixed = hf_policy.fixed_tensors(self.model)
+        self._policy = {**(self.parameters if self._adapters is None else self._adapters.base), **self._fixed}
         self._key = trained.optimizer_key
         self.optimizer = optimizers.make_optimizer(trained.options, self.model, self.parameters, self._compute, self._key)
         # What is on the host already is not taken there.
@@ -205,13 +208,13 @@ class FsdpBackend(ModelBackend):
 
     def _state(self, position: TrainingPosition) -> state.TrainingState:
         trained = self.parameters if self._adapters is None else self._adapters.trained
-        return state.TrainingState(trained, self.optimizer, self._key, position, self.rank_info, self._adapters)
+        return state.TrainingState(trained, self.optimizer, self._key, position, self.rank_info, self._adapters, self._fixed)
 
     # ------------------------------------------------------------------------------------------ the policy, as it leaves
 
     def tensor_specs(self) -> list[TensorSpec]:
-        dtype = str(self._wire_dtype).removeprefix("torch.")
-        return [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in self._policy.items()]
+        dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._policy}
+        return [TensorSpec(name, dtypes[name], tuple(tensor.shape)) for name, tensor in self._policy.items()]
 
     def holders(self) -> list[tuple[int, ...]]:
         return [tuple(range(self.rank_info.world_size))] * len(self._policy)
@@ -227,8 +230,9 @@ class FsdpBackend(ModelBackend):
         if self._adapters is not None:
             return None
         return (
-            Shard(place, (sharding.rows(parameter),), sharding.local(parameter).to(self._wire_dtype))
-            for place, parameter in enumerate(self._policy.values())
+            Shard(place, (sharding.rows(tensor),), sharding.local(tensor).to(dtype_of(name, self._wire_dtype)))
+            for place, (name, tensor) in enumerate(self._policy.items())
+            if self.rank_info.rank == 0 or sharding.is_sharded(tensor)
         )
 
     @torch.no_grad()
@@ -240,7 +244,8 @@ class FsdpBackend(ModelBackend):
             self._adapters.write(folder / lora.FOLDER, rank)
 
     def _whole_policy(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return sharding.wholes(self._policy) if self._adapters is None else self._adapters.merged()
+        adapted = None if self._adapters is None else self._adapters.merged()
+        return sharding.wholes(self._policy) if adapted is None else chain(adapted, self._fixed.items())
 
 
 def to_device(model: Any, trained: TrainedRole, compute: torch.dtype, rank_info: RankInfo) -> None:
@@ -257,6 +262,9 @@ def to_device(model: Any, trained: TrainedRole, compute: torch.dtype, rank_info:
         if settings.activation_checkpointing == "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _costly())
         model.gradient_checkpointing_enable(options)
+    for name, buffer in model.named_buffers():
+        if name.endswith("embed_scale"):  # Gemma's, rounded as rollouts have it that compute in this dtype
+            buffer.copy_(buffer.to(compute))
     model.train()
     if world_size > 1:
         sharding.shard(model, device, compute, settings.cpu_offload)

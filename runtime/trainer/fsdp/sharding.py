@@ -35,7 +35,7 @@ def shard(model: torch.nn.Module, device: torch.device, compute: torch.dtype, cp
         if _sums(unit):  # which is what the step's one division at its end expects, and all that gloo has in older torch
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-    if getattr(model.config, "num_experts", 0):
+    if any(getattr(model.config, key, 0) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
         _sum_unused(model)
 
 
@@ -84,7 +84,7 @@ def full(tensor: torch.Tensor, own: torch.Tensor | None = None) -> torch.Tensor:
     """The whole of a parameter or moment, on every rank; with `own`, of what is shaped as it is, of which these are this rank's
     rows. Not by `full_tensor`, whose gather crashes over gloo on CUDA."""
     own = local(tensor) if own is None else own
-    if not _is_sharded(tensor):
+    if not is_sharded(tensor):
         return own
     sharded: Any = tensor
     own = own.to(sharded.device_mesh.device_type)  # where the group is: with `cpu_offload` it is on the host
@@ -105,12 +105,12 @@ def wholes(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Ten
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's rows."""
     detached: Any = tensor.detach()
-    return detached.to_local() if _is_sharded(tensor) else detached
+    return detached.to_local() if is_sharded(tensor) else detached
 
 
 def rows(tensor: Any) -> slice:
     """Which rows of the whole `local(tensor)` holds: FSDP2 gives each rank `ceil(rows / ranks)`, the last ones fewer."""
-    if not _is_sharded(tensor):
+    if not is_sharded(tensor):
         return slice(0, tensor.shape[0])
     mesh = tensor.device_mesh
     share = -(-tensor.shape[0] // mesh.size())
@@ -118,7 +118,7 @@ def rows(tensor: Any) -> slice:
     return slice(begin, begin + local(tensor).shape[0])
 
 
-def _is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, whose class takes half a second to import."""
     return hasattr(tensor, "device_mesh")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class TrainingState:
     position: TrainingPosition
     rank_info: RankInfo
     adapters: Adapters | None = None
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what the model has besides, and nobody changes
 
 
 def save(folder: Path, state: TrainingState, source: str) -> None:
@@ -74,8 +75,8 @@ def _write_weights(folder: Path, state: TrainingState, source: str) -> None:
         return
     if rank == 0:
         (folder / "model").mkdir()
-    whole = sharding.wholes(state.parameters)
-    hf_policy.write_model(folder / "model", state.parameters, whole, rank, torch.float32, source)
+    tensors = {**state.parameters, **state.fixed}
+    hf_policy.write_model(folder / "model", tensors, sharding.wholes(tensors), rank, torch.float32, source)
 
 
 def _updates(state: TrainingState) -> int:
@@ -118,9 +119,10 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
     description = _description(folder)
     _require_same_adapters(folder, description.get("lora"), state.adapters)
     _require_same_optimizer(folder, description.get("optimizer", "adamw"), state)
-    kept = (folder / lora.FOLDER, lora.STEM) if state.adapters else (folder / "model", "model")
+    where = (folder / lora.FOLDER, lora.STEM) if state.adapters else (folder / "model", "model")
+    kept = state.parameters if state.adapters else {**state.parameters, **state.fixed}
     with contextlib.ExitStack() as stack:
-        weights = _open(*kept, state.parameters, stack)
+        weights = _open(*where, kept, stack)
         history = _open(folder, "optimizer", _kept(state), stack) if description["optimizer_updates"] else None
         generators = stack.enter_context(_safetensors(folder / "rng.safetensors"))
         for name, parameter in state.parameters.items():

@@ -11,6 +11,7 @@ import torch
 from runtime import codec
 from runtime.config import Config
 from runtime.models import hf_policy
+from runtime.models.families.family import dtype_of
 from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.trainer.backend import (
@@ -139,8 +140,8 @@ class MegatronBackend(ModelBackend):
     # ------------------------------------------------------------------------------------------ the policy, as it leaves
 
     def tensor_specs(self) -> list[TensorSpec]:
-        dtype = str(self._wire_dtype).removeprefix("torch.")
-        return [TensorSpec(name, dtype, shape) for name, shape in self._weights.shapes.items()]
+        dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._weights.shapes}
+        return [TensorSpec(name, dtypes[name], shape) for name, shape in self._weights.shapes.items()]
 
     def holders(self) -> list[tuple[int, ...]]:
         return [tuple(self._grid.leaders[stage]) for stage in self._weights.stages()]

@@ -35,6 +35,7 @@ _USED = (
     "pipeline_parallel",
     "tensor_parallel",
     "transformer.moe.moe_utils",
+    "transformer.multi_latent_attention",
     "transformer.transformer_block",
 )
 _FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")
@@ -58,6 +59,9 @@ def prepare(device: torch.device) -> None:
         warnings.filterwarnings("ignore", told)  # its own affair, or none of a CPU's
     # A name that 0.16.1 asks for whenever it routes to experts, and has only with Transformer Engine.
     vars(sys.modules["megatron.core.transformer.moe.moe_utils"]).setdefault("te_general_gemm", None)
+    # Without Transformer Engine it takes that for installed, and asks for a class that there is not.
+    latent: Any = sys.modules["megatron.core.transformer.multi_latent_attention"]
+    latent.HAVE_TE = isinstance(getattr(latent, "TELinear", None), type)
     # Its readers unpickle a checkpoint's index.
     checkpoints: Any = sys.modules["megatron.core.dist_checkpointing.strategies.torch"]
     checkpoints.FileSystemReader = checkpoints.CachedMetadataFileSystemReader = CoreReader

@@ -62,6 +62,7 @@ def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Te
     """[TOKENS, vocabulary]. Empties `weights`."""
     from runtime.trainer.megatron.grid import ProcessGrid
     from runtime.trainer.megatron.model import PackedModel, transformer_config
+    from runtime.trainer.megatron.weights import held_by
 
     alone, cpu = Trainer(), torch.device("cpu")
     grid = ProcessGrid(alone, cpu, seed=0, timeout=timeouts.CONVERSION_GRID)
@@ -69,7 +70,7 @@ def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Te
         with facade.moving(cpu):
             described = transformer_config(shape, family.shape.experts, alone, torch.float32)
             model = PackedModel(described, shape, shape.vocab_size, value_head=False).eval()
-        parameters = dict(model.named_parameters())
+        parameters = held_by(model)
         for parameter in family.parameters(grid.layout):
             parameters.pop(parameter.name).copy_(parameter.from_hf(weights.__getitem__))
         if parameters:

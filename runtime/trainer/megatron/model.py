@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import megatron.core
@@ -17,12 +18,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from runtime.config import Spread, Trainer
 from runtime.errors import UserError
-from runtime.models.families.shape import ExpertShape
+from runtime.models.families.shape import LATENT_EPS, ExpertShape
 from runtime.models.hf_config import ModelConfig
 from runtime.models.hf_policy import packed_attention
 from runtime.models.limits import uncut
-from runtime.rollout.torch import decoder
 from runtime.trainer.backend import MicroBatch
+from runtime.trainer.megatron.latent import LatentSelfAttention, latent_config
 
 
 class Norm(torch.nn.RMSNorm):
@@ -34,14 +35,23 @@ class Norm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
+class LatentNorm(Norm):
+    """In latent attention."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any):
+        super().__init__(config, hidden_size, LATENT_EPS)
+
+
 class PackedAttention(torch.nn.Module):
     """The core attention. How tokens are packed comes as the attention's bias: nothing on the way looks at that.
 
     Context-parallel ranks have T tokens each, and gather their keys and values; these gradients are summed over the ranks.
     """
 
-    def __init__(self, *_: Any, **__: Any):
+    def __init__(self, *_: Any, scaling: float, window: int, **__: Any):
+        """`scaling`: of the scores. `window`: how many tokens it reaches back to, its own included; 0: to the first."""
         super().__init__()
+        self._options: dict[str, Any] = {"scaling": scaling, "sliding_window": window or None}
         self._group = parallel_state.get_context_parallel_group()
 
     def forward(
@@ -49,10 +59,10 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """[T, 1, heads, d] each, key and value of fewer heads -> [T, 1, heads · d]."""
         if self._group.size() > 1:
-            both = torch.cat((key, value), -1)
-            key, value = tensor_parallel.gather_from_sequence_parallel_region(both, group=self._group).chunk(2, -1)
+            both, widths = torch.cat((key, value), -1), (key.shape[-1], value.shape[-1])
+            key, value = tensor_parallel.gather_from_sequence_parallel_region(both, group=self._group).split(widths, -1)
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        output, _weights = packed_attention(self, query, key, value, None, packing=attention_bias)
+        output, _weights = packed_attention(self, query, key, value, None, packing=attention_bias, **self._options)
         return output[0].flatten(1).unsqueeze(1)
 
 
@@ -64,7 +74,7 @@ class PackedModel(GPTModel):
     def __init__(self, config: TransformerConfig, shape: ModelConfig, padded_vocabulary: int, value_head: bool):
         super().__init__(
             config,
-            TransformerBlockSubmodules(layer_specs=_layers(config), layer_norm=Norm),
+            TransformerBlockSubmodules(layer_specs=_layers(config, shape), layer_norm=Norm),
             vocab_size=padded_vocabulary,
             max_sequence_length=shape.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -79,7 +89,8 @@ class PackedModel(GPTModel):
         self._value_head = value_head
         if value_head and self.post_process:
             self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False)
-        self._frequencies = decoder.rope_frequencies(shape)
+        self._frequencies = shape.rope.frequencies(shape.head_dim)
+        self._amplitude = None if shape.latent is None else shape.rope.amplitude  # otherwise a part of attention's scaling
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         hidden = None
@@ -96,9 +107,11 @@ class PackedModel(GPTModel):
         return self._values(hidden, batch.predictors) if self._value_head else self._chosen(hidden, batch.predictors)
 
     def _angles(self, positions: torch.Tensor) -> torch.Tensor:
-        """[T, 1, 1, head_dim]. Replies go on from where their prompt ends, wherever it lies."""
+        """[T, 1, 1, head_dim], of latent attention their cosines and sines. Replies go on from where their prompt ends,
+        wherever it lies."""
         angles = torch.outer(positions.float(), self._frequencies.to(positions.device))
-        return torch.cat((angles, angles), -1)[:, None, None]
+        twice = torch.cat((angles, angles), -1)[:, None, None]
+        return twice if self._amplitude is None else torch.stack((twice.cos(), twice.sin())) * self._amplitude
 
     def _chosen(self, hidden: torch.Tensor, predictors: torch.Tensor) -> torch.Tensor:
         if self.config.sequence_parallel:
@@ -122,19 +135,29 @@ class PackedModel(GPTModel):
         return values[:, 0].float()
 
 
-def _layers(config: TransformerConfig) -> list[ModuleSpec]:
+def _layers(config: TransformerConfig, shape: ModelConfig) -> list[ModuleSpec]:
     """Of this rank's stage."""
     sparse: Any = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    kinds = {kind: _layer(config, config.num_moe_experts if kind else None) for kind in set(sparse)}
+    kinds = list(zip(sparse, shape.windows or [0] * shape.layers, strict=True))
+    made = {(has, window): _layer(config, shape, config.num_moe_experts if has else None, window) for has, window in set(kinds)}
     first = get_transformer_layer_offset(config)
-    return [kinds[sparse[first + index]] for index in range(get_num_layers_to_build(config))]
+    return [made[kind] for kind in kinds[first : first + get_num_layers_to_build(config)]]
 
 
-def _layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+def _layer(config: TransformerConfig, shape: ModelConfig, experts: int | None, window: int) -> ModuleSpec:
+    latent = shape.latent is not None
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm, multi_latent_attention=latent
+    )
     parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-    parts.self_attention.submodules.core_attention = PackedAttention
+    # What cosines and sines are multiplied by, in queries and in keys.
+    scaling = shape.score_scale or shape.head_dim**-0.5 * shape.rope.amplitude**2
+    options = {"scaling": scaling, "window": window}
+    parts.self_attention.submodules.core_attention = ModuleSpec(PackedAttention, params=options)
+    if latent:
+        parts.self_attention.module = LatentSelfAttention
+        parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.kv_layernorm = LatentNorm
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = Norm
     return spec
@@ -164,12 +187,13 @@ def transformer_config(
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if experts is not None:
         options |= _routing(experts, shape.layers, parallel.expert)
-    return TransformerConfig(
+    kind = TransformerConfig if shape.latent is None else partial(latent_config, shape.latent)
+    return kind(
         num_layers=shape.layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.intermediate_size,
         num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
+        num_query_groups=shape.heads if shape.latent else shape.kv_heads,
         kv_channels=shape.head_dim,
         layernorm_epsilon=shape.norm_eps,
         qk_layernorm=shape.qk_norm,
@@ -207,8 +231,9 @@ def transformer_config(
 
 
 def _routing(experts: ExpertShape, layers: int, parallel: int) -> dict[str, Any]:
-    """As transformers routes: logits in the model's dtype, their softmax in float32. No token is dropped, no loss balances."""
-    return {
+    """As transformers routes: logits in the model's dtype, their softmax in float32; for corrected scores all in float32. No
+    token is dropped, no loss balances, and what corrects scores stays as it is."""
+    found: dict[str, Any] = {
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.intermediate_size,
         "moe_layer_freq": [int(layer in experts.layers) for layer in range(layers)],
@@ -218,3 +243,16 @@ def _routing(experts: ExpertShape, layers: int, parallel: int) -> dict[str, Any]
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": parallel,
     }
+    if experts.corrected:
+        found |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_dtype": "fp32",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,
+            "moe_router_topk_scaling_factor": experts.scale,
+        }
+    if experts.groups > 1:
+        found |= {"moe_router_num_groups": experts.groups, "moe_router_group_topk": experts.groups_per_token}
+    if experts.shared_size:
+        found["moe_shared_expert_intermediate_size"] = experts.shared_size
+    return found

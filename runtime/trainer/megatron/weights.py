@@ -12,15 +12,28 @@ import torch.distributed as dist
 
 from runtime.json_file import read_object
 from runtime.models.families import Family, Parameter, family_for
+from runtime.models.families.family import dtype_of
 from runtime.models.hf_weights import WeightFiles
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.weights.shard_delta import Shard
+
+_CORRECTION = "router.expert_bias"  # a buffer, which is no parameter to megatron-core
 
 
 def read_family(path: str, value_head: bool) -> Family:
     """The mapping of the model in folder `path`. Raises UserError."""
     file = Path(path) / "config.json"
     return family_for(read_object(file, f"model {file}"), str(file), value_head=value_head)
+
+
+def held_by(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What the mapping's parameters are in `model`, by their names. What corrects a router's scores becomes float32."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    for name, buffer in model.named_buffers():
+        if name.endswith(_CORRECTION):
+            buffer.data = buffer.data.float()
+            found[name] = buffer
+    return found
 
 
 class ModelWeights:
@@ -30,7 +43,7 @@ class ModelWeights:
 
     def __init__(self, family: Family, model: torch.nn.Module, grid: ProcessGrid):
         self._family, self._grid = family, grid
-        self._parameters = dict(model.named_parameters())
+        self._parameters = held_by(model)
         for each in self.parameters(grid.pipeline_rank, grid.expert_rank):
             # Of what the ranks hold the same, the gradient counts once in the norm. megatron-core says so only where it
             # initialises the weights.
@@ -87,7 +100,7 @@ class ModelWeights:
             others = (each.split is None and grid.tensor_rank) or (not each.expert and grid.expert_rank)
             if each.copy or others:
                 continue
-            for source, index, block in each.blocks(self._parameters[each.name].to(dtype)):
+            for source, index, block in each.blocks(self._sent(each, dtype)):
                 replica, _ = grid.places[targets[place := places[source.name]]]
                 if replica == grid.expert_data_rank:
                     yield Shard(place, index, block)
@@ -110,20 +123,23 @@ class ModelWeights:
             return
         held: Iterator[torch.Tensor | None] = repeat(None)
         if (grid.pipeline_rank, grid.expert_rank) == (stage, expert_rank):
-            pieces = self._pieces(each, self._parameters[each.name].to(dtype))
+            pieces = self._pieces(each, self._sent(each, dtype))
             held = (whole for _, whole in each.to_hf(pieces)) if grid.tensor_rank == 0 else held
         if grid.tensor_rank:
             return
         for source, (replica, target), whole in zip(each.sources, places, held):  # noqa: B905 - the one without end
             if replica != grid.expert_data_rank:
                 continue
-            empty = partial(torch.empty, source.shape, dtype=dtype, device=grid.device)
+            empty = partial(torch.empty, source.shape, dtype=dtype_of(source.name, dtype), device=grid.device)
             if grid.pipeline_rank == stage:
                 whole = _moved(whole, expert_rank, 0, grid.expert_group, empty)
             if grid.expert_rank == 0:
                 whole = _moved(whole, stage, target, grid.pipeline_group, empty)
                 if grid.pipeline_rank == target and whole is not None:
                     yield source.name, whole
+
+    def _sent(self, each: Parameter, dtype: torch.dtype) -> torch.Tensor:
+        return self._parameters[each.name].to(dtype_of(each.sources[0].name, dtype))
 
     def _pieces(self, each: Parameter, own: torch.Tensor) -> list[torch.Tensor]:
         """Those of the tensor-parallel ranks."""

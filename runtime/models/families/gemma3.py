@@ -1,0 +1,58 @@
+"""Gemma 3's language model: norms before and behind attention and MLP, and layers that attend to a window, most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from runtime.models.families.family import Family, ParameterMapping, attention, dense, norm
+from runtime.models.families.shape import number, windows
+
+
+class Gemma3(Family):
+    model_type = "gemma3_text"
+    architecture = "Gemma3"
+    unmapped = "the norms behind its attention and its MLP"
+    centred_norms = True
+    unsupported = {  # noqa: RUF012
+        "attention_bias": False,
+        "hidden_act": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "use_bidirectional_attention": False,
+    }
+    defaults = {  # noqa: RUF012
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "query_pre_attn_scalar": 256,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "vocab_size": 262208,
+    }
+
+    @classmethod
+    def traits(cls, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """Every `sliding_window_pattern`-th layer attends to all, unless `layer_types` says which."""
+        layers, every = number(config, "num_hidden_layers", where), config.get("sliding_window_pattern", 6)
+        kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+        local = (config.get("rope_parameters") or {}).get("sliding_attention", {})  # as transformers 5 writes it
+        return {
+            "windows": windows({**config, "layer_types": config.get("layer_types") or kinds}, where),
+            "local_theta": local.get("rope_theta", config["rope_local_base_freq"]),
+            "qk_norm": True,
+            "output_norms": True,
+            "centred_norms": cls.centred_norms,
+            "activation": "gelu_tanh",
+            "embedding_scale": config["hidden_size"] ** 0.5,
+            "score_scale": config["query_pre_attn_scalar"] ** -0.5,
+            "softcap": config.get("final_logit_softcapping") or 0.0,
+        }
+
+    def layer(self, number: int) -> Iterator[ParameterMapping]:
+        yield from attention(self.shape, qk_norm=True)
+        yield norm("post_attention_layernorm", "post_attention_layernorm", self.shape.hidden_size)
+        yield from dense(self.shape, before="pre_feedforward_layernorm")
+        yield norm("post_feedforward_layernorm", "post_feedforward_layernorm", self.shape.hidden_size)
