@@ -43,7 +43,7 @@ _TYPES: dict[str, _Type] = {
     **dict.fromkeys(("moe_router_num_groups", "moe_router_group_topk", "q_lora_rank", "kv_lora_rank"), _SIZE),
     **dict.fromkeys(("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), _SIZE),
     **{f"{kind}_model_parallel_size": _SIZE for kind in ("tensor", "pipeline", "expert")},
-    **dict.fromkeys(("norm_epsilon", "rotary_base", "moe_router_topk_scaling_factor"), _NUMBER),
+    **dict.fromkeys(("norm_epsilon", "rotary_base", "rotary_percent", "moe_router_topk_scaling_factor"), _NUMBER),
     **dict.fromkeys(("group_query_attention", "untie_embeddings_and_output_weights", "add_qkv_bias", "qk_layernorm"), _FLAG),
     **dict.fromkeys(("use_rope_scaling", "moe_router_pre_softmax", "norm_topk_prob", "moe_tp_extend_ep"), _FLAG),
     **dict.fromkeys(("multi_latent_attention", "add_bias_linear", "add_dense_bias", "apply_layernorm_1p"), _FLAG),

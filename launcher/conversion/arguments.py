@@ -55,6 +55,7 @@ _CONFIG_KEYS = {
 }
 _HEADS = ("kv_channels", "num_query_groups")  # which say nothing of latent attention
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")  # and these of other attention
+_PLAIN = {"rotary_percent": 1.0, "moe_router_score_function": "softmax"}  # others are told by config.json alone
 _UNTOLD = ("use_rope_scaling", "rope_scaling_type", "noop_layers", "norm_topk_prob", "window_size")
 # What all ranks of a checkpoint must say alike.
 DECISIVE = (
@@ -157,7 +158,7 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type") or rope.get("type")
     return {
         "rotary_base": rope.get("rope_theta", 10000.0),
-        "rotary_percent": 1.0,
+        "rotary_percent": config.get("partial_rotary_factor", 1.0),
         "rotary_interleaved": False,
         "use_rope_scaling": kind == "llama3",  # Megatron-LM's; MindSpeed names the kind
         "rope_scaling_type": None if kind == "default" else kind,
@@ -206,8 +207,8 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
         return found[key]
 
     # How MindSpeed's own argument of routing goes together with Megatron-LM's is its affair.
-    for key in ("multi_latent_attention", *_UNTOLD):
-        if found.get(key):
+    for key in ("multi_latent_attention", *_UNTOLD, *_PLAIN):
+        if found.get(key) and found[key] != _PLAIN.get(key):
             raise UserError(f"{where}: args.{key} is {found[key]!r}; --hf-config DIR, the original folder, tells all of it")
     heads = need("num_attention_heads")
     experts = found.get("num_experts")

@@ -99,7 +99,7 @@ def _is_grouped(x: torch.Tensor) -> bool:
     return x.dtype in _GROUPED.get(x.device.type, ()) and x.shape[1] * x.itemsize % 16 == 0
 
 
-_APART = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "DeepseekV3MoE"}  # blocks whose experts are modules of their own
+_APART = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "DeepseekV3MoE", "Glm4MoeMoE"}  # their experts are modules
 
 
 def join_experts(model: nn.Module) -> None:
@@ -111,7 +111,7 @@ def join_experts(model: nn.Module) -> None:
             module.forward = partial(_joined_block, module)
         elif kind in _APART and "SiLU" in type(module.experts[0].act_fn).__name__:
             module.jitter_noise = 0.0  # Mixtral's; the policy must be the one that sampled
-            module.forward = partial(_corrected_block if kind == "DeepseekV3MoE" else _block, module, module.forward)
+            module.forward = partial(_corrected_block if hasattr(module, "shared_experts") else _block, module, module.forward)
 
 
 def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +127,7 @@ def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -
 
 
 def _corrected_block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -> torch.Tensor:
-    """The same of DeepSeek-V3's, whose scores are corrected, and which has shared experts. The router computes in float32."""
+    """The same of DeepSeek-V3's and GLM-4.5's, with corrected scores and shared experts. The router computes in float32."""
     gate = block.gate
     if not _are_plain(block.experts) or not gate.norm_topk_prob:
         found: torch.Tensor = apart(hidden_states)

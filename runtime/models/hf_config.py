@@ -42,6 +42,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertShape | None = None
     windows: tuple[int, ...] = ()
     """Of each layer, how many tokens attention reaches back to, its own included; 0: to the first. (): so in all layers."""
+    rotary_dim: int = 0  # of a head, its first elements that are rotated; 0: all
     local_theta: float | None = None  # of the rotary embeddings of layers with a window, where these have their own
     score_scale: float | None = None  # of attention; None: head_dim^-1/2
     sinks: bool = False

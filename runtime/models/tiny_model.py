@@ -149,6 +149,13 @@ _OWN: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 64},
+    "glm4_moe": {
+        "attention_bias": True,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "use_qk_norm": True,
+    },
     "deepseek_v3": {
         "q_lora_rank": 64,
         "kv_lora_rank": 64,

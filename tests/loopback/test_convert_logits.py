@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from launcher import cli
 from launcher.conversion import conversion
-from runtime.errors import InvariantViolated
+from runtime.errors import InvariantViolated, UserError
 from runtime.models.families import Layout, family, qwen2
 from tests.closeness import FLOAT32, LOGITS, forward_terms
 from tests.unit.family_cases import CONFIGS, write_folder
@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "mixtral": ("mixtral", {"sliding_window": 16}),
     "deepseek_v3": ("deepseek_v3", {"q_lora_rank": None}),
+    "glm4_moe": ("glm4_moe", {}),
     "deepseek_v3-grouped": ("deepseek_v3", GROUPED),
     "qwen3_moe-mixed": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": False}),
 }
@@ -86,7 +87,10 @@ def silent(phase: str, done: int, total: int) -> None: ...
 def test_logits_are_transformers_own(case: str, tmp_path: Path) -> None:
     make_model(tmp_path / "hf", case)
     layout = Layout(
-        tensor=2, pipeline=2, expert=2 if case.startswith(("qwen3_moe", "mixtral", "deepseek")) else 1, layers_per_stage=(1, 3)
+        tensor=2,
+        pipeline=2,
+        expert=2 if case.startswith(("qwen3_moe", "mixtral", "deepseek", "glm4")) else 1,
+        layers_per_stage=(1, 3),
     )
     report = conversion.to_core(tmp_path / "hf", tmp_path / "core", layout, check_logits=True, show=silent)
     assert report.difference is not None
@@ -97,6 +101,12 @@ def test_logits_are_transformers_own(case: str, tmp_path: Path) -> None:
     assert all(
         torch.equal(tensor, tensors[name]) for name, tensor in load_file(tmp_path / "back" / "model.safetensors").items()
     )
+
+
+def test_cosines_that_grow_for_a_part_of_the_heads_are_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path / "hf", "glm4_moe", rope_scaling=YARN)
+    with pytest.raises(UserError, match="rope_type yarn with partial_rotary_factor is not supported with megatron-core"):
+        conversion.to_core(tmp_path / "hf", tmp_path / "core", Layout(), check_logits=True, show=silent)
 
 
 def test_in_another_dtype_both_are_rounded_alike(tmp_path: Path) -> None:

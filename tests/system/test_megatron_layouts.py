@@ -44,6 +44,7 @@ FAMILIES = {
     "llama3_scaled": "one rank",
     "mistral": "context",
     "mixtral_sliding": "pipeline",
+    "glm4_moe": "tensor with sequence",
 }
 
 

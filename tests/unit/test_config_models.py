@@ -117,7 +117,7 @@ def test_megatron_names_the_folder_that_it_cannot_take(sound: dict[str, Any], tm
     spread = {"engine": "megatron", "python": sys.executable}
     assert checked(sound, **PPO | {"critic": {"path": other}}, services={"critic": spread}) == [
         "critic.path: model_type 'phi3' has no mapping to megatron-core; must be one of llama, qwen2, qwen3, qwen3_moe, "
-        "mistral, mixtral, deepseek_v3"
+        "mistral, mixtral, deepseek_v3, glm4_moe"
     ]
     assert checked(sound, model={"reference": stretched}, services={"reference": spread}, **DIVERGING) == [
         "model.reference: rope_type 'dynamic' is not supported; must be one of default, linear, llama3, yarn"

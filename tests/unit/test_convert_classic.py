@@ -62,11 +62,11 @@ def change(folder: Path, rank: str, by: Callable[[dict[str, Any]], object]) -> N
     torch.save(state, path)
 
 
-UNTOLD = ("mistral", "mixtral", "deepseek_v3")  # by the arguments
+UNTOLD = ("mistral", "mixtral", "deepseek_v3", "glm4_moe")  # by the arguments
 CASES = [
     (case, options)
     for case in CONFIGS
-    for options in LAYOUTS + (SPARSE if case in ("qwen3_moe", "mixtral", "deepseek_v3") else [])
+    for options in LAYOUTS + (SPARSE if case in ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe") else [])
 ]
 CASES += [("deepseek_v3", f"{options} --mindspeed-mla") for options in (LAYOUTS[3], *SPARSE[:2], SPARSE[-1])]
 
@@ -107,6 +107,7 @@ def test_the_arguments_alone_describe_the_model(case: str, tmp_path: Path) -> No
     [
         ("mistral", "args.window_size is (15, 0); --hf-config DIR, the original folder, tells all of it"),
         ("deepseek_v3", "args.multi_latent_attention is True; --hf-config DIR, the original folder, tells all of it"),
+        ("glm4_moe", "args.rotary_percent is 0.5; --hf-config DIR, the original folder, tells all of it"),
         ("mixtral", "args.num_experts is 4 without qk_layernorm; --hf-config DIR tells the family"),
     ],
 )

@@ -185,6 +185,8 @@ def test_a_model_that_is_not_supported_is_a_user_error(tmp_path: Path, changes: 
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config .*mxfp4.* is not supported"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0 is not supported; must be 7.0"),
         ("gpt_oss", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; must be at most num_local_experts 4"),
+        ("glm4_moe", {"partial_rotary_factor": 0.2}, "partial_rotary_factor is 0.2 of head_dim 16; must be above 0, at most 1"),
+        ("glm4_moe", {"partial_rotary_factor": "half"}, "partial_rotary_factor is 'half'"),
         ("mistral", {"sliding_window": -1}, "sliding_window is -1; must be a positive integer"),
     ],
 )

@@ -211,3 +211,10 @@ def test_evaluations_are_judged_by_the_first_rule_else_by_who_plays() -> None:
 def test_a_group_that_nobody_gives_a_reward_ends_the_run() -> None:
     with pytest.raises(InvariantViolated, match="group 7: nobody gives it a reward"):
         summed([], 1.0)
+
+
+def test_where_no_reward_is_looked_at_it_is_0_and_one_that_there_is_stays() -> None:
+    for rules, rewards in (((), [0.0, 0.0, 0.0]), ((2.0, 3.0, 4.0), [2.0, 3.0, 4.0])):
+        roles: Any = SimpleNamespace(rewards=Replicas(rules), reward_models=Replicas())
+        scores = asyncio.run(RewardScoring(roles, 1.0, unrewarded=3).score(request_of([[REPLY]]), [], 0))
+        assert (scores.rewards.tolist(), scores.valid.tolist()) == (rewards, [1, 1, 1])

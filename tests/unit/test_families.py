@@ -27,8 +27,10 @@ LAYOUTS = [
 EXPERTS = {
     "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "deepseek_v3": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    "glm4_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
 }
+CORRECTED = ("deepseek_v3", "glm4_moe")
 DENSE = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -98,19 +100,19 @@ def expected(case: str, tensors: Tensors, layout: Layout, pipeline: int, expert:
             latent(f"{source}.self_attn", f"{target}.self_attention")
         else:
             attention(f"{source}.self_attn", f"{target}.self_attention", "weight")
-        if case.startswith("qwen2"):
+        if case.startswith(("qwen2", "glm4")):
             attention(f"{source}.self_attn", f"{target}.self_attention", "bias")
-        if case.startswith("qwen3"):
+        if case.startswith(("qwen3", "glm4")):
             for name in "qk":
                 found[f"{target}.self_attention.{name}_layernorm.weight"] = tensors[f"{source}.self_attn.{name}_norm.weight"]
         output = part(tensors[f"{source}.self_attn.o_proj.weight"], 1, tensor, t)
         found[f"{target}.self_attention.linear_proj.weight"] = output
         found[f"{target}.input_layernorm.weight"] = tensors[f"{source}.input_layernorm.weight"]
         found[f"{target}.pre_mlp_layernorm.weight"] = tensors[f"{source}.post_attention_layernorm.weight"]
-        if case == "deepseek_v3" and layer:
+        if case in CORRECTED and layer:
             found[f"{target}.mlp.router.expert_bias"] = tensors[f"{source}.mlp.gate.e_score_correction_bias"]
             mlp(f"{source}.mlp.shared_experts", f"{target}.mlp.shared_experts")
-        if case in EXPERTS and not (case == "deepseek_v3" and layer == 0):
+        if case in EXPERTS and not (case in CORRECTED and layer == 0):
             block, names = EXPERTS[case]
             found[f"{target}.mlp.router.weight"] = tensors[f"{source}.{block}.gate.weight"]
             each = 4 // layout.expert
@@ -267,7 +269,7 @@ class TestRefusals:
         assert config is not None
         with pytest.raises(UserError) as raised:
             family_for(config, "config.json")
-        mapped = "llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, deepseek_v3"
+        mapped = "llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, deepseek_v3, glm4_moe"
         told = f"config.json: model_type {name!r} has no mapping to megatron-core, for {missing}; must be one of {mapped}"
         assert str(raised.value) == told
         assert family_for(config, mapped=False).tensors()

@@ -51,6 +51,8 @@ def test_transformers_loads_the_folders_whole(family: str, tmp_path: Path) -> No
     logits = policy(torch.tensor([tokenizer("12+34=").input_ids])).logits[0]
     assert logits.shape == (6, len(tokenizer))
     assert 0.1 < logits.std() < 10.0  # neither all alike nor certain: it generates, and its rewards can differ
+    if family == "glm4_moe":  # of which transformers has no sequence classifier
+        return
     scorer, found = AutoModelForSequenceClassification.from_pretrained(
         config.rewards.model.path,  # type: ignore[union-attr]
         output_loading_info=True,

@@ -34,7 +34,10 @@ class Oracle:
 
         self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
         for module in self.model.modules():
-            if type(module).__name__ == "DeepseekV3TopkRouter":  # which computes in float32 whatever the model is of
+            if type(module).__name__ in (
+                "DeepseekV3TopkRouter",
+                "Glm4MoeTopkRouter",
+            ):  # which computes in float32 whatever the model is of
                 module.register_forward_hook(lambda _module, _inputs, found: (found[0], found[1].double()))
 
     def gradients(self, groups: list[TrainGroup], config: Config) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
@@ -191,6 +194,7 @@ def test_invalid_samples_weigh_nothing(policy: str):
         "gemma3_capped",
         "gpt_oss",
         "deepseek_v3",
+        "glm4_moe",
     ],
 )
 def test_other_families(tmp_path: Path, family: str):

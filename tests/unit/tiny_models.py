@@ -64,6 +64,17 @@ _LATENT = {
     "rope_theta": 500.0,
     "tie_word_embeddings": False,
 }
+_GLM = {
+    "head_dim": 16,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 500.0,
+    "routed_scaling_factor": 1.5,
+    "tie_word_embeddings": False,
+}
 _CLASSES = {"Gemma3Config": "Gemma3TextConfig", "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification"}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
@@ -96,6 +107,8 @@ WITH_EXPERTS = {
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
     "mixtral_sliding": ("Mixtral", {"num_local_experts": 3, "sliding_window": 7, "tie_word_embeddings": True}),
+    "glm4_moe": ("Glm4Moe", {**_GLM, "attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe_air": ("Glm4Moe", {**_GLM, "partial_rotary_factor": 0.25, "rope_scaling": _YARN}),
     "deepseek_v3": (
         "DeepseekV3",
         {

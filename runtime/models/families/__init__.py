@@ -12,6 +12,7 @@ from runtime.errors import UserError
 from runtime.models.families.deepseek_v3 import DeepseekV3
 from runtime.models.families.family import Family
 from runtime.models.families.gemma3 import Gemma3
+from runtime.models.families.glm4_moe import Glm4Moe
 from runtime.models.families.gpt_oss import GptOss
 from runtime.models.families.layout import Layout
 from runtime.models.families.llama import Llama
@@ -22,7 +23,7 @@ from runtime.models.families.qwen2 import Qwen2
 from runtime.models.families.qwen3 import Qwen3
 from runtime.models.families.qwen3_moe import Qwen3Moe
 
-_ALL: tuple[type[Family], ...] = (Llama, Qwen2, Qwen3, Qwen3Moe, Mistral, Mixtral, Gemma3, GptOss, DeepseekV3)
+_ALL: tuple[type[Family], ...] = (Llama, Qwen2, Qwen3, Qwen3Moe, Mistral, Mixtral, Gemma3, GptOss, DeepseekV3, Glm4Moe)
 FAMILIES = {family.model_type: family for family in _ALL}
 
 __all__ = ["FAMILIES", "Family", "Layout", "Parameter", "family_for"]

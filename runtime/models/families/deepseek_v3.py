@@ -39,7 +39,7 @@ class DeepseekV3(Family):
             raise UserError(f"{where}: qk_rope_head_dim is {latent.rotated}; must be even")
         # A head of one's own for every query: what config.json says of key-value heads and of head_dim has no effect.
         alike = {"num_key_value_heads": config.get("num_attention_heads"), "head_dim": latent.head}
-        return replace(read_shape({**config, **alike}, where), latent=latent, experts=_experts(config, where))
+        return replace(read_shape({**config, **alike}, where), latent=latent, experts=read_experts(config, where))
 
     @classmethod
     def traits(cls, config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -56,16 +56,19 @@ class DeepseekV3(Family):
     def layer(self, number: int) -> Iterator[ParameterMapping]:
         assert self.shape.experts is not None
         yield from _attention(self.shape)
-        if number not in self.shape.experts.layers:
-            yield from dense(self.shape)
-            return
-        yield from experts(self.shape)
-        bias = SourceTensor("mlp.gate.e_score_correction_bias", (self.shape.experts.count,))
-        yield ParameterMapping(name="mlp.router.expert_bias", sources=(bias,))
-        yield from gated("mlp.shared_experts", "mlp.shared_experts", self.shape.hidden_size, self.shape.experts.shared_size)
+        yield from corrected_experts(self.shape) if number in self.shape.experts.layers else dense(self.shape)
 
 
-def _experts(config: Mapping[str, Any], where: str) -> ExpertShape:
+def corrected_experts(shape: ModelShape) -> Iterator[ParameterMapping]:
+    """Routed experts with what corrects their scores, and those that all tokens are given to."""
+    assert shape.experts is not None
+    yield from experts(shape)
+    bias = SourceTensor("mlp.gate.e_score_correction_bias", (shape.experts.count,))
+    yield ParameterMapping(name="mlp.router.expert_bias", sources=(bias,))
+    yield from gated("mlp.shared_experts", "mlp.shared_experts", shape.hidden_size, shape.experts.shared_size)
+
+
+def read_experts(config: Mapping[str, Any], where: str) -> ExpertShape:
     inner, scale, first = number(config, "moe_intermediate_size", where), config.get("routed_scaling_factor", 1.0), 0
     if config.get("first_k_dense_replace", 0) != 0:
         first = number(config, "first_k_dense_replace", where)

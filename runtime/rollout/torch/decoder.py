@@ -176,7 +176,9 @@ class Decoder:
         """Cosines and sines of so many positions; the last ones are those of layers with a window."""
         local = self.config.local_theta
         ropes = [self.config.rope] + ([] if local is None else [Rope(local)])
-        return [rope_tables(rope, self.config.head_dim, length, self.device, self.dtype) for rope in ropes]
+        return [
+            rope_tables(rope, self.config.rotary_dim or self.config.head_dim, length, self.device, self.dtype) for rope in ropes
+        ]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden] to float32 [m, vocab_size]."""
@@ -344,8 +346,9 @@ class Decoder:
         qk = qkv[:, : config.heads + config.kv_heads]
         if layer.qk_norm is not None:
             qk.copy_(self._norm(qk, layer.qk_norm))
-        swapped = qk.roll(config.head_dim // 2, -1)
-        qk.mul_(cos).addcmul_(swapped, sin)
+        rotated = qk[..., : cos.shape[-1]]
+        swapped = rotated.roll(cos.shape[-1] // 2, -1)
+        rotated.mul_(cos).addcmul_(swapped, sin)
         return qkv
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

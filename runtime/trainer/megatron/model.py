@@ -89,7 +89,7 @@ class PackedModel(GPTModel):
         self._value_head = value_head
         if value_head and self.post_process:
             self.output_layer = torch.nn.Linear(config.hidden_size, 1, bias=False)
-        self._frequencies = shape.rope.frequencies(shape.head_dim)
+        self._frequencies = shape.rope.frequencies(shape.rotary_dim or shape.head_dim)
         self._amplitude = None if shape.latent is None else shape.rope.amplitude  # otherwise a part of attention's scaling
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
@@ -151,6 +151,8 @@ def _layer(config: TransformerConfig, shape: ModelConfig, experts: int | None, w
     )
     parts: Any = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    if shape.rotary_dim and shape.rope.amplitude != 1.0:
+        raise UserError("model.path: rope_type yarn with partial_rotary_factor is not supported with megatron-core")
     # What cosines and sines are multiplied by, in queries and in keys.
     scaling = shape.score_scale or shape.head_dim**-0.5 * shape.rope.amplitude**2
     options = {"scaling": scaling, "window": window}
