@@ -27,8 +27,7 @@ from runtime.models.limits import MEGATRON_NEEDS_CORE, kv_cache_bytes, layout_of
 
 ModelConfig = Mapping[str, Any]  # the contents of a Hugging Face config.json
 
-_CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-_CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
+_CAUSAL, _CLASSIFIERS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 _MEANT = {_CAUSAL: "causal language model", _CLASSIFIERS: "sequence classifier"}
 _SHARDS = "engine torch spreads models over all its processes"
 _ON_TORCH = {"trainer": _SHARDS, "critic": _SHARDS, "reference": "engine torch has one process a replica"}

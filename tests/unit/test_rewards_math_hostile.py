@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runtime.rewards.accuracy import boxed
@@ -152,6 +152,7 @@ ANSWERS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
 @settings(max_examples=1500)
 @given(ANSWERS, ANSWERS)
+@example("1", r"max\{\}")  # of nothing
 def test_any_text_is_decided_or_refused(prediction: str, truth: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answers, "algebraically_equal", lambda prediction, truth: False)

@@ -106,7 +106,7 @@ def _integer_root(value: int, degree: int) -> int:
 
 def _call(node: ExpressionNode, values: Values) -> Fraction:
     function = _FUNCTIONS.get(node.value)  # type: ignore[arg-type]
-    if function is None:
+    if function is None or not node.args:
         raise Irrational(node.value)
     return function(*(exact(argument, values) for argument in node.args))
 
