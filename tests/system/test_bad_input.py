@@ -81,7 +81,7 @@ def test_a_reference_with_another_vocabulary(config: Path, tiny: Path, tmp_path:
     folder = tmp_path / "reference"
     shutil.copytree(tiny / "model", folder)
     settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": settings["vocab_size"] + 1}))
+    (folder / "config.json").write_text(json.dumps(settings | {"vocab_size": settings["vocab_size"] - 1}))
     line = refused(config, tmp_path / "run", f"model.reference={folder}")
     assert line.startswith("model.reference: ")
     assert str(folder) in line
