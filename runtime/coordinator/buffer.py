@@ -63,8 +63,8 @@ class Buffer:
         """The run ends before this step."""
         self.stop_reason = ""
         self.ready_changed = asyncio.Event()
-        """Set when `take` may have become possible, or a group is generated, referenced or dropped. Clear it, call `take`, then
-        wait."""
+        """Set when `take` may have become possible, or a group is generated, scored, referenced or dropped. Clear it, call
+        `take`, then wait."""
         self.room_changed = asyncio.Event()
         """Set when `capacity` may have grown, a group came back to be dispatched again, or the trainer has nothing to do."""
         self.trainer_waits = False
@@ -138,6 +138,7 @@ class Buffer:
         group = self._mark(scores.group_id, Mark.SCORED)
         group.scores = scores
         self._record(group, "scored", scores=scores)
+        self.ready_changed.set()
         return group
 
     def referenced(self, group_id: int, logprobs: bytes) -> Group:

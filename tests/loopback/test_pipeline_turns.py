@@ -201,6 +201,14 @@ def test_groups_without_signal_are_replaced_in_the_same_turn(tmp_path: Path) -> 
     assert published(cast) == [0, 2, 4]
 
 
+def test_the_reference_waits_for_no_more_than_the_scores_that_may_drop_groups(tmp_path: Path) -> None:
+    algorithm = config.Algorithm(kl_coefficient=0.1, dynamic_sampling=True)
+    folder, cast = colocated(tmp_path, "reference", steps=4, staleness=1, sections={"algorithm": algorithm}), cast_of()
+    cast.reward, cast.reference = SomeSignal(LongTail(2)), LentReference(LongTail(3))
+    cast.reference.devices = cast.trainer.devices  # type: ignore[attr-defined]
+    assert folder.run(cast).groups["retired"] == 16
+
+
 def test_the_reference_has_a_turn_between_generation_and_training(tmp_path: Path) -> None:
     folder, cast = colocated(tmp_path, "reference", steps=3, staleness=0), cast_of()
     cast.reference = LentReference(LongTail(3))
