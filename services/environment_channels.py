@@ -100,13 +100,13 @@ class EnvironmentChannels:
                 what = f"no Environment answers within {silence:g} s: {error.reason}"
                 raise UserError(f"services.environment.{name}.server.address: {what}") from None
 
-    async def use(self, processes: Sequence[PeerAddress]) -> None:
-        """The run's own that serve, from now on."""
-        for address in [each for each in self._own if each not in processes]:
-            await self._own.pop(address).close()
+    def use(self, processes: Sequence[PeerAddress]) -> list[EnvironmentChannel]:
+        """The run's own that serve, from now on. Returns the channels to those that do not any more, to be closed."""
+        left = [self._own.pop(address) for address in list(self._own) if address not in processes]
         for address in processes:
             if address not in self._own:
                 self._own[address] = self._to(address)
+        return left
 
     def _to(self, to: PeerAddress) -> EnvironmentChannel:
         called = keys.process(to.name, to.incarnation)

@@ -257,8 +257,10 @@ class GatewayService(process.Service):
         if command.key or self.keys is None:
             self._episodes.key = command.key
         await self._rollouts.use(command.rollouts)
-        await self._environments.use(command.environments)
+        left = self._environments.use(command.environments)
         self._players.use(self._environments.by_name())
+        for channel in left:
+            await channel.close()
 
     async def hurry(self, command: Hurry) -> None:
         self._players.hurry(command.group_id)

@@ -6,6 +6,9 @@
 
 A failure is of one of three kinds. *Infrastructure*: the episode is played again, from the same seed, elsewhere where there is
 another; then it is left out. *Data*: the task is at fault; it is left out, and named. *Agent*: it earns its reward, 0 if none.
+
+A process that is lost is one failure, however many episodes it played. It is asked no more until it answers again, or the
+coordinator names another in its place.
 """
 
 from __future__ import annotations
@@ -22,7 +25,14 @@ from typing import Any, Literal, Protocol
 from runtime import timeouts
 from runtime.config import Environment
 from runtime.config.services import Slow
-from runtime.environments.messages import PHASES, STOP_REASONS, EpisodeEnd, EpisodeEvent, EpisodeRequest
+from runtime.environments.messages import (
+    PHASES,
+    STOP_REASONS,
+    EnvironmentDescription,
+    EpisodeEnd,
+    EpisodeEvent,
+    EpisodeRequest,
+)
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
 from runtime.gateway.episode import GatewayEpisode, Playing
@@ -48,6 +58,9 @@ class EnvironmentPort(Protocol):
     async def cancel(self, episode: str) -> None:
         """Its agent is to end now, and to tell what it earned. Raises Unreachable."""
 
+    async def describe(self, seconds: float) -> EnvironmentDescription:
+        """Once it can be reached. Raises Unreachable when that is not within so many seconds."""
+
 
 Late = Literal["wait", "truncate", "leave out", "repeat"]
 
@@ -69,6 +82,7 @@ class _Attempt:
         loop = asyncio.get_running_loop()
         self.port, self.episode, self.settings, self.repeats_left = port, episode, settings, repeats_left
         self.verdict: asyncio.Future[EpisodeEnd] = loop.create_future()
+        self.known = False  # why it failed: its process had been lost already
         self.repeat = False  # as it was late
         self.runs = False  # its agent does
         self._timers: list[asyncio.TimerHandle] = []
@@ -127,6 +141,7 @@ class Players:
         self._settings, self._url, self._episodes = settings, url, episodes
         self._silence, self._seconds = silence, seconds
         self._ports: dict[str, Sequence[EnvironmentPort]] = {}
+        self._lost: dict[EnvironmentPort, asyncio.Task[None]] = {}  # and who waits for it to answer again
         self._changed = asyncio.Event()
         self._busy: Counter[str] = Counter()  # episodes under way, by process
         self._attempts: dict[str, _Attempt] = {}  # by episode
@@ -136,6 +151,12 @@ class Players:
     def use(self, ports: Mapping[str, Sequence[EnvironmentPort]]) -> None:
         """From now on, by environment."""
         self._ports = dict(ports)
+        known = {port for each in ports.values() for port in each}
+        for port in [port for port in self._lost if port not in known]:
+            self._lost.pop(port).cancel()
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -157,7 +178,7 @@ class Players:
             attempt = _Attempt(port, episode, settings, settings.retries + 1 - len(tried))
             end = await self._attempt(attempt, until)
             failed = end.failure == "infrastructure" and not episode.overflowed
-            if failed:
+            if failed and not attempt.known:
                 self._count(name, settings, end.reason)
             if attempt.repeat or (failed and attempt.repeats_left > 0 and now() < until):
                 self._episodes.play_again(episode, _short(end.reason))
@@ -196,6 +217,7 @@ class Players:
                         attempt.decide(event.end)
         except Unreachable as error:
             reason = f"{port.name}: {error.reason}"
+            attempt.known = self._lose(port)
         except Refused as error:  # a reward of nothing that there is
             reason = str(error)
         except Exception as error:  # a fault of ours, which is not to leave anybody waiting
@@ -225,11 +247,24 @@ class Players:
     async def _choose(self, name: str, tried: Sequence[str], until: float) -> EnvironmentPort:
         """The one with the fewest episodes, of those that have not failed with this one where there are such."""
         until = min(until, now() + self._silence)
-        while not (ports := self._ports.get(name, ())):
+        while not (ports := [port for port in self._ports.get(name, ()) if port not in self._lost]):
             if not await done_within(self._changed.wait(), until - now()):
                 raise ServiceFault(f"services.environment.{name}", "play", "no process of it serves", self._silence)
         fresh = [port for port in ports if port.name not in tried]
         return min(fresh or ports, key=lambda port: (self._busy[port.name], port.name))
+
+    def _lose(self, port: EnvironmentPort) -> bool:
+        """It cannot be reached. Returns whether that is known."""
+        if port in self._lost or not any(port in each for each in self._ports.values()):
+            return True
+        self._lost[port] = asyncio.get_running_loop().create_task(self._returns(port))
+        return False
+
+    async def _returns(self, port: EnvironmentPort) -> None:
+        with suppress(Unreachable):  # then it stays lost
+            await port.describe(self._silence)
+            del self._lost[port]
+            self._wake()
 
     def _heard(self, episode: GatewayEpisode, event: EpisodeEvent) -> None:
         """Raises Refused."""

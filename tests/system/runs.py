@@ -88,13 +88,18 @@ class Live:
         )
 
     def reaches(self, step: int, timeout: float = START) -> None:
+        self.comes(lambda: self.steps() >= step, timeout, f"step {step} in {self.folder}")
+
+    def comes(self, check: Callable[[], Any], timeout: float, what: str) -> None:
+        """Waits until `check()` is true, while it runs."""
+
         def there() -> bool:
-            if self.steps() >= step:
+            if check():
                 return True
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.output}{self.errors}"
             return False
 
-        eventually(there, timeout, f"step {step} in {self.folder}")
+        eventually(there, timeout, what)
 
     def says(self, words: str, timeout: float = START) -> None:
         """Waits until it has printed `words`."""

@@ -50,10 +50,10 @@ def agents(tiny: Path, tmp_path: Path) -> Path:
 
 def goes_on_without_loss(run: Live, lost: str) -> None:
     """After `lost` was: another comes in its place, and every task is played."""
-    eventually(lambda: (run.folder / "logs" / f"{lost}.1.log").exists(), BACK, f"another {lost}")
+    run.comes(lambda: (run.folder / "logs" / f"{lost}.1.log").exists(), BACK, f"another {lost}")
     if lost != "coordinator":
         log = run.folder / "logs" / "coordinator.log"
-        eventually(lambda: log.read_text().count(f"INFO {lost} registered") == 2, BACK, f"{lost} again")
+        run.comes(lambda: log.read_text().count(f"INFO {lost} registered") == 2, BACK, f"{lost} again")
     run.reaches(run.steps() + 4, BACK)
     run.interrupt()
     assert run.wait(BACK) == 0, run.output + run.errors

@@ -82,8 +82,14 @@ def test_every_process_tells_what_alarms_and_dashboard_ask_for(live: Live) -> No
     assert len(needed) > 20 and sorted(needed - there) == []
     run = told["coordinator"]
     assert value(run, "sluice_run_step") >= 3 and value(run, "sluice_run_phase", phase="training") == 1
-    assert value(run, "sluice_rollouts", state="serving") == 2
     assert value(told["rollout-0"], "sluice_rollout_tokens_total") > 0
+
+
+def test_every_rollout_comes_to_serve(live: Live) -> None:
+    """A slow one may still be joining after the first steps."""
+    eventually(
+        lambda: value(scraped(metrics_address(live.folder), TOKEN), "sluice_rollouts", state="serving") == 2, END, "both"
+    )
 
 
 def test_the_step_and_the_counters_grow_while_the_run_goes_on(live: Live) -> None:

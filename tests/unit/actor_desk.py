@@ -66,5 +66,5 @@ async def running(actor: Actor) -> AsyncIterator[asyncio.Task[None]]:
 
 async def settle() -> None:
     """Let everything that is ready to run do so."""
-    for _ in range(5):
+    for _ in range(20):
         await asyncio.sleep(0)

@@ -12,7 +12,7 @@ import pytest
 
 from runtime.config import Budgets, Environment
 from runtime.environments import messages
-from runtime.environments.messages import EpisodeEnd, EpisodeEvent, EpisodeRequest
+from runtime.environments.messages import EnvironmentDescription, EpisodeEnd, EpisodeEvent, EpisodeRequest
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
 from runtime.gateway.episodes import Episodes
@@ -22,6 +22,7 @@ from runtime.process import spans
 from runtime.process.spans import TracedSpan
 from runtime.types import EpisodeTask, GeneratedGroup, PlayRequest, SamplingParams
 from sluice.agents import episode
+from tests.unit.actor_desk import settle
 from tests.unit.template_cases import tiny_renderer
 from tests.unit.test_episodes import ScriptedPolicy, call
 
@@ -46,6 +47,7 @@ class ScriptedEnvironment:
         self.cancelled: dict[str, asyncio.Event] = {}
         self.left: list[str] = []
         self.began = asyncio.Event()
+        self.answers: asyncio.Event | None = None  # again, after it was lost
 
     async def run(self, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
         self.asked.append(request)
@@ -58,6 +60,12 @@ class ScriptedEnvironment:
 
     async def cancel(self, episode: str) -> None:
         self.cancelled[episode].set()
+
+    async def describe(self, seconds: float) -> EnvironmentDescription:
+        if self.answers is None:
+            raise Unreachable(self.name, "Describe", "nobody listens there")
+        await self.answers.wait()
+        return EnvironmentDescription()
 
 
 def ending(*ends: EpisodeEnd, events: tuple[EpisodeEvent, ...] = ()) -> Act:
@@ -313,6 +321,61 @@ def test_a_process_that_is_lost_costs_a_repeat(renderer: TemplateRenderer) -> No
     group = generated(renderer, ScriptedEnvironment("a", lost), ScriptedEnvironment("b", ending(EpisodeEnd(reward=1.0))), n=1)
     assert group.rewards == [1.0]
     assert group.outcomes is not None and group.outcomes.repeated == {"a: the connection is lost": 1}
+
+
+def test_a_lost_process_is_one_failure_however_many_it_played_and_nobody_asks_it_before_it_answers(
+    renderer: TemplateRenderer,
+) -> None:
+    lost = asyncio.Event()
+
+    async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        yield EpisodeEvent(phase="run")
+        if len(port.asked) <= 8:
+            await lost.wait()
+            raise Unreachable(port.name, "Run", "the connection is lost")
+        yield EpisodeEvent(end=EpisodeEnd(reward=1.0))
+
+    async def scenario(played: Played) -> None:
+        port.answers = asyncio.Event()
+        group = played.group(8)
+        await settle()
+        assert len(port.asked) == 8
+        lost.set()
+        await settle()
+        assert len(port.asked) == 8 and played.players.counts["failures"] == 1
+        port.answers.set()
+        assert (await group).rewards == [1.0] * 8
+
+    port = ScriptedEnvironment("a", act)
+    play(renderer, [port], scenario, failures_in_a_row=2, retries=1)
+
+
+def test_another_in_the_place_of_a_lost_process_is_asked_at_once(renderer: TemplateRenderer) -> None:
+    async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        yield EpisodeEvent(phase="run")
+        await lost.wait()
+        raise Unreachable(port.name, "Run", "it serves no more")
+
+    async def scenario(played: Played) -> None:
+        group = played.group(4)
+        await settle()
+        assert len(before.asked) == 4
+        played.players.use({"game": [after]})
+        lost.set()
+        assert (await group).rewards == [1.0] * 4 and not played.players.counts["failures"]
+
+    lost = asyncio.Event()
+    before, after = ScriptedEnvironment("a", act), ScriptedEnvironment("a", ending(EpisodeEnd(reward=1.0)))
+    play(renderer, [before], scenario, retries=1)
+
+
+def test_a_lost_process_that_answers_no_more_ends_the_run(renderer: TemplateRenderer) -> None:
+    async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        yield EpisodeEvent(phase="run")
+        raise Unreachable(port.name, "Run", "the connection is lost")
+
+    with pytest.raises(ServiceFault, match=r"services\.environment\.game: play: no process of it serves"):
+        generated(renderer, ScriptedEnvironment("a", act), n=1)
 
 
 def test_without_a_process_of_the_environment_nobody_waits_for_ever(renderer: TemplateRenderer) -> None:
