@@ -84,6 +84,7 @@ def choose(config: Config) -> ChosenAlgorithm:
             covariance_low=algorithm.covariance_low,
             covariance_high=algorithm.covariance_high,
             covariance_kl=algorithm.covariance_kl,
+            m2_threshold=algorithm.m2_threshold,
         ),
         correction=None if algorithm.correction == NO_CORRECTION else CORRECTIONS.find(algorithm.correction),
         correction_options=CorrectionOptions(

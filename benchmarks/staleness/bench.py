@@ -1,8 +1,10 @@
-"""`sluice bench staleness`: what training on stale samples costs, and what the decoupled loss gives back.
+"""`sluice bench staleness`: what training on stale samples costs, and what holds.
 
-The quickstart is trained with each bound η on staleness, *naive* (clipped about the policy that sampled, as if it were the
-one being trained) and *decoupled*, with several seeds. A seed has a split of the sums, a corpus and a policy of its own;
-both losses and every η of that seed start from it, so that losses can be compared in pairs.
+The quickstart is trained with each bound η on staleness and at two learning rates: *naive* (clipped about the policy that
+sampled, as if it were the one being trained), *decoupled*, both with the learning rate as configured, and by *default*:
+decoupled, with a rate that falls with staleness. Others are tried where samples are oldest and the rate is highest. Every
+variant has several seeds. A seed has a split of the sums, a corpus and a policy of its own; all runs of that seed start from
+it, so that variants can be compared in pairs.
 
 Two 95 % intervals of a final accuracy are told, as they answer different questions:
 

@@ -31,23 +31,27 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 9,
 }
-COLOURS = {"naive": "#D55E00", "decoupled": "#0072B2"}  # Okabe and Ito's palette, told apart with any colour vision
-MARKERS = {"naive": "s", "decoupled": "o"}
+COLOURS = {"naive": "#D55E00", "decoupled": "#0072B2", "default": "#009E73"}
+"""Of variants: Okabe and Ito's palette, told apart with any colour vision."""
+MARKERS = {"naive": "s", "decoupled": "o", "default": "D"}
 
 
 def draw(report: StalenessReport, png: Path) -> None:
-    """One panel a bound above, all final accuracies below; appears whole or not at all."""
-    bounds = report.settings.bounds
+    """A row a learning rate, in which a panel is a bound; all final accuracies below. Appears whole or not at all."""
+    bounds, rates = report.settings.bounds, report.settings.rates
+    shown = [cell for cell in report.cells if cell.variant in COLOURS]
     with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(max(8.0, 2.8 * len(bounds)), 7.5), dpi=120, layout=ConstrainedLayoutEngine(h_pad=0.12))
-        grid = figure.add_gridspec(2, len(bounds))
+        size = max(8.0, 2.8 * len(bounds)), 3.75 * (1 + len(rates))
+        figure = plt.figure(figsize=size, dpi=120, layout=ConstrainedLayoutEngine(h_pad=0.12))
+        grid = figure.add_gridspec(1 + len(rates), len(bounds))
         first = None
-        for column, bound in enumerate(bounds):
-            first = panel = figure.add_subplot(grid[0, column], sharey=first, sharex=first)
-            _curves(panel, [cell for cell in report.cells if cell.bound == bound], report.goal)
-            panel.set_title(f"η = {bound}")
-            panel.tick_params(labelleft=column == 0)
-        _finals(figure.add_subplot(grid[1, :]), report)
+        for row, rate in enumerate(rates):
+            for column, bound in enumerate(bounds):
+                first = panel = figure.add_subplot(grid[row, column], sharey=first, sharex=first)
+                _curves(panel, [cell for cell in shown if (cell.rate, cell.bound) == (rate, bound)], report.goal)
+                panel.set_title(f"η = {bound}, learning rate {rate:g}")
+                panel.tick_params(labelleft=column == 0)
+        _finals(figure.add_subplot(grid[-1, :]), report, shown)
         partial = png.with_suffix(".partial")
         figure.savefig(partial, format="png")
         partial.replace(png)
@@ -68,10 +72,10 @@ def curve(runs: Sequence[RunOutcome]) -> tuple[np.ndarray, np.ndarray]:
 def _curves(axes: Axes, cells: Sequence[Cell], goal: float) -> None:
     for cell in cells:
         steps, accuracies = curve(cell.runs)
-        colour = COLOURS[cell.loss]
+        colour = COLOURS[cell.variant]
         axes.fill_between(steps, accuracies.min(0), accuracies.max(0), color=colour, alpha=0.2, linewidth=0)
         axes.plot(
-            steps, accuracies.mean(0), color=colour, linewidth=2, marker=MARKERS[cell.loss], markersize=4, label=cell.loss
+            steps, accuracies.mean(0), color=colour, linewidth=2, marker=MARKERS[cell.variant], markersize=4, label=cell.variant
         )
     axes.axhline(goal, color="#888888", linewidth=1, linestyle=":")
     axes.set_xlabel("step")
@@ -79,23 +83,32 @@ def _curves(axes: Axes, cells: Sequence[Cell], goal: float) -> None:
     axes.legend(loc="lower right", title="band: all seeds" if len(cells[0].runs) > 1 else None, title_fontsize=8)
 
 
-def _finals(axes: Axes, report: StalenessReport) -> None:
+def _finals(axes: Axes, report: StalenessReport, shown: Sequence[Cell]) -> None:
     """Interval over seeds, or Wilson's where there is but one seed; a small dot is a seed."""
     single = report.settings.seeds == 1
-    places = range(len(report.settings.bounds))
-    for loss, offset in (("naive", -0.12), ("decoupled", 0.12)):
-        cells = [cell for cell in report.cells if cell.loss == loss]
+    where = [(rate, bound) for rate in report.settings.rates for bound in report.settings.bounds]
+    places = range(len(where))
+    for variant, offset in zip(COLOURS, (-0.2, 0.0, 0.2), strict=True):
+        cells = [cell for cell in shown if cell.variant == variant]
         middles = np.array([cell.accuracy for cell in cells])
         intervals = [cell.over_seeds or cell.wilson for cell in cells]
         bars = [[m - i.low for m, i in zip(middles, intervals)], [i.high - m for m, i in zip(middles, intervals)]]  # noqa: B905
         xs = np.array(places) + offset
         axes.errorbar(
-            xs, middles, np.maximum(bars, 0), fmt=MARKERS[loss], color=COLOURS[loss], capsize=5, linewidth=2, label=loss
+            xs,
+            middles,
+            np.maximum(bars, 0),
+            fmt=MARKERS[variant],
+            color=COLOURS[variant],
+            capsize=5,
+            linewidth=2,
+            label=variant,
         )
         for x, cell in zip(xs, cells, strict=True):
-            axes.scatter([x + 0.06] * len(cell.runs), [run.accuracy for run in cell.runs], s=10, color=COLOURS[loss], alpha=0.6)
+            dots = [run.accuracy for run in cell.runs]
+            axes.scatter([x + 0.06] * len(dots), dots, s=10, color=COLOURS[variant], alpha=0.6)
     axes.set_title("Final accuracy, 95 % intervals " + ("(Wilson, one seed)" if single else "over seeds; dots are seeds"))
-    axes.set_xticks(places, [f"η = {bound}" for bound in report.settings.bounds])
+    axes.set_xticks(places, [f"η = {bound}\n{rate:g}" for rate, bound in where])
     axes.set_xlim(-0.5, len(places) - 0.5)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
     axes.legend(loc="lower left")

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from benchmarks.compared import Compared
 from benchmarks.intervals import ConfidenceInterval, t_interval, wilson
-from benchmarks.staleness.runs import LOSSES, RunOutcome, StalenessSettings, StalenessTrial, plan
+from benchmarks.staleness.runs import RunOutcome, StalenessSettings, StalenessTrial, cells, plan
 from runtime.telemetry.shown import LiteralTable
 
 GOAL = 0.9  # the accuracy that "steps to" is about
@@ -18,10 +18,11 @@ FIGURE_FILE = "staleness.png"
 
 
 class Cell(Struct, frozen=True):
-    """All seeds of one bound and loss. `steps_to_goal` is the median of the `reached` runs that got there."""
+    """All seeds of one learning rate, bound and variant. `steps_to_goal` is the median of the `reached` runs that got there."""
 
+    rate: float
     bound: int
-    loss: str
+    variant: str
     accuracy: float  # pooled
     problems: int
     over_seeds: ConfidenceInterval | None  # None with one seed
@@ -35,9 +36,12 @@ class Cell(Struct, frozen=True):
 
 
 class Difference(Struct, frozen=True):
-    """Accuracy decoupled - naive at one bound: the mean over pairs of runs of one seed, and a t interval over the pairs."""
+    """Accuracy of `default` less another's, at one learning rate and bound: the mean over pairs of runs of one seed, and a t
+    interval over the pairs. The other is a variant at that bound, or `default` at the smallest."""
 
+    rate: float
     bound: int
+    other: str
     mean: float
     interval: ConfidenceInterval | None
 
@@ -53,25 +57,31 @@ class StalenessReport(Struct, frozen=True):
 def report(settings: StalenessSettings, outcomes: Mapping[StalenessTrial, RunOutcome], folder: Path) -> StalenessReport:
     """The figures of all runs of the plan."""
 
-    def runs(bound: int, loss: str) -> list[RunOutcome]:
-        return [outcomes[trial] for trial in plan(settings) if (trial.bound, trial.loss) == (bound, loss)]
+    def runs(*cell: float | str) -> list[RunOutcome]:
+        return [outcomes[trial] for trial in plan(settings) if (trial.rate, trial.bound, trial.variant) == cell]
 
-    cells = [_cell(bound, loss, runs(bound, loss)) for bound in settings.bounds for loss in LOSSES]
-    differences = []
-    for bound in settings.bounds:
-        pairs = zip(runs(bound, "naive"), runs(bound, "decoupled"), strict=True)
-        gains = [decoupled.accuracy - naive.accuracy for naive, decoupled in pairs]
-        differences.append(Difference(bound, fmean(gains), t_interval(gains)))
-    return StalenessReport(settings, GOAL, cells, differences, str(folder))
+    def less(rate: float, bound: int, other: str, of: list[RunOutcome]) -> Difference:
+        pairs = zip(runs(rate, bound, "default"), of, strict=True)
+        gains = [own.accuracy - one.accuracy for own, one in pairs]
+        return Difference(rate, bound, other, fmean(gains), t_interval(gains))
+
+    first, differences = settings.bounds[0], []
+    for rate, bound, variant in cells(settings):
+        if variant != "default":
+            differences.append(less(rate, bound, variant, runs(rate, bound, variant)))
+        elif bound != first:
+            differences.append(less(rate, bound, f"default, η = {first}", runs(rate, first, variant)))
+    return StalenessReport(settings, GOAL, [_cell(*cell, runs(*cell)) for cell in cells(settings)], differences, str(folder))
 
 
-def _cell(bound: int, loss: str, runs: list[RunOutcome]) -> Cell:
+def _cell(rate: float, bound: int, variant: str, runs: list[RunOutcome]) -> Cell:
     correct, problems = sum(run.correct for run in runs), sum(run.problems for run in runs)
     over_seeds = t_interval([run.accuracy for run in runs])
     reached = [steps for run in runs if (steps := run.steps_to(GOAL)) is not None]
     return Cell(
+        rate=rate,
         bound=bound,
-        loss=loss,
+        variant=variant,
         accuracy=correct / problems,
         problems=problems,
         over_seeds=over_seeds and ConfidenceInterval(max(0.0, over_seeds.low), min(1.0, over_seeds.high)),
@@ -86,34 +96,35 @@ def _cell(bound: int, loss: str, runs: list[RunOutcome]) -> Cell:
 
 
 def compared(made: StalenessReport) -> list[Compared]:
-    """Accuracy at a bound over that at the smallest, seed by seed, with the loss that the quickstart has."""
-    cells = [cell for cell in made.cells if cell.loss == "decoupled"]
+    """Accuracy at a bound over that at the smallest, seed by seed, of the quickstart as it is."""
+    own = [cell for cell in made.cells if cell.variant == "default" and cell.rate == made.settings.rates[0]]
     return [
         Compared(
-            f"accuracy, η = {cell.bound} / η = {cells[0].bound}",
-            [own.accuracy / fresh.accuracy for own, fresh in zip(cell.runs, cells[0].runs, strict=True)],
+            f"accuracy, η = {cell.bound} / η = {own[0].bound}",
+            [old.accuracy / fresh.accuracy for old, fresh in zip(cell.runs, own[0].runs, strict=True)],
         )
-        for cell in cells[1:]
+        for cell in own[1:]
     ]
 
 
 def render(made: StalenessReport) -> list[LiteralTable]:
     table = LiteralTable(title="Final accuracy by bound on staleness", title_justify="left", title_style="bold")
     steps_to = f"steps to {made.goal:.0%}"
-    for name in ("η", "loss", "accuracy", "95 % over seeds", "95 % Wilson, pooled", steps_to, "staleness", "RL s"):
-        table.add_column(name, justify="left" if name == "loss" else "right")
+    for name in ("rate", "η", "variant", "accuracy", "95 % over seeds", "95 % Wilson, pooled", steps_to, "staleness", "RL s"):
+        table.add_column(name, justify="left" if name == "variant" else "right")
     for cell in made.cells:
         steps = "–" if cell.steps_to_goal is None else f"{cell.steps_to_goal:g}"
         table.add_row(
+            f"{cell.rate:g}",
             str(cell.bound),
-            cell.loss,
+            cell.variant,
             f"{cell.accuracy:.1%}",
             _span(cell.over_seeds),
             _span(cell.wilson),
             f"{steps} ({cell.reached} of {len(cell.runs)})",
             f"{cell.staleness_mean:.2f}",
             f"{cell.rl_seconds:.0f}",
-            end_section=cell.loss == "decoupled",
+            end_section=cell.variant == "default",
         )
     problems = " or ".join(f"{count:,}" for count in sorted({cell.problems for cell in made.cells}))
     table.caption = (
@@ -121,11 +132,12 @@ def render(made: StalenessReport) -> list[LiteralTable]:
         "Student's t over the seeds' accuracies. Wilson: takes all problems as independent. Steps: median of the runs that got "
         "there, and how many did. Staleness: mean of the trained samples"
     )
-    gain = LiteralTable(title="Decoupled − naive, percentage points", title_justify="left", title_style="bold")
-    for name in ("η", "difference", "95 % over pairs of one seed"):
-        gain.add_column(name, justify="right")
+    gain = LiteralTable(title="Default less another, percentage points", title_justify="left", title_style="bold")
+    for name in ("rate", "η", "other", "difference", "95 % over pairs of one seed"):
+        gain.add_column(name, justify="left" if name == "other" else "right")
     for difference in made.differences:
-        gain.add_row(str(difference.bound), f"{100 * difference.mean:+.1f}", _span(difference.interval, 100, "+.1f"))
+        where = f"{difference.rate:g}", str(difference.bound), difference.other
+        gain.add_row(*where, f"{100 * difference.mean:+.1f}", _span(difference.interval, 100, "+.1f"))
     gain.caption = f"figure: {Path(made.folder) / FIGURE_FILE}; runs: {made.folder}"
     for one in (table, gain):
         one.caption_justify = "left"

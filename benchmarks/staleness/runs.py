@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,33 +21,51 @@ from runtime.telemetry.trackers import read_jsonl
 from sluice import start
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"
-LOSSES = {"naive": "ppo", "decoupled": "decoupled"}
+NO_POWER = "training.lr_staleness_power=0"
+VARIANTS = {
+    "naive": (NO_POWER, "algorithm.loss=ppo"),
+    "decoupled": (NO_POWER, "algorithm.loss=decoupled"),
+    "default": (),
+}
+"""What each changes of the configuration."""
+OTHERS = {
+    "m2po": (NO_POWER, "algorithm.loss=m2po"),
+    "topr": (NO_POWER, "algorithm.loss=topr"),
+    "geometric mask": (NO_POWER, "algorithm.loss=ppo", "algorithm.correction=geometric_mask", "algorithm.correction_high=2"),
+    "interpolated": (NO_POWER, "algorithm.loss=decoupled", "algorithm.proximal=interpolated"),
+    "four updates": (NO_POWER, "algorithm.loss=decoupled", "training.mini_batch_size=2"),
+    "naive, by staleness": ("algorithm.loss=ppo",),
+}
+"""Likewise: tried where samples are oldest and the learning rate is highest."""
 END_GRACE = timeouts.INTERRUPTED_GRACE + 2 * timeouts.FAILED_GRACE  # seconds until a run that is told to stop has done so
 
 
 class StalenessSettings(Struct, frozen=True):
     steps: int = 200
     seeds: int = 5
-    bounds: tuple[int, ...] = (0, 1, 2, 4, 8)
+    bounds: tuple[int, ...] = (0, 2, 8)
+    rates: tuple[float, ...] = (1e-4, 3e-4)  # learning rates
+    others: tuple[str, ...] = tuple(OTHERS)  # at the last bound and the last rate
     problems: int = 820  # held out of 1,600, a seed: five seeds give 4,100 a cell
     every: int = 25  # steps between evaluations, each of which takes some 10 to 20 of them
     deadline: float = 1800.0  # seconds of one run, its warm-up included
-    depth: str = "auto"  # of `training.depth`
+    depth: str = "bound"  # of `training.depth`
 
 
-QUICK = StalenessSettings(seeds=1, bounds=(0, 2, 8))
+QUICK = StalenessSettings(seeds=1, rates=(1e-4,), others=())
 
 
 class StalenessTrial(Struct, frozen=True):
-    """One run that is to be made. `loss` is a key of LOSSES."""
+    """One run that is to be made. `variant` is a key of VARIANTS or OTHERS."""
 
+    rate: float
     bound: int
-    loss: str
+    variant: str
     seed: int
 
     @property
     def name(self) -> str:
-        return f"eta{self.bound}-{self.loss}-seed{self.seed}"
+        return f"lr{self.rate:g}-eta{self.bound}-{re.sub('[^a-z0-9]+', '-', self.variant)}-seed{self.seed}"
 
 
 class EvaluationPoint(Struct, frozen=True):
@@ -80,12 +99,13 @@ class RunOutcome(Struct, frozen=True):
 
 def plan(settings: StalenessSettings) -> list[StalenessTrial]:
     """Seed by seed, so that a machine that slows down does so for all cells alike."""
-    return [
-        StalenessTrial(bound, loss, seed)
-        for seed in range(1, settings.seeds + 1)
-        for bound in settings.bounds
-        for loss in LOSSES
-    ]
+    return [StalenessTrial(*cell, seed) for seed in range(1, settings.seeds + 1) for cell in cells(settings)]
+
+
+def cells(settings: StalenessSettings) -> list[tuple[float, int, str]]:
+    """Rate, bound and variant."""
+    base = [(rate, bound, variant) for rate in settings.rates for bound in settings.bounds for variant in VARIANTS]
+    return base + [(settings.rates[-1], settings.bounds[-1], other) for other in settings.others]
 
 
 def overrides(trial: StalenessTrial, settings: StalenessSettings, folder: Path) -> list[str]:
@@ -103,8 +123,8 @@ def overrides(trial: StalenessTrial, settings: StalenessSettings, folder: Path) 
         f"evaluation.every={settings.every}",
         "evaluation.before=true",
         "evaluation.after=true",
-        f"algorithm.loss={LOSSES[trial.loss]}",
-        "algorithm.correction=none",
+        f"training.optimizer.learning_rate={trial.rate:g}",
+        *{**VARIANTS, **OTHERS}[trial.variant],
         f"training.steps={settings.steps}",
         f"training.staleness={trial.bound}",
         f"training.depth={settings.depth}",

@@ -1,12 +1,14 @@
-"""Clip-Cov and KL-Cov (arXiv:2505.22617, section 4): a few tokens whose advantage and log-probability vary together take most
-of the entropy from a policy, so these are treated apart.
-
-They are chosen once a step, among its trained tokens on all ranks and by their log-probabilities as sampled: neither
+"""Losses that treat some tokens apart, which are chosen once a step, among its trained tokens on all ranks: neither
 micro-batches nor the number of ranks has a say. (The authors choose in each micro-batch.)
+
+- Clip-Cov and KL-Cov (arXiv:2505.22617, section 4): a few tokens whose advantage and log-probability, as sampled, vary together
+  take most of the entropy from a policy.
+- M2PO (arXiv:2510.01161): a few tokens that are far from the policy that sampled them make most of the variance of old samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from runtime.algorithms.interfaces import BatchSum, LossInputs, LossOptions, LossOutputs, StepTokens, policy_loss
@@ -28,20 +30,28 @@ def covariances(tokens: StepTokens, batch_sum: BatchSum) -> Tensor:
 def largest(scores: Tensor, share: float, batch_sum: BatchSum) -> Tensor:
     """bool [N]: the `max(1, ⌊share · M⌋)` largest of the M scores of all parts, and what equals the last of them.
 
-    float64 scores, of which the bits of a number are in its order, once those of negative ones are turned round: so 64 halvings
-    find the last one, and each costs a sum over the parts.
+    float64 scores. Each halving costs a sum over the parts.
     """
     wanted = max(1, int(share * float(batch_sum(scores.new_full((), len(scores))))))
+    keys = _keys(scores)
+    last = _last(lambda key: float(batch_sum((keys >= key).to(scores.dtype).sum())) >= wanted)
+    return keys >= last
+
+
+def _keys(scores: Tensor) -> Tensor:
+    """int64, in the order of the float64 scores: the bits of a number are, once those of negative ones are turned round. So 64
+    halvings find the last that holds (`_last`)."""
     bits = scores.view(scores.long().dtype)
-    keys = bits.where(bits >= 0, bits ^ LARGEST)
+    return bits.where(bits >= 0, bits ^ LARGEST)
+
+
+def _last(holds: Callable[[int], bool]) -> int:
+    """The largest key for which it `holds`, as it does for all below, and for the smallest whatever it says."""
     low, high = -LARGEST - 1, LARGEST
     while low < high:
         middle = (low + high + 1) // 2
-        if float(batch_sum((keys >= middle).to(scores.dtype).sum())) >= wanted:
-            low = middle
-        else:
-            high = middle - 1
-    return keys >= low
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
 
 
 def drawn_within(tokens: StepTokens, options: LossOptions, batch_sum: BatchSum) -> Tensor:
@@ -73,3 +83,29 @@ def kl_cov(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     log_ratio = inputs.logp - inputs.old_logp
     loss = -log_ratio.exp() * inputs.advantages + options.covariance_kl * inputs.chosen * log_ratio.abs()
     return LossOutputs(loss, {"actor/ppo_kl": behaviour_kl(inputs), "actor/covariance_chosen": inputs.chosen})
+
+
+def beyond_second_moment(tokens: StepTokens, options: LossOptions, batch_sum: BatchSum) -> Tensor:
+    """Those that have to go, the largest `m_t = (log r_t)^2` first, until the mean of m over the others is at most
+    `m2_threshold` τ (algorithm 1). Only those go whose advantage moves them on: where `A log r > 0`.
+
+    A token counts m - τ, and of what may go only m > τ helps: so the others' sum rises with the largest m that stays.
+    """
+    assert tokens.start is not None
+    gap = tokens.start - tokens.logp
+    moments, limit = gap.square(), options.m2_threshold
+    may_go, keys = (gap * tokens.advantages > 0) & (moments > limit), _keys(moments)
+
+    def within(key: int) -> bool:
+        kept = moments[~may_go | (keys <= key)]
+        return float(batch_sum((kept - limit).sum())) <= 0
+
+    return may_go & (keys > _last(within))
+
+
+@policy_loss("m2po", zero_without_advantage=True, chooses=beyond_second_moment, by_start=True)
+def m2po(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """`-r A`, and 0 for the tokens of the largest `(log r)^2`, which count all the same."""
+    assert inputs.chosen is not None
+    loss = (-(inputs.logp - inputs.old_logp).exp() * inputs.advantages).masked_fill(inputs.chosen > 0, 0.0)
+    return LossOutputs(loss, {"actor/ppo_kl": behaviour_kl(inputs), "actor/m2po_masked": inputs.chosen})

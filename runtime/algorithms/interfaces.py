@@ -132,7 +132,7 @@ class LossOptions:
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]; `dual_clip` 0 is off.
 
     `behaviour_weight_over` says what happens to tokens beyond `behaviour_weight_cap`: "clamp" or "drop". `covariance_*` are
-    those of `clip_cov` and `kl_cov`.
+    those of `clip_cov` and `kl_cov`, `m2_threshold` that of `m2po`.
     """
 
     clip_low: float = 0.2
@@ -146,6 +146,7 @@ class LossOptions:
     covariance_low: float = 1.0
     covariance_high: float = 5.0
     covariance_kl: float = 1.0
+    m2_threshold: float = 0.04
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,7 @@ class StepTokens:
     advantages: Tensor  # [N]
     logp: Tensor  # [N], as the engine that sampled computed them
     draws: Tensor  # [N], uniform in [0, 1), the same however the batch is shared out
+    start: Tensor | None = None  # [N], under the weights at the start of the step, for a loss that chooses by them
 
 
 BatchSum = Callable[["Tensor"], "Tensor"]  # as of `AdvantageInputs`
@@ -210,11 +212,13 @@ Choice = Callable[[StepTokens, LossOptions, BatchSum], "Tensor"]  # bool [N]
 @dataclass(frozen=True)
 class PolicyLoss:
     """`zero_without_advantage`: where a row's advantages are all 0, so is its loss; such rows need no backward pass. `chooses`:
-    what `LossInputs.chosen` comes of, once a step; the step then needs its whole batch first."""
+    what `LossInputs.chosen` comes of, once a step; the step then needs its whole batch first. `by_start`: from
+    `StepTokens.start` too, which takes a forward pass of its own."""
 
     compute: Callable[[LossInputs, LossOptions], LossOutputs]
     zero_without_advantage: bool
     chooses: Choice | None = None
+    by_start: bool = False
 
 
 CorrectionFunction = Callable[["Tensor", "Tensor", CorrectionOptions], CorrectionOutputs]  # proximal - behaviour, mask
@@ -245,12 +249,12 @@ def advantage(
 
 
 def policy_loss(
-    name: str, *, zero_without_advantage: bool, chooses: Choice | None = None
+    name: str, *, zero_without_advantage: bool, chooses: Choice | None = None, by_start: bool = False
 ) -> Callable[[LossFunction], LossFunction]:
     """Decorator that registers a policy loss and returns it as it is."""
 
     def add(compute: LossFunction) -> LossFunction:
-        POLICY_LOSSES.register(name)(PolicyLoss(compute, zero_without_advantage, chooses))
+        POLICY_LOSSES.register(name)(PolicyLoss(compute, zero_without_advantage, chooses, by_start))
         return compute
 
     return add

@@ -34,6 +34,15 @@ def gpg(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     return LossOutputs(-inputs.advantages * inputs.logp, {"actor/ppo_kl": behaviour_kl(inputs)})
 
 
+@policy_loss("topr", zero_without_advantage=True)
+def topr(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """`-A logp` where A > 0, else `-sg(min(Π_t r_t, 1)) A logp`, the product over the row (TOPR, arXiv:2503.14286)."""
+    weight = row_sum(inputs.logp - inputs.old_logp, inputs.mask).detach().clamp(max=0.0).exp()
+    weight = weight.where(inputs.advantages < 0, 1.0)
+    metrics = {"actor/topr_weight": weight.expand_as(inputs.mask), "actor/ppo_kl": behaviour_kl(inputs)}
+    return LossOutputs(-weight * inputs.advantages * inputs.logp, metrics)
+
+
 @policy_loss("up", zero_without_advantage=True)
 def unbounded_positive(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """`-A logp` where A > 0, else the clipped surrogate (UP, arXiv:2607.06987, equation 15). `dual_clip` as in `ppo`."""

@@ -57,8 +57,9 @@ class Algorithm(Section, frozen=True):
     clipped about the policy that sampled; `gspo`: the same with one ratio a sample; `cispo`: the ratio is a clipped weight, and
     every token keeps its gradient; `sapo`: a smooth gate in place of the clip; `gmpo`: the geometric mean of a sample's clipped
     ratios; `gpg`: no ratio; `dppo_tv`, `dppo_kl`: tokens are left out by the divergence in place of the ratio; `vespo`: a
-    smooth weight a sample; `up`: `gpg` where the advantage is positive, else `ppo`; `clip_cov`: `ppo` without some tokens, and
-    `kl_cov`: a KL on some, of high covariance of advantage and log-probability."""
+    smooth weight a sample; `up`: `gpg` where the advantage is positive, else `ppo`; `topr`: likewise, else a sample's ratio,
+    up to 1, as its weight; `m2po`: no clip, without the tokens of the largest ratios; `clip_cov`: `ppo` without some tokens,
+    and `kl_cov`: a KL on some, of high covariance of advantage and log-probability."""
     loss_options: dict[str, Any] = {}
     """Of a loss of your own: what its function takes besides its two arguments, by name. Of `vespo`: `power_positive`,
     `decay_positive`, `power_negative` and `decay_negative`."""
@@ -86,6 +87,8 @@ class Algorithm(Section, frozen=True):
     """And below this."""
     covariance_kl: Rate = 1.0
     """The coefficient of the KL of `kl_cov`."""
+    m2_threshold: Rate = 0.04
+    """`m2po` leaves out tokens until the mean of the others' (log ratio)² is at most this."""
     behaviour_weight_cap: PositiveRate = 2.0
     """The largest weight in `decoupled`."""
     behaviour_weight_over: Literal["clamp", "drop"] = "clamp"

@@ -74,6 +74,8 @@ class Training(Section, frozen=True):
     """What a loss or gradient that is NaN or infinite does, once the samples of its micro-batch are written to `nonfinite/` in
     the run's folder: `end` the run, or `skip` the update. The weights stay either way."""
     optimizer: Optimizer = Optimizer()
+    lr_staleness_power: Fraction = 0.5
+    """The policy's learning rate is divided by (1 + mean staleness of the step's tokens, in versions)^power; 0: by 1."""
 
 
 class CriticOptimizer(Optimizer, frozen=True):

@@ -33,6 +33,7 @@ class Objective(ABC):
     compares_with_start: ClassVar[bool] = False
     """Whether the loss takes the column "proximal": `per_token_output` under the weights at the start of the step, which is
     that of the loss's own forward pass unless the step made updates before."""
+    chooses_by_start = False  # of tokens, among those of the whole step, by what that output was
     reference_is_base = False  # the reference is the policy without its adapters
     token_figures: tuple[torch.Tensor, torch.Tensor] | None = None
     """Of the newest micro-batch: log-probabilities at the step's beginning, [B, R], and advantages, [B, R] or [B, 1]."""
@@ -70,6 +71,10 @@ class Objective(ABC):
         self.kl_control = self.kl_control.after(divergence, reduced.totals["samples"])
         return before
 
+    def rate_divisor(self, reduced: Reduced) -> float:
+        """Of the scheduled learning rate, for what the step's updates have `reduced` so far."""
+        return 1.0
+
     def resume(self, kl_coefficient: float | None) -> None:
         self.kl_control = kl_control(self._config.algorithm, kl_coefficient)
 
@@ -94,6 +99,8 @@ class PolicyObjective(Objective):
         self._kl_importance_weighted = algorithm.kl_importance_weighted
         self._entropy_coefficient = algorithm.entropy_coefficient
         self._temperature = config.sampling.temperature
+        self.chooses_by_start = self._algorithm.loss.by_start
+        self._staleness_power = config.training.lr_staleness_power
         self._interpolated = algorithm.proximal == "interpolated"
         self._seed = config.run.seed
 
@@ -109,14 +116,21 @@ class PolicyObjective(Objective):
             "age": age * rows.mask,
             "fresh": (age == 0) & rows.mask,
         }
-        if rows.reference is not None:
-            columns["reference"] = rows.reference * rows.mask
+        for name, values in (("reference", rows.reference), ("proximal", rows.proximal)):
+            if values is not None:
+                columns[name] = values * rows.mask
         chooses = self._algorithm.loss.chooses
         if chooses is not None:
             columns["chosen"] = chosen = rows.mask.copy()
             tokens = step_tokens(rows, advantages, (self._seed, step))
             chosen[rows.mask] = chooses(tokens, self._algorithm.loss_options, self._backend.batch_sum).numpy()
         return columns, self.has_gradient(advantages)
+
+    def rate_divisor(self, reduced: Reduced) -> float:
+        """(1 + mean staleness)^power. The bias of a gradient of old samples grows with staleness times learning rate
+        (arXiv:2607.01083); dividing by staleness itself (arXiv:1511.05950) takes more than it has to."""
+        staleness = reduced.means.get("staleness/token_mean")
+        return (1 + staleness.value) ** self._staleness_power if staleness and staleness.count else 1.0
 
     def has_gradient(self, advantages: np.ndarray) -> np.ndarray:
         """bool [B]: false where the gradient of a sample is exactly 0."""

@@ -116,4 +116,5 @@ def step_tokens(rows: Rows, advantages: np.ndarray, draw: tuple[int, int]) -> St
         advantages=torch.from_numpy(np.broadcast_to(advantages, mask.shape)[mask]),
         logp=torch.from_numpy(rows.behaviour[rows.mask]).double(),
         draws=torch.from_numpy(np.concatenate([*draws, np.zeros(0)])),
+        start=None if rows.proximal is None else torch.from_numpy(rows.proximal[rows.mask]).double(),
     )

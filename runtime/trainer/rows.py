@@ -45,6 +45,7 @@ class Rows:
     truncated: np.ndarray  # bool [B], whether the reply was cut off by length
     valid: np.ndarray  # bool [B], whether the row's episode is
     kept: KeptSets | None  # flat; None: all tokens were sampled from the whole vocabulary
+    proximal: np.ndarray | None = None  # float32 flat, by the weights at the step's start; None: of the loss's own pass
 
     def grid(self, flat: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """[len(rows), longest reply of `rows`] of `flat`, 0 beyond each reply."""

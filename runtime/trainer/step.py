@@ -174,12 +174,12 @@ class ModelTrainer:
         if self.objective.reference_is_base:
             with self.backend.adapters_off():
                 rows = replace(rows, reference=self._per_token_output(rows))
-        with self._phase(*self.objective.timed_as):  # no pass runs meanwhile
-            columns, live = self.objective.columns(rows, self.step, self._statistics)
-        if self.objective.compares_with_start and self._several_updates:
+        if self.objective.compares_with_start and (self._several_updates or self.objective.chooses_by_start):
             # In the first update the loss's own pass gives these; in later ones the weights are others.
             with self._phase("old_log_p"):
-                columns["proximal"] = self._per_token_output(rows)
+                rows = replace(rows, proximal=self._per_token_output(rows))
+        with self._phase(*self.objective.timed_as):  # no pass runs meanwhile
+            columns, live = self.objective.columns(rows, self.step, self._statistics)
         return ReadySamples(rows, columns, live)
 
     def _add(self, samples: ReadySamples, chosen: np.ndarray, last: bool, keep: bool = True) -> None:
@@ -209,7 +209,8 @@ class ModelTrainer:
             # 3. Divide and clip by one factor, and update the weights.
             limit = self._options.max_grad_norm
             clip = limit / norm if limit and norm > limit else 1.0
-            self._rate = learning_rate(self.step, self._config.training.steps, self._options)
+            scheduled = learning_rate(self.step, self._config.training.steps, self._options)
+            self._rate = scheduled / self.objective.rate_divisor(self._reduced + reduced)
             with at("update"):
                 self.backend.update(clip / denominator, self._rate)
             self._norms.append(norm)

@@ -1,4 +1,4 @@
-"""Policy losses beside PPO's clip, and the tokens that Clip-Cov and KL-Cov choose: float64, against plain Python."""
+"""Policy losses beside PPO's clip, and the tokens that Clip-Cov, KL-Cov and M2PO choose: float64, against plain Python."""
 
 from __future__ import annotations
 
@@ -12,9 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
-from runtime.algorithms.covariance import clip_cov, covariances, drawn_within, highest, kl_cov, largest
+from runtime.algorithms.covariance import (
+    beyond_second_moment,
+    clip_cov,
+    covariances,
+    drawn_within,
+    highest,
+    kl_cov,
+    largest,
+    m2po,
+)
 from runtime.algorithms.interfaces import LossInputs, LossOptions, StepTokens, own_part
-from runtime.algorithms.variants import dppo_kl, dppo_tv, gmpo, gpg, unbounded_positive, vespo
+from runtime.algorithms.variants import dppo_kl, dppo_tv, gmpo, gpg, topr, unbounded_positive, vespo
 
 pytestmark = pytest.mark.numeric
 
@@ -142,8 +151,26 @@ class TestFormulas:
         }
         assert_tokens(outputs.loss, expected)
 
+    def test_m2po_leaves_out_the_chosen(self, seed: int):
+        inputs = batch(seed)
+        expected = {
+            (i, t): 0.0 if inputs.chosen[i, t] else -math.exp(logp - old) * advantage
+            for i, t, logp, old, advantage in tokens(inputs)
+        }
+        assert_tokens(m2po(inputs, LossOptions()).loss, expected)
 
-@pytest.mark.parametrize("loss", [gmpo, gpg, unbounded_positive, dppo_tv, dppo_kl, vespo, clip_cov, kl_cov])
+    def test_topr_weighs_bad_samples_by_their_whole_ratio(self, seed: int):
+        inputs, whole = batch(seed), [0.0] * 4
+        for i, _, logp, old, _ in tokens(inputs):
+            whole[i] += logp - old
+        weights = {(i, t): 1.0 if advantage > 0 else min(1.0, math.exp(whole[i])) for i, t, _, _, advantage in tokens(inputs)}
+        outputs = topr(inputs, LossOptions())
+        assert_tokens(outputs.metrics["actor/topr_weight"], weights)
+        slopes = {(i, t): -weight * float(inputs.advantages[i, 0]) for (i, t), weight in weights.items()}
+        assert_tokens(gradient(outputs.loss, inputs), slopes)
+
+
+@pytest.mark.parametrize("loss", [gmpo, gpg, unbounded_positive, dppo_tv, dppo_kl, vespo, topr, clip_cov, kl_cov, m2po])
 def test_on_policy_the_gradient_is_that_of_the_policy_gradient(loss):
     inputs = batch(0)
     inputs = replace(inputs, old_logp=inputs.logp.detach(), chosen=0 * MASK)
@@ -172,9 +199,11 @@ def test_dppo_kl_leaves_out_what_has_become_certain():
 
 def step(seed: int, count: int = 400) -> StepTokens:
     rng = np.random.default_rng(seed)
-    return StepTokens(
-        *(torch.from_numpy(each) for each in (rng.normal(0.2, 2, count), -rng.exponential(1, count), rng.random(count)))
+    advantages, logp, draws, moved = (
+        torch.from_numpy(each)
+        for each in (rng.normal(0.2, 2, count), -rng.exponential(1, count), rng.random(count), rng.normal(0, 0.3, count))
     )
+    return StepTokens(advantages, logp, draws, logp + moved)
 
 
 def plain_covariances(one: StepTokens) -> np.ndarray:
@@ -199,7 +228,8 @@ def in_parts(one: StepTokens, cuts: list[int], choose) -> torch.Tensor:
             return sum(sums[number, other] for other in range(parts))
 
         own = slice(bounds[index], bounds[index + 1])
-        found[index] = choose(StepTokens(one.advantages[own], one.logp[own], one.draws[own]), batch_sum)
+        part = StepTokens(one.advantages[own], one.logp[own], one.draws[own], one.start[own])
+        found[index] = choose(part, batch_sum)
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(parts)]
     for thread in threads:
@@ -248,6 +278,31 @@ class TestChoice:
     def test_one_token_at_least_is_chosen_and_none_of_none(self):
         assert highest(step(4), LossOptions(covariance_share=0.0), own_part).sum() == 1
         assert len(highest(step(4, 0), LossOptions(), own_part)) == 0
+
+    @pytest.mark.parametrize("limit", [0.0, 0.01, 0.04, 0.2])
+    def test_m2po_takes_the_furthest_until_the_others_are_near_enough(self, limit: float):
+        one = step(6)
+        moments = (one.start - one.logp).square().numpy()
+        may_go = ((one.start - one.logp) * one.advantages > 0).numpy()
+        kept = np.ones(len(moments), bool)
+        for index in sorted(np.flatnonzero(may_go & (moments > limit)), key=lambda index: -moments[index]):
+            if moments[kept].mean() <= limit:
+                break
+            kept[index] = False
+        got = beyond_second_moment(one, LossOptions(m2_threshold=limit), own_part).numpy()
+        assert np.array_equal(got, ~kept)
+        assert got.any() == (moments.mean() > limit)
+
+    def test_m2po_keeps_what_goes_back(self):
+        one = step(7)
+        back = StepTokens((one.logp - one.start).sign(), one.logp, one.draws, one.start)
+        assert not beyond_second_moment(back, LossOptions(m2_threshold=0.0), own_part).any()
+
+    @pytest.mark.parametrize("cuts", [[150], [0, 399], [400]])
+    def test_parts_measure_the_second_moment_together(self, cuts: list[int]):
+        one, options = step(8), LossOptions()
+        got = in_parts(one, cuts, lambda part, batch_sum: beyond_second_moment(part, options, batch_sum))
+        assert torch.equal(got, beyond_second_moment(one, options, own_part)) and 0 < got.sum() < 200
 
     @pytest.mark.parametrize("choose", [highest, drawn_within])
     @pytest.mark.parametrize("cuts", [[150], [0, 399], [400]])

@@ -31,7 +31,7 @@ from runtime.data import arithmetic
 from runtime.errors import SluiceError, UserError
 from runtime.telemetry.summary import Totals
 
-SMALL = StalenessSettings(steps=4, seeds=2, bounds=(0, 2), every=2)
+SMALL = StalenessSettings(steps=4, seeds=2, bounds=(0, 2), rates=(1e-4,), others=(), every=2)
 NAMES = [trial.name for trial in plan(SMALL)]
 
 
@@ -46,7 +46,7 @@ class Runs:
 
     def __init__(self, **instead: Callable[[StalenessTrial], None]):
         self.made: list[str] = []
-        self._instead = {name.replace("_", "-"): act for name, act in instead.items()}
+        self._instead = {f"lr0.0001-{name.replace('_', '-')}": act for name, act in instead.items()}
 
     async def __call__(self, trial: StalenessTrial, settings: StalenessSettings, folder: Path) -> None:
         self.made.append(trial.name)
@@ -108,26 +108,35 @@ def run(
 
 def test_the_plan_is_every_cell_with_every_seed() -> None:
     trials = plan(StalenessSettings())
-    assert len(set(trials)) == len({trial.name for trial in trials}) == 50
-    assert [trial.seed for trial in trials] == [seed for seed in range(1, 6) for _ in range(10)]
-    assert {(trial.bound, trial.loss) for trial in trials} == {(b, x) for b in (0, 1, 2, 4, 8) for x in ("naive", "decoupled")}
-    assert [trial.name for trial in plan(QUICK)] == [f"eta{b}-{x}-seed1" for b in (0, 2, 8) for x in ("naive", "decoupled")]
+    assert len(set(trials)) == len({trial.name for trial in trials}) == 5 * (2 * 3 * 3 + 6)
+    assert [trial.seed for trial in trials] == [seed for seed in range(1, 6) for _ in range(24)]
+    assert {(trial.rate, trial.bound) for trial in trials if trial.variant in runs.OTHERS} == {(3e-4, 8)}
+    assert [trial.name for trial in plan(QUICK)] == [f"lr0.0001-eta{b}-{x}-seed1" for b in (0, 2, 8) for x in runs.VARIANTS]
     assert StalenessSettings().problems * StalenessSettings().seeds >= 4000
+
+
+@pytest.mark.parametrize("variant", [*runs.VARIANTS, *runs.OTHERS])
+def test_a_variant_is_a_configuration(tmp_path: Path, variant: str) -> None:
+    changes = overrides(StalenessTrial(3e-4, 8, variant, 1), StalenessSettings(), tmp_path)
+    config = loading.resolve(loading.load(CONFIG, changes))
+    assert (config.training.staleness, config.training.optimizer.learning_rate) == (8, 3e-4)
+    assert config.training.lr_staleness_power == (0.5 if variant in ("default", "naive, by staleness") else 0)
 
 
 def test_a_run_is_the_quickstart_but_for_what_is_compared(tmp_path: Path) -> None:
     folder = tmp_path / "a: [b] #c"
-    config = loading.load(CONFIG, overrides(StalenessTrial(4, "naive", 3), StalenessSettings(), folder))
+    config = loading.load(CONFIG, overrides(StalenessTrial(1e-4, 4, "naive", 3), StalenessSettings(), folder))
     assert (config.algorithm.loss, config.algorithm.correction, config.training.staleness) == ("ppo", "none", 4)
-    assert (config.run.seed, config.run.dir) == (3, str(folder / "eta4-naive-seed3"))
+    assert (config.run.seed, config.run.dir) == (3, str(folder / "lr0.0001-eta4-naive-seed3"))
     assert config.warmup is not None
     assert (config.warmup.seed, config.warmup.eval_problems, config.warmup.cache) == (3, 820, str(folder))
     assert (config.training.steps, config.evaluation.problems, config.evaluation.after) == (200, 0, True)
     quickstart = loading.load(CONFIG, ())
     for section in ("sampling", "rewards", "services", "publication"):
         assert getattr(config, section) == getattr(quickstart, section)
-    assert replace(config.training, staleness=2) == quickstart.training
-    other = loading.load(CONFIG, overrides(StalenessTrial(4, "decoupled", 3), StalenessSettings(), folder))
+    as_it_is = {"staleness": 2, "depth": "auto", "lr_staleness_power": 0.5}
+    assert replace(config.training, **as_it_is) == quickstart.training
+    other = loading.load(CONFIG, overrides(StalenessTrial(1e-4, 4, "decoupled", 3), StalenessSettings(), folder))
     assert replace(other, run=config.run, algorithm=config.algorithm) == config
     assert replace(other.algorithm, loss="ppo") == config.algorithm
 
@@ -160,19 +169,19 @@ def test_an_interrupted_bench_goes_on(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         run(tmp_path, first)
     run(tmp_path, second)
-    assert first.made == NAMES[:3] and second.made == NAMES[2:]
+    assert first.made == NAMES[:4] and second.made == NAMES[3:]
 
 
 def test_changed_settings_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, Runs())
     longer = Runs()
-    run(tmp_path, longer, StalenessSettings(steps=6, seeds=2, bounds=(0, 2), every=2))
+    run(tmp_path, longer, replace(SMALL, steps=6))
     assert longer.made == NAMES
     changed = tmp_path / "quickstart.yaml"
-    changed.write_text(CONFIG.read_text().replace("learning_rate: 1.0e-4", "learning_rate: 2.0e-4"))
-    assert outcome(plan(SMALL)[0], StalenessSettings(steps=6, seeds=2, bounds=(0, 2), every=2), tmp_path) is not None
+    changed.write_text(CONFIG.read_text().replace("warmup_steps: 10", "warmup_steps: 20"))
+    assert outcome(plan(SMALL)[0], replace(SMALL, steps=6), tmp_path) is not None
     monkeypatch.setattr(runs, "CONFIG", changed)
-    assert outcome(plan(SMALL)[0], StalenessSettings(steps=6, seeds=2, bounds=(0, 2), every=2), tmp_path) is None
+    assert outcome(plan(SMALL)[0], replace(SMALL, steps=6), tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -205,27 +214,31 @@ def failing(trial: StalenessTrial) -> None:
 
 def test_a_failed_run_is_named_and_the_others_are_made(tmp_path: Path) -> None:
     first = Runs(eta0_naive_seed1=failing)
-    with pytest.raises(SluiceError, match="1 of 8 runs failed, 7 are finished and kept") as caught:
+    with pytest.raises(SluiceError, match="1 of 12 runs failed, 11 are finished and kept") as caught:
         run(tmp_path, first)
-    assert str(caught.value).splitlines()[1:] == ["eta0-naive-seed1: coordinator: died (log: logs/eta0-naive-seed1.log)"]
+    assert str(caught.value).splitlines()[1:] == [
+        "lr0.0001-eta0-naive-seed1: coordinator: died (log: logs/lr0.0001-eta0-naive-seed1.log)"
+    ]
     assert not isinstance(caught.value, UserError), "the exit code is 1"
     again = Runs()
     run(tmp_path, again)
-    assert again.made == ["eta0-naive-seed1"]
+    assert again.made == ["lr0.0001-eta0-naive-seed1"]
 
 
 def test_three_failures_end_the_bench(tmp_path: Path) -> None:
     first = Runs(eta0_naive_seed1=failing, eta2_naive_seed1=failing, eta2_decoupled_seed1=failing)
-    with pytest.raises(SluiceError, match="3 of 8 runs failed, 1 are finished"):
+    with pytest.raises(SluiceError, match="3 of 12 runs failed, 2 are finished"):
         run(tmp_path, first)
-    assert first.made == NAMES[:4]
+    assert first.made == NAMES[:5]
 
 
 def test_a_run_that_ends_well_but_early_has_failed(tmp_path: Path) -> None:
     async def start(trial: StalenessTrial, settings: StalenessSettings, folder: Path) -> None:
         write(trial, settings, folder, steps=2)
 
-    with pytest.raises(SluiceError, match=r"eta0-naive-seed1: ended before its last step \(log: .*eta0-naive-seed1.log\)"):
+    with pytest.raises(
+        SluiceError, match=r"lr0.0001-eta0-naive-seed1: ended before its last step \(log: .*lr0.0001-eta0-naive-seed1.log\)"
+    ):
         run(tmp_path, start)
 
 
@@ -234,9 +247,9 @@ def test_a_refused_configuration_is_named_with_its_log(tmp_path: Path, monkeypat
     config.write_text("run: {name: x}\ntrainig: {}\n")
     monkeypatch.setattr(runs, "CONFIG", config)
     with pytest.raises(SluiceError, match="unknown key") as caught:
-        asyncio.run(train(StalenessTrial(0, "naive", 1), SMALL, tmp_path))
-    log = tmp_path / "logs" / "eta0-naive-seed1.log"
-    assert str(caught.value).startswith("eta0-naive-seed1: ") and str(caught.value).endswith(f"(log: {log})")
+        asyncio.run(train(StalenessTrial(1e-4, 0, "naive", 1), SMALL, tmp_path))
+    log = tmp_path / "logs" / "lr0.0001-eta0-naive-seed1.log"
+    assert str(caught.value).startswith("lr0.0001-eta0-naive-seed1: ") and str(caught.value).endswith(f"(log: {log})")
     assert "trainig" in log.read_text()
 
 
@@ -260,14 +273,14 @@ def test_a_run_that_is_late_is_ended_and_named(tmp_path: Path, patient: Path, mo
         await end_all(supervisor, grace)
 
     monkeypatch.setattr(Supervisor, "end_all", ended)
-    with pytest.raises(SluiceError, match=r"did not end within 0.1 s \(log: .*eta2-naive-seed1.log\)"):
-        asyncio.run(train(StalenessTrial(2, "naive", 1), replace(SMALL, deadline=0.1), tmp_path))
+    with pytest.raises(SluiceError, match=r"did not end within 0.1 s \(log: .*lr0.0001-eta2-naive-seed1.log\)"):
+        asyncio.run(train(StalenessTrial(1e-4, 2, "naive", 1), replace(SMALL, deadline=0.1), tmp_path))
     assert [child.running for child in children] == [False]
 
 
 def test_an_interrupt_ends_the_run_in_order(tmp_path: Path, patient: Path) -> None:
     async def body() -> int:
-        training = asyncio.create_task(train(StalenessTrial(2, "naive", 1), SMALL, tmp_path))
+        training = asyncio.create_task(train(StalenessTrial(1e-4, 2, "naive", 1), SMALL, tmp_path))
         pid = int(await asyncio.wait_for(asyncio.to_thread(patient.read_text), 60))
         training.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -275,7 +288,7 @@ def test_an_interrupt_ends_the_run_in_order(tmp_path: Path, patient: Path) -> No
         return pid
 
     assert not Path(f"/proc/{asyncio.run(body())}").exists()
-    assert (tmp_path / "logs" / "eta2-naive-seed1.log").read_text() == "stopped\n"
+    assert (tmp_path / "logs" / "lr0.0001-eta2-naive-seed1.log").read_text() == "stopped\n"
 
 
 # ------------------------------------------------------------------------------------------------ the report
@@ -291,13 +304,14 @@ def ended(seed: int, correct: int, reached: int | None, mean: float = 1.5) -> Ru
 
 
 def test_the_figures_of_a_cell(tmp_path: Path) -> None:
-    settings = StalenessSettings(seeds=3, bounds=(4,))
+    settings = StalenessSettings(seeds=3, bounds=(4,), rates=(1e-4,), others=())
     naive = [ended(1, 700, 50), ended(2, 760, None), ended(3, 790, 100, mean=3.0)]
     decoupled = [ended(1, 780, 75), ended(2, 790, 25), ended(3, 800, 50)]
-    outcomes = {trial: {"naive": naive, "decoupled": decoupled}[trial.loss][trial.seed - 1] for trial in plan(settings)}
+    by_variant = {"naive": naive, "decoupled": decoupled, "default": decoupled}
+    outcomes = {trial: by_variant[trial.variant][trial.seed - 1] for trial in plan(settings)}
     made = report(settings, outcomes, tmp_path)
-    first, second = made.cells
-    assert (first.bound, first.loss, first.runs, second.loss) == (4, "naive", naive, "decoupled")
+    first, second, _ = made.cells
+    assert (first.bound, first.variant, first.runs, second.variant) == (4, "naive", naive, "decoupled")
     assert first.problems == 2460 and first.accuracy == pytest.approx(2250 / 2460)
     assert first.wilson == wilson(2250, 2460)
     spread = 4.302653 * statistics.stdev([700 / 820, 760 / 820, 790 / 820]) / math.sqrt(3)
@@ -307,14 +321,15 @@ def test_the_figures_of_a_cell(tmp_path: Path) -> None:
     assert (first.steps_to_goal, first.reached) == (75.0, 2)
     assert (second.steps_to_goal, second.reached) == (50, 3)
     assert (first.staleness_mean, first.staleness_max, first.rl_seconds) == (pytest.approx(2.0), 4, pytest.approx(32.0))
-    (gain,) = made.differences
+    gain, none = made.differences
+    assert (gain.other, none.other, none.mean) == ("naive", "decoupled", 0)
     assert gain.mean == pytest.approx((80 + 30 + 10) / 3 / 820)
     assert gain.interval is not None
     assert gain.interval.high - gain.mean == pytest.approx(4.302653 * statistics.stdev([80, 30, 10]) / math.sqrt(3) / 820)
 
 
 def test_what_a_run_left_is_read_back(tmp_path: Path) -> None:
-    trial = StalenessTrial(2, "decoupled", 2)
+    trial = StalenessTrial(1e-4, 2, "decoupled", 2)
     write(trial, SMALL, tmp_path)
     read = outcome(trial, SMALL, tmp_path)
     assert read is not None
@@ -333,15 +348,15 @@ def printed(made: StalenessReport) -> str:
 
 def test_the_table_tells_both_intervals(tmp_path: Path) -> None:
     text = printed(run(tmp_path, Runs()))
-    (row,) = {line for line in text.splitlines() if "decoupled" in line and " 2 " in line.partition("decoupled")[0]}
+    row = next(line for line in text.splitlines() if "decoupled" in line and " 2 " in line.partition("decoupled")[0])
     cells = [cell.strip() for cell in row.split("│")[1:-1]]
-    assert cells == ["2", "decoupled", "91.5%", "85.1% to 97.9%", "86.8% to 94.6%", "4 (2 of 2)", "1.50", "15"]
+    assert cells == ["0.0001", "2", "decoupled", "91.5%", "85.1% to 97.9%", "86.8% to 94.6%", "4 (2 of 2)", "1.50", "15"]
     assert "+0.0 to +0.0" in text
     single = printed(run(tmp_path / "single", Runs(), replace(SMALL, seeds=1)))
     assert "one seed" in single and "4 (1 of 1)" in single
 
 
-@pytest.mark.parametrize("settings", [SMALL, replace(SMALL, seeds=1, bounds=(0, 1, 2, 4, 8))])
+@pytest.mark.parametrize("settings", [SMALL, replace(SMALL, seeds=1, bounds=(0, 1, 2, 4, 8), rates=(1e-4, 3e-4))])
 def test_the_figure_and_the_report_are_written(
     tmp_path: Path, settings: StalenessSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,7 +364,7 @@ def test_the_figure_and_the_report_are_written(
     made = run(tmp_path, Runs(), settings)
     png = (tmp_path / "staleness.png").read_bytes()
     width, height = struct.unpack(">II", png[16:24])
-    assert png.startswith(b"\x89PNG") and width >= 960 and height == 900 and len(png) > 20_000
+    assert png.startswith(b"\x89PNG") and width >= 960 and height == 450 * (1 + len(settings.rates)) and len(png) > 20_000
     assert msgspec.json.decode((tmp_path / "staleness.json").read_bytes(), type=StalenessReport) == made
 
 
@@ -386,10 +401,10 @@ def test_the_command_prints_and_writes(
     with pytest.raises(SystemExit) as ended:
         main(["bench", "staleness", "--json", str(tmp_path / "out.json"), *options])
     assert ended.value.code == 0
-    assert asked == [(Path("runs/.cache/bench/staleness/auto"), settings)]
+    assert asked == [(Path("runs/.cache/bench/staleness/bound"), settings)]
     assert "Final accuracy" in capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())
-    assert written["bench"] == "staleness" and len(written["cells"]) == 4
+    assert written["bench"] == "staleness" and len(written["cells"]) == 6
 
 
 def test_no_bench_lies_in_what_another_makes_as_a_whole() -> None:

@@ -42,7 +42,7 @@ def test_only_one_update_of_local_advantages_is_given_in_parts(
     assert streams(Config(run=Run(name="a"), algorithm=algorithm, training=steps)) is streamed
 
 
-@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", "m2po"])
 def test_a_loss_that_chooses_among_the_tokens_of_a_step_waits_for_all(loss: str) -> None:
     assert not streams(Config(run=Run(name="a"), algorithm=Algorithm(loss=loss)))
 

@@ -96,6 +96,8 @@ def test_reinforce_plus_plus_under_sequence_tis_is_that_of_a_plain_loop(policy: 
         {"loss": "gpg", "advantage": "gpg", "truncated": "mask"},
         {"loss": "clip_cov", "covariance_share": 0.3, "covariance_low": 0.0},
         {"loss": "kl_cov", "covariance_share": 0.3},
+        {"loss": "m2po", "m2_threshold": 0.1},
+        {"loss": "topr"},
     ],
     ids=lambda algorithm: "-".join(str(value) for value in algorithm.values()),
 )
@@ -110,6 +112,19 @@ def test_the_split_over_calls_and_micro_batches_changes_nothing(policy: str, alg
     norm = results[0][0]["actor/grad_norm"]
     assert norm > 0
     assert_updated(results[1][1], results[0][1], engine._config.training.optimizer, norm=norm)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("updates", [{}, {"mini_batch_size": 2}])
+def test_the_learning_rate_falls_with_the_age_of_what_is_learned(policy: str, power: float, updates: dict[str, int]):
+    training = {"lr_staleness_power": power, "groups_per_step": 4, **updates}
+    engine = policy_trainer(make_config(policy, optimizer={"learning_rate": 1e-3}, training=training))
+    engine.step = 9
+    engine.begin_step(9)
+    engine.accumulate(make_groups(1))
+    found = engine.apply().metrics
+    assert found["staleness/token_mean"] > 1
+    assert found["actor/lr"] == pytest.approx(1e-3 / (1 + found["staleness/token_mean"]) ** power)
 
 
 def masked(group: TrainGroup, which: Callable[[int], bool]) -> TrainGroup:
@@ -157,6 +172,7 @@ def test_dr_grpo_leaves_the_others_as_they_are_where_a_sample_is_masked(policy: 
         ({"loss": "clip_cov", "covariance_share": 1.0, "covariance_low": 0.0}, "covariance_high", 0.2),
         ({"loss": "kl_cov"}, "covariance_share", 0.5),
         ({"loss": "kl_cov", "covariance_share": 0.5}, "covariance_kl", 3.0),
+        ({"loss": "m2po"}, "m2_threshold", 10.0),
         ({}, "behaviour_weight_cap", 0.5),
         ({}, "behaviour_weight_over", "drop"),
         ({"loss": "ppo"}, "correction", "icepop"),
