@@ -128,7 +128,7 @@ def of_the_engines(folder: Path) -> set[str]:
         make_config(path, algorithm={"kl_coefficient": 0.1, **LENGTHS}, training=SEVERAL),
         make_config(path, algorithm={"kl_coefficient": 0.1, "loss": "ppo", "correction": "token_tis"}),
         make_config(path, algorithm={"loss": "kl_cov", "truncated": "mask"}),
-        make_config(path, algorithm={"loss": "vespo"}),
+        *(make_config(path, algorithm={"loss": loss}) for loss in ("vespo", "topr", "m2po")),
         replace(make_config(path, algorithm={**PPO, "kl_coefficient": 0.1}), critic=Critic()),
     ]
     found = set(TrainRank.seconds_of.values()) | set(CriticRank.seconds_of.values())
