@@ -1,0 +1,65 @@
+"""Adapters as they travel, and what a rollout makes of them: its model folder's weights with the adapters in them.
+
+A matrix W [out, in] of the folder that is adapted has two tensors: A [rank, in], named as W with `DOWN` behind, and B [out, rank],
+with `UP`, which has the scale in it. The policy's matrix is W + B A (LoRA, arXiv 2106.09685, section 4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from runtime.errors import InvalidMessage, UserError
+from runtime.models.hf_weights import WeightFiles, fingerprint
+
+DOWN, UP = ".lora_A", ".lora_B"
+
+CPU = torch.device("cpu")
+
+
+def are_adapters(names: Iterable[str]) -> bool:
+    """Whether tensors of these names are adapters, and not a model's weights."""
+    return any(name.endswith(UP) for name in names)
+
+
+def base_of(names: Iterable[str], folder: str) -> str:
+    """The fingerprint of what tensors of these names are added to, the weights of `folder`; "" where they are no adapters."""
+    return fingerprint(folder) if are_adapters(names) else ""
+
+
+def require_base(base: str, folder: str) -> None:
+    """Raises UserError unless `folder` has the weights whose fingerprint `base` is."""
+    if (found := fingerprint(folder)) != base:
+        raise UserError(f"model.path: {folder!r} has other weights here ({found}) than where adapters are trained ({base})")
+
+
+@torch.no_grad()
+def merged(
+    files: WeightFiles, adapters: Mapping[str, torch.Tensor], device: torch.device = CPU
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The policy's weights, one at a time, in the order of `files`. Those that are adapted are float32 and on `device`, the others
+    as the folder has them. The files are read anew: nobody has to hold a second copy of the base.
+
+    Raises InvalidMessage, before the first one, for adapters that do not fit.
+    """
+    _require_fit(files.shapes, adapters)
+    for name, weight in files:
+        if name + UP in adapters:
+            down, up = (adapters[name + end].to(device, torch.float32) for end in (DOWN, UP))
+            weight = adapted(weight.to(device), up, down)
+        yield name, weight
+
+
+def adapted(weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """float32 [out, in]: a matrix with its adapter, which is float32."""
+    return torch.addmm(weight.float(), up, down)
+
+
+def _require_fit(shapes: Mapping[str, Sequence[int]], adapters: Mapping[str, torch.Tensor]) -> None:
+    for name in sorted({name.removesuffix(DOWN).removesuffix(UP) for name in adapters}):
+        pair = [adapters.get(name + end) for end in (UP, DOWN)]
+        sizes = [[] if one is None else list(one.shape) for one in pair]
+        own = list(shapes.get(name, ()))
+        if len(own) != 2 or [len(size) for size in sizes] != [2, 2] or sizes != [[own[0], sizes[1][0]], [sizes[1][0], own[1]]]:
+            raise InvalidMessage(f"adapters do not fit the model: {name} is {own}, B {sizes[0]} and A {sizes[1]}")
