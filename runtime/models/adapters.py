@@ -1,6 +1,6 @@
 """Adapters as they travel, and what a rollout makes of them: its model folder's weights with the adapters in them.
 
-A matrix W [out, in] of the folder that is adapted has two tensors: A [rank, in], named as W with `DOWN` behind, and B [out, rank],
+An adapted matrix W [out, in] of the folder has two tensors: A [rank, in], named as W with `DOWN` behind, and B [out, rank],
 with `UP`, which has the scale in it. The policy's matrix is W + B A (LoRA, arXiv 2106.09685, section 4.1).
 """
 
@@ -14,8 +14,6 @@ from runtime.errors import InvalidMessage, UserError
 from runtime.models.hf_weights import WeightFiles, fingerprint
 
 DOWN, UP = ".lora_A", ".lora_B"
-
-CPU = torch.device("cpu")
 
 
 def are_adapters(names: Iterable[str]) -> bool:
@@ -35,19 +33,16 @@ def require_base(base: str, folder: str) -> None:
 
 
 @torch.no_grad()
-def merged(
-    files: WeightFiles, adapters: Mapping[str, torch.Tensor], device: torch.device = CPU
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The policy's weights, one at a time, in the order of `files`. Those that are adapted are float32 and on `device`, the others
-    as the folder has them. The files are read anew: nobody has to hold a second copy of the base.
+def merged(files: WeightFiles, adapters: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The policy's weights, one at a time, in the order of `files`: those that are adapted in float32, the others as the folder
+    has them. The files are read anew, and lie in the system's cache as long as there is room: nobody holds a copy of the base.
 
     Raises InvalidMessage, before the first one, for adapters that do not fit.
     """
     _require_fit(files.shapes, adapters)
     for name, weight in files:
         if name + UP in adapters:
-            down, up = (adapters[name + end].to(device, torch.float32) for end in (DOWN, UP))
-            weight = adapted(weight.to(device), up, down)
+            weight = adapted(weight, adapters[name + UP].float(), adapters[name + DOWN].float())
         yield name, weight
 
 

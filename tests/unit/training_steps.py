@@ -39,9 +39,13 @@ def comparable(result: StepResult) -> dict[str, float]:
 
 def weights(engine: ModelTrainer) -> dict[str, torch.Tensor]:
     """As they are published; with adapters, what rollouts make of them."""
-    tensors = zip(engine.tensor_specs(), engine.gather(), strict=True)
-    found = {spec.name: tensor.to(getattr(torch, spec.dtype), copy=True) for spec, tensor in tensors}
+    found = published(engine)
     return rolled_out(engine, found) if are_adapters(found) else found
+
+
+def published(engine: ModelTrainer) -> dict[str, torch.Tensor]:
+    tensors = zip(engine.tensor_specs(), engine.gather(), strict=True)
+    return {spec.name: tensor.to(getattr(torch, spec.dtype), copy=True) for spec, tensor in tensors}
 
 
 def rolled_out(engine: ModelTrainer, adapters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

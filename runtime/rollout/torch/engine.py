@@ -306,6 +306,7 @@ class TorchRolloutEngine(RolloutEngine):
 
         # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
         if isinstance(staged, DecoderWeights):
+            self._next.taken(self._decoder.weights, staged)
             self._decoder.weights = staged
         else:
             await self._in_thread(lambda: self._decoder.weights.load(staged.items()))

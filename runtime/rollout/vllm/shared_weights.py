@@ -22,6 +22,7 @@ class SharedWeights:
     def __init__(self, files: WeightFiles, tied: bool, dtype: torch.dtype):
         """`files`: of the model folder. `tied`: whether the model's head is its embedding. `dtype`: the engine's."""
         self._files, self._is_tied, self._dtype = files, tied, dtype
+        self._whole: dict[str, torch.Tensor] = {}  # what `_merged` gives; {} before the first time
 
     def prepare(self, tensors: Tensors) -> tuple[list[Location], list[torch.Tensor]]:
         """Where they lie, and what of them was made here: to be kept until they have been read.
@@ -29,21 +30,22 @@ class SharedWeights:
         Raises InvalidMessage for what is no whole set of weights, nor adapters to those of the folder.
         """
         if are_adapters(tensors):
-            whole = self._merged(tensors)
-            return locate({**self._tied(whole), **whole})[0], list(whole.values())
-        self._check(tensors)
+            tensors = self._merged(tensors)
+        else:
+            self._check(tensors)
         return locate({**self._tied(tensors), **tensors})
 
     def _merged(self, adapters: Tensors) -> Tensors:
-        """The policy. It is made here, beside generation: each worker would read all of the base, and nothing is generated
-        while they load."""
-        shapes = self._files.shapes
-        dtypes = {name: dtype_of(name, self._dtype) for name in shapes}
-        buffers = arena([math.prod(shapes[name]) * dtypes[name].itemsize for name in shapes])
-        whole = {name: flat.view(dtypes[name]).view(shapes[name]) for name, flat in zip(shapes, buffers, strict=True)}
+        """The policy, in memory that is used again. It is made here, beside generation: each worker would read all of the base,
+        and nothing is generated while they load."""
+        if not self._whole:
+            shapes = self._files.shapes
+            dtypes = {name: dtype_of(name, self._dtype) for name in shapes}
+            buffers = arena([math.prod(shapes[name]) * dtypes[name].itemsize for name in shapes])
+            self._whole = {name: one.view(dtypes[name]).view(shapes[name]) for name, one in zip(shapes, buffers, strict=True)}
         for name, weight in merged(self._files, adapters):
-            whole[name].copy_(weight)
-        return whole
+            self._whole[name].copy_(weight)
+        return self._whole
 
     def _tied(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """The head of a model that ties it to its embedding, by its own name: vLLM may keep a converted copy of it, which it

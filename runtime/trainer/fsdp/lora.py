@@ -85,7 +85,7 @@ class _Pair:
 class Adapters:
     """The adapters of a policy, which lies where it is trained. With several ranks, all call every method alike.
 
-    `trained` are they, under their names in PEFT's files, and `published` are the same, under those of `runtime.models.adapters`;
+    `trained` are they, under their names in PEFT's files; `published` are the same, under those of `runtime.models.adapters`;
     `base` is the policy without them, under its Hugging Face names.
     """
 
@@ -101,8 +101,7 @@ class Adapters:
             for name, p in named.items()
             if ".lora_A." in name
         }
-        ends = (DOWN, UP)
-        self.published = {n + end: p for n, pair in self._pairs.items() for end, p in zip(ends, (pair.down, pair.up), strict=True)}
+        self.published = {n + end: p for n, pair in self._pairs.items() for end, p in ((DOWN, pair.down), (UP, pair.up))}
 
     @property
     def description(self) -> dict[str, Any]:
