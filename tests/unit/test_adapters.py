@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,11 +15,14 @@ from runtime.errors import InvalidMessage, UserError
 from runtime.models import hf_policy
 from runtime.models.adapters import merged, require_base
 from runtime.models.hf_weights import WeightFiles, fingerprint
+from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.trainer.fsdp.lora import Adapters, adapt
+from runtime.types import PolicyVersion
 from runtime.weights.plan import Manifest, TensorSpec, plan_buckets
 from tests.closeness import assert_close
 from tests.unit.test_quantized import quantised
 from tests.unit.tiny_models import save_model
+from tests.unit.training_steps import assert_same
 
 RANK = 3
 ADAPTED = "model.layers.1.self_attn.o_proj.weight"
@@ -102,3 +106,27 @@ def test_of_a_model_of_half_a_billion_they_are_less_than_two_percent() -> None:
     alone, whole = sent(adapters.published), sent(adapters.base)
     assert 2 * elements <= alone < 2.01 * elements
     assert alone / whole <= 0.02
+
+
+def test_the_engine_keeps_what_it_has_until_the_swap_and_alternates_between_two_sets(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    engine = TorchRolloutEngine(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32, slots=1, max_model_len=16)
+
+    def held() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in engine._decoder.weights._views.items()}
+
+    async def course() -> None:
+        places, before = set(), held()
+        for step in range(1, 5):
+            adapters = {name: tensor * step for name, tensor in pair((32, 32)).items()}
+            await engine.stage({name: tensor * 9 for name, tensor in adapters.items()})  # and withdrawn
+            await engine.stage(adapters)
+            assert_same(held(), before)
+            await engine.swap(PolicyVersion(0, step))
+            before = dict(merged(WeightFiles(tmp_path), adapters))
+            assert_same(held(), before)
+            places.add(engine._decoder.weights.layers[1].output.data_ptr())
+        assert len(places) == 2
+        await engine.close()
+
+    asyncio.run(course())
