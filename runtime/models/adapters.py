@@ -53,8 +53,7 @@ def adapted(weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch
 
 def _require_fit(shapes: Mapping[str, Sequence[int]], adapters: Mapping[str, torch.Tensor]) -> None:
     for name in sorted({name.removesuffix(DOWN).removesuffix(UP) for name in adapters}):
-        pair = [adapters.get(name + end) for end in (UP, DOWN)]
-        sizes = [[] if one is None else list(one.shape) for one in pair]
-        own = list(shapes.get(name, ()))
-        if len(own) != 2 or [len(size) for size in sizes] != [2, 2] or sizes != [[own[0], sizes[1][0]], [sizes[1][0], own[1]]]:
-            raise InvalidMessage(f"adapters do not fit the model: {name} is {own}, B {sizes[0]} and A {sizes[1]}")
+        up, down = (tuple(adapters[name + end].shape) if name + end in adapters else () for end in (UP, DOWN))
+        own = tuple(shapes.get(name, ()))
+        if len(own) != 2 or (*up[:1], *down[1:]) != own or up[1:] != down[:1]:
+            raise InvalidMessage(f"adapters do not fit the model: {name} is {[*own]}, B {[*up]} and A {[*down]}")
