@@ -100,7 +100,7 @@ def test_rollouts_have_the_policy_and_so_has_a_late_one(way: str, tmp_path: Path
         for step in (1, 2):
             figures = await train_and_publish(here, step)
             buckets = plan_buckets(here.trainer.service._worker.manifest)
-            assert 0 < figures.bytes < 1.2 * sum(bucket.total_bytes for bucket in buckets)  # files have headers
+            assert 0 < figures.bytes < 2 * sum(bucket.total_bytes for bucket in buckets)  # files have headers
             for rollout in here.rollouts:
                 assert_served(rollout, here)
         sends = counted(here)
