@@ -43,6 +43,7 @@ class Subscription:
         self.swaps = 0
         self._engine = engine
         self._settings = settings
+        self._folder = config.model.path
         self._name = name
         self._received: PolicyVersion | None = None  # verified, and neither committed nor withdrawn
         self._committed: PolicyVersion | None = None
@@ -102,9 +103,12 @@ class Subscription:
         self._answer(request, self._meet(message))
 
     async def _meet(self, message: JoinWeights) -> None:
+        from runtime.models.adapters import require_base
         from runtime.weights import rendezvous
         from runtime.weights.sender import in_thread
 
+        if base := message.manifest.base:
+            await asyncio.to_thread(require_base, base, self._folder)
         epoch, timeout = message.address.epoch, message.address.timeout
         for before in (self._reception, self.giver.sending):
             if before is not None:  # of the epoch before: its group is aborted, but its thread may still use the buckets

@@ -26,7 +26,7 @@ class Model(Section, frozen=True):
 
 
 class Lora(Section, frozen=True):
-    """Low-rank adapters (PEFT): they alone are trained; what is published has them merged."""
+    """Low-rank adapters (PEFT): they alone are trained and published. What is exported has them merged."""
 
     rank: Positive = 16
     """Of each adapter."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
 from runtime.errors import UserError
@@ -107,6 +108,17 @@ class WeightFiles:
                 return quantized.Dequantized(part, scales, self.shapes[name], self._blocks)
 
             yield read
+
+
+def fingerprint(folder: str | Path) -> str:
+    """A hash of a model's weights: of names, shapes and the first row of each, however they are spread over files. Raises
+    UserError as `WeightFiles`."""
+    files, digest = WeightFiles(folder), xxhash.xxh3_64()
+    with files.slices() as read:
+        for name, shape in sorted(files.shapes.items()):
+            digest.update(f"{name} {shape} ".encode())
+            digest.update(read(name)[:1].float().numpy().tobytes() if shape else b"")
+    return digest.hexdigest()
 
 
 def _description(folder: str | Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from runtime.config import Config, Spread, Trainer
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.ledger import checkpoint
 from runtime.models import limits
+from runtime.models.adapters import base_of
 from runtime.models.hf_config import read_raw
 from runtime.process import os_process, platform
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
@@ -243,7 +244,8 @@ class TrainRank(UpdateRank):
         backend = "gloo" if takes_turns(config) else config.publication.backend
         self.publication_backend = platform.collective_backend(backend, device)
         ranks, specs = self._senders()
-        self.manifest = Manifest(tuple(specs), config.publication.bucket_bytes, len(ranks))
+        base = base_of((spec.name for spec in specs), config.model.path)
+        self.manifest = Manifest(tuple(specs), config.publication.bucket_bytes, len(ranks), base)
         self.senders = tuple(f"{self.role}-{sender}" for sender in ranks)
         """What they are called, rank 0 first."""
         self._targets = [ranks[root] for root in roots(self.manifest)]

@@ -55,6 +55,7 @@ class Manifest(Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
     bucket_bytes: int
     senders: int = 1
+    base: str = ""  # of adapters: the fingerprint of the weights that they belong to
 
 
 class GroupAddress(Struct, frozen=True, kw_only=True):

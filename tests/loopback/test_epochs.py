@@ -172,9 +172,11 @@ class TrainerHere(Port):
 class Stage:
     """A trainer, two rollouts, and what publishes over them."""
 
-    def __init__(self, settings: config.Publication, trainer: TrainerHere | None = None) -> None:
+    def __init__(
+        self, settings: config.Publication, trainer: TrainerHere | None = None, rollouts: Sequence[Any] | None = None
+    ) -> None:
         self.trainer = trainer or TrainerHere(settings)
-        self.rollouts = [RolloutHere("rollout-0", settings), RolloutHere("rollout-1", settings)]
+        self.rollouts = list(rollouts or [RolloutHere("rollout-0", settings), RolloutHere("rollout-1", settings)])
         self.pool = RolloutPool(Register(), {rollout.name: 1 for rollout in self.rollouts}, 20.0)
         for rollout in self.rollouts:
             come(self.pool, rollout)
@@ -191,9 +193,11 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(settings: config.Publication, trainer: TrainerHere | None = None) -> AsyncIterator[Stage]:
+async def stage(
+    settings: config.Publication, trainer: TrainerHere | None = None, rollouts: Sequence[Any] | None = None
+) -> AsyncIterator[Stage]:
     torch.set_num_threads(1)
-    here = Stage(settings, trainer)
+    here = Stage(settings, trainer, rollouts)
     for port in (here.trainer, *here.rollouts):
         await port.service.start()
     here.tasks.append(asyncio.create_task(here.publisher.run()))

@@ -160,8 +160,8 @@ def published(
         found.append(publish(worker, step + 1))
     if worker.member is not None:
         worker.member.close().result(60.0)
-    assert len(wholes) == (1 if encoding == "delta" and split != "lora" else 4)
-    assert worker.member is None or worker.member.sender._told == (encoding == "delta" and split != "lora")
+    assert len(wholes) == (1 if encoding == "delta" else 4)
+    assert worker.member is None or worker.member.sender._told == (encoding == "delta")
     return found
 
 

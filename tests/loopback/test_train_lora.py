@@ -16,10 +16,10 @@ from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import TrainGroup
 from tests.closeness import BFLOAT16, assert_close
 from tests.loopback.ranks import run_two
-from tests.loopback.test_train_fsdp import flat_weights, run_step
+from tests.loopback.test_train_fsdp import run_step
 from tests.unit.lora_cases import LORA, assert_merged, lora_config
 from tests.unit.training_cases import make_groups, make_policy
-from tests.unit.training_steps import assert_metrics
+from tests.unit.training_steps import assert_metrics, rolled_out
 
 pytestmark = pytest.mark.numeric
 
@@ -44,6 +44,17 @@ def half_config(folder: Path) -> Config:
 
 def step_groups(step: int) -> list[TrainGroup]:
     return [replace(group, reference=None) for group in make_groups(step, step=step)]
+
+
+def flat_weights(engine: ModelTrainer, rank: int) -> torch.Tensor:
+    """What a rollout makes of what is published, in the order of the model's parameters."""
+    names = [spec.name for spec in engine.tensor_specs()]
+    gathered = [tensor.clone() for tensor in engine.gather()]
+    if rank:
+        return torch.empty(0)
+    whole = rolled_out(engine, dict(zip(names, gathered, strict=True)))
+    like = hf_policy.load_policy(engine._config.model.path)
+    return torch.cat([whole[name].flatten() for name, _ in like.named_parameters()])
 
 
 def two_ranks(rank: int, folder: Path) -> None:

@@ -111,9 +111,16 @@ def test_groups_without_signal_are_replaced(tiny: Path, tmp_path: Path, rules: R
 
 def test_adapters_alone_are_trained_against_the_policy_without_them(tiny: Path, tmp_path: Path, rules: Rules) -> None:
     config = write_config(
-        tmp_path / "config.yaml", tiny, rewards=rules("length"), lora={"rank": 4}, reference={"mode": "adapter_off"}
+        tmp_path / "config.yaml",
+        tiny,
+        rewards=rules("length"),
+        lora={"rank": 4},
+        reference={"mode": "adapter_off"},
+        checkpoint={"every": 2},
+        training={"steps": 4, "optimizer": {"learning_rate": 0.01}},
     )
-    run = trained(config, "training.optimizer.learning_rate=0.01", folder=tmp_path / "run", timeout=RUN)
+    trained(config, folder=tmp_path / "run", timeout=RUN)
+    run = trained(config, "training.steps=6", "run.resume=auto", folder=tmp_path / "run", timeout=RUN)
     assert not list((run.folder / "logs").glob("reference*"))
     adapters = load_file(run.folder / "model" / "adapter" / "adapter_model.safetensors")
     assert all("lora_" in name for name in adapters)
@@ -122,4 +129,9 @@ def test_adapters_alone_are_trained_against_the_policy_without_them(tiny: Path, 
     changed = {name for name, tensor in after.items() if not tensor.equal(before[name])}
     assert changed
     assert all("_proj" in name for name in changed)
-    assert steps(run.folder)[-1]["actor/kl"] > 0
+    points = steps(run.folder)
+    assert points[-1]["actor/kl"] > 0
+    sent = sum(tensor.nbytes for tensor in adapters.values())
+    for point in points:  # rollouts get the adapters alone, before and after the stop, and serve what is trained
+        assert sent <= point["publication/bytes"] < 1.5 * sent
+        assert point["mismatch/abs_logprob"] < 1e-4

@@ -123,7 +123,7 @@ def test_new_weights_are_loaded_in_place_part_by_part(tmp_path: Path, name: str)
     decoder = load(tmp_path / "old")
     tensors = load_file(tmp_path / "new" / "model.safetensors")
     for each, tensor in tensors.items():
-        decoder.weights.load({each: tensor})
+        decoder.weights.load([(each, tensor)])
     assert_close(whole_logits(decoder, TOKENS), logits(model), terms=forward_terms(TOKENS.shape[1], layers=LAYERS))
 
 
@@ -135,7 +135,7 @@ def test_a_tied_head_may_come_along(tmp_path: Path) -> None:
     for given in (tensors, both):
         weights = DecoderWeights.adopt(config, given, CPU, torch.float32)
         assert weights.head is weights.embedding
-        weights.load(given)
+        weights.load(given.items())
         assert mismatch(config, {name: tensor.shape for name, tensor in given.items()}) is None
 
 

@@ -193,6 +193,6 @@ def test_weights_of_another_dtype_are_copied_over_those_in_use(tmp_path: Path) -
     save_model(tmp_path, "deepseek_v3")
     decoder = Decoder.from_pretrained(tmp_path, CPU, torch.float32)
     sent = {name: each.to(dtype_of(name, torch.bfloat16)) for name, each in dict(WeightFiles(tmp_path)).items()}
-    waiting = NextWeights(decoder.weights)
+    waiting = NextWeights(decoder.weights, "")
     asyncio.run(waiting.stage(sent))
     assert waiting.staged is sent

@@ -15,13 +15,15 @@ from runtime.config import Critic, Lora, Trainer
 from runtime.config.checks import semantic_faults
 from runtime.errors import UserError
 from runtime.models import hf_policy
+from runtime.models.adapters import merged
+from runtime.models.hf_weights import WeightFiles
 from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, Logprobs, TrainGroup
-from tests.closeness import assert_close
+from tests.closeness import BFLOAT16, LOGITS, assert_close, forward_terms
 from tests.unit.lora_cases import LORA, adapter_tensors, assert_merged, lora_config, saved
 from tests.unit.test_train_torch import Oracle
 from tests.unit.training_cases import make_config, make_groups, make_policy
-from tests.unit.training_steps import LOSS_TERMS, assert_metrics, assert_same, comparable, run_step, weights
+from tests.unit.training_steps import LOSS_TERMS, assert_metrics, assert_same, comparable, published, run_step, weights
 
 pytestmark = pytest.mark.numeric
 
@@ -62,13 +64,14 @@ class TestStep:
     def test_only_the_adapted_layers_change(self, policy: str, targets: list[str]):
         engine = policy_trainer(lora_config(policy, replace(LORA, target_modules=targets)))
         plain = policy_trainer(make_config(policy))
-        assert engine.tensor_specs() == plain.tensor_specs()
+        adapted = [name for name in weights(plain) if any(name.endswith(f"{target}.weight") for target in targets or ALL)]
+        assert {spec.name for spec in engine.tensor_specs()} == {f"{name}.lora_{one}" for name in adapted for one in "AB"}
         before = weights(plain)
         assert_same(weights(engine), before)  # B begins at 0
         run_step(engine, make_groups(0))
         run_step(engine, make_groups(1))
         changed = {name for name, tensor in weights(engine).items() if not torch.equal(tensor, before[name])}
-        assert changed == {name for name in before if any(name.endswith(f"{target}.weight") for target in targets or ALL)}
+        assert changed == set(adapted)
 
     def test_activation_checkpointing_changes_nothing(self, policy: str):
         groups = make_groups(3)
@@ -94,6 +97,15 @@ class TestStep:
         assert not torch.equal(
             weights(engine)["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"]
         )
+
+    def test_bfloat16_on_the_wire_rounds_no_more_alone_than_merged(self, policy: str):
+        engine = policy_trainer(lora_config(policy))
+        for seed in range(4):
+            run_step(engine, make_groups(seed))
+        exact, adapters = weights(engine), {name: tensor.bfloat16() for name, tensor in published(engine).items()}
+        for name, tensor in merged(WeightFiles(policy), adapters):
+            # Either factor and the result are rounded once each, the other way the result alone.
+            assert_close(tensor.bfloat16(), exact[name].bfloat16(), terms=3, unit=BFLOAT16, what=name)
 
 
 class TestStart:
@@ -171,8 +183,12 @@ class TestOnDisk:
         engine.export(str(tmp_path / "export"))
         exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "export").named_parameters())
         assert_same({name: parameter.detach() for name, parameter in exported.items()}, weights(engine))
+        tokens = torch.arange(24).view(2, 12)
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "export", attn_implementation="eager")
         for adapter in (folder / "adapter", tmp_path / "export" / "adapter"):
-            merged = dict(peft_model(policy, adapter).merge_and_unload().named_parameters())
+            opened = peft_model(policy, adapter)
+            assert_close(opened(tokens).logits, whole(tokens).logits, terms=forward_terms(12) + 14 * LORA.rank, scale=LOGITS)
+            merged = dict(opened.merge_and_unload().named_parameters())
             for name, tensor in weights(engine).items():
                 assert_close(merged[name], tensor, terms=LORA.rank + 2, what=name)  # their product, its scale, the sum
 

@@ -9,6 +9,8 @@ import torch
 from msgspec.structs import replace
 
 from runtime.config import Optimizer
+from runtime.models.adapters import are_adapters, merged
+from runtime.models.hf_weights import WeightFiles
 from runtime.trainer.step import ModelTrainer
 from runtime.types import StepResult, TrainGroup
 from tests.closeness import STEP, assert_close
@@ -36,9 +38,20 @@ def comparable(result: StepResult) -> dict[str, float]:
 
 
 def weights(engine: ModelTrainer) -> dict[str, torch.Tensor]:
-    """As they are published."""
+    """As they are published; with adapters, what rollouts make of them."""
+    found = published(engine)
+    return rolled_out(engine, found) if are_adapters(found) else found
+
+
+def published(engine: ModelTrainer) -> dict[str, torch.Tensor]:
     tensors = zip(engine.tensor_specs(), engine.gather(), strict=True)
     return {spec.name: tensor.to(getattr(torch, spec.dtype), copy=True) for spec, tensor in tensors}
+
+
+def rolled_out(engine: ModelTrainer, adapters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a rollout makes of the model folder and `adapters`, in their dtype."""
+    (dtype,) = {tensor.dtype for tensor in adapters.values()}
+    return {name: tensor.to(dtype) for name, tensor in merged(WeightFiles(engine._config.model.path), adapters)}
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from runtime.errors import DeadlineExceeded, InvalidMessage, ServiceFault
 from runtime.types import PolicyVersion, Sample
@@ -102,6 +103,29 @@ def test_updates_during_continuous_generation(rig: Rig) -> None:
     assert all(len(sample.tokens) == 20 and (np.diff(sample.versions) >= 0).all() for sample in samples)
     assert len({version for sample in samples for version in sample.versions.tolist()}) >= 150
     rig.run(rig.update())
+
+
+def test_adapters_that_come_alone_are_added_to_the_folders_weights(rig: Rig, model_path: Path) -> None:
+    """Twice, so that the second ones are not added to the first. The model's head is tied, and vLLM's layers are fused."""
+    for seed in (1, 2):
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+        generator, adapters = torch.Generator().manual_seed(seed), {}
+        for name, weight in model.named_parameters():
+            if name.endswith(("q_proj.weight", "o_proj.weight", "1.mlp.up_proj.weight")):
+                down, up = (
+                    torch.randn(size, generator=generator) * 0.1 for size in ((4, weight.shape[1]), (weight.shape[0], 4))
+                )
+                adapters.update({f"{name}.lora_A": down, f"{name}.lora_B": up})
+                weight.data.add_(up @ down)
+        rig.newest += 1
+        rig.models = {rig.newest - 1: rig.models[rig.newest - 1], rig.newest: model}
+        rig.run(rig.swap(adapters, PolicyVersion(0, rig.newest)))
+        (samples,) = rig.generate(rig.request())
+        rig.check_exact(samples)
+        assert rig.error(rig.newest - 1, samples[0]) > 100 * TOLERANCE
+    unfit = {name.replace("q_proj", "z_proj"): tensor for name, tensor in adapters.items()}
+    with pytest.raises(InvalidMessage, match="adapters do not fit the model"):
+        rig.run(rig.engine.stage(unfit))
 
 
 def test_it_tells_how_full_its_memory_is_and_that_it_preempts_nobody(rig: Rig) -> None:

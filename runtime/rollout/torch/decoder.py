@@ -163,8 +163,7 @@ class Decoder:
         if fault:
             raise UserError(f"model {path}: {fault}")
         weights = DecoderWeights.empty(config, device, dtype)
-        for name, tensor in files:
-            weights.load({name: tensor})
+        weights.load(files)
         return cls(weights)
 
     def reserve_positions(self, length: int) -> None:

@@ -135,9 +135,9 @@ class DecoderWeights:
         return cls(config, outer[_EMBEDDING], layers, outer[_NORM], outer.get(_HEAD, outer[_EMBEDDING]))
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy some of the weights in place, cast to the model's dtype."""
-        for name, tensor in tensors.items():
+        for name, tensor in tensors:
             if name in self._views:  # a tied head is the embedding, which comes under its own name
                 self._views[name].copy_(tensor)
 

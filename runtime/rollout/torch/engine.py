@@ -91,7 +91,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._kept = KeptTexts(kv_for_waiting)
         self._drafts = Drafts(_FIXED.get(device.type, _FIXED_ELSEWHERE)) if drafts else None
         self._device = device
-        self._next = NextWeights(self._decoder.weights)
+        self._next = NextWeights(self._decoder.weights, model_path)
         self.adopts = self._next.adopts
         self._version = version
         self._groups: dict[int, _TorchGroup] = {}
@@ -306,9 +306,10 @@ class TorchRolloutEngine(RolloutEngine):
 
         # Not in the engine's thread, which is idle: on a busy machine a hop there and back can take longer than a step.
         if isinstance(staged, DecoderWeights):
+            self._next.taken(self._decoder.weights, staged)
             self._decoder.weights = staged
         else:
-            await self._in_thread(lambda: self._decoder.weights.load(staged))
+            await self._in_thread(lambda: self._decoder.weights.load(staged.items()))
         self._version = version
         self._kept.clear()
         for group in self._waiting:

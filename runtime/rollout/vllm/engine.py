@@ -28,21 +28,21 @@ import torch
 
 from runtime import timeouts
 from runtime.commands import Level
-from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault
+from runtime.errors import DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.models.hf_weights import WeightFiles
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
 from runtime.process.progress import work
 from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
 from runtime.rollout.vllm.arguments import as_vllm, check_temperature, sample_seed
+from runtime.rollout.vllm.shared_weights import SharedWeights
 from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
 from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, Sample
-from runtime.weights.group import Location, locate
+from runtime.weights.group import Location
 
 _INITIAL = PolicyVersion()
 _CPU_STEP = 2048  # tokens that a step computes at most, or those of the longest sequence
 _CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags of what it wakes
 _WITH_CACHE = {Level.ASLEEP: (_WEIGHTS, _CACHE), Level.WEIGHTS: (_CACHE,), Level.AWAKE: ()}
 _WORKER = "runtime.rollout.vllm.worker.WeightLoading"
@@ -95,8 +95,7 @@ class VLLMRolloutEngine(RolloutEngine):
         whatever keeps it from starting: a model that it does not support, too little memory.
         """
         model = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
-        self._is_tied = bool(model.get("tie_word_embeddings"))
-        self._shapes = WeightFiles(model_path).shapes
+        self._shared = SharedWeights(WeightFiles(model_path), bool(model.get("tie_word_embeddings")), dtype)
         self._name = name
         self._context = max_model_len
         self._slots = slots
@@ -258,9 +257,8 @@ class VLLMRolloutEngine(RolloutEngine):
 
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The workers read them at the swap, from shared memory, into which they are copied unless they lie there."""
-        self._check_weights(tensors)
         self._staged = None
-        self._staged = await asyncio.to_thread(locate, {**self._tied(tensors), **tensors})
+        self._staged = await asyncio.to_thread(self._shared.prepare, tensors)
 
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
         """Raises ServiceFault when a worker fails in the middle: the engine then waits for another whole version."""
@@ -305,25 +303,6 @@ class VLLMRolloutEngine(RolloutEngine):
         unbegun = self._withdraw([id for id, sequence in self._running.items() if not sequence.tokens])
         self._waiting.extendleft(reversed(unbegun))
         await self._flush()
-
-    def _tied(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The head of a model that ties it to its embedding, by its own name: vLLM may keep a converted copy of it, which it
-        renews only when it is told to, and ignores the name otherwise."""
-        return {_HEAD: tensors[_EMBEDDING]} if self._is_tied and _EMBEDDING in tensors else {}
-
-    def _check_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises InvalidMessage when names or shapes are not those of the model's files."""
-        optional = {_HEAD} if self._is_tied else set()
-        missing = sorted(self._shapes.keys() - tensors.keys() - optional)
-        unknown = sorted(tensors.keys() - self._shapes.keys() - optional)
-        if missing or unknown:
-            raise InvalidMessage(f"weights do not fit the model: missing {missing[:4]}, unknown {unknown[:4]}")
-        for name, tensor in tensors.items():
-            expected = tuple(self._shapes.get(name, tensor.shape))
-            if tuple(tensor.shape) != expected:
-                raise InvalidMessage(
-                    f"weights do not fit the model: {name} has shape {list(tensor.shape)}, not {list(expected)}"
-                )
 
     async def sleep(self) -> None:
         """With `sleeps` the weights leave the device as well."""

@@ -45,7 +45,7 @@ class FsdpBackend(ModelBackend):
     """Every rank has its own share of the data. float32 master weights; computes in `model.dtype`, by default bfloat16 on
     accelerators and float32 on the CPU.
 
-    With `lora` adapters alone are trained, and the policy that leaves it has them merged.
+    With `lora` adapters alone are trained, and published; what is exported has them merged.
     """
 
     def __init__(self, config: Config, trained: TrainedRole, rank_info: RankInfo):
@@ -68,6 +68,7 @@ class FsdpBackend(ModelBackend):
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._fixed = hf_policy.fixed_tensors(self.model)
         self._policy = {**(self.parameters if self._adapters is None else self._adapters.base), **self._fixed}
+        self._published = self._policy if self._adapters is None else self._adapters.published
         self._key = trained.optimizer_key
         self.optimizer = optimizers.make_optimizer(trained.options, self.model, self.parameters, self._compute, self._key)
         # What is on the host already is not taken there.
@@ -213,25 +214,29 @@ class FsdpBackend(ModelBackend):
     # ------------------------------------------------------------------------------------------ the policy, as it leaves
 
     def tensor_specs(self) -> list[TensorSpec]:
-        dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._policy}
-        return [TensorSpec(name, dtypes[name], tuple(tensor.shape)) for name, tensor in self._policy.items()]
+        dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._published}
+        return [TensorSpec(name, dtypes[name], tuple(tensor.shape)) for name, tensor in self._published.items()]
 
     def holders(self) -> list[tuple[int, ...]]:
-        return [tuple(range(self.rank_info.world_size))] * len(self._policy)
+        return [tuple(range(self.rank_info.world_size))] * len(self._published)
 
     @torch.no_grad()
     def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
-        for place, (_, whole) in enumerate(self._whole_policy()):
+        for place, (name, whole) in enumerate(sharding.wholes(self._published)):
             if self.rank_info.rank == (targets[place] if targets else 0):
-                yield whole
+                yield self._scaled(name, whole)
 
-    def shards(self, targets: Sequence[int]) -> Iterator[Shard] | None:
-        """None with adapters, which are merged on whole tensors."""
-        if self._adapters is not None:
-            return None
+    def _scaled(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        return part if self._adapters is None else self._adapters.scaled(name, part)
+
+    def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
         return (
-            Shard(place, (sharding.rows(tensor),), sharding.local(tensor).to(dtype_of(name, self._wire_dtype)))
-            for place, (name, tensor) in enumerate(self._policy.items())
+            Shard(
+                place,
+                (sharding.rows(tensor),),
+                self._scaled(name, sharding.local(tensor)).to(dtype_of(name, self._wire_dtype)),
+            )
+            for place, (name, tensor) in enumerate(self._published.items())
             if self.rank_info.rank == 0 or sharding.is_sharded(tensor)
         )
 
@@ -239,13 +244,11 @@ class FsdpBackend(ModelBackend):
     def export(self, folder: Path) -> None:
         """With `lora` the adapters besides, in PEFT's format, as the folder `adapter` within."""
         rank = self.rank_info.rank
-        hf_policy.write_model(folder, self._policy, self._whole_policy(), rank, self._wire_dtype, self._source)
+        adapted = None if self._adapters is None else self._adapters.merged()
+        wholes = sharding.wholes(self._policy) if adapted is None else chain(adapted, self._fixed.items())
+        hf_policy.write_model(folder, self._policy, wholes, rank, self._wire_dtype, self._source)
         if self._adapters is not None:
             self._adapters.write(folder / lora.FOLDER, rank)
-
-    def _whole_policy(self) -> Iterator[tuple[str, torch.Tensor]]:
-        adapted = None if self._adapters is None else self._adapters.merged()
-        return sharding.wholes(self._policy) if adapted is None else chain(adapted, self._fixed.items())
 
 
 def to_device(model: Any, trained: TrainedRole, compute: torch.dtype, rank_info: RankInfo) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from runtime.config import Lora
 from runtime.errors import UserError
+from runtime.models.adapters import DOWN, UP, adapted
 from runtime.models.limits import LORA_NEEDS_PEFT
 from runtime.trainer.fsdp import sharding
 
@@ -84,7 +85,8 @@ class _Pair:
 class Adapters:
     """The adapters of a policy, which lies where it is trained. With several ranks, all call every method alike.
 
-    `trained` are they, under their names in PEFT's files; `base` is the policy without them, under its Hugging Face names.
+    `trained` are they, under their names in PEFT's files; `published` are the same, under those of `runtime.models.adapters`;
+    `base` is the policy without them, under its Hugging Face names.
     """
 
     def __init__(self, model: Any, config: LoraConfig):
@@ -99,6 +101,7 @@ class Adapters:
             for name, p in named.items()
             if ".lora_A." in name
         }
+        self.published = {n + end: p for n, pair in self._pairs.items() for end, p in ((DOWN, pair.down), (UP, pair.up))}
 
     @property
     def description(self) -> dict[str, Any]:
@@ -112,8 +115,11 @@ class Adapters:
             if pair is None:
                 yield name, weight
             else:
-                added = sharding.full(pair.up) @ sharding.full(pair.down)
-                yield name, added.mul_(self._scaling).add_(weight)
+                yield name, adapted(weight, sharding.full(pair.up) * self._scaling, sharding.full(pair.down))
+
+    def scaled(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """`part` of the tensor `name` of `published`, as it is published."""
+        return part * self._scaling if name.endswith(UP) else part
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:

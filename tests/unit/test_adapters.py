@@ -1,0 +1,132 @@
+"""Adapters as they travel: what rollouts make of them, what is refused, which base is theirs, and how many bytes they are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime.config import Lora
+from runtime.errors import InvalidMessage, UserError
+from runtime.models import hf_policy
+from runtime.models.adapters import merged, require_base
+from runtime.models.hf_weights import WeightFiles, fingerprint
+from runtime.rollout.torch.engine import TorchRolloutEngine
+from runtime.trainer.fsdp.lora import Adapters, adapt
+from runtime.types import PolicyVersion
+from runtime.weights.plan import Manifest, TensorSpec, plan_buckets
+from tests.closeness import assert_close
+from tests.unit.test_quantized import quantised
+from tests.unit.tiny_models import save_model
+from tests.unit.training_steps import assert_same
+
+RANK = 3
+ADAPTED = "model.layers.1.self_attn.o_proj.weight"
+
+
+def pair(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    sizes = {".lora_A": (RANK, shape[1]), ".lora_B": (shape[0], RANK)}
+    return {f"{ADAPTED}{end}": torch.randn(size, generator=generator).to(dtype) for end, size in sizes.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("save", [save_model, quantised], ids=["plain", "float8"])
+def test_the_adapted_matrix_is_the_sum_and_all_else_is_the_folders(
+    tmp_path: Path, save: Callable[[Path, str], object], dtype: torch.dtype
+) -> None:
+    save(tmp_path, "qwen3")
+    base = {name: tensor.clone() for name, tensor in WeightFiles(tmp_path)}
+    adapters = pair(tuple(base[ADAPTED].shape), dtype)
+    found = dict(merged(WeightFiles(tmp_path), adapters))
+    assert found.keys() == base.keys()
+    up, down = (adapters[f"{ADAPTED}{end}"].double() for end in (".lora_B", ".lora_A"))
+    assert_close(found.pop(ADAPTED), base.pop(ADAPTED).double() + up @ down, terms=RANK + 1)  # a sum of so many, and W
+    assert all(torch.equal(found[name], tensor) for name, tensor in base.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({".lora_A": None}, r"is \[32, 32\], B \[32, 3\] and A \[\]"),
+        ({".lora_B": torch.zeros(32, RANK + 1)}, r"is \[32, 32\], B \[32, 4\] and A \[3, 32\]"),
+        ({".lora_B": torch.zeros(31, RANK)}, r"is \[32, 32\], B \[31, 3\] and A \[3, 32\]"),
+        ({".lora_A": torch.zeros(RANK, 8, 4)}, r"is \[32, 32\], B \[32, 3\] and A \[3, 8, 4\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_read(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], told: str
+) -> None:
+    save_model(tmp_path)
+    adapters = pair((32, 32)) | {f"{ADAPTED}{end}": tensor for end, tensor in change.items()}
+    given = {name: tensor for name, tensor in adapters.items() if tensor is not None}
+    with pytest.raises(InvalidMessage, match=f"^adapters do not fit the model: {ADAPTED} {told}$"):
+        next(merged(WeightFiles(tmp_path), given))
+    elsewhere = {name.replace("o_proj", "z_proj"): tensor for name, tensor in pair((32, 32)).items()}
+    with pytest.raises(InvalidMessage, match=r"z_proj\.weight is \[\], B"):
+        next(merged(WeightFiles(tmp_path), elsewhere))
+
+
+def test_a_base_is_known_by_its_weights_however_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path / "one")
+    tensors = load_file(tmp_path / "one" / "model.safetensors")
+    (tmp_path / "parts").mkdir()
+    monkeypatch.setattr(hf_policy, "SHARD_BYTES", 4096)
+    hf_policy.write_model(tmp_path / "parts", tensors, tensors.items(), 0, torch.float32, str(tmp_path / "one"))
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 2
+    known = fingerprint(tmp_path / "one")
+    require_base(known, str(tmp_path / "parts"))
+    for index, name in enumerate(tensors):
+        (tmp_path / str(index)).mkdir()
+        save_file({**tensors, name: tensors[name] + 0.25}, tmp_path / str(index) / "model.safetensors")
+        with pytest.raises(UserError, match=rf"^model\.path: '{tmp_path / str(index)}' has other weights here .*{known}\)$"):
+            require_base(known, str(tmp_path / str(index)))
+
+
+def test_of_a_model_of_half_a_billion_they_are_less_than_two_percent() -> None:
+    """Qwen2.5-0.5B without its memory, rank 16 on all linear layers: by the plans of what is published, alone and merged."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=151936, num_hidden_layers=24, tie_word_embeddings=True, **sizes))
+    adapters = Adapters(model, adapt(model, Lora(rank=16), "", 1, torch.bfloat16))
+
+    def sent(tensors: dict[str, torch.Tensor]) -> int:
+        specs = tuple(TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in tensors.items())
+        return sum(bucket.total_bytes for bucket in plan_buckets(Manifest(specs, 16 << 20)))
+
+    # Of a layer 16 (in + out) of each matrix, of which there are seven.
+    matrices = [(896, 896), (896, 128), (896, 128), (896, 896), (896, 4864), (896, 4864), (4864, 896)]
+    elements = 24 * 16 * sum(map(sum, matrices))
+    alone, whole = sent(adapters.published), sent(adapters.base)
+    assert 2 * elements <= alone < 2.01 * elements
+    assert alone / whole <= 0.02
+
+
+def test_the_engine_keeps_what_it_has_until_the_swap_and_alternates_between_two_sets(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    engine = TorchRolloutEngine(str(tmp_path), device=torch.device("cpu"), dtype=torch.float32, slots=1, max_model_len=16)
+
+    def held() -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in engine._decoder.weights._views.items()}
+
+    async def course() -> None:
+        places, before = set(), held()
+        for step in range(1, 5):
+            adapters = {name: tensor * step for name, tensor in pair((32, 32)).items()}
+            await engine.stage({name: tensor * 9 for name, tensor in adapters.items()})  # and withdrawn
+            await engine.stage(adapters)
+            assert_same(held(), before)
+            await engine.swap(PolicyVersion(0, step))
+            before = dict(merged(WeightFiles(tmp_path), adapters))
+            assert_same(held(), before)
+            places.add(engine._decoder.weights.layers[1].output.data_ptr())
+        assert len(places) == 2
+        await engine.close()
+
+    asyncio.run(course())
