@@ -1,11 +1,13 @@
-"""Columns of a group's tokens that would be large as plain arrays: values that seldom change, and sets of tokens."""
+"""Columns of a group's tokens that would be large as plain arrays: values that seldom change, sets of tokens, and experts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 
 class Runs(msgspec.Struct, frozen=True, array_like=True):
@@ -128,3 +130,88 @@ class KeptSets(msgspec.Struct, frozen=True, array_like=True):
 def _bitmap_bytes(vocabulary: int) -> int:
     """A multiple of the bytes of an id."""
     return -(-vocabulary // 32) * 4
+
+
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
+    """The experts to which a model's layers with experts gave each of n tokens that were fed to it."""
+
+    layers: int
+    per_token: int
+    data: np.ndarray  # uint8 or uint16 [n · layers · per_token]
+
+    @classmethod
+    def of(cls, chosen: np.ndarray) -> RoutedExperts:
+        """`chosen` [n, layers, per_token]."""
+        return cls(chosen.shape[1], chosen.shape[2], chosen.reshape(-1))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[n, layers, per_token]."""
+        return self.data.reshape(-1, self.layers, self.per_token)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def part(self, tokens: slice) -> RoutedExperts:
+        return RoutedExperts(self.layers, self.per_token, self.rows[tokens].reshape(-1))
+
+    @classmethod
+    def joined(cls, parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
+        """Of all `parts`, one after the other; None where nothing is known of one."""
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts) or not known:
+            return None
+        return cls(known[0].layers, known[0].per_token, np.concatenate([part.data for part in known]))
+
+    @classmethod
+    def of_group(cls, rows: Sequence[RoutedExperts | None], replies: Sequence[np.ndarray]) -> RoutedExperts | None:
+        """Of a group's prompt, and then of each of `replies` [R] but for its last token, which is not fed.
+
+        `rows`: for each reply those of prompt and reply; the prompt's are the first one's. None: the model was never given the
+        row; all None: of a group without.
+        """
+        lengths = [fed(len(reply)) for reply in replies]
+        known = [row.part(slice(len(row) - length)) for row, length in zip(rows, lengths, strict=True) if row is not None]
+        if not known:
+            return None
+        parts = known[:1]
+        for row, length in zip(rows, lengths, strict=True):
+            none = np.zeros(length * parts[0].layers * parts[0].per_token, parts[0].data.dtype)
+            parts.append(replace(parts[0], data=none) if row is None else row.part(slice(len(row) - length, None)))
+        return cls.joined(parts)
+
+    def by_row(self, lengths: Sequence[int]) -> list[RoutedExperts]:
+        """What `of_group` was made of: for each reply of `lengths` tokens those of prompt and reply."""
+        ends = np.cumsum([fed(length) for length in lengths]) + (begin := len(self) - sum(map(fed, lengths)))
+        parts = (
+            [self.part(slice(begin)), self.part(slice(end - fed(size), end))] for end, size in zip(ends, lengths, strict=True)
+        )
+        return [replace(self, data=np.concatenate([part.data for part in pair])) for pair in parts]
+
+    def fault(self, tokens: int, layers: int, per_token: int, experts: int) -> str:
+        """Why these are not of so many tokens, and of a model of this shape; "" where they are."""
+        shape, asked = (self.layers, self.per_token, len(self.data)), (layers, per_token, tokens * layers * per_token)
+        if shape != asked or self.data.dtype not in (np.uint8, np.uint16):
+            return (
+                f"its routed experts are {shape[2]} of {shape[0]} layers x {shape[1]}, not {asked[2]} of {layers} x {per_token}"
+            )
+        return "" if self.data.max(initial=0) < experts else f"its routed experts are outside of 0..{experts - 1}"
+
+
+def fed(length: int) -> int:
+    """Of a reply's tokens, those that are fed to a model: all but the last."""
+    return max(int(length) - 1, 0)
+
+
+class TokenColumns(NamedTuple):
+    """One entry for each token of a group's replies, which follow one another: the arrays of `Sample`, concatenated."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+
+def outside(tokens: np.ndarray, vocabulary: int) -> bool:
+    """Whether one of these token ids is not in a vocabulary of so many."""
+    return len(tokens) > 0 and bool(tokens.min() < 0 or tokens.max() >= vocabulary)

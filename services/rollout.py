@@ -58,6 +58,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
         engine_args=settings.engine_args,
         swap_timeout=config.publication.commit_timeout,
         sleeps=takes_turns(config) and device.type != "cpu",
+        replays=config.moe.replay == "routing",
     )
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config
 from runtime.errors import UserError
-from runtime.models import hf_policy
+from runtime.models import hf_config, hf_policy
 from runtime.models.families.family import dtype_of
 from runtime.models.offload import HostOffload
 from runtime.process import platform
@@ -31,6 +31,7 @@ from runtime.trainer.backend import (
     wire_dtype,
 )
 from runtime.trainer.fsdp import lora, optimizers, sharding, state
+from runtime.trainer.fsdp.experts import WatchedExperts
 from runtime.trainer.fsdp.lora import Adapters
 from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.statistics import Reduced, StepStatistics
@@ -52,6 +53,7 @@ class FsdpBackend(ModelBackend):
         """Raises UserError for what the configuration or the folder gets wrong."""
         self._source, self._has_value_head = trained.source, trained.has_value_head
         self._compute = compute_dtype(config, rank_info.device)
+        self._experts: WatchedExperts | None = None
         adapted = None
         if self._has_value_head:
             self.model: Any = hf_policy.load_critic(self._source)
@@ -62,6 +64,9 @@ class FsdpBackend(ModelBackend):
                 frozen = self._frozen_dtype(rank_info.world_size)
                 adapted = lora.adapt(self.model, config.lora, self._source, config.run.seed, frozen)
             self._head = hf_policy.take_head(self.model)
+            if (shape := hf_config.experts_of(hf_config.read_raw(self._source))) is not None and config.lora is None:
+                self._experts = WatchedExperts(self.model, shape, config.moe)
+                self.routes = shape.routes if config.moe.replay == "routing" else None
         to_device(self.model, trained, self._compute, rank_info)
         self._adapters = None if adapted is None else Adapters(self.model, adapted)
         # Tied tensors come once, under their first name, as in a Hugging Face export.
@@ -114,6 +119,9 @@ class FsdpBackend(ModelBackend):
             weight, outputs = self._head.weight.to(self._compute), outputs.to(self._compute)
         return in_chunks(numbers, outputs, weight, self.vocab_size, batch.targets, batch.kept)
 
+    def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
+        return None if self._experts is None else self._experts.balance(batch, statistics)
+
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         assert self._adapters is not None
         return self._adapters.off()
@@ -121,6 +129,8 @@ class FsdpBackend(ModelBackend):
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
         """At the predictors: what the head takes, [N, H] (of a model whose head stays within it the logits), or values float32
         [N]."""
+        if self._experts is not None:
+            self._experts.replay(batch)
         packed = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "packing": batch.packing}
         with self._precision():
             if self._has_value_head:
@@ -143,6 +153,8 @@ class FsdpBackend(ModelBackend):
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
         if self.rank_info.world_size > 1:
             sharding.reshard(self.model)
+        if self._experts is not None:
+            self._experts.report(statistics, self.rank_info.world_size)
         norms = torch.stack(torch._foreach_norm(self.gradients())).double()
         statistics.mean(_GRADIENT, norms.square().sum(), 1.0)
         reduced = statistics.reduce(self.rank_info.world_size)
@@ -157,6 +169,8 @@ class FsdpBackend(ModelBackend):
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        if self._experts is not None:
+            self._experts.clear()
         if self._trims:
             platform.trim()  # activations are gone, and what is published next needs room
 
@@ -165,6 +179,8 @@ class FsdpBackend(ModelBackend):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        if self._experts is not None:
+            self._experts.correct()
 
     # ------------------------------------------------------------------------------------------ its device, lent out
 
