@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
 
 class Runs(msgspec.Struct, frozen=True, array_like=True):
@@ -149,53 +148,40 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
         """[n, layers, per_token]."""
         return self.data.reshape(-1, self.layers, self.per_token)
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def part(self, tokens: slice) -> RoutedExperts:
-        return RoutedExperts(self.layers, self.per_token, self.rows[tokens].reshape(-1))
+    def split(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """`rows` of a prompt and of a reply of `length` tokens, of which the last one is not fed."""
+        begin = len(self.rows) - fed(length)
+        return self.rows[:begin], self.rows[begin:]
 
     @classmethod
     def joined(cls, parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
         """Of all `parts`, one after the other; None where nothing is known of one."""
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts) or not known:
-            return None
-        return cls(known[0].layers, known[0].per_token, np.concatenate([part.data for part in known]))
+        known = [part.rows for part in parts if part is not None]
+        return cls.of(np.concatenate(known)) if known and len(known) == len(parts) else None
 
     @classmethod
     def of_group(cls, rows: Sequence[RoutedExperts | None], replies: Sequence[np.ndarray]) -> RoutedExperts | None:
-        """Of a group's prompt, and then of each of `replies` [R] but for its last token, which is not fed.
-
-        `rows`: for each reply those of prompt and reply; the prompt's are the first one's. None: the model was never given the
-        row; all None: of a group without.
-        """
-        lengths = [fed(len(reply)) for reply in replies]
-        known = [row.part(slice(len(row) - length)) for row, length in zip(rows, lengths, strict=True) if row is not None]
-        if not known:
+        """Of a group's prompt, as the first of `rows` has it, and then of each of `replies` [R] but for its last token. `rows`:
+        those of prompt and reply; None: the model was never given it, so 0. None where there are none at all."""
+        pairs = [None if row is None else row.split(len(reply)) for row, reply in zip(rows, replies, strict=True)]
+        if (known := next((pair for pair in pairs if pair is not None), None)) is None:
             return None
-        parts = known[:1]
-        for row, length in zip(rows, lengths, strict=True):
-            none = np.zeros(length * parts[0].layers * parts[0].per_token, parts[0].data.dtype)
-            parts.append(replace(parts[0], data=none) if row is None else row.part(slice(len(row) - length, None)))
-        return cls.joined(parts)
+        none = np.zeros((max(map(len, replies)), *known[0].shape[1:]), known[0].dtype)
+        taken = [pair[1] if pair else none[: fed(len(reply))] for pair, reply in zip(pairs, replies, strict=True)]
+        return cls.of(np.concatenate([known[0], *taken]))
 
     def by_row(self, lengths: Sequence[int]) -> list[RoutedExperts]:
         """What `of_group` was made of: for each reply of `lengths` tokens those of prompt and reply."""
-        ends = np.cumsum([fed(length) for length in lengths]) + (begin := len(self) - sum(map(fed, lengths)))
-        parts = (
-            [self.part(slice(begin)), self.part(slice(end - fed(size), end))] for end, size in zip(ends, lengths, strict=True)
-        )
-        return [replace(self, data=np.concatenate([part.data for part in pair])) for pair in parts]
+        cuts = np.cumsum([len(self.rows) - sum(map(fed, lengths)), *map(fed, lengths)])[:-1]
+        prompt, *replies = np.split(self.rows, cuts)
+        return [RoutedExperts.of(np.concatenate([prompt, reply])) for reply in replies]
 
     def fault(self, tokens: int, layers: int, per_token: int, experts: int) -> str:
         """Why these are not of so many tokens, and of a model of this shape; "" where they are."""
-        shape, asked = (self.layers, self.per_token, len(self.data)), (layers, per_token, tokens * layers * per_token)
-        if shape != asked or self.data.dtype not in (np.uint8, np.uint16):
-            return (
-                f"its routed experts are {shape[2]} of {shape[0]} layers x {shape[1]}, not {asked[2]} of {layers} x {per_token}"
-            )
-        return "" if self.data.max(initial=0) < experts else f"its routed experts are outside of 0..{experts - 1}"
+        given, needed = (self.layers, self.per_token, len(self.data)), (layers, per_token, tokens * layers * per_token)
+        if given == needed and self.data.dtype in (np.uint8, np.uint16) and self.data.max(initial=0) < experts:
+            return ""
+        return f"its routed experts (layers, a token, all) are {given}, not {needed}, or not below {experts}"
 
 
 def fed(length: int) -> int:

@@ -135,9 +135,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     def part(self, tokens: slice) -> Sample:
         """Some of its tokens; those before them belong to the prompt then."""
-        left = len(self.tokens) - tokens.indices(len(self.tokens))[1]
-        experts = self.experts and self.experts.part(slice(len(self.experts) - left))
-        parts = {name: getattr(self, name)[tokens] for name in _DTYPES} | {"experts": experts}
+        parts: dict[str, Any] = {name: getattr(self, name)[tokens] for name in _DTYPES}
+        if self.experts is not None:
+            left = len(self.tokens) - tokens.indices(len(self.tokens))[1]
+            parts["experts"] = RoutedExperts.of(self.experts.rows[: len(self.experts.rows) - left])
         return msgspec.structs.replace(self, **parts, kept=self.kept and self.kept.part(tokens))
 
 

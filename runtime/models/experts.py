@@ -111,42 +111,31 @@ _APART = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "DeepseekV3MoE", "G
 class RouterWatch:
     """What the router of one block is told before a pass, and tells of it."""
 
+    keeps = False  # whether it keeps the logits
     taken: torch.Tensor | None = None  # int64 [m, k]: the experts that tokens are given to; None: those that it chooses
-    logits: torch.Tensor | None = None  # [m, E], with `keeps`
+    logits: torch.Tensor | None = None  # [m, E]
     chosen: torch.Tensor | None = None  # int64 [m, k], those that tokens were given to
     own: torch.Tensor | None = None  # and those that it would have chosen
 
-    def __init__(self, keeps: bool):
-        self.keeps = keeps
-
     def through(self, logits: torch.Tensor, choose: Callable[..., Routed]) -> Routed:
         """`choose(taken=...)` makes of `logits` what `route` does."""
-        weights, self.chosen = choose(taken=self.taken)
-        self.logits, self.own = logits if self.keeps else None, self.chosen
-        if self.taken is not None:
-            with torch.no_grad():
-                self.own = choose()[1]
-        return weights, self.chosen
-
-
-def watch_routers(model: nn.Module, keeps: bool) -> list[tuple[Any, RouterWatch]]:
-    """Each block of experts that computes as `mixture`, in the layers' order, with what watches its router from now on."""
-    ways = (_block, _corrected_block, _joined_block)
-    found: list[Any] = [module for module in model.modules() if getattr(module.forward, "func", None) in ways]
-    for block in found:
-        block.watch = RouterWatch(keeps)
-    return [(block, block.watch) for block in found]
+        weights, chosen = choose(taken=self.taken)
+        with torch.no_grad():
+            self.own = chosen if self.taken is None else choose()[1]
+        self.chosen, self.logits = chosen, logits if self.keeps else None
+        return weights, chosen
 
 
 def join_experts(model: nn.Module) -> None:
-    """Have transformers' blocks of experts, which go from one expert to the next, compute as `mixture`. Names stay."""
+    """Have transformers' blocks of experts, which go from one expert to the next, compute as `mixture`, each
+    with a RouterWatch as its `watch`. Names stay."""
     module: Any
     for module in model.modules():
         kind = type(module).__name__
         if kind == "GptOssMLP":
-            module.forward = partial(_joined_block, module)
+            module.watch, module.forward = RouterWatch(), partial(_joined_block, module)
         elif kind in _APART and "SiLU" in type(module.experts[0].act_fn).__name__:
-            module.jitter_noise = 0.0  # Mixtral's; the policy must be the one that sampled
+            module.watch, module.jitter_noise = RouterWatch(), 0.0  # Mixtral's; the policy must be the one that sampled
             module.forward = partial(_corrected_block if hasattr(module, "shared_experts") else _block, module, module.forward)
 
 
@@ -158,7 +147,7 @@ def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -
         return found
     x = hidden_states.flatten(0, -2)
     logits = block.gate(x)
-    routing = _watched(block, logits, partial(route, logits, block.top_k, getattr(block, "norm_topk_prob", True)))
+    routing: Routed = block.watch.through(logits, partial(route, logits, block.top_k, getattr(block, "norm_topk_prob", True)))
     return mixture(x, *routing, *_stacked(block.experts)).view_as(hidden_states), logits
 
 
@@ -181,7 +170,7 @@ def _corrected_block(block: Any, apart: Callable[..., Any], hidden_states: torch
         groups_per_token=gate.topk_group,
         scale=gate.routed_scaling_factor,
     )
-    routing = _watched(block, logits, partial(route_corrected, logits, gate.e_score_correction_bias, shape))
+    routing: Routed = block.watch.through(logits, partial(route_corrected, logits, gate.e_score_correction_bias, shape))
     made: torch.Tensor = mixture(x, *routing, *_stacked(block.experts)).view_as(hidden_states)
     return made + block.shared_experts(hidden_states)
 
@@ -190,16 +179,11 @@ def _joined_block(block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor
     """The same of gpt-oss's, whose experts are joined already, and which gives the weights for the logits."""
     x, experts = hidden_states.flatten(0, -2), block.experts
     logits = F.linear(x, block.router.weight, block.router.bias)
-    weights, chosen = _watched(block, logits, partial(route, logits, block.router.top_k, True))
+    weights, chosen = block.watch.through(logits, partial(route, logits, block.router.top_k, True))
     gate_up, down = (each.transpose(1, 2).unbind() for each in (experts.gate_up_proj, experts.down_proj))
     biases = experts.gate_up_proj_bias, experts.down_proj_bias
     made = mixture(x, weights, chosen, gate_up, down, biases, clamped_swiglu)
     return made.view_as(hidden_states), weights
-
-
-def _watched(block: Any, logits: torch.Tensor, choose: Callable[..., Routed]) -> Routed:
-    watch: RouterWatch | None = getattr(block, "watch", None)
-    return choose() if watch is None else watch.through(logits, choose)
 
 
 def _are_plain(experts: Any) -> bool:

@@ -156,9 +156,7 @@ def _rows(
     start = starts(length)
     prompt_length = np.array([len(payload.prompt) for payload in payloads], np.int64)
     valid = np.repeat(_concatenate([group.valid for group in groups], np.uint8) != 0, branches)
-    routed = [_experts(payload) for payload in payloads] if experts is not None else []
-    if experts is not None and not routed:  # none at all, but of this shape
-        routed = [(np.zeros((0, *experts[:2]), np.uint8),) * 2]
+    routed = [] if experts is None else [(np.zeros((0, *experts[:2]), np.uint8),) * 2, *map(_experts, payloads)]
     return Rows(
         prompts=_concatenate([payload.prompt for payload in payloads], np.int32),
         prompt_start=starts(prompt_length),

@@ -73,9 +73,11 @@ class TorchRolloutEngine(RolloutEngine):
         max_model_len: int,
         kv_for_waiting: int = 0,
         drafts: bool = False,
+        replays: bool = False,
         version: PolicyVersion = _INITIAL,
     ):
         """`kv_for_waiting`: bytes of what is kept for next turns, at most. `drafts`: whether to draft tokens where it pays.
+        `replays`: whether requests may ask for the experts that tokens took.
 
         Raises UserError when the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit.
         """
@@ -89,7 +91,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._decoder.reserve_positions(max_model_len)
         self._cache = KVCache(config, slots + 1, max_model_len, device, dtype)
         self._slots = Slots(self._cache, slots + 1, config.vocab_size)  # the last free one is a probe's
-        self._routing = RoutingRecord(self._decoder, slots + 1, max_model_len)
+        self._routing = RoutingRecord(self._decoder, slots + 1, max_model_len, replays)
         self._kept = KeptTexts(kv_for_waiting)
         self._drafts = Drafts(_FIXED.get(device.type, _FIXED_ELSEWHERE)) if drafts else None
         self._device = device
@@ -114,7 +116,6 @@ class TorchRolloutEngine(RolloutEngine):
         for request in requests:
             check_request(request, known, self._cache.max_length, self._decoder.config.vocab_size)
             known.add(request.group_id)
-        self._routing.look(requests)
         for request in requests:
             group = _TorchGroup(request, [None] * request.n, request.n)
             self._groups[request.group_id] = group
@@ -218,7 +219,8 @@ class TorchRolloutEngine(RolloutEngine):
             return
         slot = self._slots.start((group, index), len(request.prompt), first, request.sampling, prefilled.uniforms[index])
         self._cache.fill(slot, prefilled.keys_values)
-        self._routing.note_prompt(self._slots.sequence_of(slot), prefilled.experts)
+        if self._routing.of is not None:
+            self._routing.of[self._slots.sequence_of(slot), : len(request.prompt)] = prefilled.experts
 
     def _prefill(self) -> None:
         """Run the prompts of the groups that the free slots will take, and a few more, and draw all their first tokens."""
@@ -226,7 +228,7 @@ class TorchRolloutEngine(RolloutEngine):
         prompts = [group.request.prompt for group in groups]
         self._routing.begin()
         last, keys_values = self._compute(prompts, begun)
-        routed = self._routing.of_texts(prompts, [each.shape[3] for each in begun] or [0] * len(prompts))
+        routed = self._routing.of_texts(prompts, begun)
         self._stats.kv_hits += len(begun)
         self._stats.kv_misses += 0 if begun else sum(group.request.keep for group in groups)
         logits = self._decoder.logits(last)

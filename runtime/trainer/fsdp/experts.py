@@ -5,13 +5,13 @@ B rows, T packed tokens; L layers with E experts, of which a token takes k.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
 
 from runtime.config import Moe
-from runtime.models.experts import watch_routers
 from runtime.models.families.shape import ExpertShape
 from runtime.trainer.backend import MicroBatch
 from runtime.trainer.fsdp import sharding
@@ -23,77 +23,59 @@ class WatchedExperts:
 
     def __init__(self, model: Any, shape: ExpertShape, moe: Moe):
         self._moe, self._shape = moe, shape
-        self._blocks = watch_routers(model, moe.losses)
-        if len(self._blocks) != len(shape.layers):
-            raise ValueError(f"{len(self._blocks)} blocks of experts are watched, the model has {len(shape.layers)}")
+        self._blocks = [module for module in model.modules() if hasattr(module, "watch")]
+        for block in self._blocks:
+            block.watch.keeps = moe.losses
         self.clear()
 
     def clear(self) -> None:
         """Forget the passes since the last update."""
-        self._loads: torch.Tensor | None = None  # [L, E], tokens
-        for _, watch in self._blocks:
-            watch.taken = watch.logits = watch.chosen = watch.own = None
+        self._loads: torch.Tensor | None = None  # [L, E], of all tokens how many choices an expert has
+        for block in self._blocks:
+            block.watch.logits = None
 
     def replay(self, batch: MicroBatch) -> None:
-        for layer, (_, watch) in enumerate(self._blocks):
-            watch.taken = None if batch.experts is None else batch.experts[:, layer].long()
+        for layer, block in enumerate(self._blocks):
+            block.watch.taken = None if batch.experts is None else batch.experts[:, layer].long()
 
     def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
-        """What is to be added to the loss of each token of a row, [B, 1]; None for nothing."""
-        there = float(len(batch.samples) > 0)  # else its one token is nobody's
-        count, size = self._shape.count, statistics.dtype
-        loads = [
-            torch.bincount(watch.chosen.flatten(), minlength=count) for _, watch in self._blocks if watch.chosen is not None
-        ]
-        added = torch.stack(loads).to(size) * there
-        self._loads = added if self._loads is None else self._loads + added
+        """As `ModelBackend.balance`."""
+        rows, watches = len(batch.samples), [block.watch for block in self._blocks]  # no row: its one token is nobody's
+        chosen = torch.stack([watch.chosen for watch in watches]) if rows else batch.cells.new_zeros(len(watches), 0, 1)
+        loads = [torch.bincount(each.flatten(), minlength=self._shape.count) for each in chosen]
+        self._loads = torch.stack(loads).to(statistics.dtype) + (0 if self._loads is None else self._loads)
         if self._moe.replay == "routing":
-            tokens = there * batch.input_ids.shape[1] * len(self._blocks)
-            statistics.mean(
-                "moe/routing_differs", there * sum(_differ(watch.chosen, watch.own) for _, watch in self._blocks), tokens
-            )
+            own = torch.stack([watch.own for watch in watches]) if rows else chosen
+            differ = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
+            statistics.mean("moe/routing_differs", differ.sum(), differ.numel())
         if not self._moe.losses:
             return None
-        found = torch.zeros(len(batch.mask), 1, device=added.device)
-        share = shares_of_rows(batch)
-        for name, coefficient in (("aux_loss", self._moe.aux_loss), ("z_loss", self._moe.z_loss)):
-            if coefficient:
-                each = [self._loss(name, share, watch.logits, watch.chosen) for _, watch in self._blocks]
-                total = torch.stack(each).sum(0)
-                rows = there * len(batch.samples)
-                statistics.mean(f"moe/{name}", there * total.detach().sum() / len(self._blocks), rows)
-                found = found + coefficient * total[:, None]
+        share, found = shares_of_rows(batch), torch.zeros(len(batch.mask), 1, device=batch.mask.device)
+        aux = [balance_loss(watch.logits.float(), watch.chosen, share, self._shape.corrected) for watch in watches]
+        z = [z_loss(watch.logits.float(), share) for watch in watches]
+        for name, coefficient, losses in (("aux_loss", self._moe.aux_loss, aux), ("z_loss", self._moe.z_loss, z)):
+            total = torch.stack(losses).sum(0)
+            statistics.mean(f"moe/{name}", total.detach()[:rows].sum(), rows * len(watches))
+            found = found + coefficient * total[:, None]
         return found
 
-    def _loss(self, name: str, share: torch.Tensor, logits: Any, chosen: Any) -> torch.Tensor:
-        if name == "z_loss":
-            return z_loss(logits.float(), share)
-        return balance_loss(logits.float(), chosen, share, sigmoid=self._shape.corrected)
-
     def report(self, statistics: StepStatistics, world_size: int) -> None:
-        """Loads over all ranks. Collective."""
-        if self._loads is None:
-            self._loads = torch.zeros(len(self._blocks), self._shape.count, dtype=statistics.dtype, device=statistics.device)
-        self._loads = sharding.batch_sum(self._loads, self._loads.device, world_size)
-        there = float(self._loads.sum() > 0)
+        """The loads, of all ranks. Collective."""
+        none = torch.zeros(len(self._blocks), self._shape.count, dtype=statistics.dtype, device=statistics.device)
+        self._loads = sharding.batch_sum(none if self._loads is None else self._loads, none.device, world_size)
+        there = float(self._loads.any())
         part = self._loads / self._loads.sum(1, keepdim=True).clamp(min=1)
-        statistics.mean("moe/load_max", there * (part.amax(1) * self._shape.count).mean(), there)
-        entropy = torch.special.entr(part).sum(1) / np.log(max(2, self._shape.count))
-        statistics.mean("moe/load_entropy", there * entropy.mean(), there)
-        statistics.mean("moe/idle_experts", there * (part == 0).to(part).mean(), there)
+        statistics.mean("moe/load_max", there * self._shape.count * part.amax(1).mean(), there)
+        entropy = torch.special.entr(part).sum(1).mean() / math.log(max(2, self._shape.count))
+        statistics.mean("moe/load_entropy", there * entropy, there)
 
     @torch.no_grad()
     def correct(self) -> None:
         """DeepSeek-V3's balance without a loss (arXiv:2412.19437, section 2.1.2): what corrects the scores of an expert rises
         by `moe.bias_update` where its load is less than the mean, and falls by it where it is more."""
         if self._moe.bias_update and self._loads is not None:
-            for (block, _), load in zip(self._blocks, self._loads, strict=True):
+            for block, load in zip(self._blocks, self._loads, strict=True):
                 block.gate.e_score_correction_bias += self._moe.bias_update * torch.sign(load.mean() - load)
-
-
-def _differ(chosen: Any, own: Any) -> torch.Tensor:
-    """How many tokens have one set of experts in `chosen`, and another in `own`, [T, k] both."""
-    return (chosen.sort(-1).values != own.sort(-1).values).any(-1).sum()
 
 
 def shares_of_rows(batch: MicroBatch) -> torch.Tensor:
@@ -105,7 +87,7 @@ def shares_of_rows(batch: MicroBatch) -> torch.Tensor:
     return torch.from_numpy(share).to(batch.input_ids.device)
 
 
-def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, share: torch.Tensor, *, sigmoid: bool) -> torch.Tensor:
+def balance_loss(logits: torch.Tensor, chosen: torch.Tensor, share: torch.Tensor, sigmoid: bool) -> torch.Tensor:
     """E · Σ_i f_i · P_i of each row, [B]: f_i is expert i's share of what its tokens chose, P_i its mean probability; 1 where
     all is balanced (Switch Transformer, arXiv:2101.03961, equations 4 to 6; by rows as DeepSeek-V3 has it, arXiv:2412.19437,
     equations 17 to 20). `logits` [T, E], `chosen` [T, k], `share` as of `shares_of_rows`; probabilities are the softmax, or
