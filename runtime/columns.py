@@ -176,12 +176,10 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
         prompt, *replies = np.split(self.rows, cuts)
         return [RoutedExperts.of(np.concatenate([prompt, reply])) for reply in replies]
 
-    def fault(self, tokens: int, layers: int, per_token: int, experts: int) -> str:
-        """Why these are not of so many tokens, and of a model of this shape; "" where they are."""
-        given, needed = (self.layers, self.per_token, len(self.data)), (layers, per_token, tokens * layers * per_token)
-        if given == needed and self.data.dtype in (np.uint8, np.uint16) and self.data.max(initial=0) < experts:
-            return ""
-        return f"its routed experts (layers, a token, all) are {given}, not {needed}, or not below {experts}"
+    def fit(self, tokens: int, layers: int, per_token: int, experts: int) -> bool:
+        """Whether these are of so many tokens, and of a model of this shape."""
+        given, asked = (self.layers, self.per_token, len(self.data)), (layers, per_token, tokens * layers * per_token)
+        return given == asked and self.data.dtype in (np.uint8, np.uint16) and int(self.data.max(initial=0)) < experts
 
 
 def fed(length: int) -> int:

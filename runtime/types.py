@@ -129,9 +129,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     versions: np.ndarray  # int64 [R], PolicyVersion.pack()
     finish_reason: FinishReason
     kept: KeptSets | None = None  # [R], what each token was drawn from; None: from the whole vocabulary
-    experts: RoutedExperts | None = (
-        None  # of the prompt, from `SamplingParams.experts_from` on, and of [R - 1]; None: not known
-    )
+    experts: RoutedExperts | None = None  # of the prompt from `experts_from` on, and of [R - 1]; None: not known
 
     def part(self, tokens: slice) -> Sample:
         """Some of its tokens; those before them belong to the prompt then."""

@@ -19,8 +19,7 @@ from runtime.cluster.topology import data_leaders, fleets, processes
 from runtime.config import Algorithm, Config, Rewards, Sampling, Services, Training
 from runtime.config.environment_checks import address_faults, environment_faults
 from runtime.config.model_checks import kv_faults, megatron_faults, model_faults, policy_model, rank_faults, spread_models
-from runtime.config.moe_checks import moe_faults
-from runtime.config.reference_checks import reference_faults
+from runtime.config.reference_checks import moe_faults, reference_faults
 from runtime.config.sandbox import CODE_RULES, sandbox_faults
 from runtime.config.service_checks import (
     colocation_faults,

@@ -23,7 +23,7 @@ from runtime.models.hf_policy import Packing
 from runtime.process import platform
 from runtime.trainer.attention_rows import attention_rows
 from runtime.trainer.prefix_tree import cut_trees, in_tree_order, of_fed, tree_paths
-from runtime.trainer.rows import Rows, ramps, spans, starts
+from runtime.trainer.rows import Routes, Rows, ramps, spans, starts
 
 if TYPE_CHECKING:
     from runtime.trainer.statistics import Reduced, StepStatistics
@@ -134,7 +134,7 @@ class ModelBackend(ABC):
         """`algorithms.losses.token_logprobs` of the trained tokens of `batch`, [N] each, from what the model gives for them:
         `outputs`, of which the head makes logits, a chunk of tokens at a time."""
 
-    routes: tuple[int, int, int] | None = None
+    routes: Routes | None = None
     """As of `Needs.experts`, where tokens are given to the experts that they took in the rollout."""
 
     def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:

@@ -95,13 +95,17 @@ class Rows:
         return (np.cumsum(np.bincount(self.episode)) - 1)[self.episode]
 
 
+Routes = tuple[int, int, int]
+"""Layers with experts, experts that a token takes, and how many there are."""
+
+
 @dataclass(frozen=True)
 class Needs:
     """What the algorithm takes besides rows and rewards."""
 
     reference: bool = False
     values: bool = False
-    experts: tuple[int, int, int] | None = None  # layers with experts, experts that a token takes, and how many there are
+    experts: Routes | None = None  # those that tokens took in the rollout
 
 
 def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> Rows:
@@ -118,9 +122,7 @@ def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -
     return _rows(groups, payloads, references, values, needs.experts)
 
 
-def decode_samples(
-    requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int, experts: tuple[int, int, int] | None = None
-) -> Rows:
+def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int, experts: Routes | None = None) -> Rows:
     """As `decode_groups`, of groups not scored yet: rewards are 0, and all episodes valid. `experts`: as of `Needs`."""
     payloads = [codec.decode(GroupPayload, request.payload) for request in requests]
     groups = [
@@ -143,7 +145,7 @@ def _rows(
     payloads: Sequence[GroupPayload],
     references: Sequence[Logprobs] | None,
     values: Sequence[Values] | None,
-    experts: tuple[int, int, int] | None,
+    experts: Routes | None,
 ) -> Rows:
     columns = [payload.columns() for payload in payloads]
     episodes = np.array([payload.n for payload in payloads], np.int64)
@@ -243,11 +245,7 @@ def _values(group: TrainGroup) -> Values:
 
 
 def _check(
-    group: TrainGroup,
-    payload: GroupPayload,
-    vocab_size: int,
-    given: Sequence[Logprobs | Values],
-    experts: tuple[int, int, int] | None,
+    group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Sequence[Logprobs | Values], experts: Routes | None
 ) -> None:
     where = f"group {group.group_id}"
     n = payload.n
@@ -258,11 +256,9 @@ def _check(
         )
     payload.check(vocab_size)
     payload.check_sets(vocab_size)
-    if experts is not None:
-        tokens = len(payload.prompt) + sum(map(fed, payload.lengths.tolist()))
-        none = "it has no routed experts, but moe.replay is routing"
-        if fault := none if payload.experts is None else payload.experts.fault(tokens, *experts):
-            raise InvalidMessage(f"{where}: {fault}")
+    tokens = len(payload.prompt) + sum(map(fed, payload.lengths.tolist()))
+    if experts is not None and (payload.experts is None or not payload.experts.fit(tokens, *experts)):
+        raise InvalidMessage(f"{where}: its experts are not those of {tokens} tokens of this model, which moe.replay takes")
     if payload.turn_rewards:
         mask, begins = payload.loss_mask.expand(), starts(payload.lengths.astype(np.int64))
         for turn in payload.turn_rewards:

@@ -39,9 +39,7 @@ class Output(NamedTuple):
     finish: str  # vLLM's finish reason; "" while it goes on
     cached: int  # prompt tokens found in the prefix cache, told with the first output
     preemptions: int = 0  # since the output before: how often its keys and values were taken away
-    experts: np.ndarray | None = (
-        None  # [tokens fed since the output before, all layers, experts a token], where they are asked for
-    )
+    experts: np.ndarray | None = None  # [tokens fed since the output before, layers, experts a token], where they are told
 
 
 @dataclass

@@ -53,7 +53,6 @@ class FsdpBackend(ModelBackend):
         """Raises UserError for what the configuration or the folder gets wrong."""
         self._source, self._has_value_head = trained.source, trained.has_value_head
         self._compute = compute_dtype(config, rank_info.device)
-        self._experts: WatchedExperts | None = None
         adapted = None
         if self._has_value_head:
             self.model: Any = hf_policy.load_critic(self._source)
@@ -64,9 +63,9 @@ class FsdpBackend(ModelBackend):
                 frozen = self._frozen_dtype(rank_info.world_size)
                 adapted = lora.adapt(self.model, config.lora, self._source, config.run.seed, frozen)
             self._head = hf_policy.take_head(self.model)
-            if (shape := hf_config.experts_of(hf_config.read_raw(self._source))) is not None and config.lora is None:
-                self._experts = WatchedExperts(self.model, shape, config.moe)
-                self.routes = shape.routes if config.moe.replay == "routing" else None
+        shape = None if self._has_value_head else hf_config.experts_of(hf_config.read_raw(self._source))
+        self._experts = WatchedExperts(self.model, None if config.lora else shape, config.moe)
+        self.routes = self._experts.routes
         to_device(self.model, trained, self._compute, rank_info)
         self._adapters = None if adapted is None else Adapters(self.model, adapted)
         # Tied tensors come once, under their first name, as in a Hugging Face export.
@@ -120,7 +119,7 @@ class FsdpBackend(ModelBackend):
         return in_chunks(numbers, outputs, weight, self.vocab_size, batch.targets, batch.kept)
 
     def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
-        return None if self._experts is None else self._experts.balance(batch, statistics)
+        return self._experts.balance(batch, statistics)
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         assert self._adapters is not None
@@ -129,8 +128,7 @@ class FsdpBackend(ModelBackend):
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
         """At the predictors: what the head takes, [N, H] (of a model whose head stays within it the logits), or values float32
         [N]."""
-        if self._experts is not None:
-            self._experts.replay(batch)
+        self._experts.replay(batch)
         packed = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "packing": batch.packing}
         with self._precision():
             if self._has_value_head:
@@ -153,8 +151,7 @@ class FsdpBackend(ModelBackend):
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
         if self.rank_info.world_size > 1:
             sharding.reshard(self.model)
-        if self._experts is not None:
-            self._experts.report(statistics, self.rank_info.world_size)
+        self._experts.report(statistics, self.rank_info.world_size)
         norms = torch.stack(torch._foreach_norm(self.gradients())).double()
         statistics.mean(_GRADIENT, norms.square().sum(), 1.0)
         reduced = statistics.reduce(self.rank_info.world_size)
@@ -169,8 +166,7 @@ class FsdpBackend(ModelBackend):
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        if self._experts is not None:
-            self._experts.clear()
+        self._experts.clear()
         if self._trims:
             platform.trim()  # activations are gone, and what is published next needs room
 
@@ -179,8 +175,7 @@ class FsdpBackend(ModelBackend):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
-        if self._experts is not None:
-            self._experts.correct()
+        self._experts.correct()
 
     # ------------------------------------------------------------------------------------------ its device, lent out
 

@@ -21,9 +21,12 @@ from runtime.trainer.statistics import StepStatistics
 class WatchedExperts:
     """`replay` before each pass of a model, `balance` behind it, `report` before an update and `correct` with it."""
 
-    def __init__(self, model: Any, shape: ExpertShape, moe: Moe):
-        self._moe, self._shape = moe, shape
-        self._blocks = [module for module in model.modules() if hasattr(module, "watch")]
+    def __init__(self, model: Any, shape: ExpertShape | None, moe: Moe):
+        """Without a `shape` nothing is done."""
+        self._moe, (layers, _, self._count) = moe, (0, 0, 1) if shape is None else shape.routes
+        self.routes = shape.routes if shape is not None and moe.replay == "routing" else None
+        self._sigmoid = shape is not None and shape.corrected
+        self._blocks = [module for module in model.modules() if layers and hasattr(module, "watch")]
         for block in self._blocks:
             block.watch.keeps = moe.losses
         self.clear()
@@ -40,9 +43,11 @@ class WatchedExperts:
 
     def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
         """As `ModelBackend.balance`."""
+        if not self._blocks:
+            return None
         rows, watches = len(batch.samples), [block.watch for block in self._blocks]  # no row: its one token is nobody's
         chosen = torch.stack([watch.chosen for watch in watches]) if rows else batch.cells.new_zeros(len(watches), 0, 1)
-        loads = [torch.bincount(each.flatten(), minlength=self._shape.count) for each in chosen]
+        loads = [torch.bincount(each.flatten(), minlength=self._count) for each in chosen]
         self._loads = torch.stack(loads).to(statistics.dtype) + (0 if self._loads is None else self._loads)
         if self._moe.replay == "routing":
             own = torch.stack([watch.own for watch in watches]) if rows else chosen
@@ -51,7 +56,7 @@ class WatchedExperts:
         if not self._moe.losses:
             return None
         share, found = shares_of_rows(batch), torch.zeros(len(batch.mask), 1, device=batch.mask.device)
-        aux = [balance_loss(watch.logits.float(), watch.chosen, share, self._shape.corrected) for watch in watches]
+        aux = [balance_loss(watch.logits.float(), watch.chosen, share, self._sigmoid) for watch in watches]
         z = [z_loss(watch.logits.float(), share) for watch in watches]
         for name, coefficient, losses in (("aux_loss", self._moe.aux_loss, aux), ("z_loss", self._moe.z_loss, z)):
             total = torch.stack(losses).sum(0)
@@ -61,12 +66,14 @@ class WatchedExperts:
 
     def report(self, statistics: StepStatistics, world_size: int) -> None:
         """The loads, of all ranks. Collective."""
-        none = torch.zeros(len(self._blocks), self._shape.count, dtype=statistics.dtype, device=statistics.device)
+        if not self._blocks:
+            return
+        none = torch.zeros(len(self._blocks), self._count, dtype=statistics.dtype, device=statistics.device)
         self._loads = sharding.batch_sum(none if self._loads is None else self._loads, none.device, world_size)
         there = float(self._loads.any())
         part = self._loads / self._loads.sum(1, keepdim=True).clamp(min=1)
-        statistics.mean("moe/load_max", there * self._shape.count * part.amax(1).mean(), there)
-        entropy = torch.special.entr(part).sum(1).mean() / math.log(max(2, self._shape.count))
+        statistics.mean("moe/load_max", there * self._count * part.amax(1).mean(), there)
+        entropy = torch.special.entr(part).sum(1).mean() / math.log(max(2, self._count))
         statistics.mean("moe/load_entropy", there * entropy, there)
 
     @torch.no_grad()
