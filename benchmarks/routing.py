@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from runtime.trainer.step import policy_trainer
 from runtime.types import GeneratedGroup, GroupRequest, SamplingParams, TrainGroup
 
 FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3")
-DTYPES = ("float32", "bfloat16")
+DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
 GROUPS, REPLIES, PROMPT, REPLY = 16, 4, 32, 128
 COLUMNS = {"mean |Δ|": "abs_logprob", "99 %": "abs_logprob_p99", "largest": "max", "k3": "k3", "over 0.1": "over_0.1"}
 
