@@ -25,6 +25,7 @@ from runtime.errors import InvalidMessage
 from runtime.models import hf_policy
 from runtime.models.experts import route, route_corrected
 from runtime.models.families.shape import ExpertShape
+from runtime.rollout.torch import prefill
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import MicroBatch, micro_batches
@@ -131,9 +132,13 @@ def test_the_rollout_tells_the_experts_that_its_tokens_took(folders: Callable[[s
     assert np.mean(share) > 0.8
 
 
-def test_a_conversation_goes_on_with_the_experts_of_what_is_new(folders: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("entries", [prefill.MASK, 1], ids=["at once", "token by token"])
+def test_a_conversation_goes_on_with_the_experts_of_what_is_new(
+    folders: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, entries: int
+) -> None:
     """The next turn's request asks for those from the last reply's last token on, which no request had fed; all together are
     those of the whole text. A prompt that is asked for again is computed again from there on, though more of it is kept."""
+    monkeypatch.setattr(prefill, "MASK", entries)
     path = folders("qwen3_moe")
     prompt = tuple(range(20))
     first = request(0, n=1, prompt=prompt, limit=8, experts_from=0)
@@ -258,15 +263,12 @@ def balance_of(logits: torch.Tensor, taken: np.ndarray, corrected: bool) -> tupl
     return count * (f * p).sum(), torch.stack([torch.log(row.exp().sum()) ** 2 for row in logits]).mean()
 
 
-@pytest.mark.parametrize("family", list(SHAPES))
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("family", "checkpointing"), [("qwen3_moe", True), *((family, False) for family in SHAPES)])
 def test_logits_gradients_and_balance_are_those_of_a_model_that_is_forced(
     folders: Callable[[str], str], family: str, checkpointing: bool
 ) -> None:
     """Weighted log-probabilities, and the losses that balance experts, of each row's trained tokens; in several micro-batches,
     where rows share their prompts."""
-    if checkpointing and family != "qwen3_moe":
-        pytest.skip("one family is enough: the layers are called the same way")
     path, shape, rng = folders(family), SHAPES[family], np.random.default_rng(4)
     groups = random_experts(make_groups(2), shape)
     aux, z = 0.3, 0.02
@@ -298,7 +300,7 @@ def test_logits_gradients_and_balance_are_those_of_a_model_that_is_forced(
                 expected = expected + (torch.from_numpy(weight["weight"][place + at]).double() * logp).sum()
                 pairs = [balance_of(each, own.rows[:, layer], corrected) for layer, each in enumerate(forced.logits)]
                 expected = expected + len(at) * sum(aux * one + z * other for one, other in pairs)
-                of_rows.append([sum(float(each) for each in column) / len(pairs) for column in zip(*pairs, strict=True)])
+                of_rows.append([sum(each.item() for each in column) / len(pairs) for column in zip(*pairs, strict=True)])
             place += len(sample.tokens)
     expected.backward()
     terms = forward_terms(20, layers=4) * len(rows.tokens)

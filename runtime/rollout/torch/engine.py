@@ -171,9 +171,9 @@ class TorchRolloutEngine(RolloutEngine):
         tokens_positions = self._to_device(inputs)
         self._routing.begin()
         logits = self._decoder.decode(tokens_positions[0], tokens_positions[1], self._cache, spans, counts)
-        self._routing.note(slots.sequences(counts), inputs[1])
         drawn = sample(logits, self._to_device(u), self._sampling)
         tokens, logprobs = to_host(drawn)
+        self._routing.note(slots.sequences(counts), inputs[1])
         done, stopped, appended = slots.record(tokens, logprobs, self._version.pack(), sets_of(drawn.kept), counts)
         self._stats.decode_steps += 1
         self._stats.decode_tokens += appended
@@ -184,7 +184,7 @@ class TorchRolloutEngine(RolloutEngine):
             if group.request.keep and slots.computed(slot) == self._version.pack():
                 text = self._text(slot)
                 self._kept.put(text, self._cache.held(slot, len(text)))
-            taken = None if self._routing.of is None else self._routing.of[slots.sequence_of(slot)]
+            taken = None if self._routing.of is None else self._routing.of[slots.sequences()[slot]]
             done_sample = with_experts(slots.take(slot, met_stop), group.request, taken)
             if self._drafts is not None:
                 self._drafts.finish(group.following[index], done_sample.tokens)
@@ -220,7 +220,7 @@ class TorchRolloutEngine(RolloutEngine):
         slot = self._slots.start((group, index), len(request.prompt), first, request.sampling, prefilled.uniforms[index])
         self._cache.fill(slot, prefilled.keys_values)
         if self._routing.of is not None:
-            self._routing.of[self._slots.sequence_of(slot), : len(request.prompt)] = prefilled.experts
+            self._routing.of[self._slots.sequences()[slot], : len(request.prompt)] = prefilled.experts
 
     def _prefill(self) -> None:
         """Run the prompts of the groups that the free slots will take, and a few more, and draw all their first tokens."""

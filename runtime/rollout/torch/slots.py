@@ -109,13 +109,10 @@ class Slots:
         holes = set(self._holes)
         return [slot for slot in range(self._top) if slot not in holes]
 
-    def sequences(self, counts: np.ndarray | None) -> np.ndarray:
+    def sequences(self, counts: np.ndarray | None = None) -> np.ndarray:
         """int64 [m]: of each token of a step's inputs its sequence; `counts` as of those."""
         own = self._sequence[: self._top]
         return own if counts is None else np.repeat(own, counts)
-
-    def sequence_of(self, slot: int) -> int:
-        return int(self._sequence[slot])
 
     def owner_of(self, slot: int) -> Any:
         return self.owner[self._sequence[slot]]
