@@ -32,9 +32,9 @@ from runtime.trainer.backend import MicroBatch, micro_batches
 from runtime.trainer.fsdp import experts as fsdp_experts
 from runtime.trainer.statistics import StepStatistics
 from runtime.trainer.step import ModelTrainer, policy_trainer
-from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, Sample, TrainGroup
+from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, TrainGroup
 from tests.closeness import LOGITS, STEP, assert_close, forward_terms
-from tests.unit.rollout_cases import drain, request
+from tests.unit.rollout_cases import drain, request, update
 from tests.unit.tiny_models import save_model
 from tests.unit.training_cases import VOCAB, fed_tokens, make_config, make_groups, random_experts
 from tests.unit.training_steps import assert_same, run_step, weights
@@ -155,6 +155,38 @@ def test_a_conversation_goes_on_with_the_experts_of_what_is_new(
             taken, clear = expected_rows(path, other.prompt, sample.tokens)
             assert whole is not None and whole.rows.shape == taken.shape
             assert (np.sort(whole.rows, -1) == taken)[clear].all()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tokens_keep_the_experts_that_they_took_before_weights_changed(folders: Callable[[str], str], recompute: bool) -> None:
+    """Also where their keys and values are made anew: what was sampled behind them saw these."""
+    path = folders("qwen3_moe")
+    (before,) = sampled(path, some(0)).values()
+    tensors = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    torch.manual_seed(1)
+    changed = {name: tensor + 0.5 * torch.randn_like(tensor) for name, tensor in tensors.items()}
+
+    async def generate() -> GroupPayload:
+        options: dict[str, Any] = {"slots": 5, "max_model_len": 64, "replays": True}
+        engine = TorchRolloutEngine(path, device=torch.device("cpu"), dtype=torch.float32, **options)
+        engine.submit([some(0)])
+        left = iter(range(6))
+        await engine.advance(lambda: next(left, None) is None)
+        await update(engine, changed, PolicyVersion(0, 1), recompute)
+        done = [group async for group in drain(engine)]
+        await engine.close()
+        return codec.decode(GroupPayload, done[0].payload)
+
+    after = asyncio.run(generate())
+    assert before.experts is not None and after.experts is not None
+    assert after.experts.fit(fed_tokens(after), *SHAPES["qwen3_moe"])
+    pairs = zip(before.experts.by_row(before.lengths.tolist()), after.experts.by_row(after.lengths.tolist()), strict=True)
+    changes = 0
+    for sample, (own, other) in zip(after.samples, pairs, strict=True):
+        old = len(after.prompt) + int((sample.versions == 0).sum()) - 1  # the newest of them was fed after the change
+        assert (own.rows[:old] == other.rows[:old]).all()
+        changes += not np.array_equal(own.rows[old:], other.rows[old:])
+    assert changes
 
 
 def test_nothing_travels_unless_it_is_asked_for(folders: Callable[[str], str]) -> None:
