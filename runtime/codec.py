@@ -18,7 +18,7 @@ from runtime.errors import InvalidMessage
 T = TypeVar("T")
 
 ARRAY = 1
-_DTYPES = tuple(np.dtype(name) for name in ("<i4", "<f4", "|u1", "<i8", "<f8", "<u4"))
+_DTYPES = tuple(np.dtype(name) for name in ("<i4", "<f4", "|u1", "<i8", "<f8", "<u4", "<u2"))
 _ARRAY32, _BIN32, _EMPTY = b"\xdd", b"\xc6", b"\xc4\x00"  # https://github.com/msgpack/msgpack/blob/master/spec.md
 _INDEX = {dtype: index for index, dtype in enumerate(_DTYPES)}
 

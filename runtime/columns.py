@@ -1,8 +1,9 @@
-"""Columns of a group's tokens that would be large as plain arrays: values that seldom change, and sets of tokens."""
+"""Columns of a group's tokens that would be large as plain arrays: values that seldom change, sets of tokens, and experts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -128,3 +129,73 @@ class KeptSets(msgspec.Struct, frozen=True, array_like=True):
 def _bitmap_bytes(vocabulary: int) -> int:
     """A multiple of the bytes of an id."""
     return -(-vocabulary // 32) * 4
+
+
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
+    """The experts to which a model's layers with experts gave each of n tokens that were fed to it."""
+
+    layers: int
+    per_token: int
+    data: np.ndarray  # uint8 or uint16 [n · layers · per_token]
+
+    @classmethod
+    def of(cls, chosen: np.ndarray) -> RoutedExperts:
+        """`chosen` [n, layers, per_token]."""
+        return cls(chosen.shape[1], chosen.shape[2], chosen.reshape(-1))
+
+    @property
+    def rows(self) -> np.ndarray:
+        """[n, layers, per_token]."""
+        return self.data.reshape(-1, self.layers, self.per_token)
+
+    def split(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """`rows` of a prompt and of a reply of `length` tokens, of which the last one is not fed."""
+        begin = len(self.rows) - fed(length)
+        return self.rows[:begin], self.rows[begin:]
+
+    @classmethod
+    def joined(cls, parts: Sequence[RoutedExperts | None]) -> RoutedExperts | None:
+        """Of all `parts`, one after the other; None where nothing is known of one."""
+        known = [part.rows for part in parts if part is not None]
+        return cls.of(np.concatenate(known)) if known and len(known) == len(parts) else None
+
+    @classmethod
+    def of_group(cls, rows: Sequence[RoutedExperts | None], replies: Sequence[np.ndarray]) -> RoutedExperts | None:
+        """Of a group's prompt, as the first of `rows` has it, and then of each of `replies` [R] but for its last token. `rows`:
+        those of prompt and reply; None: the model was never given it, so 0. None where there are none at all."""
+        pairs = [None if row is None else row.split(len(reply)) for row, reply in zip(rows, replies, strict=True)]
+        if (known := next((pair for pair in pairs if pair is not None), None)) is None:
+            return None
+        none = np.zeros((max(map(len, replies)), *known[0].shape[1:]), known[0].dtype)
+        taken = [pair[1] if pair else none[: fed(len(reply))] for pair, reply in zip(pairs, replies, strict=True)]
+        return cls.of(np.concatenate([known[0], *taken]))
+
+    def by_row(self, lengths: Sequence[int]) -> list[RoutedExperts]:
+        """What `of_group` was made of: for each reply of `lengths` tokens those of prompt and reply."""
+        cuts = np.cumsum([len(self.rows) - sum(map(fed, lengths)), *map(fed, lengths)])[:-1]
+        prompt, *replies = np.split(self.rows, cuts)
+        return [RoutedExperts.of(np.concatenate([prompt, reply])) for reply in replies]
+
+    def fit(self, tokens: int, layers: int, per_token: int, experts: int) -> bool:
+        """Whether these are of so many tokens, and of a model of this shape."""
+        given, asked = (self.layers, self.per_token, len(self.data)), (layers, per_token, tokens * layers * per_token)
+        return given == asked and self.data.dtype in (np.uint8, np.uint16) and int(self.data.max(initial=0)) < experts
+
+
+def fed(length: int) -> int:
+    """Of a reply's tokens, those that are fed to a model: all but the last."""
+    return max(int(length) - 1, 0)
+
+
+class TokenColumns(NamedTuple):
+    """One entry for each token of a group's replies, which follow one another: the arrays of `Sample`, concatenated."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+
+def outside(tokens: np.ndarray, vocabulary: int) -> bool:
+    """Whether one of these token ids is not in a vocabulary of so many."""
+    return len(tokens) > 0 and bool(tokens.min() < 0 or tokens.max() >= vocabulary)

@@ -12,12 +12,12 @@ import sys
 import typing
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
-from runtime.columns import KeptSets, Runs
+from runtime.columns import KeptSets, RoutedExperts, Runs, TokenColumns, outside
 from runtime.errors import InvalidMessage
 
 SCHEMA_VERSION = 3
@@ -59,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     keep_sets: bool = False  # whether the sets that the filters leave travel with the sample
+    experts_from: int = -1  # the token of the prompt from which on the experts that tokens took travel with it; -1: none do
 
 
 class Command(msgspec.Struct, Generic[R], frozen=True):
@@ -128,11 +129,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     versions: np.ndarray  # int64 [R], PolicyVersion.pack()
     finish_reason: FinishReason
     kept: KeptSets | None = None  # [R], what each token was drawn from; None: from the whole vocabulary
+    experts: RoutedExperts | None = None  # of the prompt from `experts_from` on, and of [R - 1]; None: not known
 
     def part(self, tokens: slice) -> Sample:
-        """Some of its tokens."""
-        kept = None if self.kept is None else self.kept.part(tokens)
-        return msgspec.structs.replace(self, **{name: getattr(self, name)[tokens] for name in _DTYPES}, kept=kept)
+        """Some of its tokens; those before them belong to the prompt then."""
+        parts: dict[str, Any] = {name: getattr(self, name)[tokens] for name in _DTYPES}
+        if self.experts is not None:
+            left = len(self.tokens) - tokens.indices(len(self.tokens))[1]
+            parts["experts"] = RoutedExperts.of(self.experts.rows[: len(self.experts.rows) - left])
+        return msgspec.structs.replace(self, **parts, kept=self.kept and self.kept.part(tokens))
 
 
 class TurnReward(msgspec.Struct, frozen=True, array_like=True):
@@ -141,15 +146,6 @@ class TurnReward(msgspec.Struct, frozen=True, array_like=True):
     row: int
     token: int  # index in the row's reply
     value: float
-
-
-class TokenColumns(NamedTuple):
-    """One entry for each token of a group's replies, which follow one another: the arrays of `Sample`, concatenated."""
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    logprobs: np.ndarray
-    versions: np.ndarray
 
 
 class GroupPayload(msgspec.Struct, kw_only=True):
@@ -171,6 +167,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
     rows: np.ndarray  # uint32 [n]: of each episode
     turn_rewards: list[TurnReward] = []
     kept: KeptSets | None = None  # of those tokens whose mask is 1; None: the whole vocabulary
+    experts: RoutedExperts | None = None  # of prompt and rows, as of `RoutedExperts.of_group`; None: not known
 
     @classmethod
     def of(
@@ -193,6 +190,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
                     )
         tokens, mask, logprobs, versions = (np.concatenate([np.zeros(0, _DTYPES[name]), *columns[name]]) for name in _DTYPES)
         kept = KeptSets.joined([sample.kept for sample in samples], [len(sample.tokens) for sample in samples])
+        known = all(sample.experts is not None or not sample.loss_mask.any() for sample in samples)
         if logprobs[mask == 0].any():
             raise InvalidMessage(f"group {group_id}: log-probabilities of tokens whose mask is 0")
         return cls(
@@ -207,6 +205,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
             rows=np.ones(len(samples), np.uint32) if rows is None else np.array(rows, np.uint32),
             turn_rewards=list(turn_rewards),
             kept=None if kept is None else kept.among(mask != 0),
+            experts=RoutedExperts.of_group([each.experts for each in samples], columns["tokens"]) if known else None,
         )
 
     def __post_init__(self) -> None:
@@ -252,7 +251,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
 
     @property
     def samples(self) -> list[Sample]:
-        """The rows, as views into `columns`."""
+        """The rows, as views into `columns`, without `experts`."""
         whole = Sample(**self.columns()._asdict(), finish_reason="stop", kept=self.kept_sets())
         ends = np.cumsum(self.lengths, dtype=np.int64)
         parts = [whole.part(slice(end - length, end)) for end, length in zip(ends, self.lengths.astype(np.int64), strict=True)]
@@ -279,11 +278,6 @@ class GroupPayload(msgspec.Struct, kw_only=True):
         """Raises InvalidMessage for kept sets that are not of such a vocabulary, or of these tokens."""
         if self.kept is not None and (fault := self.kept.fault(self.tokens[self.loss_mask.expand() != 0], vocabulary)):
             raise InvalidMessage(f"group {self.group_id}: {fault}")
-
-
-def outside(tokens: np.ndarray, vocabulary: int) -> bool:
-    """Whether one of these token ids is not in a vocabulary of so many."""
-    return len(tokens) > 0 and bool(tokens.min() < 0 or tokens.max() >= vocabulary)
 
 
 class Outcomes(msgspec.Struct, kw_only=True):

@@ -109,7 +109,11 @@ class RolloutSessions:
             if done.oldest < least:
                 self._lose(to, session, f"it has version {done.oldest}, and {least} is published")
                 continue
-            return [own(sample) for sample in codec.decode(GroupPayload, done.payload).samples], to.name
+            payload = codec.decode(GroupPayload, done.payload)
+            lengths = payload.lengths.tolist()
+            taken = [None] * len(lengths) if payload.experts is None else payload.experts.by_row(lengths)
+            pairs = zip(payload.samples, taken, strict=True)
+            return [replace(own(sample), experts=experts) for sample, experts in pairs], to.name
 
     async def _choose(self, kept: str, until: float) -> tuple[PeerAddress, Session]:
         """Raises Unreachable when none serves within `deadlines.silence`."""

@@ -32,7 +32,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
 
     settings, device = replicas(config)[name], platform.device()
     dtype = platform.resolve_dtype(settings.dtype, device)
-    longest = longest_text(config)
+    longest, replays = longest_text(config), config.moe.replay == "routing"
     if settings.engine == "torch":
         from runtime.rollout.torch.engine import TorchRolloutEngine
 
@@ -44,6 +44,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
             max_model_len=longest,
             kv_for_waiting=settings.kv_for_waiting,
             drafts=settings.speculation == "auto",
+            replays=replays,
         )
     from runtime.rollout.vllm.engine import VLLMRolloutEngine
 
@@ -58,6 +59,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
         engine_args=settings.engine_args,
         swap_timeout=config.publication.commit_timeout,
         sleeps=takes_turns(config) and device.type != "cpu",
+        replays=replays,
     )
 
 

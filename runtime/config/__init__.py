@@ -46,7 +46,7 @@ from runtime.config.services import (
     Spread,
     Trainer,
 )
-from runtime.config.training import Critic, CriticOptimizer, Optimizer, Reference, Training, Tune, TuneOptimizer
+from runtime.config.training import Critic, CriticOptimizer, Moe, Optimizer, Reference, Training, Tune, TuneOptimizer
 
 
 class Config(Section, frozen=True):
@@ -65,6 +65,7 @@ class Config(Section, frozen=True):
     """Null: the policy answers each prompt with one reply; `{}`: episodes of agents, with the defaults below."""
     algorithm: Algorithm = Algorithm()
     training: Training = Training()
+    moe: Moe = Moe()
     tune: Tune = Tune()
     critic: Critic | None = None
     """Null: none; `{}`: one with the defaults below. For `algorithm.advantage: gae` alone."""

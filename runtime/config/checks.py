@@ -19,7 +19,7 @@ from runtime.cluster.topology import data_leaders, fleets, processes
 from runtime.config import Algorithm, Config, Rewards, Sampling, Services, Training
 from runtime.config.environment_checks import address_faults, environment_faults
 from runtime.config.model_checks import kv_faults, megatron_faults, model_faults, policy_model, rank_faults, spread_models
-from runtime.config.reference_checks import reference_faults
+from runtime.config.reference_checks import moe_faults, reference_faults
 from runtime.config.sandbox import CODE_RULES, sandbox_faults
 from runtime.config.service_checks import (
     colocation_faults,
@@ -76,6 +76,7 @@ def semantic_faults(
         *network_faults(config, trains),
         *colocation_faults(config, trains),
         *rollout_faults(config, policy),
+        *(moe_faults(config, policy) if trains else ()),
     ]
     if not trains:
         return faults

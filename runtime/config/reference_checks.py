@@ -1,14 +1,17 @@
-"""Checks of the reference: where it runs, and that it, or a teacher in its place, has the policy's tokens."""
+"""Checks of the reference: where it runs, and that it, or a teacher in its place, has the policy's tokens; and of the policy's
+experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from runtime.cluster.topology import teachers
-from runtime.config import Config
+from runtime.config import Config, Moe
+from runtime.models import hf_config
 
 
 def reference_faults(config: Config) -> Iterator[str]:
@@ -38,6 +41,21 @@ def _nothing_to_learn(config: Config) -> Iterator[str]:
         yield "algorithm.advantage: none leaves nothing to learn; algorithm.kl_coefficient must be above 0"
     if algorithm.advantage == "none" and algorithm.dynamic_sampling:
         yield "algorithm.dynamic_sampling: true drops groups by rewards, which advantage none does not look at; must be false"
+
+
+def moe_faults(config: Config, policy: Mapping[str, Any] | None) -> Iterator[str]:
+    """One line per fault. `policy`: the contents of its config.json, as far as it is known."""
+    experts, off = hf_config.experts_of(policy or {}), msgspec.structs.asdict(Moe())
+    fixed = "is for models whose scores have a bias, as deepseek_v3's and glm4_moe's, and model.path has none"
+    for name, value in msgspec.structs.asdict(config.moe).items():
+        faults = {
+            "is for models with experts, and model.path has none": policy is not None and experts is None,
+            "is not for adapters (lora)": config.lora is not None,
+            "needs services.trainer.engine torch": config.services.trainer.engine != "torch",
+            fixed: name == "bias_update" and experts is not None and not experts.corrected,
+        }
+        wrong = [fault for fault, there in faults.items() if there and value != off[name]]
+        yield from (f"moe.{name}: {value} {fault}; must be {off[name]}" for fault in wrong[:1])
 
 
 def token_fault(key: str, folder: str, vocabulary: int, policy: str, wanted: int, filtered: bool) -> str:

@@ -78,6 +78,25 @@ class Training(Section, frozen=True):
     """The policy's learning rate is divided by (1 + mean staleness of the step's tokens, in versions)^power; 0: by 1."""
 
 
+class Moe(Section, frozen=True):
+    """How a policy with experts is trained. With `lora` all stays off; `sluice tune` reads none of it."""
+
+    replay: Literal["off", "routing"] = "off"
+    """`routing`: the trainer gives each token to the experts that it took in the rollout, with the weights of its own router
+    (R3, arXiv:2510.11370); `off`: to those that its own router chooses."""
+    aux_loss: Rate = 0.0
+    """The coefficient of the balance loss of each row, in each layer with experts; 0: none. Engine torch."""
+    z_loss: Rate = 0.0
+    """That of the mean square of the router's log-sum-exp likewise; 0: none. Engine torch."""
+    bias_update: Rate = 0.0
+    """By how much an update raises what corrects the scores of the experts with less load than the mean, and lowers that of the
+    others, without a loss: of models that have such a bias, as DeepSeek-V3 and GLM-4.5. 0: it stays. Engine torch."""
+
+    @property
+    def losses(self) -> bool:
+        return self.aux_loss > 0 or self.z_loss > 0
+
+
 class CriticOptimizer(Optimizer, frozen=True):
     """Likewise."""
 

@@ -73,6 +73,7 @@ class GroupStage:
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             **sampling.filters,
+            experts_from=0 if context.config.moe.replay == "routing" else -1,
             stop_token_ids=context.stop_token_ids,
         )
         self._most: int | None = None  # groups that all rollouts may hold, until one comes or goes

@@ -253,6 +253,7 @@ class Probes:
             max_new_tokens=min(NEW_TOKENS, config.sampling.max_new_tokens),
             temperature=config.sampling.temperature,
             **config.sampling.filters,
+            experts_from=0 if config.moe.replay == "routing" else -1,
             stop_token_ids=context.stop_token_ids,
         )
         self._pool, self._history, self._spans, self._answered = pool, history, spans, answered

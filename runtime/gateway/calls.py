@@ -23,7 +23,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime import timeouts
-from runtime.columns import KeptSets
+from runtime.columns import KeptSets, RoutedExperts
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.conversation import TOO_LONG, Completion, PolicyCall, PolicyReply, Refused, ReplyEnd, Told
 from runtime.gateway.episode import GatewayEpisode, mixed
@@ -68,7 +68,7 @@ class PolicyCalls:
             prompt=extension.prompt,
             n=call.n,
             seed=mixed(self._seed(episode, call), episode.calls),
-            sampling=self._sampling(task, call, len(extension.prompt)),
+            sampling=self._sampling(task, call, len(extension.prompt), len(extension.given)),
             purpose="train" if task is None else task.purpose,
             keep=True,
         )
@@ -109,8 +109,8 @@ class PolicyCalls:
             return episode.seed
         return call.seed if call.seed is not None and self._run is None else secrets.randbits(63)
 
-    def _sampling(self, task: PlayRequest | None, call: PolicyCall, prompt: int) -> SamplingParams:
-        """Raises Refused where the conversation is too long."""
+    def _sampling(self, task: PlayRequest | None, call: PolicyCall, prompt: int, given: int) -> SamplingParams:
+        """`given`: of the tokens of `prompt`, those that are new. Raises Refused where the conversation is too long."""
         room = self._context - prompt
         if room < 1:
             raise Refused(
@@ -128,7 +128,8 @@ class PolicyCalls:
             self.counts["overridden"] += any(value != getattr(run, name) for name, value in asked.items())
         most = min(room, run.max_new_tokens, room if call.max_tokens is None else call.max_tokens)
         stop = (*self._renderer.stop_ids, *call.stop_token_ids)
-        return replace(run, max_new_tokens=most, stop_token_ids=tuple(dict.fromkeys(stop)))
+        stops, begin = tuple(dict.fromkeys(stop)), _unfed(run, prompt - given)
+        return replace(run, max_new_tokens=most, stop_token_ids=stops, experts_from=begin)
 
     async def _generate(self, episode: GatewayEpisode, request: GroupRequest) -> list[Sample]:
         """With an id that no other call has: they are below those of evaluations, and above those of probes."""
@@ -155,6 +156,8 @@ class PolicyCalls:
                 seed=mixed(request.seed, number),
                 sampling=replace(request.sampling, max_new_tokens=min(size, left)),
             )
+            if parts:
+                piece = replace(piece, sampling=replace(piece.sampling, experts_from=_unfed(piece.sampling, len(grown))))
             (part,) = await self._generate(episode, piece)
             parts.append(part)
             left -= len(part.tokens)
@@ -191,7 +194,13 @@ class PolicyCalls:
         if stop and stop in call.stop:
             message = replace(message, content=message.content.partition(stop)[0])
         end: ReplyEnd = "length" if sample.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
-        return PolicyReply(message, sample.tokens, sample.logprobs, sample.versions, end, stop, sample.kept)
+        return PolicyReply(message, sample.tokens, sample.logprobs, sample.versions, end, stop, sample.kept, sample.experts)
+
+
+def _unfed(sampling: SamplingParams, known: int) -> int:
+    """`SamplingParams.experts_from` of a request whose first `known` tokens were given or sampled in one before: the last of
+    these was not fed then."""
+    return max(known - 1, 0) if sampling.experts_from >= 0 else -1
 
 
 def _joined(parts: Sequence[Sample]) -> Sample:
@@ -200,4 +209,5 @@ def _joined(parts: Sequence[Sample]) -> Sample:
         for name in ("tokens", "loss_mask", "logprobs", "versions")
     }
     kept = KeptSets.joined([part.kept for part in parts], [len(part.tokens) for part in parts])
-    return Sample(**columns, finish_reason=parts[-1].finish_reason, kept=kept)
+    experts = RoutedExperts.joined([part.experts for part in parts])
+    return Sample(**columns, finish_reason=parts[-1].finish_reason, kept=kept, experts=experts)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
-from runtime.columns import KeptSets
+from runtime.columns import KeptSets, RoutedExperts
 from runtime.errors import SluiceError
 
 ReplyEnd = Literal["stop", "length", "tool_calls"]
@@ -88,7 +88,8 @@ class PolicyReply(Struct, frozen=True, gc=False):
     versions: np.ndarray  # int64, PolicyVersion.pack()
     end: ReplyEnd
     stop: str = ""
-    kept: KeptSets | None = None  # as of `Sample`
+    kept: KeptSets | None = None  # as of `Sample`, and so are those
+    experts: RoutedExperts | None = None
 
 
 class Completion(Struct, frozen=True, kw_only=True):

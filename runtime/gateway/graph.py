@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from msgspec import Struct
 
-from runtime.columns import KeptSets
+from runtime.columns import KeptSets, RoutedExperts
 from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import GroupPayload, PolicyVersion, Sample, TurnReward
@@ -195,6 +195,7 @@ class EpisodeGraph:
             versions=np.concatenate(versions),
             finish_reason="length" if path[-1].reply.end == "length" else "stop",
             kept=KeptSets.joined(kept, [len(part) for part in mask]),
+            experts=RoutedExperts.joined([node.reply.experts for node in path]),
             sampled=len(path[0].given),
             rewards=rewards,
         )

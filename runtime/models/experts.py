@@ -19,23 +19,29 @@ from runtime.models.families.shape import ExpertShape
 Weights = torch.Tensor | Sequence[torch.Tensor]
 """[E, out, in], or E of [out, in]."""
 
+Routed = tuple[torch.Tensor, torch.Tensor]
+"""Of each token the weights of its experts, and which ones they are: [m, k] each."""
+
 _grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", None)  # which older versions of torch lack
 _GROUPED = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}  # dtypes that it takes
 _LIMIT, _STEEPNESS = 7.0, 1.702  # of gpt-oss's MLP
 _BAGS = {"cpu"}  # devices on which embedding_bag is faster than index_add
 
 
-def route(logits: torch.Tensor, per_token: int, normalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logits: torch.Tensor, per_token: int, normalized: bool, taken: torch.Tensor | None = None) -> Routed:
     """From the router's `logits` [m, E] each token's experts and their float32 weights, [m, k] each. The weights are those of a
-    softmax over all experts, `normalized` to a sum of 1 or not."""
-    weights, chosen = torch.softmax(logits, -1, dtype=torch.float32).topk(per_token, -1)
+    softmax over all experts, `normalized` to a sum of 1 or not. `taken` [m, k]: the experts, whatever the logits say."""
+    scores = torch.softmax(logits, -1, dtype=torch.float32)
+    weights, chosen = scores.topk(per_token, -1) if taken is None else (scores.gather(1, taken), taken)
     return (weights / weights.sum(-1, keepdim=True) if normalized else weights), chosen
 
 
-def route_corrected(logits: torch.Tensor, correction: torch.Tensor, shape: ExpertShape) -> tuple[torch.Tensor, torch.Tensor]:
+def route_corrected(
+    logits: torch.Tensor, correction: torch.Tensor, shape: ExpertShape, taken: torch.Tensor | None = None
+) -> Routed:
     """DeepSeek-V3's (arXiv:2412.19437, section 2.1.2, equations 12 to 16): scores are the sigmoids of `logits` [m, E]. By their
     sums with `correction` [E] the groups are chosen whose two best experts have the largest sum, and out of these the experts;
-    weights are the scores alone, [m, k], float32, normalised and multiplied by `shape.scale`."""
+    weights are the scores alone, [m, k], float32, normalised and multiplied by `shape.scale`. `taken`: as of `route`."""
     scores = torch.sigmoid(logits.float())
     choice = scores.detach() + correction
     if shape.groups > 1:
@@ -43,7 +49,7 @@ def route_corrected(logits: torch.Tensor, correction: torch.Tensor, shape: Exper
         best = grouped.topk(2, -1).values.sum(-1).topk(shape.groups_per_token, -1).indices
         left_out = torch.ones_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best, False)
         choice = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(1)
-    chosen = choice.topk(shape.per_token, -1).indices
+    chosen = choice.topk(shape.per_token, -1).indices if taken is None else taken
     weights = scores.gather(1, chosen)
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * shape.scale, chosen
 
@@ -102,15 +108,34 @@ def _is_grouped(x: torch.Tensor) -> bool:
 _APART = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "DeepseekV3MoE", "Glm4MoeMoE"}  # their experts are modules
 
 
+class RouterWatch:
+    """What the router of one block is told before a pass, and tells of it."""
+
+    keeps = False  # whether it keeps the logits
+    taken: torch.Tensor | None = None  # int64 [m, k]: the experts that tokens are given to; None: those that it chooses
+    logits: torch.Tensor | None = None  # [m, E]
+    chosen: torch.Tensor | None = None  # int64 [m, k], those that tokens were given to
+    own: torch.Tensor | None = None  # and those that it would have chosen
+
+    def through(self, logits: torch.Tensor, choose: Callable[..., Routed]) -> Routed:
+        """`choose(taken=...)` makes of `logits` what `route` does."""
+        weights, chosen = choose(taken=self.taken)
+        with torch.no_grad():
+            self.own = chosen if self.taken is None else choose()[1]
+        self.chosen, self.logits = chosen, logits if self.keeps else None
+        return weights, chosen
+
+
 def join_experts(model: nn.Module) -> None:
-    """Have transformers' blocks of experts, which go from one expert to the next, compute as `mixture`. Names stay."""
+    """Have transformers' blocks of experts, which go from one expert to the next, compute as `mixture`, each
+    with a RouterWatch as its `watch`. Names stay."""
     module: Any
     for module in model.modules():
         kind = type(module).__name__
         if kind == "GptOssMLP":
-            module.forward = partial(_joined_block, module)
+            module.watch, module.forward = RouterWatch(), partial(_joined_block, module)
         elif kind in _APART and "SiLU" in type(module.experts[0].act_fn).__name__:
-            module.jitter_noise = 0.0  # Mixtral's; the policy must be the one that sampled
+            module.watch, module.jitter_noise = RouterWatch(), 0.0  # Mixtral's; the policy must be the one that sampled
             module.forward = partial(_corrected_block if hasattr(module, "shared_experts") else _block, module, module.forward)
 
 
@@ -122,7 +147,7 @@ def _block(block: Any, apart: Callable[..., Any], hidden_states: torch.Tensor) -
         return found
     x = hidden_states.flatten(0, -2)
     logits = block.gate(x)
-    routing = route(logits, block.top_k, getattr(block, "norm_topk_prob", True))
+    routing: Routed = block.watch.through(logits, partial(route, logits, block.top_k, getattr(block, "norm_topk_prob", True)))
     return mixture(x, *routing, *_stacked(block.experts)).view_as(hidden_states), logits
 
 
@@ -145,7 +170,7 @@ def _corrected_block(block: Any, apart: Callable[..., Any], hidden_states: torch
         groups_per_token=gate.topk_group,
         scale=gate.routed_scaling_factor,
     )
-    routing = route_corrected(logits, gate.e_score_correction_bias, shape)
+    routing: Routed = block.watch.through(logits, partial(route_corrected, logits, gate.e_score_correction_bias, shape))
     made: torch.Tensor = mixture(x, *routing, *_stacked(block.experts)).view_as(hidden_states)
     return made + block.shared_experts(hidden_states)
 
@@ -153,7 +178,8 @@ def _corrected_block(block: Any, apart: Callable[..., Any], hidden_states: torch
 def _joined_block(block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of gpt-oss's, whose experts are joined already, and which gives the weights for the logits."""
     x, experts = hidden_states.flatten(0, -2), block.experts
-    weights, chosen = route(F.linear(x, block.router.weight, block.router.bias), block.router.top_k, True)
+    logits = F.linear(x, block.router.weight, block.router.bias)
+    weights, chosen = block.watch.through(logits, partial(route, logits, block.router.top_k, True))
     gate_up, down = (each.transpose(1, 2).unbind() for each in (experts.gate_up_proj, experts.down_proj))
     biases = experts.gate_up_proj_bias, experts.down_proj_bias
     made = mixture(x, weights, chosen, gate_up, down, biases, clamped_swiglu)

@@ -126,6 +126,14 @@ def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
     return config
 
 
+def experts_of(raw: Mapping[str, Any]) -> ExpertShape | None:
+    """Of the contents of a config.json, the experts of a model of a known family; None where it has none."""
+    try:
+        return parse(raw, "", FAMILIES).experts
+    except UserError:
+        return None
+
+
 def unpackable(raw: Mapping[str, Any]) -> str:
     """Why a model of transformers cannot run packed, as far as its config.json says it; "" for nothing. Layers that mix tokens
     otherwise than by the attention function would mix the packed sequences, and that is a scaled softmax here."""

@@ -11,9 +11,9 @@ import numpy as np
 from msgspec import Struct
 
 from runtime import codec
-from runtime.columns import KeptSets
+from runtime.columns import KeptSets, outside
 from runtime.errors import InvalidMessage
-from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, outside
+from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
 
 if TYPE_CHECKING:
     import torch

@@ -22,8 +22,8 @@ from runtime.models import hf_policy
 from runtime.models.hf_policy import Packing
 from runtime.process import platform
 from runtime.trainer.attention_rows import attention_rows
-from runtime.trainer.prefix_tree import cut_trees, in_tree_order, tree_paths
-from runtime.trainer.rows import Rows, ramps, spans, starts
+from runtime.trainer.prefix_tree import cut_trees, in_tree_order, of_fed, tree_paths
+from runtime.trainer.rows import Routes, Rows, ramps, spans, starts
 
 if TYPE_CHECKING:
     from runtime.trainer.statistics import Reduced, StepStatistics
@@ -133,6 +133,13 @@ class ModelBackend(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`algorithms.losses.token_logprobs` of the trained tokens of `batch`, [N] each, from what the model gives for them:
         `outputs`, of which the head makes logits, a chunk of tokens at a time."""
+
+    routes: Routes | None = None
+    """As of `Needs.experts`, where tokens are given to the experts that they took in the rollout."""
+
+    def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
+        """What the newest forward pass, of `batch`, adds to the loss of each token of a row, [B, 1]; None for nothing."""
+        return None
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         """Within it the model computes what it did before adapters were put into it."""
@@ -270,6 +277,7 @@ class MicroBatch:
     cells: torch.Tensor  # int64 [N], where the trained token lies in the flattened grid
     mask: torch.Tensor  # float32 [B, R]
     kept: torch.Tensor | None  # uint8 [N, bytes], what the tokens were sampled from, as of `confined`; None: all
+    experts: torch.Tensor | None  # uint8 or int32 [T, L, k], those that the tokens take; None: those that the router chooses
     columns: Mapping[str, torch.Tensor]  # float32 [B, R] or [B, 1]
     samples: np.ndarray  # int64 [B], which of the rows; on the host
     places: np.ndarray  # int64 [N], where the trained token lies in the flat arrays; on the host
@@ -309,13 +317,12 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
     """
     chosen, lengths, shared = in_tree_order(rows, chosen)
     paths, begins = tree_paths(lengths, shared), starts(lengths)
-    group, fed = rows.group[chosen], rows.length[chosen] - 1
-    prompt = rows.prompt_length[group]
-    whole = np.empty(len(paths), np.int64)  # the tokens of `paths`
-    whole[spans(begins, prompt)] = rows.prompts[spans(rows.prompt_start[group], prompt)]
-    whole[spans(begins + prompt, fed)] = rows.tokens[spans(rows.start[chosen], fed)]
+    prompt = rows.prompt_length[rows.group[chosen]]
     own = ramps(lengths) >= np.repeat(shared, lengths)
-
+    taken = None
+    if rows.experts is not None and rows.prompt_experts is not None:
+        taken = of_fed(rows, chosen, rows.prompt_experts, rows.experts)[own]
+        taken = taken if taken.dtype == np.uint8 else taken.astype(np.int32)
     where = spans(rows.start[chosen], rows.length[chosen])
     kept = rows.mask[where]
     row = np.repeat(np.arange(len(chosen)), rows.length[chosen])[kept]
@@ -333,7 +340,7 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
     packing = attention_rows(paths, sequences, device)
     attended = sum(part.numel() for part in packing.rows)
     return MicroBatch(
-        input_ids=send(whole[own][None]),
+        input_ids=send(of_fed(rows, chosen, rows.prompts, rows.tokens)[own].astype(np.int64)[None]),
         position_ids=send(ramps(lengths)[own][None]),
         packing=packing,
         predictors=send(paths[(begins + prompt)[row] + offset - 1]),
@@ -341,6 +348,7 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
         cells=send(row * width + offset),
         mask=send(mask),
         kept=None if rows.kept is None else send(rows.kept.bitmaps(where[kept])),
+        experts=None if taken is None else send(taken),
         columns={name: column(array) for name, array in columns.items()},
         samples=chosen,
         places=where[kept],
@@ -376,6 +384,7 @@ def empty_batch(names: Iterable[str], device: torch.device) -> MicroBatch:
         cells=zero,
         mask=none,
         kept=None,
+        experts=None,
         columns=dict.fromkeys(names, none),
         samples=np.zeros(0, np.int64),
         places=np.zeros(0, np.int64),

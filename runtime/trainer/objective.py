@@ -94,7 +94,8 @@ class PolicyObjective(Objective):
         self._backend = backend
         diverges = algorithm.kl_coefficient != 0
         self.reference_is_base = diverges and config.reference.mode == "adapter_off"
-        self.needs = Needs(reference=diverges and not self.reference_is_base, values=self._algorithm.advantage.needs_values)
+        reference = diverges and not self.reference_is_base
+        self.needs = Needs(reference, self._algorithm.advantage.needs_values, backend.routes)
         self._kl_in_loss = diverges and algorithm.kl_placement == "loss"
         self._kl_importance_weighted = algorithm.kl_importance_weighted
         self._entropy_coefficient = algorithm.entropy_coefficient
@@ -134,7 +135,8 @@ class PolicyObjective(Objective):
 
     def has_gradient(self, advantages: np.ndarray) -> np.ndarray:
         """bool [B]: false where the gradient of a sample is exactly 0."""
-        if self._kl_in_loss or self._entropy_coefficient or not self._algorithm.loss.zero_without_advantage:
+        always = self._kl_in_loss or self._entropy_coefficient or self._config.moe.losses
+        if always or not self._algorithm.loss.zero_without_advantage:
             return np.ones(len(advantages), bool)
         return (advantages != 0).any(1)
 
@@ -181,6 +183,8 @@ class PolicyObjective(Objective):
             values = values + self.kl_control.coefficient * divergence
         if self._entropy_coefficient:
             values = values - self._entropy_coefficient * entropy
+        if (balance := self._backend.balance(batch, statistics)) is not None:
+            values = values + balance
         fresh = batch.columns["fresh"]
         add_mismatch(statistics, behaviour, start, fresh)
         self.token_figures = start, batch.columns["advantages"]

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from runtime.trainer.rows import Rows, ramps, starts
+from runtime.trainer.rows import Rows, ramps, spans, starts
 
 REACH = 8  # tokens that attention gathers for each packed one, at most: what it gathers takes memory, too
 
@@ -36,6 +36,17 @@ def in_tree_order(rows: Rows, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarra
                 shared[index] += common(replies[before], replies[row])
     found = np.array(order, np.int64)
     return found, rows.prompt_length[rows.group[found]] + rows.length[found] - 1, shared
+
+
+def of_fed(rows: Rows, chosen: np.ndarray, prompts: np.ndarray, replies: np.ndarray) -> np.ndarray:
+    """What `prompts` and `replies`, flat as in Rows, say of the tokens of the rows `chosen` that are fed, back to back."""
+    group, fed = rows.group[chosen], rows.length[chosen] - 1
+    prompt = rows.prompt_length[group]
+    begins = starts(prompt + fed)
+    out = np.empty((int((prompt + fed).sum()), *prompts.shape[1:]), np.result_type(prompts, replies))
+    out[spans(begins, prompt)] = prompts[spans(rows.prompt_start[group], prompt)]
+    out[spans(begins + prompt, fed)] = replies[spans(rows.start[chosen], fed)]
+    return out
 
 
 def common(one: np.ndarray, other: np.ndarray) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from runtime import codec
-from runtime.columns import KeptSets
+from runtime.columns import KeptSets, fed
 from runtime.errors import InvalidMessage
 from runtime.types import GroupPayload, LogprobRequest, Logprobs, TrainGroup, ValueRequest, Values
 
@@ -46,6 +46,8 @@ class Rows:
     valid: np.ndarray  # bool [B], whether the row's episode is
     kept: KeptSets | None  # flat; None: all tokens were sampled from the whole vocabulary
     proximal: np.ndarray | None = None  # float32 flat, by the weights at the step's start; None: of the loss's own pass
+    experts: np.ndarray | None = None  # [flat, layers, k], of the tokens that are fed, 0 of a row's last; None: not replayed
+    prompt_experts: np.ndarray | None = None  # [flat over groups, layers, k]
 
     def grid(self, flat: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """[len(rows), longest reply of `rows`] of `flat`, 0 beyond each reply."""
@@ -94,12 +96,17 @@ class Rows:
         return (np.cumsum(np.bincount(self.episode)) - 1)[self.episode]
 
 
+Routes = tuple[int, int, int]
+"""Layers with experts, experts that a token takes, and how many there are."""
+
+
 @dataclass(frozen=True)
 class Needs:
     """What the algorithm takes besides rows and rewards."""
 
     reference: bool = False
     values: bool = False
+    experts: Routes | None = None  # those that tokens took in the rollout
 
 
 def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -> Rows:
@@ -112,12 +119,12 @@ def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -
     values = [_values(group) for group in groups] if needs.values else None
     for index, (group, payload) in enumerate(zip(groups, payloads, strict=True)):
         given = [part[index] for part in (references, values) if part is not None]
-        _check(group, payload, vocab_size, given)
-    return _rows(groups, payloads, references, values)
+        _check(group, payload, vocab_size, given, needs.experts)
+    return _rows(groups, payloads, references, values, needs.experts)
 
 
-def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int) -> Rows:
-    """As `decode_groups`, of groups that are not scored yet: rewards are 0, and all episodes valid."""
+def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int, experts: Routes | None = None) -> Rows:
+    """As `decode_groups`, of groups not scored yet: rewards are 0, and all episodes valid. `experts`: as of `Needs`."""
     payloads = [codec.decode(GroupPayload, request.payload) for request in requests]
     groups = [
         TrainGroup(
@@ -130,8 +137,8 @@ def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size
         for request, payload in zip(requests, payloads, strict=True)
     ]
     for group, payload in zip(groups, payloads, strict=True):
-        _check(group, payload, vocab_size, [])
-    return _rows(groups, payloads, None, None)
+        _check(group, payload, vocab_size, [], experts)
+    return _rows(groups, payloads, None, None, experts)
 
 
 def _rows(
@@ -139,6 +146,7 @@ def _rows(
     payloads: Sequence[GroupPayload],
     references: Sequence[Logprobs] | None,
     values: Sequence[Values] | None,
+    experts: Routes | None,
 ) -> Rows:
     columns = [payload.columns() for payload in payloads]
     episodes = np.array([payload.n for payload in payloads], np.int64)
@@ -151,6 +159,7 @@ def _rows(
     start = starts(length)
     prompt_length = np.array([len(payload.prompt) for payload in payloads], np.int64)
     valid = np.repeat(_concatenate([group.valid for group in groups], np.uint8) != 0, branches)
+    routed = [] if experts is None else [(np.zeros((0, *experts[:2]), np.uint8),) * 2, *map(_experts, payloads)]
     return Rows(
         prompts=_concatenate([payload.prompt for payload in payloads], np.int32),
         prompt_start=starts(prompt_length),
@@ -174,7 +183,18 @@ def _rows(
         truncated=np.array([reason == "length" for payload in payloads for reason in payload.finish_reasons], bool),
         valid=valid,
         kept=KeptSets.joined([payload.kept_sets() for payload in payloads], [len(payload.tokens) for payload in payloads]),
+        experts=np.concatenate([own for own, _ in routed]) if routed else None,
+        prompt_experts=np.concatenate([prompt for _, prompt in routed]) if routed else None,
     )
+
+
+def _experts(payload: GroupPayload) -> tuple[np.ndarray, np.ndarray]:
+    """[T, layers, k] and [P, layers, k]."""
+    assert payload.experts is not None
+    taken, lengths, prompt = payload.experts.rows, payload.lengths.astype(np.int64), len(payload.prompt)
+    out = np.zeros((len(payload.tokens), *taken.shape[1:]), taken.dtype)
+    out[spans(starts(lengths), np.maximum(lengths - 1, 0))] = taken[prompt:]
+    return out, taken[:prompt]
 
 
 def join(parts: Sequence[Rows]) -> Rows:
@@ -225,7 +245,9 @@ def _values(group: TrainGroup) -> Values:
     return codec.decode(Values, group.values)
 
 
-def _check(group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Sequence[Logprobs | Values]) -> None:
+def _check(
+    group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Sequence[Logprobs | Values], experts: Routes | None
+) -> None:
     where = f"group {group.group_id}"
     n = payload.n
     if payload.group_id != group.group_id or not n or len(group.rewards) != n or len(group.valid) != n:
@@ -235,6 +257,9 @@ def _check(group: TrainGroup, payload: GroupPayload, vocab_size: int, given: Seq
         )
     payload.check(vocab_size)
     payload.check_sets(vocab_size)
+    tokens = len(payload.prompt) + sum(map(fed, payload.lengths.tolist()))
+    if experts is not None and (payload.experts is None or not payload.experts.fit(tokens, *experts)):
+        raise InvalidMessage(f"{where}: its experts are not those of {tokens} tokens of this model, which moe.replay takes")
     if payload.turn_rewards:
         mask, begins = payload.loss_mask.expand(), starts(payload.lengths.astype(np.int64))
         for turn in payload.turn_rewards:

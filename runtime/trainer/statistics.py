@@ -90,9 +90,9 @@ class StepStatistics:
     """Add 0-dimensional tensors of the device, or floats. All ranks must add the same names, with any values."""
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self.device = device
         # Token counts of large steps exceed what float32 counts exactly; NPUs reduce nothing wider.
-        self._dtype = torch.float32 if device.type == "npu" else torch.float64
+        self.dtype = torch.float32 if device.type == "npu" else torch.float64
         self._sums: dict[str, tuple[Number, Number]] = {}
         self._maxima: dict[str, Number] = {}
         self._totals: dict[str, Number] = {}
@@ -117,7 +117,7 @@ class StepStatistics:
 
     def histogram(self, name: str, values: torch.Tensor, counted: torch.Tensor) -> None:
         """Of `values` >= 0 where `counted`, tensors of one shape."""
-        counts = bin_counts(values, counted, self._dtype)
+        counts = bin_counts(values, counted, self.dtype)
         self._bins[name] = self._bins[name] + counts if name in self._bins else counts
 
     def reduce(self, world_size: int, group: dist.ProcessGroup | None = None) -> Reduced:
@@ -143,8 +143,8 @@ class StepStatistics:
 
     def _vector(self, numbers: Sequence[Number]) -> torch.Tensor:
         if not numbers:
-            return torch.zeros(0, dtype=self._dtype, device=self._device)
-        return torch.stack([torch.as_tensor(number, dtype=self._dtype, device=self._device) for number in numbers])
+            return torch.zeros(0, dtype=self.dtype, device=self.device)
+        return torch.stack([torch.as_tensor(number, dtype=self.dtype, device=self.device) for number in numbers])
 
 
 def bin_counts(values: torch.Tensor, counted: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -284,7 +284,8 @@ class ModelTrainer:
         with self._timed():
             ids = [codec.decode(GroupPayload, probe).group_id for probe in probes]
             groups = [ValueRequest(group_id=group, tokens=0, payload=probe) for group, probe in zip(ids, probes, strict=True)]
-            rows = train_rows.decode_samples(groups if self.backend.share == 0 else [], self.backend.vocab_size)
+            groups, needs = groups if self.backend.share == 0 else [], self.objective.needs
+            rows = train_rows.decode_samples(groups, self.backend.vocab_size, needs.experts)
             own = self._per_token_output(train_rows.share_prompts(rows))
             add_mismatch(self._statistics, *map(self._with_zero, (rows.behaviour, own, rows.mask)))
         gaps, counted = rows.by_group(np.abs(rows.behaviour - own)), rows.by_group(rows.mask)

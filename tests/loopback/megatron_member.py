@@ -18,15 +18,24 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from runtime import codec
 from runtime.cluster.topology import data_leaders
-from runtime.config import Config, Critic, CriticOptimizer, Parallel, Trainer
+from runtime.config import Config, Critic, CriticOptimizer, Moe, Parallel, Trainer
 from runtime.trainer import head
 from runtime.trainer import rows as train_rows
 from runtime.trainer.step import critic_trainer, policy_trainer
-from runtime.types import TrainGroup, ValueRequest
+from runtime.types import GroupPayload, TrainGroup, ValueRequest
 from runtime.weights.sender import in_thread
 from tests.loopback.ranks import DEADLINE, FORKED, run_ranks
-from tests.unit.training_cases import VOCAB, make_config, make_episodes, make_groups, with_sets
+from tests.unit.training_cases import (
+    VOCAB,
+    make_config,
+    make_episodes,
+    make_groups,
+    random_experts,
+    with_random_experts,
+    with_sets,
+)
 from tests.unit.training_steps import make_probes, run_step
 
 STEPS, SAVED, EPISODES = 5, 3, 1
@@ -48,6 +57,7 @@ class Layout(NamedTuple):
     layers_per_stage: Sequence[int] = ()
     dtype: str = "float32"
     expert: int = 1
+    moe: Moe = Moe()
 
     @property
     def name(self) -> str:
@@ -70,7 +80,8 @@ class Layout(NamedTuple):
             activation_checkpointing=self.sequence,  # in some of the layouts; it changes no number
         )
         if role == "trainer":
-            return make_config(str(folder / "policy"), dtype=self.dtype, trainer=settings, **SECTIONS)
+            config = make_config(str(folder / "policy"), dtype=self.dtype, trainer=settings, **SECTIONS)
+            return replace(config, moe=self.moe)
         config = make_config(str(folder / "policy"), dtype=self.dtype, **SECTIONS | {"algorithm": CRITIC})
         critic = Critic(path=str(folder / "critic"), optimizer=CriticOptimizer(**OPTIMIZER))
         return replace(config, critic=critic, services=replace(config.services, critic=settings))
@@ -118,13 +129,16 @@ def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> 
                 saving = in_thread("save", write)  # beside the steps to come
             else:
                 write()
-        groups = groups_of(step)
+        groups, probes = groups_of(step), make_probes(step)
+        if (routes := engine.objective.needs.experts) is not None:
+            groups = random_experts(groups, routes)
+            probes = [codec.encode(with_random_experts(codec.decode(GroupPayload, probe), routes)) for probe in probes]
         rows = train_rows.decode_groups(groups, engine.backend.vocab_size, engine.objective.needs)
         numbers.append(torch.from_numpy(engine._per_token_output(rows)))
         share = groups[leaders.index(rank) :: len(leaders)] if rank in leaders else []
         if role == "critic":
             check_values(engine, share, numbers[-1], len(groups) if len(leaders) == 1 else 0)
-        result = run_step(engine, share[:1], share[1:], probes=make_probes(step) if role == "trainer" else [])
+        result = run_step(engine, share[:1], share[1:], probes=probes if role == "trainer" else [])
         metrics.append(result.metrics | {f"probe-{index}": gap for index, gap in enumerate(result.probes)})
     if saving is not None:
         saving.result(DEADLINE)

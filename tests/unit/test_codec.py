@@ -168,7 +168,7 @@ def test_a_foreign_object_is_not_encoded() -> None:
         (msgspec.msgpack.encode({"values": [1, 2]}), r"\$\.values"),
         (extension(2, b"\0\0\0\0\0"), "extension 2"),
         (extension(codec.ARRAY, b""), "extension 1"),
-        (extension(codec.ARRAY, b"\6\0\0\0\0"), "extension 1"),
+        (extension(codec.ARRAY, b"\7\0\0\0\0"), "extension 1"),
         (extension(codec.ARRAY, b"\0\0\0\0"), "3 bytes, not a multiple of 4"),
     ],
 )

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from runtime.config import Critic, RowFormat
+from runtime.config import Critic, Moe, RowFormat
 from runtime.coordinator.devices import TO_INFER, TO_TRAIN
 from runtime.coordinator.groups import DynamicSampling
 from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes
@@ -33,7 +33,8 @@ pytest.importorskip("torch", reason="needs torch: make install")
 
 from runtime.trainer.rank import CriticRank, TrainRank
 from runtime.trainer.step import critic_trainer, policy_trainer
-from tests.unit.training_cases import make_config, make_groups, make_policy
+from tests.unit.tiny_models import save_model
+from tests.unit.training_cases import make_config, make_groups, make_policy, random_experts
 from tests.unit.training_steps import run_step
 from tests.unit.tuning_cases import make_sums, make_tune, points, tuned
 
@@ -135,6 +136,10 @@ def of_the_engines(folder: Path) -> set[str]:
     for config in configs:
         engine = policy_trainer(config)
         found |= run_step(engine, make_groups(1)).metrics.keys() | engine.phases.keys()
+    save_model(folder / "experts", "mixtral")
+    experts = policy_trainer(replace(make_config(str(folder / "experts")), moe=Moe(replay="routing", aux_loss=0.1)))
+    assert experts.backend.routes is not None
+    found |= run_step(experts, random_experts(make_groups(1), experts.backend.routes)).metrics.keys()
     critic: Any = critic_trainer(configs[-1])
     return found | run_step(critic, make_groups(1)).metrics.keys()
 

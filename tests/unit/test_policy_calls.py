@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from runtime.columns import RoutedExperts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.calls import PIECES, PolicyCalls
 from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused, Tool
 from runtime.gateway.episode import GatewayEpisode, Playing
+from runtime.gateway.graph import payload_of
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import EpisodeTask, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
 from tests.unit.template_cases import HERMES, folder_of
@@ -79,7 +81,14 @@ class ScriptedPort:
             logprobs=-(np.arange(done, done + size) + number * 1000 + 1).astype(np.float32),
             versions=np.full(size, PolicyVersion(0, len(self.requests)).pack(), np.int64),
             finish_reason="stop" if ends else "length",
+            experts=None if request.sampling.experts_from < 0 else self._experts(request, size),
         )
+
+    @staticmethod
+    def _experts(request: GroupRequest, size: int) -> RoutedExperts:
+        """Of one layer, one expert a token: which token of the conversation it is."""
+        begin, prompt = request.sampling.experts_from, len(request.prompt)
+        return RoutedExperts.of(np.arange(begin, prompt + size - 1, dtype=np.uint16)[:, None, None])
 
 
 class Desk:
@@ -171,6 +180,39 @@ def test_a_stop_text_ends_a_reply_with_the_token_that_completes_it(renderer: Tem
         assert reply.tokens.tolist() == said[: place + 4]
         assert all(("x" * place).startswith(text) for text in told)
         assert desk.episode.graph.nodes[0].reply.tokens.tolist() == reply.tokens.tolist()
+
+    run(renderer, scenario)
+
+
+@pytest.mark.parametrize("told", [None, lambda id, index, text: None], ids=["at once", "in pieces"])
+def test_an_episode_has_the_experts_of_all_that_was_fed(renderer: TemplateRenderer, told: Any) -> None:
+    """Each token once, whether it was given, sampled in pieces, or the last of a reply, which the next request feeds. What was
+    cut off behind a stop text is not there. A reply that nobody went on from, and one of another conversation, have theirs."""
+
+    async def scenario(desk: Desk) -> None:
+        assert desk.episode.request is not None
+        desk.episode.request = replace(desk.episode.request, sampling=replace(RUN, experts_from=0))
+        history = HELLO
+        for turn in range(3):
+            desk.say(f"{turn} " * 30 + "STOP and more")
+            completion = await desk.ask(*history, stop=("STOP",), told=told)
+            history = (*history, completion.replies[0].message, Message("user", f"and {turn}?"))
+            if turn == 1:
+                desk.say("no")
+                await desk.ask(*history, told=told)
+        desk.say("another")
+        await desk.ask(Message("user", "else"), told=told)
+        begins = [each.sampling.experts_from for each in desk.port.requests]
+        assert begins[0] == 0 and max(begins) > 60
+        branches = desk.episode.graph.branches()
+        assert len(branches) == 3
+        for branch in branches:
+            assert branch.experts is not None
+            assert branch.experts.data.tolist() == list(range(len(branch.tokens) - 1))
+        payload, _ = payload_of(1, [desk.episode.graph], np.arange(3, dtype=np.int32))
+        assert payload.experts is not None
+        for row, own in zip(payload.samples, payload.experts.by_row(payload.lengths.tolist()), strict=True):
+            assert own.data.tolist() == list(range(len(payload.prompt) + len(row.tokens) - 1))
 
     run(renderer, scenario)
 

@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime import codec
-from runtime.columns import KeptSets, encode_set
+from runtime.columns import KeptSets, RoutedExperts, encode_set
 from runtime.config import Algorithm, Config, Model, Optimizer, Run, Sampling, Training
 from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, TrainGroup, TurnReward, Values
 
@@ -110,6 +110,24 @@ def with_sets(group: TrainGroup, rng: np.random.Generator) -> TrainGroup:
         others = rng.permutation(np.delete(np.arange(VOCAB), token))[: rng.choice([0, 1, 5, 40, VOCAB - 1])]
         sets.append(encode_set(np.append(others, token).astype(np.int32), VOCAB))
     return replace(group, payload=codec.encode(replace(payload, kept=KeptSets.of(sets, VOCAB))))
+
+
+def fed_tokens(payload: GroupPayload) -> int:
+    """Of prompt and rows."""
+    return len(payload.prompt) + sum(max(int(length) - 1, 0) for length in payload.lengths)
+
+
+def with_random_experts(payload: GroupPayload, shape: tuple[int, int, int]) -> GroupPayload:
+    """Each token fed with experts of no router's, no two of a token alike; `shape` as of `ExpertShape.routes`."""
+    layers, per_token, count = shape
+    picks = np.random.default_rng(payload.group_id).random((fed_tokens(payload), layers, count)).argsort(-1)
+    return replace(payload, experts=RoutedExperts.of(picks[..., :per_token].astype(np.uint8)))
+
+
+def random_experts(groups: list[TrainGroup], shape: tuple[int, int, int]) -> list[TrainGroup]:
+    """The same of `groups`."""
+    payloads = [with_random_experts(codec.decode(GroupPayload, group.payload), shape) for group in groups]
+    return [replace(group, payload=codec.encode(each)) for group, each in zip(groups, payloads, strict=True)]
 
 
 def make_episodes(seed: int, sizes: tuple[int, ...] = (3, 4, 2), *, step: int = 0, turns: bool = False) -> list[TrainGroup]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from runtime.config import Config, Model, Run, Warmup
 from runtime.models import tiny_model
-from runtime.types import PolicyVersion
+from runtime.types import GroupPayload, PolicyVersion
 from tests.vllm.rig import Rig
 
 pytestmark = pytest.mark.timeout(600)
@@ -49,16 +51,35 @@ def test_log_probabilities_are_the_trainers_before_and_after_updates(
 
 
 def test_a_mixture_of_experts_takes_new_weights(tmp_path: Path) -> None:
-    """As `tiny:qwen3_moe` has them, in the names of a checkpoint's files, where each expert has tensors of its own."""
+    """As `tiny:qwen3_moe` has them, in the names of a checkpoint's files, where each expert has tensors of its own. It tells
+    the experts that tokens took."""
     tiny = Config(run=Run(name="a"), model=Model(path="tiny:qwen3_moe"), warmup=Warmup(cache=str(tmp_path / "cache")))
-    rig = Rig(Path(tiny_model.made(tiny).model.path))
+    rig = Rig(Path(tiny_model.made(tiny).model.path), replays=True)
     try:
         for _ in range(3):
-            (samples,) = rig.generate(rig.request())
-            rig.check_exact(samples)
+            rig.engine.submit([rig.request(experts_from=3)])
+            (payload,) = rig.run(rig.finish(1))
+            rig.check_exact(payload.samples)
+            check_experts(payload, rig.models[rig.newest], 3)
             rig.next_weights()
             rig.models[rig.newest].save_pretrained(tmp_path / "next")
             tensors = load_file(tmp_path / "next" / "model.safetensors")
             rig.run(rig.swap(tensors, PolicyVersion(0, rig.newest)))
     finally:
         rig.close()
+
+
+@torch.no_grad()
+def check_experts(payload: GroupPayload, model: Any, begin: int) -> None:
+    """They are those of the model's own routers, of prompt tokens from `begin` on and of replies, where no two experts are so
+    near that rounding decides."""
+    assert payload.experts is not None
+    for sample, own in zip(payload.samples, payload.experts.by_row(payload.lengths.tolist()), strict=True):
+        ids = torch.from_numpy(np.concatenate([payload.prompt, sample.tokens[:-1]]).astype(np.int64))
+        routers = torch.stack(model(ids[None], output_router_logits=True).router_logits, 1)[begin:]
+        best = routers.sort(-1, descending=True)
+        count = own.rows.shape[2]
+        clear = (best.values[..., count - 1] - best.values[..., count] > 1e-3).numpy()
+        expected = best.indices[..., :count].sort(-1).values.numpy()
+        assert own.rows.shape == expected.shape and clear.mean() > 0.8
+        assert (np.sort(own.rows, -1) == expected)[clear].all()

@@ -29,6 +29,11 @@ class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
     scale: float = 1.0  # by which the weights are multiplied
     shared_size: int = 0  # intermediate size of what all tokens are given to besides; 0: there is none
 
+    @property
+    def routes(self) -> tuple[int, int, int]:
+        """The layers, experts a token, and experts in each."""
+        return len(self.layers), self.per_token, self.count
+
 
 class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): the keys and values of all heads are made of

@@ -146,6 +146,7 @@ class Decoder:
         self.config = weights.config
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
+        self.chosen: list[torch.Tensor] | None = None  # takes the experts [m, k] of each layer in turn, where it is a list
         self._latent = None if self.config.latent is None else LatentAttention(self.config.heads, self.config.latent)
         self._rotations = self._rotated(0)
         self._windows = self.config.windows or (0,) * self.config.layers
@@ -329,7 +330,7 @@ class Decoder:
                 x += layer.output_bias
             normed = self._norm(x, layer.mlp_norm)
             if layer.router is not None and config.experts is not None:
-                x += routed(normed, layer, layer.router, config.experts)
+                x += routed(normed, layer, layer.router, config.experts, self.chosen)
                 continue
             gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
             gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
@@ -371,12 +372,16 @@ def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return padded, np.flatnonzero(offsets < counts[:, None])
 
 
-def routed(x: torch.Tensor, layer: LayerWeights, router: torch.Tensor, experts: ExpertShape) -> torch.Tensor:
-    """What a layer's experts make of [m, H]."""
+def routed(
+    x: torch.Tensor, layer: LayerWeights, router: torch.Tensor, experts: ExpertShape, chosen: list[torch.Tensor] | None = None
+) -> torch.Tensor:
+    """What a layer's experts make of [m, H]. Which ones they are is added to `chosen`."""
     if layer.score_bias is not None:
         routing = route_corrected(F.linear(x.float(), router.float()), layer.score_bias, experts)
     else:
         routing = route(F.linear(x, router, layer.logit_bias), experts.per_token, experts.normalized)
+    if chosen is not None:
+        chosen.append(routing[1])
     if layer.gate_up_bias is not None and layer.down_bias is not None:
         gate_up, down = layer.gate_up.transpose(1, 2), layer.down.transpose(1, 2)
         return mixture(x, *routing, gate_up, down, (layer.gate_up_bias, layer.down_bias), clamped_swiglu)

@@ -28,6 +28,7 @@ from runtime.rollout.torch.decoder_weights import DecoderWeights
 from runtime.rollout.torch.drafts import Drafts, Following
 from runtime.rollout.torch.kept import KeptTexts
 from runtime.rollout.torch.next_weights import NextWeights
+from runtime.rollout.torch.routed import RoutingRecord, with_experts
 from runtime.rollout.torch.sampling import RowSampling, as_row, sample, sets_of, streams, to_host
 from runtime.rollout.torch.slots import Prefilled, Slots
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
@@ -72,9 +73,11 @@ class TorchRolloutEngine(RolloutEngine):
         max_model_len: int,
         kv_for_waiting: int = 0,
         drafts: bool = False,
+        replays: bool = False,
         version: PolicyVersion = _INITIAL,
     ):
         """`kv_for_waiting`: bytes of what is kept for next turns, at most. `drafts`: whether to draft tokens where it pays.
+        `replays`: whether requests may ask for the experts that tokens took.
 
         Raises UserError when the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit.
         """
@@ -88,6 +91,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._decoder.reserve_positions(max_model_len)
         self._cache = KVCache(config, slots + 1, max_model_len, device, dtype)
         self._slots = Slots(self._cache, slots + 1, config.vocab_size)  # the last free one is a probe's
+        self._routing = RoutingRecord(self._decoder, slots + 1, max_model_len, replays)
         self._kept = KeptTexts(kv_for_waiting)
         self._drafts = Drafts(_FIXED.get(device.type, _FIXED_ELSEWHERE)) if drafts else None
         self._device = device
@@ -165,9 +169,11 @@ class TorchRolloutEngine(RolloutEngine):
         if key != self._sampling_key:
             self._sampling, self._sampling_key = RowSampling(params, self._device), key
         tokens_positions = self._to_device(inputs)
+        self._routing.begin()
         logits = self._decoder.decode(tokens_positions[0], tokens_positions[1], self._cache, spans, counts)
         drawn = sample(logits, self._to_device(u), self._sampling)
         tokens, logprobs = to_host(drawn)
+        self._routing.note(slots.sequences(counts), inputs[1])
         done, stopped, appended = slots.record(tokens, logprobs, self._version.pack(), sets_of(drawn.kept), counts)
         self._stats.decode_steps += 1
         self._stats.decode_tokens += appended
@@ -178,7 +184,8 @@ class TorchRolloutEngine(RolloutEngine):
             if group.request.keep and slots.computed(slot) == self._version.pack():
                 text = self._text(slot)
                 self._kept.put(text, self._cache.held(slot, len(text)))
-            done_sample = slots.take(slot, met_stop)
+            taken = None if self._routing.of is None else self._routing.of[slots.sequences()[slot]]
+            done_sample = with_experts(slots.take(slot, met_stop), group.request, taken)
             if self._drafts is not None:
                 self._drafts.finish(group.following[index], done_sample.tokens)
             self._finish(group, index, done_sample)
@@ -207,16 +214,21 @@ class TorchRolloutEngine(RolloutEngine):
         if stopped or request.sampling.max_new_tokens == 1:
             if request.keep:
                 self._kept.put(request.prompt, prefilled.keys_values)
-            self._finish(group, index, first.alone("stop" if stopped else "length", self._decoder.config.vocab_size))
+            alone = first.alone("stop" if stopped else "length", self._decoder.config.vocab_size)
+            self._finish(group, index, with_experts(alone, request, prefilled.experts))
             return
         slot = self._slots.start((group, index), len(request.prompt), first, request.sampling, prefilled.uniforms[index])
         self._cache.fill(slot, prefilled.keys_values)
+        if self._routing.of is not None:
+            self._routing.of[self._slots.sequences()[slot], : len(request.prompt)] = prefilled.experts
 
     def _prefill(self) -> None:
         """Run the prompts of the groups that the free slots will take, and a few more, and draw all their first tokens."""
         groups, begun = self._next_prompts()
         prompts = [group.request.prompt for group in groups]
+        self._routing.begin()
         last, keys_values = self._compute(prompts, begun)
+        routed = self._routing.of_texts(prompts, begun)
         self._stats.kv_hits += len(begun)
         self._stats.kv_misses += 0 if begun else sum(group.request.keep for group in groups)
         logits = self._decoder.logits(last)
@@ -229,10 +241,10 @@ class TorchRolloutEngine(RolloutEngine):
         drawn = sample(logits.index_select(0, self._to_device(owner)), u, RowSampling(params, self._device))
         tokens, logprobs = to_host(drawn)
         sets, version, begin = sets_of(drawn.kept), self._version.pack(), 0
-        for group, text, stream in zip(groups, keys_values, numbers, strict=True):
+        for group, text, stream, taken in zip(groups, keys_values, numbers, routed, strict=True):
             own = slice(begin, begin := begin + group.request.n)
             kept = [sets.get(row) for row in range(own.start, own.stop)]
-            group.prefilled = Prefilled(text, stream, tokens[own], logprobs[own], version, kept)
+            group.prefilled = Prefilled(text, stream, tokens[own], logprobs[own], version, kept, taken)
 
     def _compute(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> prefill.Computed:
         self._stats.prefill_tokens += sum(map(len, texts)) - sum(each.shape[3] for each in begun)
@@ -252,7 +264,7 @@ class TorchRolloutEngine(RolloutEngine):
                 break
             if group.prefilled is not None:
                 continue
-            found = self._kept.longest(group.request.prompt)
+            found = self._kept.longest(group.request.prompt, group.request.sampling.experts_from)
             if chosen and (found is None) == bool(begun):
                 continue
             length = 0 if found is None else found.shape[3]

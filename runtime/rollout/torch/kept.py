@@ -47,15 +47,16 @@ class KeptTexts:
         self._held[key] = keys_values.clone(memory_format=torch.contiguous_format)
         self.bytes += keys_values.nbytes
 
-    def longest(self, prompt: np.ndarray) -> torch.Tensor | None:
-        """Those of the longest beginning of `prompt` [P] that is there: [layers, parts, heads, length, width]. Its last token
-        is always left to be computed. None: nothing is there of `SHORTEST` tokens or more."""
+    def longest(self, prompt: np.ndarray, most: int = -1) -> torch.Tensor | None:
+        """Those of the longest beginning of `prompt` [P] that is there, of `most` tokens at most unless that is negative:
+        [layers, parts, heads, length, width]. Its last token is always left to be computed. None: nothing is there of
+        `SHORTEST` tokens or more."""
         if not self._sorted:
             return None
         key = _key(prompt)
         place = bisect_left(self._sorted, key)
         length, best = max((_common(key, each), each) for each in self._sorted[max(0, place - 1) : place + 1])
-        length = min(length, len(prompt) - 1)
+        length = min(length, len(prompt) - 1, most if most >= 0 else length)
         if length < SHORTEST:
             return None
         self._held.move_to_end(best)

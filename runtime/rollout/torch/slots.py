@@ -56,6 +56,7 @@ class Prefilled:
     logprobs: np.ndarray  # float32 [n]
     version: int
     kept: list[EncodedSet | None]  # [n]
+    experts: np.ndarray | None  # [P, L, k], as of `RoutingRecord`: 0 of what was computed before
 
     def first(self, index: int) -> FirstToken:
         return FirstToken(int(self.tokens[index]), self.logprobs[index], self.version, self.kept[index])
@@ -107,6 +108,11 @@ class Slots:
     def active(self) -> list[int]:
         holes = set(self._holes)
         return [slot for slot in range(self._top) if slot not in holes]
+
+    def sequences(self, counts: np.ndarray | None = None) -> np.ndarray:
+        """int64 [m]: of each token of a step's inputs its sequence; `counts` as of those."""
+        own = self._sequence[: self._top]
+        return own if counts is None else np.repeat(own, counts)
 
     def owner_of(self, slot: int) -> Any:
         return self.owner[self._sequence[slot]]
@@ -224,7 +230,7 @@ class Slots:
     def _rows(self, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For each of `counts` tokens of slots 0..n-1: its sequence, which one it is of those, and its position: int64 [m]."""
         offset = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-        sequences = np.repeat(self._sequence[: self._top], counts)
+        sequences = self.sequences(counts)
         return sequences, offset, self._position[sequences] + offset
 
     def cached(self, slot: int) -> np.ndarray:

@@ -34,6 +34,7 @@ OWN = {
     "disable_log_stats": "",
     "load_format": "",
     "runner": "",
+    "enable_return_routed_experts": "moe.replay",
 }
 
 
@@ -79,7 +80,9 @@ def sample_seed(seed: int, sample: int) -> int:
 
 def as_vllm(sampling: SamplingParams, seed: int) -> dict[str, Any]:
     """Arguments of `vllm.SamplingParams` with the same meaning. vLLM's filters come in our order: min-p, top-k, top-p."""
+    routed = {"routed_experts_prompt_start": sampling.experts_from} if sampling.experts_from >= 0 else {}
     return {
+        **routed,
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -27,8 +27,10 @@ import numpy as np
 import torch
 
 from runtime import timeouts
+from runtime.columns import RoutedExperts
 from runtime.commands import Level
 from runtime.errors import DeadlineExceeded, InvariantViolated, ServiceFault
+from runtime.models.hf_config import read_config
 from runtime.models.hf_weights import WeightFiles
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
@@ -64,6 +66,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
     forgotten: bool = False  # its keys and values were taken away by a swap, which vLLM will tell as a preemption
 
 
@@ -85,11 +88,13 @@ class VLLMRolloutEngine(RolloutEngine):
         sleeps: bool = False,
         version: PolicyVersion = _INITIAL,
         worker: str = _WORKER,
+        replays: bool = False,
     ):
         """Starts vLLM's processes: 10 to 60 s. Not to be called on an event loop.
 
         `swap_timeout`: seconds for the workers to load weights. `sleeps`: whether `sleep` takes the weights off the device, for
-        which vLLM has an allocator of its own on accelerators. `worker`: the extension of its workers.
+        which vLLM has an allocator of its own on accelerators. `worker`: the extension of its workers. `replays`: whether
+        requests may ask for the experts that tokens took.
 
         Raises UserError for a vLLM that is missing or of another version, for arguments that it does not take, and for
         whatever keeps it from starting: a model that it does not support, too little memory.
@@ -115,9 +120,12 @@ class VLLMRolloutEngine(RolloutEngine):
         self._staged: tuple[list[Location], list[torch.Tensor]] | None = None  # and the copies that some lie in
         self._stats = EngineStats(slots=slots)
         prepare_environment(device.type == "cpu")
-        check_version()
+        check_version(replays)
+        experts = read_config(model_path).experts if replays else None
+        self._sparse = sorted(experts.layers) if experts else []  # the layers that have some
         own = _arguments(model_path, model, device, dtype, slots + 1, max_model_len, tensor_parallel)
         own |= {"worker_extension_cls": worker, "enable_sleep_mode": sleeps}
+        own |= {"enable_return_routed_experts": True} if self._sparse else {}
         self._core = Core(own, engine_args or {})
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -212,6 +220,7 @@ class VLLMRolloutEngine(RolloutEngine):
             sequence.tokens.extend(output.tokens)
             sequence.logprobs.append(output.logprobs)
             sequence.versions.extend([packed] * len(output.tokens))
+            sequence.experts += [] if output.experts is None else [output.experts]
             if output.finish:
                 del self._running[output.request_id]
                 self._finish(sequence, output.finish)
@@ -224,7 +233,10 @@ class VLLMRolloutEngine(RolloutEngine):
         tokens = np.array(sequence.tokens, np.int32)
         logprobs = np.concatenate(sequence.logprobs)
         group = sequence.group
-        group.samples[sequence.index] = make_sample(tokens, logprobs, np.array(sequence.versions, np.int64), known)
+        sample = make_sample(tokens, logprobs, np.array(sequence.versions, np.int64), known)
+        if group.request.sampling.experts_from >= 0 and (taken := sequence.experts):
+            sample = msgspec.structs.replace(sample, experts=RoutedExperts.of(np.concatenate(taken)[:, self._sparse]))
+        group.samples[sequence.index] = sample
         group.unfinished -= 1
         if not group.unfinished:
             del self._groups[group.request.group_id]

@@ -39,6 +39,7 @@ class Output(NamedTuple):
     finish: str  # vLLM's finish reason; "" while it goes on
     cached: int  # prompt tokens found in the prefix cache, told with the first output
     preemptions: int = 0  # since the output before: how often its keys and values were taken away
+    experts: np.ndarray | None = None  # [tokens fed since the output before, layers, experts a token], where they are told
 
 
 @dataclass
@@ -50,8 +51,8 @@ class CoreLoad:
     waiting: int = 0  # requests that it has, and does not run
 
 
-def check_version() -> None:
-    """Raises UserError when vLLM is not installed, or not of a version that Sluice is made for."""
+def check_version(replays: bool = False) -> None:
+    """Raises UserError when vLLM is not installed, or not of a version that Sluice is made for, and that `replays`."""
     try:
         import vllm
     except ImportError as error:
@@ -60,6 +61,8 @@ def check_version() -> None:
     release = ".".join(found.split(".")[:2])
     if release not in SUPPORTED:
         raise UserError(f"services.rollout.engine: vllm is of version {found}, must be one of {', '.join(SUPPORTED)}")
+    if replays and release != SUPPORTED[-1]:
+        raise UserError(f"moe.replay: routing needs vllm {SUPPORTED[-1]}, and this is {found}; must be off, or engine torch")
 
 
 def prepare_environment(on_cpu: bool) -> None:
@@ -201,4 +204,5 @@ def _output(raw: Any) -> Output:
     cached = prefill.num_cached_tokens if prefill is not None else getattr(raw, "num_cached_tokens", 0)
     finish = "" if raw.finish_reason is None else str(raw.finish_reason)
     preemptions = sum(event.type.name == "PREEMPTED" for event in raw.events or ())
-    return Output(raw.request_id, raw.new_token_ids, logprobs, finish, cached, preemptions)
+    experts = getattr(raw, "routed_experts", None)
+    return Output(raw.request_id, raw.new_token_ids, logprobs, finish, cached, preemptions, experts)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config
 from runtime.errors import UserError
-from runtime.models import hf_policy
+from runtime.models import hf_config, hf_policy
 from runtime.models.families.family import dtype_of
 from runtime.models.offload import HostOffload
 from runtime.process import platform
@@ -31,6 +31,7 @@ from runtime.trainer.backend import (
     wire_dtype,
 )
 from runtime.trainer.fsdp import lora, optimizers, sharding, state
+from runtime.trainer.fsdp.experts import WatchedExperts
 from runtime.trainer.fsdp.lora import Adapters
 from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.statistics import Reduced, StepStatistics
@@ -62,6 +63,9 @@ class FsdpBackend(ModelBackend):
                 frozen = self._frozen_dtype(rank_info.world_size)
                 adapted = lora.adapt(self.model, config.lora, self._source, config.run.seed, frozen)
             self._head = hf_policy.take_head(self.model)
+        shape = None if self._has_value_head else hf_config.experts_of(hf_config.read_raw(self._source))
+        self._experts = WatchedExperts(self.model, None if config.lora else shape, config.moe)
+        self.routes = self._experts.routes
         to_device(self.model, trained, self._compute, rank_info)
         self._adapters = None if adapted is None else Adapters(self.model, adapted)
         # Tied tensors come once, under their first name, as in a Hugging Face export.
@@ -115,6 +119,9 @@ class FsdpBackend(ModelBackend):
             weight, outputs = self._head.weight.to(self._compute), outputs.to(self._compute)
         return in_chunks(numbers, outputs, weight, self.vocab_size, batch.targets, batch.kept)
 
+    def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
+        return self._experts.balance(batch, statistics)
+
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         assert self._adapters is not None
         return self._adapters.off()
@@ -122,6 +129,7 @@ class FsdpBackend(ModelBackend):
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
         """At the predictors: what the head takes, [N, H] (of a model whose head stays within it the logits), or values float32
         [N]."""
+        self._experts.replay(batch)
         packed = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "packing": batch.packing}
         with self._precision():
             if self._has_value_head:
@@ -144,6 +152,7 @@ class FsdpBackend(ModelBackend):
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
         if self.rank_info.world_size > 1:
             sharding.reshard(self.model)
+        self._experts.report(statistics, self.rank_info.world_size)
         norms = torch.stack(torch._foreach_norm(self.gradients())).double()
         statistics.mean(_GRADIENT, norms.square().sum(), 1.0)
         reduced = statistics.reduce(self.rank_info.world_size)
@@ -158,6 +167,7 @@ class FsdpBackend(ModelBackend):
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        self._experts.clear()
         if self._trims:
             platform.trim()  # activations are gone, and what is published next needs room
 
@@ -166,6 +176,7 @@ class FsdpBackend(ModelBackend):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        self._experts.correct()
 
     # ------------------------------------------------------------------------------------------ its device, lent out
 

@@ -43,7 +43,7 @@ class TrainingState:
     position: TrainingPosition
     rank_info: RankInfo
     adapters: Adapters | None = None
-    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what the model has besides, and nobody changes
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what the model has besides, which no gradient changes
 
 
 def save(folder: Path, state: TrainingState, source: str) -> None:
@@ -125,6 +125,8 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
         weights = _open(*where, kept, stack)
         history = _open(folder, "optimizer", _kept(state), stack) if description["optimizer_updates"] else None
         generators = stack.enter_context(_safetensors(folder / "rng.safetensors"))
+        for name, tensor in {} if state.adapters else state.fixed.items():
+            tensor.copy_(weights(name, tensor))
         for name, parameter in state.parameters.items():
             sharding.local(parameter).copy_(weights(name, parameter))
             state.optimizer.state.pop(parameter, None)
