@@ -44,14 +44,15 @@ def make_policy(folder: Path, *, tied: bool = True, layers: int = 2, **options: 
 
 
 def make_config(path: str, *, dtype: str = "auto", trainer: Any = None, **sections: Any) -> Config:
-    """A configuration for `path`; `sections` overrides keys of algorithm, optimizer, training and sampling."""
+    """A configuration for `path`; `sections` overrides keys of algorithm, optimizer, training and sampling. The learning
+    rate is as configured, however old the samples of `make_groups` are."""
     algorithm = Algorithm(**sections.get("algorithm", {}))
     optimizer = Optimizer(**{"learning_rate": 1e-3, **sections.get("optimizer", {})})
     config = Config(
         run=Run(name="test"),
         model=Model(path=path, dtype=dtype),
         algorithm=algorithm,
-        training=Training(optimizer=optimizer, **sections.get("training", {})),
+        training=Training(optimizer=optimizer, **{"lr_staleness_power": 0.0, **sections.get("training", {})}),
         sampling=Sampling(**sections.get("sampling", {})),
     )
     if trainer is None:
