@@ -383,7 +383,8 @@ class Attempt:
         self._set_incarnation(max(restored.incarnation, position.version.incarnation + 1))
         self._checkpoints.resume(self._incarnation, position)
         if self._history.folder:
-            await asyncio.gather(*(model.post(Restore(self._history.folder)) for model in self._recovery.models))
+            command = Restore(self._history.folder, codec.encode(position), self._incarnation)
+            await asyncio.gather(*(model.post(command) for model in self._recovery.models))
 
     # ------------------------------------------------------------------------------------------ what is said of it
 
