@@ -79,7 +79,9 @@ def test_all_are_killed_and_it_goes_on_from_the_newest_step_that_is_whole_on_eve
         assert written == [["__0_0.distcp"], ["__1_0.distcp"]]
     (torn := part(run, SECOND, newest) / checkpoint.TRAINER).write_bytes(b"{")
 
-    with cluster(made, *engine, f"training.steps={newest + 2}", "run.resume=auto", folder=own[0], own=own) as run:
+    with cluster(
+        made, *engine, f"training.steps={newest + 2}", "run.resume=auto", "checkpoint.gather=true", folder=own[0], own=own
+    ) as run:
         assert [run.agents[name].wait(2 * START) for name in NAMES] == [0, 0, 0], run.said()
     said = f"step-{newest:08d} is left out: node {SECOND} has not the trainer's part of it whole"
     assert said in run.log("coordinator")
@@ -88,6 +90,10 @@ def test_all_are_killed_and_it_goes_on_from_the_newest_step_that_is_whole_on_eve
         assert (kept.parent / "dead-1" / kept.name / checkpoint.POSITION).exists()
     assert [point["step"] for point in steps(run.folder)][-(newest + 2 - older) :] == list(range(older + 1, newest + 3))
     check_ledger(run.folder / "ledger")
+    last = checkpoint.folder_for(run.folder, newest + 2)
+    assert checkpoint.read_position(last).parts == [f"trainer/{SECOND}"]
+    if "megatron" in engine[0]:  # gathered
+        assert len(list(part(run, SECOND, newest + 2).rglob("*.distcp"))) == 2
     assert (run.place(SECOND, own[0]) / "model" / "model.safetensors").exists()
 
 

@@ -126,7 +126,6 @@ def test_an_older_file_without_a_length_has_no_budget_of_its_own_and_says_so() -
 @pytest.mark.parametrize(
     ("section", "name", "value", "reason"),
     [
-        ("megatron_training", "no_shared_storage", True, "a folder that all machines share"),
         ("megatron_training", "dpo_loss_type", "hinge", "DPO"),
         ("megatron_training", "refer_model_iter", 2, "DPO"),
         ("megatron_training", "vocab_extra_ids", 2, "tokenizer.json"),
