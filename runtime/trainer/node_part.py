@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ class NodePart:
     def __init__(self, config: Config, role: str, info: RankInfo):
         self._role, self._info, self._gathers = role, info, config.checkpoint.gather
         self._leads = os.environ.get("LOCAL_RANK", "0") == "0"  # of this node's ranks
-        node = os.environ.get(os_process.NODE, "")
-        self._root, self._name = parts.root(Path(config.run.dir), node, role), f"{role}/{node}"
+        run_dir, node = Path(config.run.dir), os.environ.get(os_process.NODE, "")
+        self._root, self._name = parts.root(run_dir, node, role), f"{role}/{node}"
+        self._whole = partial(parts.whole, run_dir, node)
 
     def begin(self, command: Save) -> Path:
         """Where this node's ranks are to write."""
@@ -43,12 +45,12 @@ class NodePart:
         self._info.largest([0])  # nobody writes before all folders are there
         return checkpoint.partial_of(checkpoint.folder_for(self._root, step))
 
-    def complete(self, partial: Path, command: Save) -> list[str]:
-        """All ranks have written into `partial`. The part that this rank speaks for, which is safe then."""
-        if not self._leads or not parts.files(partial):
+    def complete(self, folder: Path, command: Save) -> list[str]:
+        """All ranks have written into `folder`. The part that this rank speaks for, which is safe then."""
+        if not self._leads or not parts.files(folder):
             return []
         position = codec.decode(Position, command.place)
-        checkpoint.complete(partial, checkpoint.folder_for(self._root, position.version.step), position)
+        checkpoint.complete(folder, checkpoint.folder_for(self._root, position.version.step), position)
         return [] if self._gathers and self._info.rank else [self._name]
 
     def load(self, command: Restore, engine: ModelTrainer) -> PolicyVersion:
@@ -59,7 +61,7 @@ class NodePart:
         if self._leads:
             checkpoint.sweep(self._root)
             checkpoint.set_aside(self._root, position.version.step, command.incarnation)
-        has = not checkpoint.fault(folder) and parts.identity(checkpoint.read_position(folder)) == parts.identity(position)
+        has = self._leads and f"{self._name}/{parts.identity(position)}" in self._whole()
         if self._leads and not has and self._name not in position.parts:
             checkpoint.discard(folder)  # of no use, and in the way
         told = _all_told([self._name, has], self._info)
@@ -102,9 +104,9 @@ def exchange(folder: Path, needed: Callable[[str], bool], info: RankInfo) -> Ite
 def _carry(path: Path, mode: str, size: int, other: int, info: RankInfo) -> Path:
     """Send a file to the rank `other`, or write what it sends."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path if mode == "rb" else path.with_name(f".{path.name}.partial")
+    place = path if mode == "rb" else path.with_name(f".{path.name}.partial")
     carrier = torch.device("cpu") if dist.get_backend(info.group) == "gloo" else info.device
-    with checkpoint.full_disk_told(path.parent), partial.open(mode) as file:
+    with checkpoint.full_disk_told(path.parent), place.open(mode) as file:
         for first in range(0, size, CHUNK):
             data = torch.empty(min(CHUNK, size - first), dtype=torch.uint8)
             if mode == "rb":
@@ -113,4 +115,4 @@ def _carry(path: Path, mode: str, size: int, other: int, info: RankInfo) -> Path
             else:
                 dist.recv(there := data.to(carrier), other, info.group)
                 file.write(there.cpu().numpy().data)
-    return partial.replace(path)
+    return place.replace(path)
