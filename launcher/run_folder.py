@@ -154,7 +154,7 @@ def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: N
     if resume and config.critic is not None:
         checkpoint.critic_state(Path(resume))
     if resume and checkpoint.is_of(folder, Path(resume)):
-        return resume
+        return resume if config.cluster.shared_folder else config.run.resume  # of which other nodes may lack their parts
     if resume and not config.run.overwrite and (folder / run_files.LEDGER).exists():  # which knows nothing of that checkpoint
         raise UserError(
             f"run.resume: {resume} is not of the run that {folder} holds; choose another run.name or run.dir, or set "

@@ -156,9 +156,12 @@ class ResendWeights(Command[WeightsSent], frozen=True):
 
 
 class Restore(Command[None], frozen=True):
-    """Go on from the checkpoint `folder`: the first command to a group that does not begin with the model as it is given."""
+    """Go on from the checkpoint `folder`, whose encoded Position is `place`, as `incarnation`: the first command to a group
+    that does not begin with the model as it is given."""
 
     folder: str
+    place: bytes = b""
+    incarnation: int = 0
 
 
 class BeginStep(Command[None], frozen=True):
@@ -184,10 +187,13 @@ class Apply(Command[StepResult], frozen=True):
     probes: tuple[bytes, ...] = ()
 
 
-class Save(Command[None], frozen=True):
-    """Write the state after the commands before into `folder`, which exists and is empty."""
+class Save(Command[list[str]], frozen=True):
+    """Write the state after the commands before into `folder`, which exists and is empty. Where nodes share none, ranks write
+    parts for the Position `place`, encoded, and answer with their names; of others those of the steps `keep` count."""
 
     folder: str
+    place: bytes = b""
+    keep: tuple[int, ...] = ()
 
 
 class Export(Command[None], frozen=True):

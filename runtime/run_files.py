@@ -17,6 +17,7 @@ NODES = "nodes"
 GATEWAYS = "gateways"  # a file for each, with its URL
 GATEWAYS_CA = "gateways-ca.pem"  # where they have certificates: whose these are
 CHECKPOINTS = "checkpoints"
+PARTS = "parts"  # of checkpoints, where nodes share no folder
 MODEL = "model"
 EVALUATIONS = "evaluations"
 NONFINITE = "nonfinite"
@@ -30,7 +31,7 @@ SUMMARY = "summary.json"
 STARTUP = "startup.json"
 
 OF_ONE_RUN = (
-    *(LEDGER, CHECKPOINTS, MODEL, EVALUATIONS, NONFINITE, METRICS, SPANS, TRAINED, PROFILES, TENSORBOARD, MLFLOW),
+    *(LEDGER, CHECKPOINTS, PARTS, MODEL, EVALUATIONS, NONFINITE, METRICS, SPANS, TRAINED, PROFILES, TENSORBOARD, MLFLOW),
     *(SUMMARY, STARTUP, GATEWAYS, GATEWAYS_CA),
 )
 """What a new run must not find."""

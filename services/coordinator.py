@@ -25,6 +25,7 @@ from runtime.config import Config
 from runtime.coordinator import takeover
 from runtime.coordinator.attempt import INTERRUPTED
 from runtime.coordinator.evaluation import EvaluationRun, ServingRun
+from runtime.coordinator.history import RunHistory
 from runtime.coordinator.register import Register, UnitChange, UnitState
 from runtime.coordinator.run import TrainingRun
 from runtime.coordinator.run_context import EvaluationContext, RunContext
@@ -171,7 +172,7 @@ class CoordinatorProcess:
             else:
                 before = time.monotonic()
                 await self._peers.connect(placed)
-                self._run = TrainingRun(context, self._register)
+                self._run = TrainingRun(context, self._register, RunHistory(self._nodes.resume()))
                 context.startup.phases["services"] = time.monotonic() - before
                 context.startup.processes |= {one.name: in_order(one.seconds) for one in self._peers.processes}
             self._run.pool.slots = slots(self._nodes.config)  # it may have been scaled since

@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 
 from runtime import run_files, timeouts
@@ -20,6 +20,8 @@ from runtime.config import Config, Rollout, loading
 from runtime.coordinator.register import Register
 from runtime.coordinator.takeover import Members, known_units
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
+from runtime.ledger import checkpoint, parts
+from runtime.ledger.position import Position
 from runtime.process import os_process
 from runtime.process.aio import still_missing
 
@@ -91,7 +93,8 @@ class Nodes:
         if found.node == self._own_name:
             self._own.set()
         else:
-            faults = list(path_faults(self._paths[self._own_name], found, named_paths(self._config)))
+            own = self._paths[self._own_name]
+            faults = [*path_faults(own, found, named_paths(self._config)), *self._foreign(found)]
             if faults:
                 self._refuse("\n".join(faults))
                 raise UserError("\n".join(faults))
@@ -99,6 +102,21 @@ class Nodes:
         if self._placement is not None:
             self._take_in(found.node)
         self._came.set()
+
+    def _foreign(self, found: NodePaths) -> Iterator[str]:
+        run = self._config.run
+        if not run.overwrite and any(part.split("/")[-2] != parts.lineage(self._config) for part in found.parts):
+            place = f"{Path(run.dir) / run_files.PARTS} of node {found.node}"
+            yield f"run.dir: {place} has checkpoints of another run; move it away, or set run.overwrite=true to replace them"
+
+    def resume(self) -> str:
+        """The checkpoint to go on from, "" for none. Raises UserError where there is none that is whole on all nodes."""
+        run = self._config.run
+        return checkpoint.resolve(run.resume, Path(run.dir), log.warning, self._lacks)
+
+    def _lacks(self, position: Position) -> str:
+        there = {part for found in self._paths.values() for part in found.parts}
+        return next((parts.missing(part) for part in position.parts if f"{part}/{parts.identity(position)}" not in there), "")
 
     async def placed(self, began: float, waits_for: Callable[[str], None] = lambda _: None) -> None:
         """Wait for the nodes, place the processes, and have the nodes start them.

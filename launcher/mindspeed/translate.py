@@ -76,6 +76,9 @@ def _run(keys: TranslatedSettings) -> None:
     keys.put("run.seed", (seed := keys.role("actor", "seed")).value, seed)
     save, finetune = keys.role("actor", "save"), keys.role("actor", "finetune")
     keys.put("run.dir", save.value, save)
+    alone = keys.role("actor", "no_shared_storage")
+    if alone.value is not None:
+        keys.put("cluster.shared_folder", not alone.value, alone)
     if finetune.given and finetune.value is not None:
         keys.put("run.resume", "never" if finetune.value else "auto", finetune)
     folder, load = keys.role("actor", "tokenizer_name_or_path"), keys.role("actor", "load")

@@ -19,6 +19,7 @@ from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegi
 from runtime.cluster.topology import named_paths, shares_devices
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
+from runtime.ledger import parts
 from runtime.process import disk, keys
 from runtime.process.keys import Keys
 from runtime.status import Progress
@@ -162,7 +163,8 @@ class Agent:
 
     def _read(self, assignment: Assignment) -> None:
         """Write the configuration as this node's processes are to read it: the address is the node's own."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (self.path.parent, Path(self._own.run.dir) / run_files.LOGS):
+            folder.mkdir(parents=True, exist_ok=True)
         told = self.path.with_suffix(".told")  # a process that is started again may read the other one at any time
         run_files.write_private(told, assignment.config)
         config = loading.load(told, ())
@@ -175,10 +177,14 @@ class Agent:
         run_files.write_private(self.path, loading.to_yaml(self._config))
 
     async def _tell_paths(self, channel: session.Channel) -> None:
-        paths = named_paths(self._config)
-        found = await asyncio.to_thread(lambda: {key: fingerprint(Path(path)) for key, path in paths.items()})
+        run_dir, whole = Path(self._config.run.dir), list[str]()
+        files = {key: Path(path) for key, path in named_paths(self._config).items()} | {"run.dir": run_dir / run_files.LOCK}
+        if not self._config.cluster.shared_folder:
+            del files["run.dir"]  # each has its own
+            whole = await asyncio.to_thread(parts.whole, run_dir, self._node.name)
+        found = await asyncio.to_thread(lambda: {key: fingerprint(path) for key, path in files.items()})
         method = contract.METHODS["Coordinator", "ReportPaths"]
-        await session.call(channel, "coordinator", method, NodePaths(node=self._node.name, found=found))
+        await session.call(channel, "coordinator", method, NodePaths(node=self._node.name, found=found, parts=whole))
 
     async def _apply(self, assignment: Assignment) -> None:
         wanted = {launch.name: launch for launch in assignment.launches}
@@ -219,16 +225,15 @@ WHOLE = 1 << 20  # bytes up to which a file is read as a whole; of a larger one 
 def fingerprint(path: Path) -> str:
     """A hash of a file, or of a folder's files with their names; "" where there is nothing.
 
-    A run's folder is known by its lock: what else lies in it changes.
+    What is hidden does not count: a download keeps there when it was made.
     """
     digest = xxhash.xxh3_64()
     try:
-        if (path / run_files.LOCK).is_file():
-            _add(digest, path / run_files.LOCK)
-        elif path.is_dir():
+        if path.is_dir():
             for file in sorted(path.rglob("*")):
-                if file.is_file():
-                    digest.update(str(file.relative_to(path)).encode())
+                name = str(file.relative_to(path))
+                if file.is_file() and "/." not in f"/{name}":
+                    digest.update(name.encode())
                     _add(digest, file)
         else:
             _add(digest, path)

@@ -83,7 +83,7 @@ def service_specs(
             command=_command(
                 launch, len(group_of(config, Instance(launch.role, launch.name))), _interpreter(role) or python, arguments
             ),
-            env={**ports.get(launch.name, {}), **env, **_key(launch)},
+            env={**ports.get(launch.name, {}), **env, **_key(launch), os_process.NODE: config_path.stem},
             cpus=affinity(role),
             services=tuple(f"{launch.role}-{rank}" for rank in launch.ranks) or (launch.name,),
             forked=_forkable(launch, role, machine) and "LD_PRELOAD" not in env,

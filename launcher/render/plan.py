@@ -158,6 +158,8 @@ def shared_folder(config: Config) -> str:
 
     Raises ConfigError when that would hide others.
     """
+    if not config.cluster.shared_folder:
+        raise ConfigError(["cluster.shared_folder: false, but the containers share a volume; must be true"])
     folder = (HOME / config.run.dir).parent
     if ".." in folder.parts or folder in (HOME, *HOME.parents):
         raise ConfigError([f"run.dir: '{config.run.dir}' needs a folder of its own above it, which the nodes share: runs/NAME"])

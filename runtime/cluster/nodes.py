@@ -37,10 +37,12 @@ class NodeRegistration(Struct, kw_only=True, frozen=True):
 
 
 class NodePaths(Struct, kw_only=True, frozen=True):
-    """What `node` has at the paths that the configuration names: by its key, a hash, or "" where there is nothing."""
+    """What `node` has at the paths that the configuration names: by its key, a hash, or "" where there is nothing. `parts`:
+    of checkpoints, where nodes share no folder (`ledger.parts.whole`)."""
 
     node: str
     found: dict[str, str] = {}
+    parts: list[str] = []
 
 
 class Rendezvous(Struct, kw_only=True, frozen=True):
@@ -205,10 +207,10 @@ def name_fault(cluster: Cluster, name: str) -> str:
 
 
 def path_faults(reference: NodePaths, other: NodePaths, paths: Mapping[str, str]) -> Iterator[str]:
-    """What two nodes do not have alike. `paths`: by key, what the configuration names."""
+    """What two nodes do not have alike. `paths`: by key, what the configuration names; of keys for one path, the first."""
     for key, path in paths.items():
         ours, theirs = reference.found.get(key, ""), other.found.get(key, "")
-        if ours == theirs:
+        if ours == theirs or key != next(one for one in paths if paths[one] == path):
             continue
         if not ours or not theirs:
             without, having = (reference.node, other.node) if not ours else (other.node, reference.node)

@@ -26,6 +26,9 @@ class Cluster(Section, frozen=True):
     min_nodes: NonNegative = 0
     """The run starts once so many are there, at most as many as are named. Rollouts, rewards and references for which these
     have no room start with the nodes that come later. 0: all that are named; with `auto`, one."""
+    shared_folder: bool = True
+    """Whether all nodes see one folder at `run.dir`. `false`: each has its own, with logs, spans and its part of checkpoints,
+    and a copy of each model; ledger and data are the coordinator's alone."""
 
 
 class Tls(Section, frozen=True):

@@ -58,6 +58,9 @@ class Checkpoint(Section, frozen=True):
     async_save: bool = False
     """Engine megatron: training goes on while the files are written, from a copy in host memory. One checkpoint at a time: the
     next one waits for it, as does the end of the run."""
+    gather: bool = False
+    """Without `cluster.shared_folder`: the node of rank 0 gets copies of what other nodes save, which are not needed then to go
+    on. What engine torch saves is all there anyway."""
 
 
 class Ledger(Section, frozen=True):

@@ -57,6 +57,12 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
         yield f"services.coordinator.standby: '{standby}', but the run has one node; needs cluster.nodes or cluster.min_nodes"
     if several:
         yield from _reachable(config)
+    if config.cluster.shared_folder:
+        if config.checkpoint.gather:
+            yield "checkpoint.gather: true, but with cluster.shared_folder all is in one folder; must be false"
+    elif standby or config.publication.transport == "files":
+        key = "services.coordinator.standby" if standby else "publication.folder"
+        yield f"{key}: is for nodes that share a folder, and cluster.shared_folder is false; must be left out"
     if config.network.tls is not None and config.network.security not in ("auto", "tls"):
         mode = config.network.security
         yield f"network.tls: is not used with network.security {mode}; must be left out, or that be tls or auto"

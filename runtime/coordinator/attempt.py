@@ -326,11 +326,10 @@ class Attempt:
 
     async def _save_end(self) -> None:
         self._report("saving")
-        step = self.buffer.committed
         await self._training.saved()  # the checkpoint that was ordered before may be of the same step
         async with self._devices.lease("trainer", last=True):
             # A checkpoint to resume from, and the model for others to load.
-            await self._checkpoints.save_end(step)
+            await self._checkpoints.save_end(self.buffer.committed)
             folder = str((self._context.folder / run_files.MODEL).absolute())
             await self._checkpoints.until_room(lambda: self._roles.trainer.call(Export(folder)))
 
@@ -382,8 +381,9 @@ class Attempt:
             self._dynamic.judge_restored()
         self._set_incarnation(max(restored.incarnation, position.version.incarnation + 1))
         self._checkpoints.resume(self._incarnation, position)
-        if self._history.folder:
-            await asyncio.gather(*(model.post(Restore(self._history.folder)) for model in self._recovery.models))
+        if folder := self._history.folder:
+            command = Restore(folder, codec.encode(position), self._incarnation)
+            await asyncio.gather(*(model.post(command) for model in self._recovery.models))
 
     # ------------------------------------------------------------------------------------------ what is said of it
 

@@ -23,7 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from runtime import timeouts
+from msgspec.structs import replace
+
+from runtime import codec, timeouts
 from runtime.cluster.restarts import backoff
 from runtime.cluster.topology import alternates
 from runtime.commands import Offload, Save
@@ -35,7 +37,7 @@ from runtime.coordinator.roles import UPDATED, Roles, wait_for
 from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import PromptStream
 from runtime.errors import DeadlineExceeded, ServiceFault, StorageFull, Unreachable
-from runtime.ledger import checkpoint
+from runtime.ledger import checkpoint, parts
 from runtime.ledger.position import Position
 from runtime.ledger.records import CheckpointSaved
 from runtime.ports import RolePort, TrainerPort
@@ -173,6 +175,7 @@ class Checkpoints:
         self._stream = stream
         self._buffer = buffer
         self._incarnation = 0
+        self._lineage = parts.lineage(config)
         self._history = history
         self._alarm = ""  # that there was no room
         self.accuracy = history.accuracy
@@ -218,6 +221,7 @@ class Checkpoints:
             accuracy=self.newest_accuracy,
             best_accuracy=None if best is None else self.accuracy[best],
             best_step=best,
+            run=self._lineage,
         )
 
     async def save_end(self, step: int) -> None:
@@ -273,42 +277,37 @@ class Checkpoints:
                     (partial / checkpoint.CRITIC).mkdir()
         except StorageFull as error:
             return _raised(error)
-        if roles.critic is not None and self._alternates:
-            return self._saved_at(
-                step,
-                folder,
-                partial,
-                [self._one_by_one(partial, roles.trainer, roles.critic)],
-                position,
-                self._entered(finishing),
-                written,
-            )
-        saving = [roles.trainer.post(Save(str(partial)))]
-        if roles.critic is not None:
-            saving.append(roles.critic.post(Save(str(partial / checkpoint.CRITIC))))
+        own = Save(str(partial), codec.encode(position), tuple(checkpoint.steps(self._folder)))
+        critics = replace(own, folder=str(partial / checkpoint.CRITIC))
+        if roles.critic is None:
+            saving = [roles.trainer.post(own)]
+        elif self._alternates:
+            saving = [self._one_by_one(own, critics, roles.trainer, roles.critic)]
+        else:
+            saving = [roles.trainer.post(own), roles.critic.post(critics)]
         return self._saved_at(step, folder, partial, saving, position, self._entered(finishing), written)
 
-    async def _one_by_one(self, partial: Path, trainer: TrainerPort, critic: RolePort) -> None:
+    async def _one_by_one(self, own: Save, critics: Save, trainer: TrainerPort, critic: RolePort) -> list[str]:
         """Save the critic, then the trainer, which have the same devices."""
         # Only one of them has its state on the devices at a time.
         await trainer.call(Offload())
-        await critic.call(Save(str(partial / checkpoint.CRITIC)))
+        found = await critic.call(critics)
         await critic.call(Offload())
-        await trainer.call(Save(str(partial)))
+        return [*found, *await trainer.call(own)]
 
     async def _saved_at(
         self,
         step: int,
         folder: Path,
         partial: Path,
-        saving: list[Coroutine[Any, Any, None]],
+        saving: list[Coroutine[Any, Any, list[str]]],
         position: Position,
         entered: asyncio.Future[Totals],
         written: asyncio.Future[None] | None,
     ) -> None:
         # The processes write their parts.
         try:
-            await asyncio.gather(*saving)
+            position = replace(position, parts=[part for found in await asyncio.gather(*saving) for part in found])
             if written is not None:
                 written.set_result(None)
             totals = await entered

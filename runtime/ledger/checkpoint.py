@@ -226,7 +226,8 @@ def set_aside(run_dir: Path, step: int, incarnation: int) -> list[int]:
 
 def reposition(folder: Path, position: Position) -> None:
     """Give a checkpoint another position of the same version, at once or not at all."""
-    _write_position(folder, replace(position, files=read_position(folder).files))
+    former = read_position(folder)
+    _write_position(folder, replace(position, files=former.files, parts=former.parts))
 
 
 def _write_position(folder: Path, position: Position) -> None:
@@ -237,8 +238,14 @@ def _write_position(folder: Path, position: Position) -> None:
     _sync(folder)
 
 
-def resolve(resume: str, run_dir: Path, say: Callable[[str], None] = lambda _: None) -> str:
-    """The folder that `run.resume` means, "" for none; `say` is told of each that is left out as it is not whole.
+def resolve(
+    resume: str,
+    run_dir: Path,
+    say: Callable[[str], None] = lambda _: None,
+    lacks: Callable[[Position], str] = lambda _: "",
+) -> str:
+    """The folder that `run.resume` means, "" for none; `say` is told of each that is left out as it is not whole. `lacks`: what
+    is missing of one elsewhere.
 
     Raises UserError when it is not a whole checkpoint, and when there are checkpoints and none is whole.
     """
@@ -248,7 +255,7 @@ def resolve(resume: str, run_dir: Path, say: Callable[[str], None] = lambda _: N
         found = [folder_for(run_dir, step) for step in reversed(steps(run_dir))]
         faults = []
         for folder in found:
-            if not (why := fault(folder)):
+            if not (why := fault(folder) or lacks(read_position(folder))):
                 return str(folder)
             faults.append(why)
             say(f"run.resume: {folder} is left out: {why}")
@@ -257,7 +264,7 @@ def resolve(resume: str, run_dir: Path, say: Callable[[str], None] = lambda _: N
         return ""
     if not (Path(resume) / POSITION).exists():
         raise UserError(f"run.resume: {resume!r} is not a checkpoint; must be never, auto or a checkpoint's folder")
-    if why := fault(Path(resume)):
+    if why := fault(Path(resume)) or lacks(read_position(Path(resume))):
         raise UserError(f"run.resume: {resume} is not whole: {why}")
     return resume
 
@@ -266,7 +273,7 @@ def fault(folder: Path) -> str:
     """What shows, without loading it, that a checkpoint is not whole; "" where nothing does."""
     try:
         position = codec.decode(Position, (folder / POSITION).read_bytes())
-        if position.files:
+        if position.files or position.parts:
             return next((why for name, size in position.files.items() if (why := _fault_of(folder, name, size))), "")
         # Saved by version 0.1.0.
         msgspec.json.decode((folder / TRAINER).read_bytes())
@@ -284,7 +291,8 @@ def _fault_of(folder: Path, name: str, size: int) -> str:
 def _names_its_files(folder: Path) -> bool:
     """Whether its position was written last, with all files safe: as no version did before there was a list of files."""
     try:
-        return bool(codec.decode(Position, (folder / POSITION).read_bytes()).files)
+        position = codec.decode(Position, (folder / POSITION).read_bytes())
+        return bool(position.files or position.parts)
     except (OSError, InvalidMessage):
         return False
 

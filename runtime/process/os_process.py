@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import psutil
 
+NODE = "SLUICE_NODE"  # the variable that tells a process its node's name
 INCARNATION = "SLUICE_INCARNATION"  # the variable that tells a process how many were started under its name before
 STORE = "SLUICE_STORE"  # the variable that tells rank 0 the descriptor of its group's socket, which listens
 STORE_KEY = "SLUICE_STORE_KEY"  # the variable that tells the ranks of a group its key, in hexadecimal digits

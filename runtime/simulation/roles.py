@@ -304,13 +304,14 @@ class SimulatedModel(SimulatedProcess):
         ]
         return StepResult(metrics={}, seconds=seconds, probes=gaps)
 
-    async def save(self, command: Save) -> None:
+    async def save(self, command: Save) -> list[str]:
         async with self._in_turn:
             await self.spend(self.cluster.costs.save)
             try:
                 (Path(command.folder) / STATE).write_bytes(msgspec.json.encode(self.state))
             except OSError as error:
                 raise self.fault("save", str(error)) from error
+        return []
 
     async def onload(self, command: Onload) -> None:
         await self.in_turn(self.cluster.costs.swap)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,18 +39,19 @@ BatchOutputs = Callable[["MicroBatch", torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process's place in its service's group."""
+    """This process's place in its service's group; `group` is another one of the same ranks."""
 
     rank: int
     world_size: int
     device: torch.device
+    group: Any = None
 
     def largest(self, counts: list[int]) -> list[int]:
         """The elementwise maximum over ranks."""
         if self.world_size == 1:
             return counts
         tensor = torch.tensor(counts, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, self.group)
         return tensor.tolist()
 
     def gathered(self, part: torch.Tensor) -> torch.Tensor:
@@ -62,7 +63,7 @@ class RankInfo:
         padded[0, 0] = len(part)
         padded[1 : len(part) + 1] = part.to(self.device)
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, self.group)
         return torch.cat([each[1 : int(each[0, 0]) + 1] for each in parts]).cpu()
 
 
@@ -179,6 +180,10 @@ class ModelBackend(ABC):
     @abstractmethod
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
         """As `ModelTrainer.begin_save`."""
+
+    def needed(self, folder: Path) -> set[str]:
+        """The files `*.distcp` that this rank reads of the checkpoint `folder`, which has the others already."""
+        return set()
 
     @abstractmethod
     def load(self, folder: Path) -> TrainingPosition:

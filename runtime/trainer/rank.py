@@ -28,6 +28,7 @@ from runtime.models import limits
 from runtime.models.adapters import base_of
 from runtime.models.hf_config import read_raw
 from runtime.process import os_process, platform
+from runtime.trainer.node_part import NodePart
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.authentication import AuthenticatedStore
@@ -133,7 +134,8 @@ class UpdateRank(GroupRank):
         self._offloads, self._away = bool(settings.offloaded) and not managed_externally, False
         self._begun = False  # a step, whose gradients are on the device
         self._seconds: dict[str, float] = {}
-        self._saving: Future[None] | None = None
+        self._saving: Future[list[str]] | None = None
+        self._part = None if config.cluster.shared_folder else NodePart(config, self.role, engine.backend.rank_info)
         if managed_externally:
             self._offload()
 
@@ -148,9 +150,12 @@ class UpdateRank(GroupRank):
 
     def restore(self, command: Restore) -> None:
         before, folder = time.monotonic(), Path(command.folder)
-        self.version = checkpoint.read_position(folder).version
-        self.engine.load(str(self.state(folder)))
-        log.info("restored %s in %.1f s", self.state(folder), time.monotonic() - before)
+        if self._part is None:
+            self.version = checkpoint.read_position(folder).version
+            self.engine.load(str(self.state(folder)))
+        else:
+            self.version = self._part.load(command, self.engine)
+        log.info("restored %s of %s in %.1f s", self.role, folder, time.monotonic() - before)
 
     def begin_step(self, command: BeginStep) -> None:
         self._begun = True
@@ -172,19 +177,20 @@ class UpdateRank(GroupRank):
     def onload(self, command: Onload) -> None:
         """Everything is at hand already."""
 
-    def save(self, command: Save) -> Future[None] | None:
-        folder = Path(command.folder)
+    def save(self, command: Save) -> Future[list[str]] | list[str]:
+        folder, part = Path(command.folder), self._part
         with self._counted("save"), checkpoint.full_disk_told(folder):
             self._require_saved()
-            write = self.engine.begin_save(str(folder))
+            own = folder if part is None else part.begin(command)
+            write = self.engine.begin_save(str(own))
+
+            def write_to_disk() -> list[str]:
+                with checkpoint.full_disk_told(folder):
+                    write()
+                    return [] if part is None else part.complete(own, command)
+
             if not self.config.checkpoint.async_save:
-                write()
-                return None
-
-        def write_to_disk() -> None:
-            with checkpoint.full_disk_told(folder):
-                write()
-
+                return write_to_disk()
         self._saving = in_thread("save", write_to_disk)
         return self._saving
 

@@ -194,8 +194,9 @@ class GroupClient(RoleClient):
         """The command, on its way to the ranks that it is for; what is returned waits for all of them."""
         seconds = method.seconds(self._config)
         if method.ranks is not Ranks.SHARES:
-            first, last = {Ranks.FIRST: (0, 1), Ranks.OTHERS: (1, None), Ranks.ALL: (0, None)}[method.ranks]
-            return _first_of([session.post(method, command, seconds) for session in self._sessions[first:last]])
+            first, last = {Ranks.FIRST: (0, 1), Ranks.OTHERS: (1, None)}.get(method.ranks, (0, None))
+            posted = [session.post(method, command, seconds) for session in self._sessions[first:last]]
+            return _joined(posted) if method.ranks is Ranks.EACH else _first_of(posted)
         assert method.share is not None
         of_leader = dict(zip(self._leaders, method.share(command, len(self._leaders)), strict=True))
         shares = [of_leader.get(rank, []) for rank in range(len(self._sessions))]
@@ -247,6 +248,11 @@ async def _first_of(posted: Sequence[Coroutine[Any, Any, Any]]) -> Any:
     if len(posted) == 1:
         return await posted[0]
     return next(iter(await asyncio.gather(*posted)), None)
+
+
+async def _joined(posted: Sequence[Coroutine[Any, Any, list[Any]]]) -> list[Any]:
+    """What all ranks answer. Raises the first error."""
+    return [one for answer in await asyncio.gather(*posted) for one in answer]
 
 
 async def _in_order(posted: Sequence[Coroutine[Any, Any, Any]], shares: Sequence[Sequence[int]]) -> Any:

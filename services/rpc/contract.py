@@ -110,6 +110,7 @@ class Ranks(enum.Enum):
 
     FIRST = "the first"
     ALL = "all"
+    EACH = "all, whose lists of answers are joined"
     OTHERS = "all but the first"
     SHARES = "all, the data-parallel leaders with a share of its groups"
 
@@ -350,7 +351,7 @@ _ROWS = (
             _command(service, commands.BeginStep, _TRAIN, **_ALL),
             _command(service, commands.Accumulate, _TRAIN, ranks=Ranks.SHARES, share=_by_tokens),
             _command(service, commands.Apply, _TRAIN, **_ALL, key=("step",)),
-            _command(service, commands.Save, _SAVE, **_ALL),
+            _command(service, commands.Save, _SAVE, ranks=Ranks.EACH),
             _command(service, commands.Onload, _TRAIN, **_ALL),
             _command(service, commands.Offload, _TRAIN, **_ALL),
         )

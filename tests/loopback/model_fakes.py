@@ -53,12 +53,15 @@ class FakeModel(Losable):
         self.done: list[tuple[str, int]] = []
         self.done_when_posted: list[frozenset[tuple[str, int]]] = []
         self.batches: dict[int, list[TrainGroup]] = {}
+        self.parts: list[str] = []
+        """What ranks speak for, where nodes share no folder."""
+        self.places: list[tuple[bytes, tuple[int, ...]]] = []
         self._apply_seconds = apply_seconds
         self._last: asyncio.Task[Any] | None = None
 
-    def restore(self, folder: str) -> Coroutine[Any, Any, None]:
+    def restore(self, folder: str, place: bytes, incarnation: int) -> Coroutine[Any, Any, None]:
         assert not self.posted  # it is the first command
-        self.restored = folder
+        self.restored, self.places = folder, [(place, (incarnation,))]
         return self.reached(self._nothing())
 
     def begin_step(self, step: int) -> Coroutine[Any, Any, None]:
@@ -71,7 +74,8 @@ class FakeModel(Losable):
     def apply(self, step: int, probes: Sequence[bytes] = ()) -> Coroutine[Any, Any, StepResult]:
         return self._post("apply", step, lambda: self.applied(step))
 
-    def save(self, folder: str) -> Coroutine[Any, Any, None]:
+    def save(self, folder: str, place: bytes, keep: tuple[int, ...]) -> Coroutine[Any, Any, list[str]]:
+        self.places.append((place, keep))
         return self._post("save", checkpoint_step(folder), lambda: self.write(Path(folder)))
 
     def onload(self) -> Coroutine[Any, Any, None]:
@@ -88,8 +92,9 @@ class FakeModel(Losable):
     def metrics(self) -> dict[str, float]:
         return {"actor/grad_norm": 1.0}
 
-    async def write(self, folder: Path) -> None:
+    async def write(self, folder: Path) -> list[str]:
         leave_state(folder, self.name)
+        return self.parts
 
     async def _nothing(self) -> None:
         return None

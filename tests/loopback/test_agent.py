@@ -96,7 +96,7 @@ def test_it_says_what_it_has_and_writes_the_configuration_with_its_own_address(t
     def of_run() -> str:
         from launcher.node.agent import fingerprint
 
-        return fingerprint(tmp_path)
+        return fingerprint(tmp_path / ".lock")
 
     (tmp_path / ".lock").write_bytes(b"this run")
     run(tmp_path, test)

@@ -224,13 +224,14 @@ class SlowDisk(NotingTrainer):
 
     written: dict[int, asyncio.Event]
 
-    def save(self, folder: str) -> Coroutine[Any, Any, None]:
-        return self._written(super().save(folder), checkpoint_step(folder))
+    def save(self, folder: str, place: bytes, keep: tuple[int, ...]) -> Coroutine[Any, Any, list[str]]:
+        return self._written(super().save(folder, place, keep), checkpoint_step(folder))
 
-    async def _written(self, copied: Awaitable[None], step: int) -> None:
-        await copied
+    async def _written(self, copied: Awaitable[list[str]], step: int) -> list[str]:
+        parts = await copied
         if step in self.written:
             await self.written[step].wait()
+        return parts
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(tmp_path: Path) -> None:

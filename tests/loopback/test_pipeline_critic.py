@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from runtime import config, run_files, timeouts
+from runtime import codec, config, run_files, timeouts
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageEstimator
 from runtime.commands import WeightsCommitted
 from runtime.coordinator.run import TrainingRun
 from runtime.errors import ServiceFault, UserError
 from runtime.ledger import checkpoint
+from runtime.ledger.position import Position
 from runtime.ledger.states import Mark, Phase
 from runtime.types import GeneratedGroup, GroupRequest, LogprobRequest, PolicyVersion, StepResult, ValueRequest
 from tests.loopback.model_fakes import STATE, FakeCritic, FakeModel, FakeTrainer
@@ -245,6 +246,25 @@ def test_a_checkpoint_is_what_trainer_and_critic_wrote_and_the_position(tmp_path
         assert folder.position(step).version.step == step
 
 
+def test_a_checkpoint_names_the_parts_of_which_ranks_speak_and_goes_by_the_runs_first_start(tmp_path: Path) -> None:
+    folder, cast = critic_folder(tmp_path, steps=4, sections=EVERY_TWO), with_critic(Cast.make())
+    (tmp_path / ".lock").write_bytes(b"\x12")
+    assert cast.critic is not None
+    cast.trainer.parts, cast.critic.parts = ["trainer/b", "trainer/c"], ["critic/b"]
+    folder.run(cast)
+    assert [folder.position(step).parts for step in (2, 4)] == [["trainer/b", "trainer/c", "critic/b"]] * 2
+    for model in (cast.trainer, cast.critic):
+        told = [(codec.decode(Position, place), keep) for place, keep in model.places]
+        assert [(place.run, place.version.step, keep) for place, keep in told] == [("12", 2, ()), ("12", 4, (2,))]
+
+    (tmp_path / ".lock").write_bytes(b"\x34")  # which each start writes anew
+    cast = with_critic(Cast.make(seed=50))
+    folder.run(cast, resume=str(folder.checkpoint(2)))
+    (place, (incarnation,)), *saved = cast.trainer.places
+    assert (codec.decode(Position, place).parts, incarnation) == (["trainer/b", "trainer/c", "critic/b"], 1)
+    assert {codec.decode(Position, place).run for place, _ in saved} == {"12"}
+
+
 def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, steps=1)
     folder.run(Cast.prompt())
@@ -256,10 +276,11 @@ def broken_writer(model: FakeModel, error: Exception) -> None:
     """`model` writes the checkpoint of step 2, and fails in that of step 4."""
     write = model.write
 
-    async def fails(folder: Path) -> None:
-        await write(folder)
+    async def fails(folder: Path) -> list[str]:
+        parts = await write(folder)
         if "step-00000004" in str(folder):
             raise error
+        return parts
 
     model.write = fails  # type: ignore[method-assign]
 
@@ -305,10 +326,11 @@ def test_a_run_that_fails_while_it_saves_leaves_no_part_of_the_checkpoint(tmp_pa
     writing = asyncio.Event()
 
     class Critic(FakeCritic):
-        async def write(self, folder: Path) -> None:
+        async def write(self, folder: Path) -> list[str]:
             await super().write(folder)
             writing.set()
             await asyncio.Event().wait()
+            return []
 
     class Rollout(FakeRollout):
         async def generate(self, request: GroupRequest) -> GeneratedGroup:

@@ -191,6 +191,30 @@ def test_what_is_asked_while_two_parts_are_on_their_way_is_the_next() -> None:
     run(test())
 
 
+class Part:
+    """Of rank `number`'s node."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def begin(self, command: Save) -> Path:
+        return Path(command.folder).with_name(f"part-{self.number}")
+
+    def complete(self, folder: Path, command: Save) -> list[str]:
+        return [f"{folder.name} after {command.keep}"]
+
+
+def test_a_save_is_answered_with_the_parts_of_all_ranks() -> None:
+    async def test() -> None:
+        async with group_of() as group:
+            for number, service in enumerate(group.services):
+                service._worker._part = Part(number)  # type: ignore[attr-defined]
+            assert await group.client.call(Save("/nowhere", b"", (2, 4))) == ["part-0 after (2, 4)", "part-1 after (2, 4)"]
+            assert [engine.seen for engine in group.engines] == [[("save", f"/part-{number}")] for number in range(RANKS)]
+
+    run(test())
+
+
 def test_each_mini_batch_is_shared_out_for_itself_and_all_ranks_see_one_order() -> None:
     async def test() -> None:
         async with group_of() as group:

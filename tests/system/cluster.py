@@ -32,12 +32,14 @@ OUTER = {
 
 @dataclass
 class Cluster:
-    """Nodes by name, the agents that were started on them, and the run's folder, which all share."""
+    """Nodes by name, the agents that were started on them, and the run's folder, which all share; but for `own`: of these
+    folders, which exist, each node has one of its own, and `folder` is the first one's."""
 
     network: Network
     config: Path
     overrides: Sequence[str]
     folder: Path
+    own: Sequence[Path] = ()
     agents: dict[str, Live] = field(default_factory=dict)
 
     def node(self, name: str) -> Node:
@@ -48,15 +50,22 @@ class Cluster:
         """As the coordinator's node sees it."""
         return self.agents[NAMES[0]]
 
-    def start(self, name: str) -> Live:
-        """The agent of a node, again if there was one."""
+    def start(self, name: str, torchrun: bool = True) -> Live:
+        """The agent of a node, again if there was one. Without `torchrun` its exit code is its own."""
         console = self.folder.with_name(f"{self.folder.name}.{name}.console")
-        env = {**OUTER, "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-        command = (sys.executable, *AGENT, str(self.config), "--name", name, *self.overrides)
+        env = {**(OUTER if torchrun else {}), "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        command = (sys.executable, *(AGENT if torchrun else AGENT[-2:]), str(self.config), "--name", name, *self.overrides)
+        if self.own:  # what is mounted in a namespace of `ip netns exec` is seen there alone
+            mounts = " && ".join(f"mount --bind {self.place(name, path)} {path}" for path in self.own)
+            command = ("sh", "-c", f'{mounts} && exec "$@"', "sh", *command)
         with console.open("w") as out, console.with_suffix(".err").open("w") as err:
             process = self.node(name).start(command, env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
         self.agents[name] = Live(process, self.folder, console)
         return self.agents[name]
+
+    def place(self, name: str, path: Path) -> Path:
+        """Where this machine has what node `name` sees at `path`, one of its own folders."""
+        return _place(name, path)
 
     def said(self) -> str:
         """What every agent printed."""
@@ -93,16 +102,28 @@ class Cluster:
         return path.read_text() if path.exists() else ""
 
 
+def _place(name: str, path: Path) -> Path:
+    return path.with_name(f"{path.name}.{name}")
+
+
 @contextmanager
 def cluster(
-    config: Path, *overrides: str, folder: Path, count: int = 3, start: int | None = None, network: str = namespaces.NETWORK
+    config: Path,
+    *overrides: str,
+    folder: Path,
+    count: int = 3,
+    start: int | None = None,
+    network: str = namespaces.NETWORK,
+    own: Sequence[Path] = (),
 ) -> Iterator[Cluster]:
-    """A run over `count` nodes, on the first `start` of which an agent is started at once; nothing of it stays."""
+    """A run over `count` nodes, on the first `start` of which an agent is started at once; nothing of it stays. `own`: as in
+    Cluster."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with namespaces.joined(count, network) as made_of:
         first = made_of.nodes[0].address
         where = (f"run.dir={folder}", f"services.coordinator.host={first}", f"services.coordinator.port={PORT}")
-        made = Cluster(made_of, config, (*where, "network.interface=auto", *overrides), folder)
+        seen = _place(NAMES[0], folder) if folder in own else folder
+        made = Cluster(made_of, config, (*where, "network.interface=auto", *overrides), seen, own)
         for name in NAMES[: count if start is None else start]:
             made.start(name)
         yield made

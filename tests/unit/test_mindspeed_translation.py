@@ -112,6 +112,11 @@ def test_the_budget_of_tokens(changes: dict[str, Any], ours: int) -> None:
     assert any("takes as much memory" in line for line in got.advice) == (ours == 12000)
 
 
+@pytest.mark.parametrize(("given", "ours"), [({}, None), ({"no_shared_storage": True}, False)])
+def test_nodes_with_storage_of_their_own_share_no_folder(given: dict[str, Any], ours: bool | None) -> None:
+    assert at(made(megatron_training=given), "cluster.shared_folder") is ours
+
+
 def test_an_older_file_without_a_length_has_no_budget_of_its_own_and_says_so() -> None:
     actor = {"micro_batch_size": 2, "max_tokens_to_oom": 1_000_000}
     got = of("r1_zero", OLDER, {"actor_rollout_ref.actor_rollout": actor}, {}, ())
@@ -126,7 +131,6 @@ def test_an_older_file_without_a_length_has_no_budget_of_its_own_and_says_so() -
 @pytest.mark.parametrize(
     ("section", "name", "value", "reason"),
     [
-        ("megatron_training", "no_shared_storage", True, "a folder that all machines share"),
         ("megatron_training", "dpo_loss_type", "hinge", "DPO"),
         ("megatron_training", "refer_model_iter", 2, "DPO"),
         ("megatron_training", "vocab_extra_ids", 2, "tokenizer.json"),

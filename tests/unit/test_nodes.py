@@ -85,9 +85,10 @@ def test_a_node_that_lacks_devices_is_refused() -> None:
 
 
 def test_what_two_nodes_do_not_have_alike_is_a_line_for_each_path() -> None:
-    paths = {"run.dir": "/r", "model.path": "/m", "model.reference": "/f", "critic.path": "/c"}
-    mine = NodePaths(node="a", found={"run.dir": "1", "model.path": "2", "model.reference": "3", "critic.path": ""})
-    other = NodePaths(node="b", found={"run.dir": "1", "model.path": "9", "model.reference": "", "critic.path": "4"})
+    paths = {"run.dir": "/r", "model.path": "/m", "model.reference": "/f", "critic.path": "/c", "rewards.model.path": "/m"}
+    ours = {"run.dir": "1", "model.path": "2", "model.reference": "3", "critic.path": "", "rewards.model.path": "2"}
+    theirs = {"run.dir": "1", "model.path": "9", "model.reference": "", "critic.path": "4", "rewards.model.path": "9"}
+    mine, other = NodePaths(node="a", found=ours), NodePaths(node="b", found=theirs)
     assert list(path_faults(mine, other, paths)) == [
         "model.path: /m is not the same on node b (hash 9) as on a (2)",
         "model.reference: /f is missing on node b, and is there on a",

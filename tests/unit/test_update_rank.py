@@ -104,14 +104,14 @@ def test_a_checkpoint_is_written_beside_the_next_commands(tmp_path: Path) -> Non
     assert engine.seen == [("save", str(tmp_path)), ("begin", 4)]
     assert not saving.done()
     engine.may_write.set()
-    assert saving.result(60.0) is None
+    assert saving.result(60.0) == []
     assert "timing/critic_save" in rank.execute(Apply(4)).metrics
     assert "timing/critic_save" not in rank.execute(Apply(5)).metrics
     engine.failure = OSError("No space left on device")
     with pytest.raises(StorageFull, match=str(tmp_path)):
         rank.execute(Save(str(tmp_path))).result(60.0)
     engine.failure = None
-    assert rank.execute(Save(str(tmp_path))).result(60.0) is None, "the next one is another"
+    assert rank.execute(Save(str(tmp_path))).result(60.0) == [], "the next one is another"
 
 
 def test_the_state_is_away_between_steps(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
             ],
         ),
     ),
-    ("Coordinator", "ReportPaths"): (nodes.NodePaths(node="a", found={"model.path": "1f"}), None),
+    ("Coordinator", "ReportPaths"): (nodes.NodePaths(node="a", found={"model.path": "1f"}, parts=["trainer/a/run/0.4"]), None),
     ("Coordinator", "ReportDeath"): (
         nodes.Death(node="a", name="rollout-0", incarnation=3, reason="was killed", mistake=True),
         None,
@@ -302,8 +302,8 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
         commands.Apply(7, (b"one", b"two")),
         StepResult(metrics={"actor/grad_norm": 0.5}, seconds=1.25, probes=[0.1, 0.2]),
     ),
-    ("Trainer", "Restore"): (commands.Restore("runs/a/checkpoint"), None),
-    ("Trainer", "Save"): (commands.Save("runs/a/checkpoint"), None),
+    ("Trainer", "Restore"): (commands.Restore("runs/a/checkpoint", b"\x80", 2), None),
+    ("Trainer", "Save"): (commands.Save("runs/a/checkpoint", b"\x80", (4, 8)), ["trainer/a"]),
     ("Trainer", "Export"): (commands.Export("runs/a/export"), None),
     ("Rollout", "Move"): (commands.Move(commands.Level.WEIGHTS.value), None),
     **{
@@ -315,7 +315,7 @@ MESSAGES: dict[tuple[str, str], tuple[Any, Any]] = {
     ("Critic", "Accumulate"): (commands.Accumulate(7, GROUPS), None),
     ("Critic", "Apply"): (commands.Apply(7), StepResult(metrics={"critic/value_loss": 0.5}, seconds=1.25)),
     ("Critic", "Restore"): (commands.Restore("runs/a/checkpoint"), None),
-    ("Critic", "Save"): (commands.Save("runs/a/checkpoint/critic"), None),
+    ("Critic", "Save"): (commands.Save("runs/a/checkpoint/critic"), []),
     ("Critic", "Values"): (
         commands.ComputeValues([ValueRequest(group_id=1 << 40, tokens=9, payload=b"\x00\xff")]),
         [b"\x00\xffraw", b""],

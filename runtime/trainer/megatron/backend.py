@@ -63,7 +63,7 @@ class MegatronBackend(ModelBackend):
         self.optimizer = MegatronOptimizer(self.model.train(), trained.options, compute, device, settings.overlap)
         self._passes.passed = self.optimizer.model
         save = config.deadlines.save
-        self._writer = state.Writer(self._grid.host_group(save), trained.role, save)
+        self._writer = state.Writer(self._grid.host_group(save), trained.role, save, config.checkpoint.gather)
         self.on_host = [HostOffload(self.optimizer.tensors(kind), keep=kind != "grad") for kind in settings.offloaded]
         super().__init__(rank_info, self._passes.shape.vocab_size, self._grid.block, self._grid.leads)
 
@@ -133,6 +133,9 @@ class MegatronBackend(ModelBackend):
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
         self.optimizer.settle()
         return state.prepare(folder, self.optimizer, position, self._source, self._writer)
+
+    def needed(self, folder: Path) -> set[str]:
+        return state.needed(folder, self.optimizer)
 
     def load(self, folder: Path) -> TrainingPosition:
         return state.load(folder, self.optimizer)

@@ -27,13 +27,17 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadSt
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import SavePlan, SavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.json_file import read_object
 from runtime.models import hf_policy
-from runtime.trainer.backend import TrainingPosition
+from runtime.trainer.backend import RankInfo, TrainingPosition
 from runtime.trainer.megatron.core_checkpoint import FOLDER, OWN, TRAINER
+from runtime.trainer.megatron.core_index import INDEX, read_index
 from runtime.trainer.megatron.optimizer import KINDS, MegatronOptimizer
+from runtime.trainer.node_part import exchange
 
 FORMAT = 1
 ENGINE = "megatron"
@@ -47,8 +51,8 @@ def prepare(
     Collective. Configuration and tokenizer are `source`'s.
     """
     target = folder / FOLDER
+    target.mkdir(parents=True, exist_ok=True)  # where nodes share no folder, on each
     if dist.get_rank() == 0:
-        target.mkdir()
         description = {
             "format": FORMAT,
             "engine": ENGINE,
@@ -79,6 +83,20 @@ def load(folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
         updates.scatter(parameter, {kind: found["optimizer"][kind][name] for kind in KINDS})
     updates.count = description["optimizer_updates"]
     return TrainingPosition(description["step"], description["kl_coefficient"])
+
+
+def needed(folder: Path, updates: MegatronOptimizer) -> set[str]:
+    """The files with tensors that this rank reads of the checkpoint. Raises UserError when its index is not whole."""
+    index, found = read_index(folder / FOLDER / INDEX), set()
+    wanted = _described(updates, lambda parameter, _: {kind: torch.empty(parameter.shape) for kind in KINDS})
+    for tensor in _tensors(wanted):
+        sizes = torch.Size((*(1,) * tensor.prepend_axis_num, *tensor.local_shape))
+        part = ChunkStorageMetadata(torch.Size(tensor.global_offset), sizes)
+        stored = index.state_dict_metadata.get(tensor.key)
+        if isinstance(stored, TensorStorageMetadata):
+            items = create_read_items_for_chunk_list(tensor.key, stored, [part])
+            found |= {f"{FOLDER}/{index.storage_data[item.storage_index].relative_path}" for item in items}
+    return found
 
 
 def _saved(updates: MegatronOptimizer) -> dict[str, Any]:
@@ -160,10 +178,11 @@ class _NothingInCommon(TorchCommonLoadStrategy):
 class Writer(core.TorchDistSaveShardedStrategy):
     """What `dist_checkpointing.save` calls to write tensors. It leaves that to what `take` returns."""
 
-    def __init__(self, group: Any, name: str, deadline: float):
-        """`group` is of gloo, spans all ranks, waits for `deadline` seconds, and has no other use; `name` is the role."""
+    def __init__(self, group: Any, name: str, deadline: float, gather: bool = False):
+        """`group` is of gloo, spans all ranks, waits for `deadline` seconds, and has no other use; `name` is the role.
+        `gather`: rank 0's node gets what others have written."""
         super().__init__("torch_dist", 1)
-        self._group, self._name, self._deadline = group, name, deadline
+        self._group, self._name, self._deadline, self._gather = group, name, deadline, gather
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
         by_key, _, _ = core._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
@@ -185,6 +204,9 @@ class Writer(core.TorchDistSaveShardedStrategy):
                 planner=core.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=self._group,
             )
+            if self._gather:
+                own = RankInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), self._group)
+                list(exchange(folder, lambda _: own.rank == 0, own))
         except CheckpointException as error:
             rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
             raise ServiceFault(f"{self._name} rank {rank}", "save", str(failure)) from error

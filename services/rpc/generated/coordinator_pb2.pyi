@@ -106,7 +106,7 @@ class NodeRegistration(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., devices: _Optional[int] = ..., machine: _Optional[str] = ..., config: _Optional[str] = ..., version: _Optional[str] = ..., ports: _Optional[_Iterable[int]] = ..., pid: _Optional[int] = ..., running: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class NodePaths(_message.Message):
-    __slots__ = ("node", "found")
+    __slots__ = ("node", "found", "parts")
     class FoundEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -116,9 +116,11 @@ class NodePaths(_message.Message):
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NODE_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     node: str
     found: _containers.ScalarMap[str, str]
-    def __init__(self, node: _Optional[str] = ..., found: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    parts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node: _Optional[str] = ..., found: _Optional[_Mapping[str, str]] = ..., parts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Rendezvous(_message.Message):
     __slots__ = ("host", "port", "key")

@@ -39,16 +39,30 @@ class ApplyReply(_message.Message):
     def __init__(self, result: _Optional[bytes] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("folder",)
+    __slots__ = ("folder", "place", "incarnation")
     FOLDER_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     folder: str
-    def __init__(self, folder: _Optional[str] = ...) -> None: ...
+    place: bytes
+    incarnation: int
+    def __init__(self, folder: _Optional[str] = ..., place: _Optional[bytes] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("folder",)
+    __slots__ = ("folder", "place", "keep")
     FOLDER_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     folder: str
-    def __init__(self, folder: _Optional[str] = ...) -> None: ...
+    place: bytes
+    keep: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, folder: _Optional[str] = ..., place: _Optional[bytes] = ..., keep: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SaveReply(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: bytes
+    def __init__(self, parts: _Optional[bytes] = ...) -> None: ...
 
 class ExportRequest(_message.Message):
     __slots__ = ("folder",)
