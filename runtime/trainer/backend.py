@@ -21,9 +21,9 @@ from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.models.hf_policy import Packing
 from runtime.process import platform
-from runtime.trainer.attention_rows import attention_rows
+from runtime.trainer.attention_rows import attention_rows, padded_rows
 from runtime.trainer.prefix_tree import cut_trees, in_tree_order, tree_paths
-from runtime.trainer.rows import Rows, ramps, spans, starts
+from runtime.trainer.rows import Rows, cut_by_length, ramps, spans, starts
 
 if TYPE_CHECKING:
     from runtime.trainer.statistics import Reduced, StepStatistics
@@ -109,6 +109,8 @@ class ModelBackend(ABC):
         """Which share of the data is this rank's, from 0."""
         self.leads = leads
         """Whether this rank answers for its share, which others may compute with it."""
+        self.packs = True
+        """Whether sequences run packed; otherwise each is a row of its own."""
 
     def of_share(self, items: Sequence[T], kind: type[T]) -> Sequence[T]:
         """`items`, messages of this `kind` that the first rank of a share was given, on all of its ranks."""
@@ -284,24 +286,30 @@ class MicroBatch:
         return values.new_zeros(self.mask.numel()).index_copy(0, self.cells, values).view(self.mask.shape)
 
 
-def micro_batches(rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, rank_info: RankInfo) -> Iterator[MicroBatch]:
-    """The rows `chosen` (bool [B]), each micro-batch within `budget` tokens.
+def micro_batches(
+    rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, rank_info: RankInfo, packs: bool = True
+) -> Iterator[MicroBatch]:
+    """The rows `chosen` (bool [B]), each micro-batch within `budget` tokens. `packs`: as of ModelBackend.
 
     As many on every rank, so that all take part in the collectives of each.
     """
-    made = plan(rows, np.flatnonzero(chosen), budget)
+    made = plan(rows, np.flatnonzero(chosen), budget, packs)
     device = rank_info.device
     for index in range(rank_info.largest([len(made)])[0]):
-        yield pack(rows, made[index], columns, device) if index < len(made) else empty_batch(columns, device)
+        yield pack(rows, made[index], columns, device, packs) if index < len(made) else empty_batch(columns, device)
 
 
-def plan(rows: Rows, chosen: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Cut the rows `chosen` into micro-batches within `budget` tokens, of which those that rows share count once."""
+def plan(rows: Rows, chosen: np.ndarray, budget: int, packs: bool = True) -> list[np.ndarray]:
+    """Cut the rows `chosen` into micro-batches within `budget` tokens, of which those that rows share count once; where they
+    are not packed, every cell of theirs counts, padding as well."""
+    if not packs:
+        lengths = rows.prompt_length[rows.group[chosen]] + rows.length[chosen] - 1
+        return [chosen[indices] for indices in cut_by_length(lengths.tolist(), budget)]
     order, lengths, shared = in_tree_order(rows, chosen)
     return [order[indices] for indices in cut_trees(lengths.tolist(), shared.tolist(), budget)]
 
 
-def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device) -> MicroBatch:
+def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device, packs: bool = True) -> MicroBatch:
     """Pack the rows `chosen`, each with a reply of at least one token; `columns` are of all rows.
 
     The last token of a reply predicts nothing and is left out; what rows share is there once. Where a prompt is empty, no
@@ -330,7 +338,7 @@ def pack(rows: Rows, chosen: np.ndarray, columns: Columns, device: torch.device)
         return send(rows.grid(array, chosen) if array.ndim == 1 else array[chosen, :width].astype(np.float32))
 
     sequences = np.stack([begins, shared, lengths - shared], 1)
-    packing = attention_rows(paths, sequences, device)
+    packing = (attention_rows if packs else padded_rows)(paths, sequences, device)
     attended = sum(part.numel() for part in packing.rows)
     return MicroBatch(
         input_ids=send(whole[own][None]),

@@ -250,7 +250,7 @@ class ModelTrainer:
     def _micro_batches(self, rows: Rows, columns: Columns, chosen: np.ndarray) -> Iterator[MicroBatch]:
         """The samples `chosen` (bool [B])."""
         budget = self._config.training.max_tokens_per_microbatch
-        return micro_batches(rows, chosen, columns, budget, self.backend.rank_info)
+        return micro_batches(rows, chosen, columns, budget, self.backend.rank_info, self.backend.packs)
 
     def _counted(self, batch: MicroBatch) -> MicroBatch:
         self._statistics.mean("padding_waste", batch.padding, batch.attended)

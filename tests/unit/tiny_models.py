@@ -130,6 +130,43 @@ WITH_EXPERTS = {
     ),
 }
 
+# No family of ours: `tests/unit/families_page.py` says which of them run packed.
+_RECURRENT = {
+    "head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 24,
+    "tie_word_embeddings": False,
+}
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+_SCALED = {"attention_multiplier": 0.2, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.6}
+WIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "exaone4": ("Exaone4", {**_SLIDING, "tie_word_embeddings": False}),
+    "falcon_h1": (
+        "FalconH1",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8},
+    ),
+    "gemma2": ("Gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "head_dim": 12, **_SLIDING}),
+    "glm4": ("Glm4", {"head_dim": 12, "tie_word_embeddings": False}),
+    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "granite": ("Granite", {**_SCALED, "tie_word_embeddings": True}),
+    "lfm2": ("Lfm2", {"block_auto_adjust_ff_dim": False, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"]}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 4, "n_groups": 1, "chunk_size": 8}),
+    "olmo2": ("Olmo2", {"tie_word_embeddings": False}),
+    "olmo3": ("Olmo3", {**_SLIDING, "tie_word_embeddings": False}),
+    "phi3": ("Phi3", {"partial_rotary_factor": 0.5, "tie_word_embeddings": False}),
+    "qwen3_next": ("Qwen3Next", _RECURRENT),
+    "seed_oss": ("SeedOss", {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": False}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+}
+
 
 def save_model(folder: Path, name: str = "qwen2", seed: int = 0, **save: Any) -> Any:
     """Build the model, write it to `folder`, and return it in float32 for comparison."""
@@ -142,7 +179,7 @@ def save_classifier(folder: Path, name: str = "qwen2", **options: Any) -> Any:
 
 
 def _saved(folder: Path, name: str, task: str, seed: int, options: dict[str, Any], save: dict[str, Any]) -> Any:
-    family, extra = (FAMILIES | WITH_EXPERTS)[name]
+    family, extra = (FAMILIES | WITH_EXPERTS | WIDE)[name]
     torch.manual_seed(seed)
     no_specials = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     of_config, of_model = (_CLASSES.get(name, name) for name in (f"{family}Config", f"{family}{task}"))
