@@ -134,7 +134,7 @@ WITH_EXPERTS = {
 _RECURRENT = {
     "head_dim": 12,
     "layer_types": ["linear_attention", "full_attention"],
-    "linear_conv_kernel_dim": 3,
+    "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -195,3 +195,18 @@ def _saved(folder: Path, name: str, task: str, seed: int, options: dict[str, Any
             torch.nn.init.normal_(buffer, 0.6, 0.15)
     model.save_pretrained(folder, **save)
     return model
+
+
+_SERVED = {"vocab_size": 264, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512}
+_OF_SERVED = {"head_dim": 32, "initializer_range": 0.06, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+
+
+def save_served(folder: Path, name: str, **save: Any) -> Any:
+    """As `save_model`, of sizes that vLLM takes on CPUs, and with the tokenizer of tiny models."""
+    from runtime.models import tiny_model
+
+    _, extra = (FAMILIES | WITH_EXPERTS | WIDE)[name]
+    sizes = {key: value for key, value in _OF_SERVED.items() if key in extra or not key.startswith(("head", "linear"))}
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny_model.write_tokenizer(folder)
+    return _saved(folder, name, "ForCausalLM", 0, _SERVED | sizes, save)

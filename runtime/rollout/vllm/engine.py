@@ -29,6 +29,7 @@ import torch
 from runtime import timeouts
 from runtime.commands import Level
 from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault
+from runtime.models.hf_config import packs
 from runtime.models.hf_weights import WeightFiles
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
@@ -42,6 +43,7 @@ from runtime.weights.group import Location, locate
 _INITIAL = PolicyVersion()
 _CPU_STEP = 2048  # tokens that a step computes at most, or those of the longest sequence
 _CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
+_CPU_CACHE = 1 << 30  # bytes, of a model whose sizes have other names
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags of what it wakes
 _WITH_CACHE = {Level.ASLEEP: (_WEIGHTS, _CACHE), Level.WEIGHTS: (_CACHE,), Level.AWAKE: ()}
@@ -372,8 +374,10 @@ def _arguments(
     }
     if device.type == "cpu":
         own |= {
-            # Of a prompt in parts vLLM takes back what was drawn before its last part, which generators of CPUs cannot.
+            # Of a prompt in parts vLLM takes back what was drawn before its last part, which generators of CPUs cannot. Of
+            # layers with a recurrent state it caches prefixes in parts alone.
             "enable_chunked_prefill": False,
+            "enable_prefix_caching": packs(model),
             "max_num_batched_tokens": max(_CPU_STEP, length, slots),
             "kv_cache_memory_bytes": _cpu_cache_bytes(model, slots, length, dtype, ways),
         }
@@ -383,6 +387,7 @@ def _arguments(
 def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:
     """The cache of one worker that holds `slots` sequences whole, or half of the machine's free memory when that is less: where
     accelerators give vLLM a share of their memory, it would otherwise take as much of the machine's."""
-    blocks = -(-length // _CPU_BLOCK) + 1
-    needed = kv_cache_bytes(model, slots, blocks * _CPU_BLOCK, dtype.itemsize)
+    blocks, needed = -(-length // _CPU_BLOCK) + 1, _CPU_CACHE
+    if "num_attention_heads" in model:
+        needed = kv_cache_bytes(model, slots, blocks * _CPU_BLOCK, dtype.itemsize)
     return min(needed, platform.memory(torch.device("cpu")).available // 2) // ways
