@@ -13,7 +13,7 @@ from tests.unit.tiny_models import save_model
 pytestmark = pytest.mark.numeric
 
 
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "gemma3", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "gemma3", "gpt_oss", "glm4_moe", "qwen3_next"])
 def test_two_ranks_are_one(tmp_path: Path, family: str) -> None:
     save_model(tmp_path / "policy", family)
     (tmp_path / "policy" / "tokenizer.json").write_text('{"version": "1.0"}')

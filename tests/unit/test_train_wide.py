@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from runtime import codec
@@ -19,10 +21,11 @@ from runtime.trainer.rows import Needs, decode_groups
 from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import GroupPayload, TrainGroup
 from tests.closeness import LOGITS, assert_close, forward_terms
+from tests.unit.lora_cases import LORA, lora_config
 from tests.unit.test_train_torch import Oracle
 from tests.unit.tiny_models import WIDE, save_model
 from tests.unit.training_cases import VOCAB, make_config, make_groups
-from tests.unit.training_steps import LOSS_TERMS, assert_metrics, comparable, run_step
+from tests.unit.training_steps import LOSS_TERMS, assert_metrics, comparable, run_step, weights
 
 pytestmark = pytest.mark.numeric
 
@@ -124,3 +127,30 @@ def test_dropout_of_any_kind_is_off(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(described | {"model_type": "lfm2", "attention_dropout": 0.5}))
     engine = policy_trainer(make_config(str(folder)))
     assert np.array_equal(*(logprobs(engine, groups, 1 << 20) for _ in range(2)))
+
+
+KNOWN = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma3", "gpt_oss", "deepseek_v3", "glm4_moe"]
+STATE_SPACE = ["falcon_h1", "mamba2"]
+
+
+@pytest.mark.parametrize("family", STATE_SPACE)
+def test_layers_that_peft_refuses_are_told(tmp_path: Path, family: str) -> None:
+    save_model(tmp_path, family)
+    with pytest.raises(UserError, match=r"^lora\.target_modules: .*Module 'out_proj' is incompatible with Mamba-based models"):
+        policy_trainer(lora_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize("family", [*KNOWN, *sorted(WIDE)])
+def test_trained_with_adapters_it_leaves_with_them_merged(tmp_path: Path, family: str) -> None:
+    """What is published is what computes: transformers' model of it has the log-probabilities of the model with adapters."""
+    save_model(tmp_path / "before", family)
+    targets = ["in_proj"] if family in STATE_SPACE else []
+    engine = policy_trainer(lora_config(str(tmp_path / "before"), replace(LORA, target_modules=targets)))
+    for seed in range(2):
+        run_step(engine, make_groups(seed))
+    shutil.copytree(tmp_path / "before", tmp_path / "after")
+    save_file(weights(engine), tmp_path / "after" / "model.safetensors", metadata={"format": "pt"})
+    groups = make_groups(3)
+    before, after = (alone(tmp_path / each, groups) for each in ("before", "after"))
+    assert np.abs(before - after).max() > 1e-2
+    assert_close(logprobs(engine, groups, 60), after, terms=forward_terms(20, layers=4), scale=LOGITS, what=family)

@@ -60,6 +60,7 @@ _LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
     "num_hidden_layers": 4,
+    "topk_method": "noaux_tc",
     "rms_norm_eps": 1e-5,
     "rope_theta": 500.0,
     "tie_word_embeddings": False,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from runtime.errors import ServiceFault
+from runtime.errors import UserError
 from runtime.types import PolicyVersion
 from tests.vllm.rig import Rig
 from tests.vllm.test_families import SHAPE
@@ -43,7 +43,7 @@ def test_what_is_not_delivered_is_named(
     (tmp_path / "config.json").write_text(json.dumps(described | {"architectures": [theirs]}))
     rig = Rig(tmp_path)
     try:
-        with pytest.raises(ServiceFault, match=fault) as caught:
+        with pytest.raises(UserError, match=rf"^model\.path: vLLM.s model is not the trainer.s: {fault}") as caught:
             rig.run(rig.swap(dict(model.state_dict()), PolicyVersion(0, 0)))
         assert all(name in str(caught.value) for name in named)
         assert str(caught.value).count("model.layers") == len(named)

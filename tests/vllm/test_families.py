@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from runtime.config import Config, Model, Run, Warmup
 from runtime.models import tiny_model
 from runtime.types import PolicyVersion
+from tests.opted import opted
+from tests.unit.tiny_models import save_served
 from tests.vllm.rig import Rig
 
 pytestmark = pytest.mark.timeout(600)
@@ -60,5 +62,27 @@ def test_a_mixture_of_experts_takes_new_weights(tmp_path: Path) -> None:
             rig.models[rig.newest].save_pretrained(tmp_path / "next")
             tensors = load_file(tmp_path / "next" / "model.safetensors")
             rig.run(rig.swap(tensors, PolicyVersion(0, rig.newest)))
+    finally:
+        rig.close()
+
+
+# gemma2's head is its embedding, and vLLM has no other name for it.
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma2",
+        *opted("deepseek_v3", "exaone4", "gemma3", "glm4", "glm4_moe", "granite", "mistral", "mixtral", "olmo2", "olmo3"),
+        *opted("phi3", "qwen2", "seed_oss", "smollm3"),
+    ],
+)
+def test_a_family_is_served_as_it_is_trained(family: str, tmp_path: Path) -> None:
+    """All that the trainer publishes has a place, and all that vLLM has gets its weights: else the first swap would fail."""
+    save_served(tmp_path, family)
+    rig = Rig(tmp_path)
+    try:
+        for _ in range(2):
+            (samples,) = rig.generate(rig.request())
+            rig.check_exact(samples)
+            rig.run(rig.update())
     finally:
         rig.close()

@@ -28,7 +28,7 @@ import torch
 
 from runtime import timeouts
 from runtime.commands import Level
-from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault
+from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault, UserError
 from runtime.models.hf_config import packs
 from runtime.models.hf_weights import WeightFiles
 from runtime.models.limits import kv_cache_bytes
@@ -37,6 +37,7 @@ from runtime.process.progress import work
 from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
 from runtime.rollout.vllm.arguments import as_vllm, check_temperature, sample_seed
 from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
+from runtime.rollout.vllm.worker import MENDABLE
 from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, Sample
 from runtime.weights.group import Location, locate
 
@@ -265,7 +266,8 @@ class VLLMRolloutEngine(RolloutEngine):
         self._staged = await asyncio.to_thread(locate, {**self._tied(tensors), **tensors})
 
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
-        """Raises ServiceFault when a worker fails in the middle: the engine then waits for another whole version."""
+        """Raises ServiceFault when a worker fails in the middle: the engine then waits for another whole version; UserError
+        when vLLM's model has other weights."""
         self._check_alive()
         if self._level == Level.ASLEEP:
             raise InvariantViolated("weights are swapped while the engine is asleep")
@@ -277,7 +279,7 @@ class VLLMRolloutEngine(RolloutEngine):
             await asyncio.wait_for(self._swap(locations, version, recompute), self._swap_timeout)
         except Exception as error:
             self.torn = True
-            if isinstance(error, ServiceFault):
+            if isinstance(error, (ServiceFault, UserError)):
                 raise
             late = isinstance(error, asyncio.TimeoutError)
             fault = f"version {version} was not loaded: {'no answer from vLLM' if late else error}"
@@ -292,6 +294,8 @@ class VLLMRolloutEngine(RolloutEngine):
             await self._core.pause(forget=recompute)
         await self._settle(recompute)
         faults = await self._core.load(locations)
+        if mistakes := [fault.partition(MENDABLE)[2] for fault in faults if MENDABLE in fault]:
+            raise UserError(f"model.path: {mistakes[0]}")
         if faults:
             raise ServiceFault(self._name, "swap", f"version {version} was not loaded: {'; '.join(faults)}")
         self._version, self.torn = version, False

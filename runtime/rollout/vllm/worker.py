@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runtime.errors import UserError
 from runtime.models.families.family import LM_HEAD
 from runtime.process import platform
 from runtime.rollout.vllm.delivery import Reads, require_delivered
 from runtime.weights.group import Location, Mapped
 
 log = logging.getLogger("vllm.sluice")
+
+MENDABLE = "the user's to mend: "  # begins what went wrong, where it would again
 
 CHECK_FORMAT = "_check_nz_disabled"
 """Of vllm-ascend's worker: raises when weights are kept in NPUs' own format, FRACTAL_NZ, and new ones would be loaded wrong."""
@@ -36,6 +39,8 @@ class WeightLoading:
         """
         try:
             self._sluice_reload(locations)
+        except UserError as error:
+            return f"{MENDABLE}{error}"
         except Exception as error:
             log.exception("sluice: the weights were not loaded")
             return f"{type(error).__name__}: {error}"
