@@ -1,4 +1,4 @@
-"""`python -m tests.unit.families_page` writes the table of docs/guides/models.md: which family goes which way, and why we think so.
+"""`python -m tests.unit.families_page` writes the table of docs/guides/models.md: which family goes which way, and how we know.
 
 A cell that says yes names its check; `tests/unit/test_families_page.py` has pytest collect the tests and finds each there.
 """
@@ -88,6 +88,11 @@ CHECKS = {
         "log-probabilities with adapters after two steps on engine torch, with transformers' model of what is published",
         _nats(forward_terms(20, layers=4)),
     ),
+    "q": Check(
+        "tests/unit/test_scorer_policy.py::test_values_equal_transformers[{}]",
+        "log-probabilities of replies of a reference of engine torch, with transformers' model, one sequence a pass",
+        _nats(forward_terms(42)),
+    ),
 }
 
 
@@ -97,7 +102,7 @@ def yes(**cases: str) -> dict[str, str]:
 
 
 NORMS, SINKS = "no: norms behind attention and MLP", "no: attention's sinks, experts' biases"
-UNKNOWN, NO_ROLLOUTS = "no: other families need a table", "rollouts: no, vLLM; reference: by transformers"
+UNKNOWN = "no"
 
 Cell = dict[str, str] | str
 ROWS: dict[str, tuple[str, tuple[Cell, ...]]] = {
@@ -219,7 +224,7 @@ def rows() -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
         if isinstance(served, dict) and kind != "qwen3_next":
             served |= {"m": kind}
         trained = yes(c=kind, **({"d": kind} if kind in STEPPED else {}), **({"e": kind} if kind == "qwen3_next" else {}))
-        yield title, kind, (trained, UNKNOWN, NO_ROLLOUTS, served, UNKNOWN, yes(p=kind))
+        yield title, kind, (trained, UNKNOWN, yes(q=kind), served, UNKNOWN, yes(p=kind))
 
 
 def named() -> set[str]:
@@ -230,6 +235,8 @@ def named() -> set[str]:
 
 def table() -> str:
     lines = [
+        "Those below gpt-oss have no table of ours: transformers' model is trained and is the reference; rollouts need vLLM.",
+        "",
         f"| family | `model_type` | {' | '.join(COLUMNS)} |",
         f"| --- | --- |{' --- |' * len(COLUMNS)}",
     ]
@@ -237,6 +244,8 @@ def table() -> str:
         told = [f"yes: {', '.join(sorted(cell))}" if isinstance(cell, dict) else cell for cell in cells]
         if kind not in PACKED:
             told[0] += "; padded rows"
+        if kind in TITLES:
+            told[2] = f"rollout no; reference {told[2]}"
         lines.append(f"| {title} | `{kind}` | {' | '.join(told)} |")
     lines += ["", "| | what is compared | how closely | test |", "| --- | --- | --- | --- |"]
     lines += [

@@ -200,6 +200,7 @@ def _saved(folder: Path, name: str, task: str, seed: int, options: dict[str, Any
 
 _SERVED = {"vocab_size": 264, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512}
 _OF_SERVED = {"head_dim": 32, "initializer_range": 0.06, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_LATENT_SERVED = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
 
 
 def save_served(folder: Path, name: str, **save: Any) -> Any:
@@ -207,7 +208,11 @@ def save_served(folder: Path, name: str, **save: Any) -> Any:
     from runtime.models import tiny_model
 
     _, extra = (FAMILIES | WITH_EXPERTS | WIDE)[name]
-    sizes = {key: value for key, value in _OF_SERVED.items() if key in extra or not key.startswith(("head", "linear"))}
+    sizes: dict[str, Any] = {
+        key: value for key, value in (_OF_SERVED | _LATENT_SERVED).items() if key in extra or key == "initializer_range"
+    }
+    if "rope_scaling" in extra:
+        sizes["rope_scaling"] = {**extra["rope_scaling"], "original_max_position_embeddings": 128}
     folder.mkdir(parents=True, exist_ok=True)
     tiny_model.write_tokenizer(folder)
     return _saved(folder, name, "ForCausalLM", 0, _SERVED | sizes, save)
