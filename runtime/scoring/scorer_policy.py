@@ -78,5 +78,4 @@ class PolicyScorer:
 
 
 def _numbers(logits: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
-    left = confined(logits.float() / temperature[:, None], kept)
-    return token_logprobs(left, targets, 1.0, entropy_gradient=False)
+    return token_logprobs(confined(logits.float() / temperature[:, None], kept), targets, 1.0, entropy_gradient=False)

@@ -161,7 +161,8 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {"block_auto_adjust_ff_dim": False, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"]}),
     "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 4, "n_groups": 1, "chunk_size": 8}),
     "olmo2": ("Olmo2", {"tie_word_embeddings": False}),
-    "olmo3": ("Olmo3", {**_SLIDING, "tie_word_embeddings": False}),
+    # What transformers 5, which vLLM has, gives its sliding layers whatever config.json says.
+    "olmo3": ("Olmo3", {**_SLIDING, "rope_theta": 500000.0, "tie_word_embeddings": False}),
     "phi3": ("Phi3", {"partial_rotary_factor": 0.5, "tie_word_embeddings": False}),
     "qwen3_next": ("Qwen3Next", _RECURRENT),
     "seed_oss": ("SeedOss", {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": False}),

@@ -71,7 +71,18 @@ def test_a_mixture_of_experts_takes_new_weights(tmp_path: Path) -> None:
     "family",
     [
         "gemma2",
-        *opted("deepseek_v3", "exaone4", "gemma3", "glm4", "glm4_moe", "granite", "mistral", "mixtral", "olmo2", "olmo3"),
+        *opted(
+            "deepseek_v3_whole_queries",
+            "exaone4",
+            "gemma3",
+            "glm4",
+            "glm4_moe",
+            "granite",
+            "mistral",
+            "mixtral",
+            "olmo2",
+            "olmo3",
+        ),
         *opted("phi3", "qwen2", "seed_oss", "smollm3"),
     ],
 )

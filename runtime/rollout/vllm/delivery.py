@@ -16,42 +16,32 @@ from runtime.errors import UserError
 
 
 class Reads(TorchDispatchMode):
-    """While it is entered: which of the tensors that came through `of` no operator has read, by name."""
+    """While it is entered: which of the tensors that came through `of` no operator has read."""
 
     def __init__(self) -> None:
         super().__init__()
         self._starts: list[int] = []
-        self._left: dict[int, tuple[str, torch.Tensor]] = {}  # by address; held, so that no other tensor gets this one
-        self._taken = False  # the last one was handed out: what is done now is done by who was given it
+        self.left: dict[int, tuple[str, torch.Tensor]] = {}  # by address; held, so that no other tensor gets this one
+        self._counts = False  # what is done now is done by who was given the tensors
 
     def of(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             start = tensor.data_ptr()
-            if tensor.numel() and start not in self._left:  # a head may be the embedding
+            if tensor.numel() and start not in self.left:  # a head may be the embedding
                 insort(self._starts, start)
-                self._left[start] = name, tensor
-            self._taken = True
+                self.left[start] = name, tensor
+            self._counts = True
             yield name, tensor
-            self._taken = False
-        self._taken = True  # what was put off
-
-    @property
-    def left(self) -> list[str]:
-        return [name for name, _ in self._left.values()]
+            self._counts = False
+        self._counts = True  # what was put off
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        for each in tree_leaves((args, kwargs)):
-            if self._taken and self._starts and isinstance(each, torch.Tensor) and each.device.type == "cpu":
-                self._take(each.data_ptr())
+        for each in tree_leaves((args, kwargs)) if self._counts else ():
+            if isinstance(each, torch.Tensor) and each.device.type == "cpu":
+                place = bisect_right(self._starts, address := each.data_ptr()) - 1  # it may be that of a part
+                if place >= 0 and address < self._starts[place] + self.left[self._starts[place]][1].nbytes:
+                    del self.left[self._starts.pop(place)]
         return func(*args, **(kwargs or {}))
-
-    def _take(self, address: int) -> None:
-        """Also when it is the address of a part."""
-        place = bisect_right(self._starts, address) - 1
-        if place >= 0:
-            tensor = self._left[self._starts[place]][1]
-            if address < self._starts[place] + tensor.nbytes:
-                del self._left[self._starts.pop(place)]
 
 
 def require_delivered(unread: Collection[str], empty: Collection[str]) -> None:

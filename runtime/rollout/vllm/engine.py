@@ -391,7 +391,6 @@ def _arguments(
 def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:
     """The cache of one worker that holds `slots` sequences whole, or half of the machine's free memory when that is less: where
     accelerators give vLLM a share of their memory, it would otherwise take as much of the machine's."""
-    blocks, needed = -(-length // _CPU_BLOCK) + 1, _CPU_CACHE
-    if "num_attention_heads" in model:
-        needed = kv_cache_bytes(model, slots, blocks * _CPU_BLOCK, dtype.itemsize)
+    whole = (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
+    needed = kv_cache_bytes(model, slots, whole, dtype.itemsize) if "num_attention_heads" in model else _CPU_CACHE
     return min(needed, platform.memory(torch.device("cpu")).available // 2) // ways

@@ -76,7 +76,7 @@ class WeightLoading:
         if first:
             # A worker of expert parallelism has other experts' weights to pass over.
             apart = self.vllm_config.parallel_config.enable_expert_parallel
-            require_delivered([] if apart else reads.left, sorted(empty))
+            require_delivered([name for name, _ in reads.left.values() if not apart], sorted(empty))
         self._sluice_loaded = True
 
     def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
