@@ -161,7 +161,7 @@ ROWS: dict[str, tuple[str, tuple[Cell, ...]]] = {
             yes(a="deepseek_v3"),
             yes(h="deepseek_v3-one rank"),
             yes(i="deepseek_v3"),
-            yes(m="deepseek_v3_whole_queries"),
+            "untried on devices; on CPUs 0.1 nats off",
             yes(o="deepseek_v3"),
             yes(p="deepseek_v3"),
         ),
