@@ -122,9 +122,9 @@ def test_weights_that_transformers_holds_under_other_names_are_named(tmp_path: P
 def test_dropout_of_any_kind_is_off(tmp_path: Path) -> None:
     """Two passes give the same: the policy is the one that sampled."""
     folder, groups = tmp_path, make_groups(3)
-    save_model(folder, "lfm2")
+    save_model(folder, "opt")
     described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | {"model_type": "lfm2", "attention_dropout": 0.5}))
+    (folder / "config.json").write_text(json.dumps(described | {"dropout": 0.5, "attention_dropout": 0.5}))
     engine = policy_trainer(make_config(str(folder)))
     assert np.array_equal(*(logprobs(engine, groups, 1 << 20) for _ in range(2)))
 

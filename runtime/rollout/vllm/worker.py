@@ -62,7 +62,7 @@ class WeightLoading:
         model, device = self.model_runner.model, self.model_runner.device
         if device.type == "cpu":
             _forget_expert_kernels(model)
-        first, reads, empty = not hasattr(self, "_sluice_loaded"), Reads(), set[str]()
+        first, reads, empty = not hasattr(model, "sluice_loaded"), Reads(), set[str]()
         with set_current_vllm_config(self.vllm_config), torch.device(device), reads if first else nullcontext():
             own = {name for name, _ in model.named_parameters()}
             initialize_layerwise_reload(model)
@@ -77,7 +77,7 @@ class WeightLoading:
             # A worker of expert parallelism has other experts' weights to pass over.
             apart = self.vllm_config.parallel_config.enable_expert_parallel
             require_delivered([name for name, _ in reads.left.values() if not apart], sorted(empty))
-        self._sluice_loaded = True
+        model.sluice_loaded = True
 
     def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors, as a checkpoint's files would give them."""
