@@ -18,12 +18,13 @@ from runtime.errors import UserError
 from runtime.models import hf_config
 from runtime.trainer.backend import micro_batches
 from runtime.trainer.rows import Needs, decode_groups
-from runtime.trainer.step import ModelTrainer, policy_trainer
-from runtime.types import GroupPayload, TrainGroup
+from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
+from runtime.types import GroupPayload, TrainGroup, ValueRequest
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.lora_cases import LORA, lora_config
 from tests.unit.test_train_torch import Oracle
-from tests.unit.tiny_models import WIDE, save_model
+from tests.unit.test_train_updates import PPO, settings
+from tests.unit.tiny_models import WIDE, save_classifier, save_model
 from tests.unit.training_cases import VOCAB, make_config, make_groups
 from tests.unit.training_steps import LOSS_TERMS, assert_metrics, comparable, run_step, weights
 
@@ -154,3 +155,28 @@ def test_trained_with_adapters_it_leaves_with_them_merged(tmp_path: Path, family
     before, after = (alone(tmp_path / each, groups) for each in ("before", "after"))
     assert np.abs(before - after).max() > 1e-2
     assert_close(logprobs(engine, groups, 60), after, terms=forward_terms(20, layers=4), scale=LOGITS, what=family)
+
+
+@pytest.mark.parametrize("family", ["olmo3", "opt", "phi3", "qwen3_next"])
+def test_a_critic_has_the_values_of_each_sequence_alone(tmp_path: Path, family: str) -> None:
+    if family == "olmo3":
+        save_model(tmp_path, family)  # of which transformers has no classifier
+        with pytest.raises(UserError, match=r"^critic\.path: .* cannot be loaded: Unrecognized configuration class"):
+            critic_trainer(settings(str(tmp_path), algorithm=PPO, critic=str(tmp_path)))
+        return
+    model = save_classifier(tmp_path, family)
+    groups = make_groups(3, (5, 3, 4), longest=24)
+    engine = critic_trainer(settings(str(tmp_path), algorithm=PPO, critic=str(tmp_path), max_tokens_per_microbatch=60))
+    assert engine.backend.packs == (family in hf_config.PACKED)
+    found = engine.values([ValueRequest(group_id=g.group_id, tokens=g.tokens, payload=g.payload) for g in groups])
+    for group, values in zip(groups, found, strict=True):
+        payload = codec.decode(GroupPayload, group.payload)
+        expected = []
+        for sample in payload.samples:
+            ids = torch.from_numpy(np.concatenate([payload.prompt, sample.tokens]).astype(np.int64))
+            with torch.no_grad():
+                scores = model.score(model.base_model(ids[None]).last_hidden_state)[0, len(payload.prompt) - 1 : -1, 0]
+            expected.append(scores.numpy() * sample.loss_mask)
+        wanted = np.concatenate(expected)
+        assert np.abs(wanted).max() > 0.1
+        assert_close(values.values, wanted, terms=forward_terms(30), scale=LOGITS)

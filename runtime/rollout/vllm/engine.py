@@ -44,7 +44,6 @@ from runtime.weights.group import Location, locate
 _INITIAL = PolicyVersion()
 _CPU_STEP = 2048  # tokens that a step computes at most, or those of the longest sequence
 _CPU_BLOCK = 128  # tokens of a block of vLLM's cache on CPUs
-_CPU_CACHE = 1 << 30  # bytes, of a model whose sizes have other names
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags of what it wakes
 _WITH_CACHE = {Level.ASLEEP: (_WEIGHTS, _CACHE), Level.WEIGHTS: (_CACHE,), Level.AWAKE: ()}
@@ -390,7 +389,8 @@ def _arguments(
 
 def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:
     """The cache of one worker that holds `slots` sequences whole, or half of the machine's free memory when that is less: where
-    accelerators give vLLM a share of their memory, it would otherwise take as much of the machine's."""
+    accelerators give vLLM a share of their memory, it would otherwise take as much of the machine's. 1 GiB of a model whose sizes
+    have other names."""
     whole = (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
-    needed = kv_cache_bytes(model, slots, whole, dtype.itemsize) if "num_attention_heads" in model else _CPU_CACHE
+    needed = kv_cache_bytes(model, slots, whole, dtype.itemsize) if "num_attention_heads" in model else 1 << 30
     return min(needed, platform.memory(torch.device("cpu")).available // 2) // ways
