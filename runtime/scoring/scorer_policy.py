@@ -21,8 +21,7 @@ from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.rows import Rows, ramps
 from runtime.types import LogprobRequest, Logprobs
 
-Infer = Callable[[Rows, Columns], Iterator[tuple[MicroBatch, torch.Tensor]]]
-"""The log-probabilities [N] of each micro-batch's tokens, at the column `temperature`."""
+Infer = Callable[[Rows, Columns], Iterator[tuple[MicroBatch, torch.Tensor]]]  # log-probabilities [N] at a column `temperature`
 
 
 def score(requests: Sequence[LogprobRequest], vocab_size: int, infer: Infer) -> list[Logprobs]:

@@ -389,7 +389,7 @@ def _arguments(
 
 def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:
     """The cache of one worker that holds `slots` sequences whole, or half of the machine's free memory when that is less: where
-    accelerators give vLLM a share of their memory, it would otherwise take as much of the machine's. 1 GiB of a model whose sizes
+    accelerators give vLLM a share of their memory, it would otherwise take as much of the machine's. 1 GiB where sizes
     have other names."""
     whole = (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
     needed = kv_cache_bytes(model, slots, whole, dtype.itemsize) if "num_attention_heads" in model else 1 << 30
