@@ -34,7 +34,9 @@ class ReferenceService(FrozenModelService):
     _scorers: dict[str, OffloadableScorer]  # by what a request calls its model
 
     def load(self) -> None:
+        from runtime.models.hf_config import DECODED, read_raw
         from runtime.process import platform
+        from runtime.scoring.scorer_policy import PolicyScorer
         from runtime.scoring.scorer_torch import OffloadableScorer, TorchScorer
 
         device, model = platform.device(), self.config.model
@@ -42,7 +44,8 @@ class ReferenceService(FrozenModelService):
         dtype, budget = platform.resolve_dtype(settings.dtype, device), settings.max_tokens_per_microbatch
 
         def load(folder: str) -> OffloadableScorer:
-            scorer = TorchScorer(folder, device=device, dtype=dtype, max_tokens_per_microbatch=budget)
+            make = TorchScorer if read_raw(folder).get("model_type") in DECODED else PolicyScorer
+            scorer = make(folder, device=device, dtype=dtype, max_tokens_per_microbatch=budget)
             return OffloadableScorer(scorer, away)
 
         self._scorers = {"": load(model.reference or model.path)}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.cluster.topology import replicas, takes_turns
 from runtime.commands import Level, Move
 from runtime.config import Config
-from runtime.errors import Cancelled, InvalidMessage
+from runtime.errors import Cancelled, InvalidMessage, UserError
 from runtime.process import os_process
 from runtime.status import State
 from runtime.types import GroupRequest, PolicyVersion
@@ -137,7 +137,10 @@ class RolloutService(process.Service):
             await self._move(Level(message.level), message.keeps)
             requests[0].reply()
         else:
-            await self.weights.handle(requests[0])
+            try:
+                await self.weights.handle(requests[0])
+            except UserError as error:  # which would only happen again to whoever came in its place
+                os_process.end_at_once(str(error), os_process.MISTAKE)
 
     async def advance(self, interrupted: Callable[[], bool]) -> None:
         self._abort_withdrawn()

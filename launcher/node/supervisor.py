@@ -33,7 +33,6 @@ from runtime.process.keys import Keys
 from runtime.rollout.vllm import leftovers
 
 FAULT = "error: "  # how a process begins the line that says why it ends
-MISTAKE = 2  # exit code of what the user can mend
 
 
 class Child:
@@ -64,7 +63,7 @@ class Child:
     @property
     def mistaken(self) -> bool:
         """Whether it ended with what its user has to mend: it would only happen again."""
-        return self.process.returncode == MISTAKE or bool(self.advice)
+        return self.process.returncode == os_process.MISTAKE or bool(self.advice)
 
     def give_up(self, reason: str) -> None:
         """End it, if it runs still. One whose end is only not known here yet says itself why it ended."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str
         yield f"{key}: '{folder}' is not a folder"
         return
     if _model_config(folder) is None:
-        yield f"{key}: '{folder}' has no config.json of a Llama-like model"
+        yield f"{key}: '{folder}' has no config.json of a language model"
     if needs_tokenizer and not (path / "tokenizer.json").is_file():
         yield f"{key}: '{folder}' has no tokenizer.json"
     index = path / "model.safetensors.index.json"
@@ -133,22 +133,22 @@ def _engines(config: Config, policy: ModelConfig | None, trains: bool) -> Iterat
     path, services = config.model.path, config.services
     for key, fleet in fleets(config).items() if path else ():
         if fleet.engine == "torch" and (fault := _undecodable(policy, "model.path")):
-            yield f"{key}.engine: torch: {fault}; or take engine vllm"
+            yield f"{key}.engine: torch: {fault}; rollouts need {key}.engine vllm for this model"
         elif fleet.engine == "vllm" and (policy or {}).get(quantized.KEY) and not quantized.fault_of(policy or {}):
             yield f"{key}.engine: vllm: model.path is quantised, what is published is not; must be torch, or another folder"
     if config.rewards.model is not None and not services.reward_model.python:
-        yield from _unpackable(_model_config(config.rewards.model.path, scores=True), "rewards.model.path", _CLASSIFIERS)
+        found = _model_config(config.rewards.model.path, scores=True)
+        yield from _unloadable(found, "rewards.model.path", _CLASSIFIERS, hf_config.unpackable)
     for role, model in spread_models(config).items() if trains else ():
         settings: Spread = getattr(services, role)
         where = model_key(config, role)
         if settings.engine != "torch" or (where == "model.path" and not path):
             continue
-        if role == "reference":
-            faults = [fault] if (fault := _undecodable(model, where)) else []
-        else:
-            table = _CLASSIFIERS if role == "critic" else _CAUSAL
-            faults = [] if settings.python else list(_unpackable(model, where, table))
-        yield from (f"services.{role}.engine: torch: {fault}" for fault in faults)
+        decodes = role == "reference" and (model or {}).get("model_type") in FAMILIES
+        table = _CLASSIFIERS if role == "critic" else _CAUSAL
+        faults = () if settings.python else _unloadable(model, where, table, hf_config.unread)
+        for fault in filter(None, [_undecodable(model, where)] if decodes else faults):
+            yield f"services.{role}.engine: torch: {fault}"
 
 
 def _undecodable(model: ModelConfig | None, where: str) -> str:
@@ -161,14 +161,14 @@ def _undecodable(model: ModelConfig | None, where: str) -> str:
     return ""
 
 
-def _unpackable(model: ModelConfig | None, where: str, table: str) -> Iterator[str]:
-    """Why a model cannot be run packed by transformers, which knows the model_types of `table`."""
+def _unloadable(model: ModelConfig | None, where: str, table: str, fault_of: Callable[[ModelConfig], str]) -> Iterator[str]:
+    """Why a model cannot be run by transformers, which knows the model_types of `table`, as `fault_of` wants it."""
     if model is None:
         return
     kind, known = model.get("model_type"), _known_to_transformers(table)
     if known and kind not in known:
         yield f"{where}: the installed transformers has no {_MEANT[table]} of model_type {kind!r}; must be another model"
-    elif fault := hf_config.unpackable(model):
+    elif fault := fault_of(model):
         yield f"{where}: {fault}"
 
 
@@ -214,13 +214,12 @@ def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
 
 
 def _model_config(folder: str, *, scores: bool = False) -> ModelConfig | None:
-    """config.json of a Llama-like model; None when there is none, or it lacks what the checks here read. `scores`: what a tiny
-    one is of, a reward model."""
-    if tiny := tiny_model.described(folder, scores=scores):
-        return tiny
-    found = _json(Path(folder) / "config.json")
-    needed = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
-    return found if found and all(isinstance(found.get(key), int) and found[key] > 0 for key in needed) else None
+    """config.json of a language model; None when there is none, or one of ours lacks what is read here, which others may call
+    otherwise. `scores`: what a tiny one is of, a reward model."""
+    found = tiny_model.described(folder, scores=scores) or _json(Path(folder) / "config.json") or {}
+    sizes = ("vocab_size", "num_hidden_layers", "num_attention_heads", "hidden_size")
+    needed = sizes if found.get("model_type", "llama") in FAMILIES else sizes[:1]
+    return found if all(isinstance(found.get(key), int) and found[key] > 0 for key in needed) else None
 
 
 def _json(path: Path) -> dict[str, Any] | None:
@@ -369,7 +368,7 @@ def kv_caches(config: Config, on_cpus: bool) -> dict[str, int]:
             policy, fleet.slots + PROBES, longest_text(config), _DTYPE_BYTES[auto if fleet.dtype == "auto" else fleet.dtype]
         )
         for path, fleet in fleets(config).items()
-        if fleet.engine == "torch"  # vLLM divides its own memory
+        if fleet.engine == "torch" and "num_attention_heads" in policy  # vLLM divides its own memory
     }
 
 

@@ -18,6 +18,9 @@ from runtime.models.rope import Rope, read_rope
 DECODED = tuple(FAMILIES)
 """The families that the lean decoder computes."""
 
+PACKED = (*FAMILIES, "exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
+"""Families whose sequences, packed by transformers' model, have been compared with each alone. Others are trained padded."""
+
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -134,6 +137,12 @@ def experts_of(raw: Mapping[str, Any]) -> ExpertShape | None:
         return None
 
 
+def packs(raw: Mapping[str, Any]) -> bool:
+    """Whether transformers' model of this config.json is known to run packed. One that is not may carry something from one
+    sequence to the next, as a recurrent state, and nothing that it tells of itself would say so."""
+    return raw.get("model_type") in PACKED and not unpackable(raw)
+
+
 def unpackable(raw: Mapping[str, Any]) -> str:
     """Why a model of transformers cannot run packed, as far as its config.json says it; "" for nothing. Layers that mix tokens
     otherwise than by the attention function would mix the packed sequences, and that is a scaled softmax here."""
@@ -142,6 +151,11 @@ def unpackable(raw: Mapping[str, Any]) -> str:
         return f"a {kind} model cannot run packed ({', '.join(others)}); all layers must be full or sliding attention"
     if raw.get("attn_logit_softcapping") is not None:
         return f"a {kind} model cannot run packed (its attention has softcapping); must be a scaled softmax"
+    return unread(raw)
+
+
+def unread(raw: Mapping[str, Any]) -> str:
+    """Why weights in the folder of this config.json cannot be trained; "" for nothing."""
     stored = raw.get(quantized.KEY) or {}
     if isinstance(stored, Mapping) and stored.get("quant_method") == "mxfp4":
         return "quantization_config has quant_method 'mxfp4', which is not trained; must be a folder of bfloat16 weights"

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face causal language model for training on packed sequences, and writing such folders.
+"""Loading a Hugging Face causal language model for training, on packed sequences or padded rows, and writing such folders.
 
 `transformers` is imported inside the functions: it takes seconds, and only these roles need it.
 """
@@ -23,7 +23,7 @@ from runtime.errors import UserError
 from runtime.models import hf_config, quantized
 from runtime.models.experts import join_experts
 from runtime.models.families import FAMILIES
-from runtime.models.families.family import LM_HEAD, ROUTER_BIAS, dtype_of
+from runtime.models.families.family import LM_HEAD, dtype_of
 from runtime.models.hf_weights import WeightFiles
 from runtime.models.sinks import with_sinks
 from runtime.weights.plan import TensorSpec
@@ -37,16 +37,17 @@ SHARD_BYTES = 4 << 30
 
 
 def load_policy(path: str) -> Any:
-    """The `transformers.PreTrainedModel` of folder `path`, as `load_packed` gives it."""
-    return load_packed("AutoModelForCausalLM", path, "model.path")
+    """The `transformers.PreTrainedModel` of folder `path`, as `load_model` gives it."""
+    return load_model("AutoModelForCausalLM", path, "model.path", trained=True)
 
 
-def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **options: Any) -> Any:
-    """The model of folder `path` by a factory of transformers, float32 on the CPU, without dropout, its attention packed.
+def load_model(factory: str, path: str, key: str, new: Collection[str] = (), trained: bool = False, **options: Any) -> Any:
+    """The model of folder `path` by a factory of transformers, float32 on the CPU, without dropout, its attention packed; one
+    to be `trained` that is not known to run packed keeps the attention that it has, for padded rows.
 
     `new` names weights that the folder need not have; `options` are keys of its configuration. `key` is where the configuration
     names the folder. Raises UserError when `path` is no such folder, weights are missing, of other shapes or without a place,
-    or the architecture cannot run packed.
+    or the architecture cannot run packed where it has to.
     """
     if not (Path(path) / "config.json").is_file():
         raise UserError(f"{key}: {path!r} is not a Hugging Face model folder (it has no config.json)")
@@ -57,10 +58,16 @@ def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **options)
         vars(config).pop(quantized.KEY, None)  # for which transformers needs kernels that only CUDA has
+        for name, value in list(vars(config).items()):
+            if type(value) is float and ("drop" in name or "jitter" in name):
+                setattr(config, name, 0.0)  # the policy must be the one that sampled
+        attention = PACKED if not trained or hf_config.packs(config.to_dict()) else None
+        if attention is None and getattr(config, "attn_logit_softcapping", None) is not None:
+            attention = "eager"  # which has it, unlike what transformers takes else
         model, report = getattr(transformers, factory).from_pretrained(
             path,
             config=config,
-            attn_implementation=PACKED,
+            attn_implementation=attention,
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -73,44 +80,44 @@ def load_packed(factory: str, path: str, key: str, new: Collection[str] = (), **
         if wrong := set(report[fault]) - set(new):
             names = ", ".join(sorted(map(str, wrong))[:3])
             raise UserError(f"{key}: {path!r}: {len(wrong)} weights are wrong ({fault}: {names} ...)")
-    _require_packable(model, path, key)
-    files = WeightFiles(path)
-    _require_places(model, report["unexpected_keys"], files, f"{key}: {path!r}")
-    _require_experts_apart(model, path, key)
+    where, files = f"{key}: {path!r}", WeightFiles(path)
+    if attention == PACKED:
+        _require_packable(model, where)
+    _require_places(model, report["unexpected_keys"], files, where, trained)
+    if trained:
+        _require_names(model, files.shapes.keys() | set(new), where)
     join_experts(model)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # the policy must be the one that sampled
+            module.p = 0.0
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None  # nothing is padded: this token was sampled, and its embedding learns as any other's
     return _dequantized(model.float(), files)
 
 
-def _require_packable(model: PreTrainedModel, path: str, key: str) -> None:
-    if fault := hf_config.unpackable(model.config.to_dict()):
-        raise UserError(f"{key}: {path!r}: {fault}")
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UserError(
-            f"{key}: {path!r}: a {model.config.model_type} model cannot run packed (its attention is not exchangeable); all "
-            "layers must be full or sliding attention"
-        )
+def _require_packable(model: PreTrainedModel, where: str) -> None:
+    fault, kind = hf_config.unpackable(model.config.to_dict()), model.config.model_type
+    if not fault and not getattr(model, "_supports_attention_backend", False):
+        fault = f"a {kind} model cannot run packed (its attention is not exchangeable); must be full or sliding attention"
+    if fault:
+        raise UserError(f"{where}: {fault}")
 
 
-def _require_experts_apart(model: PreTrainedModel, path: str, key: str) -> None:
+def _require_names(model: PreTrainedModel, found: Collection[str], where: str) -> None:
     """What is published and saved has the names that the folder has. transformers 5 joins the experts of a layer."""
     import transformers
 
-    name = next((name for name, _ in model.named_parameters() if ".experts." in name), None)
-    if name is not None and not has_tensor(path, name):
+    own = [*(name for name, _ in model.named_parameters()), *fixed_tensors(model)]
+    if strange := [name for name in own if name not in found]:
         raise UserError(
-            f"{key}: {path!r}: transformers {transformers.__version__} holds experts otherwise than the folder does ({name}); "
-            "needs a version below 5, or engine megatron"
+            f"{where}: transformers {transformers.__version__} holds {len(strange)} weights otherwise than the folder does "
+            f"({', '.join(strange)}); needs a folder as that version saves it: of experts a version below 5, or engine megatron"
         )
 
 
-def _require_places(model: PreTrainedModel, unexpected: Iterable[str], files: WeightFiles, where: str) -> None:
-    """Of the known families the folder has no weights but the model's."""
-    if model.config.model_type in FAMILIES and (lost := (set(unexpected) & files.shapes.keys()) - {LM_HEAD}):
+def _require_places(model: PreTrainedModel, unexpected: Iterable[str], files: WeightFiles, where: str, trained: bool) -> None:
+    """Of the known families, and of all that is trained, the folder has no weights but the model's."""
+    if (trained or model.config.model_type in FAMILIES) and (lost := (set(unexpected) & files.shapes.keys()) - {LM_HEAD}):
         raise UserError(f"{where}: {len(lost)} weights have no place in the model: {', '.join(sorted(lost))}")
 
 
@@ -124,8 +131,10 @@ def _dequantized(model: Any, files: WeightFiles) -> Any:
 
 
 def fixed_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Of the model's buffers those that a folder has: what corrects routers. The policy has them, and nobody trains them."""
-    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS)}
+    """Of the model's buffers those that a folder has, such as what corrects routers. The policy has them, and nobody trains
+    them."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def take_head(model: Any) -> nn.Linear | None:
@@ -263,7 +272,7 @@ class ShardWriter:
 # the copies. Rows are right-padded; under the causal mask padding is never attended to by a real token, so no mask is needed.
 
 
-PACKED = "sluice_packed"
+PACKED = "sluice_packed"  # the name of `packed_attention` at transformers
 _UNGROUPED = {"npu"}  # devices whose attention kernel wants as many key heads as query heads
 
 
@@ -363,9 +372,9 @@ class ValueModel(nn.Module):
     def gradient_checkpointing_enable(self, options: dict[str, Any]) -> None:
         getattr(self, self._body).gradient_checkpointing_enable(options)
 
-    def forward(self, input_ids: torch.Tensor, keep: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """[N] values at the packed indices `keep` (int64 [N]) of `input_ids` [1, T]."""
-        hidden = getattr(self, self._body)(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state[0]
+    def forward(self, keep: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """[N] values at the cells `keep` (int64 [N]) of `arguments`, as of `fed`."""
+        hidden = getattr(self, self._body)(**arguments).last_hidden_state.flatten(0, 1)
         values: torch.Tensor = self.score(hidden.index_select(0, keep)).squeeze(-1)
         return values
 
@@ -379,12 +388,11 @@ def describe_critic(folder: Path, architecture: str) -> None:
 
 
 def load_critic(path: str) -> ValueModel:
-    """float32 on the CPU, without dropout, its attention packed. A folder without a `score` head gets one that is 0.
+    """float32 on the CPU, without dropout. A folder without a `score` head gets one that is 0.
 
-    Raises UserError when `path` is no model folder, weights of the body are missing, the head gives more than one number, or
-    the architecture cannot run packed.
+    Raises UserError when `path` is no model folder, weights of the body are missing, or the head gives more than one number.
     """
-    model = load_packed("AutoModelForSequenceClassification", path, "critic.path", new={HEAD}, num_labels=1)
+    model = load_model("AutoModelForSequenceClassification", path, "critic.path", new={HEAD}, trained=True, num_labels=1)
     if not has_tensor(path, HEAD):
         nn.init.zeros_(model.score.weight)
     return ValueModel(model)

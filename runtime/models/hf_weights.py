@@ -128,8 +128,9 @@ def _description(folder: str | Path) -> dict[str, Any]:
 
 def predicting_layers(raw: Mapping[str, Any]) -> tuple[str, ...]:
     """How the names begin of the tensors of layers for multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2), by
-    config.json: the layers behind the model's. They predict further tokens from a layer's output, and change no logits."""
+    config.json: the layers behind the model's; Qwen3-Next has them apart. They predict further tokens from a layer's output,
+    and change no logits."""
     layers, count = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers")
     if type(layers) is not int or type(count) is not int or not 0 < count < _PREDICTING:
-        return ()
+        return ("mtp.",)
     return tuple(f"model.layers.{layers + index}." for index in range(count))

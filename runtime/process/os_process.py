@@ -23,6 +23,8 @@ INCARNATION = "SLUICE_INCARNATION"  # the variable that tells a process how many
 STORE = "SLUICE_STORE"  # the variable that tells rank 0 the descriptor of its group's socket, which listens
 STORE_KEY = "SLUICE_STORE_KEY"  # the variable that tells the ranks of a group its key, in hexadecimal digits
 
+MISTAKE = 2  # exit code of what the user can mend
+
 _PARENT = "SLUICE_PARENT"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
@@ -63,10 +65,10 @@ def say_errors(lines: Sequence[str]) -> None:
     sys.stderr.flush()
 
 
-def end_at_once(error: str) -> NoReturn:
-    """With exit code 1 and no orderly end, for which threads and libraries that hang would be waited for."""
+def end_at_once(error: str, code: int = 1) -> NoReturn:
+    """With no orderly end, for which threads and libraries that hang would be waited for."""
     say_errors([error])
-    os._exit(1)
+    os._exit(code)
 
 
 def stacks_on_signal(then: Callable[[], object] | None = None) -> None:

@@ -130,7 +130,7 @@ KEY = "rewards.model.path"
 class TorchRewardModel:
     def __init__(self, path: str, *, device: torch.device, dtype: torch.dtype, max_tokens_per_microbatch: int):
         """Raises UserError when `path` is no folder of a causal sequence classifier with one label, or is incomplete."""
-        classifier = hf_policy.load_packed("AutoModelForSequenceClassification", path, KEY, num_labels=1)
+        classifier = hf_policy.load_model("AutoModelForSequenceClassification", path, KEY, num_labels=1)
         if not hasattr(classifier, "score"):
             raise UserError(f"{KEY}: {path!r}: a {classifier.config.model_type} model has no `score` head on its last token")
         self._body = getattr(classifier, classifier.base_model_prefix).requires_grad_(False).eval()

@@ -4,24 +4,22 @@ several processes. Nothing is kept for training: no gradients, no optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from runtime import codec
 from runtime.config import Config
-from runtime.errors import InvalidMessage
 from runtime.models.offload import HostOffload
 from runtime.process import platform
-from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import MicroBatch, RankInfo, micro_batches
+from runtime.scoring.scorer_policy import score
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.megatron import vocab_parallel
 from runtime.trainer.megatron.passes import MegatronPasses
-from runtime.trainer.rows import ramps
+from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
+from runtime.trainer.rows import Rows
 from runtime.types import LogprobRequest, Logprobs
 
 
@@ -59,22 +57,12 @@ class MegatronScorer:
         Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
         """
         shared = codec.decode(list[LogprobRequest], self._grid.bytes_of_leader(codec.encode(list(requests))))
-        for request in shared:
-            if not request.temperature > 0:
-                raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
-        rows = train_rows.decode_samples(shared, self._shape.vocab_size)
-        predicted = ramps(rows.length) + np.repeat(rows.prompt_length[rows.group], rows.length) > 0
-        rows = replace(rows, mask=predicted)  # also of tokens that are not trained on
-        values = np.zeros(len(rows.tokens), np.float32)
-        temperatures = np.array([request.temperature for request in shared], np.float32)[rows.group]
-        columns = {"temperature": np.repeat(temperatures, rows.length)}
+        found = score(shared, self._shape.vocab_size, self._infer)
+        return found if self._grid.leads else []
+
+    def _infer(self, rows: Rows, columns: Columns) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
         batches = micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info)
-        for batch, numbers in self._passes.infer(batches, self._logprobs):
-            values[batch.places] = numbers.cpu().numpy()[: len(batch.places)]
-        if not self._grid.leads:
-            return []
-        parts = rows.by_group(values)
-        return [Logprobs(group_id=request.group_id, values=part) for request, part in zip(shared, parts, strict=True)]
+        return self._passes.infer(batches, self._logprobs)
 
     def _logprobs(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
         """[N], from what the head takes, [N, H]. The chunks are the same on all ranks that share the vocabulary."""

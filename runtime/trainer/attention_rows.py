@@ -22,6 +22,19 @@ def attention_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.devic
     return query_rows(paths, np.stack([begin, before, shared + own - before], 1), every, every, device)
 
 
+def padded_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) -> Packing:
+    """`sequences`, as of `attention_rows`, whole, in one bucket. What several have is computed in each, taken from the last."""
+    kept = sequences[sequences[:, 2] > 0]
+    begin, length = kept[:, :1], kept[:, 1:].sum(1, keepdims=True)
+    cell = np.arange(int(length.max()))
+    there = cell < length
+    rows = paths[np.where(there, begin + cell, begin)]
+    cells = np.zeros(int(paths.max()) + 1, np.int64)
+    cells[rows[there]] = np.flatnonzero(there)
+    made = [torch.from_numpy(each).to(device, non_blocking=True) for each in (rows, cells)]
+    return Packing(rows=made[:1], cells=made[1])
+
+
 def query_rows(
     paths: np.ndarray,
     stretches: np.ndarray,

@@ -9,7 +9,7 @@ import torch
 
 from runtime.config import Config
 from runtime.telemetry.trained_tokens import TrainedTokenLog, TrainedTokens
-from runtime.trainer.backend import MicroBatch
+from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.rows import Rows
 
 

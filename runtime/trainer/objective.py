@@ -16,7 +16,8 @@ from runtime.algorithms.interfaces import Aggregate, LossInputs
 from runtime.algorithms.losses import clipped_value_loss, importance_weighted, interpolated_proximal, k3
 from runtime.chosen_algorithm import choose, kl_control
 from runtime.config import Config
-from runtime.trainer.backend import MicroBatch, ModelBackend
+from runtime.trainer.backend import ModelBackend
+from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.row_advantages import RowAdvantages, step_tokens
 from runtime.trainer.rows import Needs, Rows
 from runtime.trainer.statistics import Reduced, StepStatistics

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from runtime import run_files
-from runtime.trainer.backend import MicroBatch, RankInfo
+from runtime.trainer.backend import RankInfo
+from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.rows import Rows
 
 Number = torch.Tensor | float

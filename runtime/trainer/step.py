@@ -28,17 +28,9 @@ from runtime.config import Config, Optimizer
 from runtime.errors import InvariantViolated, ServiceFault
 from runtime.process.progress import at
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import (
-    Columns,
-    MicroBatch,
-    ModelBackend,
-    RankInfo,
-    TrainedRole,
-    TrainingPosition,
-    load_backend,
-    micro_batches,
-)
+from runtime.trainer.backend import ModelBackend, RankInfo, TrainedRole, TrainingPosition, load_backend
 from runtime.trainer.kept_tokens import KeptTokens
+from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
 from runtime.trainer.objective import CriticObjective, Objective, PolicyObjective, add_mismatch
 from runtime.trainer.rows import Rows
 from runtime.trainer.statistics import NonFiniteReport, Reduced, StepStatistics
@@ -251,7 +243,7 @@ class ModelTrainer:
     def _micro_batches(self, rows: Rows, columns: Columns, chosen: np.ndarray) -> Iterator[MicroBatch]:
         """The samples `chosen` (bool [B])."""
         budget = self._config.training.max_tokens_per_microbatch
-        return micro_batches(rows, chosen, columns, budget, self.backend.rank_info)
+        return micro_batches(rows, chosen, columns, budget, self.backend.rank_info, self.backend.packs)
 
     def _counted(self, batch: MicroBatch) -> MicroBatch:
         self._statistics.mean("padding_waste", batch.padding, batch.attended)

@@ -10,7 +10,8 @@ import torch
 
 from runtime import codec
 from runtime.config import Config
-from runtime.trainer.backend import MicroBatch, ModelBackend, RankInfo
+from runtime.trainer.backend import ModelBackend, RankInfo
+from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.objective import Objective
 from runtime.trainer.rows import Needs, Rows
 from runtime.trainer.statistics import StepStatistics

@@ -19,7 +19,7 @@ MOE = {
 }
 
 
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "gemma3", "gpt_oss", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "gemma3", "gpt_oss", "glm4_moe", "qwen3_next"])
 def test_two_ranks_are_one(tmp_path: Path, family: str) -> None:
     save_model(tmp_path / "policy", family)
     (tmp_path / "policy" / "tokenizer.json").write_text('{"version": "1.0"}')

@@ -20,6 +20,12 @@ def make_tiny(folder: Path, kv_heads: int = 1, hidden_size: int = 32) -> Path:
     (folder / "model").mkdir(parents=True)
     tokenizer = tiny_model.write_tokenizer(folder / "model")
     tiny_model.make_model(settings, tokenizer).save_pretrained(folder / "model")
+    return make_data(folder)
+
+
+def make_data(folder: Path) -> Path:
+    """train.jsonl and eval.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
     train, held_out = arithmetic.split(10, 30, 32, 1)
     arithmetic.write_jsonl(folder / "train.jsonl", train)
     arithmetic.write_jsonl(folder / "eval.jsonl", held_out)

@@ -36,7 +36,7 @@ def test_model_folders(sound: dict[str, Any], tmp_path: Path) -> None:
     (policy / "tokenizer.json").unlink()
     (policy / "config.json").write_text("{")
     assert checked(sound) == [
-        f"model.path: '{policy}' has no config.json of a Llama-like model",
+        f"model.path: '{policy}' has no config.json of a language model",
         f"model.path: '{policy}' has no tokenizer.json",
     ]
 
@@ -47,61 +47,72 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 @pytest.mark.parametrize("kind", ["phi3", "granite", "qwen2_moe"])
-def test_embedded_rollouts_and_references_take_the_decoders_families_alone(
+def test_embedded_rollouts_take_the_decoders_families_alone_and_references_others_too(
     sound: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
     other = str(model_folder(tmp_path / "other", model_type=kind, **EXPERTS))
     unknown = f"model_type '{kind}' is not supported; {DECODED}"
-    rollouts = f"services.rollout.engine: torch: model.path: {unknown}; or take engine vllm"
+    rollouts = (
+        f"services.rollout.engine: torch: model.path: {unknown}; rollouts need services.rollout.engine vllm for this model"
+    )
     assert checked(sound, model={"path": other}) == [rollouts]
-    assert checked(sound, model={"path": other}, **DIVERGING) == [
-        rollouts,
-        f"services.reference.engine: torch: model.path: {unknown}",
-    ]
-    assert checked(sound, model={"reference": other}, **DIVERGING) == [
-        f"services.reference.engine: torch: model.reference: {unknown}"
-    ]
-    assert checked(sound, model={"path": other, "reference": sound["model"]["path"]}, **DIVERGING) == [rollouts]
+    assert checked(sound, model={"path": other}, **DIVERGING) == [rollouts]
+    assert checked(sound, model={"reference": other}, **DIVERGING) == []
     assert checked(sound, model={"path": other}, services={"rollout": {"engine": "vllm", "python": sys.executable}}) == []
     ours = str(model_folder(tmp_path / "ours", model_type="qwen3_moe", **EXPERTS))
     assert checked(sound, model={"path": ours}, **DIVERGING) == []
+
+
+def test_sizes_that_other_families_call_otherwise_are_not_asked_for(sound: dict[str, Any], tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "other", model_type="gpt2")
+    described = json.loads((folder / "config.json").read_text())
+    sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    (folder / "config.json").write_text(json.dumps({name: each for name, each in described.items() if name not in sizes}))
+    vllm = {"rollout": {"engine": "vllm", "python": sys.executable}}
+    assert checked(sound, model={"path": str(folder)}, services=vllm) == []
+    (of_rollouts,) = checked(sound, model={"path": str(folder)})
+    assert of_rollouts.startswith("services.rollout.engine: torch: model.path: model_type 'gpt2' is not supported; ")
 
 
 def test_what_the_decoder_does_not_compute_of_its_families_is_refused(sound: dict[str, Any], tmp_path: Path) -> None:
     stretched = str(model_folder(tmp_path / "a", rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
     assert checked(sound, model={"path": stretched}) == [
         "services.rollout.engine: torch: model.path: rope_type 'dynamic' is not supported; must be one of default, linear, "
-        "llama3, yarn; or take engine vllm"
+        "llama3, yarn; rollouts need services.rollout.engine vllm for this model"
     ]
 
 
-@pytest.mark.parametrize(
-    ("described", "fault"),
-    [
-        ({"model_type": "qwen2_5_vl"}, "the installed transformers has no "),
-        (
-            {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
-            "a qwen3_next model cannot run packed (linear_attention); all layers must be full or sliding attention",
-        ),
-        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "a gemma2 model cannot run packed (its attention has soft"),
-        (
-            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-            "quantization_config has quant_method 'mxfp4', which is not trained; must be a folder of bfloat16 weights",
-        ),
-        ({"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}, "quantization_config: quant_method 'awq', "),
-    ],
-)
-def test_trainer_critic_and_reward_model_take_what_transformers_runs_packed(
+UNTRAINED = [
+    ({"model_type": "qwen2_5_vl"}, "the installed transformers has no "),
+    (
+        {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+        "quantization_config has quant_method 'mxfp4', which is not trained; must be a folder of bfloat16 weights",
+    ),
+    ({"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}, "quantization_config: quant_method 'awq', "),
+]
+UNPACKED = [
+    (
+        {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+        "a qwen3_next model cannot run packed (linear_attention); all layers must be full or sliding attention",
+    ),
+    ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "a gemma2 model cannot run packed (its attention has soft"),
+]
+
+
+@pytest.mark.parametrize(("described", "fault"), UNTRAINED + UNPACKED)
+def test_trainer_and_critic_take_what_transformers_runs_and_reward_models_run_packed(
     sound: dict[str, Any], tmp_path: Path, described: dict[str, Any], fault: str
 ) -> None:
     other = str(
         model_folder(tmp_path / "other", **described, architectures=["XForSequenceClassification"], id2label={"0": "a"})
     )
     vllm = {"rollout": {"engine": "vllm", "python": sys.executable}}
-    (of_trainer,) = checked(sound, model={"path": other}, services=vllm)
-    assert of_trainer.startswith(f"services.trainer.engine: torch: model.path: {fault}")
-    (of_critic,) = checked(sound, **PPO | {"critic": {"path": other}})
-    assert of_critic.startswith(f"services.critic.engine: torch: critic.path: {fault}")
+    trains = (described, fault) in UNPACKED
+    of_trainer = checked(sound, model={"path": other}, services=vllm)
+    of_critic = checked(sound, **PPO | {"critic": {"path": other}})
+    assert (len(of_trainer), len(of_critic)) == ((0, 0) if trains else (1, 1))
+    assert all(each.startswith(f"services.trainer.engine: torch: model.path: {fault}") for each in of_trainer)
+    assert all(each.startswith(f"services.critic.engine: torch: critic.path: {fault}") for each in of_critic)
     (of_scorer,) = checked(sound, rewards={"model": {"path": other, "max_tokens": 128}})
     assert of_scorer.startswith(f"rewards.model.path: {fault}")
     for role in ("trainer", "critic", "reward_model"):  # another interpreter has another transformers

@@ -11,8 +11,8 @@ from runtime import codec
 from runtime.config import Config
 from runtime.errors import InvalidMessage
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import pack, padded
 from runtime.trainer.megatron.context import packing_of
+from runtime.trainer.micro_batch import pack, padded
 from runtime.trainer.row_advantages import RowAdvantages
 from runtime.trainer.rows import Needs, Rows
 from runtime.trainer.statistics import StepStatistics

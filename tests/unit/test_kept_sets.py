@@ -18,7 +18,7 @@ from runtime import codec
 from runtime.errors import InvalidMessage
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import MicroBatch, micro_batches
+from runtime.trainer.micro_batch import MicroBatch, micro_batches
 from runtime.trainer.step import policy_trainer
 from runtime.types import GeneratedGroup, GroupPayload, TrainGroup
 from tests.closeness import LOGITS, STEP, assert_close, forward_terms

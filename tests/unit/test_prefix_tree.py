@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runtime import codec
 from runtime.models.hf_policy import load_policy
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import MicroBatch, pack, plan
+from runtime.trainer.micro_batch import MicroBatch, pack, plan
 from runtime.trainer.prefix_tree import REACH, cut_trees, in_tree_order, tree_paths
 from runtime.trainer.rows import Needs, Rows
 from runtime.types import GroupPayload, Sample, TrainGroup

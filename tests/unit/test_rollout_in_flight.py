@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from runtime import config
 from runtime.commands import AbortWeights, CommitWeights, Priority, WeightsCommitted
-from runtime.errors import ServiceFault
+from runtime.errors import ServiceFault, UserError
 from runtime.rollout.torch import engine as rollout_torch
 from runtime.rollout.torch import slots as rollout_slots
 from runtime.rollout.torch.engine import TorchRolloutEngine
@@ -211,6 +211,25 @@ def test_a_commit_swaps_at_once_where_samples_keep_or_recompute(models: Models) 
 
     for in_flight in ("keep", "recompute"):
         run(test(in_flight))
+
+
+def test_weights_that_would_never_fit_end_the_process_as_a_mistake(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another in its place would only find the same: exit code 2 ends the run."""
+
+    async def test() -> None:
+        desk, ended = Desk(models, "keep"), asyncio.get_running_loop().create_future()
+
+        async def swap(version: PolicyVersion, recompute: bool = False) -> None:
+            raise UserError("model.path: these are other weights")
+
+        monkeypatch.setattr(desk.engine, "swap", swap)
+        monkeypatch.setattr("runtime.process.os_process.end_at_once", lambda *told: ended.set_result(told))
+        async with desk.busy():
+            commit = desk.commit()
+            assert await ended == ("model.path: these are other weights", 2)
+            assert not commit.done()  # or the coordinator might end it first, and have it started again
+
+    run(test())
 
 
 def test_recompute_reaches_the_engine(models: Models) -> None:

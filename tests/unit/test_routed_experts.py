@@ -28,8 +28,8 @@ from runtime.models.families.shape import ExpertShape
 from runtime.rollout.torch import prefill
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import MicroBatch, micro_batches
 from runtime.trainer.fsdp import experts as fsdp_experts
+from runtime.trainer.micro_batch import MicroBatch, micro_batches
 from runtime.trainer.statistics import StepStatistics
 from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, TrainGroup

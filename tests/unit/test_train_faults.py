@@ -16,15 +16,6 @@ from tests.unit.training_cases import VOCAB, make_config, make_groups
 from tests.unit.training_steps import LOSS_TERMS, run_step
 
 
-def test_models_that_would_mix_packed_sequences_are_refused(tmp_path: Path):
-    from transformers import FalconMambaConfig, FalconMambaForCausalLM
-
-    shape = {"vocab_size": VOCAB, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}
-    FalconMambaForCausalLM(FalconMambaConfig(**shape)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"model\.path: .* a falcon_mamba model cannot run packed"):
-        policy_trainer(make_config(str(tmp_path)))
-
-
 class TestFaults:
     def test_steps_come_in_order(self, policy: str):
         engine = policy_trainer(make_config(policy))

@@ -206,13 +206,6 @@ def test_other_families(tmp_path: Path, family: str):
     assert_metrics({name: got[name] for name in expected}, expected)
 
 
-def test_experts_that_transformers_holds_under_other_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    save_model(tmp_path, "qwen3_moe")
-    monkeypatch.setattr(hf_policy, "has_tensor", lambda path, name: False)  # as of a model whose experts are joined
-    with pytest.raises(UserError, match=r"^model.path: .* holds experts otherwise than the folder does .*mlp.experts"):
-        policy_trainer(make_config(str(tmp_path)))
-
-
 def test_devices_without_grouped_attention(policy: str, monkeypatch: pytest.MonkeyPatch):
     groups = make_groups(11)
     expected = comparable(run_step(policy_trainer(make_config(policy)), groups))

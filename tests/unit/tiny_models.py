@@ -60,6 +60,7 @@ _LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
     "num_hidden_layers": 4,
+    "topk_method": "noaux_tc",
     "rms_norm_eps": 1e-5,
     "rope_theta": 500.0,
     "tie_word_embeddings": False,
@@ -130,6 +131,44 @@ WITH_EXPERTS = {
     ),
 }
 
+# No family of ours: `tests/unit/families_page.py` says which of them run packed.
+_RECURRENT = {
+    "head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
+    "moe_intermediate_size": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 24,
+    "tie_word_embeddings": False,
+}
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+_SCALED = {"attention_multiplier": 0.2, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.6}
+WIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "exaone4": ("Exaone4", {**_SLIDING, "tie_word_embeddings": False}),
+    "falcon_h1": (
+        "FalconH1",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_chunk_size": 8},
+    ),
+    "gemma2": ("Gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "head_dim": 12, **_SLIDING}),
+    "glm4": ("Glm4", {"head_dim": 12, "tie_word_embeddings": False}),
+    "opt": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "granite": ("Granite", {**_SCALED, "tie_word_embeddings": True}),
+    "lfm2": ("Lfm2", {"block_auto_adjust_ff_dim": False, "conv_L_cache": 3, "layer_types": ["conv", "full_attention"]}),
+    "mamba2": ("Mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 4, "n_groups": 1, "chunk_size": 8}),
+    "olmo2": ("Olmo2", {"tie_word_embeddings": False}),
+    # What transformers 5, which vLLM has, gives its sliding layers whatever config.json says.
+    "olmo3": ("Olmo3", {**_SLIDING, "rope_theta": 500000.0, "tie_word_embeddings": False}),
+    "phi3": ("Phi3", {"partial_rotary_factor": 0.5, "tie_word_embeddings": False}),
+    "qwen3_next": ("Qwen3Next", _RECURRENT),
+    "seed_oss": ("SeedOss", {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": False}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+}
+
 
 def save_model(folder: Path, name: str = "qwen2", seed: int = 0, **save: Any) -> Any:
     """Build the model, write it to `folder`, and return it in float32 for comparison."""
@@ -142,7 +181,7 @@ def save_classifier(folder: Path, name: str = "qwen2", **options: Any) -> Any:
 
 
 def _saved(folder: Path, name: str, task: str, seed: int, options: dict[str, Any], save: dict[str, Any]) -> Any:
-    family, extra = (FAMILIES | WITH_EXPERTS)[name]
+    family, extra = (FAMILIES | WITH_EXPERTS | WIDE)[name]
     torch.manual_seed(seed)
     no_specials = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     of_config, of_model = (_CLASSES.get(name, name) for name in (f"{family}Config", f"{family}{task}"))
@@ -158,3 +197,23 @@ def _saved(folder: Path, name: str, task: str, seed: int, options: dict[str, Any
             torch.nn.init.normal_(buffer, 0.6, 0.15)
     model.save_pretrained(folder, **save)
     return model
+
+
+_SERVED = {"vocab_size": 264, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 512}
+_OF_SERVED = {"head_dim": 32, "initializer_range": 0.06, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_LATENT_SERVED = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
+
+
+def save_served(folder: Path, name: str, **save: Any) -> Any:
+    """As `save_model`, of sizes that vLLM takes on CPUs, and with the tokenizer of tiny models."""
+    from runtime.models import tiny_model
+
+    _, extra = (FAMILIES | WITH_EXPERTS | WIDE)[name]
+    sizes: dict[str, Any] = {
+        key: value for key, value in (_OF_SERVED | _LATENT_SERVED).items() if key in extra or key == "initializer_range"
+    }
+    if "rope_scaling" in extra:
+        sizes["rope_scaling"] = {**extra["rope_scaling"], "original_max_position_embeddings": 128}
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny_model.write_tokenizer(folder)
+    return _saved(folder, name, "ForCausalLM", 0, _SERVED | sizes, save)

@@ -29,8 +29,8 @@ import torch
 from runtime import timeouts
 from runtime.columns import RoutedExperts
 from runtime.commands import Level
-from runtime.errors import DeadlineExceeded, InvariantViolated, ServiceFault
-from runtime.models.hf_config import read_config
+from runtime.errors import DeadlineExceeded, InvariantViolated, ServiceFault, UserError
+from runtime.models.hf_config import packs, read_config
 from runtime.models.hf_weights import WeightFiles
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
@@ -39,6 +39,7 @@ from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, fi
 from runtime.rollout.vllm.arguments import as_vllm, check_temperature, sample_seed
 from runtime.rollout.vllm.shared_weights import SharedWeights
 from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
+from runtime.rollout.vllm.worker import MENDABLE
 from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, Sample
 from runtime.weights.group import Location
 
@@ -273,7 +274,8 @@ class VLLMRolloutEngine(RolloutEngine):
         self._staged = await asyncio.to_thread(self._shared.prepare, tensors)
 
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
-        """Raises ServiceFault when a worker fails in the middle: the engine then waits for another whole version."""
+        """Raises ServiceFault when a worker fails in the middle: the engine then waits for another whole version; UserError
+        when vLLM's model has other weights."""
         self._check_alive()
         if self._level == Level.ASLEEP:
             raise InvariantViolated("weights are swapped while the engine is asleep")
@@ -285,7 +287,7 @@ class VLLMRolloutEngine(RolloutEngine):
             await asyncio.wait_for(self._swap(locations, version, recompute), self._swap_timeout)
         except Exception as error:
             self.torn = True
-            if isinstance(error, ServiceFault):
+            if isinstance(error, (ServiceFault, UserError)):
                 raise
             late = isinstance(error, asyncio.TimeoutError)
             fault = f"version {version} was not loaded: {'no answer from vLLM' if late else error}"
@@ -300,6 +302,8 @@ class VLLMRolloutEngine(RolloutEngine):
             await self._core.pause(forget=recompute)
         await self._settle(recompute)
         faults = await self._core.load(locations)
+        if mistakes := [fault.partition(MENDABLE)[2] for fault in faults if MENDABLE in fault]:
+            raise UserError(f"model.path: {mistakes[0]}")
         if faults:
             raise ServiceFault(self._name, "swap", f"version {version} was not loaded: {'; '.join(faults)}")
         self._version, self.torn = version, False
@@ -363,8 +367,10 @@ def _arguments(
     }
     if device.type == "cpu":
         own |= {
-            # Of a prompt in parts vLLM takes back what was drawn before its last part, which generators of CPUs cannot.
+            # Of a prompt in parts vLLM takes back what was drawn before its last part, which generators of CPUs cannot. Of
+            # layers with a recurrent state it caches prefixes in parts alone.
             "enable_chunked_prefill": False,
+            "enable_prefix_caching": packs(model),
             "max_num_batched_tokens": max(_CPU_STEP, length, slots),
             "kv_cache_memory_bytes": _cpu_cache_bytes(model, slots, length, dtype, ways),
         }
@@ -373,7 +379,8 @@ def _arguments(
 
 def _cpu_cache_bytes(model: Mapping[str, Any], slots: int, length: int, dtype: torch.dtype, ways: int) -> int:
     """The cache of one worker that holds `slots` sequences whole, or half of the machine's free memory when that is less: where
-    accelerators give vLLM a share of their memory, it would otherwise take as much of the machine's."""
-    blocks = -(-length // _CPU_BLOCK) + 1
-    needed = kv_cache_bytes(model, slots, blocks * _CPU_BLOCK, dtype.itemsize)
+    accelerators give vLLM a share of their memory, it would otherwise take as much of the machine's. 1 GiB where sizes
+    have other names."""
+    whole = (-(-length // _CPU_BLOCK) + 1) * _CPU_BLOCK
+    needed = kv_cache_bytes(model, slots, whole, dtype.itemsize) if "num_attention_heads" in model else 1 << 30
     return min(needed, platform.memory(torch.device("cpu")).available // 2) // ways

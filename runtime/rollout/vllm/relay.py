@@ -83,6 +83,8 @@ class OutputRelay:
 def _one_line(error: Exception) -> str:
     """The gist of one of vLLM's errors, some of which are pages long."""
     text = str(error)
-    validation = re.search(r"Value error, (.*?)(?: \[type=|$)", text, re.MULTILINE)  # what follows are the arguments' values
+    validation = re.search(
+        r"(?:Value error|Assertion failed), (.*?)(?: \[type=|$)", text, re.MULTILINE
+    )  # what follows are the arguments' values
     line = validation.group(1) if validation else next((line for line in text.splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {line.strip()}"

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runtime.errors import UserError
+from runtime.models.families.family import LM_HEAD
 from runtime.process import platform
+from runtime.rollout.vllm.delivery import Reads, require_delivered
 from runtime.weights.group import Location, Mapped
 
 log = logging.getLogger("vllm.sluice")
+
+MENDABLE = "the user's to mend: "  # begins what went wrong, where it would again
 
 CHECK_FORMAT = "_check_nz_disabled"
 """Of vllm-ascend's worker: raises when weights are kept in NPUs' own format, FRACTAL_NZ, and new ones would be loaded wrong."""
@@ -33,6 +39,8 @@ class WeightLoading:
         """
         try:
             self._sluice_reload(locations)
+        except UserError as error:
+            return f"{MENDABLE}{error}"
         except Exception as error:
             log.exception("sluice: the weights were not loaded")
             return f"{type(error).__name__}: {error}"
@@ -54,20 +62,43 @@ class WeightLoading:
         model, device = self.model_runner.model, self.model_runner.device
         if device.type == "cpu":
             _forget_expert_kernels(model)
-        with set_current_vllm_config(self.vllm_config), torch.device(device):
+        first, reads, empty = not hasattr(model, "sluice_loaded"), Reads(), set[str]()
+        with set_current_vllm_config(self.vllm_config), torch.device(device), reads if first else nullcontext():
+            own = {name for name, _ in model.named_parameters()}
             initialize_layerwise_reload(model)
             try:
-                model.load_weights(self.sluice_weights(locations))
+                weights = self.sluice_weights(locations)
+                loaded = model.load_weights(reads.of(weights) if first else weights)
+                empty = own & set(_unfilled(model)) - (loaded or set())
             finally:
                 finalize_layerwise_reload(model, self.model_config)
         platform.synchronize(device)  # the buffers are overwritten after this
+        if first:
+            # A worker of expert parallelism has other experts' weights to pass over.
+            apart = self.vllm_config.parallel_config.enable_expert_parallel
+            require_delivered([name for name, _ in reads.left.values() if not apart], sorted(empty))
+        model.sluice_loaded = True
 
     def sluice_weights(self, locations: Sequence[Sequence[Any]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors, as a checkpoint's files would give them."""
         mapped = Mapped()
         for fields in locations:
             location = Location(*fields)
-            yield location.name, mapped.tensor(location)
+            if location.name != LM_HEAD or hasattr(self.model_runner.model, "lm_head"):  # a tied one has no other use
+                yield location.name, mapped.tensor(location)
+
+
+def _unfilled(model: torch.nn.Module) -> Iterator[str]:
+    """Parameters that a load which is not at its end has given nothing."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for prefix, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():  # unlike that of a layer that is whole
+            given = {name for name, _ in info.loaded_weights}
+            for name, _ in layer.named_parameters(recurse=False):
+                if name not in given:
+                    yield f"{prefix}.{name}"
 
 
 def _forget_expert_kernels(model: torch.nn.Module) -> None:

@@ -15,14 +15,13 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from runtime.algorithms.losses import token_logprobs
 from runtime.config import Config
 from runtime.errors import UserError
-from runtime.models import hf_config, hf_policy
+from runtime.models import hf_config, hf_policy, passes
 from runtime.models.families.family import dtype_of
 from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.process.progress import at
 from runtime.trainer.backend import (
     BatchOutputs,
-    MicroBatch,
     ModelBackend,
     RankInfo,
     TrainedRole,
@@ -34,6 +33,7 @@ from runtime.trainer.fsdp import lora, optimizers, sharding, state
 from runtime.trainer.fsdp.experts import WatchedExperts
 from runtime.trainer.fsdp.lora import Adapters
 from runtime.trainer.head import PerToken, confined, in_chunks
+from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.plan import TensorSpec
 from runtime.weights.shard_delta import Shard
@@ -83,6 +83,7 @@ class FsdpBackend(ModelBackend):
         self._held: dict[str, int] = {}  # how many tensors each of them holds
         self._loss_factor = sharding.loss_factor(rank_info.device, rank_info.world_size)
         super().__init__(rank_info, self.model.config.vocab_size, share=rank_info.rank)
+        self.packs = passes.packs(self.model)
 
     def _frozen_dtype(self, world_size: int) -> torch.dtype:
         """Weights that are never updated need no more digits than they came with. torch 2.7's FSDP2 wants one dtype a unit."""
@@ -130,13 +131,14 @@ class FsdpBackend(ModelBackend):
         """At the predictors: what the head takes, [N, H] (of a model whose head stays within it the logits), or values float32
         [N]."""
         self._experts.replay(batch)
-        packed = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "packing": batch.packing}
+        packed = (batch.input_ids, batch.position_ids, batch.packing)
         with self._precision():
-            if self._has_value_head:
-                values: torch.Tensor = self.model(**packed, keep=batch.predictors)
-                return values.float()
-            outputs: torch.Tensor = self.model(**packed, logits_to_keep=batch.predictors, use_cache=False).logits[0]
-        return outputs
+            if not self._has_value_head:
+                return passes.predict(self.model, *packed, batch.predictors)
+            arguments, cells = passes.fed(self.model, *packed)
+            keep = batch.predictors if cells is None else cells[batch.predictors]
+            values: torch.Tensor = self.model(**arguments, keep=keep)
+            return values.float()
 
     def _precision(self) -> contextlib.AbstractContextManager:
         """FSDP2 casts by itself; a single rank computes under autocast, its parameters being the master weights."""

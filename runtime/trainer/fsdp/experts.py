@@ -13,8 +13,8 @@ import torch
 
 from runtime.config import Moe
 from runtime.models.families.shape import ExpertShape
-from runtime.trainer.backend import MicroBatch
 from runtime.trainer.fsdp import sharding
+from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.statistics import StepStatistics
 
 

@@ -50,8 +50,11 @@ def adapt(model: Any, settings: Lora, source: str, seed: int, frozen: torch.dtyp
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(Path(source).absolute()),
     )
-    with torch.random.fork_rng(devices=[]):  # for PEFT's own start of A
-        inject_adapter_in_model(config, model, _NAME)
+    try:
+        with torch.random.fork_rng(devices=[]):  # for PEFT's own start of A
+            inject_adapter_in_model(config, model, _NAME)
+    except ValueError as error:
+        raise UserError(f"lora.target_modules: {' '.join(str(error).split())}") from error
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else frozen)

@@ -16,7 +16,6 @@ from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.trainer.backend import (
     BatchOutputs,
-    MicroBatch,
     ModelBackend,
     RankInfo,
     TrainedRole,
@@ -28,6 +27,7 @@ from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.megatron import state, vocab_parallel
 from runtime.trainer.megatron.optimizer import MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses
+from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.plan import TensorSpec
 from runtime.weights.shard_delta import Shard

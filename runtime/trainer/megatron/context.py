@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from runtime.models.hf_policy import Packing
 from runtime.trainer.attention_rows import query_rows
-from runtime.trainer.backend import MicroBatch, padded
+from runtime.trainer.micro_batch import MicroBatch, padded
 
 
 @dataclass(frozen=True)

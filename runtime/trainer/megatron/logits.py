@@ -21,8 +21,8 @@ from runtime.models.families import FAMILIES, Family
 from runtime.models.families.family import EMBEDDING
 from runtime.models.hf_config import ModelConfig
 from runtime.models.hf_policy import Packing
-from runtime.trainer.backend import empty_batch
 from runtime.trainer.megatron import facade
+from runtime.trainer.micro_batch import empty_batch
 
 TOKENS = 64  # of the one sequence that both models read
 TOLERANCE = 1e-4  # of the largest logit; what rounding comes to is below a tenth of it

@@ -22,8 +22,8 @@ from runtime.models.families.shape import LATENT_EPS, ExpertShape
 from runtime.models.hf_config import ModelConfig
 from runtime.models.hf_policy import packed_attention
 from runtime.models.limits import uncut
-from runtime.trainer.backend import MicroBatch
 from runtime.trainer.megatron.latent import LatentSelfAttention, latent_config
+from runtime.trainer.micro_batch import MicroBatch
 
 
 class Norm(torch.nn.RMSNorm):

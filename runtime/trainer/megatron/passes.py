@@ -13,11 +13,12 @@ from runtime.config import Spread
 from runtime.models import hf_config
 from runtime.models.families import FAMILIES
 from runtime.process.progress import at
-from runtime.trainer.backend import BatchOutputs, MicroBatch, padded
+from runtime.trainer.backend import BatchOutputs
 from runtime.trainer.megatron import context, facade
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.trainer.megatron.model import PackedModel, require_stages, transformer_config
 from runtime.trainer.megatron.weights import ModelWeights, read_family
+from runtime.trainer.micro_batch import MicroBatch, padded
 
 
 class MegatronPasses:
