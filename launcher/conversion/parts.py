@@ -17,7 +17,8 @@ from runtime.models import quantized
 from runtime.models.families import Family, Parameter, family_for
 from runtime.models.families.family import EMBEDDING, dtype_of
 from runtime.models.families.parameter import Sliceable
-from runtime.models.hf_weights import predicting_layers, weight_paths
+from runtime.models.fingerprint import weight_paths
+from runtime.models.hf_weights import predicting_layers
 from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorFolder
 

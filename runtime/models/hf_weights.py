@@ -14,24 +14,11 @@ from safetensors import SafetensorError, safe_open
 from runtime.errors import UserError
 from runtime.json_file import read_object
 from runtime.models import quantized
+from runtime.models.fingerprint import weight_paths
 
 log = logging.getLogger("sluice")
 
 _PREDICTING = 100  # more layers for multi-token prediction than any model has
-
-
-def weight_paths(folder: str | Path) -> list[Path]:
-    """The safetensors files of a model folder. Raises UserError when it has none, or an index that cannot be read."""
-    single, index = Path(folder) / "model.safetensors", Path(folder) / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise UserError(f"model {folder}: has neither model.safetensors nor model.safetensors.index.json")
-    weight_map = read_object(index, f"model {index}").get("weight_map")
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else [""]
-    if not all(isinstance(name, str) and name.isprintable() and Path(name).name == name for name in names) or "" in names:
-        raise UserError(f"model {index}: not an index of safetensors shards, which are files beside it")
-    return [index.with_name(name) for name in sorted(set(names))]
 
 
 class WeightFiles:

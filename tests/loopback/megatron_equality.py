@@ -12,13 +12,15 @@ from launcher.conversion import conversion
 from runtime.config import Optimizer
 from tests.closeness import STEP, assert_close, forward_terms
 from tests.loopback.megatron_member import OPTIMIZER, STEPS, Layout
+from tests.unit.lora_cases import LORA
 from tests.unit.training_steps import assert_metrics, assert_updated
 
 Found = dict[str, Any]
 
 
-def assert_equal(found: Found, expected: Found, last: int = 0) -> None:
-    """But for rounding, which adds up from the first step on. `last`: only that many steps from the end were made."""
+def assert_equal(found: Found, expected: Found, last: int = 0, lora: bool = False) -> None:
+    """But for rounding, which adds up from the first step on. `last`: only that many steps from the end were made. `lora`: of
+    adapters."""
     first = STEPS - last if last else 0
     numbers, metrics = expected["numbers"][-last:], expected["metrics"][-last:]
     for step, (own, other) in enumerate(zip(found["numbers"], numbers, strict=True), first):
@@ -28,7 +30,8 @@ def assert_equal(found: Found, expected: Found, last: int = 0) -> None:
     for step, (own, other) in enumerate(zip(found["metrics"], metrics, strict=True), first):
         own, other = ({name: each[name] for name in each if name != "padding_waste"} for each in (own, other))
         assert_metrics(own, other, steps=step + 1)
-    assert_updated(found["published"], expected["published"], Optimizer(**OPTIMIZER), steps=STEPS)
+    factors = 2 * round(LORA.alpha) if lora else 1  # as in `lora_cases.assert_merged`
+    assert_updated(found["published"], expected["published"], Optimizer(**OPTIMIZER), steps=factors * STEPS)
 
 
 def assert_published(folder: Path, layout: Layout, found: Found) -> None:

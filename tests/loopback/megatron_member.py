@@ -26,6 +26,7 @@ from runtime.trainer.step import critic_trainer, policy_trainer
 from runtime.types import TrainGroup, ValueRequest
 from runtime.weights.sender import in_thread
 from tests.loopback.ranks import DEADLINE, FORKED, run_ranks
+from tests.unit.lora_cases import lora_config
 from tests.unit.training_cases import VOCAB, make_config, make_episodes, make_groups, with_sets
 from tests.unit.training_steps import make_probes, run_step
 
@@ -48,10 +49,11 @@ class Layout(NamedTuple):
     layers_per_stage: Sequence[int] = ()
     dtype: str = "float32"
     expert: int = 1
+    lora: bool = False  # adapters, and the reference is the policy without them
 
     @property
     def name(self) -> str:
-        return "-".join(map(str, [*self[:5], *self.layers_per_stage, self.dtype, self.expert]))
+        return "-".join(map(str, [*self[:5], *self.layers_per_stage, self.dtype, self.expert, "lora" * self.lora]))
 
     def config(self, folder: Path, role: str) -> Config:
         parallel = Parallel(
@@ -69,6 +71,8 @@ class Layout(NamedTuple):
             parallel=parallel,
             activation_checkpointing=self.sequence,  # in some of the layouts; it changes no number
         )
+        if self.lora:
+            return lora_config(str(folder / "policy"), mode="adapter_off", dtype=self.dtype, trainer=settings, **SECTIONS)
         if role == "trainer":
             return make_config(str(folder / "policy"), dtype=self.dtype, trainer=settings, **SECTIONS)
         config = make_config(str(folder / "policy"), dtype=self.dtype, **SECTIONS | {"algorithm": CRITIC})
@@ -118,7 +122,7 @@ def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> 
                 saving = in_thread("save", write)  # beside the steps to come
             else:
                 write()
-        groups = groups_of(step)
+        groups = [replace(group, reference=None) if layout.lora else group for group in groups_of(step)]
         rows = train_rows.decode_groups(groups, engine.backend.vocab_size, engine.objective.needs)
         numbers.append(torch.from_numpy(engine._per_token_output(rows)))
         share = groups[leaders.index(rank) :: len(leaders)] if rank in leaders else []
