@@ -26,7 +26,7 @@ from runtime.trainer.step import critic_trainer, policy_trainer
 from runtime.types import TrainGroup, ValueRequest
 from runtime.weights.sender import in_thread
 from tests.loopback.ranks import DEADLINE, FORKED, run_ranks
-from tests.unit.lora_cases import lora_config
+from tests.unit.lora_cases import LORA, lora_config
 from tests.unit.training_cases import VOCAB, make_config, make_episodes, make_groups, with_sets
 from tests.unit.training_steps import make_probes, run_step
 
@@ -49,11 +49,11 @@ class Layout(NamedTuple):
     layers_per_stage: Sequence[int] = ()
     dtype: str = "float32"
     expert: int = 1
-    lora: bool = False  # adapters, and the reference is the policy without them
+    lora: str = ""  # adapters on "all" layers, or on one; the reference is the policy without them
 
     @property
     def name(self) -> str:
-        return "-".join(map(str, [*self[:5], *self.layers_per_stage, self.dtype, self.expert, "lora" * self.lora]))
+        return "-".join(map(str, [*self[:5], *self.layers_per_stage, self.dtype, self.expert, self.lora]))
 
     def config(self, folder: Path, role: str) -> Config:
         parallel = Parallel(
@@ -72,7 +72,8 @@ class Layout(NamedTuple):
             activation_checkpointing=self.sequence,  # in some of the layouts; it changes no number
         )
         if self.lora:
-            return lora_config(str(folder / "policy"), mode="adapter_off", dtype=self.dtype, trainer=settings, **SECTIONS)
+            lora = replace(LORA, target_modules=[] if self.lora == "all" else [self.lora])
+            return lora_config(str(folder / "policy"), lora, mode="adapter_off", dtype=self.dtype, trainer=settings, **SECTIONS)
         if role == "trainer":
             return make_config(str(folder / "policy"), dtype=self.dtype, trainer=settings, **SECTIONS)
         config = make_config(str(folder / "policy"), dtype=self.dtype, **SECTIONS | {"algorithm": CRITIC})

@@ -42,15 +42,16 @@ class AdapterTable:
         """Name and shape of each, whole."""
         return {source.name: source.shape for each in self.parameters(Layout()) for source in each.sources}
 
-    def require(self, layout: Layout) -> None:
-        """Raises UserError unless every rank has adapters, and all expert ranks of a stage as many."""
+    def fault(self, layout: Layout) -> str:
+        """Why the ranks of `layout` cannot train them; "" where they can: each has some, expert ranks of a stage as many."""
         for stage in range(layout.pipeline):
             counts = {len(self.parameters(layout, pipeline_rank=stage, expert_rank=rank)) for rank in range(layout.expert)}
             if counts == {0} or len(counts) > 1:
-                raise UserError(
-                    f"lora.target_modules: {', '.join(self.targets)}: leave ranks of pipeline stage {stage} without adapters, or "
-                    "with fewer than others; must name layers of every stage, and all experts alike"
+                return (
+                    f"lora.target_modules: {self.targets} leaves ranks of pipeline stage {stage} with fewer adapters "
+                    "than others have; must name layers of each stage, and all experts of a layer"
                 )
+        return ""
 
     def pairs(self, each: Parameter) -> list[Pair | None]:
         """The adapters of the matrices that `each` is made of, None for one that has none."""

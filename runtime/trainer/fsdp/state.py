@@ -4,8 +4,8 @@ model/              a Hugging Face folder, float32
 adapter/            in its stead where adapters are trained: they alone, as PEFT has them
 optimizer*.safetensors   float32: Adam's moments `exp_avg.NAME` and `exp_avg_sq.NAME`, or Muon's `momentum_buffer.NAME`
 rng.safetensors     the generators' states: `RANK.DEVICE`
-trainer.json        format, step, the optimizer's kind and step count, coefficient of the KL term, the section `lora`, and the model
-                    that its adapters are on
+trainer.json        format, step, the optimizer's kind and step count, coefficient of the KL term, the section `lora`, and
+                    the model that its adapters are on
 
 Adapters are so on disk whatever the engine, and either goes on from them.
 """
@@ -163,8 +163,8 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
 
 
 def read_description(folder: Path, config: LoraConfig | None, base: AdapterBase | None) -> dict[str, Any]:
-    """Raises UserError unless the checkpoint is engine torch's, or one of adapters: these ones, as `config` has them, on `base`.
-    All ranks call it."""
+    """Raises UserError unless the checkpoint is engine torch's, or of adapters, on `base` and as `config` has them. All ranks
+    call it."""
     description = read_object(folder / "trainer.json", f"checkpoint {folder}: trainer.json")
     require_same_adapters(folder, description.get("lora"), config)
     if "engine" in description:

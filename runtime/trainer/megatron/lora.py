@@ -19,6 +19,7 @@ from megatron.core import tensor_parallel
 from safetensors.torch import save_file
 
 from runtime.config import Lora
+from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.models.families import Parameter
 from runtime.models.families.adapters import AdapterTable, Pair
@@ -44,7 +45,10 @@ class LayerAdapter(torch.nn.Module):
             if pair is not None:
                 a, b = pair
                 start = start_of(a.sources[0].name, a.sources[0].shape, seed)
-                for held, piece in ((self.down, a.from_hf({a.sources[0].name: start}.__getitem__)), (self.up, torch.zeros(b.shape))):
+                for held, piece in (
+                    (self.down, a.from_hf({a.sources[0].name: start}.__getitem__)),
+                    (self.up, torch.zeros(b.shape)),
+                ):
                     held[str(number)] = torch.nn.Parameter(piece.to(layer.weight.device, copy=True))
         for parameter in self.parameters():
             parameter.allreduce = layer.weight.allreduce  # type: ignore[attr-defined]  # False: other expert ranks have others
@@ -95,8 +99,9 @@ class MegatronAdapters:
         """Put them into the model of `passes`, of which nothing else is trained then. Raises UserError for layers that there
         are not."""
         weights, grid, model = passes.weights, passes.grid, passes.model
-        self._table = AdapterTable(weights.family, settings.rank, settings.target_modules)
-        self._table.require(grid.layout)
+        self._table = AdapterTable(passes.family, settings.rank, settings.target_modules)
+        if fault := self._table.fault(grid.layout):
+            raise UserError(fault)
         self._config = lora.peft_config(settings, self._table.targets, base.path)
         self._base, self._grid, self._layers = base, grid, {}
         model.requires_grad_(False)
@@ -126,10 +131,11 @@ class MegatronAdapters:
         if wholes:
             lora.write(folder, wholes, self._config)
 
-    # ------------------------------------------------------------------------------------------ on disk, as engine torch has them
+    # ------------------------------------------------------------------------------------------ their state on disk
 
     def prepare(self, folder: Path, updates: MegatronOptimizer, position: TrainingPosition) -> Callable[[], None]:
-        """Bring what is saved to the host of rank 0, whole. Returns what writes it, while training goes on or not."""
+        """Bring what is saved to the host of rank 0, whole. Returns what writes it, in engine torch's form, while training goes
+        on or not."""
         kept = {name: updates.gather(parameter) for name, parameter in self._trained.items()}
         found: dict[str, dict[str, torch.Tensor]] = {}
         for kind in KINDS:

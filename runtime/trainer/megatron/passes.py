@@ -50,7 +50,7 @@ class MegatronPasses:
         self.model = made.to(device, compute)
         self.weights = ModelWeights(family, held_by(self.model), grid)
         self.weights.load(source)
-        self.shape = shape
+        self.shape, self.family = shape, family
         self.grid = grid
         self._multiple = settings.parallel.tensor if settings.parallel.sequence else 1
         self.passed: torch.nn.Module = self.model

@@ -38,13 +38,13 @@ def held_by(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class ModelWeights:
-    """The weights of this rank's model, or the adapters on it. What is collective is so over the ranks that hold all of the model once: other
-    replicas pass it by.
+    """The weights of this rank's part of a model, or of the adapters on it. What is collective is so over the ranks that hold
+    all of the model once: other replicas pass it by.
     """
 
     def __init__(self, family: Family | AdapterTable, held: Mapping[str, torch.Tensor], grid: ProcessGrid):
         """`held`: by name, what `family` says that this rank has."""
-        self.family, self._grid, self._parameters = family, grid, held
+        self._family, self._grid, self._parameters = family, grid, held
         self.merged: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         """By the names of those parameters that leave otherwise than they are held, what makes them so."""
         for each in self.parameters(grid.pipeline_rank, grid.expert_rank):
@@ -58,14 +58,14 @@ class ModelWeights:
         """As the ranks of pipeline stage `stage` hold them that are expert rank `expert_rank`."""
         grid = self._grid
         coordinates = {"tensor_rank": grid.tensor_rank, "pipeline_rank": stage, "expert_rank": expert_rank}
-        return self.family.parameters(grid.layout, **coordinates)
+        return self._family.parameters(grid.layout, **coordinates)
 
     @torch.no_grad()
     def load(self, path: str) -> None:
         """Read this rank's part from the Hugging Face folder `path`, and no more. Raises UserError when it does not fit."""
         files = WeightFiles(path)
-        assert isinstance(self.family, Family)
-        self.family.require_tensors(files.shapes, f"model {path}")
+        assert isinstance(self._family, Family)
+        self._family.require_tensors(files.shapes, f"model {path}")
         mine = self.parameters(self._grid.pipeline_rank, self._grid.expert_rank)
         assert {each.name for each in mine} == self._parameters.keys()
         with files.slices() as read:
