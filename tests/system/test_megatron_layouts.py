@@ -28,6 +28,10 @@ LAYOUTS = {
     "tensor with sequence and context": Layout(2, sequence=True, processes=4, context=2),
     "context and pipeline": Layout(1, 2, processes=4, context=2),
 }
+LORA = {  # by family
+    "qwen2": (Layout(2, processes=2, lora="all"), Layout(1, 2, processes=2, lora="up_proj")),
+    "deepseek_v3": (Layout(2, sequence=True, processes=4, expert=2, lora="all"),),
+}
 BFLOAT16 = 2**-5  # of logits of about 10 whose last bit is 2**-5 to 2**-4: what half of it comes to
 EXPERTS = {
     "one rank": Layout(1),
@@ -141,6 +145,18 @@ def test_what_expert_and_tensor_parallel_saved_goes_on_in_another_layout(of_expe
         train(of_experts, saved)
     whole = torch.load(of_experts / f"{saved.name}.pt")
     assert_equal(train(of_experts, EXPERTS[layout], resumed=saved.name), whole, last=STEPS - SAVED)
+
+
+@pytest.mark.parametrize("family", LORA)
+def test_adapters_are_engine_torchs(tmp_path: Path, family: str) -> None:
+    save_model(tmp_path / "policy", family)
+    (tmp_path / "policy" / "tokenizer.json").write_text('{"version": "1.0"}')
+    for layout in LORA[family]:
+        expected = train(tmp_path, Layout(0, lora=layout.lora))
+        assert_equal(train(tmp_path, layout), expected, lora=True)
+        if layout.lora == "all":
+            other = Layout(2, sequence=True, processes=2, lora="all")
+            assert_equal(train(tmp_path, other, resumed=layout.name), expected, last=STEPS - SAVED, lora=True)
 
 
 def test_the_critic_may_have_experts(of_experts: Path) -> None:
