@@ -43,3 +43,16 @@ def assert_published(folder: Path, layout: Layout, found: Found) -> None:
         tensors = load_file(made / "model.safetensors")
         assert tensors.keys() == found["published"].keys()
         assert all(torch.equal(tensors[name], tensor) for name, tensor in found["published"].items())
+
+
+def assert_adapters(folder: Path, layout: Layout, found: Found) -> None:
+    """What was exported beside the policy makes of the base what was published."""
+    before = load_file(folder / "policy" / "model.safetensors")
+    adapters = load_file(folder / f"export-{layout.name}" / "adapter" / "adapter_model.safetensors")
+    stems = [name.removesuffix("lora_A.weight") for name in adapters if name.endswith("lora_A.weight")]
+    assert len(adapters) == 2 * len(stems) > 0
+    for stem in stems:
+        a, b = (adapters[f"{stem}lora_{kind}.weight"].double() for kind in "AB")
+        name = f"{stem.removeprefix('base_model.model.')}weight"
+        merged = before[name].double() + LORA.alpha / LORA.rank * b @ a
+        assert_close(found["published"][name], merged, terms=LORA.rank + 2, what=name)  # their product, its scale, the sum

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from tests.closeness import assert_close
 from tests.loopback.megatron_equality import assert_equal
 from tests.loopback.megatron_member import SAVED, STEPS, Layout, train
-from tests.unit.lora_cases import LORA
+from tests.unit.lora_cases import LORA, grown
 from tests.unit.tiny_models import save_model
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
@@ -65,10 +66,17 @@ def test_a_checkpoint_of_either_engine_goes_on_in_the_other(
 ) -> None:
     names = [{path.name for path in (folder / f"saved-by-{each.name}").iterdir()} for each in (TORCH, EXPERT)]
     assert names[0] == names[1] == {"adapter", "optimizer.safetensors", "rng.safetensors", "trainer.json"}
-    (tmp_path / "policy").symlink_to(folder / "policy")
-    for layout, saved in ((EXPERT, TORCH), (TORCH, EXPERT)):
-        (tmp_path / f"saved-by-{saved.name}").symlink_to(folder / f"saved-by-{saved.name}")
-        assert_equal(train(tmp_path, layout, resumed=saved.name), expected, last=STEPS - SAVED, lora=True)
+    own, other = tmp_path / "own", tmp_path / "other"
+    for place in (own, other):
+        place.mkdir()
+        (place / "policy").symlink_to(folder / "policy")
+    (own / f"saved-by-{EXPERT.name}").symlink_to(folder / f"saved-by-{EXPERT.name}")
+    assert_equal(train(own, TORCH, resumed=EXPERT.name), expected, last=STEPS - SAVED, lora=True)
+    grown(folder / f"saved-by-{TORCH.name}", other / "saved-by-grown")
+    found = train(other, EXPERT, resumed="grown")
+    (other / "saved-by-grown").rename(own / "saved-by-grown")
+    shutil.rmtree(own / f"export-{TORCH.name}")
+    assert_equal(found, train(own, TORCH, resumed="grown"), last=STEPS - SAVED, lora=True)
 
 
 def test_adapters_of_another_base_are_refused(folder: Path, spread: dict[str, Any], tmp_path: Path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.loopback.megatron_equality import assert_equal, assert_published
+from tests.loopback.megatron_equality import assert_adapters, assert_equal, assert_published
 from tests.loopback.megatron_member import SAVED, STEPS, Layout, train
+from tests.unit.lora_cases import grown
 from tests.unit.tiny_models import save_model
 from tests.unit.training_cases import make_policy
 
@@ -152,11 +154,14 @@ def test_adapters_are_engine_torchs(tmp_path: Path, family: str) -> None:
     save_model(tmp_path / "policy", family)
     (tmp_path / "policy" / "tokenizer.json").write_text('{"version": "1.0"}')
     for layout in LORA[family]:
-        expected = train(tmp_path, Layout(0, lora=layout.lora))
-        assert_equal(train(tmp_path, layout), expected, lora=True)
-        if layout.lora == "all":
-            other = Layout(2, sequence=True, processes=2, lora="all")
-            assert_equal(train(tmp_path, other, resumed=layout.name), expected, last=STEPS - SAVED, lora=True)
+        torch_engine = Layout(0, lora=layout.lora)
+        train(tmp_path, torch_engine)
+        shutil.rmtree(tmp_path / f"export-{torch_engine.name}")
+        grown(tmp_path / f"saved-by-{torch_engine.name}", tmp_path / f"saved-by-{layout.lora}")
+        expected = train(tmp_path, torch_engine, resumed=layout.lora)
+        found = train(tmp_path, layout, resumed=layout.lora)
+        assert_equal(found, expected, last=STEPS - SAVED, lora=True)
+        assert_adapters(tmp_path, layout, found)
 
 
 def test_the_critic_may_have_experts(of_experts: Path) -> None:
