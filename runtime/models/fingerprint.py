@@ -25,7 +25,7 @@ def fingerprint(folder: str | Path) -> str:
     """SHA-256, in hexadecimal, of all weights of a Hugging Face folder: of the name, dtype, shape and bytes of every tensor, in
     the order of the names. So it differs where any weight does, and is the same however the tensors are spread over files.
 
-    All bytes are read once, and hashed by eight threads: as fast as the disk gives them, or 1 to 2 GB/s for each core. Raises
+    All bytes are read once, and hashed by eight threads: as fast as the disk gives them, or about 1 GB/s for each core. Raises
     UserError when there are no weights, or a file cannot be read.
     """
     places: dict[str, _Place] = {}

@@ -187,8 +187,8 @@ def require_same_adapters(folder: Path, saved: dict[str, Any] | None, config: Lo
     if config is None:
         raise UserError(f"lora: is not set, but checkpoint {folder} holds adapters; must be {json.dumps(saved)}")
     for key, value in lora.description(config).items():
-        if value != saved[key]:
-            raise UserError(f"lora.{key}: {value} is not that of checkpoint {folder}; must be {saved[key]}")
+        if value != (other := saved.get(key)):
+            raise UserError(f"lora.{key}: {value} is not that of checkpoint {folder}; must be {other}")
 
 
 def require_same_optimizer(folder: Path, description: Mapping[str, Any], own: str, key: str) -> None:
