@@ -316,11 +316,13 @@ def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any
         described = {**made, **policy} if not config.model.path else policy
         family = family_for(described, where)
         hf_config.parse(described, where, FAMILIES)
+        faults = [f"{key}.parallel: {fault}" for fault in layout_of(parallel).faults(family.shape)]
+        if not faults:
+            limits.adapters_of(config, key.removeprefix("services."), family)
     except UserError as error:
         yield str(error)
         return
-    faults = [f"{key}.parallel: {fault}" for fault in layout_of(parallel).faults(family.shape)]
-    yield from faults or limits.adapter_faults(config, key.removeprefix("services."), family)
+    yield from faults
     if family.shape.experts is not None and parallel.tensor > 1 and not parallel.sequence:
         yield f"{key}.parallel.sequence: must be true for a mixture of experts with parallel.tensor {parallel.tensor}"
     if len(set(stages[1:-1])) > 1:

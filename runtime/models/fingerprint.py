@@ -28,17 +28,14 @@ def fingerprint(folder: str | Path) -> str:
     All bytes are read once, and hashed by eight threads: as fast as the disk gives them, or about 1 GB/s for each core. Raises
     UserError when there are no weights, or a file cannot be read.
     """
-    places: dict[str, _Place] = {}
-    for path in weight_paths(folder):
-        try:
-            places.update(_tensors(path))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-            raise UserError(f"model {path}: cannot be read: {error}") from error
-    whole = hashlib.sha256()
-    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as threads:
-        for name, digest in zip(sorted(places), threads.map(_hashed, map(places.__getitem__, sorted(places))), strict=True):
-            whole.update(f"{name} {digest}\n".encode())
-    return whole.hexdigest()
+    try:
+        places = dict(place for path in weight_paths(folder) for place in _tensors(path))
+        names = sorted(places)
+        with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as threads:
+            digests = list(threads.map(_hashed, map(places.__getitem__, names)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise UserError(f"model {folder}: its weights cannot be read: {error}") from error
+    return hashlib.sha256("\n".join(map(" ".join, zip(names, digests, strict=True))).encode()).hexdigest()
 
 
 def weight_paths(folder: str | Path) -> list[Path]:
@@ -69,15 +66,14 @@ def _tensors(path: Path) -> Iterator[tuple[str, _Place]]:
 
 
 def _hashed(place: _Place) -> str:
-    """Raises UserError when the file ends before."""
+    """Raises ValueError when the file ends before."""
     path, begin, end = place
     found = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         file.seek(begin)
-        while begin < end:
-            block = file.read(min(_BLOCK, end - begin))
-            if not block:
-                raise UserError(f"model {path}: ends within a tensor")
+        while begin < end and (block := file.read(min(_BLOCK, end - begin))):
             found.update(block)
             begin += len(block)
+    if begin < end:
+        raise ValueError(f"{path.name} ends within a tensor")
     return found.hexdigest()

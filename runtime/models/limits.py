@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.config import Config, Parallel, Spread, Trainer
-from runtime.errors import UserError
 from runtime.models.families import Family, Layout, family_for
 from runtime.models.families.adapters import AdapterTable
 from runtime.models.families.memory import ModelWork, RankBytes, rank_bytes
@@ -80,20 +79,10 @@ def rank_memory(config: Config, role: str, model: Mapping[str, Any], on_cpus: bo
 
 
 def adapters_of(config: Config, role: str, family: Family) -> AdapterTable | None:
-    """What `role` trains in the place of the weights; None where these. Raises UserError for layers that there are not."""
+    """What `role` trains in the place of the weights; None where these. Raises UserError as the table does."""
     if config.lora is None or role != "trainer":
         return None
-    return AdapterTable(family, config.lora.rank, config.lora.target_modules)
-
-
-def adapter_faults(config: Config, role: str, family: Family) -> list[str]:
-    """Why the ranks of `role`, on megatron-core in a layout that divides the model, cannot train adapters of it."""
-    try:
-        adapters = adapters_of(config, role, family)
-    except UserError as error:
-        return [str(error)]
-    fault = adapters.fault(layout_of(config.services.trainer.parallel)) if adapters is not None else ""
-    return [fault] if fault else []
+    return AdapterTable(family, config.lora.rank, config.lora.target_modules, layout_of(config.services.trainer.parallel))
 
 
 def memory_fault(config: Config, role: str, held: RankBytes, available: int) -> str:

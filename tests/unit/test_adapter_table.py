@@ -20,14 +20,14 @@ RANK = 3
 
 
 def shapes(family: Any, targets: list[str], layout: Layout, **coordinates: int) -> dict[str, tuple[int, ...]]:
-    found = AdapterTable(family, RANK, targets).parameters(layout, **coordinates)
+    found = AdapterTable(family, RANK, targets, layout).parameters(layout, **coordinates)
     return {
         each.name.removeprefix("decoder.layers.0."): each.shape for each in found if each.name.startswith("decoder.layers.0.")
     }
 
 
 def test_all_layers_but_routers_embedding_and_head() -> None:
-    table = AdapterTable(SPARSE, RANK, [])
+    table = AdapterTable(SPARSE, RANK, [], Layout())
     assert table.targets == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     found = table.tensors()
     assert len(found) == 2 * 6 * (4 + 3 * 4)
@@ -47,7 +47,7 @@ def test_a_rank_has_all_of_what_it_shares_and_a_part_of_what_is_cut() -> None:
 
 
 def test_experts_have_their_own() -> None:
-    found = AdapterTable(SPARSE, RANK, ["up_proj"]).parameters(Layout(expert=2), expert_rank=1)
+    found = AdapterTable(SPARSE, RANK, ["up_proj"], Layout()).parameters(Layout(expert=2), expert_rank=1)
     assert all(each.expert for each in found)
     names = [name.removeprefix(f"{PREFIX}model.layers.0.mlp.experts.") for each in found[:4] for name in [each.sources[0].name]]
     assert names == [f"{expert}.up_proj.lora_{part}.weight" for expert in (2, 3) for part in "AB"]
@@ -55,7 +55,7 @@ def test_experts_have_their_own() -> None:
 
 def test_the_pieces_of_the_ranks_make_the_whole() -> None:
     layout, torch_generator = Layout(tensor=2), torch.Generator().manual_seed(0)
-    ranks = [AdapterTable(DENSE, RANK, []).parameters(layout, tensor_rank=rank) for rank in range(2)]
+    ranks = [AdapterTable(DENSE, RANK, [], Layout()).parameters(layout, tensor_rank=rank) for rank in range(2)]
     for pieces in zip(*ranks, strict=True):
         (source,) = pieces[0].sources
         whole = torch.randn(source.shape, generator=torch_generator)
@@ -70,21 +70,23 @@ def test_targets_are_names_or_their_ends() -> None:
     assert target_modules(layers, ["gate", "layers.1.mlp.up_proj"]) == ["gate", "layers.1.mlp.up_proj"]
     with pytest.raises(UserError, match=r"lora\.target_modules: 'p_proj' is no linear .* must be among gate, router, up_proj$"):
         target_modules(layers, ["p_proj"])
-    table = AdapterTable(DENSE, RANK, ["layers.1.mlp.up_proj"])
+    table = AdapterTable(DENSE, RANK, ["layers.1.mlp.up_proj"], Layout())
     assert list(table.tensors()) == [f"{PREFIX}model.layers.1.mlp.up_proj.lora_{part}.weight" for part in "AB"]
 
 
 def test_a_layout_is_refused_that_leaves_ranks_without() -> None:
-    assert AdapterTable(DENSE, RANK, []).fault(Layout(tensor=2, pipeline=3)) == ""
-    assert "stage 1 " in AdapterTable(DENSE, RANK, ["layers.0.mlp.up_proj"]).fault(Layout(pipeline=2))
-    assert "stage 0 " in AdapterTable(SPARSE, RANK, ["q_proj", "experts.3.up_proj"]).fault(Layout(expert=2))
+    AdapterTable(DENSE, RANK, [], Layout(tensor=2, pipeline=3))
+    with pytest.raises(UserError, match=r"\['layers\.0\.mlp\.up_proj'\] leaves ranks of pipeline stage 1 with fewer adapters"):
+        AdapterTable(DENSE, RANK, ["layers.0.mlp.up_proj"], Layout(pipeline=2))
+    with pytest.raises(UserError, match="leaves ranks of pipeline stage 0 with fewer adapters"):
+        AdapterTable(SPARSE, RANK, ["q_proj", "experts.3.up_proj"], Layout(expert=2))
 
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_memory_for_what_is_trained(width: int) -> None:
     """Of a pipeline stage of three layers, in float32: the adapters, their gradients, and two moments over the two blocks."""
     work, layout = ModelWork(ranks=4, tokens=64, width=width), Layout(pipeline=2)
-    plain, adapted = rank_bytes(DENSE, layout, work), rank_bytes(DENSE, layout, work, AdapterTable(DENSE, RANK, []))
+    plain, adapted = rank_bytes(DENSE, layout, work), rank_bytes(DENSE, layout, work, AdapterTable(DENSE, RANK, [], Layout()))
     sizes = [(48, 48), (16, 48), (16, 48), (48, 48), (40, 48), (40, 48), (48, 40)]
     adapters = 3 * RANK * sum(map(sum, sizes))
     assert adapted.weights == plain.weights + 4 * adapters

@@ -73,7 +73,7 @@ def test_each_bit_of_the_tensors_matters(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, content: bytes | None) -> None:
     file = saved(tmp_path / "one", TENSORS) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] if content is None else content)
-    with pytest.raises(UserError, match=rf"^model {file}: .*$"):
+    with pytest.raises(UserError, match=rf"^model {tmp_path / 'one'}: its weights cannot be read: .*$"):
         fingerprint(tmp_path / "one")
     file.unlink()
     with pytest.raises(UserError, match=r"has neither model\.safetensors nor"):

@@ -24,34 +24,28 @@ Pair = tuple[Parameter, Parameter]
 class AdapterTable:
     """Which parameters the adapters of a model are, in PEFT's names: what `Family` is for the model itself."""
 
-    def __init__(self, family: Family, rank: int, targets: Sequence[str]):
-        """`targets`: as of `target_modules`. Raises UserError for a layer that there is not."""
+    def __init__(self, family: Family, rank: int, targets: Sequence[str], layout: Layout):
+        """`targets`: as of `target_modules`; `layout` divides the model. Raises UserError for a layer that there is not, and
+        unless each rank has some, and expert ranks of a stage as many."""
         self._family, self._rank = family, rank
         sources = [source for each in family.parameters(Layout()) if _is_linear(each) for source in each.sources]
         self.targets = target_modules([source.name.removesuffix(_MATRIX) for source in sources], targets)
+        for stage in range(layout.pipeline):
+            counts = {len(self.parameters(layout, pipeline_rank=stage, expert_rank=rank)) for rank in range(layout.expert)}
+            if counts == {0} or len(counts) > 1:
+                raise UserError(
+                    f"lora.target_modules: {self.targets} leaves ranks of pipeline stage {stage} with fewer adapters "
+                    "than others have; must name layers of each stage, and all experts of a layer"
+                )
 
-    def parameters(
-        self, layout: Layout, *, tensor_rank: int = 0, pipeline_rank: int = 0, expert_rank: int = 0
-    ) -> list[Parameter]:
-        """All of a rank, in the order of the layers."""
-        coordinates = {"tensor_rank": tensor_rank, "pipeline_rank": pipeline_rank, "expert_rank": expert_rank}
+    def parameters(self, layout: Layout, **coordinates: int) -> list[Parameter]:
+        """All of a rank, in the order of the layers; `coordinates` as of `Family.parameters`."""
         held = self._family.parameters(layout, **coordinates)
         return [parameter for each in held for pair in self.pairs(each) if pair is not None for parameter in pair]
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each, whole."""
         return {source.name: source.shape for each in self.parameters(Layout()) for source in each.sources}
-
-    def fault(self, layout: Layout) -> str:
-        """Why the ranks of `layout` cannot train them; "" where they can: each has some, expert ranks of a stage as many."""
-        for stage in range(layout.pipeline):
-            counts = {len(self.parameters(layout, pipeline_rank=stage, expert_rank=rank)) for rank in range(layout.expert)}
-            if counts == {0} or len(counts) > 1:
-                return (
-                    f"lora.target_modules: {self.targets} leaves ranks of pipeline stage {stage} with fewer adapters "
-                    "than others have; must name layers of each stage, and all experts of a layer"
-                )
-        return ""
 
     def pairs(self, each: Parameter) -> list[Pair | None]:
         """The adapters of the matrices that `each` is made of, None for one that has none."""

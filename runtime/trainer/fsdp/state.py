@@ -74,14 +74,14 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
     description = describe(state.position, optimizers.family(state.optimizer), updates, state.config, state.base)
     if state.rank_info.rank == 0:
         save_file(generators, folder / GENERATORS)
-        write_description(folder, description)
+        (folder / "trainer.json").write_text(description, encoding="utf-8")
 
 
 def describe(
     position: TrainingPosition, optimizer: str, updates: int, config: LoraConfig | None, base: AdapterBase | None
-) -> dict[str, Any]:  # fmt: skip
+) -> str:  # fmt: skip
     """What trainer.json says; `config` and `base` are of adapters. All ranks call it."""
-    return {
+    told = {
         "format": FORMAT,
         "step": position.step,
         "optimizer": optimizer,
@@ -90,10 +90,7 @@ def describe(
         "lora": lora.description(config) if config else None,
         "base": base.describe() if base else None,
     }
-
-
-def write_description(folder: Path, description: Mapping[str, Any]) -> None:
-    (folder / "trainer.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
+    return json.dumps(told) + "\n"
 
 
 def _write_weights(folder: Path, state: TrainingState, source: str) -> None:

@@ -19,7 +19,6 @@ from megatron.core import tensor_parallel
 from safetensors.torch import save_file
 
 from runtime.config import Lora
-from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.models.families import Parameter
 from runtime.models.families.adapters import AdapterTable, Pair
@@ -30,6 +29,8 @@ from runtime.trainer.megatron.optimizer import KINDS, MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses
 from runtime.trainer.megatron.weights import ModelWeights
 
+Tensors = Mapping[str, torch.Tensor]
+
 
 class LayerAdapter(torch.nn.Module):
     """The adapters of one linear layer, float32: of the matrices that it is made of, by their numbers, A and B."""
@@ -39,7 +40,6 @@ class LayerAdapter(torch.nn.Module):
         super().__init__()
         self._each, self._rank, self._scaling = each, settings.rank, settings.alpha / settings.rank
         self._apart, self._sequence = layer.explicit_expert_comm, layer.sequence_parallel
-        self.on = True
         self.down, self.up = torch.nn.ParameterDict(), torch.nn.ParameterDict()
         for number, pair in enumerate(pairs):
             if pair is not None:
@@ -60,10 +60,6 @@ class LayerAdapter(torch.nn.Module):
         inner = self._exchanged(F.linear(x, torch.cat([*self.down.values()]).to(x.dtype)))
         parts = zip(self.up.items(), inner.split(self._rank, -1), strict=True)
         return self._joined({number: F.linear(part, up.to(x.dtype)) for (number, up), part in parts})
-
-    def add(self, _layer: Any, inputs: tuple[torch.Tensor], outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        """The layer's hook."""
-        return (outputs[0] + self(inputs[0]), outputs[1]) if self.on else outputs
 
     def merged(self, weight: torch.Tensor) -> torch.Tensor:
         """This rank's part of the layer's `weight` with what is added to it, float32."""
@@ -99,31 +95,30 @@ class MegatronAdapters:
         """Put them into the model of `passes`, of which nothing else is trained then. Raises UserError for layers that there
         are not."""
         weights, grid, model = passes.weights, passes.grid, passes.model
-        self._table = AdapterTable(passes.family, settings.rank, settings.target_modules)
-        if fault := self._table.fault(grid.layout):
-            raise UserError(fault)
+        self._table = AdapterTable(passes.family, settings.rank, settings.target_modules, grid.layout)
         self._config = lora.peft_config(settings, self._table.targets, base.path)
-        self._base, self._grid, self._layers = base, grid, {}
+        self._base, self._grid, self._on = base, grid, True
         model.requires_grad_(False)
         for each in weights.parameters(grid.pipeline_rank, grid.expert_rank):
             if any(pairs := self._table.pairs(each)):
                 layer: Any = model.get_submodule(each.name.removesuffix(".weight"))
-                layer.adapter = self._layers[each.name] = LayerAdapter(layer, each, pairs, settings, seed)
-                layer.register_forward_hook(layer.adapter.add)
-        weights.merged = {name: layer.merged for name, layer in self._layers.items()}
+                layer.adapter = LayerAdapter(layer, each, pairs, settings, seed)
+                weights.merged[each.name] = layer.adapter.merged
+                layer.register_forward_hook(self._add)
         self._trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self._weights = ModelWeights(self._table, self._trained, grid)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """Within it the model computes what it did before it was adapted."""
-        for layer in self._layers.values():
-            layer.on = False
+        self._on = False
         try:
             yield
         finally:
-            for layer in self._layers.values():
-                layer.on = True
+            self._on = True
+
+    def _add(self, layer: Any, inputs: tuple[torch.Tensor], outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        return (outputs[0] + layer.adapter(inputs[0]), outputs[1]) if self._on else outputs
 
     def write(self, folder: Path) -> None:
         """Write a folder as PEFT has it; rank 0 writes."""
@@ -142,32 +137,33 @@ class MegatronAdapters:
             held = ModelWeights(self._table, {name: parts[kind] for name, parts in kept.items()}, self._grid)
             found[kind] = {name: whole.to("cpu", copy=True) for name, whole in held.wholes(torch.float32)}
         description = state.describe(position, "adamw", updates.count, self._config, self._base)
-        return partial(self._write, folder, found, description) if found["master"] else lambda: None
+        moments = {f"{kind}.{name}": whole for kind in KINDS[1:] for name, whole in found[kind].items() if updates.count}
+        return partial(self._write, folder, found["master"], moments, description) if found["master"] else lambda: None
 
-    def _write(self, folder: Path, found: Mapping[str, Mapping[str, torch.Tensor]], description: dict[str, Any]) -> None:
-        lora.write(folder / lora.FOLDER, found["master"], self._config)
-        moments = {f"{kind}.{name}": whole for kind in KINDS[1:] for name, whole in found[kind].items()}
-        if description["optimizer_updates"]:
+    def _write(self, folder: Path, wholes: Tensors, moments: Tensors, description: str) -> None:
+        lora.write(folder / lora.FOLDER, wholes, self._config)
+        if moments:
             hf_policy.write_tensors(folder, "optimizer", moments, moments.items(), 0, torch.float32)
         save_file({}, folder / state.GENERATORS)  # nothing is drawn at random
-        state.write_description(folder, description)
+        (folder / "trainer.json").write_text(description, encoding="utf-8")
 
     @torch.no_grad()
     def load(self, folder: Path, updates: MegatronOptimizer) -> TrainingPosition:
         """Restore what either engine saved. Raises UserError, changing nothing, when it does not fit the model."""
         found = state.read_description(folder, self._config, self._base)
         state.require_same_optimizer(folder, found, "adamw", "training.optimizer")
-        shapes, count = self._weights.shapes, found["optimizer_updates"]
-        moments = {f"{kind}.{name}": shape for kind in KINDS[1:] for name, shape in shapes.items()}
+        shapes = self._weights.shapes
+        kept = {f"{kind}.{name}": shape for kind in KINDS[1:] for name, shape in shapes.items()}
         with contextlib.ExitStack() as stack:
-            reads = {"master": state.open_tensors(folder / lora.FOLDER, lora.STEM, shapes, stack)}
-            history = state.open_tensors(folder, "optimizer", moments, stack) if count else None
-            for kind in KINDS[1:] if history is not None else ():
-                reads[kind] = partial(lambda read, kind, name: read(f"{kind}.{name}"), history, kind)
+            reads: dict[str, Callable[[str], Any]] = {}
+            reads["master"] = state.open_tensors(folder / lora.FOLDER, lora.STEM, shapes, stack)
+            if found["optimizer_updates"]:
+                moments = state.open_tensors(folder, "optimizer", kept, stack)
+                reads |= {kind: lambda name, kind=kind: moments(f"{kind}.{name}") for kind in KINDS[1:]}  # type: ignore[misc]
             for each in self._weights.parameters(self._grid.pipeline_rank, self._grid.expert_rank):
                 parameter = self._trained[each.name]
                 wholes = {kind: each.from_hf(read).to(parameter.device) for kind, read in reads.items()}
                 parameter.copy_(wholes["master"])
                 updates.scatter(parameter, {kind: wholes.get(kind, torch.zeros_like(parameter)) for kind in KINDS})
-        updates.count = count
+        updates.count = found["optimizer_updates"]
         return TrainingPosition(found["step"], found.get("kl_coefficient"))

@@ -45,7 +45,7 @@ class ModelWeights:
     def __init__(self, family: Family | AdapterTable, held: Mapping[str, torch.Tensor], grid: ProcessGrid):
         """`held`: by name, what `family` says that this rank has."""
         self._family, self._grid, self._parameters = family, grid, held
-        self.merged: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        self.merged: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
         """By the names of those parameters that leave otherwise than they are held, what makes them so."""
         for each in self.parameters(grid.pipeline_rank, grid.expert_rank):
             # Of what the ranks hold the same, the gradient counts once in the norm. megatron-core says so only where it
