@@ -40,7 +40,7 @@ def _current(keys: TranslatedSettings, lora: bool) -> None:
     older = keys.of("rl_config", "colocate_all_models")
     chosen = older if older.given and not together.given else together
     integrated = chosen.value is not False  # left out as well: roles without devices of their own have to share the actor's
-    _spread(keys, "actor", "trainer", [actor], actor.value, lora)
+    _spread(keys, "actor", "trainer", [actor], actor.value)
     _rollouts(keys, actor)
     # Training and sampling are on the same devices in either case: the actor is one hybrid worker there.
     keys.put("services.rollout.colocate", "trainer", together)
@@ -48,7 +48,7 @@ def _current(keys: TranslatedSettings, lora: bool) -> None:
     reference = keys.of("rl_config", "reference_resource.num_npus")
     critic = keys.of("rl_config", "critic_resource.num_npus")
     if "critic" in keys.values:
-        _spread(keys, "critic", "critic", [critic if critic.given else actor], critic.value or actor.value, lora)
+        _spread(keys, "critic", "critic", [critic if critic.given else actor], critic.value or actor.value)
         if integrated:
             keys.put("services.critic.colocate", "trainer", together)
     else:
@@ -75,7 +75,7 @@ def _older(keys: TranslatedSettings, lora: bool) -> None:
             f"{pool.path}: {total} devices, but num_gpus_for_train {train.value} + num_gpus_for_infer {infer.value} are "
             f"{train.value + infer.value}"
         )
-    _spread(keys, "actor", "trainer", [train, pool], train.value, lora)
+    _spread(keys, "actor", "trainer", [train, pool], train.value)
     ways = keys.role("actor", "tensor_model_parallel_size").value or 1
     keys.put("services.rollout.engine", "vllm", infer)
     keys.put("services.rollout.tensor_parallel", ways, infer)
@@ -85,7 +85,7 @@ def _older(keys: TranslatedSettings, lora: bool) -> None:
         keys.put("services.rollout.replicas", infer.value // ways, infer, pool)
     critic = keys.of("resource_pool", "critic")
     if "critic" in keys.values:
-        _spread(keys, "critic", "critic", [critic], _sum(keys, critic), lora)
+        _spread(keys, "critic", "critic", [critic], _sum(keys, critic))
     else:
         keys.say("of gae, which has a critic", critic)
     _reference(keys, False, keys.of("resource_pool", "ref"), train, lora)
@@ -101,14 +101,9 @@ def _sum(keys: TranslatedSettings, pool: Setting) -> int | None:
     return sum(pool.value)
 
 
-def _spread(keys: TranslatedSettings, role: str, service: str, counted: list[Setting], devices: int | None, lora: bool) -> None:
+def _spread(keys: TranslatedSettings, role: str, service: str, counted: list[Setting], devices: int | None) -> None:
     """An SPMD group: its processes, and how the model is spread over them."""
     path = f"services.{service}"
-    if lora and service == "trainer":
-        keys.put(f"{path}.processes", devices, *counted)
-        for name in (*_WAYS.values(), "sequence_parallel", "num_layer_list", "noop_layers"):
-            keys.say("LoRA is trained by engine torch: FSDP2 over all processes", keys.role(role, name))
-        return
     keys.put(f"{path}.engine", "megatron")
     sizes: dict[str, int] = {}
     for ours, theirs in _WAYS.items():
@@ -210,7 +205,7 @@ def _reference(keys: TranslatedSettings, shared: bool, own: Setting, actor: Sett
     role = "actor" if shared else "reference"
     count = actor.value if shared else own.value if not isinstance(own.value, list) else _sum(keys, own)
     counted = [actor if shared else own]
-    _spread(keys, role, "reference", counted, count, False)
+    _spread(keys, role, "reference", counted, count)
     if shared:
         keys.put(f"{path}.colocate", "trainer", keys.of("rl_config", "use_integrated_worker"))
         keys.say("the reference is on actor_resource's devices", own)

@@ -20,7 +20,8 @@ class Model(Section, frozen=True):
     policy's tokenizer. Empty: `model.path`."""
     dtype: DType = "auto"
     """What the trainer computes in. `auto`: bfloat16 on accelerators, float32 on CPUs. Master weights are float32 always; those
-    that `lora` freezes stay bfloat16 where the folder declares that, the trainer then computes in it and has one rank."""
+    that `lora` freezes stay bfloat16 where the folder declares that, the trainer then computes in it and has one rank, and on
+    engine megatron wherever it computes in it."""
     chat_template: str = ""
     """A jinja file, for `data.prompt_type: model`. Empty: the tokenizer's own."""
 
@@ -34,7 +35,7 @@ class Lora(Section, frozen=True):
     """What an adapter adds is scaled by alpha / rank."""
     target_modules: list[str] = []
     """Names of linear layers, as `q_proj`, or with as much of their path as tells them apart: `layers.1.mlp.up_proj`. Empty:
-    all but the head."""
+    all but the head and routers of experts."""
 
 
 class Warmup(Section, frozen=True):

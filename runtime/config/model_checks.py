@@ -20,7 +20,7 @@ from runtime.cluster.topology import block_size, fleets, model_key, teachers, us
 from runtime.config import Config, Parallel, RewardModel, Spread, Trainer, Warmup
 from runtime.config.reference_checks import token_fault
 from runtime.errors import UserError
-from runtime.models import hf_config, quantized, tiny_model
+from runtime.models import hf_config, limits, quantized, tiny_model
 from runtime.models.families import FAMILIES, family_for
 from runtime.models.families.memory import RankBytes
 from runtime.models.limits import MEGATRON_NEEDS_CORE, kv_cache_bytes, layout_of, longest_text, memory_fault, rank_memory, uncut
@@ -282,8 +282,6 @@ def _blocks(key: str, settings: Spread) -> Iterator[str]:
 
 
 def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
-    if config.lora is not None and key == "services.trainer":
-        yield "lora: engine megatron trains whole models; take services.trainer.engine torch"
     if not isinstance(settings, Trainer):
         return
     yield from _values_need_weights(key, settings)
@@ -317,11 +315,13 @@ def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any
         described = {**made, **policy} if not config.model.path else policy
         family = family_for(described, where)
         hf_config.parse(described, where, FAMILIES)
+        faults = [f"{key}.parallel: {fault}" for fault in layout_of(parallel).faults(family.shape)]
+        if not faults:
+            limits.adapters_of(config, key.removeprefix("services."), family)
     except UserError as error:
         yield str(error)
         return
-    for fault in layout_of(parallel).faults(family.shape):
-        yield f"{key}.parallel: {fault}"
+    yield from faults
     if family.shape.experts is not None and parallel.tensor > 1 and not parallel.sequence:
         yield f"{key}.parallel.sequence: must be true for a mixture of experts with parallel.tensor {parallel.tensor}"
     if len(set(stages[1:-1])) > 1:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.config import Config, Parallel, Spread, Trainer
-from runtime.models.families import Layout, family_for
+from runtime.models.families import Family, Layout, family_for
+from runtime.models.families.adapters import AdapterTable
 from runtime.models.families.memory import ModelWork, RankBytes, rank_bytes
 
 MEGATRON_NEEDS_CORE = "megatron needs a package: pip install 'sluice-rl[megatron]'"
@@ -73,7 +74,15 @@ def rank_memory(config: Config, role: str, model: Mapping[str, Any], on_cpus: bo
         sequence=settings.parallel.sequence,
         checkpointing=isinstance(settings, Trainer) and bool(settings.activation_checkpointing),
     )
-    return rank_bytes(family_for(model, value_head=role == "critic"), layout_of(settings.parallel), work)
+    family = family_for(model, value_head=role == "critic")
+    return rank_bytes(family, layout_of(settings.parallel), work, adapters_of(config, role, family))
+
+
+def adapters_of(config: Config, role: str, family: Family) -> AdapterTable | None:
+    """What `role` trains in the place of the weights; None where these. Raises UserError as the table does."""
+    if config.lora is None or role != "trainer":
+        return None
+    return AdapterTable(family, config.lora.rank, config.lora.target_modules, layout_of(config.services.trainer.parallel))
 
 
 def memory_fault(config: Config, role: str, held: RankBytes, available: int) -> str:

@@ -7,6 +7,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,13 @@ def read_checkpoint(data: bytes, folder: Path) -> None:
     """Each of its files, whatever the others are."""
     unpacked(data, folder, (*CHECKPOINT, *CORE))
     checkpoint.fault(folder)
-    readers: list[Callable[[Path], object]] = [checkpoint.read_position, state._description, read_raw, read_weights, read_core]
+    readers: list[Callable[[Path], object]] = [
+        checkpoint.read_position,
+        partial(state.read_description, config=None, base=None),
+        read_raw,
+        read_weights,
+        read_core,
+    ]
     for read in readers:
         try:
             read(folder)

@@ -12,13 +12,15 @@ from launcher.conversion import conversion
 from runtime.config import Optimizer
 from tests.closeness import STEP, assert_close, forward_terms
 from tests.loopback.megatron_member import OPTIMIZER, STEPS, Layout
+from tests.unit.lora_cases import LORA
 from tests.unit.training_steps import assert_metrics, assert_updated
 
 Found = dict[str, Any]
 
 
-def assert_equal(found: Found, expected: Found, last: int = 0) -> None:
-    """But for rounding, which adds up from the first step on. `last`: only that many steps from the end were made."""
+def assert_equal(found: Found, expected: Found, last: int = 0, lora: bool = False) -> None:
+    """But for rounding, which adds up from the first step on. `last`: only that many steps from the end were made. `lora`: of
+    adapters."""
     first = STEPS - last if last else 0
     numbers, metrics = expected["numbers"][-last:], expected["metrics"][-last:]
     for step, (own, other) in enumerate(zip(found["numbers"], numbers, strict=True), first):
@@ -32,7 +34,8 @@ def assert_equal(found: Found, expected: Found, last: int = 0) -> None:
             for each in (own, other)
         )
         assert_metrics(own, other, steps=step + 1)
-    assert_updated(found["published"], expected["published"], Optimizer(**OPTIMIZER), steps=STEPS)
+    factors = 2 * round(LORA.alpha) if lora else 1  # as in `lora_cases.assert_merged`
+    assert_updated(found["published"], expected["published"], Optimizer(**OPTIMIZER), steps=factors * STEPS)
 
 
 def assert_published(folder: Path, layout: Layout, found: Found) -> None:
@@ -44,3 +47,16 @@ def assert_published(folder: Path, layout: Layout, found: Found) -> None:
         tensors = load_file(made / "model.safetensors")
         assert tensors.keys() == found["published"].keys()
         assert all(torch.equal(tensors[name], tensor) for name, tensor in found["published"].items())
+
+
+def assert_adapters(folder: Path, layout: Layout, found: Found) -> None:
+    """What was exported beside the policy makes of the base what was published."""
+    before = load_file(folder / "policy" / "model.safetensors")
+    adapters = load_file(folder / f"export-{layout.name}" / "adapter" / "adapter_model.safetensors")
+    stems = [name.removesuffix("lora_A.weight") for name in adapters if name.endswith("lora_A.weight")]
+    assert len(adapters) == 2 * len(stems) > 0
+    for stem in stems:
+        a, b = (adapters[f"{stem}lora_{kind}.weight"].double() for kind in "AB")
+        name = f"{stem.removeprefix('base_model.model.')}weight"
+        merged = before[name].double() + LORA.alpha / LORA.rank * b @ a
+        assert_close(found["published"][name], merged, terms=LORA.rank + 2, what=name)  # their product, its scale, the sum

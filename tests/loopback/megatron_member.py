@@ -27,6 +27,7 @@ from runtime.trainer.step import critic_trainer, policy_trainer
 from runtime.types import GroupPayload, TrainGroup, ValueRequest
 from runtime.weights.sender import in_thread
 from tests.loopback.ranks import DEADLINE, FORKED, run_ranks
+from tests.unit.lora_cases import LORA, lora_config
 from tests.unit.training_cases import (
     VOCAB,
     make_config,
@@ -58,10 +59,11 @@ class Layout(NamedTuple):
     dtype: str = "float32"
     expert: int = 1
     moe: Moe = Moe()
+    lora: str = ""  # adapters on "all" layers, or on one; the reference is the policy without them
 
     @property
     def name(self) -> str:
-        return "-".join(map(str, [*self[:5], *self.layers_per_stage, self.dtype, self.expert]))
+        return "-".join(map(str, [*self[:5], *self.layers_per_stage, self.dtype, self.expert, self.lora]))
 
     def config(self, folder: Path, role: str) -> Config:
         parallel = Parallel(
@@ -79,6 +81,9 @@ class Layout(NamedTuple):
             parallel=parallel,
             activation_checkpointing=self.sequence,  # in some of the layouts; it changes no number
         )
+        if self.lora:
+            lora = replace(LORA, target_modules=[] if self.lora == "all" else [self.lora])
+            return lora_config(str(folder / "policy"), lora, mode="adapter_off", dtype=self.dtype, trainer=settings, **SECTIONS)
         if role == "trainer":
             config = make_config(str(folder / "policy"), dtype=self.dtype, trainer=settings, **SECTIONS)
             return replace(config, moe=self.moe)
@@ -129,7 +134,10 @@ def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> 
                 saving = in_thread("save", write)  # beside the steps to come
             else:
                 write()
-        groups, probes = groups_of(step), make_probes(step)
+        groups, probes = (
+            [replace(group, reference=None) if layout.lora else group for group in groups_of(step)],
+            make_probes(step),
+        )
         if (routes := engine.objective.needs.experts) is not None:
             groups = random_experts(groups, routes)
             probes = [codec.encode(with_random_experts(codec.decode(GroupPayload, probe), routes)) for probe in probes]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.system.runs import check_gone, started, steps, summary, trained, write_config
+from tests.system.runs import check_gone, one_line, started, steps, summary, trained, write_config
 from tests.unit.training_steps import assert_metrics
 
 pytestmark = pytest.mark.timeout(300)
@@ -135,3 +137,12 @@ def test_adapters_alone_are_trained_against_the_policy_without_them(tiny: Path, 
     for point in points:  # rollouts get the adapters alone, before and after the stop, and serve what is trained
         assert sent <= point["publication/bytes"] < 1.5 * sent
         assert point["mismatch/abs_logprob"] < 1e-4
+    other = shutil.copytree(tiny / "model", tmp_path / "other")
+    name = min(changed)
+    save_file(before | {name: before[name] + 1}, other / "model.safetensors", metadata={"format": "pt"})
+    with started(config, f"model.path={other}", "training.steps=9", "run.resume=auto", folder=run.folder) as refused:
+        assert refused.wait(RUN) == 2
+        both = [rf"{path} \(fingerprint \w+\)" for path in (other, tiny / "model")]
+        told = rf"error: model\.path: {both[0]} is not what the adapters of .* were trained on, which is {both[1]}"
+        assert re.search(told, one_line(refused.errors)), refused.errors
+        check_gone(run.folder)

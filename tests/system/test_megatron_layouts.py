@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.loopback.megatron_equality import assert_equal, assert_published
+from tests.loopback.megatron_equality import assert_adapters, assert_equal, assert_published
 from tests.loopback.megatron_member import SAVED, STEPS, Layout, train
+from tests.unit.lora_cases import grown
 from tests.unit.tiny_models import save_model
 from tests.unit.training_cases import make_policy
 
@@ -27,6 +29,10 @@ LAYOUTS = {
     "tensor and data": Layout(2, processes=4),
     "tensor with sequence and context": Layout(2, sequence=True, processes=4, context=2),
     "context and pipeline": Layout(1, 2, processes=4, context=2),
+}
+LORA = {  # by family
+    "qwen2": (Layout(2, processes=2, lora="all"), Layout(1, 2, processes=2, lora="up_proj")),
+    "deepseek_v3": (Layout(2, sequence=True, processes=4, expert=2, lora="all"),),
 }
 BFLOAT16 = 2**-5  # of logits of about 10 whose last bit is 2**-5 to 2**-4: what half of it comes to
 EXPERTS = {
@@ -141,6 +147,21 @@ def test_what_expert_and_tensor_parallel_saved_goes_on_in_another_layout(of_expe
         train(of_experts, saved)
     whole = torch.load(of_experts / f"{saved.name}.pt")
     assert_equal(train(of_experts, EXPERTS[layout], resumed=saved.name), whole, last=STEPS - SAVED)
+
+
+@pytest.mark.parametrize("family", LORA)
+def test_adapters_are_engine_torchs(tmp_path: Path, family: str) -> None:
+    save_model(tmp_path / "policy", family)
+    (tmp_path / "policy" / "tokenizer.json").write_text('{"version": "1.0"}')
+    for layout in LORA[family]:
+        torch_engine = Layout(0, lora=layout.lora)
+        train(tmp_path, torch_engine)
+        shutil.rmtree(tmp_path / f"export-{torch_engine.name}")
+        grown(tmp_path / f"saved-by-{torch_engine.name}", tmp_path / f"saved-by-{layout.lora}")
+        expected = train(tmp_path, torch_engine, resumed=layout.lora)
+        found = train(tmp_path, layout, resumed=layout.lora)
+        assert_equal(found, expected, last=STEPS - SAVED, lora=True)
+        assert_adapters(tmp_path, layout, found)
 
 
 def test_the_critic_may_have_experts(of_experts: Path) -> None:

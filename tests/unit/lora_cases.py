@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from msgspec.structs import replace
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from runtime.config import Config, Lora, Reference, Run
 from runtime.trainer.step import ModelTrainer
@@ -35,6 +37,19 @@ def saved(engine: ModelTrainer, folder: Path) -> Path:
 def adapter_tensors(engine: ModelTrainer, folder: Path) -> dict[str, Any]:
     """The adapters by their names in PEFT's files, by way of a checkpoint."""
     return load_file(saved(engine, folder) / "adapter" / "adapter_model.safetensors")
+
+
+def grown(saved: Path, folder: Path) -> None:
+    """Make `folder` a checkpoint as `saved`, without a history, of adapters with large B, so that the gradients of A are large
+    too."""
+    shutil.copytree(saved, folder, ignore=lambda *_: ["optimizer.safetensors"])
+    file, told = folder / "adapter" / "adapter_model.safetensors", folder / "trainer.json"
+    generator = torch.Generator().manual_seed(7)
+    tensors = load_file(file)
+    for name in sorted(name for name in tensors if ".lora_B." in name):
+        torch.nn.init.normal_(tensors[name], std=0.1, generator=generator)
+    save_file(tensors, file)
+    told.write_text(json.dumps(json.loads(told.read_text()) | {"optimizer_updates": 0}))
 
 
 def assert_merged(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], config: Config, steps: int) -> None:

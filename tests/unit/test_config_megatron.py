@@ -179,7 +179,6 @@ def test_the_warm_ups_model_is_checked_too() -> None:
 
 def test_what_it_does_not_do() -> None:
     whole = services(2, tensor=2)
-    assert faults(lora={}, **whole) == ["lora: engine megatron trains whole models; take services.trainer.engine torch"]
     (fault,) = faults(services={"trainer": whole["services"]["trainer"] | {"cpu_offload": True}})
     assert fault == "services.trainer.cpu_offload: is engine torch's; must be false for engine megatron"
     (fault,) = faults(training={"optimizer": {"name": "muon"}}, **whole)
@@ -191,6 +190,38 @@ def test_what_it_does_not_do() -> None:
     assert "model_type 'deepseek_v2' has no mapping to megatron-core" in fault
     (fault,) = faults(services={"trainer": {"processes": 2, "parallel": {"tensor": 2}}})
     assert fault.startswith("services.trainer.parallel: is for engine megatron")
+
+
+@pytest.mark.parametrize(
+    ("targets", "layout", "fault"),
+    [
+        ([], {"tensor": 2}, ""),
+        (["q_proj", "layers.4.mlp.up_proj"], {"pipeline": 2}, ""),
+        (
+            ["query"],
+            {"tensor": 2},
+            "lora.target_modules: 'query' is no linear layer of the model; must be among down_proj, gate_",
+        ),
+        (
+            ["layers.4.mlp.up_proj"],
+            {"pipeline": 2},
+            "lora.target_modules: ['layers.4.mlp.up_proj'] leaves ranks of pipeline stage 0",
+        ),
+    ],
+)
+def test_every_rank_has_adapters(targets: list[str], layout: dict[str, Any], fault: str) -> None:
+    found = faults(lora={"target_modules": targets}, **services(2, **layout))
+    assert [fault] == [each[: len(fault)] for each in found] if fault else not found
+    assert not faults(role="critic", lora={"target_modules": targets}, **services(2, "critic", **layout))
+
+
+def test_all_experts_have_adapters_or_none() -> None:
+    spread = services(2, expert=2)
+    assert not faults(MODEL | EXPERTS, lora={"target_modules": ["mlp.experts.0.up_proj", "mlp.experts.2.up_proj"]}, **spread)
+    (fault,) = faults(MODEL | EXPERTS, lora={"target_modules": ["q_proj", "mlp.experts.0.up_proj"]}, **spread)
+    assert fault.startswith(
+        "lora.target_modules: ['mlp.experts.0.up_proj', 'q_proj'] leaves ranks of pipeline stage 0 with fewer"
+    )
 
 
 def test_what_is_for_it_alone() -> None:

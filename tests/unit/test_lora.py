@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from runtime.errors import UserError
 from runtime.models import hf_policy
 from runtime.models.adapters import merged
 from runtime.models.hf_weights import WeightFiles
+from runtime.trainer.megatron.core_checkpoint import CoreCheckpoint
 from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, Logprobs, TrainGroup
 from tests.closeness import BFLOAT16, LOGITS, assert_close, forward_terms
@@ -210,6 +213,33 @@ class TestOnDisk:
             engine.load(str(folder))
         assert "\n" not in str(raised.value)
         assert_same(weights(engine), before)
+
+    def test_adapters_of_another_base_are_refused(self, policy: str, tmp_path: Path):
+        engine = policy_trainer(lora_config(policy))
+        run_step(engine, make_groups(0))
+        folder = saved(engine, tmp_path / "save")
+        copy, other = shutil.copytree(policy, tmp_path / "copy"), tmp_path / "other"
+        other.mkdir()
+        model = hf_policy.load_policy(policy)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0, 0] += 1  # which no adapter is on
+        model.save_pretrained(other)
+        moved, changed = policy_trainer(lora_config(str(copy))), policy_trainer(lora_config(str(other)))
+        moved.load(str(folder))
+        assert_same(weights(moved), weights(engine))
+        before = weights(changed)
+        both = [rf"{path} \(fingerprint \w{{16}}\)" for path in (other, policy)]
+        with pytest.raises(UserError, match=rf"^model\.path: {both[0]} is not .* checkpoint {folder} .*, which is {both[1]}$"):
+            changed.load(str(folder))
+        assert_same(weights(changed), before)
+        told = json.loads((folder / "trainer.json").read_text())
+        (folder / "trainer.json").write_text(json.dumps({name: told[name] for name in told if name != "base"}))
+        changed.load(str(folder))  # of an earlier version, which named none
+
+    def test_a_checkpoint_of_adapters_is_no_model(self, policy: str, tmp_path: Path):
+        folder = saved(policy_trainer(lora_config(policy)), tmp_path / "save")
+        with pytest.raises(UserError, match=rf"^{folder}: holds adapters alone, .*; the run's folder model has them merged$"):
+            CoreCheckpoint(folder)
 
 
 @torch.no_grad()

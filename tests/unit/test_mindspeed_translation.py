@@ -341,7 +341,7 @@ def test_the_penalty_must_end_where_replies_do() -> None:
     assert "must be below the 512 tokens" in refused(rl_config=keys | {"overlong_buffer": 512, "rollout_max_tokens": 512})[0]
 
 
-def test_lora_is_trained_by_the_torch_engine() -> None:
+def test_lora_is_spread_as_any_training() -> None:
     got = made(
         actor_config={"lora_target_modules": ["linear_qkv", "linear_fc2"], "lora_r": 128, "lora_alpha": 64},
         megatron_training={"tensor_model_parallel_size": 4},
@@ -349,8 +349,7 @@ def test_lora_is_trained_by_the_torch_engine() -> None:
     )
     assert got.raw["lora"] == {"rank": 128, "alpha": 64.0, "target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]}
     assert at(got, "reference.mode") == "adapter_off"
-    assert at(got, "services.trainer") == {"processes": 8}
-    assert row(got, "megatron_training.tensor_model_parallel_size").outcome == "ignored"
+    assert at(got, "services.trainer") == {"processes": 8, "engine": "megatron", "parallel": {"tensor": 4}}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 
 import msgspec
 
+from runtime.models.families.adapters import AdapterTable
 from runtime.models.families.family import Family
 from runtime.models.families.layout import Layout
 from runtime.models.families.shape import ModelShape
@@ -44,26 +45,31 @@ class ModelWork(msgspec.Struct, frozen=True, kw_only=True):
     checkpointing: bool = False
 
 
-def rank_bytes(family: Family, layout: Layout, work: ModelWork) -> RankBytes:
+def rank_bytes(family: Family, layout: Layout, work: ModelWork, adapters: AdapterTable | None = None) -> RankBytes:
     """The largest over the stages of a pipeline. An element of a weight costs `width` bytes, and in training 4 of its gradient.
     Master weight and moments, 12 (8 where the weight itself is float32), are shared out over the ranks that hold the same:
-    the blocks, and of experts those blocks that have the same ones.
+    the blocks, and of experts those blocks that have the same ones. With `adapters` these alone are trained, in float32.
     """
-    return max((_of_stage(family, layout, work, stage) for stage in range(layout.pipeline)), key=lambda each: each.total)
+    stages = (_of_stage(family, layout, work, stage, adapters) for stage in range(layout.pipeline))
+    return max(stages, key=lambda each: each.total)
 
 
-def _of_stage(family: Family, layout: Layout, work: ModelWork, stage: int) -> RankBytes:
+def _of_stage(family: Family, layout: Layout, work: ModelWork, stage: int, adapters: AdapterTable | None) -> RankBytes:
     parameters = family.parameters(layout, pipeline_rank=stage)
+    weights = work.width * sum(math.prod(parameter.shape) for parameter in parameters)
+    if adapters is not None:
+        parameters = adapters.parameters(layout, pipeline_rank=stage)
+        weights += GRADIENT * sum(math.prod(parameter.shape) for parameter in parameters)
     expert = sum(math.prod(parameter.shape) for parameter in parameters if parameter.expert)
     shared = sum(math.prod(parameter.shape) for parameter in parameters) - expert
     logits, is_whole = _logits(family, layout, work, stage)
     activations = _activations(family, layout, work, stage) + logits
     if not work.trains:
-        return RankBytes(weights=work.width * (shared + expert), activations=activations, constant=logits * is_whole)
+        return RankBytes(weights=weights, activations=activations, constant=logits * is_whole)
     blocks = work.ranks // (layout.tensor * layout.pipeline)
-    updated = 8 if work.width == 4 else 12
+    updated = 8 if work.width == 4 or adapters is not None else 12
     return RankBytes(
-        weights=work.width * (shared + expert),
+        weights=weights,
         gradients=GRADIENT * (shared + expert),
         optimizer=updated * shared // blocks + updated * expert * layout.expert // blocks,
         activations=activations,

@@ -20,6 +20,7 @@ from runtime.models.families.family import dtype_of
 from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.process.progress import at
+from runtime.trainer.adapters import AdapterBase
 from runtime.trainer.backend import (
     BatchOutputs,
     ModelBackend,
@@ -67,7 +68,7 @@ class FsdpBackend(ModelBackend):
         self._experts = WatchedExperts(self.model, None if config.lora else shape, config.moe)
         self.routes = self._experts.routes
         to_device(self.model, trained, self._compute, rank_info)
-        self._adapters = None if adapted is None else Adapters(self.model, adapted)
+        self._adapters = None if adapted is None else Adapters(self.model, adapted, AdapterBase(self._source))
         # Tied tensors come once, under their first name, as in a Hugging Face export.
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._fixed = hf_policy.fixed_tensors(self.model)

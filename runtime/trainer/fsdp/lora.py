@@ -7,8 +7,7 @@ trained, in float32. `peft` is imported inside the functions: it takes seconds, 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,9 @@ from safetensors.torch import save_file
 from runtime.config import Lora
 from runtime.errors import UserError
 from runtime.models.adapters import DOWN, UP, adapted
+from runtime.models.families.adapters import PREFIX, target_modules
 from runtime.models.limits import LORA_NEEDS_PEFT
+from runtime.trainer.adapters import AdapterBase, start_of
 from runtime.trainer.fsdp import sharding
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 FOLDER = "adapter"
 STEM = "adapter_model"
 _NAME = "default"  # of the set of adapters, of which PEFT allows several
-_PREFIX = "base_model.model."  # of a tensor's name in PEFT's files
 
 
 def adapt(model: Any, settings: Lora, source: str, seed: int, frozen: torch.dtype) -> LoraConfig:
@@ -37,44 +37,58 @@ def adapt(model: Any, settings: Lora, source: str, seed: int, frozen: torch.dtyp
     A's values depend on `seed` alone, so every rank has the same; the global generators stay as they are. `source` is the
     folder that the model came from. Raises UserError for a layer that there is not.
     """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise UserError(LORA_NEEDS_PEFT) from error
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number will do
-        target_modules=_targets(model, settings),
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=str(Path(source).absolute()),
-    )
+    head = model.get_output_embeddings()
+    layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head]
+    targets = target_modules(layers, settings.target_modules)
+    config = peft_config(settings, targets, source)
+    from peft import inject_adapter_in_model
+
     try:
         with torch.random.fork_rng(devices=[]):  # for PEFT's own start of A
             inject_adapter_in_model(config, model, _NAME)
     except ValueError as error:
         raise UserError(f"lora.target_modules: {' '.join(str(error).split())}") from error
-    generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else frozen)
         if ".lora_A." in name:
-            torch.nn.init.kaiming_uniform_(parameter, a=math.sqrt(5), generator=generator)
-    config.target_modules = sorted(config.target_modules or ())  # a set, which is written in any order
+            parameter.data.copy_(start_of(_in_files(name), parameter.shape, seed))
+    config.target_modules = targets  # of which PEFT makes a set, and of many another one
     return config
 
 
-def _targets(model: Any, settings: Lora) -> list[str]:
-    """What PEFT finds the layers by: a name, or the end of one after a dot."""
-    head = model.get_output_embeddings()
-    layers = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head]
-    names = sorted({name.rpartition(".")[2] for name in layers})
-    for target in settings.target_modules:
-        if not any(name == target or name.endswith(f".{target}") for name in layers):
-            raise UserError(
-                f"lora.target_modules: {target!r} is no linear layer of the model; must be among {', '.join(names)}"
-            )
-    return settings.target_modules or names
+def peft_config(settings: Lora, targets: list[str], source: str) -> LoraConfig:
+    """As PEFT describes adapters on the model of folder `source`. Raises UserError where the package is missing."""
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise UserError(LORA_NEEDS_PEFT) from error
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(Path(source).absolute()),
+    )
+    config.target_modules = targets  # PEFT's own start makes it a set, which is written in any order
+    return config
+
+
+def description(config: LoraConfig) -> dict[str, Any]:
+    """What a checkpoint must agree on with the run that goes on from it: keys of the section `lora`."""
+    return {"rank": config.r, "alpha": config.lora_alpha, "target_modules": config.target_modules}
+
+
+def write(folder: Path, tensors: Mapping[str, torch.Tensor], config: LoraConfig) -> None:
+    """Write adapters, whole and on the host, as a folder of PEFT's."""
+    folder.mkdir()
+    save_file(dict(tensors), folder / f"{STEM}.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(str(folder))
+
+
+def _in_files(name: str) -> str:
+    """An adapter's name in PEFT's files, from that in the model."""
+    return PREFIX + name.replace(f".{_NAME}.", ".")
 
 
 @dataclass(frozen=True)
@@ -92,12 +106,12 @@ class Adapters:
     `base` is the policy without them, under its Hugging Face names.
     """
 
-    def __init__(self, model: Any, config: LoraConfig):
+    def __init__(self, model: Any, config: LoraConfig, base: AdapterBase):
         """`config` is what `adapt` gave."""
-        self._model, self._config = model, config
+        self._model, self.config, self.known_base = model, config, base
         named = dict(model.named_parameters())
         self.base = {name.replace(".base_layer.", "."): p for name, p in named.items() if not p.requires_grad}
-        self.trained = {_PREFIX + name.replace(f".{_NAME}.", "."): p for name, p in named.items() if p.requires_grad}
+        self.trained = {_in_files(name): p for name, p in named.items() if p.requires_grad}
         self._scaling = config.lora_alpha / config.r
         self._pairs = {
             name.replace(f".lora_A.{_NAME}.", "."): _Pair(p, named[name.replace(".lora_A.", ".lora_B.")])
@@ -105,11 +119,6 @@ class Adapters:
             if ".lora_A." in name
         }
         self.published = {n + end: p for n, pair in self._pairs.items() for end, p in ((DOWN, pair.down), (UP, pair.up))}
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """What a checkpoint must agree on with the run that goes on from it: keys of the section `lora`."""
-        return {"rank": self._config.r, "alpha": self._config.lora_alpha, "target_modules": self._config.target_modules}
 
     def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole policy, tensor by tensor in the order of `base`, which is left as it is."""
@@ -146,6 +155,4 @@ class Adapters:
         """Write a folder as PEFT has it; rank 0 writes."""
         tensors = {name: whole.cpu().contiguous() for name, whole in sharding.wholes(self.trained) if rank == 0}
         if rank == 0:
-            folder.mkdir()
-            save_file(tensors, folder / f"{STEM}.safetensors", metadata={"format": "pt"})
-            self._config.save_pretrained(str(folder))
+            write(folder, tensors, self.config)

@@ -4,7 +4,10 @@ model/              a Hugging Face folder, float32
 adapter/            in its stead where adapters are trained: they alone, as PEFT has them
 optimizer*.safetensors   float32: Adam's moments `exp_avg.NAME` and `exp_avg_sq.NAME`, or Muon's `momentum_buffer.NAME`
 rng.safetensors     the generators' states: `RANK.DEVICE`
-trainer.json        format, step, the optimizer's kind and step count, coefficient of the KL term, the section `lora`
+trainer.json        format, step, the optimizer's kind and step count, coefficient of the KL term, the section `lora`, and
+                    the model that its adapters are on
+
+Adapters are so on disk whatever the engine, and either goes on from them.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,11 +29,16 @@ from runtime.errors import UserError
 from runtime.json_file import read_object
 from runtime.models import hf_policy
 from runtime.process import platform
+from runtime.trainer.adapters import AdapterBase
 from runtime.trainer.backend import RankInfo, TrainingPosition
 from runtime.trainer.fsdp import lora, optimizers, sharding
 from runtime.trainer.fsdp.lora import Adapters
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 FORMAT = 1
+GENERATORS = "rng.safetensors"
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,14 @@ class TrainingState:
     adapters: Adapters | None = None
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what the model has besides, which no gradient changes
 
+    @property
+    def config(self) -> LoraConfig | None:
+        return self.adapters.config if self.adapters else None
+
+    @property
+    def base(self) -> AdapterBase | None:
+        return self.adapters.known_base if self.adapters else None
+
 
 def save(folder: Path, state: TrainingState, source: str) -> None:
     """Write `state`; all ranks call it, rank 0 writes. Configuration and tokenizer are `source`'s."""
@@ -55,17 +71,26 @@ def save(folder: Path, state: TrainingState, source: str) -> None:
         wholes = ((name, _whole(state.optimizer, name, parameter)) for name, parameter in kept.items())
         hf_policy.write_tensors(folder, "optimizer", kept, wholes, state.rank_info.rank, torch.float32)
     generators = _gather_generators(state)
+    description = describe(state.position, optimizers.family(state.optimizer), updates, state.config, state.base)
     if state.rank_info.rank == 0:
-        save_file(generators, folder / "rng.safetensors")
-        description = {
-            "format": FORMAT,
-            "step": state.position.step,
-            "optimizer": optimizers.family(state.optimizer),
-            "optimizer_updates": updates,
-            "kl_coefficient": state.position.kl_coefficient,
-            "lora": state.adapters.description if state.adapters else None,
-        }
-        (folder / "trainer.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
+        save_file(generators, folder / GENERATORS)
+        (folder / "trainer.json").write_text(description, encoding="utf-8")
+
+
+def describe(
+    position: TrainingPosition, optimizer: str, updates: int, config: LoraConfig | None, base: AdapterBase | None
+) -> str:  # fmt: skip
+    """What trainer.json says; `config` and `base` are of adapters. All ranks call it."""
+    told = {
+        "format": FORMAT,
+        "step": position.step,
+        "optimizer": optimizer,
+        "optimizer_updates": updates,
+        "kl_coefficient": position.kl_coefficient,
+        "lora": lora.description(config) if config else None,
+        "base": base.describe() if base else None,
+    }
+    return json.dumps(told) + "\n"
 
 
 def _write_weights(folder: Path, state: TrainingState, source: str) -> None:
@@ -116,19 +141,18 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
 
     Raises UserError, changing nothing, when the checkpoint does not fit the model.
     """
-    description = _description(folder)
-    _require_same_adapters(folder, description.get("lora"), state.adapters)
-    _require_same_optimizer(folder, description.get("optimizer", "adamw"), state)
+    description = read_description(folder, state.config, state.base)
+    require_same_optimizer(folder, description, optimizers.family(state.optimizer), state.key)
     where = (folder / lora.FOLDER, lora.STEM) if state.adapters else (folder / "model", "model")
     kept = state.parameters if state.adapters else {**state.parameters, **state.fixed}
     with contextlib.ExitStack() as stack:
-        weights = _open(*where, kept, stack)
-        history = _open(folder, "optimizer", _kept(state), stack) if description["optimizer_updates"] else None
-        generators = stack.enter_context(_safetensors(folder / "rng.safetensors"))
+        weights = open_tensors(*where, _shapes(kept), stack)
+        history = open_tensors(folder, "optimizer", _shapes(_kept(state)), stack) if description["optimizer_updates"] else None
+        generators = stack.enter_context(_safetensors(folder / GENERATORS))
         for name, tensor in {} if state.adapters else state.fixed.items():
-            tensor.copy_(weights(name, tensor))
+            tensor.copy_(weights(name)[...])
         for name, parameter in state.parameters.items():
-            sharding.local(parameter).copy_(weights(name, parameter))
+            sharding.local(parameter).copy_(weights(name)[sharding.rows(parameter)])
             state.optimizer.state.pop(parameter, None)
             if history is not None:
                 read = partial(_read_kept, history, name, parameter)
@@ -137,32 +161,39 @@ def load(folder: Path, state: TrainingState) -> TrainingPosition:
     return TrainingPosition(description["step"], description.get("kl_coefficient"))
 
 
-def _description(folder: Path) -> dict[str, Any]:
+def read_description(folder: Path, config: LoraConfig | None, base: AdapterBase | None) -> dict[str, Any]:
+    """Raises UserError unless the checkpoint is engine torch's, or of adapters, on `base` and as `config` has them. All ranks
+    call it."""
     description = read_object(folder / "trainer.json", f"checkpoint {folder}: trainer.json")
+    require_same_adapters(folder, description.get("lora"), config)
     if "engine" in description:
         raise UserError(
             f"checkpoint {folder}: is of engine {description['engine']}, whose checkpoints engine torch does not read"
         )
     if description.get("format") != FORMAT:
         raise UserError(f"checkpoint {folder}: format {description.get('format')!r} is not known; must be {FORMAT}")
+    if base is not None:
+        base.require(folder, description.get("base"))
     return description
 
 
-def _require_same_adapters(folder: Path, saved: dict[str, Any] | None, adapters: Adapters | None) -> None:
-    if saved is None and adapters is None:
+def require_same_adapters(folder: Path, saved: dict[str, Any] | None, config: LoraConfig | None) -> None:
+    """Raises UserError unless a run with the adapters `config` can go on from those that are `saved` in checkpoint `folder`."""
+    if saved is None and config is None:
         return
     if saved is None:
         raise UserError(f"lora: is set, but checkpoint {folder} is of a run without; must be left out")
-    if adapters is None:
+    if config is None:
         raise UserError(f"lora: is not set, but checkpoint {folder} holds adapters; must be {json.dumps(saved)}")
-    for key, value in adapters.description.items():
-        if value != saved[key]:
-            raise UserError(f"lora.{key}: {value} is not that of checkpoint {folder}; must be {saved[key]}")
+    for key, value in lora.description(config).items():
+        if value != (other := saved.get(key)):
+            raise UserError(f"lora.{key}: {value} is not that of checkpoint {folder}; must be {other}")
 
 
-def _require_same_optimizer(folder: Path, saved: str, state: TrainingState) -> None:
-    if saved != (own := optimizers.family(state.optimizer)):
-        raise UserError(f"{state.key}.name: checkpoint {folder} is of {saved}, which {own} cannot go on from; must be {saved}")
+def require_same_optimizer(folder: Path, description: Mapping[str, Any], own: str, key: str) -> None:
+    """Raises UserError unless the optimizer of the section `key`, of the kind `own`, is of the kind of the checkpoint's."""
+    if (saved := description.get("optimizer", "adamw")) != own:
+        raise UserError(f"{key}.name: checkpoint {folder} is of {saved}, which {own} cannot go on from; must be {saved}")
 
 
 def _safetensors(path: Path) -> Any:
@@ -172,10 +203,11 @@ def _safetensors(path: Path) -> Any:
         raise UserError(f"checkpoint {path}: cannot be read: {error}") from error
 
 
-def _open(
-    folder: Path, stem: str, expected: Mapping[str, torch.Tensor], stack: contextlib.ExitStack
-) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Open the files of `stem`; gives a reader of a tensor's local rows. Raises UserError when names or shapes differ."""
+def open_tensors(
+    folder: Path, stem: str, expected: Mapping[str, tuple[int, ...]], stack: contextlib.ExitStack
+) -> Callable[[str], Any]:  # fmt: skip
+    """Open the files of `stem`, which have tensors of the `expected` names and shapes; gives what reads any part of one, by its
+    name. Raises UserError when names or shapes differ."""
     files = {}
     for path in sorted(folder.glob(f"{stem}*.safetensors")):
         file = stack.enter_context(_safetensors(path))
@@ -183,21 +215,20 @@ def _open(
     if files.keys() != expected.keys():
         names = sorted(files.keys() ^ expected.keys())
         raise UserError(f"checkpoint {folder}: is of another model; {len(names)} tensors differ, such as {names[0]}")
-    for name, tensor in expected.items():
+    for name, wanted in expected.items():
         shape = tuple(files[name].get_slice(name).get_shape())
-        if shape != tuple(tensor.shape):
-            raise UserError(f"checkpoint {folder}: {name} has shape {shape}, the model's is {tuple(tensor.shape)}")
-
-    def read(name: str, like: torch.Tensor) -> torch.Tensor:
-        return files[name].get_slice(name)[sharding.rows(like)]
-
-    return read
+        if shape != tuple(wanted):
+            raise UserError(f"checkpoint {folder}: {name} has shape {shape}, the model's is {tuple(wanted)}")
+    return lambda name: files[name].get_slice(name)
 
 
-def _read_kept(
-    history: Callable[[str, torch.Tensor], torch.Tensor], name: str, parameter: torch.nn.Parameter, kind: str
-) -> torch.Tensor:
-    return history(f"{kind}.{name}", parameter)
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _read_kept(history: Callable[[str], Any], name: str, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+    rows: torch.Tensor = history(f"{kind}.{name}")[sharding.rows(parameter)]
+    return rows
 
 
 def _restore_generators(file: Any, state: TrainingState) -> None:

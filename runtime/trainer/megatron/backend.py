@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -11,9 +12,11 @@ import torch
 from runtime import codec
 from runtime.config import Config
 from runtime.models import hf_policy
+from runtime.models.families.adapters import travelling
 from runtime.models.families.family import dtype_of
 from runtime.models.offload import HostOffload
 from runtime.process import platform
+from runtime.trainer.adapters import AdapterBase
 from runtime.trainer.backend import (
     BatchOutputs,
     ModelBackend,
@@ -23,10 +26,13 @@ from runtime.trainer.backend import (
     compute_dtype,
     wire_dtype,
 )
+from runtime.trainer.fsdp.lora import FOLDER
 from runtime.trainer.head import PerToken, confined, in_chunks
 from runtime.trainer.megatron import state, vocab_parallel
+from runtime.trainer.megatron.lora import MegatronAdapters
 from runtime.trainer.megatron.optimizer import MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses
+from runtime.trainer.megatron.weights import ModelWeights
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.plan import TensorSpec
@@ -38,6 +44,8 @@ T = TypeVar("T")
 class MegatronBackend(ModelBackend):
     """Every block of ranks that holds the model has its own share of the data: that of its first rank. Computes in
     `model.dtype`, by default bfloat16 on accelerators and float32 on the CPU; master weights are float32.
+
+    With `lora` adapters alone are trained, and the policy that leaves it has them merged.
 
     `megatron.facade.prepare` has been called in this process.
     """
@@ -60,7 +68,12 @@ class MegatronBackend(ModelBackend):
         )
         self._grid, self._weights = self._passes.grid, self._passes.weights
         self.model = self._passes.model
-        self.optimizer = MegatronOptimizer(self.model.train(), trained.options, compute, device, settings.overlap)
+        self._adapters: MegatronAdapters | None = None
+        if config.lora is not None and not trained.has_value_head:
+            base = AdapterBase(trained.source)
+            self._adapters = MegatronAdapters(self._passes, config.lora, base, config.run.seed)
+        stored = compute if self._adapters is None else torch.float32
+        self.optimizer = MegatronOptimizer(self.model.train(), trained.options, stored, device, settings.overlap)
         self._passes.passed = self.optimizer.model
         save = config.deadlines.save
         self._writer = state.Writer(self._grid.host_group(save), trained.role, save, config.checkpoint.gather)
@@ -99,6 +112,10 @@ class MegatronBackend(ModelBackend):
         width = self.vocab_size // self._grid.layout.tensor
         return in_chunks(numbers, outputs, self.model.head_weight(), width, batch.targets, batch.kept)
 
+    def adapters_off(self) -> contextlib.AbstractContextManager[None]:
+        assert self._adapters is not None
+        return self._adapters.off()
+
     # ------------------------------------------------------------------------------------------ gradients and updates
 
     def batch_sum(self, part: torch.Tensor) -> torch.Tensor:
@@ -132,37 +149,48 @@ class MegatronBackend(ModelBackend):
 
     def begin_save(self, folder: Path, position: TrainingPosition) -> Callable[[], None]:
         self.optimizer.settle()
+        if self._adapters is not None:
+            return self._adapters.prepare(folder, self.optimizer, position)
         return state.prepare(folder, self.optimizer, position, self._source, self._writer)
 
     def needed(self, folder: Path) -> set[str]:
-        return state.needed(folder, self.optimizer)
+        return state.needed(folder, self.optimizer) if self._adapters is None else set()
 
     def load(self, folder: Path) -> TrainingPosition:
-        return state.load(folder, self.optimizer)
+        return self._adapters.load(folder, self.optimizer) if self._adapters is not None else state.load(folder, self.optimizer)
 
     # ------------------------------------------------------------------------------------------ the policy, as it leaves
 
+    def _leaving(self) -> ModelWeights:
+        return self._weights if self._adapters is None else self._adapters.published()
+
     def tensor_specs(self) -> list[TensorSpec]:
-        dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._weights.shapes}
-        return [TensorSpec(name, dtypes[name], shape) for name, shape in self._weights.shapes.items()]
+        name_of = str if self._adapters is None else travelling
+        dtypes = {name: str(dtype_of(name, self._wire_dtype)).removeprefix("torch.") for name in self._leaving().shapes}
+        return [TensorSpec(name_of(name), dtypes[name], shape) for name, shape in self._leaving().shapes.items()]
 
     def holders(self) -> list[tuple[int, ...]]:
-        return [tuple(self._grid.leaders[stage]) for stage in self._weights.stages()]
+        return [tuple(self._grid.leaders[stage]) for stage in self._leaving().stages()]
 
     @torch.no_grad()
     def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
         self.optimizer.settle()
-        for _, whole in self._weights.wholes(self._wire_dtype, dict(zip(self._weights.shapes, targets, strict=bool(targets)))):
+        leaving = self._leaving()
+        for _, whole in leaving.wholes(self._wire_dtype, dict(zip(leaving.shapes, targets, strict=bool(targets)))):
             yield whole
 
+    @torch.no_grad()
     def shards(self, targets: Sequence[int]) -> Iterator[Shard]:
         self.optimizer.settle()
-        return self._weights.shards(self._wire_dtype, targets)
+        return self._leaving().shards(self._wire_dtype, targets)
 
     @torch.no_grad()
     def export(self, folder: Path) -> None:
+        """With `lora` the adapters besides, in PEFT's format, as the folder `adapter` within."""
         self.optimizer.settle()
         like = {name: torch.empty(shape, device="meta") for name, shape in self._weights.shapes.items()}
         # Copies: numpy, by which files are written, never lets go of memory that it was shown, not even to lend a device out.
         whole = ((name, tensor.to("cpu", copy=True)) for name, tensor in self._weights.wholes(self._wire_dtype))
         hf_policy.write_model(folder, like, whole, self.rank_info.rank, self._wire_dtype, self._source)
+        if self._adapters is not None:
+            self._adapters.write(folder / FOLDER)

@@ -156,6 +156,8 @@ def _parameters(family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
 def _require_engine(folder: Path) -> None:
     path = folder / TRAINER
     description = read_object(path, str(path))
+    if description.get("lora"):
+        raise UserError(f"{folder}: holds adapters alone, in PEFT's format; the run's folder model has them merged")
     if "engine" not in description:
         raise UserError(f"{folder}: is a checkpoint of engine torch, whose folder model is a Hugging Face folder already")
     if description["engine"] != "megatron":

@@ -96,6 +96,8 @@ class PackedModel(GPTModel):
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=batch.input_ids, position_ids=batch.position_ids)
+            if torch.is_grad_enabled():  # of an embedding that is not trained recomputation would see no use in gradients
+                hidden.requires_grad_()
         hidden = self.decoder(
             hidden_states=hidden,
             attention_mask=None,

@@ -33,7 +33,7 @@ class MegatronOptimizer:
     def __init__(
         self, model: torch.nn.Module, options: Optimizer, dtype: torch.dtype, device: torch.device, overlap: bool = False
     ):
-        """`model` holds the weights to begin with. Biases and norms do not decay."""
+        """`model` holds the weights to begin with, those that are trained in `dtype`. Biases and norms do not decay."""
         self._decay = options.weight_decay
         self.device = device
         self._blocks = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -80,7 +80,7 @@ class MegatronOptimizer:
 
     def gradients(self) -> list[torch.Tensor]:
         """Of this rank's part of the model, before `finish` those of its block alone."""
-        return [parameter.main_grad for parameter in self.model.parameters()]
+        return [parameter.main_grad for parameter in self.model.parameters() if parameter.requires_grad]
 
     @contextlib.contextmanager
     def passes(self, last: bool) -> Iterator[None]:
@@ -135,7 +135,7 @@ class MegatronOptimizer:
     def _await_head(self, model: Any) -> None:
         """The head's weights are read without a call of its module, which megatron-core would have wait for them."""
         head = getattr(getattr(model, "output_layer", None), "weight", None)
-        if head is not None:
+        if head is not None and head.requires_grad:
             buckets = self.model.param_to_bucket_group[head]
             model.decoder.final_layernorm.register_forward_pre_hook(
                 lambda *_: buckets.finish_param_sync(skip_next_bucket_dispatch=True)
@@ -148,10 +148,11 @@ class MegatronOptimizer:
 
     def tensors(self, kind: str) -> Iterator[torch.Tensor]:
         """What lies on the device of the kind "param", "grad" or "optimizer": all that the parameters, their gradients, or what
-        the optimizer has besides are views of."""
+        the optimizer has besides are views of, and the parameters that are not trained."""
         buffers = [*self.model.buffers, *self.model.expert_parallel_buffers]
         if kind == "param":
             yield from (buffer.param_data for buffer in buffers)
+            yield from (each.detach() for each in self.model.parameters() if not each.requires_grad)
         elif kind == "grad":
             yield from (buffer.grad_data for buffer in buffers)
         else:

@@ -17,7 +17,7 @@ from runtime.trainer.backend import BatchOutputs
 from runtime.trainer.megatron import context, facade
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.trainer.megatron.model import PackedModel, require_stages, transformer_config
-from runtime.trainer.megatron.weights import ModelWeights, read_family
+from runtime.trainer.megatron.weights import ModelWeights, held_by, read_family
 from runtime.trainer.micro_batch import MicroBatch, padded
 
 
@@ -49,9 +49,9 @@ class MegatronPasses:
             described = transformer_config(shape, family.shape.experts, settings, compute)
             made = PackedModel(described, shape, padded, value_head)
         self.model = made.to(device, compute)
-        self.weights = ModelWeights(family, self.model, grid)
+        self.weights = ModelWeights(family, held_by(self.model), grid)
         self.weights.load(source)
-        self.shape = shape
+        self.shape, self.family = shape, family
         self.grid = grid
         self._multiple = settings.parallel.tensor if settings.parallel.sequence else 1
         self.passed: torch.nn.Module = self.model

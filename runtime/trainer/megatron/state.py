@@ -34,6 +34,7 @@ from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.json_file import read_object
 from runtime.models import hf_policy
 from runtime.trainer.backend import RankInfo, TrainingPosition
+from runtime.trainer.fsdp.state import require_same_adapters
 from runtime.trainer.megatron.core_checkpoint import FOLDER, OWN, TRAINER
 from runtime.trainer.megatron.core_index import INDEX, read_index
 from runtime.trainer.megatron.optimizer import KINDS, MegatronOptimizer
@@ -138,6 +139,7 @@ def _described(
 
 def _description(folder: Path) -> dict[str, Any]:
     description = read_object(folder / TRAINER, f"checkpoint {folder}: {TRAINER}")
+    require_same_adapters(folder, description.get("lora"), None)
     if (description.get("engine"), description.get("format")) != (ENGINE, FORMAT):
         raise UserError(
             f"checkpoint {folder}: is of engine {description.get('engine', 'torch')!r}, format {description.get('format')!r}; "

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from runtime.json_file import read_object
 from runtime.models.families import Family, Parameter, family_for
+from runtime.models.families.adapters import AdapterTable
 from runtime.models.families.family import dtype_of
 from runtime.models.hf_weights import WeightFiles
 from runtime.trainer.megatron.grid import ProcessGrid
@@ -37,13 +38,15 @@ def held_by(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class ModelWeights:
-    """The weights of this rank's `model`. What is collective is so over the ranks that hold all of the model once: other
-    replicas pass it by.
+    """The weights of this rank's part of a model, or of the adapters on it. What is collective is so over the ranks that hold
+    all of the model once: other replicas pass it by.
     """
 
-    def __init__(self, family: Family, model: torch.nn.Module, grid: ProcessGrid):
-        self._family, self._grid = family, grid
-        self._parameters = held_by(model)
+    def __init__(self, family: Family | AdapterTable, held: Mapping[str, torch.Tensor], grid: ProcessGrid):
+        """`held`: by name, what `family` says that this rank has."""
+        self._family, self._grid, self._parameters = family, grid, held
+        self.merged: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
+        """By the names of those parameters that leave otherwise than they are held, what makes them so."""
         for each in self.parameters(grid.pipeline_rank, grid.expert_rank):
             # Of what the ranks hold the same, the gradient counts once in the norm. megatron-core says so only where it
             # initialises the weights.
@@ -61,6 +64,7 @@ class ModelWeights:
     def load(self, path: str) -> None:
         """Read this rank's part from the Hugging Face folder `path`, and no more. Raises UserError when it does not fit."""
         files = WeightFiles(path)
+        assert isinstance(self._family, Family)
         self._family.require_tensors(files.shapes, f"model {path}")
         mine = self.parameters(self._grid.pipeline_rank, self._grid.expert_rank)
         assert {each.name for each in mine} == self._parameters.keys()
@@ -139,7 +143,9 @@ class ModelWeights:
                     yield source.name, whole
 
     def _sent(self, each: Parameter, dtype: torch.dtype) -> torch.Tensor:
-        return self._parameters[each.name].to(dtype_of(each.sources[0].name, dtype))
+        held = self._parameters[each.name]
+        held = self.merged[each.name](held) if each.name in self.merged else held
+        return held.to(dtype_of(each.sources[0].name, dtype))
 
     def _pieces(self, each: Parameter, own: torch.Tensor) -> list[torch.Tensor]:
         """Those of the tensor-parallel ranks."""
