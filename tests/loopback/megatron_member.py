@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from runtime import codec
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Critic, CriticOptimizer, Moe, Parallel, Trainer
+from runtime.models.adapters import are_adapters
 from runtime.trainer import head
 from runtime.trainer import rows as train_rows
 from runtime.trainer.step import critic_trainer, policy_trainer
@@ -37,7 +38,7 @@ from tests.unit.training_cases import (
     with_random_experts,
     with_sets,
 )
-from tests.unit.training_steps import make_probes, run_step
+from tests.unit.training_steps import make_probes, rolled_out, run_step
 
 STEPS, SAVED, EPISODES = 5, 3, 1
 CRITIC = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8}
@@ -94,7 +95,7 @@ class Layout(NamedTuple):
 
 def train(folder: Path, layout: Layout, resumed: str = "", role: str = "trainer", context: Any = FORKED) -> dict[str, Any]:
     """What rank 0 found: log-probabilities (or values) before each step, metrics, and the tensors published in the end, by
-    name."""
+    name; of adapters, what rollouts make of them."""
     if not resumed:
         for name in ("saved-by", "end-of"):
             shutil.rmtree(folder / f"{name}-{layout.name}", ignore_errors=True)
@@ -177,7 +178,8 @@ def publish(engine: Any, rank: int, export: Path) -> dict[str, torch.Tensor]:
     assert_shares_are(engine, rank, gathered)
     export.mkdir(exist_ok=True)
     engine.export(str(export))
-    return {} if rank else {spec.name: tensor for spec, tensor in zip(engine.tensor_specs(), gathered, strict=True)}
+    found = {spec.name: tensor for spec, tensor in zip(engine.tensor_specs(), gathered, strict=not rank)}
+    return {} if rank else rolled_out(engine, found) if are_adapters(found) else found
 
 
 def assert_shares_are(engine: Any, rank: int, gathered: list[torch.Tensor]) -> None:

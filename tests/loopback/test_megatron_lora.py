@@ -53,12 +53,13 @@ def test_what_is_written_is_pefts(folder: Path, spread: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
     exported = load_file(folder / f"export-{EXPERT.name}" / "model.safetensors")
-    assert all(torch.equal(exported[name], tensor) for name, tensor in spread["published"].items())
+    for name, tensor in spread["published"].items():
+        assert_close(exported[name], tensor, terms=LORA.rank + 2, what=name)  # their product, its scale, the sum
     for adapter in (folder / f"export-{EXPERT.name}" / "adapter", folder / f"end-of-{EXPERT.name}" / "adapter"):
         base = AutoModelForCausalLM.from_pretrained(folder / "policy")
         merged = dict(PeftModel.from_pretrained(base, adapter).merge_and_unload().named_parameters())
         for name, tensor in spread["published"].items():
-            assert_close(merged[name].detach(), tensor, terms=LORA.rank + 2, what=name)  # their product, its scale, the sum
+            assert_close(merged[name].detach(), tensor, terms=LORA.rank + 2, what=name)
 
 
 def test_a_checkpoint_of_either_engine_goes_on_in_the_other(

@@ -16,6 +16,7 @@ from runtime.models import hf_policy
 from runtime.models.adapters import merged, require_base
 from runtime.models.hf_weights import WeightFiles, fingerprint
 from runtime.rollout.torch.engine import TorchRolloutEngine
+from runtime.trainer.adapters import AdapterBase
 from runtime.trainer.fsdp.lora import Adapters, adapt
 from runtime.types import PolicyVersion
 from runtime.weights.plan import Manifest, TensorSpec, plan_buckets
@@ -94,7 +95,7 @@ def test_of_a_model_of_half_a_billion_they_are_less_than_two_percent() -> None:
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
     with torch.device("meta"):
         model = Qwen2ForCausalLM(Qwen2Config(vocab_size=151936, num_hidden_layers=24, tie_word_embeddings=True, **sizes))
-    adapters = Adapters(model, adapt(model, Lora(rank=16), "", 1, torch.bfloat16))
+    adapters = Adapters(model, adapt(model, Lora(rank=16), "", 1, torch.bfloat16), AdapterBase(""))
 
     def sent(tensors: dict[str, torch.Tensor]) -> int:
         specs = tuple(TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in tensors.items())
