@@ -39,6 +39,7 @@ _ENGINES = "losses, gradient norms and weights of several steps, with engine tor
 _SERVED = (
     "log-probabilities of what vLLM sampled, with transformers' model, before and after weights were published; all delivered"
 )
+_ADAPTERS = "adapters on megatron-core, in other layouts: the same of those on engine torch, and what rollouts make of them"
 CHECKS = {
     "a": Check("tests/unit/test_train_torch.py::test_other_families[{}]", _PLAIN, _STEP_CLOSE),
     "b": Check(
@@ -93,6 +94,13 @@ CHECKS = {
         "log-probabilities of replies of a reference of engine torch, with transformers' model, one sequence a pass",
         _nats(forward_terms(42)),
     ),
+    "r": Check("tests/system/test_megatron_layouts.py::test_adapters_are_engine_torchs[{}]", _ADAPTERS, "rounding"),
+    "s": Check("tests/loopback/test_megatron_lora.py::test_adapters_of_experts_are_engine_torchs", _ADAPTERS, "rounding"),
+    "t": Check(
+        "tests/vllm/test_engine.py::test_adapters_that_come_alone_are_added_to_the_folders_weights",
+        "log-probabilities of what vLLM sampled with adapters that came alone, with transformers' model of the sum",
+        "1e-4 nats",
+    ),
 }
 
 
@@ -112,7 +120,7 @@ ROWS: dict[str, tuple[str, tuple[Cell, ...]]] = {
     ),
     "qwen2": (
         "Qwen2, Qwen2.5",
-        (yes(b="True"), yes(f=""), yes(i="qwen2"), yes(j=""), yes(o="qwen2"), yes(p="qwen2")),
+        (yes(b="True"), yes(f=""), yes(i="qwen2"), yes(j=""), yes(o="qwen2"), yes(p="qwen2", r="qwen2", t="")),
     ),
     "qwen3": (
         "Qwen3",
@@ -126,7 +134,7 @@ ROWS: dict[str, tuple[str, tuple[Cell, ...]]] = {
             yes(i="qwen3_moe"),
             yes(l=""),
             yes(o="qwen3_moe"),
-            yes(p="qwen3_moe"),
+            yes(p="qwen3_moe", s=""),
         ),
     ),
     "mistral": (
@@ -163,7 +171,7 @@ ROWS: dict[str, tuple[str, tuple[Cell, ...]]] = {
             yes(i="deepseek_v3"),
             "untried on devices; on CPUs 0.1 nats off",
             yes(o="deepseek_v3"),
-            yes(p="deepseek_v3"),
+            yes(p="deepseek_v3", r="deepseek_v3"),
         ),
     ),
     "glm4_moe": (
