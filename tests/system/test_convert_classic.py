@@ -128,5 +128,5 @@ def critic_values(folder: Path) -> torch.Tensor:
     critic = hf_policy.load_critic(str(folder)).eval()
     every = torch.arange(len(TOKENS))
     packing = Packing(rows=[every[None]], cells=every)
-    values = critic(torch.tensor([TOKENS]), every, position_ids=every[None], packing=packing)
+    values = critic(input_ids=torch.tensor([TOKENS]), keep=every, position_ids=every[None], packing=packing)
     return values[:, None]
