@@ -18,6 +18,7 @@ from runtime.errors import ConfigError
 MOST_VALUES = 100_000  # of a file, those that aliases repeat each time
 _SHOWN_CHARACTERS = 60
 
+_BOOLEANS = {"on", "off", "yes", "no", "y", "n"}  # of YAML 1.1
 _MERGE = "tag:yaml.org,2002:merge"
 _CORE_SCHEMA = (
     (_MERGE, r"<<", ["<"]),
@@ -66,7 +67,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what `_Loader` would not read back as a string."""
+    """Quotes what `_Loader`, or a reader of YAML 1.1, would not read back as a string."""
 
     yaml_implicit_resolvers: dict[str | None, list[Any]] = {}
 
@@ -75,7 +76,8 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         # Unquoted, some separators (U+0085) would be read back as spaces.
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if data.isprintable() else '"')
+        plain = data.isprintable() and data.lower() not in _BOOLEANS
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain else '"')
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
