@@ -195,7 +195,9 @@ class AgentWorkers:
         elif "ended" in told:
             worker = next((each for each in self._workers if each.pid == told["ended"]), None)
             if worker is not None:
-                self.lose(worker, f"its process ended with {_in_words(told['code'])}")
+                worker.ended.set_result(why := f"its process ended with {_in_words(told['code'])}")
+                # What it said before comes by another way. A process that it left may keep that open.
+                asyncio.get_running_loop().call_later(timeouts.PROCESS_END, self.lose, worker, why)
         elif not self._ready.done():
             self._ready.set_result(told.get("failed", ""))
 
@@ -235,6 +237,7 @@ class _AgentProcess:
     def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, owner: AgentWorkers):
         self.pid = pid
         self.episodes: dict[str, _PlayedEpisode] = {}
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # how, as the nursery knows
         self._reader, self._writer, self._owner = reader, writer, owner
 
     async def run(self) -> None:
@@ -247,8 +250,8 @@ class _AgentProcess:
             why = f"its process said what cannot be read: {str(error)[:200]}"
         finally:
             self._writer.close()
-        await asyncio.sleep(timeouts.AGENT_LAST_WORD)  # the nursery knows how it ended
-        self._owner.lose(self, why)
+        known = await done_within(asyncio.wait({self.ended}), timeouts.AGENT_LAST_WORD)
+        self._owner.lose(self, self.ended.result() if known else why)
 
     def _heard(self, told: dict[str, Any]) -> None:
         if "ask" in told:

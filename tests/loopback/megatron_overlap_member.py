@@ -138,7 +138,7 @@ def member(rank: int, folder: Path) -> None:
 def fail_to_save(engine: Any, rank: int, folder: Path) -> None:
     """What rank 0 cannot write is told on every rank, by its file."""
     if rank == 0:
-        (folder / "saved").mkdir()
+        (folder / "saved").mkdir(exist_ok=True)
     write = engine.begin_save(str(folder / "saved"))
     if rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
