@@ -129,6 +129,25 @@ def test_a_function_that_does_not_await_is_an_agent_too() -> None:
     asyncio.run(work())
 
 
+def test_what_a_worker_said_counts_before_its_end() -> None:
+    """Though its end is heard of first: both come by ways of their own."""
+
+    async def work() -> None:
+        async with workers("plain") as made:
+            asked = request(hang=True)
+            async for event in made.play(asked):
+                if event.phase == "run":
+                    (worker,) = made._workers
+                    worker._reader._transport.pause_reading()  # type: ignore[attr-defined]
+                    made.end(asked.id)
+                    await worker.ended
+                    worker._reader._transport.resume_reading()  # type: ignore[attr-defined]
+                last = event
+            assert last.end == EpisodeEnd(stop_reason="timeout")
+
+    asyncio.run(work())
+
+
 def test_a_thread_that_goes_on_goes_with_its_process() -> None:
     async def work() -> None:
         async with workers("plain") as made:
