@@ -113,7 +113,7 @@ def test_what_a_model_says_is_text(tmp_path: Path) -> None:
         told = page.inner_text(".siblings")
         assert HOSTILE[0] in told
         assert "\\u202egnihton\\u202c \\x1b[2J\\x00" in told
-        assert page.title() == "recorded – Sluice"
+        page.wait_for_function("document.title === 'recorded – Sluice'", timeout=WAIT)
         assert faults == []
 
 
