@@ -34,6 +34,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(cache: Path, folder: Path, *overrides: str) -> Live:
     common = (f"warmup.cache={cache}", "warmup.max_seconds=500", f"training.steps={STEPS}", "evaluation.every=0")
+    common += ("training.lr_staleness_power=0",)  # as the figures of the guide were measured
     return trained(ROOT / "configs" / "quickstart.yaml", *common, *overrides, folder=folder, timeout=TOTAL)
 
 
@@ -45,7 +46,7 @@ def test_a_student_comes_near_its_teacher_sooner_than_by_rewards_alone(teacher: 
     assert found["accuracy_before"] < 0.6
     assert found["accuracy_after"] >= 0.9 * known
     divergence = [point["actor/kl"] for point in steps(tmp_path / "distilled")]
-    assert sum(divergence[-10:]) < sum(divergence[:10])
+    assert sum(divergence[-5:]) < 0.5 * sum(divergence[:5])
     alone, groups = (
         ("training.groups_per_step=8", "sampling.group_size=1"),
         ("training.groups_per_step=2", "sampling.group_size=4"),
