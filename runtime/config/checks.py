@@ -41,6 +41,7 @@ from runtime.types import ENVIRONMENT, REWARD_MODEL
 _NEED_GROUPS = ("group_norm", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 _BY_TOKEN = ("gae", "reinforce_plus_plus")  # whose advantages come of rewards per token
 _BY_SAMPLE = ("gspo", "gmpo")  # losses of one value a sample
+_OF_BEHAVIOUR = ("m2po", "topr", "vespo")  # losses for what the ratio to the policy that sampled is, which corrections replace
 _WEIGHTS = ("token_tis", "sequence_tis", "icepop")  # corrections that multiply by the behaviour weight
 _COLUMN = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -210,6 +211,11 @@ def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:
     if algorithm.loss == "decoupled" and algorithm.correction in _WEIGHTS:
         yield (
             f"algorithm.correction: '{algorithm.correction}' with loss decoupled would weigh by proximal / behaviour twice; "
+            "take loss ppo, or correction none"
+        )
+    if algorithm.loss in _OF_BEHAVIOUR and algorithm.correction != "none":
+        yield (
+            f"algorithm.correction: '{algorithm.correction}' with loss {algorithm.loss} would leave it ratios of 1; "
             "take loss ppo, or correction none"
         )
     low, high = algorithm.correction_low, algorithm.correction_high

@@ -47,7 +47,7 @@ def model_folder(path: Path, **changes: Any) -> Path:
 KNOWN = {
     "algorithm.advantage": ["gae", "group_norm", "rloo"],
     "critic": ["gae"],
-    "algorithm.loss": ["clip_cov", "decoupled", "gspo", "ppo"],
+    "algorithm.loss": ["clip_cov", "decoupled", "gspo", "m2po", "ppo"],
     "algorithm.correction": ["none", "icepop"],
     "algorithm.aggregation": ["token_mean"],
     "algorithm.kl": ["k1", "k3"],

@@ -105,6 +105,10 @@ def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
             "algorithm.correction: 'icepop' with loss decoupled would weigh by proximal / behaviour twice; take loss ppo, or",
         ),
         (
+            {"algorithm": {"loss": "m2po", "correction": "icepop"}},
+            "algorithm.correction: 'icepop' with loss m2po would leave it ratios of 1; take loss ppo, or correction none",
+        ),
+        (
             {"algorithm": {"loss": "ppo", "correction": "icepop", "correction_low": 1.5}},
             "algorithm.correction_low: [1.5, 5] leaves out 1, the weight where both engines agree",
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -153,8 +154,10 @@ def test_trained_with_adapters_it_leaves_with_them_merged(tmp_path: Path, family
     save_file(weights(engine), tmp_path / "after" / "model.safetensors", metadata={"format": "pt"})
     groups = make_groups(3)
     before, after = (alone(tmp_path / each, groups) for each in ("before", "after"))
-    assert np.abs(before - after).max() > 1e-2
-    assert_close(logprobs(engine, groups, 60), after, terms=forward_terms(20, layers=4), scale=LOGITS, what=family)
+    close = partial(assert_close, terms=forward_terms(20, layers=4), scale=LOGITS, what=family)
+    with pytest.raises(AssertionError, match="at most"):
+        close(before, after)  # what the adapters learned is more than rounding
+    close(logprobs(engine, groups, 60), after)
 
 
 @pytest.mark.parametrize("family", ["olmo3", "opt", "phi3", "qwen3_next"])
