@@ -14,7 +14,10 @@ from tests.unit.zh_pages import ROOT
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PAGES = {"README.zh.md"} | {
     f"docs/zh/{name}.md"
-    for name in ("agents", "ascend", "configuration", "faults", "installation", "metrics", "migration", "questions")
+    for name in (
+        *("agents", "ascend", "cluster", "configuration", "faults", "hardware"),
+        *("installation", "metrics", "migration", "questions"),
+    )
 }
 ALL = pytest.mark.parametrize("page", zh_pages.pages(), ids=lambda page: str(page.relative_to(ROOT)))
 
