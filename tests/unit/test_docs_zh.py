@@ -15,7 +15,7 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PAGES = {"README.zh.md"} | {
     f"docs/zh/{name}.md"
     for name in (
-        *("agents", "ascend", "cluster", "configuration", "faults", "hardware"),
+        *("agents", "ascend", "cluster", "colocated", "configuration", "faults", "hardware"),
         *("installation", "metrics", "migration", "questions"),
     )
 }
