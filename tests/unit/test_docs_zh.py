@@ -13,7 +13,11 @@ from tests.unit.zh_pages import ROOT
 
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PAGES = {"README.zh.md"} | {
-    f"docs/zh/{name}.md" for name in ("installation", "migration", "configuration", "metrics", "questions")
+    f"docs/zh/{name}.md"
+    for name in (
+        *("agents", "ascend", "cluster", "colocated", "configuration", "faults", "hardware"),
+        *("installation", "metrics", "migration", "questions"),
+    )
 }
 ALL = pytest.mark.parametrize("page", zh_pages.pages(), ids=lambda page: str(page.relative_to(ROOT)))
 
