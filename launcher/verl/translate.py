@@ -1,0 +1,343 @@
+"""From verl's keys to a configuration of Sluice's, with a record of each: what `keys.yaml` does not say itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from pathlib import PurePath
+from typing import Any
+
+from launcher.importing.settings import Read, Setting, TranslatedSettings
+from launcher.importing.translation import Importer, Translation, check, translation
+from launcher.verl.reading import FULLY, ONE_STEP, SYNCHRONOUS, TABLE, read
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
+_MANAGERS = {"naive": "", "batch": "", "dapo": "acc_for_dapo"}
+
+
+def translate(read: Read, without: Collection[str] = ()) -> Translation:
+    """Raises ConfigError: a line for each key that is unknown, of a wrong type, or asks for what Sluice does not do."""
+    keys = TranslatedSettings(TABLE, read, without)
+    facts = _facts(keys)
+    keys.copy(facts)
+    _run(keys)
+    _data(keys)
+    _rewards(keys)
+    _algorithm(keys, facts)
+    _steps(keys)
+    for role, section in {"training": _ACTOR, "critic": "critic"}.items():
+        if role == "training" or facts["gae"]:
+            _schedule(keys, f"{role}.optimizer", section)
+        else:
+            keys.say("of adv_estimator gae, which has a critic", *_warmups(keys, section))
+    _services(keys, facts)
+    check(keys)
+    return translation(keys, keys.advice)
+
+
+def _facts(keys: TranslatedSettings) -> dict[str, Any]:
+    """What other keys depend on: `when` in the table."""
+    engines = [keys.at(path) for path in ("model_engine", "config_name", f"{_ACTOR}.strategy")]
+    named = [str(each.value) for each in engines]
+    engine = "megatron" if any("megatron" in name for name in named) else "torch"
+    keys.put("services.trainer.engine", engine, *(each for each in engines if each.given))
+    if others := [each for each in engines if str(each.value) in ("veomni", "torchtitan", "automodel")]:
+        keys.refuse(others[0], "must be fsdp, fsdp2 or megatron")
+    gae = keys.at("algorithm.adv_estimator").value == "gae"
+    keys.put("critic", {} if gae else None, keys.at("algorithm.adv_estimator"))
+    in_loss, in_reward = keys.at(f"{_ACTOR}.use_kl_loss").value, keys.at("algorithm.use_kl_in_reward").value
+    bypass = keys.at("algorithm.rollout_correction.bypass_mode").value
+    ranks = {name: keys.at(f"actor_rollout_ref.model.{name}") for name in ("lora_rank", "lora.rank")}
+    keys.put("lora", {} if any(rank.value for rank in ranks.values()) else None)
+    name = keys.at(f"{_ROLLOUT}.name").value
+    return {
+        "engine": engine,
+        "offload": engine if not keys.at(f"{_ACTOR}.fsdp_config.offload_policy").value else "",
+        "gae": gae,
+        "critic": engine if gae else "",
+        "kl": "loss" if in_loss else "reward" if in_reward else "",
+        "adaptive": bool(in_reward) and keys.at("algorithm.kl_ctrl.type").value == "adaptive",
+        "loss": keys.at(f"{_ACTOR}.policy_loss.loss_mode").value,
+        "by_sample": keys.at(f"{_ACTOR}.policy_loss.loss_mode").value in ("gspo", "geo_mean"),
+        "bypass": (keys.format != SYNCHRONOUS) if bypass is None else bypass,
+        "weights": bool(keys.at("algorithm.rollout_correction.rollout_is").value) and not bypass,
+        "lora": next((each for each, rank in ranks.items() if rank.value), ""),
+        "rollout": "" if name == "hf" else "vllm",
+        "remote_code": keys.at("actor_rollout_ref.model.trust_remote_code").value,
+    }
+
+
+def _run(keys: TranslatedSettings) -> None:
+    name, project, logger = (keys.at(f"trainer.{name}") for name in ("experiment_name", "project_name", "logger"))
+    keys.put("run.name", str(name.value if name.given else keys.name).strip("_-").replace("/", "_"), name)
+    path = keys.at("actor_rollout_ref.model.path")
+    keys.put("model.path", path.value, path)
+    if path.value is None:
+        keys.advice.append("model.path is missing: name the Hugging Face folder of the model")
+    elif not path.value.startswith(("/", ".")):
+        keys.decide(
+            f"model.path: {path.value} has to be a folder; where it is a name of the Hub, name what was downloaded", path
+        )
+    loggers = logger.value if isinstance(logger.value, list) else [logger.value]
+    trackers = [{"name": "jsonl"}] + [
+        {"name": each} | ({} if each == "tensorboard" else {"project": project.value, "mode": "online"})
+        for each in loggers
+        if each in _TRACKERS
+    ]
+    keys.put("trackers", trackers, *(each for each in (logger, project) if each.given))
+
+
+def _data(keys: TranslatedSettings) -> None:
+    train, held_out = keys.at("data.train_files"), keys.at("data.val_files")
+    files, problems = _files(train), _files(held_out)
+    if files:
+        keys.put("data.train", [{"path": path} for path in files] if len(files) > 1 else files[0], train)
+        keys.put("data.handler", "math17k", train)
+    if len(problems) == 1:
+        keys.put("data.eval", problems[0], held_out)
+    elif problems:
+        names = [f"{PurePath(path).parent.name}_{PurePath(path).stem}" for path in problems]
+        sets = [{"name": name, "path": path} for name, path in zip(names, problems, strict=True)]
+        keys.put("evaluation.sets", sets, held_out)
+    most, top = keys.at("data.val_max_samples"), keys.at(f"{_ROLLOUT}.val_kwargs.top_k")
+    for path, setting in {"evaluation.problems": most, "evaluation.top_k": top}.items():
+        keys.put(path, None if setting.value is None else max(0, setting.value), setting)
+
+
+def _files(setting: Setting) -> list[str]:
+    return setting.value if isinstance(setting.value, list) else [setting.value] if setting.value else []
+
+
+def _rewards(keys: TranslatedSettings) -> None:
+    manager, older = keys.at("reward.reward_manager.name"), keys.at("reward_model.reward_manager")
+    chosen = older if older.given else manager
+    files = str(keys.values.get("data.train", ""))
+    rule = _MANAGERS.get(chosen.value) or ("gsm8k" if "gsm8k" in files and "math" not in files else "math")
+    keys.put("rewards.rules", [{"name": rule}], chosen)
+    told = "verl chooses by each row's data_source, or by a function of its own: look whether this rule is meant"
+    keys.decide(f"rewards.rules is {rule}: {told} (docs/guides/reward-rules.md)", chosen)
+    for section, name in {"reward": "reward_model.enable", "reward_model": "enable"}.items():
+        enabled = keys.at(f"{section}.{name}")
+        model = keys.at("reward.reward_model.model_path" if section == "reward" else "reward_model.model.path")
+        if enabled.value:
+            keys.put("rewards.model.path", model.value or "", model, enabled)
+        keys.say("off", enabled, model)
+    reply = keys.values.get("sampling.max_new_tokens") or 1
+    for prefix in (
+        "reward.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.overlong_buffer",
+    ):
+        enabled, length, factor = (keys.at(f"{prefix}.{name}") for name in ("enable", "len", "penalty_factor"))
+        if enabled.value and length.value:
+            keys.put("algorithm.overlong_buffer", length.value / reply, length, enabled)
+            keys.put("algorithm.overlong_penalty", factor.value, factor)
+        keys.say("off", enabled, length, factor)
+
+
+def _algorithm(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
+    if facts["gae"]:
+        own, path = keys.at("critic.model.path"), keys.at("actor_rollout_ref.model.path")
+        keys.put("critic.path", own.value if own.value != path.value else None, own)
+        keys.say("the policy's own start: its folder is the critic's", own)
+    keys.say("of adv_estimator gae, which has a critic", keys.at("critic.model.path"))
+    if facts["by_sample"]:
+        keys.put("algorithm.aggregation", "seq_mean_token_mean", keys.at(f"{_ACTOR}.policy_loss.loss_mode"))
+    both, sides = keys.at(f"{_ACTOR}.clip_ratio"), {side: keys.at(f"{_ACTOR}.clip_ratio_{side}") for side in ("low", "high")}
+    for side, setting in sides.items():
+        if both.given and not setting.given:  # a null there, or a version that has none
+            keys.put(f"algorithm.clip_{side}", both.value, both)
+    keys.say("clip_ratio_low and clip_ratio_high stand over it", both)
+    std = keys.at("algorithm.norm_adv_by_std_in_grpo")
+    keys.put("algorithm.group_std", "group" if std.value else "none", std)
+    loss, reward = keys.at(f"{_ACTOR}.use_kl_loss"), keys.at("algorithm.use_kl_in_reward")
+    if loss.value and reward.value:
+        keys.refuse(reward, "there is one KL term, and use_kl_loss is on too; must be false where that is true")
+    keys.put("algorithm.kl_placement", facts["kl"] or None, *(each for each in (loss, reward) if each.value))
+    keys.say("off", loss, reward)
+    kind = keys.at("algorithm.kl_ctrl.type")
+    if kind.value not in (None, "fixed", "adaptive"):
+        keys.refuse(kind, "must be fixed or adaptive")
+    if not facts["adaptive"]:
+        keys.put("algorithm.kl_target", 0.0, kind)
+    keys.put("algorithm.kl_target", keys.values.get("algorithm.kl_target"), kind)
+    keys.put("algorithm.loss", keys.values.get("algorithm.loss"), keys.at("algorithm.rollout_correction.bypass_mode"))
+    limit = keys.at("algorithm.filter_groups.max_num_gen_batches")
+    keys.put("algorithm.dynamic_sampling_limit", limit.value or None, limit)
+    keys.say("no limit there; here the run ends after 20 batches dropped for one step", limit)
+
+
+def _steps(keys: TranslatedSettings) -> None:
+    batch, mini = keys.at("data.train_batch_size"), keys.at(f"{_ACTOR}.ppo_mini_batch_size")
+    groups, deciding = batch.value, [batch]
+    staleness, partial = _staleness(keys)
+    if keys.format == FULLY:
+        required, trigger = keys.at("async_training.require_batches"), keys.at("async_training.trigger_parameter_sync_step")
+        groups = (mini.value or 1) * (required.value or 1) * (trigger.value or 1)
+        deciding = [mini, required, trigger]
+        keys.say("with the fully asynchronous trainer a step is the updates of one version", batch)
+    keys.put("training.groups_per_step", groups, *deciding)
+    if mini.value and groups and groups % mini.value:
+        keys.faults.append(f"{mini.path}: {mini.value}: does not divide the {groups} prompts of a step ({batch.path})")
+    keys.put("training.mini_batch_size", 0 if mini.value == groups else mini.value, mini)
+    keys.put(
+        "training.staleness",
+        math.ceil(staleness.value or 0) if isinstance(staleness.value, (int, float)) else partial,
+        staleness,
+    )
+    if partial:
+        keys.put("training.partial_rollouts", True, staleness)
+    if keys.values.get("training.staleness"):
+        keys.put("training.lr_staleness_power", 0.0, staleness)  # no rate there falls with it
+    steps, epochs, prompts = (
+        keys.at("trainer.total_training_steps"),
+        keys.at("trainer.total_epochs"),
+        keys.at("rollout.total_rollout_steps"),
+    )
+    if prompts.value and groups:
+        keys.put("training.steps", max(1, prompts.value // groups), prompts)
+    keys.put("training.steps", steps.value, steps)
+    if "training.steps" not in keys.values and not epochs.given:
+        keys.advice.append(f"training.steps is 1000, Sluice's own: {epochs.path} is {epochs.value} there, passes over the data")
+    for path, name in {"checkpoint.every": "save_freq", "evaluation.every": "test_freq"}.items():
+        setting = keys.at(f"trainer.{name}")
+        keys.put(path, None if setting.value is None else max(0, setting.value), setting)
+    frequency = keys.at("trainer.test_freq")
+    keys.put("evaluation.after", (frequency.value or 0) > 0, frequency)
+    keys.say("of an asynchronous trainer", keys.at("async_training.staleness_threshold"), prompts)
+
+
+def _staleness(keys: TranslatedSettings) -> tuple[Setting, int]:
+    """What says by how many versions samples may be old, and 1 where rollouts that take turns go on with theirs."""
+    mode = keys.at("trainer.v1.trainer_mode")
+    most = keys.at("trainer.v1.sampler.max_off_policy_threshold")
+    if mode.value not in (None, "sync", "colocate_async", "separate_async"):
+        keys.refuse(mode, "must be sync, colocate_async or separate_async")
+    if mode.value == "separate_async":
+        keys.put("training.staleness", most.value, mode)
+        return most, 0
+    keys.say("of v1.trainer_mode separate_async", most)
+    if keys.format == FULLY:
+        return keys.at("async_training.staleness_threshold"), 0
+    if keys.format == ONE_STEP:
+        return Setting("one_step_off_policy", 1, False), 0
+    return mode, int(mode.value == "colocate_async")
+
+
+def _warmups(keys: TranslatedSettings, section: str) -> list[Setting]:
+    return [keys.at(f"{section}.optim.{name}") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio")]
+
+
+def _schedule(keys: TranslatedSettings, path: str, section: str) -> None:
+    count, share, least = _warmups(keys, section)
+    steps, rate = keys.values.get("training.steps"), keys.values.get(f"{path}.learning_rate")
+    if count.value is not None and count.value >= 0:
+        keys.put(f"{path}.warmup_steps", count.value, count)
+    elif share.value and steps:
+        keys.put(f"{path}.warmup_steps", round(share.value * steps), share)
+    elif share.value:
+        keys.decide(f"{path}.warmup_steps is {share.value:g} of training.steps, which have to be written first", share)
+    if least.value and rate:
+        keys.put(f"{path}.min_learning_rate", least.value * rate, least)
+    keys.say("none", count, share, least)
+
+
+def _services(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
+    nodes, each = keys.at("trainer.nnodes"), keys.at("trainer.n_gpus_per_node")
+    devices = None if None in (nodes.value, each.value) else nodes.value * each.value
+    apart = keys.format != SYNCHRONOUS or keys.at("trainer.v1.trainer_mode").value == "separate_async"
+    tensor = keys.at("actor_rollout_ref.rollout.tensor_model_parallel_size")
+    ways = tensor.value or 1
+    if facts["rollout"]:
+        keys.put("services.rollout.tensor_parallel", ways, tensor)
+    section = "rollout" if keys.format != SYNCHRONOUS else _ROLLOUT
+    own = [keys.at(f"{section}.{name}") for name in ("nnodes", "n_gpus_per_node")] if apart else [nodes, each]
+    sampling = None if None in (own[0].value, own[1].value) else own[0].value * own[1].value
+    if sampling is not None and (sampling < ways or sampling % ways):
+        keys.faults.append(f"{tensor.path}: {ways}: does not divide the {sampling} devices of the rollouts")
+    elif sampling is not None:
+        keys.put("services.rollout.replicas", sampling // ways, *own, tensor)
+    keys.say(
+        "of rollouts apart",
+        *(keys.at(f"{section}.{name}") for section in ("rollout", _ROLLOUT) for name in ("nnodes", "n_gpus_per_node")),
+    )
+    _roles(keys, facts, devices, [nodes, each], apart)
+    if (nodes.value or 1) > 1:
+        keys.decide(
+            "machines: cluster.min_nodes, services.coordinator.host and port, and network.interface (docs/guides/cluster.md)",
+            nodes,
+        )
+    experts = keys.at(f"{_ROLLOUT}.expert_parallel_size")
+    if (experts.value or 1) > 1:
+        keys.put("services.rollout.engine_args.enable_expert_parallel", True, experts)
+    keys.say("off", experts)
+    _budgets(keys, facts)
+
+
+def _roles(keys: TranslatedSettings, facts: dict[str, Any], devices: int | None, counted: list[Setting], apart: bool) -> None:
+    ways = {
+        name: keys.values.get(f"services.trainer.parallel.{name}", 1) for name in ("tensor", "pipeline", "context", "expert")
+    }
+    block = ways["tensor"] * ways["pipeline"] * ways["context"]
+    update = keys.values.get("training.mini_batch_size") or keys.values.get("training.groups_per_step")
+    if devices is not None and (devices % block or (update and update % (devices // block))):
+        blocks = f"{devices} devices in blocks of {block}"
+        keys.refuse(counted[1], f"{blocks} cannot share out the {update} prompts of an update; their number must divide it")
+    keys.put("services.trainer.processes", devices, *counted)
+    if not apart:
+        keys.put("services.rollout.colocate", "trainer", *counted)
+    sequence = keys.at(f"{_ACTOR}.megatron.sequence_parallel")
+    if facts["engine"] == "megatron" and ways["tensor"] > 1:
+        keys.put("services.trainer.parallel.sequence", sequence.value, sequence)
+    keys.say("of megatron with tensor parallelism", sequence)
+    if facts["gae"]:
+        for name, value in {"engine": facts["engine"], "processes": devices, "colocate": "trainer"}.items():
+            keys.put(f"services.critic.{name}", value)
+        if keys.values.get("services.critic.parallel.tensor", 1) > 1:
+            keys.put("services.critic.parallel.sequence", True)
+    if facts["kl"] and facts["engine"] == "torch":
+        keys.put("services.reference.replicas", devices)
+    elif facts["kl"]:
+        keys.put("services.reference.engine", "megatron")
+        keys.put("services.reference.processes", devices)
+        for name in ("tensor", "pipeline", "expert"):
+            keys.put(f"services.reference.parallel.{name}", ways[name])
+        keys.put("services.reference.parallel.sequence", keys.values.get("services.trainer.parallel.sequence"))
+    if facts["kl"]:
+        keys.put("services.reference.colocate", "trainer")
+    rank = keys.at(f"actor_rollout_ref.model.{facts['lora'] or 'lora_rank'}")
+    modules = keys.at("actor_rollout_ref.model.target_modules")
+    if facts["lora"]:
+        keys.put("lora.rank", rank.value, rank)
+        listed = modules.value if isinstance(modules.value, list) else [modules.value]
+        keys.put("lora.target_modules", [] if listed == ["all-linear"] else listed, modules)
+    keys.say(
+        "of lora_rank above 0",
+        keys.at("actor_rollout_ref.model.lora_rank"),
+        keys.at("actor_rollout_ref.model.lora.rank"),
+        modules,
+    )
+
+
+def _budgets(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
+    """Tokens of a pass: with use_dynamic_bsz as they are, else so many samples of the greatest length."""
+    longest = keys.values.get("data.max_prompt_tokens", 0) + keys.values.get("sampling.max_new_tokens", 0)
+    dynamic = keys.at(f"{_ACTOR}.use_dynamic_bsz")
+    for path, prefix in {
+        "training.max_tokens_per_microbatch": f"{_ACTOR}.ppo",
+        "services.reference.max_tokens_per_microbatch": "actor_rollout_ref.ref.log_prob",
+    }.items():
+        tokens, samples = keys.at(f"{prefix}_max_token_len_per_gpu"), keys.at(f"{prefix}_micro_batch_size_per_gpu")
+        own = dynamic if prefix.startswith(_ACTOR) else keys.at(f"{prefix}_use_dynamic_bsz")
+        flag = own if own.value is not None else dynamic
+        if path.startswith("services") and not facts["kl"]:
+            keys.say("there is no KL term, and so no reference", tokens, samples, own)
+        elif flag.value and tokens.value:
+            keys.put(path, max(tokens.value, longest), tokens, *([own] if own.given else []))
+        elif samples.value:
+            keys.put(path, samples.value * longest, samples)
+        keys.say("with use_dynamic_bsz alone" if not flag.value else "use_dynamic_bsz: cut by tokens", tokens, samples, own)
+
+
+IMPORTER = Importer(TABLE, read, translate)
