@@ -337,11 +337,11 @@ def _import(options: argparse.Namespace) -> int:
     from launcher.commands import importing
 
     if options.command == "import-verl":
-        from launcher.verl.translate import IMPORTER
+        from launcher.verl.translate import TABLE, imported
     else:
-        from launcher.mindspeed.translate import IMPORTER
+        from launcher.mindspeed.translate import TABLE, imported
     without = [name for name in options.without.split(",") if name.strip()]
-    importing.run(IMPORTER, options.file, options.models, options.output, options.report, without)
+    importing.run(TABLE, imported, options.file, options.models, options.output, options.report, without)
     return 0
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from launcher.importing.keys import KeyTable, shown
-from launcher.importing.settings import Carried, Read, TranslatedKey, TranslatedSettings
+from launcher.importing.keys import shown
+from launcher.importing.settings import Carried, TranslatedKey, TranslatedSettings
 from runtime.config import Config, Critic, Lora, RewardModel, Rewards, Run, loading
 from runtime.errors import ConfigError
 
@@ -27,14 +26,6 @@ class Translation(Struct, frozen=True):
     rows: tuple[TranslatedKey, ...]
     carried: tuple[Carried, ...]
     advice: tuple[str, ...]
-
-
-class Importer(Struct, frozen=True):
-    """How one program's files are read, from FILE and a folder of models, and translated but for the keys left out."""
-
-    table: KeyTable
-    read: Callable[[Path, Path | None], Read]
-    translate: Callable[[Read, Collection[str]], Translation]
 
 
 def check(keys: TranslatedSettings) -> None:

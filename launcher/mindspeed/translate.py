@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from launcher.importing.settings import Read, Setting, as_float
-from launcher.importing.translation import Importer, Translation, check, translation
+from launcher.importing.translation import Translation, check, translation
 from launcher.mindspeed import algorithm, layout
-from launcher.mindspeed.keys import TABLE
+from launcher.mindspeed.keys import TABLE as TABLE
 from launcher.mindspeed.reading import read
 from launcher.mindspeed.settings import RoleSettings
 from runtime.data.preparation import LABELS
@@ -31,6 +31,11 @@ _SWANLAB_MODES = {
     "offline": "offline",
     "disabled": "disabled",
 }
+
+
+def imported(file: Path, models: Path | None, without: Collection[str]) -> Translation:
+    """What `file` becomes, with models from the folder `models`. Raises ConfigError, a line for each fault."""
+    return translate(read(file, models), without)
 
 
 def translate(read: Read, without: Collection[str] = ()) -> Translation:
@@ -300,6 +305,3 @@ def _advice(keys: RoleSettings) -> list[str]:
     if isinstance(keys.values.get("data.train"), str) and keys.values["data.train"].endswith(".parquet"):
         told.append(f"{keys.values['data.train']} is made by sluice data prepare, from what preprocess_data was given")
     return told + keys.advice
-
-
-IMPORTER = Importer(TABLE, read, translate)

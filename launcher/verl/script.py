@@ -62,7 +62,7 @@ def _split(text: str, separator: re.Pattern[str]) -> Iterator[tuple[str, str]]:
     yield part, "\n"
 
 
-class _Block:
+class ShellBlock:
     """An `if`, `case` or loop. `subject`: what a `case` looks at, `matched`: how far a pattern does, None behind them."""
 
     def __init__(self, text: str, live: float, subject: str = ""):
@@ -85,7 +85,7 @@ class Script:
     def __init__(self, text: str, environment: Mapping[str, str]):
         self.calls: list[list[str]] = []
         self._variables: dict[str, str | list[str]] = dict(environment)
-        self._blocks = [_Block("", 1.0)]  # around the statement, the script itself first
+        self._blocks = [ShellBlock("", 1.0)]  # around the statement, the script itself first
         self._run(_HEREDOC.sub(r"\3", text))
 
     def _run(self, text: str) -> float:
@@ -103,10 +103,10 @@ class Script:
                         block.branch(block.matched)
                         block.matched = None
                 elif word in ("if", "for", "while", "until"):
-                    self._blocks.append(_Block(statement, 1.0))
+                    self._blocks.append(ShellBlock(statement, 1.0))
                 elif word == "case":
                     subject, _, rest = f"{rest} ".partition(" in ")
-                    self._blocks.append(_Block(f"case {subject}", 0.0, self._one(subject)))
+                    self._blocks.append(ShellBlock(f"case {subject}", 0.0, self._one(subject)))
                     self._blocks[-1].matched = 0.0
                 elif word in ("then", "else", "do"):
                     block.branch({"then": truth, "else": 1.0, "do": 0.5}[word])
@@ -133,7 +133,7 @@ class Script:
         if words[0] == "!":
             return 1 - self._carry_out(statement[1:].strip(), live)
         if statement[:2] in _CLOSING:
-            self._blocks.append(_Block(statement, live))
+            self._blocks.append(ShellBlock(statement, live))
             truth = self._run(statement[1:-1])
             self._blocks.pop()
             return truth
@@ -141,7 +141,7 @@ class Script:
             return self._test([self._one(word) for word in words[1:-1]])
         if all(assigned):
             for found in filter(None, assigned):
-                self._assign(*found.groups(), live)
+                self._assign(found[1], found[2], found[3], live)
             return 1.0
         if live:
             fields = [field for word in words for field in self._expand(word)]
@@ -149,7 +149,7 @@ class Script:
             starts = [index for index, module in enumerate(modules) if module in TRAINERS]
             ends = [index for index, word in enumerate(fields) if re.match(r"\d*[<>]", word)]
             if starts:
-                self.calls.append(fields[starts[0] : (ends or [None])[0]])
+                self.calls.append(fields[starts[0] : ends[0] if ends else len(fields)])
         return 0.5
 
     def _assign(self, name: str, added: str, text: str, live: float) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from launcher.importing.settings import Read, Setting, TranslatedSettings
-from launcher.importing.translation import Importer, Translation, check, translation
+from launcher.importing.translation import Translation, check, translation
 from launcher.verl.reading import FULLY, ONE_STEP, SYNCHRONOUS, TABLE, read
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 _MANAGERS = {"naive": "", "batch": "", "dapo": "acc_for_dapo"}
+
+
+def imported(file: Path, models: Path | None, without: Collection[str]) -> Translation:
+    """What `file` becomes, with models from the folder `models`. Raises ConfigError, a line for each fault."""
+    return translate(read(file, models), without)
 
 
 def translate(read: Read, without: Collection[str] = ()) -> Translation:
@@ -338,6 +343,3 @@ def _budgets(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
         elif samples.value:
             keys.put(path, samples.value * longest, samples)
         keys.say("with use_dynamic_bsz alone" if not flag.value else "use_dynamic_bsz: cut by tokens", tokens, samples, own)
-
-
-IMPORTER = Importer(TABLE, read, translate)
