@@ -44,7 +44,8 @@ class TheirKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     to: list[str] = []  # mapped: our keys, by their paths, that it decides alone or together with others
     note: str = ""  # how, where that is not obvious; with its unit
     copy: bool = False  # mapped: all of `to` become its value as it is
-    values: dict[str, Any] = {}  # mapped: ours, by theirs; others are refused
+    least: int | None = None  # of `copy`: values below it are this one
+    values: dict[str, Any] = {}  # mapped: ours, by theirs as they are shown; others are refused
     when: dict[str, Any] = {}  # of `copy` and `values`: by facts of a translation, when they hold; else it is ignored
     otherwise: str = ""  # for this reason
     decide: str = ""  # what the user has to do about a value other than `default`

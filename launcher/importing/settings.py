@@ -176,14 +176,15 @@ class TranslatedSettings:
                     self.say(key.otherwise, setting)
                 elif setting is not None:
                     value = setting.value if key.copy else self.chosen(setting, key.values)
+                    value = value if None in (value, key.least) else max(key.least, value)
                     for path in key.to:
                         self.put(f"{path}.{name}" if path.endswith("engine_args") else path, value, setting)
 
     def chosen(self, setting: Setting, values: Mapping[str, Any]) -> Any:
         """Ours for a value of theirs; None where there is none, which is refused."""
-        if setting.value is not None and setting.value not in values:
+        if setting.value is not None and shown(setting.value) not in values:
             self.refuse(setting, f"must be one of {', '.join(values)}")
-        return values.get(setting.value)
+        return values.get(shown(setting.value))
 
     def rows(self) -> Iterator[TranslatedKey]:
         """One for each key of the file, in its order."""

@@ -114,6 +114,8 @@ class Script:
                     block.live = 1.0
                 elif word in ("fi", "esac", "done"):
                     self._blocks.pop()
+                    if not self._blocks:
+                        raise ValueError(f"a {word} has nothing to end")
                 else:
                     chained = {"&&": truth, "||": 1 - truth}.get(connector, 1.0)
                     value = self._carry_out(statement, min(chained, *(each.live for each in self._blocks)))
@@ -130,6 +132,8 @@ class Script:
         assigned = [
             _ASSIGNMENT.fullmatch(word) for word in words if word not in ("export", "local", "declare", "readonly", "-x")
         ]
+        if not words:
+            return 1.0
         if words[0] == "!":
             return 1 - self._carry_out(statement[1:].strip(), live)
         if statement[:2] in _CLOSING:
@@ -161,7 +165,7 @@ class Script:
             value = before + value if isinstance(before, str) and isinstance(value, str) else [*before, *value]
         if live == 0.5:
             behind = next((block.text for block in self._blocks if block.live == 0.5), "a command")
-            value = f"{UNKNOWN}${name}, set behind `{behind.splitlines()[0]}`,{UNKNOWN}"
+            value = f"{UNKNOWN}${name}, set behind `{behind.strip().partition(chr(10))[0]}`,{UNKNOWN}"
         if live:
             self._variables[name] = value
 
@@ -227,7 +231,7 @@ class Script:
         text = " ".join(self._expand(unit[3:-2], quoted=True))
         try:
             return text if UNKNOWN in text else str(self._number(text))
-        except (ValueError, LookupError, SyntaxError, ArithmeticError, RecursionError):
+        except (ValueError, LookupError, SyntaxError, ArithmeticError, TypeError, RecursionError):
             return f"{UNKNOWN}{unit}{UNKNOWN}"
 
     def _number(self, given: str | ast.expr) -> int:

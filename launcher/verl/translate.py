@@ -52,20 +52,22 @@ def _facts(keys: TranslatedSettings) -> dict[str, Any]:
     gae = keys.at("algorithm.adv_estimator").value == "gae"
     keys.put("critic", {} if gae else None, keys.at("algorithm.adv_estimator"))
     in_loss, in_reward = keys.at(f"{_ACTOR}.use_kl_loss").value, keys.at("algorithm.use_kl_in_reward").value
-    bypass = keys.at("algorithm.rollout_correction.bypass_mode").value
+    given = keys.at("algorithm.rollout_correction.bypass_mode").value
+    bypass = (keys.format != SYNCHRONOUS) if given is None else given
     ranks = {name: keys.at(f"actor_rollout_ref.model.{name}") for name in ("lora_rank", "lora.rank")}
     keys.put("lora", {} if any(rank.value for rank in ranks.values()) else None)
     name = keys.at(f"{_ROLLOUT}.name").value
     return {
         "engine": engine,
         "offload": engine if not keys.at(f"{_ACTOR}.fsdp_config.offload_policy").value else "",
+        "tensor": engine == "megatron" and (keys.at(f"{_ACTOR}.megatron.tensor_model_parallel_size").value or 1) > 1,
         "gae": gae,
         "critic": engine if gae else "",
         "kl": "loss" if in_loss else "reward" if in_reward else "",
         "adaptive": bool(in_reward) and keys.at("algorithm.kl_ctrl.type").value == "adaptive",
         "loss": keys.at(f"{_ACTOR}.policy_loss.loss_mode").value,
         "by_sample": keys.at(f"{_ACTOR}.policy_loss.loss_mode").value in ("gspo", "geo_mean"),
-        "bypass": (keys.format != SYNCHRONOUS) if bypass is None else bypass,
+        "bypass": bypass,
         "weights": bool(keys.at("algorithm.rollout_correction.rollout_is").value) and not bypass,
         "lora": next((each for each, rank in ranks.items() if rank.value), ""),
         "rollout": "" if name == "hf" else "vllm",
@@ -105,13 +107,11 @@ def _data(keys: TranslatedSettings) -> None:
         names = [f"{PurePath(path).parent.name}_{PurePath(path).stem}" for path in problems]
         sets = [{"name": name, "path": path} for name, path in zip(names, problems, strict=True)]
         keys.put("evaluation.sets", sets, held_out)
-    most, top = keys.at("data.val_max_samples"), keys.at(f"{_ROLLOUT}.val_kwargs.top_k")
-    for path, setting in {"evaluation.problems": most, "evaluation.top_k": top}.items():
-        keys.put(path, None if setting.value is None else max(0, setting.value), setting)
 
 
 def _files(setting: Setting) -> list[str]:
-    return setting.value if isinstance(setting.value, list) else [setting.value] if setting.value else []
+    listed = setting.value if isinstance(setting.value, list) else [setting.value] if setting.value else []
+    return [str(each) for each in listed]
 
 
 def _rewards(keys: TranslatedSettings) -> None:
@@ -154,20 +154,11 @@ def _algorithm(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
         if both.given and not setting.given:  # a null there, or a version that has none
             keys.put(f"algorithm.clip_{side}", both.value, both)
     keys.say("clip_ratio_low and clip_ratio_high stand over it", both)
-    std = keys.at("algorithm.norm_adv_by_std_in_grpo")
-    keys.put("algorithm.group_std", "group" if std.value else "none", std)
     loss, reward = keys.at(f"{_ACTOR}.use_kl_loss"), keys.at("algorithm.use_kl_in_reward")
     if loss.value and reward.value:
         keys.refuse(reward, "there is one KL term, and use_kl_loss is on too; must be false where that is true")
     keys.put("algorithm.kl_placement", facts["kl"] or None, *(each for each in (loss, reward) if each.value))
     keys.say("off", loss, reward)
-    kind = keys.at("algorithm.kl_ctrl.type")
-    if kind.value not in (None, "fixed", "adaptive"):
-        keys.refuse(kind, "must be fixed or adaptive")
-    if not facts["adaptive"]:
-        keys.put("algorithm.kl_target", 0.0, kind)
-    keys.put("algorithm.kl_target", keys.values.get("algorithm.kl_target"), kind)
-    keys.put("algorithm.loss", keys.values.get("algorithm.loss"), keys.at("algorithm.rollout_correction.bypass_mode"))
     limit = keys.at("algorithm.filter_groups.max_num_gen_batches")
     keys.put("algorithm.dynamic_sampling_limit", limit.value or None, limit)
     keys.say("no limit there; here the run ends after 20 batches dropped for one step", limit)
@@ -205,9 +196,6 @@ def _steps(keys: TranslatedSettings) -> None:
     keys.put("training.steps", steps.value, steps)
     if "training.steps" not in keys.values and not epochs.given:
         keys.advice.append(f"training.steps is 1000, Sluice's own: {epochs.path} is {epochs.value} there, passes over the data")
-    for path, name in {"checkpoint.every": "save_freq", "evaluation.every": "test_freq"}.items():
-        setting = keys.at(f"trainer.{name}")
-        keys.put(path, None if setting.value is None else max(0, setting.value), setting)
     frequency = keys.at("trainer.test_freq")
     keys.put("evaluation.after", (frequency.value or 0) > 0, frequency)
     keys.say("of an asynchronous trainer", keys.at("async_training.staleness_threshold"), prompts)
@@ -284,6 +272,8 @@ def _roles(keys: TranslatedSettings, facts: dict[str, Any], devices: int | None,
     ways = {
         name: keys.values.get(f"services.trainer.parallel.{name}", 1) for name in ("tensor", "pipeline", "context", "expert")
     }
+    if min(0 if devices is None else devices, *ways.values()) < 1:
+        devices, ways = devices or None, dict.fromkeys(ways, 1)  # of which the schema's own check tells
     block = ways["tensor"] * ways["pipeline"] * ways["context"]
     update = keys.values.get("training.mini_batch_size") or keys.values.get("training.groups_per_step")
     if devices is not None and (devices % block or (update and update % (devices // block))):
@@ -292,10 +282,10 @@ def _roles(keys: TranslatedSettings, facts: dict[str, Any], devices: int | None,
     keys.put("services.trainer.processes", devices, *counted)
     if not apart:
         keys.put("services.rollout.colocate", "trainer", *counted)
-    sequence = keys.at(f"{_ACTOR}.megatron.sequence_parallel")
-    if facts["engine"] == "megatron" and ways["tensor"] > 1:
-        keys.put("services.trainer.parallel.sequence", sequence.value, sequence)
-    keys.say("of megatron with tensor parallelism", sequence)
+    experts = keys.at(f"{_ACTOR}.megatron.expert_model_parallel_size")
+    if devices is not None and devices // (ways["tensor"] * ways["pipeline"]) % ways["expert"]:
+        held = f"{devices // (ways['tensor'] * ways['pipeline'])} ranks that hold the same part"
+        keys.refuse(experts, f"experts are cut by tensor parallelism as well; must divide the {held}")
     if facts["gae"]:
         for name, value in {"engine": facts["engine"], "processes": devices, "colocate": "trainer"}.items():
             keys.put(f"services.critic.{name}", value)

@@ -226,6 +226,8 @@ def test_the_model_cannot_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
         ("run.sh", "python3 train.py a=b\n", "has no call of verl's trainer"),
         ("run.sh", f"{CALL}\n{CALL}\n", "has 2 calls of verl's trainer"),
         ("run.sh", f'{CALL} "trainer.nnodes=1\n', 'a " is missing'),
+        ("run.sh", f"fi\n{CALL}\n", "a fi has nothing to end"),
+        ("run.sh", f"{CALL} trainer.nnodes\n", "trainer.nnodes: is not KEY=VALUE"),
         ("a.yaml", "data: [\n", "not valid YAML"),
         (
             "a.yaml",
