@@ -12,6 +12,8 @@ from launcher.importing.translation import Translation, check, translation
 from launcher.verl.reading import FULLY, ONE_STEP, SYNCHRONOUS, TABLE, read
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_WARMUPS = ("optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio", "optim.min_lr_ratio")
+_DEVICES = ("nnodes", "n_gpus_per_node")
 _TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 _MANAGERS = {"naive": "", "batch": "", "dapo": "acc_for_dapo"}
 
@@ -35,7 +37,7 @@ def translate(read: Read, without: Collection[str] = ()) -> Translation:
         if role == "training" or facts["gae"]:
             _schedule(keys, f"{role}.optimizer", section)
         else:
-            keys.say("of adv_estimator gae, which has a critic", *_warmups(keys, section))
+            keys.say("of adv_estimator gae, which has a critic", *_each(keys, section, *_WARMUPS))
     _services(keys, facts)
     check(keys)
     return translation(keys, keys.advice)
@@ -76,7 +78,7 @@ def _facts(keys: TranslatedSettings) -> dict[str, Any]:
 
 
 def _run(keys: TranslatedSettings) -> None:
-    name, project, logger = (keys.at(f"trainer.{name}") for name in ("experiment_name", "project_name", "logger"))
+    name, project, logger = _each(keys, "trainer", "experiment_name", "project_name", "logger")
     keys.put("run.name", str(name.value if name.given else keys.name).strip("_-").replace("/", "_"), name)
     path = keys.at("actor_rollout_ref.model.path")
     keys.put("model.path", path.value, path)
@@ -109,6 +111,10 @@ def _data(keys: TranslatedSettings) -> None:
         keys.put("evaluation.sets", sets, held_out)
 
 
+def _each(keys: TranslatedSettings, section: str, *names: str) -> list[Setting]:
+    return [keys.at(f"{section}.{name}") for name in names]
+
+
 def _files(setting: Setting) -> list[str]:
     listed = setting.value if isinstance(setting.value, list) else [setting.value] if setting.value else []
     return [str(each) for each in listed]
@@ -122,11 +128,11 @@ def _rewards(keys: TranslatedSettings) -> None:
     keys.put("rewards.rules", [{"name": rule}], chosen)
     told = "verl chooses by each row's data_source, or by a function of its own: look whether this rule is meant"
     keys.decide(f"rewards.rules is {rule}: {told} (docs/guides/reward-rules.md)", chosen)
-    for section, name in {"reward": "reward_model.enable", "reward_model": "enable"}.items():
-        enabled = keys.at(f"{section}.{name}")
-        model = keys.at("reward.reward_model.model_path" if section == "reward" else "reward_model.model.path")
-        if enabled.value:
+    for section, path in {"reward.reward_model": "model_path", "reward_model": "model.path"}.items():
+        enabled, model = _each(keys, section, "enable", path)
+        if enabled.value:  # it alone scores there; the rule says what is right in evaluations
             keys.put("rewards.model.path", model.value or "", model, enabled)
+            keys.put("rewards.rules", [{"name": rule, "weight": 0.0}], chosen)
         keys.say("off", enabled, model)
     reply = keys.values.get("sampling.max_new_tokens") or 1
     for prefix in (
@@ -134,7 +140,7 @@ def _rewards(keys: TranslatedSettings) -> None:
         "reward_model.reward_kwargs.overlong_buffer_cfg",
         "reward_model.overlong_buffer",
     ):
-        enabled, length, factor = (keys.at(f"{prefix}.{name}") for name in ("enable", "len", "penalty_factor"))
+        enabled, length, factor = _each(keys, prefix, "enable", "len", "penalty_factor")
         if enabled.value and length.value:
             keys.put("algorithm.overlong_buffer", length.value / reply, length, enabled)
             keys.put("algorithm.overlong_penalty", factor.value, factor)
@@ -149,9 +155,9 @@ def _algorithm(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
     keys.say("of adv_estimator gae, which has a critic", keys.at("critic.model.path"))
     if facts["by_sample"]:
         keys.put("algorithm.aggregation", "seq_mean_token_mean", keys.at(f"{_ACTOR}.policy_loss.loss_mode"))
-    both, sides = keys.at(f"{_ACTOR}.clip_ratio"), {side: keys.at(f"{_ACTOR}.clip_ratio_{side}") for side in ("low", "high")}
-    for side, setting in sides.items():
-        if both.given and not setting.given:  # a null there, or a version that has none
+    both = keys.at(f"{_ACTOR}.clip_ratio")
+    for side in ("low", "high"):
+        if both.given and not keys.at(f"{_ACTOR}.clip_ratio_{side}").given:  # null, or a version that has none
             keys.put(f"algorithm.clip_{side}", both.value, both)
     keys.say("clip_ratio_low and clip_ratio_high stand over it", both)
     loss, reward = keys.at(f"{_ACTOR}.use_kl_loss"), keys.at("algorithm.use_kl_in_reward")
@@ -177,20 +183,14 @@ def _steps(keys: TranslatedSettings) -> None:
     if mini.value and groups and groups % mini.value:
         keys.faults.append(f"{mini.path}: {mini.value}: does not divide the {groups} prompts of a step ({batch.path})")
     keys.put("training.mini_batch_size", 0 if mini.value == groups else mini.value, mini)
-    keys.put(
-        "training.staleness",
-        math.ceil(staleness.value or 0) if isinstance(staleness.value, (int, float)) else partial,
-        staleness,
-    )
+    versions = math.ceil(staleness.value) if isinstance(staleness.value, (int, float)) else partial
+    keys.put("training.staleness", versions, staleness)
     if partial:
         keys.put("training.partial_rollouts", True, staleness)
-    if keys.values.get("training.staleness"):
+    if versions:
         keys.put("training.lr_staleness_power", 0.0, staleness)  # no rate there falls with it
-    steps, epochs, prompts = (
-        keys.at("trainer.total_training_steps"),
-        keys.at("trainer.total_epochs"),
-        keys.at("rollout.total_rollout_steps"),
-    )
+    steps, epochs = _each(keys, "trainer", "total_training_steps", "total_epochs")
+    prompts = keys.at("rollout.total_rollout_steps")
     if prompts.value and groups:
         keys.put("training.steps", max(1, prompts.value // groups), prompts)
     keys.put("training.steps", steps.value, steps)
@@ -203,8 +203,7 @@ def _steps(keys: TranslatedSettings) -> None:
 
 def _staleness(keys: TranslatedSettings) -> tuple[Setting, int]:
     """What says by how many versions samples may be old, and 1 where rollouts that take turns go on with theirs."""
-    mode = keys.at("trainer.v1.trainer_mode")
-    most = keys.at("trainer.v1.sampler.max_off_policy_threshold")
+    mode, most = _each(keys, "trainer.v1", "trainer_mode", "sampler.max_off_policy_threshold")
     if mode.value not in (None, "sync", "colocate_async", "separate_async"):
         keys.refuse(mode, "must be sync, colocate_async or separate_async")
     if mode.value == "separate_async":
@@ -218,12 +217,8 @@ def _staleness(keys: TranslatedSettings) -> tuple[Setting, int]:
     return mode, int(mode.value == "colocate_async")
 
 
-def _warmups(keys: TranslatedSettings, section: str) -> list[Setting]:
-    return [keys.at(f"{section}.optim.{name}") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio")]
-
-
 def _schedule(keys: TranslatedSettings, path: str, section: str) -> None:
-    count, share, least = _warmups(keys, section)
+    count, share, least = _each(keys, section, *_WARMUPS)
     steps, rate = keys.values.get("training.steps"), keys.values.get(f"{path}.learning_rate")
     if count.value is not None and count.value >= 0:
         keys.put(f"{path}.warmup_steps", count.value, count)
@@ -237,30 +232,24 @@ def _schedule(keys: TranslatedSettings, path: str, section: str) -> None:
 
 
 def _services(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
-    nodes, each = keys.at("trainer.nnodes"), keys.at("trainer.n_gpus_per_node")
-    devices = None if None in (nodes.value, each.value) else nodes.value * each.value
+    counted = _each(keys, "trainer", *_DEVICES)
+    devices = _product(counted)
     apart = keys.format != SYNCHRONOUS or keys.at("trainer.v1.trainer_mode").value == "separate_async"
     tensor = keys.at("actor_rollout_ref.rollout.tensor_model_parallel_size")
     ways = tensor.value or 1
     if facts["rollout"]:
         keys.put("services.rollout.tensor_parallel", ways, tensor)
-    section = "rollout" if keys.format != SYNCHRONOUS else _ROLLOUT
-    own = [keys.at(f"{section}.{name}") for name in ("nnodes", "n_gpus_per_node")] if apart else [nodes, each]
-    sampling = None if None in (own[0].value, own[1].value) else own[0].value * own[1].value
+    own = _each(keys, "rollout" if keys.format != SYNCHRONOUS else _ROLLOUT, *_DEVICES) if apart else counted
+    sampling = _product(own)
     if sampling is not None and (sampling < ways or sampling % ways):
         keys.faults.append(f"{tensor.path}: {ways}: does not divide the {sampling} devices of the rollouts")
     elif sampling is not None:
         keys.put("services.rollout.replicas", sampling // ways, *own, tensor)
-    keys.say(
-        "of rollouts apart",
-        *(keys.at(f"{section}.{name}") for section in ("rollout", _ROLLOUT) for name in ("nnodes", "n_gpus_per_node")),
-    )
-    _roles(keys, facts, devices, [nodes, each], apart)
-    if (nodes.value or 1) > 1:
-        keys.decide(
-            "machines: cluster.min_nodes, services.coordinator.host and port, and network.interface (docs/guides/cluster.md)",
-            nodes,
-        )
+    keys.say("of rollouts apart", *_each(keys, "rollout", *_DEVICES), *_each(keys, _ROLLOUT, *_DEVICES))
+    _roles(keys, facts, devices, counted, apart)
+    if (counted[0].value or 1) > 1:
+        what = "cluster.min_nodes, services.coordinator.host and port, and network.interface"
+        keys.decide(f"several machines want {what} (docs/guides/cluster.md)", counted[0])
     experts = keys.at(f"{_ROLLOUT}.expert_parallel_size")
     if (experts.value or 1) > 1:
         keys.put("services.rollout.engine_args.enable_expert_parallel", True, experts)
@@ -268,11 +257,15 @@ def _services(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
     _budgets(keys, facts)
 
 
+def _product(counted: list[Setting]) -> int | None:
+    """Devices; None where a count is left out."""
+    return None if None in (counted[0].value, counted[1].value) else counted[0].value * counted[1].value
+
+
 def _roles(keys: TranslatedSettings, facts: dict[str, Any], devices: int | None, counted: list[Setting], apart: bool) -> None:
-    ways = {
-        name: keys.values.get(f"services.trainer.parallel.{name}", 1) for name in ("tensor", "pipeline", "context", "expert")
-    }
-    if min(0 if devices is None else devices, *ways.values()) < 1:
+    names = ("tensor", "pipeline", "context", "expert")
+    ways = {name: keys.values.get(f"services.trainer.parallel.{name}", 1) for name in names}
+    if min(1 if devices is None else devices, *ways.values()) < 1:
         devices, ways = devices or None, dict.fromkeys(ways, 1)  # of which the schema's own check tells
     block = ways["tensor"] * ways["pipeline"] * ways["context"]
     update = keys.values.get("training.mini_batch_size") or keys.values.get("training.groups_per_step")
@@ -301,18 +294,13 @@ def _roles(keys: TranslatedSettings, facts: dict[str, Any], devices: int | None,
         keys.put("services.reference.parallel.sequence", keys.values.get("services.trainer.parallel.sequence"))
     if facts["kl"]:
         keys.put("services.reference.colocate", "trainer")
-    rank = keys.at(f"actor_rollout_ref.model.{facts['lora'] or 'lora_rank'}")
-    modules = keys.at("actor_rollout_ref.model.target_modules")
+    *ranks, modules = _each(keys, "actor_rollout_ref.model", "lora_rank", "lora.rank", "target_modules")
     if facts["lora"]:
+        rank = next(each for each in ranks if each.value)
         keys.put("lora.rank", rank.value, rank)
         listed = modules.value if isinstance(modules.value, list) else [modules.value]
         keys.put("lora.target_modules", [] if listed == ["all-linear"] else listed, modules)
-    keys.say(
-        "of lora_rank above 0",
-        keys.at("actor_rollout_ref.model.lora_rank"),
-        keys.at("actor_rollout_ref.model.lora.rank"),
-        modules,
-    )
+    keys.say("of lora_rank above 0", *ranks, modules)
 
 
 def _budgets(keys: TranslatedSettings, facts: dict[str, Any]) -> None:

@@ -299,3 +299,24 @@ def test_the_guide_has_the_table_and_every_option() -> None:
     names = [action.option_strings[-1] if action.option_strings else action.dest.upper() for action in parser._actions]
     assert [name for name in names if f"`{name}" not in told and name != "--help"] == []
     assert re.search(r"\| `adv_estimator` \| `gae` \|", page)
+
+
+def test_a_reward_model_scores_alone(tmp_path: Path) -> None:
+    ours = imported(script(tmp_path, "reward_model.enable=True", "reward_model.model.path=/scorer"))
+    assert ours.rewards.model is not None
+    assert ours.rewards.model.path == "/scorer"
+    assert [rule.weight for rule in ours.rewards.rules] == [0.0]
+
+
+def test_losses_that_are_means_over_samples(tmp_path: Path) -> None:
+    name = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    ours = imported(script(tmp_path, f"{name}=geo_mean", "actor_rollout_ref.actor.clip_ratio=0.4")).algorithm
+    assert (ours.loss, ours.aggregation, ours.dual_clip) == ("gmpo", "seq_mean_token_mean", 0.0)
+    assert (ours.clip_low, ours.clip_high) == (0.4, 0.4)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    model = "actor_rollout_ref.model"
+    ours = imported(script(tmp_path, f"{model}.lora_rank=32", f"{model}.target_modules=[q_proj,v_proj]")).lora
+    assert ours is not None
+    assert (ours.rank, ours.alpha, ours.target_modules) == (32, 16.0, ["q_proj", "v_proj"])
