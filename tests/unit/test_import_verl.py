@@ -175,7 +175,18 @@ def test_staleness_by_trainer(module: str, overrides: list[str], expected: tuple
     assert ours.algorithm.loss == "ppo"
 
 
-def test_megatron(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["dapo.sh", "ppo.yaml"])
+def test_every_row_says_what_or_why(name: str, tmp_path: Path) -> None:
+    shutil.copy(FILES / name, tmp_path / name)
+    imported(tmp_path / name, "--report", tmp_path / "report.md")
+    rows = re.findall(
+        r"^\| (\S+\.\S+) \| .* \| (?:mapped|ignored|to decide) \| (.*) \|$", (tmp_path / "report.md").read_text(), re.M
+    )
+    assert len(rows) > 15
+    assert [path for path, reason in rows if not reason or "decides nothing here" in reason] == []
+
+
+def test_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "actor_rollout_ref.actor.megatron"
     overrides = [f"{name}.tensor_model_parallel_size=2", f"{name}.optimizer_offload=True", "model_engine=megatron"]
     overrides += [f"+{name}.override_transformer_config.recompute_granularity=full"]
@@ -183,6 +194,8 @@ def test_megatron(tmp_path: Path) -> None:
     assert (trainer.trainer.engine, trainer.trainer.parallel.tensor, trainer.trainer.parallel.sequence) == ("megatron", 2, True)
     assert (trainer.trainer.offload_train_optimizer, trainer.trainer.activation_checkpointing) == (True, True)
     assert (trainer.reference.engine, trainer.reference.parallel.tensor, trainer.critic.engine) == ("megatron", 2, "megatron")
+    file = script(tmp_path, *overrides, f"{name}.expert_model_parallel_size=3")
+    assert "expert_model_parallel_size: 3: refused: experts are cut by tensor parallelism" in refused(file, capsys)
 
 
 def test_models_of_the_hub_are_looked_for(tmp_path: Path) -> None:
@@ -269,7 +282,7 @@ def test_scripts(text: str, expected: list[str]) -> None:
 
 def test_what_may_be_set_is_unknown() -> None:
     found = words(
-        "A=1\nif probe; then A=2; C=3; fi\nfor B in 1 2; do D=$B; done\nmain_ppo.py a=$A b=$C c=$D d=$(pwd) e=$(date)",
+        "A=1\nif probe; then A=2; C=3; fi\nfor B in 1 2; do D=5; done\nmain_ppo.py a=$A b=$C c=$D d=$(pwd) e=$(date)",
         {"PWD": "/w"},
     )
     assert [UNKNOWN in each for each in found] == [True, True, True, False, False]

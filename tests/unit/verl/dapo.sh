@@ -34,6 +34,7 @@ fi
 python3 -m verl.trainer.main_ppo \
     "${DATA[@]}" \
     algorithm.adv_estimator=grpo \
+    algorithm.use_kl_in_reward=False \
     actor_rollout_ref.model.path="${MODEL_PATH}" \
     actor_rollout_ref.actor.use_kl_loss=True \
     actor_rollout_ref.actor.clip_ratio_high=0.28 \
