@@ -333,11 +333,15 @@ def _check_template(options: argparse.Namespace) -> int:
     return check_template.check(options.model)
 
 
-def _import_mindspeed(options: argparse.Namespace) -> int:
-    from launcher.commands import import_mindspeed
+def _import(options: argparse.Namespace) -> int:
+    from launcher.commands import importing
 
+    if options.command == "import-verl":
+        from launcher.verl.translate import TABLE, imported
+    else:
+        from launcher.mindspeed.translate import TABLE, imported
     without = [name for name in options.without.split(",") if name.strip()]
-    import_mindspeed.run(options.file, options.models, options.output, options.report, without)
+    importing.run(TABLE, imported, options.file, options.models, options.output, options.report, without)
     return 0
 
 
@@ -382,7 +386,8 @@ _COMMANDS = {
     "score": _score,
     "convert": _convert,
     "check-template": _check_template,
-    "import-mindspeed": _import_mindspeed,
+    "import-mindspeed": _import,
+    "import-verl": _import,
     "bench": _bench,
     "accept": _accept,
 }

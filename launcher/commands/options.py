@@ -83,7 +83,8 @@ def add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
     check = commands.add_parser("check-template", help="whether agents' conversations go on token for token with a model")
     check.add_argument("model", type=Path, metavar="MODEL", help="a folder with tokenizer and chat template")
 
-    add_import(commands.add_parser("import-mindspeed", help="a configuration of MindSpeed-RL's as one of Sluice's"))
+    for name, texts in IMPORTS.items():
+        add_import(commands.add_parser(f"import-{name}", help=texts[0]), *texts[1:])
 
 
 def add_convert(convert: CommandParser) -> None:
@@ -136,13 +137,27 @@ def add_convert(convert: CommandParser) -> None:
     )
 
 
-def add_import(parser: CommandParser) -> None:
-    """Those of `sluice import-mindspeed`."""
-    parser.description = (
-        "Translate a configuration of MindSpeed-RL's, of the current format or of R1-Zero's, and say what became of each key."
-    )
-    parser.add_argument("file", type=Path, help="a YAML file with their sections")
-    parser.add_argument("--models", type=Path, metavar="DIR", help="where the models' files are (default: model/ beside FILE)")
+IMPORTS = {  # by program: its help, what is translated, FILE, and --models
+    "mindspeed": (
+        "a configuration of MindSpeed-RL's as one of Sluice's",
+        "a configuration of MindSpeed-RL's, of the current format or of R1-Zero's",
+        "a YAML file with their sections",
+        "where the models' files are (default: model/ beside FILE)",
+    ),
+    "verl": (
+        "a configuration or script of verl's as a configuration of Sluice's",
+        "a YAML file of verl's, or a shell script that calls its trainer with overrides",
+        "such a file or script; a script is read, not run, and takes its variables from the environment, too",
+        "where models lie that are named as on the Hub: DIR/ORG/NAME or DIR/NAME",
+    ),
+}
+
+
+def add_import(parser: CommandParser, what: str, file: str, models: str) -> None:
+    """Those of `sluice import-mindspeed` and `sluice import-verl`."""
+    parser.description = f"Translate {what}, and say what became of each key."
+    parser.add_argument("file", type=Path, help=file)
+    parser.add_argument("--models", type=Path, metavar="DIR", help=models)
     parser.add_argument("--output", type=Path, required=True, metavar="OURS.yaml", help="a new file")
     parser.add_argument("--report", type=Path, metavar="FILE", help="what became of each key, also there, in Markdown")
     parser.add_argument("--without", default="", metavar="KEY,KEY,...", help="leave out keys that would be refused")

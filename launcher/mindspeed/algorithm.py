@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from launcher.mindspeed.keys import shown
-from launcher.mindspeed.settings import Setting, TranslatedSettings, as_float
+from launcher.importing.keys import shown
+from launcher.importing.settings import Setting, as_float
+from launcher.mindspeed.settings import RoleSettings
 
 STAGES = ("ray_grpo", "ray_ppo", "ray_dapo")
 # Their verifiers by our rules, and what differs. Those of the older format stand over the current ones'.
@@ -29,7 +30,7 @@ _NEVER_ADAPTS = {  # their current format's kl_ctrl_type adaptive, by stage
 _TOP_K = 50  # what the current format has by default
 
 
-def rewards(keys: TranslatedSettings) -> None:
+def rewards(keys: RoleSettings) -> None:
     """`rewards`: rules by their names and weights, and a reward model where devices are given to one."""
     rl = keys.format == "current"
     section = "rl_config" if rl else "algorithm"
@@ -46,7 +47,7 @@ def rewards(keys: TranslatedSettings) -> None:
     _reward_model(keys, rl)
 
 
-def _rules(keys: TranslatedSettings, ruled: Setting, names: Setting, weights: Setting) -> None:
+def _rules(keys: RoleSettings, ruled: Setting, names: Setting, weights: Setting) -> None:
     if names.value is None or weights.value is None:
         return
     known = _RULES | (_OLDER_RULES if keys.format == "r1_zero" else {})
@@ -77,7 +78,7 @@ def _rules(keys: TranslatedSettings, ruled: Setting, names: Setting, weights: Se
     keys.put("rewards.rules", rules, *(each for each in (weights, ruled) if each.given))
 
 
-def _reward_model(keys: TranslatedSettings, rl: bool) -> None:
+def _reward_model(keys: RoleSettings, rl: bool) -> None:
     pool = keys.of("rl_config", "reward_resource.num_npus") if rl else keys.of("resource_pool", "reward")
     count = pool.value if rl or pool.value is None else sum(pool.value)
     load = keys.role("reward", "load")
@@ -93,7 +94,7 @@ def _reward_model(keys: TranslatedSettings, rl: bool) -> None:
         keys.put("rewards.model.path", load.value, load)
 
 
-def algorithm(keys: TranslatedSettings) -> None:
+def algorithm(keys: RoleSettings) -> None:
     """`algorithm`, and what of `sampling` and `critic` goes with it."""
     rl = keys.format == "current"
     stage = keys.role("actor", "stage")
@@ -120,14 +121,14 @@ def algorithm(keys: TranslatedSettings) -> None:
         _dapo(keys, dapo=kind == "ray_dapo")
 
 
-def stage_of(keys: TranslatedSettings) -> str:
+def stage_of(keys: RoleSettings) -> str:
     """One of STAGES: which of their trainers and losses it is. That of the estimator where the file does not say."""
     stage = keys.role("actor", "stage").value
     estimator = keys.of("rl_config" if keys.format == "current" else "algorithm", "adv_estimator").value
     return stage if stage in STAGES else "ray_ppo" if estimator == "gae" else "ray_grpo"
 
 
-def _discounts(keys: TranslatedSettings, rl: bool, gae: bool) -> None:
+def _discounts(keys: RoleSettings, rl: bool, gae: bool) -> None:
     section = "rl_config" if rl else "algorithm"
     for ours, theirs in {"gamma": "gamma", "gae_lambda": "lam"}.items():
         setting = keys.of(section, theirs)
@@ -137,7 +138,7 @@ def _discounts(keys: TranslatedSettings, rl: bool, gae: bool) -> None:
             keys.say("group_norm discounts nothing", setting)
 
 
-def _critic(keys: TranslatedSettings, rl: bool, gae: bool) -> None:
+def _critic(keys: RoleSettings, rl: bool, gae: bool) -> None:
     clip = keys.of("rl_config", "cliprange_value") if rl else keys.role("critic", "cliprange_value")
     if not gae:
         keys.say("of gae, which has a critic", clip)
@@ -151,7 +152,7 @@ def _critic(keys: TranslatedSettings, rl: bool, gae: bool) -> None:
         keys.say("the policy's own start: its folder is the critic's, with a head that begins with 0", load)
 
 
-def _clipping(keys: TranslatedSettings, rl: bool, dapo: bool) -> None:
+def _clipping(keys: RoleSettings, rl: bool, dapo: bool) -> None:
     ratio = keys.of("rl_config", "clip_ratio") if rl else keys.role("actor", "clip_ratio")
     low, high = keys.of("rl_config", "clip_ratio_low"), keys.of("rl_config", "clip_ratio_high")
     higher = keys.of("rl_config", "clip_higher_enable")
@@ -167,7 +168,7 @@ def _clipping(keys: TranslatedSettings, rl: bool, dapo: bool) -> None:
     keys.say("with clip_higher_enable alone" if dapo else why, low, high)
 
 
-def _divergence(keys: TranslatedSettings, stage: str, gae: bool) -> None:
+def _divergence(keys: RoleSettings, stage: str, gae: bool) -> None:
     """The KL term: in the loss of ray_grpo, in the rewards of ray_ppo if asked for, and in those of the older format."""
     rl = keys.format == "current"
     section, prefix = ("rl_config", "") if rl else ("algorithm", "kl_ctrl.")
@@ -213,7 +214,7 @@ def _no_divergence(stage: str, gae: bool, in_reward: bool) -> str:
     return "without use_kl_in_reward ray_ppo has no KL term" if stage == "ray_ppo" and not in_reward else ""
 
 
-def _control(keys: TranslatedSettings, kind: Setting, target: Setting, horizon: Setting, never: str) -> None:
+def _control(keys: RoleSettings, kind: Setting, target: Setting, horizon: Setting, never: str) -> None:
     """The coefficient's course. `never`: why an adaptive one does not move there; "" where it does."""
     if kind.value == "adaptive" and never:
         keys.put("algorithm.kl_target", 0.0, kind, note=never)
@@ -228,7 +229,7 @@ def _control(keys: TranslatedSettings, kind: Setting, target: Setting, horizon: 
         keys.say("of an adaptive coefficient", target, horizon)
 
 
-def _sampling(keys: TranslatedSettings, rl: bool) -> None:
+def _sampling(keys: RoleSettings, rl: bool) -> None:
     samples = keys.of("rl_config", "n_samples_per_prompt") if rl else keys.role("actor", "n_samples_per_prompt")
     keys.put("sampling.group_size", samples.value, samples)
     temperature = keys.of("generate_config", "sampling_config.temperature") if rl else keys.role("actor", "temperature")
@@ -247,7 +248,7 @@ def _sampling(keys: TranslatedSettings, rl: bool) -> None:
         )
 
 
-def _dapo(keys: TranslatedSettings, dapo: bool) -> None:
+def _dapo(keys: RoleSettings, dapo: bool) -> None:
     mean = keys.of("rl_config", "token_level_loss")
     if dapo and mean.value is not None:
         keys.put("algorithm.aggregation", "token_mean" if mean.value else "seq_mean_token_mean", mean)
@@ -271,7 +272,7 @@ def _dapo(keys: TranslatedSettings, dapo: bool) -> None:
         )
 
 
-def _overlong(keys: TranslatedSettings) -> None:
+def _overlong(keys: RoleSettings) -> None:
     on, buffer = keys.of("rl_config", "overlong_buffer_enable"), keys.of("rl_config", "overlong_buffer")
     factor, most = keys.of("rl_config", "overlong_buffer_penalty_factor"), keys.of("rl_config", "rollout_max_tokens")
     reply = keys.values.get("sampling.max_new_tokens")

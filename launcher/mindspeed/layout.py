@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from launcher.mindspeed.settings import Setting, TranslatedSettings
+from launcher.importing.settings import Setting
+from launcher.mindspeed.settings import RoleSettings
 
 _WAYS = {
     "tensor": "tensor_model_parallel_size",
@@ -20,7 +21,7 @@ ASCEND = "ascend"
 HCCL_BUFFER = 256  # MiB, in that environment
 
 
-def services(keys: TranslatedSettings) -> None:
+def services(keys: RoleSettings) -> None:
     """`services`, `lora`, `reference` and the budgets of tokens."""
     environment = keys.of("rl_config", "runtime_env_path")
     keys.put("services.platform", ASCEND, *([environment] if environment.given else []))
@@ -35,7 +36,7 @@ def services(keys: TranslatedSettings) -> None:
         _recomputation(keys, "critic", "critic")
 
 
-def _current(keys: TranslatedSettings, lora: bool) -> None:
+def _current(keys: RoleSettings, lora: bool) -> None:
     together, actor = keys.of("rl_config", "use_integrated_worker"), keys.of("rl_config", "actor_resource.num_npus")
     older = keys.of("rl_config", "colocate_all_models")
     chosen = older if older.given and not together.given else together
@@ -66,7 +67,7 @@ def _current(keys: TranslatedSettings, lora: bool) -> None:
         keys.say("MiB: what services.platform ascend sets", size)
 
 
-def _older(keys: TranslatedSettings, lora: bool) -> None:
+def _older(keys: RoleSettings, lora: bool) -> None:
     train, infer = keys.role("actor", "num_gpus_for_train"), keys.role("actor", "num_gpus_for_infer")
     pool = keys.of("resource_pool", "actor_rollout")
     total = _sum(keys, pool)
@@ -91,7 +92,7 @@ def _older(keys: TranslatedSettings, lora: bool) -> None:
     _reference(keys, False, keys.of("resource_pool", "ref"), train, lora)
 
 
-def _sum(keys: TranslatedSettings, pool: Setting) -> int | None:
+def _sum(keys: RoleSettings, pool: Setting) -> int | None:
     """Devices of all nodes."""
     if pool.value is None:
         return None
@@ -101,7 +102,7 @@ def _sum(keys: TranslatedSettings, pool: Setting) -> int | None:
     return sum(pool.value)
 
 
-def _spread(keys: TranslatedSettings, role: str, service: str, counted: list[Setting], devices: int | None) -> None:
+def _spread(keys: RoleSettings, role: str, service: str, counted: list[Setting], devices: int | None) -> None:
     """An SPMD group: its processes, and how the model is spread over them."""
     path = f"services.{service}"
     keys.put(f"{path}.engine", "megatron")
@@ -125,7 +126,7 @@ def _spread(keys: TranslatedSettings, role: str, service: str, counted: list[Set
     _blocks(keys, path, counted, devices, sizes)
 
 
-def _blocks(keys: TranslatedSettings, path: str, counted: list[Setting], devices: int | None, sizes: dict[str, int]) -> None:
+def _blocks(keys: RoleSettings, path: str, counted: list[Setting], devices: int | None, sizes: dict[str, int]) -> None:
     """As many blocks of ranks as there is room for, among which a step's prompts have to be shared out."""
     if devices is None:
         keys.say("empty: one block of ranks", *counted)
@@ -145,7 +146,7 @@ def _blocks(keys: TranslatedSettings, path: str, counted: list[Setting], devices
         )
 
 
-def _stages(keys: TranslatedSettings, role: str, path: str, stages: int) -> None:
+def _stages(keys: RoleSettings, role: str, path: str, stages: int) -> None:
     """`layers_per_stage` from num_layer_list, or from noop_layers, which even out stages that are not equal."""
     listed, noops, layers = keys.role(role, "num_layer_list"), keys.role(role, "noop_layers"), keys.role(role, "num_layers")
     keys.say("config.json of model.path says how many", layers)
@@ -180,7 +181,7 @@ def _stages(keys: TranslatedSettings, role: str, path: str, stages: int) -> None
         keys.put(f"{path}.parallel.layers_per_stage", [] if equal else held, *deciding)
 
 
-def _numbers(keys: TranslatedSettings, setting: Setting) -> list[int] | None:
+def _numbers(keys: RoleSettings, setting: Setting) -> list[int] | None:
     """A list of whole numbers, which may be text with commas; None where it is not, which is a fault."""
     parts = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
     try:
@@ -190,7 +191,7 @@ def _numbers(keys: TranslatedSettings, setting: Setting) -> list[int] | None:
         return None
 
 
-def _reference(keys: TranslatedSettings, shared: bool, own: Setting, actor: Setting, lora: bool) -> None:
+def _reference(keys: RoleSettings, shared: bool, own: Setting, actor: Setting, lora: bool) -> None:
     """The frozen model: on the trainer's devices, in a turn of its own, or on its own."""
     path, backbone = "services.reference", keys.of("rl_config", "share_backbone")
     load, original = keys.role("reference", "load"), keys.of("rl_config", "integrated_mode_config.ref_model_load_path")
@@ -216,7 +217,7 @@ def _reference(keys: TranslatedSettings, shared: bool, own: Setting, actor: Sett
     keys.say("the policy's own start, as there: it is the actor's checkpoint too", load, original)
 
 
-def _rollouts(keys: TranslatedSettings, actor: Setting) -> None:
+def _rollouts(keys: RoleSettings, actor: Setting) -> None:
     path, section = "services.rollout", "generate_config"
     keys.put(f"{path}.engine", "vllm")
     ways = keys.of(section, "infer_tensor_parallel_size")
@@ -242,7 +243,7 @@ def _rollouts(keys: TranslatedSettings, actor: Setting) -> None:
             keys.put(f"services.critic.offload_train_{kind}", setting.value, setting)
 
 
-def _engine_arguments(keys: TranslatedSettings, path: str, ways: int) -> None:
+def _engine_arguments(keys: RoleSettings, path: str, ways: int) -> None:
     section, arguments = "generate_config", f"{path}.engine_args"
     for name in ("gpu_memory_utilization", "max_num_batched_tokens", "enable_prefix_caching", "enforce_eager"):
         setting = keys.of(section, name)
@@ -263,7 +264,7 @@ def _engine_arguments(keys: TranslatedSettings, path: str, ways: int) -> None:
     keys.say("off", parallel, experts)
 
 
-def _lora(keys: TranslatedSettings) -> bool:
+def _lora(keys: RoleSettings) -> bool:
     modules, rank, alpha = (keys.role("actor", f"lora_{name}") for name in ("target_modules", "r", "alpha"))
     if not modules.value:
         keys.say("of lora_target_modules, which are none", rank, alpha, modules)
@@ -279,7 +280,7 @@ def _lora(keys: TranslatedSettings) -> bool:
     return True
 
 
-def _recomputation(keys: TranslatedSettings, role: str, service: str) -> None:
+def _recomputation(keys: RoleSettings, role: str, service: str) -> None:
     granularity, swapped = keys.role(role, "recompute_granularity"), keys.role(role, "swap_optimizer")
     if granularity.value == "full":
         keys.put(f"services.{service}.activation_checkpointing", True, granularity)
@@ -290,7 +291,7 @@ def _recomputation(keys: TranslatedSettings, role: str, service: str) -> None:
     keys.say("off", swapped)
 
 
-def tokens(keys: TranslatedSettings, samples: Setting) -> int | None:
+def tokens(keys: RoleSettings, samples: Setting) -> int | None:
     """Tokens of so many samples of the greatest length."""
     prompt, reply = keys.values.get("data.max_prompt_tokens"), keys.values.get("sampling.max_new_tokens")
     if samples.value is None or prompt is None or reply is None:
@@ -298,7 +299,7 @@ def tokens(keys: TranslatedSettings, samples: Setting) -> int | None:
     return int(samples.value * (prompt + reply))
 
 
-def token_limit(keys: TranslatedSettings) -> Setting | None:
+def token_limit(keys: RoleSettings) -> Setting | None:
     """max_tokens_to_oom, where the file has it."""
     found = [keys.role("actor", "max_tokens_to_oom")]
     if keys.format == "current":
@@ -306,7 +307,7 @@ def token_limit(keys: TranslatedSettings) -> Setting | None:
     return next((each for each in found if each.given and each.value is not None), None)
 
 
-def _budgets(keys: TranslatedSettings) -> None:
+def _budgets(keys: RoleSettings) -> None:
     """With use_dynamic_bsz max_tokens_to_oom or the packed size, else micro_batch_size samples in tokens."""
     micro, limit, own = keys.role("actor", "micro_batch_size"), token_limit(keys), "training.max_tokens_per_microbatch"
     scored = "services.reference.max_tokens_per_microbatch"

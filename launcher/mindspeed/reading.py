@@ -8,19 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from msgspec import Struct
-
-from launcher.mindspeed import keys
+from launcher.importing.keys import shown
+from launcher.importing.settings import FileEntry, Read
+from launcher.mindspeed.keys import TABLE
 from runtime.config.yaml_text import read_mapping
 from runtime.errors import ConfigError
 
-Format = Literal["current", "r1_zero"]
-
 _CURRENT = ("megatron_training", "actor_config", "rl_config", "generate_config")
 _OLDER = ("training", "actor_rollout_ref", "algorithm", "resource_pool")
-_FORMS: dict[Format, tuple[str, ...]] = {
+_FORMS = {
     "current": (
         *_CURRENT,
         "ref_config",
@@ -33,27 +31,6 @@ _FORMS: dict[Format, tuple[str, ...]] = {
     "r1_zero": (*_OLDER, "critic", "reward"),
 }
 _PARTS = {"actor_rollout_ref": ("actor_rollout", "ref")}
-
-
-class FileEntry(Struct, frozen=True):
-    """A key with its value. `section` is that of the file, `model` for those of a model's file."""
-
-    section: str
-    name: str  # with underscores; of a mapping within a section with dots
-    value: Any
-    model: str = ""
-
-    @property
-    def path(self) -> str:
-        return ".".join(part for part in (self.section, self.model, self.name) if part)
-
-
-class Read(Struct, frozen=True):
-    """What a file says. `entries` are in the file's order, those of models last."""
-
-    name: str  # the file's, without its suffix
-    format: Format
-    entries: tuple[FileEntry, ...]
 
 
 def read(file: Path, models: Path | None = None) -> Read:
@@ -81,7 +58,7 @@ def read(file: Path, models: Path | None = None) -> Read:
     return Read(name=file.stem, format=format, entries=tuple(entries))
 
 
-def _format(file: Path, raw: Mapping[str, Any]) -> Format:
+def _format(file: Path, raw: Mapping[str, Any]) -> str:
     if {"input", "output_prefix"} <= raw.keys():
         raise ConfigError([f"{file}: is a file of preprocess_data, not of training; sluice data prepare has one of its own"])
     if isinstance(raw.get("run"), dict):
@@ -112,7 +89,7 @@ def _underscored(raw: Mapping[Any, Any], path: str) -> tuple[dict[str, Any], lis
     return made, faults
 
 
-def _sections(raw: Mapping[str, Any], format: Format, faults: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _sections(raw: Mapping[str, Any], format: str, faults: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The sections of a file, and those within one, by the names that the table has for them."""
     known = _FORMS[format]
     for name, content in raw.items():
@@ -126,13 +103,13 @@ def _sections(raw: Mapping[str, Any], format: Format, faults: list[str]) -> Iter
         elif content is None:
             continue
         elif not isinstance(content, dict):
-            faults.append(f"{name}: {keys.shown(content)} is not a section of keys")
+            faults.append(f"{name}: {shown(content)} is not a section of keys")
         elif name in _PARTS:
             for part, inner in content.items():
                 if part not in _PARTS[name]:
                     faults.append(f"{name}.{part}: unknown section; allowed are {', '.join(_PARTS[name])}")
                 elif not isinstance(inner, dict):
-                    faults.append(f"{name}.{part}: {keys.shown(inner)} is not a section of keys")
+                    faults.append(f"{name}.{part}: {shown(inner)} is not a section of keys")
                 else:
                     yield f"{name}.{part}", inner
         else:
@@ -141,13 +118,13 @@ def _sections(raw: Mapping[str, Any], format: Format, faults: list[str]) -> Iter
 
 def _entries(section: str, content: Mapping[str, Any], faults: list[str]) -> Iterator[FileEntry]:
     """The keys of a section; a mapping whose keys the table knows is entered."""
-    known = keys.names(section)
+    known = TABLE.names(section)
     for name, value in content.items():
         inner = any(key.startswith(f"{name}.") for key in known)
         if inner and isinstance(value, dict):
             yield from (FileEntry(section, f"{name}.{key}", each) for key, each in value.items())
         elif inner and value is not None:
-            faults.append(f"{section}.{name}: {keys.shown(value)} is not a mapping")
+            faults.append(f"{section}.{name}: {shown(value)} is not a mapping")
         elif not inner:
             yield FileEntry(section, name, value)
 
@@ -158,14 +135,14 @@ def _models(raw: Mapping[str, Any], folder: Path) -> tuple[dict[str, dict[str, A
     faults: list[str] = []
     listed = raw.get("defaults") or []
     if not isinstance(listed, list):
-        return {}, [f"defaults: {keys.shown(listed)} is not a list"]
+        return {}, [f"defaults: {shown(listed)} is not a list"]
     for item in listed:
         if item == "_self_":
             continue
         if isinstance(item, str) and item.startswith("model/"):
             item = {"model": item.removeprefix("model/")}
         if not isinstance(item, dict) or set(item) != {"model"}:
-            faults.append(f"defaults: {keys.shown(item)}: only `- model: NAME` and _self_ are read")
+            faults.append(f"defaults: {shown(item)}: only `- model: NAME` and _self_ are read")
             continue
         names = item["model"] if isinstance(item["model"], list) else [item["model"]]
         for name in map(str, names):
@@ -195,7 +172,7 @@ def _model_names(entries: list[FileEntry], models: Mapping[str, Any]) -> Iterato
         named = isinstance(entry.value, str) and entry.value in models
         if entry.name == "model" and not entry.model and not named:
             which = f"those are {', '.join(models)}" if models else "it names none"
-            yield f"{entry.path}: {keys.shown(entry.value)} is no model of `defaults`; {which}"
+            yield f"{entry.path}: {shown(entry.value)} is no model of `defaults`; {which}"
 
 
 def _interpolates(value: Any) -> bool:

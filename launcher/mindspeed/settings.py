@@ -1,192 +1,24 @@
-"""The keys of MindSpeed-RL as a translation reads them, and a record of what became of each. Pure."""
+"""MindSpeed-RL's keys by role. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any
+from collections.abc import Collection
 
-from msgspec import Struct
-
-from launcher.mindspeed import keys
-from launcher.mindspeed.keys import MindSpeedKey, Outcome
-from launcher.mindspeed.reading import FileEntry, Format, Read
+from launcher.importing.settings import Read, Setting, TranslatedSettings
+from launcher.mindspeed.keys import SECTIONS, TABLE
 
 
-class TranslatedKey(Struct, frozen=True):
-    """What became of a key of the file. `ours`: PATH=VALUE of each of our keys that it decided."""
-
-    path: str
-    value: str
-    outcome: Outcome
-    ours: tuple[str, ...] = ()
-    reason: str = ""
-
-
-class Carried(Struct, frozen=True):
-    """A default of MindSpeed-RL's that is not ours, and was written because the file leaves its key to it."""
-
-    path: str
-    value: str
-    ours: tuple[str, ...]
-
-
-class Setting(Struct, frozen=True):
-    """A key's value, as MindSpeed-RL would have it. `path` is the table's where the file leaves the key to its default."""
-
-    path: str
-    value: Any
-    given: bool
-
-
-class TranslatedSettings:
-    """Reads keys, and records what becomes of them.
-
-    `without`: keys that the user leaves out, by the ends of their paths. They are neither translated nor refused, and what they
-    would have decided stays at Sluice's default. What says what is trained cannot be left out.
-    """
+class RoleSettings(TranslatedSettings):
+    """Keys of a section, and those of a role, which several sections may have."""
 
     def __init__(self, read: Read, without: Collection[str]):
-        self.name = read.name
-        self.format: Format = read.format
-        self.values: dict[str, Any] = {}  # ours, by path
-        self.sources: dict[str, str] = {}  # of ours: theirs
-        self.faults: list[str] = []
-        self.advice: list[str] = []  # what the user should know beside the single keys
-        self._entries = read.entries
-        self._left_out = {each.path for each in read.entries for name in without if _ends(each.path, _plain(name))}
-        self._ours: dict[str, list[str]] = {}
-        self._said: dict[str, str] = {}  # why nothing came of it
-        self._noted: dict[str, str] = {}  # how it was translated, where that differs from the table's note
-        self._refused: set[str] = set()
-        self._defaults: dict[str, tuple[Any, list[str]]] = {}
-        for name in without:
-            meant = [each for each in read.entries if _ends(each.path, _plain(name))]
-            if not meant:
-                self.faults.append(f"--without {name}: the file has no such key")
-            elif bound := [each.path for each in meant if each.name in keys.essential()]:
-                self.faults.append(f"--without {name}: {bound[0]} says what is trained, and cannot be left out")
-        self._by_place = {(each.section, each.name): each for each in read.entries if not each.model}
+        super().__init__(TABLE, read, without)
         self._by_model = {(each.model, each.name): each for each in read.entries if each.model}
-        for each in read.entries:
-            if each.path not in self._left_out:
-                self._check(each)
-
-    def _check(self, entry: FileEntry) -> None:
-        found = keys.find(entry.section, entry.name)
-        if found is None:
-            near = keys.nearest(entry.section, entry.name)
-            self.faults.append(f"{entry.path}: unknown key" + (f"; {near}" if near else ""))
-        elif found[1].to and (fault := found[1].fault(entry.value)):
-            self.faults.append(f"{entry.path}: {fault}")
-        elif found[1].refused and not found[1].asks_for_nothing(entry.value):
-            self.refuse(Setting(entry.path, entry.value, True), found[1].refused)
-
-    def of(self, section: str, name: str) -> Setting:
-        """A key of a section that is no role's; MindSpeed-RL's default where the file has none."""
-        return self._setting(self._by_place.get((section, name)), section, name)
 
     def role(self, role: str, name: str) -> Setting:
         """A key of a role: its own section's, else that of all roles, else its model's, else the default."""
-        shared, own = keys.SECTIONS[self.format][role]
+        shared, own = SECTIONS[self.format][role]
         named = [self._by_place.get((section, "model")) for section in (own, shared)]
         model = next((each.value for each in named if each is not None), "")
         chosen = [self._by_place.get((own, name)), self._by_place.get((shared, name)), self._by_model.get((model, name))]
-        return self._setting(next((each for each in chosen if each is not None), None), own, name)
-
-    def _setting(self, entry: FileEntry | None, section: str, name: str) -> Setting:
-        found = keys.find(section, name)
-        assert found is not None, f"the table has {section}.{name}"
-        place, key = found
-        if entry is None or (entry.value is None and entry.path not in self._left_out):
-            return Setting(entry.path if entry else f"{place}.{name}", _typed(key, key.default), False)
-        if entry.path in self._left_out or _wrong(key, entry.value):
-            return Setting(entry.path, None, True)  # the fault is known; nothing more is to be said of it
-        return Setting(entry.path, _typed(key, entry.value), True)
-
-    def put(self, path: str, value: Any, *settings: Setting, note: str = "") -> None:
-        """Ours becomes `value`, because of `settings`. Nothing happens where that is None."""
-        if value is None:
-            return
-        self.values[path] = value
-        for setting in settings:
-            if setting.path in self._left_out:
-                continue
-            line = f"{path}={keys.shown(value)}"
-            if setting.given:
-                self.sources.setdefault(path, setting.path)
-                ours = self._ours.setdefault(setting.path, [])
-                if line not in ours:
-                    ours.append(line)
-                if note:
-                    self._noted[setting.path] = note
-            else:
-                self._defaults.setdefault(setting.path, (setting.value, []))[1].append(line)
-
-    def say(self, reason: str, *settings: Setting) -> None:
-        """Why a key decides nothing, unless it does after all. What was said first stays."""
-        for setting in settings:
-            if setting.given:
-                self._said.setdefault(setting.path, reason)
-
-    def refuse(self, setting: Setting, reason: str) -> None:
-        """A value that asks for what cannot be had."""
-        if setting.path not in self._refused:
-            self._refused.add(setting.path)
-            self._said[setting.path] = reason
-            self.faults.append(f"{setting.path}: {keys.shown(setting.value)}: refused: {reason}")
-
-    def rows(self) -> Iterator[TranslatedKey]:
-        """One for each key of the file, in its order."""
-        for entry in self._entries:
-            path, value = entry.path, keys.shown(entry.value)
-            found = keys.find(entry.section, entry.name)
-            if path in self._left_out:
-                yield TranslatedKey(path, value, "left out", reason="--without")
-            elif found is not None:
-                yield self._row(entry, *found)
-
-    def _row(self, entry: FileEntry, place: str, key: MindSpeedKey) -> TranslatedKey:
-        path, value = entry.path, keys.shown(entry.value)
-        ours, said = tuple(self._ours.get(path, ())), self._said.get(path, "")
-        if path in self._refused:
-            return TranslatedKey(path, value, "refused", reason=said)
-        if ours:
-            return TranslatedKey(path, value, "mapped", ours, self._noted.get(path, key.note))
-        if key.refused:
-            return TranslatedKey(path, value, "ignored", reason=said or "off there too: it asks for nothing")
-        reason = said or key.ignored or ("left empty" if entry.value is None else "")
-        return TranslatedKey(path, value, "ignored", reason=reason or self._overridden(entry, place))
-
-    def _overridden(self, entry: FileEntry, place: str) -> str:
-        """Why a mapped key decided nothing: a section that is nearer to the role has it, or the role does not take it."""
-        others = [each for each in self._entries if each.name == entry.name and each.path in self._ours]
-        if others:
-            return f"{others[-1].path} stands over it"
-        return f"{entry.section} takes none of its own" if place not in (entry.section, "model") else "decides nothing here"
-
-    def carried(self) -> list[Carried]:
-        """MindSpeed-RL's defaults among what was written, by key."""
-        return [Carried(path, keys.shown(value), tuple(dict.fromkeys(ours))) for path, (value, ours) in self._defaults.items()]
-
-
-def _plain(name: str) -> str:
-    return name.strip().replace("-", "_")
-
-
-def _ends(path: str, name: str) -> bool:
-    return path == name or path.endswith(f".{name}")
-
-
-def _wrong(key: MindSpeedKey, value: Any) -> bool:
-    return bool(key.fault(value))
-
-
-def _typed(key: MindSpeedKey, value: Any) -> Any:
-    """Whole numbers as int where the key's are, so that 4.0 is written as 4."""
-    whole = key.type == "int" or (not key.type and type(key.default) is int)
-    return int(value) if whole and isinstance(value, float) else value
-
-
-def as_float(value: Any) -> float | None:
-    """A number as ours has it, where theirs may be whole; None stays."""
-    return None if value is None else float(value)
+        return self.setting(next((each for each in chosen if each is not None), None), own, name)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Iterator
-from pathlib import PurePath
+from collections.abc import Collection
+from pathlib import Path, PurePath
 from typing import Any
 
-import msgspec
-from msgspec import Struct
-
+from launcher.importing.settings import Read, Setting, as_float
+from launcher.importing.translation import Translation, check, translation
 from launcher.mindspeed import algorithm, layout
-from launcher.mindspeed.keys import shown
-from launcher.mindspeed.reading import Read
-from launcher.mindspeed.settings import Carried, Setting, TranslatedKey, TranslatedSettings, as_float
-from runtime.config import Config, Critic, Lora, RewardModel, Rewards, Run, loading
+from launcher.mindspeed.keys import TABLE as TABLE
+from launcher.mindspeed.reading import read
+from launcher.mindspeed.settings import RoleSettings
 from runtime.data.preparation import LABELS
-from runtime.errors import ConfigError
 
 _DATA_FILES = (".json", ".jsonl", ".parquet", ".arrow")
 _HANDLERS = {
@@ -24,7 +20,6 @@ _HANDLERS = {
     "R1AlpacaStyleInstructionHandler": "r1",
     "Math17kAlpacaStyleInstructionHandler": "math17k",
 }
-_BY_PRESENCE = ("critic", "lora")  # sections that say something even when empty
 _SCHEDULES = ("constant", "linear", "cosine")
 _COLUMNS = {"prompt": "prompt_key", "query": "query_key", "response": "label_key", "system": "system_key"}
 _STAGES = {"generate": "rollout", "reference": "reference", "critic": "critic"}  # by a word in theirs: the role
@@ -38,18 +33,14 @@ _SWANLAB_MODES = {
 }
 
 
-class Translation(Struct, frozen=True):
-    """`raw` is the configuration: what differs from Sluice's defaults, by section."""
-
-    raw: dict[str, Any]
-    rows: tuple[TranslatedKey, ...]
-    carried: tuple[Carried, ...]
-    advice: tuple[str, ...]
+def imported(file: Path, models: Path | None, without: Collection[str]) -> Translation:
+    """What `file` becomes, with models from the folder `models`. Raises ConfigError, a line for each fault."""
+    return translate(read(file, models), without)
 
 
 def translate(read: Read, without: Collection[str] = ()) -> Translation:
     """Raises ConfigError: a line for each key that is unknown, of a wrong type, or asks for what Sluice does not do."""
-    settings = TranslatedSettings(read, without)
+    settings = RoleSettings(read, without)
     _run(settings)
     _data(settings)
     _lengths(settings)
@@ -59,19 +50,11 @@ def translate(read: Read, without: Collection[str] = ()) -> Translation:
     layout.services(settings)
     _trackers(settings)
     _profiler(settings)
-    if not settings.faults:
-        settings.faults += _schema_faults(settings)
-    if settings.faults:
-        raise ConfigError(list(dict.fromkeys(settings.faults)))
-    return Translation(
-        _raw(settings.values),
-        tuple(settings.rows()),
-        tuple(each for each in map(_written, settings.carried()) if each.ours),
-        tuple(_advice(settings)),
-    )
+    check(settings)
+    return translation(settings, _advice(settings))
 
 
-def _run(keys: TranslatedSettings) -> None:
+def _run(keys: RoleSettings) -> None:
     keys.put("run.name", keys.name)
     keys.put("run.seed", (seed := keys.role("actor", "seed")).value, seed)
     save, finetune = keys.role("actor", "save"), keys.role("actor", "finetune")
@@ -89,7 +72,7 @@ def _run(keys: TranslatedSettings) -> None:
     keys.put("model.dtype", {True: "auto", False: "float32"}.get(bf16.value), bf16)
 
 
-def _data(keys: TranslatedSettings) -> None:
+def _data(keys: RoleSettings) -> None:
     path, shuffle = keys.role("actor", "data_path"), keys.role("actor", "no_shuffle")
     if path.value is not None:
         keys.put("data.train", _prepared(keys, path), path)
@@ -112,7 +95,7 @@ def _data(keys: TranslatedSettings) -> None:
             keys.put(f"data.{_COLUMNS[name]}", column, columns)
 
 
-def _prepared(keys: TranslatedSettings, setting: Setting) -> str | list[dict[str, Any]]:
+def _prepared(keys: RoleSettings, setting: Setting) -> str | list[dict[str, Any]]:
     """What `sluice data prepare` writes for theirs: of one prefix, or of several with a weight before each."""
     parts = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
     parts = [str(part).strip() for part in parts if str(part).strip()]
@@ -142,7 +125,7 @@ def _file(prefix: str) -> str:
     return prefix if not prefix or PurePath(prefix).suffix in _DATA_FILES else f"{prefix}.parquet"
 
 
-def _lengths(keys: TranslatedSettings) -> None:
+def _lengths(keys: RoleSettings) -> None:
     rl = keys.format == "current"
     prompt = keys.of("rl_config", "max_prompt_length") if rl else keys.role("actor", "max_prompt_length")
     both, reply = keys.role("actor", "seq_length"), keys.of("generate_config", "sampling_config.max_tokens")
@@ -168,7 +151,7 @@ def _lengths(keys: TranslatedSettings) -> None:
         )
 
 
-def _profiler(keys: TranslatedSettings) -> None:
+def _profiler(keys: RoleSettings) -> None:
     for setting in (keys.of("profiler_config", "integrated"), keys.of("profiler_config", "profile")):
         asked = setting.value if isinstance(setting.value, dict) else {"profile": setting.value}
         if not asked.get("profile"):
@@ -192,7 +175,7 @@ def profile_command(asked: dict[str, Any]) -> str:
     return " and ".join(f"sluice profile RUN {name}{length}" for name in names)
 
 
-def _training(keys: TranslatedSettings) -> None:
+def _training(keys: RoleSettings) -> None:
     steps, every = keys.role("actor", "train_iters"), keys.role("actor", "save_interval")
     keys.put("training.steps", steps.value, steps)
     keys.put("checkpoint.every", every.value, every)
@@ -212,7 +195,7 @@ def _training(keys: TranslatedSettings) -> None:
         optimizer(keys, "critic", "critic.optimizer")
 
 
-def _batches(keys: TranslatedSettings) -> None:
+def _batches(keys: RoleSettings) -> None:
     rl = keys.format == "current"
     batch = keys.role("actor", "global_batch_size")
     filtered, kept = keys.of("rl_config", "filter_groups_enable"), keys.of("rl_config", "filter_groups_train_batch_size")
@@ -231,7 +214,7 @@ def _batches(keys: TranslatedSettings) -> None:
         _mini_batch(keys, mini, batch.value)
 
 
-def _mini_batch(keys: TranslatedSettings, mini: Setting, batch: int) -> None:
+def _mini_batch(keys: RoleSettings, mini: Setting, batch: int) -> None:
     samples = keys.values.get("sampling.group_size") or 1
     prompts, note = mini.value, ""
     if prompts > batch:
@@ -254,7 +237,7 @@ def _mini_batch(keys: TranslatedSettings, mini: Setting, batch: int) -> None:
     keys.put("training.mini_batch_size", 0 if whole else prompts, mini, note=note)
 
 
-def optimizer(keys: TranslatedSettings, role: str, path: str) -> None:
+def optimizer(keys: RoleSettings, role: str, path: str) -> None:
     """The optimizer of a role, at our keys `path`."""
     for ours, theirs in {
         "learning_rate": "lr",
@@ -279,7 +262,7 @@ def optimizer(keys: TranslatedSettings, role: str, path: str) -> None:
         keys.put(f"{path}.betas", [float(value) for value in values], *betas)
 
 
-def _trackers(keys: TranslatedSettings) -> None:
+def _trackers(keys: RoleSettings) -> None:
     keys.put("metrics.names", "mindspeed")
     if keys.format != "current":
         return
@@ -303,7 +286,7 @@ def _trackers(keys: TranslatedSettings) -> None:
     keys.say("of use_swanlab", keys.of("rl_config", "swanlab_mode"))
 
 
-def _advice(keys: TranslatedSettings) -> list[str]:
+def _advice(keys: RoleSettings) -> list[str]:
     """What the user should know beside the single keys."""
     apart = "as their devices are apart already" if keys.format == "r1_zero" else "once services.rollout.colocate is left out"
     told = [
@@ -322,72 +305,3 @@ def _advice(keys: TranslatedSettings) -> list[str]:
     if isinstance(keys.values.get("data.train"), str) and keys.values["data.train"].endswith(".parquet"):
         told.append(f"{keys.values['data.train']} is made by sluice data prepare, from what preprocess_data was given")
     return told + keys.advice
-
-
-def _schema_faults(keys: TranslatedSettings) -> list[str]:
-    """Values beyond what ours may be, by the names of theirs."""
-    told = []
-    for fault in loading.type_faults(_nested(keys.values)):
-        path = fault.partition(":")[0]
-        source = next((theirs for ours, theirs in keys.sources.items() if path == ours or path.startswith(f"{ours}.")), "")
-        told.append(f"{source}: {fault}" if source else fault)
-    return told
-
-
-def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for path, value in values.items():
-        *sections, name = path.split(".")
-        node = made
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = dict(value) if isinstance(value, dict) else value
-    return made
-
-
-def _defaults() -> dict[str, Any]:
-    """Ours, of every section that may be there."""
-    whole = Config(run=Run(name=""), rewards=Rewards(model=RewardModel(path="")), critic=Critic(), lora=Lora())
-    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(whole))  # tuples become lists, as in a file
-    return found
-
-
-def _raw(values: dict[str, Any]) -> dict[str, Any]:
-    """What differs from our defaults, in the order of the schema. A section that decides by being there stays."""
-    raw, defaults = _nested(values), _defaults()
-    if raw.get("trackers") == [{"name": each["name"]} for each in defaults["trackers"]]:
-        del raw["trackers"]  # ours, but for the keys of each, which need not be written
-    kept = _different(raw, defaults)
-    named = [name for name in defaults if name in kept or (name in raw and name in _BY_PRESENCE)]
-    return {name: kept.get(name, {}) for name in named}
-
-
-def _different(section: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    """`section` without what equals `default`, in its order."""
-    made: dict[str, Any] = {}
-    for key in [*(key for key in default if key in section), *(key for key in section if key not in default)]:
-        value, other = section[key], default.get(key)
-        if isinstance(value, dict) and isinstance(other, dict):
-            if inner := _different(value, other):
-                made[key] = inner
-        elif value != other:
-            made[key] = value
-    return made
-
-
-def _written(carried: Carried) -> Carried:
-    """`carried` with what it wrote that is not our default anyway."""
-    return Carried(carried.path, carried.value, tuple(line for line in carried.ours if line not in _default_lines()))
-
-
-@functools.cache
-def _default_lines() -> frozenset[str]:
-    """Our defaults, each as PATH=VALUE."""
-    return frozenset(f"{path}={shown(value)}" for path, value in _paths(_defaults()))
-
-
-def _paths(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        yield f"{prefix}{key}", value
-        if isinstance(value, dict):
-            yield from _paths(value, f"{prefix}{key}.")

@@ -58,9 +58,9 @@ def load(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) ->
     """
     raw = dict(path) if isinstance(path, Mapping) else read_mapping(Path(path))
     if theirs := [section for section in _MINDSPEED if section in raw]:
-        raise ConfigError(
-            [f"{path}: has MindSpeed-RL's section {theirs[0]}; sluice import-mindspeed makes a configuration of it"]
-        )
+        verls = "trainer" in raw  # whose files have actor_rollout_ref too
+        whose, command = ("verl's", "import-verl") if verls else ("MindSpeed-RL's", "import-mindspeed")
+        raise ConfigError([f"{path}: has {whose} section {theirs[0]}; sluice {command} makes a configuration of it"])
     raw, faults = _overridden(raw, overrides, _ROOT)
     faults += refused(raw.get("services"), "services")
     faults += mismatches(raw, _ROOT)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from msgspec import inspect
 
-from launcher.mindspeed.reading import FileEntry, Read
-from launcher.mindspeed.settings import TranslatedKey
-from launcher.mindspeed.translate import Translation, translate
+from launcher.importing.settings import FileEntry, Read, TranslatedKey
+from launcher.importing.translation import Translation
+from launcher.mindspeed.translate import translate
 from runtime.errors import ConfigError
 
 BASE: dict[str, dict[str, Any]] = {
@@ -57,3 +58,14 @@ def refused(**changes: Mapping[str, Any]) -> list[str]:
     with pytest.raises(ConfigError) as error:
         made(**changes)
     return error.value.faults
+
+
+def paths(kind: inspect.Type, prefix: str = "") -> Iterator[str]:
+    """Every key of our schema, sections included."""
+    for variant in kind.types if isinstance(kind, inspect.UnionType) else (kind,):
+        if isinstance(variant, inspect.Metadata):
+            variant = variant.type
+        if isinstance(variant, inspect.StructType):
+            for field in variant.fields:
+                yield prefix + field.encode_name
+                yield from paths(field.type, f"{prefix}{field.encode_name}.")

@@ -15,7 +15,7 @@ import msgspec
 
 from launcher import config_reference
 from launcher.config_reference import purpose, schema
-from launcher.mindspeed.keys import table
+from launcher.mindspeed.keys import TABLE
 from runtime import run_files
 from runtime.config import UNIT, Config, loading
 
@@ -74,7 +74,7 @@ def test_what_a_meaning_names_exists() -> None:
 
 
 def test_what_mindspeed_rl_s_keys_decide_exists() -> None:
-    ours = {path for keys in table().values() for key in keys.values() for path in key.to}
+    ours = {path for keys in TABLE.sections.values() for key in keys.values() for path in key.to}
     assert sorted(ours - PATHS) == []
     (row,) = [line for line in config_reference.page().splitlines() if line.startswith("| `sampling.group_size` |")]
     assert "`rl_config.n_samples_per_prompt`" in row

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launcher.mindspeed.keys import find
+from launcher.mindspeed.keys import TABLE
 from runtime.errors import ConfigError
 from tests.unit.mindspeed_cases import OLDER, at, made, of, refused, row
 
@@ -142,7 +142,7 @@ def test_an_older_file_without_a_length_has_no_budget_of_its_own_and_says_so() -
 def test_what_asks_for_what_sluice_does_not_do_is_refused(section: str, name: str, value: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){section}.{name}.*{reason}"):
         made(**{section: {name: value}})
-    off = find(section, name)[1].default  # type: ignore[index]
+    off = TABLE.find(section, name)[1].default  # type: ignore[index]
     made(**{section: {name: off}})
     made(**{section: {name: value}}, without=(name,))
 

@@ -1,25 +1,35 @@
-"""`sluice import-mindspeed`: a configuration of MindSpeed-RL's as one of Sluice's, with a report of every key."""
+"""`sluice import-mindspeed` and `import-verl`: others' configurations as Sluice's, with a report of every key."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from launcher.mindspeed import report
-from launcher.mindspeed.keys import essential
-from launcher.mindspeed.reading import read
-from launcher.mindspeed.translate import Translation, translate
+from launcher.importing import report
+from launcher.importing.keys import KeyTable
+from launcher.importing.translation import Translation
 from runtime.errors import ConfigError, UserError
 from runtime.telemetry.shown import LiteralTable, say
 
 _PRINTED = 200  # columns, where nobody's terminal says how many
-_WIDEST = {"MindSpeed-RL": 60, "value": 30}  # columns of the table's
+_WIDEST = {"value": 30}  # columns of the table's; the key's is of 60
 
 
-def run(file: Path, models: Path | None, output: Path, told: Path | None, without: Sequence[str]) -> None:
+Imported = Callable[[Path, Path | None, Sequence[str]], Translation]  # of FILE, a folder of models, and what is left out
+
+
+def run(
+    table: KeyTable,
+    imported: Imported,
+    file: Path,
+    models: Path | None,
+    output: Path,
+    told: Path | None,
+    without: Sequence[str],
+) -> None:
     """Translate `file` into `output`, and print what became of each key; into `told` as well where that is given.
 
     Raises UserError: one line per fault, and nothing is written.
@@ -28,9 +38,9 @@ def run(file: Path, models: Path | None, output: Path, told: Path | None, withou
     if models is not None and not models.is_dir():
         faults.append(f"--models: '{models}' is not a folder")
     try:
-        translation = translate(read(file, models), without)
+        translation = imported(file, models, without)
     except ConfigError as error:
-        raise ConfigError([*faults, *error.faults, *_hint(error.faults)]) from error
+        raise ConfigError([*faults, *error.faults, *_hint(table, error.faults)]) from error
     if faults:
         raise ConfigError(faults)
     written = {output: report.configuration(file.name, translation)}
@@ -40,10 +50,10 @@ def run(file: Path, models: Path | None, output: Path, told: Path | None, withou
     _print(_console(), file, output, told, translation)
 
 
-def _hint(faults: Sequence[str]) -> Iterator[str]:
+def _hint(table: KeyTable, faults: Sequence[str]) -> Iterator[str]:
     paths = [fault.partition(":")[0] for fault in faults if ": refused: " in fault]
     names = dict.fromkeys(path.rpartition(".")[2] for path in paths)
-    loose = [name for name in names if name not in essential()]
+    loose = [name for name in names if name not in table.essential]
     if loose:
         yield f"--without {','.join(loose)} leaves out what {'is refused' if len(loose) == len(names) else 'may be left out'}"
 
@@ -84,12 +94,13 @@ def _console() -> Console:
 
 
 def _print(console: Console, file: Path, output: Path, told: Path | None, translation: Translation) -> None:
-    table = LiteralTable(title=file.name, title_justify="left")
+    rows = LiteralTable(title=file.name, title_justify="left")
+    rows.add_column(translation.program, overflow="fold", max_width=60)
     for column in report.COLUMNS:
-        table.add_column(column, overflow="fold", max_width=_WIDEST.get(column))
+        rows.add_column(column, overflow="fold", max_width=_WIDEST.get(column))
     for row in translation.rows:
-        table.add_row(*report.cells(row))
-    console.print(table)
+        rows.add_row(*report.cells(row))
+    console.print(rows)
     if translation.carried:
         defaults = LiteralTable("left to its default", "there", "here", title_justify="left")
         for each in translation.carried:

@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from launcher.mindspeed.keys import Outcome
-from launcher.mindspeed.settings import TranslatedKey
-from launcher.mindspeed.translate import Translation
+from launcher.importing.keys import Outcome
+from launcher.importing.settings import TranslatedKey
+from launcher.importing.translation import Translation
 from runtime.config.yaml_text import dump
 
-OUTCOMES: tuple[Outcome, ...] = ("mapped", "ignored", "refused", "left out")
-COLUMNS = ("MindSpeed-RL", "value", "outcome", "here, or why not")
+OUTCOMES: tuple[Outcome, ...] = ("mapped", "to decide", "ignored", "refused", "left out")
+COLUMNS = ("value", "outcome", "here, or why not")  # behind the key's, which is the program's name
 
 
 def totals(rows: Sequence[TranslatedKey]) -> str:
     """`40 keys: 31 mapped, 9 ignored, 0 refused, 0 left out`."""
     counts = Counter(row.outcome for row in rows)
-    return f"{len(rows)} keys: " + ", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES)
+    return f"{len(rows)} keys: " + ", ".join(
+        f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome] or outcome != "to decide"
+    )
 
 
 def cells(row: TranslatedKey) -> tuple[str, str, str, str]:
-    """A row under COLUMNS."""
+    """A row: the key, and what is under COLUMNS."""
     return row.path, row.value, row.outcome, "; ".join(filter(None, [", ".join(row.ours), row.reason]))
 
 
@@ -35,7 +37,7 @@ def configuration(file: str, translation: Translation) -> str:
     left = [row.path for row in translation.rows if row.outcome == "left out"]
     counts = Counter(row.outcome for row in translation.rows)
     head = [
-        f"# From {file}, by sluice import-mindspeed: {totals(translation.rows)}.",
+        f"# From {file}, by sluice {translation.command}: {totals(translation.rows)}.",
         f"# {counts['ignored']} keys have no counterpart and need none; what is Sluice's default is not written.",
     ]
     if left:
@@ -50,13 +52,13 @@ def _lines(file: str, translation: Translation) -> Iterator[str]:
     yield ""
     yield totals(translation.rows)
     yield ""
-    yield from _table(COLUMNS, [cells(row) for row in translation.rows])
+    yield from _table((translation.program, *COLUMNS), [cells(row) for row in translation.rows])
     if translation.carried:
         yield ""
         yield "Keys that the file leaves out, whose default there is not Sluice's:"
         yield ""
         rows = [(each.path, each.value, ", ".join(each.ours)) for each in translation.carried]
-        yield from _table(("MindSpeed-RL", "default", "here"), rows)
+        yield from _table((translation.program, "default", "here"), rows)
     yield ""
     yield from (f"- {line}" for line in translation.advice)
 

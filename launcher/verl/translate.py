@@ -1,0 +1,323 @@
+"""From verl's keys to a configuration of Sluice's, with a record of each: what `keys.yaml` does not say itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from pathlib import Path, PurePath
+from typing import Any
+
+from launcher.importing.settings import Read, Setting, TranslatedSettings
+from launcher.importing.translation import Translation, check, translation
+from launcher.verl.reading import FULLY, ONE_STEP, SYNCHRONOUS, TABLE, read
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_WARMUPS = ("optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio", "optim.min_lr_ratio")
+_DEVICES = ("nnodes", "n_gpus_per_node")
+_TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
+_MANAGERS = {"naive": "", "batch": "", "dapo": "acc_for_dapo"}
+
+
+def imported(file: Path, models: Path | None, without: Collection[str]) -> Translation:
+    """What `file` becomes, with models from the folder `models`. Raises ConfigError, a line for each fault."""
+    return translate(read(file, models), without)
+
+
+def translate(read: Read, without: Collection[str] = ()) -> Translation:
+    """Raises ConfigError: a line for each key that is unknown, of a wrong type, or asks for what Sluice does not do."""
+    keys = TranslatedSettings(TABLE, read, without)
+    facts = _facts(keys)
+    keys.copy(facts)
+    _run(keys)
+    _data(keys)
+    _rewards(keys)
+    _algorithm(keys, facts)
+    _steps(keys)
+    for role, section in {"training": _ACTOR, "critic": "critic"}.items():
+        if role == "training" or facts["gae"]:
+            _schedule(keys, f"{role}.optimizer", section)
+        else:
+            keys.say("of adv_estimator gae, which has a critic", *_each(keys, section, *_WARMUPS))
+    _services(keys, facts)
+    check(keys)
+    return translation(keys, keys.advice)
+
+
+def _facts(keys: TranslatedSettings) -> dict[str, Any]:
+    """What other keys depend on: `when` in the table."""
+    engines = [keys.at(path) for path in ("model_engine", "config_name", f"{_ACTOR}.strategy")]
+    named = [str(each.value) for each in engines]
+    engine = "megatron" if any("megatron" in name for name in named) else "torch"
+    keys.put("services.trainer.engine", engine, *(each for each in engines if each.given))
+    if others := [each for each in engines if str(each.value) in ("veomni", "torchtitan", "automodel")]:
+        keys.refuse(others[0], "must be fsdp, fsdp2 or megatron")
+    gae = keys.at("algorithm.adv_estimator").value == "gae"
+    keys.put("critic", {} if gae else None, keys.at("algorithm.adv_estimator"))
+    in_loss, in_reward = keys.at(f"{_ACTOR}.use_kl_loss").value, keys.at("algorithm.use_kl_in_reward").value
+    given = keys.at("algorithm.rollout_correction.bypass_mode").value
+    bypass = (keys.format != SYNCHRONOUS) if given is None else given
+    ranks = {name: keys.at(f"actor_rollout_ref.model.{name}") for name in ("lora_rank", "lora.rank")}
+    keys.put("lora", {} if any(rank.value for rank in ranks.values()) else None)
+    name = keys.at(f"{_ROLLOUT}.name").value
+    return {
+        "engine": engine,
+        "offload": engine if not keys.at(f"{_ACTOR}.fsdp_config.offload_policy").value else "",
+        "tensor": engine == "megatron" and (keys.at(f"{_ACTOR}.megatron.tensor_model_parallel_size").value or 1) > 1,
+        "gae": gae,
+        "critic": engine if gae else "",
+        "kl": "loss" if in_loss else "reward" if in_reward else "",
+        "adaptive": bool(in_reward) and keys.at("algorithm.kl_ctrl.type").value == "adaptive",
+        "loss": keys.at(f"{_ACTOR}.policy_loss.loss_mode").value,
+        "by_sample": keys.at(f"{_ACTOR}.policy_loss.loss_mode").value in ("gspo", "geo_mean"),
+        "bypass": bypass,
+        "weights": bool(keys.at("algorithm.rollout_correction.rollout_is").value) and not bypass,
+        "lora": next((each for each, rank in ranks.items() if rank.value), ""),
+        "rollout": "" if name == "hf" else "vllm",
+        "remote_code": keys.at("actor_rollout_ref.model.trust_remote_code").value,
+    }
+
+
+def _run(keys: TranslatedSettings) -> None:
+    name, project, logger = _each(keys, "trainer", "experiment_name", "project_name", "logger")
+    keys.put("run.name", str(name.value if name.given else keys.name).strip("_-").replace("/", "_"), name)
+    path = keys.at("actor_rollout_ref.model.path")
+    keys.put("model.path", path.value, path)
+    if path.value is None:
+        keys.advice.append("model.path is missing: name the Hugging Face folder of the model")
+    elif not path.value.startswith(("/", ".")):
+        keys.decide(
+            f"model.path: {path.value} has to be a folder; where it is a name of the Hub, name what was downloaded", path
+        )
+    loggers = logger.value if isinstance(logger.value, list) else [logger.value]
+    trackers = [{"name": "jsonl"}] + [
+        {"name": each} | ({} if each == "tensorboard" else {"project": project.value, "mode": "online"})
+        for each in loggers
+        if each in _TRACKERS
+    ]
+    keys.put("trackers", trackers, *(each for each in (logger, project) if each.given))
+
+
+def _data(keys: TranslatedSettings) -> None:
+    train, held_out = keys.at("data.train_files"), keys.at("data.val_files")
+    files, problems = _files(train), _files(held_out)
+    if files:
+        keys.put("data.train", [{"path": path} for path in files] if len(files) > 1 else files[0], train)
+        keys.put("data.handler", "math17k", train)
+    if len(problems) == 1:
+        keys.put("data.eval", problems[0], held_out)
+    elif problems:
+        names = [f"{PurePath(path).parent.name}_{PurePath(path).stem}" for path in problems]
+        sets = [{"name": name, "path": path} for name, path in zip(names, problems, strict=True)]
+        keys.put("evaluation.sets", sets, held_out)
+
+
+def _each(keys: TranslatedSettings, section: str, *names: str) -> list[Setting]:
+    return [keys.at(f"{section}.{name}") for name in names]
+
+
+def _files(setting: Setting) -> list[str]:
+    listed = setting.value if isinstance(setting.value, list) else [setting.value] if setting.value else []
+    return [str(each) for each in listed]
+
+
+def _rewards(keys: TranslatedSettings) -> None:
+    manager, older = keys.at("reward.reward_manager.name"), keys.at("reward_model.reward_manager")
+    chosen = older if older.given else manager
+    files = str(keys.values.get("data.train", ""))
+    rule = _MANAGERS.get(chosen.value) or ("gsm8k" if "gsm8k" in files and "math" not in files else "math")
+    keys.put("rewards.rules", [{"name": rule}], chosen)
+    told = "verl chooses by each row's data_source, or by a function of its own: look whether this rule is meant"
+    keys.decide(f"rewards.rules is {rule}: {told} (docs/guides/reward-rules.md)", chosen)
+    for section, path in {"reward.reward_model": "model_path", "reward_model": "model.path"}.items():
+        enabled, model = _each(keys, section, "enable", path)
+        if enabled.value:  # it alone scores there; the rule says what is right in evaluations
+            keys.put("rewards.model.path", model.value or "", model, enabled)
+            keys.put("rewards.rules", [{"name": rule, "weight": 0.0}], chosen)
+        keys.say("off", enabled, model)
+    reply = keys.values.get("sampling.max_new_tokens") or 1
+    for prefix in (
+        "reward.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.reward_kwargs.overlong_buffer_cfg",
+        "reward_model.overlong_buffer",
+    ):
+        enabled, length, factor = _each(keys, prefix, "enable", "len", "penalty_factor")
+        if enabled.value and length.value:
+            keys.put("algorithm.overlong_buffer", length.value / reply, length, enabled)
+            keys.put("algorithm.overlong_penalty", factor.value, factor)
+        keys.say("off", enabled, length, factor)
+
+
+def _algorithm(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
+    if facts["gae"]:
+        own, path = keys.at("critic.model.path"), keys.at("actor_rollout_ref.model.path")
+        keys.put("critic.path", own.value if own.value != path.value else None, own)
+        keys.say("the policy's own start: its folder is the critic's", own)
+    keys.say("of adv_estimator gae, which has a critic", keys.at("critic.model.path"))
+    if facts["by_sample"]:
+        keys.put("algorithm.aggregation", "seq_mean_token_mean", keys.at(f"{_ACTOR}.policy_loss.loss_mode"))
+    both = keys.at(f"{_ACTOR}.clip_ratio")
+    for side in ("low", "high"):
+        if both.given and not keys.at(f"{_ACTOR}.clip_ratio_{side}").given:  # null, or a version that has none
+            keys.put(f"algorithm.clip_{side}", both.value, both)
+    keys.say("clip_ratio_low and clip_ratio_high stand over it", both)
+    loss, reward = keys.at(f"{_ACTOR}.use_kl_loss"), keys.at("algorithm.use_kl_in_reward")
+    if loss.value and reward.value:
+        keys.refuse(reward, "there is one KL term, and use_kl_loss is on too; must be false where that is true")
+    keys.put("algorithm.kl_placement", facts["kl"] or None, *(each for each in (loss, reward) if each.value))
+    keys.say("off", loss, reward)
+    limit = keys.at("algorithm.filter_groups.max_num_gen_batches")
+    keys.put("algorithm.dynamic_sampling_limit", limit.value or None, limit)
+    keys.say("no limit there; here the run ends after 20 batches dropped for one step", limit)
+
+
+def _steps(keys: TranslatedSettings) -> None:
+    batch, mini = keys.at("data.train_batch_size"), keys.at(f"{_ACTOR}.ppo_mini_batch_size")
+    groups, deciding = batch.value, [batch]
+    staleness, partial = _staleness(keys)
+    if keys.format == FULLY:
+        required, trigger = keys.at("async_training.require_batches"), keys.at("async_training.trigger_parameter_sync_step")
+        groups = (mini.value or 1) * (required.value or 1) * (trigger.value or 1)
+        deciding = [mini, required, trigger]
+        keys.say("with the fully asynchronous trainer a step is the updates of one version", batch)
+    keys.put("training.groups_per_step", groups, *deciding)
+    if mini.value and groups and groups % mini.value:
+        keys.faults.append(f"{mini.path}: {mini.value}: does not divide the {groups} prompts of a step ({batch.path})")
+    keys.put("training.mini_batch_size", 0 if mini.value == groups else mini.value, mini)
+    versions = math.ceil(staleness.value) if isinstance(staleness.value, (int, float)) else partial
+    keys.put("training.staleness", versions, staleness)
+    if partial:
+        keys.put("training.partial_rollouts", True, staleness)
+    if versions:
+        keys.put("training.lr_staleness_power", 0.0, staleness)  # no rate there falls with it
+    steps, epochs = _each(keys, "trainer", "total_training_steps", "total_epochs")
+    prompts = keys.at("rollout.total_rollout_steps")
+    if prompts.value and groups:
+        keys.put("training.steps", max(1, prompts.value // groups), prompts)
+    keys.put("training.steps", steps.value, steps)
+    if "training.steps" not in keys.values and not epochs.given:
+        keys.advice.append(f"training.steps is 1000, Sluice's own: {epochs.path} is {epochs.value} there, passes over the data")
+    frequency = keys.at("trainer.test_freq")
+    keys.put("evaluation.after", (frequency.value or 0) > 0, frequency)
+    keys.say("of an asynchronous trainer", keys.at("async_training.staleness_threshold"), prompts)
+
+
+def _staleness(keys: TranslatedSettings) -> tuple[Setting, int]:
+    """What says by how many versions samples may be old, and 1 where rollouts that take turns go on with theirs."""
+    mode, most = _each(keys, "trainer.v1", "trainer_mode", "sampler.max_off_policy_threshold")
+    if mode.value not in (None, "sync", "colocate_async", "separate_async"):
+        keys.refuse(mode, "must be sync, colocate_async or separate_async")
+    if mode.value == "separate_async":
+        keys.put("training.staleness", most.value, mode)
+        return most, 0
+    keys.say("of v1.trainer_mode separate_async", most)
+    if keys.format == FULLY:
+        return keys.at("async_training.staleness_threshold"), 0
+    if keys.format == ONE_STEP:
+        return Setting("one_step_off_policy", 1, False), 0
+    return mode, int(mode.value == "colocate_async")
+
+
+def _schedule(keys: TranslatedSettings, path: str, section: str) -> None:
+    count, share, least = _each(keys, section, *_WARMUPS)
+    steps, rate = keys.values.get("training.steps"), keys.values.get(f"{path}.learning_rate")
+    if count.value is not None and count.value >= 0:
+        keys.put(f"{path}.warmup_steps", count.value, count)
+    elif share.value and steps:
+        keys.put(f"{path}.warmup_steps", round(share.value * steps), share)
+    elif share.value:
+        keys.decide(f"{path}.warmup_steps is {share.value:g} of training.steps, which have to be written first", share)
+    if least.value and rate:
+        keys.put(f"{path}.min_learning_rate", least.value * rate, least)
+    keys.say("none", count, share, least)
+
+
+def _services(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
+    counted = _each(keys, "trainer", *_DEVICES)
+    devices = _product(counted)
+    apart = keys.format != SYNCHRONOUS or keys.at("trainer.v1.trainer_mode").value == "separate_async"
+    tensor = keys.at("actor_rollout_ref.rollout.tensor_model_parallel_size")
+    ways = tensor.value or 1
+    if facts["rollout"]:
+        keys.put("services.rollout.tensor_parallel", ways, tensor)
+    own = _each(keys, "rollout" if keys.format != SYNCHRONOUS else _ROLLOUT, *_DEVICES) if apart else counted
+    sampling = _product(own)
+    if sampling is not None and (sampling < ways or sampling % ways):
+        keys.faults.append(f"{tensor.path}: {ways}: does not divide the {sampling} devices of the rollouts")
+    elif sampling is not None:
+        keys.put("services.rollout.replicas", sampling // ways, *own, tensor)
+    keys.say("of rollouts apart", *_each(keys, "rollout", *_DEVICES), *_each(keys, _ROLLOUT, *_DEVICES))
+    _roles(keys, facts, devices, counted, apart)
+    if (counted[0].value or 1) > 1:
+        what = "cluster.min_nodes, services.coordinator.host and port, and network.interface"
+        keys.decide(f"several machines want {what} (docs/guides/cluster.md)", counted[0])
+    experts = keys.at(f"{_ROLLOUT}.expert_parallel_size")
+    if (experts.value or 1) > 1:
+        keys.put("services.rollout.engine_args.enable_expert_parallel", True, experts)
+    keys.say("off", experts)
+    _budgets(keys, facts)
+
+
+def _product(counted: list[Setting]) -> int | None:
+    """Devices; None where a count is left out."""
+    return None if None in (counted[0].value, counted[1].value) else counted[0].value * counted[1].value
+
+
+def _roles(keys: TranslatedSettings, facts: dict[str, Any], devices: int | None, counted: list[Setting], apart: bool) -> None:
+    names = ("tensor", "pipeline", "context", "expert")
+    ways = {name: keys.values.get(f"services.trainer.parallel.{name}", 1) for name in names}
+    if min(1 if devices is None else devices, *ways.values()) < 1:
+        devices, ways = devices or None, dict.fromkeys(ways, 1)  # of which the schema's own check tells
+    block = ways["tensor"] * ways["pipeline"] * ways["context"]
+    update = keys.values.get("training.mini_batch_size") or keys.values.get("training.groups_per_step")
+    if devices is not None and (devices % block or (update and update % (devices // block))):
+        blocks = f"{devices} devices in blocks of {block}"
+        keys.refuse(counted[1], f"{blocks} cannot share out the {update} prompts of an update; their number must divide it")
+    keys.put("services.trainer.processes", devices, *counted)
+    if not apart:
+        keys.put("services.rollout.colocate", "trainer", *counted)
+    experts = keys.at(f"{_ACTOR}.megatron.expert_model_parallel_size")
+    if devices is not None and devices // (ways["tensor"] * ways["pipeline"]) % ways["expert"]:
+        held = f"{devices // (ways['tensor'] * ways['pipeline'])} ranks that hold the same part"
+        keys.refuse(experts, f"experts are cut by tensor parallelism as well; must divide the {held}")
+    if facts["gae"]:
+        for name, value in {"engine": facts["engine"], "processes": devices, "colocate": "trainer"}.items():
+            keys.put(f"services.critic.{name}", value)
+        if keys.values.get("services.critic.parallel.tensor", 1) > 1:
+            keys.put("services.critic.parallel.sequence", True)
+    if facts["kl"] and facts["engine"] == "torch":
+        keys.put("services.reference.replicas", devices)
+    elif facts["kl"]:
+        keys.put("services.reference.engine", "megatron")
+        keys.put("services.reference.processes", devices)
+        for name in ("tensor", "pipeline", "expert"):
+            keys.put(f"services.reference.parallel.{name}", ways[name])
+        keys.put("services.reference.parallel.sequence", keys.values.get("services.trainer.parallel.sequence"))
+    if facts["kl"]:
+        keys.put("services.reference.colocate", "trainer")
+    *ranks, modules = _each(keys, "actor_rollout_ref.model", "lora_rank", "lora.rank", "target_modules")
+    if facts["lora"]:
+        rank = next(each for each in ranks if each.value)
+        keys.put("lora.rank", rank.value, rank)
+        listed = modules.value if isinstance(modules.value, list) else [modules.value]
+        keys.put("lora.target_modules", [] if listed == ["all-linear"] else listed, modules)
+    keys.say("of lora_rank above 0", *ranks, modules)
+
+
+def _budgets(keys: TranslatedSettings, facts: dict[str, Any]) -> None:
+    """Tokens of a pass: with use_dynamic_bsz as they are, else so many samples of the greatest length."""
+    longest = keys.values.get("data.max_prompt_tokens", 0) + keys.values.get("sampling.max_new_tokens", 0)
+    dynamic = keys.at(f"{_ACTOR}.use_dynamic_bsz")
+    for path, prefix in {
+        "training.max_tokens_per_microbatch": f"{_ACTOR}.ppo",
+        "services.reference.max_tokens_per_microbatch": "actor_rollout_ref.ref.log_prob",
+    }.items():
+        tokens, samples = keys.at(f"{prefix}_max_token_len_per_gpu"), keys.at(f"{prefix}_micro_batch_size_per_gpu")
+        own = dynamic if prefix.startswith(_ACTOR) else keys.at(f"{prefix}_use_dynamic_bsz")
+        flag = own if own.value is not None else dynamic
+        if path.startswith("services") and not facts["kl"]:
+            keys.say("there is no KL term, and so no reference", tokens, samples, own)
+        elif flag.value and tokens.value:
+            keys.put(path, max(tokens.value, longest), tokens, *([own] if own.given else []))
+        elif samples.value:
+            keys.put(path, samples.value * longest, samples)
+        keys.say("with use_dynamic_bsz alone" if not flag.value else "use_dynamic_bsz: cut by tokens", tokens, samples, own)

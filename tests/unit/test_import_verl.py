@@ -1,0 +1,335 @@
+"""`sluice import-verl`: a script and files of verl's, what is written of them, and what is refused. `verl/` has whole ones."""
+
+from __future__ import annotations
+
+import json
+import pprint
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from msgspec import inspect
+
+from launcher import cli
+from launcher.commands import options
+from launcher.importing import guide
+from launcher.node.local_node import LocalNode
+from launcher.verl.reading import TABLE
+from launcher.verl.script import UNKNOWN, Script
+from runtime.config import Config
+from runtime.config.loading import load
+from runtime.process.command_line import CommandParser
+from tests.unit.mindspeed_cases import paths
+from tests.unit.model_dimensions import CONFIGS
+
+FILES = Path(__file__).parent / "verl"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "verl-and-trl.md"
+CALL = "python3 -m verl.trainer.main_ppo data.train_files=t.jsonl actor_rollout_ref.model.path=/m"
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DEVICE", "LONG", "MODEL_PATH", "NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(argument) for argument in arguments])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+def imported(file: Path, *more: object) -> Config:
+    output = file.parent / "ours.yaml"
+    output.unlink(missing_ok=True)
+    assert run("import-verl", file, "--output", output, *more) == 0
+    return load(output)
+
+
+def script(folder: Path, *overrides: str, call: str = CALL) -> Path:
+    (folder / "run.sh").write_text(" \\\n  ".join([call, *overrides]) + "\n")
+    return folder / "run.sh"
+
+
+def refused(file: Path, capsys: pytest.CaptureFixture[str], *more: object) -> str:
+    assert run("import-verl", file, "--output", file.parent / "none.yaml", *more) == 2
+    assert not (file.parent / "none.yaml").exists()
+    return capsys.readouterr().err
+
+
+def words(text: str, environment: Mapping[str, str] | None = None) -> list[str]:
+    (call,) = Script(text, environment or {}).calls
+    return call[1:]
+
+
+def test_a_script_of_dapo(tmp_path: Path) -> None:
+    shutil.copy(FILES / "dapo.sh", tmp_path / "dapo.sh")
+    ours = imported(tmp_path / "dapo.sh")
+    assert (ours.run.name, ours.model.path, ours.training.steps) == ("dapo", "models/tiny", 200)
+    assert (ours.data.max_prompt_tokens, ours.sampling.max_new_tokens, ours.sampling.group_size) == (2048, 8192, 16)
+    assert [entry.name for entry in ours.evaluation.sets] == ["aime_2024", "aime_2025"]
+    algorithm = ours.algorithm
+    assert (algorithm.advantage, algorithm.loss, algorithm.aggregation) == ("group_norm", "ppo", "token_mean")
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 10.0)
+    assert (algorithm.kl, algorithm.kl_placement, algorithm.kl_coefficient) == ("k3", "loss", 0.001)
+    assert (algorithm.overlong_buffer, algorithm.overlong_penalty) == (0.5, 1.0)
+    training = ours.training
+    assert (training.groups_per_step, training.mini_batch_size, training.staleness) == (64, 16, 0)
+    assert training.max_tokens_per_microbatch == 2 * (2048 + 8192)
+    assert (training.optimizer.learning_rate, training.optimizer.weight_decay, training.optimizer.warmup_steps) == (
+        1e-6,
+        0.1,
+        10,
+    )
+    services = ours.services
+    assert not isinstance(services.rollout, list)
+    assert (services.rollout.engine, services.rollout.replicas, services.rollout.colocate) == ("vllm", 8, "trainer")
+    assert (services.trainer.processes, services.reference.replicas, services.platform) == (8, 8, "")
+    assert [rule.name for rule in ours.rewards.rules] == ["acc_for_dapo"]
+
+
+def test_the_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(FILES / "dapo.sh", tmp_path / "dapo.sh")
+    monkeypatch.setenv("DEVICE", "ascend")
+    monkeypatch.setenv("LONG", "1")
+    monkeypatch.setenv("MODEL_PATH", "/elsewhere")
+    ours = imported(tmp_path / "dapo.sh")
+    assert (ours.services.platform, ours.training.steps, ours.model.path) == ("ascend", 2000, "/elsewhere")
+
+
+def test_a_file_that_overrides_some_keys(tmp_path: Path) -> None:
+    shutil.copy(FILES / "ppo.yaml", tmp_path / "ppo.yaml")
+    ours = imported(tmp_path / "ppo.yaml")
+    assert ours.critic is not None
+    assert (ours.algorithm.advantage, ours.critic.path, ours.critic.value_clip) == ("gae", "", 0.5)
+    assert (ours.algorithm.kl, ours.algorithm.kl_placement, ours.algorithm.kl_coefficient) == ("k1", "reward", 0.01)
+    assert (ours.algorithm.clip_high, ours.algorithm.gae_lambda, ours.algorithm.entropy_coefficient) == (0.2, 1.0, 0.0)
+    assert ours.training.max_tokens_per_microbatch == 4 * (512 + 256)
+    assert (ours.critic.optimizer.learning_rate, ours.training.optimizer.learning_rate) == (1e-5, 2e-6)
+    assert [tracker.name for tracker in ours.trackers] == ["jsonl"]
+    text = (tmp_path / "ours.yaml").read_text()
+    assert "trainer.total_epochs: passes over the data" in text  # what is to decide is told at the head
+    assert "warmup_steps is 0.1 of training.steps" in text
+
+
+def test_what_verl_prints_is_read_alike(tmp_path: Path) -> None:
+    shutil.copy(FILES / "ppo.yaml", tmp_path / "ppo.yaml")
+    raw: dict[str, Any] = yaml.safe_load((FILES / "ppo.yaml").read_text())
+    del raw["defaults"], raw["hydra"]
+    raw["actor_rollout_ref"]["rollout"]["max_model_len"] = None
+    printed = "".join(f"(TaskRunner pid=31) {line}\n" for line in pprint.pformat(raw).splitlines())
+    (tmp_path / "ppo.log").write_text(printed)
+    assert imported(tmp_path / "ppo.log") == imported(tmp_path / "ppo.yaml")
+
+
+@pytest.mark.parametrize("name", ["dapo.sh", "ppo.yaml"])
+def test_what_is_written_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalNode, "memory", lambda self, config: None)
+    monkeypatch.chdir(tmp_path)
+    for folder in ("models/tiny", "data/aime"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "models/tiny/config.json").write_text(json.dumps(CONFIGS["qwen25_7b"]))
+    (tmp_path / "models/tiny/tokenizer.json").write_text("{}")
+    (tmp_path / "models/tiny/model.safetensors").touch()
+    for file in ("train", "aime/2024", "aime/2025"):
+        row = {"prompt": [{"role": "user", "content": file}], "reward_model": {"ground_truth": "2"}}
+        (tmp_path / f"data/{file}.jsonl").write_text(json.dumps(row) + "\n")
+    shutil.copy(FILES / name, tmp_path / name)
+    imported(tmp_path / name)
+    overrides = [f"services.rollout.python={sys.executable}", "data.eval=", "evaluation.before=false"]
+    assert run("validate", tmp_path / "ours.yaml", *(overrides if name.endswith("sh") else overrides[1:])) == 0
+
+
+def test_the_fully_asynchronous_trainer(tmp_path: Path) -> None:
+    module = CALL.replace("trainer.main_ppo", "experimental.fully_async_policy.fully_async_main")
+    overrides = ["data.train_batch_size=0", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "trainer.n_gpus_per_node=4"]
+    overrides += ["async_training.staleness_threshold=1.5", "async_training.require_batches=2", "rollout.n_gpus_per_node=4"]
+    overrides += ["rollout.total_rollout_steps=2560", "algorithm.adv_estimator=grpo", "rollout.nnodes=1"]
+    ours = imported(script(tmp_path, *overrides, call=module))
+    training, services = ours.training, ours.services
+    assert (training.staleness, training.lr_staleness_power) == (2, 0.0)
+    assert (training.groups_per_step, training.mini_batch_size, training.steps) == (32 * 2 * 4, 32, 10)
+    assert not isinstance(services.rollout, list)
+    assert (services.trainer.processes, services.rollout.replicas, services.rollout.colocate) == (4, 2, "")
+
+
+@pytest.mark.parametrize(
+    ("module", "overrides", "expected"),
+    [
+        ("trainer.main_ppo", [], (0, False)),
+        ("experimental.one_step_off_policy.main_ppo", ["rollout.nnodes=1"], (1, False)),
+        ("trainer.main_ppo", ["trainer.v1.trainer_mode=colocate_async"], (1, True)),
+        ("trainer.main_ppo", ["trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1"], (8, False)),
+        ("experimental.fully_async_policy.fully_async_main", ["async_training.staleness_threshold=0"], (0, False)),
+    ],
+)
+def test_staleness_by_trainer(module: str, overrides: list[str], expected: tuple[int, bool], tmp_path: Path) -> None:
+    ours = imported(script(tmp_path, *overrides, call=CALL.replace("trainer.main_ppo", module)))
+    assert (ours.training.staleness, ours.training.partial_rollouts) == expected
+    assert ours.algorithm.loss == "ppo"
+
+
+@pytest.mark.parametrize("name", ["dapo.sh", "ppo.yaml"])
+def test_every_row_says_what_or_why(name: str, tmp_path: Path) -> None:
+    shutil.copy(FILES / name, tmp_path / name)
+    imported(tmp_path / name, "--report", tmp_path / "report.md")
+    rows = re.findall(
+        r"^\| (\S+\.\S+) \| .* \| (?:mapped|ignored|to decide) \| (.*) \|$", (tmp_path / "report.md").read_text(), re.M
+    )
+    assert len(rows) > 15
+    assert [path for path, reason in rows if not reason or "decides nothing here" in reason] == []
+
+
+def test_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "actor_rollout_ref.actor.megatron"
+    overrides = [f"{name}.tensor_model_parallel_size=2", f"{name}.optimizer_offload=True", "model_engine=megatron"]
+    overrides += [f"+{name}.override_transformer_config.recompute_granularity=full"]
+    trainer = imported(script(tmp_path, *overrides, "actor_rollout_ref.actor.use_kl_loss=true")).services
+    assert (trainer.trainer.engine, trainer.trainer.parallel.tensor, trainer.trainer.parallel.sequence) == ("megatron", 2, True)
+    assert (trainer.trainer.offload_train_optimizer, trainer.trainer.activation_checkpointing) == (True, True)
+    assert (trainer.reference.engine, trainer.reference.parallel.tensor, trainer.critic.engine) == ("megatron", 2, "megatron")
+    file = script(tmp_path, *overrides, f"{name}.expert_model_parallel_size=3")
+    assert "expert_model_parallel_size: 3: refused: experts are cut by tensor parallelism" in refused(file, capsys)
+
+
+def test_models_of_the_hub_are_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "models" / "Qwen3-8B").mkdir(parents=True)
+    file = script(tmp_path, "actor_rollout_ref.model.path=Qwen/Qwen3-8B")
+    assert imported(file, "--models", tmp_path / "models").model.path == str(tmp_path / "models" / "Qwen3-8B")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator: remax: refused: must be one of gae, grpo, "),
+        ("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_p: 0.9: refused: rollouts on vLLM"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi_turn.enable: true: refused: episodes of several turns"),
+        ("actor_rollout_ref.actor.clip_ratio_hi=0.3", "clip_ratio_hi: unknown key; nearest is clip_ratio_high"),
+        ("data.max_prompt_length=long", "data.max_prompt_length: long is not a whole number"),
+        ("data.train_batch_size=100", "ppo_mini_batch_size: 256: does not divide the 100 prompts of a step"),
+        (
+            "trainer.experiment_name=$NAME",
+            "experiment_name: $NAME: $NAME is not known here; set its variable in the environment",
+        ),
+        ("trainer.nnodes=$(ray_nodes)", "trainer.nnodes: $(ray_nodes): $(ray_nodes) is not known here"),
+        ("trainer.n_gpus_per_node=7", "refused: 7 devices in blocks of 1 cannot share out the 256 prompts of an update"),
+    ],
+)
+def test_what_is_refused_is_a_line(override: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = script(tmp_path, override)
+    assert line in refused(file, capsys)
+    if "train_batch_size" not in override:
+        imported(file, "--without", override.partition("=")[0])
+        assert "left out by --without" in (tmp_path / "ours.yaml").read_text().lower()
+
+
+def test_the_model_cannot_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot be left out" in refused(script(tmp_path), capsys, "--without", "actor_rollout_ref.model.path")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("run.sh", "python3 train.py a=b\n", "has no call of verl's trainer"),
+        ("run.sh", f"{CALL}\n{CALL}\n", "has 2 calls of verl's trainer"),
+        ("run.sh", f'{CALL} "trainer.nnodes=1\n', 'a " is missing'),
+        ("run.sh", f"fi\n{CALL}\n", "a fi has nothing to end"),
+        ("run.sh", f"{CALL} trainer.nnodes\n", "trainer.nnodes: is not KEY=VALUE"),
+        ("a.yaml", "data: [\n", "not valid YAML"),
+        (
+            "a.yaml",
+            "run: {name: a}\n",
+            "has none of verl's sections, and is no script that calls its trainer; sluice validate reads",
+        ),
+        ("a.yaml", "rl_config: {}\n", "sluice import-mindspeed reads it"),
+        ("a.yaml", "text\n", "not a mapping of keys"),
+        ("a.log", "{'data': {'seed': 1}", "does not end so"),
+    ],
+)
+def test_what_is_not_verls(name: str, text: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / name).write_text(text)
+    assert line in refused(tmp_path / name, capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('A=1\npython -m verl.trainer.main_ppo a=$A b="${A}2" c=\'$A\' d="it\'s"', ["a=1", "b=12", "c=$A", "d=it's"]),
+        ("X=(a=1 'b=2 3')\nX+=(c=3) # c=4\nm() {\n X=()\n}\nuv run main_ppo.py \"${X[@]}\"", ["a=1", "b=2 3", "c=3"]),
+        ("N=2\nN=$((N * (3 + 4) / 5 - 1))\npython -m verl.trainer.main_ppo n=$N # n=1\n", ["n=1"]),
+        (
+            'A=${A:-"${B:-x y}"}; E="a=1 b=2"\nA=$A python -m verl.trainer.main_ppo "a=$A" $E > log 2>&1 &',
+            ["a=x y", "a=1", "b=2"],
+        ),
+        (
+            'A=1\nif [ -z "$B" ] || { [ $A = 2 ] && false; }; then\n A=3\nelif [ 1 = 1 ]; then A=4; fi\nmain_ppo.py a=$A',
+            ["a=3"],
+        ),
+        ("A=1\n[ $A != 1 ] && A=2\n[ $A = 2 ] || A=${A}3\nmain_ppo.py a=$A", ["a=13"]),
+        ('case x in\n a|b) A=1 ;;\n x|c) A=2 ;; *) A=3 ;; esac\nmain_ppo.py a=$A "$@"', ["a=2"]),
+        ("cat <<EOF > env\nA: 'x\nEOF\nmain_ppo.py a=\\$b \\\n  c", ["a=$b", "c"]),
+    ],
+)
+def test_scripts(text: str, expected: list[str]) -> None:
+    assert words(text, {"B": ""}) == expected
+
+
+def test_what_may_be_set_is_unknown() -> None:
+    found = words(
+        "A=1\nif probe; then A=2; C=3; fi\nfor B in 1 2; do D=5; done\nmain_ppo.py a=$A b=$C c=$D d=$(pwd) e=$(date)",
+        {"PWD": "/w"},
+    )
+    assert [UNKNOWN in each for each in found] == [True, True, True, False, False]
+    assert found[3:] == ["d=/w", "e="]
+    assert "set behind `if probe`" in found[0]
+
+
+def test_a_key_of_the_table_has_one_outcome_and_decides_what_there_is() -> None:
+    ours = set(paths(inspect.type_info(Config)))
+    for section, keys in TABLE.sections.items():
+        for name, key in keys.items():
+            told = f"{section}.{name}"
+            assert [bool(key.to), bool(key.decide), bool(key.ignored), bool(key.refused)].count(True) == 1, told
+            assert set(key.to) <= ours, told
+            assert not (key.to and not key.type and key.default is None), told
+            assert bool(key.when) is bool(key.otherwise), told
+            assert not key.when or key.copy or key.values, told
+            assert key.default is None or key.asks_for_nothing(key.default), told
+
+
+def test_the_guide_has_the_table_and_every_option() -> None:
+    page = GUIDE.read_text(encoding="utf-8")
+    assert page == guide.renewed(page), f"run python -m launcher.importing.guide {GUIDE}"
+    told = page.partition("| option |")[2].partition("\n\n")[0]
+    parser = CommandParser()
+    options.add_import(parser, *options.IMPORTS["verl"][1:])
+    names = [action.option_strings[-1] if action.option_strings else action.dest.upper() for action in parser._actions]
+    assert [name for name in names if f"`{name}" not in told and name != "--help"] == []
+    assert re.search(r"\| `adv_estimator` \| `gae` \|", page)
+
+
+def test_a_reward_model_scores_alone(tmp_path: Path) -> None:
+    ours = imported(script(tmp_path, "reward_model.enable=True", "reward_model.model.path=/scorer"))
+    assert ours.rewards.model is not None
+    assert ours.rewards.model.path == "/scorer"
+    assert [rule.weight for rule in ours.rewards.rules] == [0.0]
+
+
+def test_losses_that_are_means_over_samples(tmp_path: Path) -> None:
+    name = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    ours = imported(script(tmp_path, f"{name}=geo_mean", "actor_rollout_ref.actor.clip_ratio=0.4")).algorithm
+    assert (ours.loss, ours.aggregation, ours.dual_clip) == ("gmpo", "seq_mean_token_mean", 0.0)
+    assert (ours.clip_low, ours.clip_high) == (0.4, 0.4)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    model = "actor_rollout_ref.model"
+    ours = imported(script(tmp_path, f"{model}.lora_rank=32", f"{model}.target_modules=[q_proj,v_proj]")).lora
+    assert ours is not None
+    assert (ours.rank, ours.alpha, ours.target_modules) == (32, 16.0, ["q_proj", "v_proj"])
