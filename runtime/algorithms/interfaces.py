@@ -228,8 +228,8 @@ Aggregation = Callable[["Tensor", "Tensor", AggregationOptions], Aggregate]  # v
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.advantage")
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 CORRECTIONS: Registry[CorrectionFunction] = Registry("algorithm.correction")
-"""`@CORRECTIONS.register(NAME)` adds a function of (proximal less behaviour log-probabilities [B, T], mask [B, T], options) that
-gives CorrectionOutputs. The options have `cap`, `low` and `high`."""
+"""`@CORRECTIONS.register(NAME)` adds a function of (proximal less behaviour log-probabilities [B, T], mask [B, T], options)
+that gives CorrectionOutputs. The options have `cap`, `low` and `high`."""
 KL_ESTIMATORS: Registry[KlEstimator] = Registry("algorithm.kl")
 """`@KL_ESTIMATORS.register(NAME)` adds a function from the policy's less the reference's log-probabilities to the estimate,
 elementwise."""
