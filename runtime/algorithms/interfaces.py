@@ -228,8 +228,14 @@ Aggregation = Callable[["Tensor", "Tensor", AggregationOptions], Aggregate]  # v
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.advantage")
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 CORRECTIONS: Registry[CorrectionFunction] = Registry("algorithm.correction")
+"""`@CORRECTIONS.register(NAME)` adds a function of (proximal less behaviour log-probabilities [B, T], mask [B, T], options)
+that gives CorrectionOutputs. The options have `cap`, `low` and `high`."""
 KL_ESTIMATORS: Registry[KlEstimator] = Registry("algorithm.kl")
+"""`@KL_ESTIMATORS.register(NAME)` adds a function from the policy's less the reference's log-probabilities to the estimate,
+elementwise."""
 AGGREGATIONS: Registry[Aggregation] = Registry("algorithm.aggregation")
+"""`@AGGREGATIONS.register(NAME)` adds a function of (values [B, T], mask [B, T], options) that gives an Aggregate. The options
+have `norm`, `episode_tokens` and `counts`."""
 
 
 AdvantageFunction = Callable[[AdvantageInputs, AdvantageOptions], "Tensor"]
@@ -239,7 +245,12 @@ LossFunction = Callable[[LossInputs, LossOptions], LossOutputs]
 def advantage(
     name: str, *, streamable: Streamable, needs_values: bool = False
 ) -> Callable[[AdvantageFunction], AdvantageFunction]:
-    """Decorator that registers an advantage function and returns it as it is."""
+    """Decorator that registers an advantage function, of (AdvantageInputs, AdvantageOptions), and returns it as it is. It gives
+    [B, T], or [B, 1] where all tokens of a row share one advantage.
+
+    `streamable`: the advantages of a group need nothing but that group, so that a step may accumulate group by group; True,
+    False, or a function of the options. `needs_values`: it takes a critic's values, so that the run has to have one.
+    """
 
     def add(compute: AdvantageFunction) -> AdvantageFunction:
         ADVANTAGES.register(name)(AdvantageEstimator(compute, streamable, needs_values))
@@ -251,7 +262,12 @@ def advantage(
 def policy_loss(
     name: str, *, zero_without_advantage: bool, chooses: Choice | None = None, by_start: bool = False
 ) -> Callable[[LossFunction], LossFunction]:
-    """Decorator that registers a policy loss and returns it as it is."""
+    """Decorator that registers a policy loss, a function of (LossInputs, LossOptions) to LossOutputs, and returns it as it is.
+
+    `zero_without_advantage`: where a row's advantages are all 0, so is its loss; such rows need no backward pass. `chooses`: a
+    function that says for the whole step which tokens are trained, as `LossInputs.chosen`; the step then waits for its whole
+    batch. `by_start`: that needs `StepTokens.start` too, which takes a forward pass of its own.
+    """
 
     def add(compute: LossFunction) -> LossFunction:
         POLICY_LOSSES.register(name)(PolicyLoss(compute, zero_without_advantage, chooses, by_start))

@@ -87,7 +87,7 @@ class Fields:
         return self._with_system(_turns(prompt))
 
     def label(self) -> str:
-        """The label as text; see `label_text`."""
+        """The label as text, without the point of a whole float: contest files write 142 as 142.0."""
         return label_text(self.value("label"))
 
     def _system(self) -> str:

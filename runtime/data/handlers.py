@@ -49,7 +49,8 @@ HANDLERS: Registry[Handler] = Registry("data.handler")
 
 
 def handler(name: str, columns: FieldColumns) -> Callable[[Read], Read]:
-    """Decorator that registers a function as the handler `name`."""
+    """Decorator that registers a function of a row's Fields as the handler `name`. It gives the prompt, as messages, and the
+    label, as text; a row for which it raises Rejected is left out. `columns`: where the configuration names none."""
 
     def add(read: Read) -> Read:
         HANDLERS.register(name)(Handler(read, columns))

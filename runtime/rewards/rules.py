@@ -95,7 +95,12 @@ RULES: Registry[RewardRule] = Registry("rewards.rules.name")
 
 
 def rule(name: str, screen: Screen | None = None, answer: Answer | None = None) -> Callable[[Function], Function]:
-    """Register the decorated function as the reward rule `name`."""
+    """Register the decorated function, of (text, label, RuleContext), as the reward rule `name`; it may be `async`.
+
+    It gives a bool, which earns the configuration's `correct` or `wrong`, or a number, the value itself. What it raises masks
+    the sample out. `screen`: tried first, within the service, with the same arguments; None leaves the case to a worker.
+    `answer`: from a reply's text to its final answer, None where it has none: what maj@k counts.
+    """
 
     def register(function: Function) -> Function:
         RULES.register(name)(RewardRule(name, function, screen, answer))
@@ -105,7 +110,11 @@ def rule(name: str, screen: Screen | None = None, answer: Answer | None = None) 
 
 
 def group_rule(name: str) -> Callable[[Function], Function]:
-    """Register the decorated function as the rule `name` over whole groups. It always runs in a worker."""
+    """Register the decorated function, of (texts, label, GroupContext), as the rule `name` over whole groups.
+
+    It gives one value for each text, in their order, as a rule does; it may be `async`. It always runs in a worker. Where it
+    fails, all replies of the group are masked out.
+    """
 
     def register(function: Function) -> Function:
         RULES.register(name)(RewardRule(name, function, grouped=True))

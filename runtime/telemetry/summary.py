@@ -38,8 +38,8 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     accuracy_after: float | None
     rl_seconds: float  # from the first prompt admitted to the last step
     total_seconds: float  # from the command to the end
-    startup: dict[str, float]  # `runtime.telemetry.startup.Startup.phases`
-    startup_processes: dict[str, dict[str, float]] = {}  # ... and its `processes`
+    startup: dict[str, float]  # until the first step is submitted, by phase
+    startup_processes: dict[str, dict[str, float]] = {}  # by phase, of each process
     samples_per_second: float  # trained samples
     tokens_per_second: float  # trained reply tokens
     staleness_mean: float
@@ -49,7 +49,7 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
     idle_rollout: float
     masked: int = 0  # samples of the steps that could not be scored, and were left out of the loss
     score_errors: dict[str, int] = {}  # why, by reason: one for each scorer that failed
-    mismatch: dict[str, float] = {}  # of rollouts and trainer: `mismatch/*` over all steps, see `Totals`
+    mismatch: dict[str, float] = {}  # of rollouts and trainer: `mismatch/*` over all steps
     mismatch_alarm: str = ""  # the newest rollout that was over `mismatch.limit`, and by how much
     mismatch_alarms: int = 0  # probes that were
     groups: dict[str, int]  # by final state
@@ -67,7 +67,7 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, run_dir: str | Path) -> Summary:
-        """Raises UserError when there is none, or not a whole one."""
+        """What the run in the folder `run_dir` came to. Raises UserError when it has no summary, or not a whole one."""
         path = Path(run_dir) / run_files.SUMMARY
         try:
             return msgspec.json.decode(path.read_bytes(), type=cls)
