@@ -70,7 +70,7 @@ DECISIVE = (
 def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """What Megatron-LM's arguments say of the model that `config`, a Hugging Face config.json, describes."""
     config = {**family.defaults, **config}
-    window = max(family.traits(config, "config.json").get("windows", ()), default=0)
+    window = max(family.traits(config, family.shape, "config.json").get("windows", ()), default=0)
     shape, experts = family.shape, family.shape.experts
     positions = config.get("max_position_embeddings", 4096)
     attention = {entry.name for entry in family.layer(0)}
