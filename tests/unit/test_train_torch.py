@@ -243,6 +243,7 @@ def test_metrics(policy: str):
     assert metrics["score/min"] == pytest.approx(rewards.min())
     assert metrics["actor/lr"] == pytest.approx(2.5e-3)
     assert metrics["actor/pg_clipfrac"] == 0
+    assert metrics["actor/ppo_kl"] == pytest.approx(metrics["mismatch/k1"])  # of one version, and before any update
     assert metrics["staleness/token_mean"] == 0
     assert metrics["mismatch/max"] >= metrics["mismatch/abs_logprob_p99"] >= metrics["mismatch/abs_logprob"] > 0
     trained = metrics["mismatch/tokens"]
