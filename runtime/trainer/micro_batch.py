@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from runtime.models.hf_policy import Packing
+from runtime.models.passes import Packing
 from runtime.trainer.attention_rows import attention_rows, padded_rows
 from runtime.trainer.prefix_tree import cut_trees, in_tree_order, of_fed, tree_paths
 from runtime.trainer.rows import Rows, cut_by_length, ramps, spans, starts

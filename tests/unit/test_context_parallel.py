@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.models.hf_policy import Packing, packed_attention
+from runtime.models.passes import Packing, packed_attention
 from runtime.trainer.attention_rows import attention_rows
 from runtime.trainer.megatron.context import packing_of, tokens_of
 from runtime.trainer.prefix_tree import tree_paths

@@ -14,7 +14,7 @@ import torch
 from runtime import codec
 from runtime.config import Config, Trainer
 from runtime.errors import UserError
-from runtime.models import hf_policy
+from runtime.models import passes
 from runtime.trainer import objective
 from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, Logprobs, PolicyVersion, TrainGroup
@@ -209,7 +209,7 @@ def test_other_families(tmp_path: Path, family: str):
 def test_devices_without_grouped_attention(policy: str, monkeypatch: pytest.MonkeyPatch):
     groups = make_groups(11)
     expected = comparable(run_step(policy_trainer(make_config(policy)), groups))
-    monkeypatch.setattr(hf_policy, "_UNGROUPED", {"cpu"})
+    monkeypatch.setattr(passes, "_UNGROUPED", {"cpu"})
     assert_metrics(comparable(run_step(policy_trainer(make_config(policy)), groups)), expected)
 
 

@@ -125,7 +125,7 @@ def read_routed(config: Mapping[str, Any], where: str, count_key: str, **own: An
     Raises UserError as well for a number of experts a token that cannot be.
     """
     shape = read_shape(config, where)
-    given = {
+    given: dict[str, Any] = {
         "count": number(config, count_key, where),
         "intermediate_size": shape.intermediate_size,
         "per_token": number(config, "num_experts_per_tok", where),

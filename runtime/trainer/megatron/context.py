@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from runtime.models.hf_policy import Packing
+from runtime.models.passes import Packing
 from runtime.trainer.attention_rows import query_rows
 from runtime.trainer.micro_batch import MicroBatch, padded
 

@@ -20,7 +20,7 @@ from runtime.models import hf_config
 from runtime.models.families import FAMILIES, Family
 from runtime.models.families.family import EMBEDDING
 from runtime.models.hf_config import ModelConfig
-from runtime.models.hf_policy import Packing
+from runtime.models.passes import Packing
 from runtime.trainer.megatron import facade
 from runtime.trainer.micro_batch import empty_batch
 

@@ -20,8 +20,8 @@ from runtime.config import Spread, Trainer
 from runtime.errors import UserError
 from runtime.models.families.shape import LATENT_EPS, ExpertShape
 from runtime.models.hf_config import ModelConfig
-from runtime.models.hf_policy import packed_attention
 from runtime.models.limits import uncut
+from runtime.models.passes import packed_attention
 from runtime.trainer.megatron.latent import LatentSelfAttention, latent_config
 from runtime.trainer.micro_batch import MicroBatch
 
