@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from runtime.process import os_process
 from runtime.rollout.engine import EngineStats, RolloutEngine
 from runtime.scoring.scorer_torch import OffloadableScorer
 from runtime.telemetry.startup import Phases
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import (
@@ -134,6 +136,8 @@ class InstantTrainer(ModelTrainer):
     """Takes every group, and makes a version of one small tensor."""
 
     def __init__(self) -> None:
+        self.backend: Any = self
+        self.rank_info = RankInfo(0, 1, torch.device("cpu"))
         self._weights = torch.zeros(1024)
 
     def begin_step(self, step: int) -> None:
@@ -197,7 +201,7 @@ class InstantRollout(RolloutService):
 
 class InstantTrainerService(TrainerService):
     def load(self) -> None:
-        self._worker = TrainRank(InstantTrainer(), self.config, 0, 1, torch.device("cpu"))
+        self._worker = TrainRank(InstantTrainer(), self.config)
 
 
 class InstantReference(ReferenceService):

@@ -53,7 +53,7 @@ class Site:
 
     def trainer(self) -> Port:
         service = TrainerService(self.config, "trainer-0", 0)
-        service._worker = TrainRank(policy_trainer(self.config), self.config, 0, 1, torch.device("cpu"))
+        service._worker = TrainRank(policy_trainer(self.config), self.config)
         port: Any = Port(service)
         port.machines = {port.name: port.machine}
         return port

@@ -142,7 +142,7 @@ def published(
     if split == "lora":
         config = msgspec.structs.replace(config, lora=Lora(rank=2, alpha=4.0))
     engine_here = policy_trainer(config, rank=rank, world_size=2, device=device)
-    worker = TrainRank(engine_here, config, rank, 2, device)
+    worker = TrainRank(engine_here, config)
     leaders = data_leaders(config.services.trainer)
     gather, wholes = engine_here.gather, []
 
