@@ -129,14 +129,14 @@ class UpdateRank(GroupRank):
         """`managed_externally`: its device is another role's as well, and the coordinator says when to take it and when to give
         it up."""
         super().__init__(config, engine.backend.rank_info.rank, engine.backend.rank_info.world_size)
-        self.engine = engine
+        self.engine, self.backend = engine, engine.backend
         settings: Trainer = getattr(config.services, self.role)
         self._managed_externally = managed_externally
         self._offloads, self._away = bool(settings.offloaded) and not managed_externally, False
         self._begun = False  # a step, whose gradients are on the device
         self._seconds: dict[str, float] = {}
         self._saving: Future[list[str]] | None = None
-        self._part = None if config.cluster.shared_folder else NodePart(config, self.role, engine.backend.rank_info)
+        self._part = None if config.cluster.shared_folder else NodePart(config, self.role, self.backend.rank_info)
         if managed_externally:
             self._offload()
 
@@ -244,7 +244,7 @@ class TrainRank(UpdateRank):
 
     def __init__(self, engine: ModelTrainer, config: Config):
         super().__init__(engine, config, takes_turns(config) or alternates(config))
-        device = engine.backend.rank_info.device
+        device = self.backend.rank_info.device
         # Members that share a device have neither NCCL nor HCCL.
         backend = "gloo" if takes_turns(config) else config.publication.backend
         self.publication_backend = platform.collective_backend(backend, device)
@@ -255,7 +255,7 @@ class TrainRank(UpdateRank):
         """What they are called, rank 0 first."""
         self._targets = [ranks[root] for root in roots(self.manifest)]
         deltas = self.world_size > 1 and config.publication.encoding == "delta"
-        by_shard = deltas and engine.shards(self._targets) is not None
+        by_shard = deltas and self.backend.shards(self._targets) is not None
         self._delta = ShardDelta(self.rank, device, self._targets) if by_shard else None
         self.member: SendingMember | None = None
         """Of the weight sync's group, where this rank sends."""
@@ -273,12 +273,12 @@ class TrainRank(UpdateRank):
     def _senders(self) -> tuple[list[int], list[TensorSpec]]:
         """The ranks that send, and the tensors as they are on the wire, with who can send each."""
         settings = self.config.publication
-        specs = self.engine.tensor_specs()
+        specs = self.backend.tensor_specs()
         if settings.dtype != "auto":
             specs = [replace(spec, dtype=settings.dtype) for spec in specs]
         if settings.senders == "one":
             return [0], specs
-        holders = self.engine.holders()
+        holders = self.backend.holders()
         ranks = sorted({0}.union(*holders))
         held_by = [tuple(ranks.index(holder) for holder in each) for each in holders]
         return ranks, [replace(spec, held_by=each) for spec, each in zip(specs, held_by, strict=True)]
@@ -303,18 +303,18 @@ class TrainRank(UpdateRank):
 
     def _gathered(self) -> Iterator[torch.Tensor] | Iterator[TensorChanges]:
         """Of the tensors that this rank sends, in their order, what changed since the last time, or the whole."""
-        shards = self.engine.shards(self._targets) if self._delta is not None else None
+        shards = self.backend.shards(self._targets) if self._delta is not None else None
         if self._delta is None or shards is None:
-            return self.engine.gather(self._targets)
+            return self.backend.gather(self._targets)
         current = self.member is None or self.member.sender.filled
-        return self._delta.find(shards, current) or self.engine.gather(self._targets)
+        return self._delta.find(shards, current) or self.backend.gather(self._targets)
 
     def export(self, command: Export) -> None:
         if self.rank:
-            self.engine.export(command.folder)
+            self.backend.export(Path(command.folder))
             return
         with checkpoint.atomic_folder(Path(command.folder)) as partial:
-            self.engine.export(str(partial))
+            self.backend.export(partial)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -115,10 +115,10 @@ class TuneRank:
     def _export(self) -> None:
         folder = self._folder / run_files.MODEL
         if self._info.rank:
-            self._trainer.export(str(folder))
+            self._trainer.backend.export(folder)
             return
         with checkpoint.atomic_folder(folder) as partial:
-            self._trainer.export(str(partial))
+            self._trainer.backend.export(partial)
 
     def _tell(self, event: str, loss: float, **more: str) -> None:
         told = {"event": event, "step": self._trainer.step, "steps": self._steps, "loss": loss, **more}

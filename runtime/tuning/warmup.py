@@ -205,7 +205,7 @@ def _fit(
 def _follow(average: Qwen2ForCausalLM, trainer: ModelTrainer, decay: float) -> None:
     """The running mean of the weights: `decay` · the mean before + (1 − `decay`) · the weights."""
     means = dict(average.named_parameters())
-    for spec, weight in zip(trainer.tensor_specs(), trainer.gather(), strict=True):
+    for spec, weight in zip(trainer.backend.tensor_specs(), trainer.backend.gather(), strict=True):
         means[spec.name].data.lerp_(weight, 1 - decay)
 
 

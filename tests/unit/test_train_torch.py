@@ -301,9 +301,9 @@ def test_precision_of_compute_and_wire(policy: str, tmp_path: Path):
     assert comparable(run_step(engine, groups))["actor/entropy"] == pytest.approx(
         comparable(run_step(exact, groups))["actor/entropy"], rel=2e-2
     )
-    assert {spec.dtype for spec in engine.tensor_specs()} == {"bfloat16"}
-    assert {spec.dtype for spec in exact.tensor_specs()} == {"float32"}
-    engine.export(str(tmp_path))
+    assert {spec.dtype for spec in engine.backend.tensor_specs()} == {"bfloat16"}
+    assert {spec.dtype for spec in exact.backend.tensor_specs()} == {"float32"}
+    engine.backend.export(tmp_path)
     assert "bfloat16" in (tmp_path / "config.json").read_text()
     with pytest.raises(UserError, match=r"model\.dtype: 'float16'"):
         policy_trainer(make_config(policy, dtype="float16"))
