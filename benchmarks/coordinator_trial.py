@@ -12,7 +12,7 @@ import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,9 @@ class InstantTrainer(ModelTrainer):
 
 
 class InstantScoring:
+    device = torch.device("cpu")
+    weights: Iterable[torch.Tensor] = ()
+
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
         out = []
         for request in requests:
@@ -186,12 +189,6 @@ class InstantScoring:
             tokens = sum(len(sample.tokens) for sample in payload.samples)
             out.append(Logprobs(group_id=request.group_id, values=np.full(tokens, -1.0, np.float32)))
         return out
-
-    def offload(self) -> None:
-        """Nothing is on a device."""
-
-    def onload(self) -> None:
-        """Nor has it to be."""
 
 
 class InstantRollout(RolloutService):

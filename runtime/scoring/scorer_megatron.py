@@ -4,14 +4,13 @@ several processes. Nothing is kept for training: no gradients, no optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from runtime import codec
 from runtime.config import Config
-from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.scoring.scorer_policy import score
 from runtime.trainer.backend import RankInfo
@@ -40,15 +39,8 @@ class MegatronScorer:
         self._model.eval().requires_grad_(False)
         self._budget = settings.max_tokens_per_microbatch
         self._rank_info = RankInfo(dist.get_rank(), world_size, device)
-        self._on_host = HostOffload(self._model.parameters() if device.type != "cpu" else (), frozen=True)
-
-    def offload(self) -> None:
-        """Take the model off the device: nothing is scored until `onload`."""
-        self._on_host.offload()
-        platform.release(self._grid.device)
-
-    def onload(self) -> None:
-        self._on_host.onload()
+        self.device = device
+        self.weights: Iterable[torch.Tensor] = self._model.parameters()
 
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
         """log_softmax(logits / temperature)[token] of every reply token of this block's requests, in their order; on the other
