@@ -12,11 +12,11 @@ import msgspec
 import torch
 
 from runtime.errors import UserError
-from runtime.json_file import read_object
 from runtime.models import quantized
 from runtime.models.families import Family, Parameter, family_for
 from runtime.models.families.family import EMBEDDING, dtype_of
 from runtime.models.families.parameter import Sliceable
+from runtime.models.hf_config import read_raw
 from runtime.models.hf_weights import predicting_layers, weight_paths
 from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorFolder
@@ -48,7 +48,7 @@ class HfModel:
 
 def open_hf(source: Path, dtype: torch.dtype | None, value_head: bool) -> HfModel:
     """Raises UserError for a model that is not supported, and for tensors that are missing or too many."""
-    config = read_config(source)
+    config = read_raw(source)
     family = family_for(config, str(source / "config.json"), value_head=value_head)
     tensors = HfTensors(TensorFolder(weight_paths(source)), dtype, config, source)
     beyond = predicting_layers(config)
@@ -138,14 +138,6 @@ class ConversionProgress:
             self._phase, self._done = phase, 0
         self._done += nbytes
         self._show(phase, self._done, self.total)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json. Raises UserError."""
-    path = folder / "config.json"
-    if not path.exists():
-        raise UserError(f"{folder}: is not a model folder: config.json: No such file or directory")
-    return read_object(path, str(path))
 
 
 def require_new(folder: Path) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from runtime.errors import UserError
 from runtime.json_file import read_object
 from runtime.models import quantized
-from runtime.models.families import FAMILIES
+from runtime.models.families import FAMILIES, Family, family_for
 from runtime.models.families.shape import ExpertShape, ModelShape
 from runtime.models.rope import Rope, read_rope
 
@@ -66,6 +66,11 @@ def read_raw(folder: str | Path) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"model {folder}: has no config.json")
     return read_object(path, f"model {path}")
+
+
+def read_family(folder: str | Path, value_head: bool = False) -> Family:
+    """The mapping to megatron-core of the model in `folder`, as `family_for` has it. Raises UserError."""
+    return family_for(read_raw(folder), f"model {Path(folder) / 'config.json'}", value_head=value_head)
 
 
 def parse(raw: Mapping[str, Any], where: str, families: Collection[str] = DECODED) -> ModelConfig:

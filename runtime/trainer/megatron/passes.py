@@ -17,7 +17,7 @@ from runtime.trainer.backend import BatchOutputs
 from runtime.trainer.megatron import context, facade
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.trainer.megatron.model import PackedModel, require_stages, transformer_config
-from runtime.trainer.megatron.weights import ModelWeights, held_by, read_family
+from runtime.trainer.megatron.weights import ModelWeights, held_by
 from runtime.trainer.micro_batch import MicroBatch, padded
 
 
@@ -39,7 +39,7 @@ class MegatronPasses:
 
         `timeout`: seconds of a collective. Raises UserError for what the folder or the layout gets wrong.
         """
-        family, shape = read_family(source, value_head), hf_config.read_config(source, FAMILIES)
+        family, shape = hf_config.read_family(source, value_head), hf_config.read_config(source, FAMILIES)
         grid = ProcessGrid(settings, device, seed, timeout)
         grid.layout.require(family.shape)
         if not value_head:
