@@ -15,7 +15,7 @@ from runtime.errors import InvalidMessage
 from runtime.models import hf_policy, passes
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import RankInfo
-from runtime.trainer.head import PerToken, confined, in_chunks
+from runtime.trainer.head import token_numbers
 from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
 from runtime.trainer.rows import Rows, ramps
 from runtime.types import LogprobRequest, Logprobs
@@ -69,9 +69,4 @@ class PolicyScorer:
         packs = passes.packs(self._model)
         for batch in micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info, packs):
             logits = passes.predict(self._model, batch.input_ids, batch.position_ids, batch.packing, batch.predictors)
-            temperature = batch.columns["temperature"].flatten()[batch.cells]
-            yield batch, in_chunks(_numbers, logits, None, logits.shape[1], batch.targets, temperature, batch.kept)[0]
-
-
-def _numbers(logits: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
-    return token_logprobs(confined(logits.float() / temperature[:, None], kept), targets, 1.0, entropy_gradient=False)
+            yield batch, token_numbers(token_logprobs, logits, None, logits.shape[1], batch)[0]

@@ -5,17 +5,42 @@ in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from runtime.models.families.memory import CHUNK_ELEMENTS
 
+if TYPE_CHECKING:
+    from runtime.trainer.micro_batch import MicroBatch
+
 CPU_CHUNK_ELEMENTS = 1 << 24  # of one chunk on a CPU, which needs no large ones to be busy: 64 MiB
 LEFT_OUT = -1e30  # a logit without probability: finite at any temperature, so that 0 times it is 0
 
 PerToken = tuple[torch.Tensor, torch.Tensor]
+
+
+def token_numbers(
+    numbers: Callable[[torch.Tensor, torch.Tensor], PerToken],
+    outputs: torch.Tensor,
+    weight: torch.Tensor | None,
+    width: int,
+    batch: MicroBatch,
+    start: int = 0,
+) -> PerToken:
+    """`numbers(logits, tokens)`, [N] each, of the trained tokens of `batch`, as of `in_chunks`. The logits, whose first is that
+    of token `start`, are `confined` to what each was sampled from, and divided by a column "temperature" where there is one.
+    """
+
+    def of_chunk(
+        logits: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None, temperature: torch.Tensor | None
+    ) -> PerToken:
+        scaled = logits if temperature is None else logits.float() / temperature[:, None]
+        return numbers(confined(scaled, kept, start), tokens)
+
+    temperature = batch.of_tokens("temperature") if "temperature" in batch.columns else None
+    return in_chunks(of_chunk, outputs, weight, width, batch.targets, batch.kept, temperature)
 
 
 def in_chunks(

@@ -51,6 +51,10 @@ class MicroBatch:
         """Values [N] of the trained tokens as [B, R], 0 elsewhere."""
         return values.new_zeros(self.mask.numel()).index_copy(0, self.cells, values).view(self.mask.shape)
 
+    def of_tokens(self, name: str) -> torch.Tensor:
+        """The column `name`, [B, R], at the trained tokens, [N]."""
+        return self.columns[name].flatten()[self.cells]
+
 
 def micro_batches(
     rows: Rows, chosen: np.ndarray, columns: Columns, budget: int, rank_info: RankInfo, packs: bool = True

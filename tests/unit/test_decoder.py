@@ -160,7 +160,7 @@ def test_a_folder_that_is_not_a_model_is_a_user_error(tmp_path: Path) -> None:
         ({"vocab_size": "many"}, "vocab_size is 'many'; must be a positive integer"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"head_dim": 7}, "head_dim is 7; must be even"),
-        ({"max_position_embeddings": "far"}, "Expected `int`, got `str` - at `$.max_positions`"),
+        ({"max_position_embeddings": "far"}, r"Expected `int`, got `str` - at `\$\.max_positions`"),
         ({"vocab_size": 64}, r"model\.embed_tokens\.weight has shape \[61, 32\], must be \[64, 32\]"),
         ({"num_hidden_layers": 3}, r"12 tensors missing, 0 unknown: missing model\.layers\.2\.input_layernorm\.weight"),
         ({"tie_word_embeddings": False}, r"1 tensors missing, 0 unknown: missing lm_head\.weight"),

@@ -33,7 +33,7 @@ from runtime.trainer.backend import (
 from runtime.trainer.fsdp import lora, optimizers, sharding, state
 from runtime.trainer.fsdp.experts import WatchedExperts
 from runtime.trainer.fsdp.lora import Adapters
-from runtime.trainer.head import PerToken, confined, in_chunks
+from runtime.trainer.head import PerToken, token_numbers
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.plan import TensorSpec
@@ -113,13 +113,10 @@ class FsdpBackend(ModelBackend):
     def token_logprobs(
         self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
     ) -> PerToken:
-        def numbers(logits: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
-            return token_logprobs(confined(logits, kept), tokens, temperature, entropy_gradient=entropy_gradient)
-
-        weight = None
+        numbers, weight = partial(token_logprobs, temperature=temperature, entropy_gradient=entropy_gradient), None
         if self._head is not None:
             weight, outputs = self._head.weight.to(self._compute), outputs.to(self._compute)
-        return in_chunks(numbers, outputs, weight, self.vocab_size, batch.targets, batch.kept)
+        return token_numbers(numbers, outputs, weight, self.vocab_size, batch)
 
     def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
         return self._experts.balance(batch, statistics)

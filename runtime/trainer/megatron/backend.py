@@ -27,8 +27,8 @@ from runtime.trainer.backend import (
     wire_dtype,
 )
 from runtime.trainer.fsdp.lora import FOLDER
-from runtime.trainer.head import PerToken, confined, in_chunks
-from runtime.trainer.megatron import state, vocab_parallel
+from runtime.trainer.head import PerToken
+from runtime.trainer.megatron import state
 from runtime.trainer.megatron.lora import MegatronAdapters
 from runtime.trainer.megatron.optimizer import MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses
@@ -102,15 +102,7 @@ class MegatronBackend(ModelBackend):
     def token_logprobs(
         self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
     ) -> PerToken:
-        start = self.model.vocabulary_start
-        part = {"group": self._grid.tensor_group, "start": start}
-
-        def numbers(logits: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
-            left = confined(logits, kept, start)
-            return vocab_parallel.token_logprobs(left, tokens, temperature, **part, entropy_gradient=entropy_gradient)
-
-        width = self.vocab_size // self._grid.layout.tensor
-        return in_chunks(numbers, outputs, self.model.head_weight(), width, batch.targets, batch.kept)
+        return self._passes.token_logprobs(outputs, batch, temperature, entropy_gradient=entropy_gradient)
 
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         assert self._adapters is not None

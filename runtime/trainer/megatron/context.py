@@ -37,6 +37,9 @@ class ContextShard(MicroBatch):
     def grid(self, values: torch.Tensor) -> torch.Tensor:
         return super().grid(self.whole(values))
 
+    def of_tokens(self, name: str) -> torch.Tensor:
+        return super().of_tokens(name)[self.chosen]
+
 
 def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> ContextShard:
     """This rank's part of `batch`, of a multiple of `multiple` tokens."""

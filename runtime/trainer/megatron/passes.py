@@ -14,7 +14,8 @@ from runtime.models import hf_config
 from runtime.models.families import FAMILIES
 from runtime.process.progress import at
 from runtime.trainer.backend import BatchOutputs
-from runtime.trainer.megatron import context, facade
+from runtime.trainer.head import PerToken, token_numbers
+from runtime.trainer.megatron import context, facade, vocab_parallel
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.trainer.megatron.model import PackedModel, require_stages, transformer_config
 from runtime.trainer.megatron.weights import ModelWeights, held_by
@@ -98,6 +99,20 @@ class MegatronPasses:
         if self.grid.context > 1:
             return context.part_of(batch, self.grid.context_group, self._multiple)
         return padded(batch, self._multiple)
+
+    def token_logprobs(
+        self, outputs: torch.Tensor, batch: MicroBatch, temperature: float = 1.0, *, entropy_gradient: bool = False
+    ) -> PerToken:
+        """As `ModelBackend.token_logprobs`. The chunks are the same on all ranks that share the vocabulary."""
+        start, width = self.model.vocabulary_start, self.shape.vocab_size // self.grid.layout.tensor
+        numbers = partial(
+            vocab_parallel.token_logprobs,
+            temperature=temperature,
+            group=self.grid.tensor_group,
+            start=start,
+            entropy_gradient=entropy_gradient,
+        )
+        return token_numbers(numbers, outputs, self.model.head_weight(), width, batch, start)
 
     def of_last_stage(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         """`parts`, float32 of these sizes, on every stage."""
