@@ -83,7 +83,7 @@ class FsdpBackend(ModelBackend):
         self._trims = large and rank_info.device.type == "cpu"
         self._held: dict[str, int] = {}  # how many tensors each of them holds
         self._loss_factor = sharding.loss_factor(rank_info.device, rank_info.world_size)
-        super().__init__(rank_info, self.model.config.vocab_size, share=rank_info.rank)
+        super().__init__(rank_info, self.model.config.vocab_size, shares=rank_info)
         self.packs = passes.packs(self.model)
 
     def _frozen_dtype(self, world_size: int) -> torch.dtype:
@@ -146,13 +146,10 @@ class FsdpBackend(ModelBackend):
 
     # ------------------------------------------------------------------------------------------ gradients and updates
 
-    def batch_sum(self, part: torch.Tensor) -> torch.Tensor:
-        return sharding.batch_sum(part, self.rank_info.device, self.rank_info.world_size)
-
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
         if self.rank_info.world_size > 1:
             sharding.reshard(self.model)
-        self._experts.report(statistics, self.rank_info.world_size)
+        self._experts.report(statistics, self.rank_info)
         norms = torch.stack(torch._foreach_norm(self.gradients())).double()
         statistics.mean(_GRADIENT, norms.square().sum(), 1.0)
         reduced = statistics.reduce(self.rank_info.world_size)

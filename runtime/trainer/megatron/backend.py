@@ -78,7 +78,8 @@ class MegatronBackend(ModelBackend):
         save = config.deadlines.save
         self._writer = state.Writer(self._grid.host_group(save), trained.role, save, config.checkpoint.gather)
         self.on_host = [HostOffload(self.optimizer.tensors(kind), keep=kind != "grad") for kind in settings.offloaded]
-        super().__init__(rank_info, self._passes.shape.vocab_size, self._grid.block, self._grid.leads)
+        shares = RankInfo(self._grid.block, self._grid.blocks, device, self._grid.data_group)
+        super().__init__(rank_info, self._passes.shape.vocab_size, shares, self._grid.leads)
 
     def of_share(self, items: Sequence[T], kind: type[T]) -> Sequence[T]:
         return codec.decode(list[kind], self._grid.bytes_of_leader(codec.encode(list(items))))  # type: ignore[valid-type]
@@ -109,9 +110,6 @@ class MegatronBackend(ModelBackend):
         return self._adapters.off()
 
     # ------------------------------------------------------------------------------------------ gradients and updates
-
-    def batch_sum(self, part: torch.Tensor) -> torch.Tensor:
-        return self._grid.batch_sum(part)
 
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
         squared = self.optimizer.finish()
