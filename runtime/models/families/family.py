@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -135,34 +136,22 @@ class Family:
 
     def _ends(self, layout: Layout, tensor_rank: int, pipeline_rank: int, *, first: bool) -> Iterator[Parameter]:
         """What comes before the layers, or after them."""
-        last_stage = layout.pipeline - 1
-        shape = (self.shape.vocab_size, self.shape.hidden_size)
-
-        def vocabulary(name: str, source: str, copy: bool = False) -> Parameter:
-            return held(name, SourceTensor(source, shape), split=0, padded=layout.padded_vocab(self.shape), copy=copy)
-
-        def held(name: str, source: SourceTensor, split: int | None = None, padded: int = 0, copy: bool = False) -> Parameter:
-            return Parameter(
-                name=name,
-                sources=(source,),
-                split=split,
-                tensor=layout.tensor,
-                tensor_rank=tensor_rank,
-                padded=padded,
-                copy=copy,
-            )
-
+        last_stage, hidden = layout.pipeline - 1, self.shape.hidden_size
+        held = partial(Parameter, tensor=layout.tensor, tensor_rank=tensor_rank)
+        vocabulary = partial(held, split=0, padded=layout.padded_vocab(self.shape))
+        embedding, head = (SourceTensor(name, (self.shape.vocab_size, hidden)) for name in (EMBEDDING, LM_HEAD))
+        final, values = SourceTensor("model.norm.weight", (hidden,)), SourceTensor(VALUE_HEAD, (1, hidden))
         if first:
             if pipeline_rank == 0:
-                yield vocabulary("embedding.word_embeddings.weight", EMBEDDING)
+                yield vocabulary(name="embedding.word_embeddings.weight", sources=(embedding,))
         elif pipeline_rank == last_stage:
-            yield held("decoder.final_layernorm.weight", SourceTensor("model.norm.weight", (self.shape.hidden_size,)))
+            yield held(name="decoder.final_layernorm.weight", sources=(final,), split=None)
             if self.value_head:
-                yield held(HEAD, SourceTensor(VALUE_HEAD, (1, self.shape.hidden_size)))
+                yield held(name=HEAD, sources=(values,), split=None)
             elif not self.tied:
-                yield vocabulary(HEAD, LM_HEAD)
+                yield vocabulary(name=HEAD, sources=(head,))
             elif last_stage > 0:
-                yield vocabulary(HEAD, EMBEDDING, copy=True)
+                yield vocabulary(name=HEAD, sources=(embedding,), copy=True)
 
 
 def _require_values(config: Mapping[str, Any], only: Mapping[str, Any], where: str, engine: str = "") -> None:
