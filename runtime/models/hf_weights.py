@@ -82,17 +82,11 @@ class WeightFiles:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor, one at a time, so that no more than one tensor lies in memory twice."""
-        for path, names in self._files.items():
-            with safe_open(path, framework="pt") as file:
-                for name in names:
-                    yield name, self._whole(file, name) if name in self.scales else file.get_tensor(name)
-
-    def _whole(self, file: Any, name: str) -> torch.Tensor:
-        assert self._blocks is not None
-        scales = self.scales[name]
-        with safe_open(self._holders[scales], framework="pt") as other:  # often the same file, but not always
-            found = other.get_tensor(scales)
-        return quantized.Dequantized(file.get_slice(name), found, self.shapes[name], self._blocks)[:]
+        with self.slices() as read:
+            for path, names in self._files.items():
+                with safe_open(path, framework="pt") as file:
+                    for name in names:
+                        yield name, read(name)[:] if name in self.scales else file.get_tensor(name)
 
     @contextlib.contextmanager
     def slices(self) -> Iterator[Callable[[str], Any]]:
