@@ -121,10 +121,6 @@ class FsdpBackend(ModelBackend):
     def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
         return self._experts.balance(batch, statistics)
 
-    def adapters_off(self) -> contextlib.AbstractContextManager[None]:
-        assert self._adapters is not None
-        return self._adapters.off()
-
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
         """At the predictors: what the head takes, [N, H] (of a model whose head stays within it the logits), or values float32
         [N]."""

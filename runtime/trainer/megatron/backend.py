@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -104,10 +103,6 @@ class MegatronBackend(ModelBackend):
         self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
     ) -> PerToken:
         return self._passes.token_logprobs(outputs, batch, temperature, entropy_gradient=entropy_gradient)
-
-    def adapters_off(self) -> contextlib.AbstractContextManager[None]:
-        assert self._adapters is not None
-        return self._adapters.off()
 
     # ------------------------------------------------------------------------------------------ gradients and updates
 
