@@ -19,7 +19,7 @@ from runtime.errors import UserError
 from runtime.models import hf_config, quantized
 from runtime.models.experts import join_experts
 from runtime.models.families import FAMILIES
-from runtime.models.families.family import LM_HEAD, dtype_of
+from runtime.models.families.family import LM_HEAD, VALUE_HEAD, dtype_of
 from runtime.models.hf_weights import WeightFiles
 from runtime.models.passes import PACKED_ATTENTION, packed_attention
 from runtime.weights.plan import TensorSpec
@@ -254,7 +254,6 @@ class ShardWriter(contextlib.ExitStack):
 # So a reward model's checkpoint is read as it is, and a critic's is one that other tools read.
 
 
-HEAD = "score.weight"
 LABEL = "value"  # the one label of a critic's checkpoint, by which it can be told from a reward model
 
 
@@ -293,7 +292,7 @@ def load_critic(path: str) -> ValueModel:
 
     Raises UserError when `path` is no model folder, weights of the body are missing, or the head gives more than one number.
     """
-    model = load_model("AutoModelForSequenceClassification", path, "critic.path", new={HEAD}, trained=True, num_labels=1)
-    if HEAD not in WeightFiles(path).shapes:
+    model = load_model("AutoModelForSequenceClassification", path, "critic.path", new={VALUE_HEAD}, trained=True, num_labels=1)
+    if VALUE_HEAD not in WeightFiles(path).shapes:
         nn.init.zeros_(model.score.weight)
     return ValueModel(model)

@@ -16,7 +16,7 @@ from runtime.models.families.shape import ModelShape, read_shape
 if TYPE_CHECKING:
     import torch
 
-HEAD = "output_layer.weight"  # at megatron-core, whatever head it is
+HEAD, WORDS = "output_layer.weight", "embedding.word_embeddings.weight"  # at megatron-core, whatever head it is
 EMBEDDING, LM_HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 ROUTER_BIAS = "e_score_correction_bias"  # the end of its name
 SHOWN = 10  # names that a message tells of those that are wrong
@@ -143,7 +143,7 @@ class Family:
         final, values = SourceTensor("model.norm.weight", (hidden,)), SourceTensor(VALUE_HEAD, (1, hidden))
         if first:
             if pipeline_rank == 0:
-                yield vocabulary(name="embedding.word_embeddings.weight", sources=(embedding,))
+                yield vocabulary(name=WORDS, sources=(embedding,))
         elif pipeline_rank == last_stage:
             yield held(name="decoder.final_layernorm.weight", sources=(final,), split=None)
             if self.value_head:

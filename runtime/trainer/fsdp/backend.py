@@ -113,7 +113,8 @@ class FsdpBackend(ModelBackend):
     def token_logprobs(
         self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
     ) -> PerToken:
-        numbers, weight = partial(token_logprobs, temperature=temperature, entropy_gradient=entropy_gradient), None
+        numbers = partial(token_logprobs, temperature=temperature, entropy_gradient=entropy_gradient)
+        weight = None
         if self._head is not None:
             weight, outputs = self._head.weight.to(self._compute), outputs.to(self._compute)
         return token_numbers(numbers, outputs, weight, self.vocab_size, batch)

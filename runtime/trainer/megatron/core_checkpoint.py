@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from runtime.errors import UserError
 from runtime.json_file import read_object
 from runtime.models.families import Family, Layout
-from runtime.models.families.family import HEAD, require_same
+from runtime.models.families.family import HEAD, WORDS, require_same
 from runtime.models.families.naming import FUSED
 from runtime.trainer.megatron.core_folder import CoreFile, columns
 from runtime.trainer.megatron.core_index import CoreReader
@@ -34,7 +34,6 @@ FOLDER = "megatron"
 TRAINER = "trainer.json"
 OPTIMIZER = "optimizer."
 OWN = "metadata.json"  # megatron-core's, among the Hugging Face folder's files
-_EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*)\.local_experts\.(\d+)\.(.*)")
 
@@ -74,7 +73,7 @@ class CoreCheckpoint:
             sizes = tuple(max(size, number + 1) for size, number in zip(before or index, index, strict=False))
             needed[key] = (*sizes, *shape)
         found = {key: tuple(tensor.size) for key, tensor in self._stored.items()}
-        for key in (_EMBEDDING, HEAD):  # rows of padding
+        for key in (WORDS, HEAD):  # rows of padding
             if key in needed and key in found:
                 found[key] = (min(found[key][0], needed[key][0]), *found[key][1:])
         require_same(str(self.path), needed, found)
