@@ -12,8 +12,9 @@ import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from runtime.process import os_process
 from runtime.rollout.engine import EngineStats, RolloutEngine
 from runtime.scoring.scorer_torch import OffloadableScorer
 from runtime.telemetry.startup import Phases
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import (
@@ -134,6 +136,8 @@ class InstantTrainer(ModelTrainer):
     """Takes every group, and makes a version of one small tensor."""
 
     def __init__(self) -> None:
+        self.backend: Any = self
+        self.rank_info = RankInfo(0, 1, torch.device("cpu"))
         self._weights = torch.zeros(1024)
 
     def begin_step(self, step: int) -> None:
@@ -175,6 +179,9 @@ class InstantTrainer(ModelTrainer):
 
 
 class InstantScoring:
+    device = torch.device("cpu")
+    weights: Iterable[torch.Tensor] = ()
+
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
         out = []
         for request in requests:
@@ -182,12 +189,6 @@ class InstantScoring:
             tokens = sum(len(sample.tokens) for sample in payload.samples)
             out.append(Logprobs(group_id=request.group_id, values=np.full(tokens, -1.0, np.float32)))
         return out
-
-    def offload(self) -> None:
-        """Nothing is on a device."""
-
-    def onload(self) -> None:
-        """Nor has it to be."""
 
 
 class InstantRollout(RolloutService):
@@ -197,7 +198,7 @@ class InstantRollout(RolloutService):
 
 class InstantTrainerService(TrainerService):
     def load(self) -> None:
-        self._worker = TrainRank(InstantTrainer(), self.config, 0, 1, torch.device("cpu"))
+        self._worker = TrainRank(InstantTrainer(), self.config)
 
 
 class InstantReference(ReferenceService):

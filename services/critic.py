@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> CriticRank:
-    from runtime.trainer.rank import make_critic_rank
+    from runtime.trainer import rank as ranks
 
-    return make_critic_rank(config, rank, world_size)
+    return ranks.make_rank(ranks.CriticRank, config, rank, world_size)
 
 
 def make(config: Config, name: str, rank: int) -> process.Service:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def make_rank(config: Config, rank: int, world_size: int) -> TrainRank:
-    from runtime.trainer.rank import make_train_rank
+    from runtime.trainer import rank as ranks
 
-    return make_train_rank(config, rank, world_size)
+    return ranks.make_rank(ranks.TrainRank, config, rank, world_size)
 
 
 class TrainerService(SpmdService):

@@ -26,7 +26,7 @@ class TrainingSender(Sender):
         self._engine = engine
 
     def load(self) -> None:
-        self._worker = TrainRank(self._engine, self.config, 0, 1, torch.device("cpu"))
+        self._worker = TrainRank(self._engine, self.config)
 
 
 class ChangesTrial(PublicationTrial):

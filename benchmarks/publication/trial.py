@@ -26,6 +26,7 @@ from benchmarks.publication.ways import Ways
 from runtime.config import Config
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.types import PolicyVersion
 from runtime.weights.plan import TensorSpec
@@ -42,6 +43,8 @@ class Untrained:
     `Trial.fill` and `Trial.alter` make them, and `Trial.gather` measures what it takes otherwise."""
 
     def __init__(self, specs: Sequence[TensorSpec]):
+        self.backend = self
+        self.rank_info = RankInfo(0, 1, torch.device("cpu"))
         self._specs = list(specs)
         self.weights: list[torch.Tensor] = []
 
@@ -84,7 +87,7 @@ class Sender(TrainerService):
 
     def load(self) -> None:
         engine = Untrained(self._specs)
-        self._worker = TrainRank(engine, self.config, 0, 1, torch.device("cpu"))  # type: ignore[arg-type]
+        self._worker = TrainRank(engine, self.config)  # type: ignore[arg-type]
         engine.weights = self.views()
 
     def views(self) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 from launcher.conversion.argument_types import require_types
 from runtime.errors import UserError
 from runtime.models.families.family import Family
-from runtime.models.families.shape import ExpertShape, LatentShape, ModelShape
+from runtime.models.families.shape import ExpertShape, LatentShape
 from runtime.models.rope import YarnScaling, read_rope
 
 # With a layout or parts of a model that have no mapping, unless they are one of these. MindSpeed-LLM's are among them.
@@ -70,7 +70,7 @@ DECISIVE = (
 def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     """What Megatron-LM's arguments say of the model that `config`, a Hugging Face config.json, describes."""
     config = {**family.defaults, **config}
-    window = max(family.traits(config, "config.json").get("windows", ()), default=0)
+    window = max(family.traits(config, family.shape, "config.json").get("windows", ()), default=0)
     shape, experts = family.shape, family.shape.experts
     positions = config.get("max_position_embeddings", 4096)
     attention = {entry.name for entry in family.layer(0)}
@@ -272,7 +272,7 @@ def _groups(found: Mapping[str, Any]) -> Any:
 
 def _unused(key: str, family: Family) -> bool:
     """Whether this model's tensors do not depend on the argument."""
-    shape: ModelShape = family.shape
+    shape = family.shape
     if key in (_HEADS if shape.latent is not None else _LATENT):
         return True
     if key.startswith("moe_"):

@@ -13,7 +13,7 @@ from launcher.conversion.classic_folder import RankFiles
 from launcher.conversion.torch_archive import ArchiveTensor
 from runtime.errors import UserError
 from runtime.models.families import Family, Layout, Parameter
-from runtime.models.families.family import HEAD, require_same
+from runtime.models.families.family import HEAD, WORDS, require_same
 from runtime.models.families.naming import (
     REWARD_BIAS,
     REWARD_HEAD,
@@ -27,8 +27,6 @@ from runtime.models.families.parameter import Sliceable
 from runtime.trainer.megatron.core_folder import Column, CoreFile, columns
 from runtime.weights.plan import TensorSpec
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-
 
 def has_value_head(ranks: RankFiles) -> bool:
     """Whether the model gives one number a token: by MindSpeed's reward head, or in the place of the vocabulary's head."""
@@ -40,10 +38,10 @@ def layout_of(ranks: RankFiles, vocab_size: int) -> Layout:
     """Raises UserError when the layers have gaps, and when the vocabulary is larger than what is stored."""
     tensor = ranks.grid.tensor
     path, stored = ranks.stored(0, 0, 0)
-    rows = stored[_EMBEDDING].shape[0] if _EMBEDDING in stored and stored[_EMBEDDING].shape else 0
+    rows = stored[WORDS].shape[0] if WORDS in stored and stored[WORDS].shape else 0
     if 0 < rows * tensor < vocab_size:
         raise UserError(
-            f"{path}: {_EMBEDDING} has {rows} rows on each of {tensor} ranks; must be at least vocab_size {vocab_size} in all"
+            f"{path}: {WORDS} has {rows} rows on each of {tensor} ranks; must be at least vocab_size {vocab_size} in all"
         )
     return Layout(
         tensor=tensor,

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from launcher.conversion.parts import (
     Show,
     dtype_name,
     open_hf,
-    read_config,
     require_new,
     require_room,
 )
@@ -36,6 +36,7 @@ from runtime.ledger import checkpoint
 from runtime.models import hf_policy, quantized
 from runtime.models.families import Family, Layout, Parameter, family_for
 from runtime.models.families.naming import Naming
+from runtime.models.hf_config import read_family, read_raw
 from runtime.models.hf_weights import weight_paths
 from runtime.trainer.megatron.core_checkpoint import OWN, CoreCheckpoint, is_checkpoint
 from runtime.trainer.megatron.core_folder import (
@@ -52,7 +53,6 @@ from runtime.weights.tensor_files import TensorFolder, TensorWriter
 
 _PLAIN = Naming()
 Pieces = list[tuple[Parameter, ParameterReader]]
-Comparison = Callable[["_Core", Path], float]  # of a model in megatron-core's layout and a Hugging Face folder
 
 
 @dataclass(frozen=True)
@@ -94,20 +94,17 @@ def to_core(
     parts = [part for column in columns(model.family, layout) for part in column.parts]
     specs = {part.name: [model.tensors.spec(parameter) for parameter in part.parameters] for part in parts}
 
-    def write(partial: Path, progress: ConversionProgress) -> None:
-        hf_policy.write_description(source, partial, dtype)
-        write_description(partial, Description(layout=layout, value_head=value_head))
+    def write(unfinished: Path, progress: ConversionProgress) -> None:
+        hf_policy.write_description(source, unfinished, dtype)
+        write_description(unfinished, Description(layout=layout, value_head=value_head))
         for part in parts:
-            with TensorWriter(partial / part.name, specs[part.name]) as writer:
+            with TensorWriter(unfinished / part.name, specs[part.name]) as writer:
                 for parameter in part.parameters:
                     writer.write(parameter.name, parameter.from_hf(model.tensors.read))
                     progress.add("converting", writer.specs[parameter.name].nbytes)
 
-    def reopen(partial: Path) -> _Core:
-        return _open_folder(partial)
-
     nbytes = sum(spec.nbytes for part in specs.values() for spec in part)
-    return _from_hf(source, folder, model, nbytes, len(parts), write, reopen, check_logits, show)
+    return _from_hf(source, folder, model, nbytes, len(parts), write, _open_folder, check_logits, show)
 
 
 def to_megatron(
@@ -131,12 +128,10 @@ def to_megatron(
     held = [parameters for rank in ranks for parameters in rank_parameters(model, target, rank)]
     nbytes = sum(model.tensors.spec(parameter).nbytes for parameters in held for parameter in parameters)
 
-    def write(partial: Path, progress: ConversionProgress) -> None:
-        write_ranks(partial, model, target, progress)
+    def write(unfinished: Path, progress: ConversionProgress) -> None:
+        write_ranks(unfinished, model, target, progress)
 
-    def reopen(partial: Path) -> _Core:
-        return _open_classic(partial, source)
-
+    reopen = partial(_open_classic, hf_config=source)
     return _from_hf(source, folder, model, nbytes, len(ranks), write, reopen, check_logits, show)
 
 
@@ -179,16 +174,17 @@ def _from_hf(
     """Write `files` files of `nbytes` bytes, and check them."""
     if check_logits and model.config.get(quantized.KEY) is not None:
         raise UserError(f"--check-logits: the weights of {source} are quantised; must be a folder whose weights are not")
-    compare = _comparison(model.family) if check_logits else None
+    if check_logits:
+        _require_logits(model.family)
     require_room(folder, nbytes)
     progress = ConversionProgress(show, nbytes)
-    with checkpoint.atomic_folder(folder) as partial:
+    with checkpoint.atomic_folder(folder) as unfinished:
         started = time.monotonic()
-        write(partial, progress)
+        write(unfinished, progress)
         seconds = time.monotonic() - started
-        core = reopen(partial)
+        core = reopen(unfinished)
         require_same_bits(core.pieces(), model.tensors.read, progress.add)
-        difference = _compare(compare, core, source, show)
+        difference = _difference(core, source, show) if check_logits else None
     return ConversionReport(
         nbytes=nbytes,
         files=files,
@@ -200,22 +196,23 @@ def _from_hf(
 
 
 def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> ConversionReport:
-    compare = _comparison(core.family) if check_logits else None
+    if check_logits:
+        _require_logits(core.family)
     pieces = core.pieces()
     specs = _hf_specs(core.family, pieces)
     progress = ConversionProgress(show, sum(reader.specs[parameter.name].nbytes for parameter, reader in pieces))
     require_room(folder, sum(spec.nbytes for spec in specs))
-    with checkpoint.atomic_folder(folder) as partial:
+    with checkpoint.atomic_folder(folder) as unfinished:
         started = time.monotonic()
-        core.describe(partial, getattr(torch, specs[0].dtype))
+        core.describe(unfinished, getattr(torch, specs[0].dtype))
         if core.family.value_head:
-            hf_policy.describe_critic(partial, f"{core.family.architecture}ForSequenceClassification")
-        with hf_policy.ShardWriter(partial, "model", specs) as writer:
+            hf_policy.describe_critic(unfinished, f"{core.family.architecture}ForSequenceClassification")
+        with hf_policy.ShardWriter(unfinished, "model", specs) as writer:
             _join(core, writer, progress)
         seconds = time.monotonic() - started
-        files = weight_paths(partial)
+        files = weight_paths(unfinished)
         require_same_bits(pieces, TensorFolder(files).get, progress.add)
-        difference = _compare(compare, core, partial, show)
+        difference = _difference(core, unfinished, show) if check_logits else None
     return ConversionReport(
         nbytes=sum(spec.nbytes for spec in specs),
         files=len(files),
@@ -228,24 +225,24 @@ def _to_hf(core: _Core, folder: Path, check_logits: bool, show: Show) -> Convers
 
 def _open_folder(source: Path) -> _Core:
     description = read_description(source)
-    family = family_for(read_config(source), str(source / "config.json"), value_head=description.value_head)
+    family = read_family(source, description.value_head)
     description.layout.require(family.shape)
-    folder = CoreFolder(source, family, description.layout)
+    core = CoreFolder(source, family, description.layout)
 
-    def describe(partial: Path, _: torch.dtype) -> None:
-        hf_policy.write_description(source, partial, None, but=(LAYOUT,))
+    def describe(folder: Path, _: torch.dtype) -> None:
+        hf_policy.write_description(source, folder, None, but=(LAYOUT,))
 
-    return _Core(family, list(columns(family, description.layout)), folder, describe)
+    return _Core(family, list(columns(family, description.layout)), core, describe)
 
 
 def _open_checkpoint(source: Path) -> _Core:
     core = CoreCheckpoint(source)
-    family = family_for(read_config(core.path), str(core.path / "config.json"), value_head=core.has_value_head)
+    family = read_family(core.path, core.has_value_head)
     core.require(family)
 
-    def describe(partial: Path, dtype: torch.dtype) -> None:
+    def describe(folder: Path, dtype: torch.dtype) -> None:
         # A trainer computes, and saves, in a dtype of its own.
-        hf_policy.write_description(core.path, partial, dtype, but=(OWN,))
+        hf_policy.write_description(core.path, folder, dtype, but=(OWN,))
 
     return _Core(family, list(columns(family, Layout())), core, describe)
 
@@ -253,36 +250,36 @@ def _open_checkpoint(source: Path) -> _Core:
 def _open_classic(source: Path, hf_config: Path | None) -> _Core:
     ranks = classic_folder.read_rank_files(source)
     where, arguments = str(ranks.first.path), ranks.first.arguments
-    config = config_of(arguments, where) if hf_config is None else read_config(hf_config)
+    config = config_of(arguments, where) if hf_config is None else read_raw(hf_config)
     named = where if hf_config is None else str(hf_config / "config.json")
     family = family_for(config, named, value_head=has_value_head(ranks))
     require_arguments(arguments, family, config, where)
     core = ClassicCheckpoint(ranks, family)
 
-    def describe(partial: Path, dtype: torch.dtype) -> None:
+    def describe(folder: Path, dtype: torch.dtype) -> None:
         if hf_config is None:
             text = json.dumps({**config, "torch_dtype": dtype_name(dtype)}, indent=2, sort_keys=True)
-            (partial / "config.json").write_text(text + "\n", encoding="utf-8")
+            (folder / "config.json").write_text(text + "\n", encoding="utf-8")
             return
         declared = config.get("dtype") or config.get("torch_dtype")
-        hf_policy.write_description(hf_config, partial, None if declared == dtype_name(dtype) else dtype)
+        hf_policy.write_description(hf_config, folder, None if declared == dtype_name(dtype) else dtype)
 
     return _Core(family, core.columns, core, describe, list(core.copies()), core.left_out)
 
 
-def _comparison(family: Family) -> Comparison:
-    """Raises UserError when logits cannot be compared."""
+def _require_logits(family: Family) -> None:
+    """Raises UserError when they cannot be compared."""
     from runtime.trainer.megatron import logits
 
     logits.require(family)
-    return lambda core, hf: logits.largest_difference(core.family, _wholes(core), hf)
 
 
-def _compare(compare: Comparison | None, core: _Core, hf: Path, show: Show) -> float | None:
-    if compare is None:
-        return None
+def _difference(core: _Core, hf: Path, show: Show) -> float:
+    """Of the logits."""
+    from runtime.trainer.megatron import logits
+
     show("comparing", 0, 0)
-    return compare(core, hf)
+    return logits.largest_difference(core.family, _wholes(core), hf)
 
 
 def _wholes(core: _Core) -> dict[str, torch.Tensor]:
@@ -316,16 +313,12 @@ def _join(core: _Core, writer: hf_policy.ShardWriter, progress: ConversionProgre
     """Write the Hugging Face tensors."""
     for row, readers in _rows(core):
         if row[0].split == 0 and not row[0].copy:
+            # Blocks that are rows of the whole need not meet the other ranks' pieces.
             for parameter, reader in zip(row, readers, strict=True):
-                _join_rows(parameter, reader, writer)
+                for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
+                    writer.write(source.name, block, index[0].start)
         elif not row[0].copy:
             pieces = [reader.get(row[0].name)[:] for reader in readers[: row[0].pieces]]
             for name, whole in row[0].to_hf(pieces):
                 writer.write(name, whole)
         progress.add("converting", sum(reader.specs[row[0].name].nbytes for reader in readers))
-
-
-def _join_rows(parameter: Parameter, reader: ParameterReader, writer: hf_policy.ShardWriter) -> None:
-    """Where the blocks of a piece are rows of the whole, it need not meet the other ranks' pieces."""
-    for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
-        writer.write(source.name, block, index[0].start)

@@ -12,17 +12,16 @@ import msgspec
 import torch
 
 from runtime.errors import UserError
-from runtime.json_file import read_object
 from runtime.models import quantized
 from runtime.models.families import Family, Parameter, family_for
 from runtime.models.families.family import EMBEDDING, dtype_of
 from runtime.models.families.parameter import Sliceable
-from runtime.models.hf_weights import predicting_layers, weight_paths
+from runtime.models.hf_config import read_raw
+from runtime.models.hf_weights import WeightFiles, predicting_layers, weight_paths
 from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorFolder
 
 Show = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
-_BUFFER = "rotary_emb.inv_freq"  # which old checkpoints stored; it follows from config.json
 
 
 class ConversionReport(msgspec.Struct, kw_only=True):
@@ -48,40 +47,28 @@ class HfModel:
 
 def open_hf(source: Path, dtype: torch.dtype | None, value_head: bool) -> HfModel:
     """Raises UserError for a model that is not supported, and for tensors that are missing or too many."""
-    config = read_config(source)
+    config = read_raw(source)
     family = family_for(config, str(source / "config.json"), value_head=value_head)
-    tensors = HfTensors(TensorFolder(weight_paths(source)), dtype, config, source)
-    beyond = predicting_layers(config)
-    found = {name: spec.shape for name, spec in tensors.specs.items() if not name.endswith(_BUFFER)}
-    predicting = [name for name in found if name.startswith(beyond)]
-    found = {name: shape for name, shape in found.items() if name not in set(predicting)}
-    family.require_tensors(found, str(source))
+    tensors, files = TensorFolder(weight_paths(source)), WeightFiles(source)
+    family.require_tensors(files.shapes, str(source))
     needed = family.tensors()
-    left_out = [name for name in found if name not in needed]
-    if predicting:
-        left_out.append(f"{len(predicting)} tensors of multi-token prediction ({', '.join(f'{name}*' for name in beyond)})")
-    return HfModel(config, family, tensors, left_out)
+    left_out = [name for name in files.shapes if name not in needed]
+    if files.left_out:
+        beyond = ", ".join(f"{name}*" for name in predicting_layers(config))
+        left_out.append(f"{len(files.left_out)} tensors of multi-token prediction ({beyond})")
+    return HfModel(config, family, HfTensors(tensors, files, dtype, config), left_out)
 
 
 class HfTensors:
     """A Hugging Face folder's tensors as they are to be stored: quantised ones in the dtype that config.json declares, unless
     another one is asked for."""
 
-    def __init__(self, tensors: TensorFolder, dtype: torch.dtype | None, config: Mapping[str, Any], source: Path):
-        """Raises UserError for a quantisation that is not known."""
-        self._tensors = tensors
-        self._dtype = dtype
-        self._blocks = quantized.blocks_of(config, str(source / "config.json"))
-        self._scales: dict[str, str] = {}
-        shapes = {name: spec.shape for name, spec in tensors.specs.items()}
-        if self._blocks is not None:
-            names = [name for name, spec in tensors.specs.items() if spec.dtype == quantized.STORED]
-            self._scales = {name: quantized.scales_of(name, shapes, self._blocks, str(source)) for name in names}
-        declared, beside = config.get("dtype") or config.get("torch_dtype") or "bfloat16", set(self._scales.values())
+    def __init__(self, tensors: TensorFolder, files: WeightFiles, dtype: torch.dtype | None, config: Mapping[str, Any]):
+        self._tensors, self._files, self._dtype = tensors, files, dtype
+        declared = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         self.specs = {
-            name: msgspec.structs.replace(spec, dtype=declared) if name in self._scales else spec
-            for name, spec in tensors.specs.items()
-            if name not in beside
+            name: msgspec.structs.replace(tensors.specs[name], dtype=declared) if name in files.scales else tensors.specs[name]
+            for name in files.shapes
         }
 
     def spec(self, parameter: Parameter) -> TensorSpec:
@@ -98,10 +85,10 @@ class HfTensors:
             like = self._declared(name)
             return torch.zeros(1, like.shape[1], dtype=self._dtype or getattr(torch, like.dtype))
         stored: Sliceable = self._tensors.get(name)
-        if self._blocks is None or name not in self._scales:
+        if self._files.blocks is None or name not in self._files.scales:
             return _Cast(stored, self._asked(name))
-        scales = self._tensors.get(self._scales[name])
-        whole = quantized.Dequantized(stored, scales, self.specs[name].shape, self._blocks)
+        scales = self._tensors.get(self._files.scales[name])
+        whole = quantized.Dequantized(stored, scales, self.specs[name].shape, self._files.blocks)
         return _Cast(whole, self._asked(name) or getattr(torch, self.specs[name].dtype))
 
     def _asked(self, name: str) -> torch.dtype | None:
@@ -138,14 +125,6 @@ class ConversionProgress:
             self._phase, self._done = phase, 0
         self._done += nbytes
         self._show(phase, self._done, self.total)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json. Raises UserError."""
-    path = folder / "config.json"
-    if not path.exists():
-        raise UserError(f"{folder}: is not a model folder: config.json: No such file or directory")
-    return read_object(path, str(path))
 
 
 def require_new(folder: Path) -> None:

@@ -54,17 +54,11 @@ _INERT_PACKAGES = {"megatron", "mindspeed", "mindspeed_llm", "mindspeed_rl", "nu
 class ArchiveTensor:
     """A tensor in the file, or a part of one, of which nothing is read yet. `offset` and `stride` are in elements."""
 
-    def __init__(
-        self, path: Path, start: int, size: int, dtype: str, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
-    ):
-        """Its memory has `size` elements, from byte `start` of the file on. Raises ValueError when it lies beyond that."""
-        self.path = path
-        self.dtype = dtype
-        self.shape = shape
-        self._memory = (start, size)
-        self._offset = offset
-        self._stride = stride
-        if len(shape) != len(stride) or min((offset, *shape, *stride)) < 0 or offset + self._extent > size:
+    def __init__(self, memory: ArchiveMemory, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]):
+        """Raises ValueError when it lies beyond its `memory`."""
+        self.path, self.dtype, self.shape = memory.path, memory.dtype, shape
+        self._memory, self._offset, self._stride = memory, offset, stride
+        if len(shape) != len(stride) or min((offset, *shape, *stride)) < 0 or offset + self._extent > memory.elements:
             raise ValueError(f"a tensor {list(shape)} lies beyond its memory")
         if math.prod(max(length, 1) for length in shape) >= _LIMIT or max(stride, default=0) >= _LIMIT:
             raise ValueError(f"a tensor {list(shape)} has more elements than there are numbers")
@@ -89,21 +83,19 @@ class ArchiveTensor:
             raise UserError(f"{self.path}: a tensor {list(self.shape)} is not contiguous")
         stride = torch.empty(shape[::-1] if transposed else shape, device="meta").stride()
         stride = stride[::-1] if transposed else stride
-        return ArchiveTensor(self.path, *self._memory, self.dtype, self._offset + first, shape, stride)
+        return ArchiveTensor(self._memory, self._offset + first, shape, stride)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """A new, contiguous tensor, all of which is read first.
 
         Raises UserError when the file ends within it, and when its elements share memory, and may so be without end.
         """
-        if self.elements > self._memory[1]:
-            raise UserError(
-                f"{self.path}: a tensor {list(self.shape)} has {self.elements} elements in the memory of {self._memory[1]}"
-            )
+        if self.elements > (size := self._memory.elements):
+            raise UserError(f"{self.path}: a tensor {list(self.shape)} has {self.elements} elements in the memory of {size}")
         memory = torch.empty(self._extent, dtype=getattr(torch, self.dtype))
         into = tensor_files.memory(memory)
         with self.path.open("rb", buffering=0) as file:
-            file.seek(self._memory[0] + self._offset * memory.element_size())
+            file.seek(self._memory.start + self._offset * memory.element_size())
             while into:
                 count = file.readinto(into)
                 if not count:
@@ -129,7 +121,7 @@ def read_archive(path: Path) -> Any:
         raise UserError(f"{path}: is not a whole file of torch.save: {line(error)}") from error
 
 
-class _Memory(msgspec.Struct, frozen=True):
+class ArchiveMemory(msgspec.Struct, frozen=True):
     """A tensor's in the file: from byte `start` on `elements` of a dtype."""
 
     path: Path
@@ -179,7 +171,7 @@ class _Archive:
             return Function(full, lambda *_: Inert(full))
         raise RefusedPickle(full)
 
-    def outside(self, identity: Any) -> _Memory | Inert:
+    def outside(self, identity: Any) -> ArchiveMemory | Inert:
         """A tensor's, by a persistent identity. That of a dtype which no model here has is `Inert`."""
         if not isinstance(identity, tuple) or len(identity) != 5:
             raise Malformed(f"it wants {told(identity)} from outside")
@@ -198,15 +190,15 @@ class _Archive:
         start = info.header_offset + _HEADER.size + sum(_HEADER.unpack(self._file.read(_HEADER.size)))
         if start + info.file_size > self._size:
             raise Malformed(f"data/{key} lies beyond its end")
-        return _Memory(self._path, start, elements, dtype)
+        return ArchiveMemory(self._path, start, elements, dtype)
 
 
 def _tensor(memory: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> ArchiveTensor | Inert:
     if isinstance(memory, Inert):
         return memory
-    if not isinstance(memory, _Memory) or not isinstance(offset, int):
+    if not isinstance(memory, ArchiveMemory) or not isinstance(offset, int):
         raise Malformed("it has a tensor without memory")
-    return ArchiveTensor(memory.path, memory.start, memory.elements, memory.dtype, offset, _sizes(shape), _sizes(stride))
+    return ArchiveTensor(memory, offset, _sizes(shape), _sizes(stride))
 
 
 def _sizes(sizes: Any = ()) -> tuple[int, ...]:

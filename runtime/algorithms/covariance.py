@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from runtime.algorithms.interfaces import BatchSum, LossInputs, LossOptions, LossOutputs, StepTokens, policy_loss
-from runtime.algorithms.losses import behaviour_kl, surrogate
+from runtime.algorithms.losses import clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,9 +70,9 @@ def highest(tokens: StepTokens, options: LossOptions, batch_sum: BatchSum) -> Te
 def clip_cov(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """The clipped surrogate, without those tokens that were drawn, which count all the same."""
     assert inputs.chosen is not None
-    loss, clips = surrogate(inputs, options)
-    metrics = {"actor/ppo_kl": behaviour_kl(inputs), "actor/covariance_chosen": inputs.chosen}
-    return LossOutputs(loss.masked_fill(inputs.chosen > 0, 0.0), clips | metrics)
+    loss, clips = clipped_surrogate(inputs.logp, inputs.old_logp, inputs.advantages, options)
+    metrics = clips | {"actor/covariance_chosen": inputs.chosen}
+    return LossOutputs(loss.masked_fill(inputs.chosen > 0, 0.0), metrics)
 
 
 @policy_loss("kl_cov", zero_without_advantage=False, chooses=highest)
@@ -82,7 +82,7 @@ def kl_cov(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     assert inputs.chosen is not None
     log_ratio = inputs.logp - inputs.old_logp
     loss = -log_ratio.exp() * inputs.advantages + options.covariance_kl * inputs.chosen * log_ratio.abs()
-    return LossOutputs(loss, {"actor/ppo_kl": behaviour_kl(inputs), "actor/covariance_chosen": inputs.chosen})
+    return LossOutputs(loss, {"actor/covariance_chosen": inputs.chosen})
 
 
 def beyond_second_moment(tokens: StepTokens, options: LossOptions, batch_sum: BatchSum) -> Tensor:
@@ -108,4 +108,4 @@ def m2po(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """`-r A`, and 0 for the tokens of the largest `(log r)^2`, which count all the same."""
     assert inputs.chosen is not None
     loss = (-(inputs.logp - inputs.old_logp).exp() * inputs.advantages).masked_fill(inputs.chosen > 0, 0.0)
-    return LossOutputs(loss, {"actor/ppo_kl": behaviour_kl(inputs), "actor/m2po_masked": inputs.chosen})
+    return LossOutputs(loss, {"actor/m2po_masked": inputs.chosen})

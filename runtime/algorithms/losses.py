@@ -34,15 +34,15 @@ def row_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def clipped_surrogate(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float = 0.0
+    logp: Tensor, old_logp: Tensor, advantages: Tensor, options: LossOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`max(-rA, -clip(r, 1 - low, 1 + high) A)` with `r = exp(logp - old_logp)` (PPO, arXiv:1707.06347, equation 7).
 
     With `dual_clip` c, `min(L, -cA)` where A < 0 (arXiv:1912.09729, equation 5). Returns the loss and two metrics, 1 on a token
     or 0, as verl has them: `pg_clipfrac` where the clip of the ratio decided L, `pg_clipfrac_lower` where -cA is below L.
     """
-    ratio = (logp - old_logp).exp()
-    plain, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    ratio, dual_clip = (logp - old_logp).exp(), options.dual_clip
+    plain, clipped = -ratio * advantages, -ratio.clamp(1 - options.clip_low, 1 + options.clip_high) * advantages
     loss = plain.maximum(clipped)
     beyond = (advantages < 0) & (loss > -dual_clip * advantages) if dual_clip else loss.new_zeros(()).bool()
     metrics = {
@@ -52,17 +52,10 @@ def clipped_surrogate(
     return loss.where(~beyond, -dual_clip * advantages), metrics
 
 
-def surrogate(inputs: LossInputs, options: LossOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """`clipped_surrogate` against `old_logp`, with the bounds of `options`."""
-    bounds = {"clip_low": options.clip_low, "clip_high": options.clip_high, "dual_clip": options.dual_clip}
-    return clipped_surrogate(inputs.logp, inputs.old_logp, inputs.advantages, **bounds)
-
-
 @policy_loss("ppo", zero_without_advantage=True)
 def ppo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """The clipped surrogate against `old_logp`: the policy that sampled, unless a correction accounts for it."""
-    loss, clips = surrogate(inputs, options)
-    return LossOutputs(loss, clips | {"actor/ppo_kl": behaviour_kl(inputs)})
+    return LossOutputs(*clipped_surrogate(inputs.logp, inputs.old_logp, inputs.advantages, options))
 
 
 @policy_loss("decoupled", zero_without_advantage=True)
@@ -73,23 +66,10 @@ def decoupled(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     token still counts as one.
     """
     weight = (inputs.proximal_logp - inputs.behaviour_logp).detach().exp()
-    loss, clips = clipped_surrogate(
-        inputs.logp,
-        inputs.proximal_logp,
-        inputs.advantages,
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        dual_clip=options.dual_clip,
-    )
+    loss, clips = clipped_surrogate(inputs.logp, inputs.proximal_logp, inputs.advantages, options)
     beyond = weight > options.behaviour_weight_cap
     capped = weight.masked_fill(beyond, 0.0 if options.behaviour_weight_over == "drop" else options.behaviour_weight_cap)
-    metrics = {"actor/ppo_kl": behaviour_kl(inputs), "actor/behaviour_capfrac": beyond.to(loss.dtype)}
-    return LossOutputs(capped * loss, clips | metrics)
-
-
-def behaviour_kl(inputs: LossInputs) -> Tensor:
-    """k1 of KL(behaviour || policy): its tokens were drawn from the behaviour policy."""
-    return (inputs.behaviour_logp - inputs.logp).detach()
+    return LossOutputs(capped * loss, clips | {"actor/behaviour_capfrac": beyond.to(loss.dtype)})
 
 
 @policy_loss("cispo", zero_without_advantage=True)
@@ -98,7 +78,7 @@ def cispo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     ratio = (inputs.logp - inputs.old_logp).detach().exp()
     weight = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     loss = -weight * inputs.advantages * inputs.logp
-    return LossOutputs(loss, {"actor/pg_clipfrac": (weight != ratio).to(loss.dtype), "actor/ppo_kl": behaviour_kl(inputs)})
+    return LossOutputs(loss, {"actor/pg_clipfrac": (weight != ratio).to(loss.dtype)})
 
 
 @policy_loss("gspo", zero_without_advantage=True)
@@ -108,15 +88,8 @@ def gspo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     Every token of a row carries the row's loss: `seq_mean_token_mean` makes the mean over rows of it.
     """
     log_ratio: Tensor = row_mean(inputs.logp - inputs.old_logp, inputs.mask)
-    loss, clips = clipped_surrogate(
-        log_ratio,
-        log_ratio.new_zeros(()),
-        inputs.advantages,
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        dual_clip=options.dual_clip,
-    )
-    return LossOutputs(loss.expand_as(inputs.mask), clips | {"actor/ppo_kl": behaviour_kl(inputs)})
+    loss, clips = clipped_surrogate(log_ratio, log_ratio.new_zeros(()), inputs.advantages, options)
+    return LossOutputs(loss.expand_as(inputs.mask), clips)
 
 
 @policy_loss("sapo", zero_without_advantage=True)
@@ -127,8 +100,7 @@ def sapo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """
     ratio, advantages = (inputs.logp - inputs.old_logp).exp(), inputs.advantages
     tau = advantages.new_full((), options.tau_positive).where(advantages > 0, options.tau_negative)
-    loss = -4 / tau * (tau * (ratio - 1)).sigmoid() * advantages
-    return LossOutputs(loss, {"actor/ppo_kl": behaviour_kl(inputs)})
+    return LossOutputs(-4 / tau * (tau * (ratio - 1)).sigmoid() * advantages)
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -233,23 +205,15 @@ def k2(x: Tensor) -> Tensor:
 
 
 @KL_ESTIMATORS.register("k3_plain")
-def k3_plain(x: Tensor) -> Tensor:
-    """k3 without clamps."""
-    return k3(x)
-
-
-def k3(x: Tensor, *, clamp: bool = False) -> Tensor:
-    """exp(-x) - 1 + x. Unbiased, never negative. `clamp` holds the result at 10 or less, beyond which it has no gradient."""
-    if not clamp:
-        return (-x).expm1() + x
-    x = x.clamp(min=-20.0)  # an exponential that overflows would make the gradient NaN instead
-    return ((-x).expm1() + x).clamp(max=10.0)
+def k3(x: Tensor) -> Tensor:
+    """exp(-x) - 1 + x. Unbiased, never negative."""
+    return (-x).expm1() + x
 
 
 @KL_ESTIMATORS.register("k3")
 def k3_clamped(x: Tensor) -> Tensor:
-    """k3 as losses use it: one far token must not overflow the step."""
-    return k3(x, clamp=True)
+    """k3 as losses use it: one far token must not overflow the step. Beyond the largest result, 10, it has no gradient."""
+    return k3(x.clamp(min=-20.0)).clamp(max=10.0)  # an exponential that overflows would make the gradient NaN instead
 
 
 @KL_ESTIMATORS.register("abs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from runtime.algorithms.interfaces import LossInputs, LossOptions, LossOutputs, policy_loss
-from runtime.algorithms.losses import behaviour_kl, row_mean, row_sum, surrogate
+from runtime.algorithms.losses import clipped_surrogate, row_mean, row_sum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,13 +25,13 @@ def gmpo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     kept = sign * (sign * log_ratio).minimum(sign * near)
     loss = -inputs.advantages * row_mean(kept, inputs.mask).exp()
     clipped = (sign * (log_ratio - near) > 0).to(log_ratio.dtype)
-    return LossOutputs(loss.expand_as(inputs.mask), {"actor/pg_clipfrac": clipped, "actor/ppo_kl": behaviour_kl(inputs)})
+    return LossOutputs(loss.expand_as(inputs.mask), {"actor/pg_clipfrac": clipped})
 
 
 @policy_loss("gpg", zero_without_advantage=True)
 def gpg(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """`-A logp`: the policy gradient itself, without ratio and clip (GPG, arXiv:2504.02546, section 2)."""
-    return LossOutputs(-inputs.advantages * inputs.logp, {"actor/ppo_kl": behaviour_kl(inputs)})
+    return LossOutputs(-inputs.advantages * inputs.logp)
 
 
 @policy_loss("topr", zero_without_advantage=True)
@@ -39,17 +39,17 @@ def topr(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """`-A logp` where A > 0, else `-sg(min(Π_t r_t, 1)) A logp`, the product over the row (TOPR, arXiv:2503.14286)."""
     weight = row_sum(inputs.logp - inputs.old_logp, inputs.mask).detach().clamp(max=0.0).exp()
     weight = weight.where(inputs.advantages < 0, 1.0)
-    metrics = {"actor/topr_weight": weight.expand_as(inputs.mask), "actor/ppo_kl": behaviour_kl(inputs)}
+    metrics = {"actor/topr_weight": weight.expand_as(inputs.mask)}
     return LossOutputs(-weight * inputs.advantages * inputs.logp, metrics)
 
 
 @policy_loss("up", zero_without_advantage=True)
 def unbounded_positive(inputs: LossInputs, options: LossOptions) -> LossOutputs:
     """`-A logp` where A > 0, else the clipped surrogate (UP, arXiv:2607.06987, equation 15). `dual_clip` as in `ppo`."""
-    loss, clips = surrogate(inputs, options)
+    loss, clips = clipped_surrogate(inputs.logp, inputs.old_logp, inputs.advantages, options)
     positive = (inputs.advantages > 0).expand_as(loss)
     clips["actor/pg_clipfrac"] = clips["actor/pg_clipfrac"].masked_fill(positive, 0.0)
-    return LossOutputs((-inputs.advantages * inputs.logp).where(positive, loss), clips | {"actor/ppo_kl": behaviour_kl(inputs)})
+    return LossOutputs((-inputs.advantages * inputs.logp).where(positive, loss), clips)
 
 
 @policy_loss("vespo", zero_without_advantage=True)
@@ -71,7 +71,7 @@ def vespo(
     power = log_weight.new_full((), power_negative).where(negative, power_positive)
     decay = log_weight.new_full((), decay_negative).where(negative, decay_positive)
     weight = (power * log_weight + decay * (1 - log_weight.exp())).exp()
-    metrics = {"actor/vespo_weight": weight.expand_as(inputs.mask), "actor/ppo_kl": behaviour_kl(inputs)}
+    metrics = {"actor/vespo_weight": weight.expand_as(inputs.mask)}
     return LossOutputs(-weight * inputs.advantages * inputs.logp, metrics)
 
 
@@ -97,4 +97,4 @@ def _within(divergence: Tensor, inputs: LossInputs, options: LossOptions) -> Los
     bound = divergence.new_full((), options.clip_high).where(positive, options.clip_low)
     outside = (divergence > bound) & (log_ratio * inputs.advantages > 0)
     loss = (-log_ratio.exp() * inputs.advantages).masked_fill(outside, 0.0)
-    return LossOutputs(loss, {"actor/pg_clipfrac": outside.to(loss.dtype), "actor/ppo_kl": behaviour_kl(inputs)})
+    return LossOutputs(loss, {"actor/pg_clipfrac": outside.to(loss.dtype)})

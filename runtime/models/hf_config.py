@@ -11,8 +11,8 @@ import msgspec
 from runtime.errors import UserError
 from runtime.json_file import read_object
 from runtime.models import quantized
-from runtime.models.families import FAMILIES, family_for
-from runtime.models.families.shape import ExpertShape, LatentShape
+from runtime.models.families import FAMILIES, Family, family_for
+from runtime.models.families.shape import ExpertShape, ModelShape
 from runtime.models.rope import Rope, read_rope
 
 DECODED = tuple(FAMILIES)
@@ -24,25 +24,16 @@ PACKED = (*FAMILIES, "exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "se
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a decoder-only model. Sizes in elements."""
+class ModelConfig(ModelShape, frozen=True, kw_only=True):
+    """What a decoder-only model computes. Of latent attention `kv_heads` is 1, and `head_dim` what of a head is rotated."""
 
     family: str  # config.json's model_type
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     norm_eps: float
     rope: Rope
     max_positions: int
-    tied: bool  # lm_head is the embedding
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     qk_norm: bool
-    experts: ExpertShape | None = None
     windows: tuple[int, ...] = ()
     """Of each layer, how many tokens attention reaches back to, its own included; 0: to the first. (): so in all layers."""
     rotary_dim: int = 0  # of a head, its first elements that are rotated; 0: all
@@ -54,7 +45,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     activation: Literal["silu", "gelu_tanh"] = "silu"
     embedding_scale: float = 1.0
     softcap: float = 0.0  # of the logits; 0: none
-    latent: LatentShape | None = None  # `kv_heads` is 1 then, and `head_dim` what of a head is rotated
 
     @property
     def cached(self) -> tuple[int, int, int]:
@@ -78,6 +68,11 @@ def read_raw(folder: str | Path) -> dict[str, Any]:
     return read_object(path, f"model {path}")
 
 
+def read_family(folder: str | Path, value_head: bool = False) -> Family:
+    """The mapping to megatron-core of the model in `folder`, as `family_for` has it. Raises UserError."""
+    return family_for(read_raw(folder), f"model {Path(folder) / 'config.json'}", value_head=value_head)
+
+
 def parse(raw: Mapping[str, Any], where: str, families: Collection[str] = DECODED) -> ModelConfig:
     """Of the contents of a config.json, which messages call `where`. Raises UserError when it is malformed, of a model that is
     none of `families`, or has what these are not computed with."""
@@ -86,46 +81,30 @@ def parse(raw: Mapping[str, Any], where: str, families: Collection[str] = DECODE
         raise UserError(f"{where}: model_type {family!r} is not supported; must be one of {', '.join(families)}")
     try:
         return _parse(family, {**FAMILIES[family].defaults, **raw}, where)
-    except KeyError as error:
-        raise UserError(f"{where}: the key {error} is missing") from error
     except (msgspec.ValidationError, TypeError) as error:
         raise UserError(f"{where}: {error}") from error
 
 
 def _parse(family: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
     model = FAMILIES[family]
-    own = model.unsupported if model.unmapped else {}
-    for key, supported in {"hidden_act": "silu", "use_sliding_window": False, "mlp_bias": False, **own}.items():
-        if raw.get(key, supported) != supported:
-            raise UserError(f"{where}: {key} {raw[key]!r} is not supported; must be {supported!r}")
+    shape = model.supported(raw, where)
     quantized.blocks_of(raw, where)
-    attention_bias = bool(raw.get("attention_bias", False)) and family != "qwen2"
-    heads = raw["num_attention_heads"]
+    attention_bias = bool(raw.get("attention_bias", False)) and not model.qkv_bias
     fields = {
+        **msgspec.structs.asdict(shape),
         "family": family,
-        "vocab_size": raw["vocab_size"],
-        "hidden_size": raw["hidden_size"],
-        "intermediate_size": raw["intermediate_size"],
-        "layers": raw["num_hidden_layers"],
-        "heads": heads,
-        "kv_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or raw["hidden_size"] // heads,
         "norm_eps": raw.get("rms_norm_eps", 1e-6),
         "rope": read_rope(raw, where),
         "max_positions": raw.get("max_position_embeddings", 2048),
-        "tied": bool(raw.get("tie_word_embeddings", False)),
-        "qkv_bias": family == "qwen2" or attention_bias,
+        "qkv_bias": model.qkv_bias or attention_bias,
         "output_bias": attention_bias,
-        "qk_norm": family in ("qwen3", "qwen3_moe"),
-        "experts": family_for(raw, where).shape.experts if family == "qwen3_moe" else None,
-        **model.traits(raw, where),
+        "qk_norm": model.qk_norm,
+        "centred_norms": model.centred_norms,
+        **model.traits(raw, shape, where),
     }
     config = msgspec.convert(fields, ModelConfig)
-    if config.heads % config.kv_heads or config.head_dim % 2:
-        raise UserError(
-            f"{where}: {config.heads} heads of {config.head_dim} with {config.kv_heads} key-value heads: "
-            "heads must be a multiple of key-value heads, and head_dim even"
-        )
+    if config.head_dim % 2:
+        raise UserError(f"{where}: head_dim is {config.head_dim}; must be even")
     return config
 
 

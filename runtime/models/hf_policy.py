@@ -9,23 +9,19 @@ import contextlib
 import json
 import shutil
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
-from safetensors import safe_open
 from torch import nn
 
 from runtime.errors import UserError
 from runtime.models import hf_config, quantized
 from runtime.models.experts import join_experts
 from runtime.models.families import FAMILIES
-from runtime.models.families.family import LM_HEAD, dtype_of
+from runtime.models.families.family import LM_HEAD, VALUE_HEAD, dtype_of
 from runtime.models.hf_weights import WeightFiles
-from runtime.models.sinks import with_sinks
+from runtime.models.passes import PACKED_ATTENTION, packed_attention
 from runtime.weights.plan import TensorSpec
 from runtime.weights.tensor_files import TensorWriter
 
@@ -54,14 +50,14 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
     import transformers
 
     quantized.blocks_of(hf_config.read_raw(path), f"{key}: {path!r}")
-    transformers.AttentionInterface.register(PACKED, packed_attention)
+    transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **options)
         vars(config).pop(quantized.KEY, None)  # for which transformers needs kernels that only CUDA has
         for name, value in list(vars(config).items()):
             if type(value) is float and ("drop" in name or "jitter" in name):
                 setattr(config, name, 0.0)  # the policy must be the one that sampled
-        attention = PACKED if not trained or hf_config.packs(config.to_dict()) else None
+        attention = PACKED_ATTENTION if not trained or hf_config.packs(config.to_dict()) else None
         if attention is None and getattr(config, "attn_logit_softcapping", None) is not None:
             attention = "eager"  # which has it, unlike what transformers takes else
         model, report = getattr(transformers, factory).from_pretrained(
@@ -81,7 +77,7 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
             names = ", ".join(sorted(map(str, wrong))[:3])
             raise UserError(f"{key}: {path!r}: {len(wrong)} weights are wrong ({fault}: {names} ...)")
     where, files = f"{key}: {path!r}", WeightFiles(path)
-    if attention == PACKED:
+    if attention == PACKED_ATTENTION:
         _require_packable(model, where)
     _require_places(model, report["unexpected_keys"], files, where, trained)
     if trained:
@@ -149,11 +145,6 @@ def take_head(model: Any) -> nn.Linear | None:
         return None
     head.forward = nn.Identity().forward  # type: ignore[method-assign]
     return head
-
-
-def has_tensor(path: str, name: str) -> bool:
-    """Whether the weights in folder `path` have a tensor of this name."""
-    return any(name in safe_open(file, framework="pt").keys() for file in sorted(Path(path).glob("*.safetensors")))  # noqa: SIM118
 
 
 def declared_dtype(path: str) -> torch.dtype:
@@ -224,11 +215,13 @@ def write_tensors(
             pass
 
 
-class ShardWriter:
-    """Writes tensors as safetensors files of at most SHARD_BYTES, named as Hugging Face names them. A context manager."""
+class ShardWriter(contextlib.ExitStack):
+    """Writes tensors as safetensors files of at most SHARD_BYTES, named as Hugging Face names them. At its end raises
+    InvariantViolated when a tensor was not written once in whole."""
 
     def __init__(self, folder: Path, stem: str, specs: Iterable[TensorSpec]):
         """`specs`: all the tensors, in the order in which the files have them."""
+        super().__init__()
         shards: list[list[TensorSpec]] = [[]]
         used = 0
         for spec in specs:
@@ -239,11 +232,10 @@ class ShardWriter:
             used += spec.nbytes
         count = len(shards)
         self._writers: dict[str, TensorWriter] = {}
-        self._files = contextlib.ExitStack()
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             file = f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.safetensors"
-            writer = self._files.enter_context(TensorWriter(folder / file, shard))
+            writer = self.enter_context(TensorWriter(folder / file, shard))
             self._writers.update((spec.name, writer) for spec in shard)
             weight_map.update((spec.name, file) for spec in shard)
         if count > 1:
@@ -251,100 +243,9 @@ class ShardWriter:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
-    def __enter__(self) -> ShardWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Raises InvariantViolated when a tensor was not written once in whole."""
-        self._files.__exit__(kind, error, trace)
-
     def write(self, name: str, tensor: torch.Tensor, row: int = 0) -> None:
         """The tensor, or some of its rows from `row` on; nothing is held in memory."""
         self._writers[name].write(name, tensor, row)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Attention for sequences packed without padding, several of which may begin with the same tokens.
-#
-# A Hugging Face model runs on one row of T tokens: every prompt once, then the replies. Only attention sees sequences: tokens
-# are gathered into rows (a shared prompt into each of its replies' rows), attended causally and put back. So linear layers,
-# norms and the head waste nothing on padding or on repeated prompts, and gradients are exact: the gathers' backward sums over
-# the copies. Rows are right-padded; under the causal mask padding is never attended to by a real token, so no mask is needed.
-
-
-PACKED = "sluice_packed"  # the name of `packed_attention` at transformers
-_UNGROUPED = {"npu"}  # devices whose attention kernel wants as many key heads as query heads
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How T packed tokens make up attention rows. The rows are split into buckets of similar length."""
-
-    rows: list[torch.Tensor]  # int64 [rows of the bucket, its longest]: packed index of each cell; 0 in padding
-    cells: torch.Tensor  # int64 [T]: cell of the concatenated buckets from which a packed token takes its output
-    queries: list[torch.Tensor] | None = None
-    """Where a part of the tokens attends to all, int64 [rows of the bucket, at most its longest]: which of the part are at the
-    ends of the rows. `rows` are then of all tokens' indices, `cells` of the part."""
-
-
-def packed_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    packing: Packing,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    s_aux: torch.Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """A Hugging Face attention function. query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]. With
-    `packing.queries`, key and value have more tokens. `s_aux` [heads]: the model's attention sinks.
-
-    Raises UserError for models whose attention is more than a scaled softmax.
-    """
-    if options.get("softcap") is not None:
-        raise UserError("model.path: this model's attention uses 'softcap', which the torch trainer does not support")
-    heads, tokens, head_dim = query.shape[1:]
-    kv_heads, value_dim = key.shape[1], value.shape[-1]
-    queries = query[0].transpose(0, 1).reshape(tokens, heads * head_dim)
-    keys = key[0].transpose(0, 1).reshape(-1, kv_heads * head_dim)
-    values = value[0].transpose(0, 1).reshape(-1, kv_heads * value_dim)
-    outputs = []
-    for ends, rows in zip(packing.queries or packing.rows, packing.rows, strict=True):
-        count, length = rows.shape
-        asked = ends.shape[1]
-        # Gathers are embedding look-ups because their backward is deterministic on accelerators.
-        q = F.embedding(ends, queries).view(count, asked, heads, head_dim).transpose(1, 2)
-        k = F.embedding(rows, keys).view(count, length, kv_heads, head_dim).transpose(1, 2)
-        v = F.embedding(rows, values).view(count, length, kv_heads, value_dim).transpose(1, 2)
-        grouped = heads != kv_heads
-        if grouped and query.device.type in _UNGROUPED:
-            k, v = (tensor.repeat_interleave(heads // kv_heads, dim=1) for tensor in (k, v))
-            grouped = False
-        if s_aux is None:
-            causality = _causality(asked, length, sliding_window, query.device)
-        else:
-            scaling, mask = scaling or head_dim**-0.5, _mask(asked, length, sliding_window, query.device)
-            q, k, v, mask = with_sinks(q, k, v, s_aux, scaling, mask)
-            causality = {"attn_mask": mask}
-        output = F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=grouped, **causality)[..., :value_dim]
-        outputs.append(output.transpose(1, 2).reshape(count * asked, heads * value_dim))
-    return F.embedding(packing.cells, torch.cat(outputs)).view(1, tokens, heads, value_dim), None
-
-
-def _causality(asked: int, length: int, sliding_window: int | None, device: torch.device) -> dict[str, Any]:
-    """For the last `asked` tokens of a row as queries."""
-    if asked == length and (sliding_window is None or sliding_window >= length):
-        return {"is_causal": True}
-    return {"attn_mask": _mask(asked, length, sliding_window, device)}
-
-
-def _mask(asked: int, length: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
-    distance = torch.arange(length - asked, length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < (sliding_window or length))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -353,7 +254,6 @@ def _mask(asked: int, length: int, sliding_window: int | None, device: torch.dev
 # So a reward model's checkpoint is read as it is, and a critic's is one that other tools read.
 
 
-HEAD = "score.weight"
 LABEL = "value"  # the one label of a critic's checkpoint, by which it can be told from a reward model
 
 
@@ -392,7 +292,7 @@ def load_critic(path: str) -> ValueModel:
 
     Raises UserError when `path` is no model folder, weights of the body are missing, or the head gives more than one number.
     """
-    model = load_model("AutoModelForSequenceClassification", path, "critic.path", new={HEAD}, trained=True, num_labels=1)
-    if not has_tensor(path, HEAD):
+    model = load_model("AutoModelForSequenceClassification", path, "critic.path", new={VALUE_HEAD}, trained=True, num_labels=1)
+    if VALUE_HEAD not in WeightFiles(path).shapes:
         nn.init.zeros_(model.score.weight)
     return ValueModel(model)

@@ -46,7 +46,7 @@ class WeightFiles:
         self.left_out: list[str] = []
         """The tensors of layers for multi-token prediction, which are not used."""
         raw = _description(folder)
-        self._blocks = quantized.blocks_of(raw, f"model {folder}/config.json")
+        self.blocks = quantized.blocks_of(raw, f"model {folder}/config.json")
         self._files: dict[Path, list[str]] = {}
         self.scales: dict[str, str] = {}
         """Of the quantised weights, the names of their scales."""
@@ -63,10 +63,10 @@ class WeightFiles:
                 raise UserError(f"model {path}: cannot be read: {error}") from error
             self._files[path] = names
         self._holders = {name: path for path, names in self._files.items() for name in names}
-        if self._blocks is not None:
+        if self.blocks is not None:
             for name, dtype in dtypes.items():
                 if dtype == "F8_E4M3":
-                    self.scales[name] = quantized.scales_of(name, self.shapes, self._blocks, f"model {folder}")
+                    self.scales[name] = quantized.scales_of(name, self.shapes, self.blocks, f"model {folder}")
         self._drop(self.scales.values())
         self.left_out = [name for name in self.shapes if name.startswith(predicting_layers(raw))]
         self._drop(self.left_out)
@@ -82,17 +82,11 @@ class WeightFiles:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor, one at a time, so that no more than one tensor lies in memory twice."""
-        for path, names in self._files.items():
-            with safe_open(path, framework="pt") as file:
-                for name in names:
-                    yield name, self._whole(file, name) if name in self.scales else file.get_tensor(name)
-
-    def _whole(self, file: Any, name: str) -> torch.Tensor:
-        assert self._blocks is not None
-        scales = self.scales[name]
-        with safe_open(self._holders[scales], framework="pt") as other:  # often the same file, but not always
-            found = other.get_tensor(scales)
-        return quantized.Dequantized(file.get_slice(name), found, self.shapes[name], self._blocks)[:]
+        with self.slices() as read:
+            for path, names in self._files.items():
+                with safe_open(path, framework="pt") as file:
+                    for name in names:
+                        yield name, read(name)[:] if name in self.scales else file.get_tensor(name)
 
     @contextlib.contextmanager
     def slices(self) -> Iterator[Callable[[str], Any]]:
@@ -102,10 +96,10 @@ class WeightFiles:
 
             def read(name: str) -> Any:
                 part = opened[self._holders[name]].get_slice(name)
-                if self._blocks is None or name not in self.scales:
+                if self.blocks is None or name not in self.scales:
                     return part
                 scales = opened[self._holders[self.scales[name]]].get_slice(self.scales[name])
-                return quantized.Dequantized(part, scales, self.shapes[name], self._blocks)
+                return quantized.Dequantized(part, scales, self.shapes[name], self.blocks)
 
             yield read
 

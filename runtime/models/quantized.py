@@ -67,16 +67,9 @@ class Dequantized:
         given = index if isinstance(index, tuple) else (index,)
         rows, columns = (*given, *(slice(None),) * (2 - len(given)))
         part: torch.Tensor = self._stored[rows, columns]
-        return multiply(part.float(), self._scales, (rows, columns), self._shape, self._blocks)
-
-
-def multiply(
-    part: torch.Tensor, scales: Sliceable, index: tuple[slice, slice], shape: tuple[int, ...], blocks: Blocks
-) -> torch.Tensor:
-    """`part`, float32, which is `index` of a matrix of `shape`, by the scales of its blocks, in place."""
-    spans = [each.indices(size)[:2] for each, size in zip(index, shape, strict=True)]
-    held = tuple(slice(start // block, -(-stop // block)) for (start, stop), block in zip(spans, blocks, strict=True))
-    factors: torch.Tensor = scales[held].float()
-    for dimension, ((start, stop), block) in enumerate(zip(spans, blocks, strict=True)):
-        factors = factors.repeat_interleave(block, dimension).narrow(dimension, start % block, max(0, stop - start))
-    return part.mul_(factors)
+        spans = [each.indices(size)[:2] for each, size in zip((rows, columns), self._shape, strict=True)]
+        held = tuple(slice(start // block, -(-stop // block)) for (start, stop), block in zip(spans, self._blocks, strict=True))
+        factors: torch.Tensor = self._scales[held].float()
+        for dimension, ((start, stop), block) in enumerate(zip(spans, self._blocks, strict=True)):
+            factors = factors.repeat_interleave(block, dimension).narrow(dimension, start % block, max(0, stop - start))
+        return part.float().mul_(factors)

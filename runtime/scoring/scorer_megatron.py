@@ -4,19 +4,16 @@ several processes. Nothing is kept for training: no gradients, no optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from runtime import codec
 from runtime.config import Config
-from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.scoring.scorer_policy import score
 from runtime.trainer.backend import RankInfo
-from runtime.trainer.head import PerToken, confined, in_chunks
-from runtime.trainer.megatron import vocab_parallel
 from runtime.trainer.megatron.passes import MegatronPasses
 from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
 from runtime.trainer.rows import Rows
@@ -40,15 +37,8 @@ class MegatronScorer:
         self._model.eval().requires_grad_(False)
         self._budget = settings.max_tokens_per_microbatch
         self._rank_info = RankInfo(dist.get_rank(), world_size, device)
-        self._on_host = HostOffload(self._model.parameters() if device.type != "cpu" else (), frozen=True)
-
-    def offload(self) -> None:
-        """Take the model off the device: nothing is scored until `onload`."""
-        self._on_host.offload()
-        platform.release(self._grid.device)
-
-    def onload(self) -> None:
-        self._on_host.onload()
+        self.device = device
+        self.weights: Iterable[torch.Tensor] = self._model.parameters()
 
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
         """log_softmax(logits / temperature)[token] of every reply token of this block's requests, in their order; on the other
@@ -62,19 +52,4 @@ class MegatronScorer:
 
     def _infer(self, rows: Rows, columns: Columns) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
         batches = micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info)
-        return self._passes.infer(batches, self._logprobs)
-
-    def _logprobs(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
-        """[N], from what the head takes, [N, H]. The chunks are the same on all ranks that share the vocabulary."""
-        group, start = self._grid.tensor_group, self._model.vocabulary_start
-
-        def numbers(
-            logits: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor, kept: torch.Tensor | None
-        ) -> PerToken:
-            left = confined(logits.float() / temperature[:, None], kept, start)
-            return vocab_parallel.token_logprobs(left, targets, group=group, start=start)
-
-        temperature = batch.columns["temperature"].flatten()[batch.cells]
-        width = self._shape.vocab_size // self._grid.layout.tensor
-        weight = self._model.head_weight()
-        return in_chunks(numbers, outputs, weight, width, batch.targets, temperature, batch.kept)[0]
+        return self._passes.infer(batches, lambda batch, outputs: self._passes.token_logprobs(outputs, batch)[0])

@@ -4,7 +4,7 @@ transformers' model, as the trainer runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,16 +13,21 @@ import torch
 from runtime.algorithms.losses import token_logprobs
 from runtime.errors import InvalidMessage
 from runtime.models import hf_policy, passes
-from runtime.models.offload import HostOffload
-from runtime.process import platform
 from runtime.trainer import rows as train_rows
 from runtime.trainer.backend import RankInfo
-from runtime.trainer.head import PerToken, confined, in_chunks
+from runtime.trainer.head import token_numbers
 from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
 from runtime.trainer.rows import Rows, ramps
 from runtime.types import LogprobRequest, Logprobs
 
 Infer = Callable[[Rows, Columns], Iterator[tuple[MicroBatch, torch.Tensor]]]  # log-probabilities [N] at a column `temperature`
+
+
+def require_temperatures(requests: Sequence[LogprobRequest]) -> None:
+    """Raises InvalidMessage for one that is none."""
+    for request in requests:
+        if not request.temperature > 0:
+            raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
 
 
 def score(requests: Sequence[LogprobRequest], vocab_size: int, infer: Infer) -> list[Logprobs]:
@@ -31,9 +36,7 @@ def score(requests: Sequence[LogprobRequest], vocab_size: int, infer: Infer) -> 
 
     Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
     """
-    for request in requests:
-        if not request.temperature > 0:
-            raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
+    require_temperatures(requests)
     rows = train_rows.decode_samples(requests, vocab_size)
     predicted = ramps(rows.length) + np.repeat(rows.prompt_length[rows.group], rows.length) > 0
     rows = replace(rows, mask=predicted)  # also of tokens that are not trained on
@@ -52,17 +55,10 @@ class PolicyScorer:
         for parameter in self._model.parameters():  # not the buffers, as those of rotary embeddings want float32
             parameter.data = parameter.data.to(dtype)
         self._model.to(device)
+        self.device = device
+        self.weights: Iterable[torch.Tensor] = self._model.parameters()
         self._rank_info = RankInfo(0, 1, device)
         self._budget = max_tokens_per_microbatch
-        self._on_host = HostOffload(self._model.parameters() if device.type != "cpu" else (), frozen=True)
-
-    def offload(self) -> None:
-        """Take the model off the device: nothing is scored until `onload`."""
-        self._on_host.offload()
-        platform.release(self._rank_info.device)
-
-    def onload(self) -> None:
-        self._on_host.onload()
 
     @torch.inference_mode()
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
@@ -73,9 +69,4 @@ class PolicyScorer:
         packs = passes.packs(self._model)
         for batch in micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info, packs):
             logits = passes.predict(self._model, batch.input_ids, batch.position_ids, batch.packing, batch.predictors)
-            temperature = batch.columns["temperature"].flatten()[batch.cells]
-            yield batch, in_chunks(_numbers, logits, None, logits.shape[1], batch.targets, temperature, batch.kept)[0]
-
-
-def _numbers(logits: torch.Tensor, targets: torch.Tensor, temperature: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
-    return token_logprobs(confined(logits.float() / temperature[:, None], kept), targets, 1.0, entropy_gradient=False)
+            yield batch, token_numbers(token_logprobs, logits, None, logits.shape[1], batch)[0]

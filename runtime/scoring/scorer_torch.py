@@ -6,7 +6,7 @@ prompt is computed once, and short replies need no padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,10 +16,10 @@ import torch
 from runtime import codec
 from runtime.columns import KeptSets
 from runtime.commands import Offload, Onload
-from runtime.errors import InvalidMessage
 from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.rollout.torch.decoder import Decoder
+from runtime.scoring.scorer_policy import require_temperatures
 from runtime.trainer.head import confined
 from runtime.types import GroupPayload, LogprobRequest, Logprobs
 
@@ -49,21 +49,10 @@ class TorchScorer:
     def __init__(self, model_path: str, *, device: torch.device, dtype: torch.dtype, max_tokens_per_microbatch: int):
         """Raises UserError when the model cannot be loaded."""
         self._decoder = Decoder.from_pretrained(model_path, device, dtype)
-        self._device = device
+        self.device = device
+        self.weights: Iterable[torch.Tensor] = self._decoder.weights.tensors()
+        self.vocab_size = self._decoder.config.vocab_size
         self._budget = max_tokens_per_microbatch
-        self._on_host = HostOffload(self._decoder.weights.tensors() if device.type != "cpu" else (), frozen=True)
-
-    def offload(self) -> None:
-        """Take the model off the device: nothing is scored until `onload`."""
-        self._on_host.offload()
-        platform.release(self._device)
-
-    def onload(self) -> None:
-        self._on_host.onload()
-
-    @property
-    def vocab_size(self) -> int:
-        return self._decoder.config.vocab_size
 
     @torch.inference_mode()
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
@@ -72,10 +61,12 @@ class TorchScorer:
 
         Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
         """
+        require_temperatures(requests)
         rows, results = [], []
         for index, request in enumerate(requests):
             payload = codec.decode(GroupPayload, request.payload)
-            self._check(request, payload)
+            payload.check(self.vocab_size)
+            payload.check_sets(self.vocab_size)
             rows += _rows(index, request.temperature, payload)
             values = np.empty(len(payload.tokens), np.float32)
             results.append(Logprobs(group_id=request.group_id, values=values))
@@ -87,12 +78,6 @@ class TorchScorer:
             for batch in _microbatches(alike, self._budget):
                 self._score(batch, results)
         return results
-
-    def _check(self, request: LogprobRequest, payload: GroupPayload) -> None:
-        if not request.temperature > 0:
-            raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
-        payload.check(self.vocab_size)
-        payload.check_sets(self.vocab_size)
 
     def _score(self, batch: Sequence[_Row], results: list[Logprobs]) -> None:
         """One micro-batch: rows sorted by falling length, all of one reply or all of several."""
@@ -133,7 +118,7 @@ class TorchScorer:
         """bool [b, t, t]: causal, within the prompt and the query's own reply. Padding sees padding: no query sees nothing."""
         own = self._to_device(segment)
         t = segment.shape[1]
-        causal = torch.ones((t, t), dtype=torch.bool, device=self._device).tril()
+        causal = torch.ones((t, t), dtype=torch.bool, device=self.device).tril()
         return ((own.unsqueeze(1) == 0) | (own.unsqueeze(1) == own.unsqueeze(2))) & causal
 
     def _gather(
@@ -159,7 +144,7 @@ class TorchScorer:
         return torch.cat(values).cpu().numpy() if values else np.empty(0, np.float32)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return torch.from_numpy(array).to(self.device)
 
 
 def _rows(request: int, temperature: float, payload: GroupPayload) -> list[_Row]:
@@ -201,11 +186,10 @@ def _microbatches(rows: Sequence[_Row], budget: int) -> Iterator[Sequence[_Row]]
 
 
 class LogprobScorer(Protocol):
+    device: torch.device
+    weights: Iterable[torch.Tensor]  # which never change
+
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]: ...
-
-    def offload(self) -> None: ...
-
-    def onload(self) -> None: ...
 
 
 class OffloadableScorer:
@@ -214,6 +198,7 @@ class OffloadableScorer:
     def __init__(self, scorer: LogprobScorer, away: bool):
         """`away`: it gives up its device now."""
         self._scorer = scorer
+        self._on_host = HostOffload(scorer.weights if scorer.device.type != "cpu" else (), frozen=True)
         self._away = False
         if away:
             self.handle(Offload())
@@ -223,9 +208,10 @@ class OffloadableScorer:
         if self._away != isinstance(command, Offload):
             self._away = not self._away
             if self._away:
-                self._scorer.offload()
+                self._on_host.offload()
+                platform.release(self._scorer.device)
             else:
-                self._scorer.onload()
+                self._on_host.onload()
 
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
         self.handle(Onload())

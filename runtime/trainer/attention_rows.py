@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from runtime.models.hf_policy import Packing
+from runtime.models.passes import Packing
 from runtime.trainer.rows import length_buckets
 
 BUCKET_RATIO = 1.5  # longest to shortest row of one attention call: padding against the number of calls

@@ -50,6 +50,15 @@ class RankInfo:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, self.group)
         return tensor.tolist()
 
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of `part` over ranks, of its dtype and on its device."""
+        if self.world_size == 1:
+            return part
+        # NPUs reduce nothing wider than float32.
+        whole = part.to(self.device, torch.float32 if self.device.type == "npu" else torch.float64)
+        dist.all_reduce(whole, group=self.group)
+        return whole.to(part)
+
     def gathered(self, part: torch.Tensor) -> torch.Tensor:
         """The rows of `part` [n, k] of all ranks, one rank's after the other's, on the host."""
         if self.world_size == 1:
@@ -100,9 +109,10 @@ class TrainedRole:
 class ModelBackend(ABC):
     """A model, its gradients and its optimizer. All ranks make the same calls in the same order: each may be a collective."""
 
-    def __init__(self, rank_info: RankInfo, vocab_size: int, share: int, leads: bool = True):
+    def __init__(self, rank_info: RankInfo, vocab_size: int, shares: RankInfo, leads: bool = True):
+        """`shares`: this rank's place among those that have a share of the data each."""
         self.rank_info, self.vocab_size = rank_info, vocab_size
-        self.share = share
+        self._shares, self.share = shares, shares.rank
         """Which share of the data is this rank's, from 0."""
         self.leads = leads
         """Whether this rank answers for its share, which others may compute with it."""
@@ -140,15 +150,17 @@ class ModelBackend(ABC):
         """What the newest forward pass, of `batch`, adds to the loss of each token of a row, [B, 1]; None for nothing."""
         return None
 
+    _adapters: Any = None  # that were put into the model
+
     def adapters_off(self) -> contextlib.AbstractContextManager[None]:
         """Within it the model computes what it did before adapters were put into it."""
-        return contextlib.nullcontext()
+        return self._adapters.off()  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------------------------------ gradients and updates
 
-    @abstractmethod
     def batch_sum(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of `part` over all shares of the data, of its dtype and on its device."""
+        return self._shares.summed(part)
 
     @abstractmethod
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from runtime.models.hf_policy import Packing
+from runtime.models.passes import Packing
 from runtime.trainer.attention_rows import attention_rows, padded_rows
 from runtime.trainer.prefix_tree import cut_trees, in_tree_order, of_fed, tree_paths
 from runtime.trainer.rows import Rows, cut_by_length, ramps, spans, starts
@@ -50,6 +50,10 @@ class MicroBatch:
     def grid(self, values: torch.Tensor) -> torch.Tensor:
         """Values [N] of the trained tokens as [B, R], 0 elsewhere."""
         return values.new_zeros(self.mask.numel()).index_copy(0, self.cells, values).view(self.mask.shape)
+
+    def of_tokens(self, name: str) -> torch.Tensor:
+        """The column `name`, [B, R], at the trained tokens, [N]."""
+        return self.columns[name].flatten()[self.cells]
 
 
 def micro_batches(

@@ -166,7 +166,8 @@ class PolicyObjective(Objective):
             chosen=batch.columns.get("chosen"),
         )
         computed = self._algorithm.loss.compute(inputs, self._algorithm.loss_options)
-        values, metrics = computed.loss, computed.metrics
+        # k1 of KL(behaviour || policy): its tokens were drawn from the behaviour policy.
+        values, metrics = computed.loss, {"actor/ppo_kl": behaviour - logp.detach()} | computed.metrics
         if correction is not None:
             corrected = correction(proximal - behaviour, batch.mask, self._algorithm.correction_options)
             values = corrected.weight * values

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from runtime.models import limits
 from runtime.models.adapters import base_of
 from runtime.models.hf_config import read_raw
 from runtime.process import os_process, platform
+from runtime.trainer.backend import TrainedRole
 from runtime.trainer.node_part import NodePart
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import PolicyVersion, StepResult, snake
@@ -122,20 +123,20 @@ class UpdateRank(GroupRank):
     """A subclass adds the commands that are its own."""
 
     last: ClassVar[type]  # of the commands of a step
-    seconds_of: ClassVar[dict[str, str]]  # the metrics of what `onload`, `offload` and `save` take of the engine's time
+    timed_as: ClassVar[str]  # how the metrics begin of what `onload`, `offload` and `save` take of the engine's time
 
-    def __init__(self, engine: ModelTrainer, config: Config, rank: int, world_size: int, managed_externally: bool):
+    def __init__(self, engine: ModelTrainer, config: Config, managed_externally: bool):
         """`managed_externally`: its device is another role's as well, and the coordinator says when to take it and when to give
         it up."""
-        super().__init__(config, rank, world_size)
-        self.engine = engine
+        super().__init__(config, engine.backend.rank_info.rank, engine.backend.rank_info.world_size)
+        self.engine, self.backend = engine, engine.backend
         settings: Trainer = getattr(config.services, self.role)
         self._managed_externally = managed_externally
         self._offloads, self._away = bool(settings.offloaded) and not managed_externally, False
         self._begun = False  # a step, whose gradients are on the device
         self._seconds: dict[str, float] = {}
         self._saving: Future[list[str]] | None = None
-        self._part = None if config.cluster.shared_folder else NodePart(config, self.role, engine.backend.rank_info)
+        self._part = None if config.cluster.shared_folder else NodePart(config, self.role, self.backend.rank_info)
         if managed_externally:
             self._offload()
 
@@ -226,7 +227,7 @@ class UpdateRank(GroupRank):
     @contextlib.contextmanager
     def _counted(self, what: str) -> Iterator[None]:
         """Account the block's seconds to the next step."""
-        before, metric = time.perf_counter(), self.seconds_of[what]
+        before, metric = time.perf_counter(), self.timed_as + what
         yield
         self._seconds[metric] = self._seconds.get(metric, 0.0) + time.perf_counter() - before
 
@@ -237,15 +238,13 @@ class UpdateRank(GroupRank):
 
 class TrainRank(UpdateRank):
     role = "trainer"
+    make_engine = staticmethod(policy_trainer)
     last = SendWeights
-    seconds_of = {  # noqa: RUF012
-        "onload": "timing/onload",
-        "offload": "timing/offload",
-        "save": "timing/save",
-    }
+    timed_as = "timing/"
 
-    def __init__(self, engine: ModelTrainer, config: Config, rank: int, world_size: int, device: torch.device):
-        super().__init__(engine, config, rank, world_size, takes_turns(config) or alternates(config))
+    def __init__(self, engine: ModelTrainer, config: Config):
+        super().__init__(engine, config, takes_turns(config) or alternates(config))
+        device = self.backend.rank_info.device
         # Members that share a device have neither NCCL nor HCCL.
         backend = "gloo" if takes_turns(config) else config.publication.backend
         self.publication_backend = platform.collective_backend(backend, device)
@@ -255,14 +254,14 @@ class TrainRank(UpdateRank):
         self.senders = tuple(f"{self.role}-{sender}" for sender in ranks)
         """What they are called, rank 0 first."""
         self._targets = [ranks[root] for root in roots(self.manifest)]
-        deltas = world_size > 1 and config.publication.encoding == "delta"
-        by_shard = deltas and engine.shards(self._targets) is not None
-        self._delta = ShardDelta(rank, device, self._targets) if by_shard else None
+        deltas = self.world_size > 1 and config.publication.encoding == "delta"
+        by_shard = deltas and self.backend.shards(self._targets) is not None
+        self._delta = ShardDelta(self.rank, device, self._targets) if by_shard else None
         self.member: SendingMember | None = None
         """Of the weight sync's group, where this rank sends."""
-        if rank in ranks:
+        if self.rank in ranks:
             settings = config.publication
-            pin, number = device.type == "cuda", ranks.index(rank)
+            pin, number = device.type == "cuda", ranks.index(self.rank)
             sender = WeightSender(self.manifest, number=number, pin=pin, told=by_shard)
             self.member = SendingMember(sender, self.senders[number], settings.join_timeout, settings.transfer_timeout)
 
@@ -274,12 +273,12 @@ class TrainRank(UpdateRank):
     def _senders(self) -> tuple[list[int], list[TensorSpec]]:
         """The ranks that send, and the tensors as they are on the wire, with who can send each."""
         settings = self.config.publication
-        specs = self.engine.tensor_specs()
+        specs = self.backend.tensor_specs()
         if settings.dtype != "auto":
             specs = [replace(spec, dtype=settings.dtype) for spec in specs]
         if settings.senders == "one":
             return [0], specs
-        holders = self.engine.holders()
+        holders = self.backend.holders()
         ranks = sorted({0}.union(*holders))
         held_by = [tuple(ranks.index(holder) for holder in each) for each in holders]
         return ranks, [replace(spec, held_by=each) for spec, each in zip(specs, held_by, strict=True)]
@@ -304,26 +303,18 @@ class TrainRank(UpdateRank):
 
     def _gathered(self) -> Iterator[torch.Tensor] | Iterator[TensorChanges]:
         """Of the tensors that this rank sends, in their order, what changed since the last time, or the whole."""
-        shards = self.engine.shards(self._targets) if self._delta is not None else None
+        shards = self.backend.shards(self._targets) if self._delta is not None else None
         if self._delta is None or shards is None:
-            return self.engine.gather(self._targets)
+            return self.backend.gather(self._targets)
         current = self.member is None or self.member.sender.filled
-        return self._delta.find(shards, current) or self.engine.gather(self._targets)
+        return self._delta.find(shards, current) or self.backend.gather(self._targets)
 
     def export(self, command: Export) -> None:
         if self.rank:
-            self.engine.export(command.folder)
+            self.backend.export(Path(command.folder))
             return
         with checkpoint.atomic_folder(Path(command.folder)) as partial:
-            self.engine.export(str(partial))
-
-
-def make_train_rank(config: Config, rank: int, world_size: int) -> TrainRank:
-    """Build this rank's engine; with several ranks, join its group first. Raises UserError for a bad model."""
-    device = join_group("trainer", config.services.trainer, world_size, config.deadlines.train)
-    require_memory("trainer", config, config.model.path, device)
-    engine = policy_trainer(config, rank=rank, world_size=world_size, device=device)
-    return TrainRank(engine, config, rank, world_size, device)
+            self.backend.export(partial)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -332,15 +323,12 @@ def make_train_rank(config: Config, rank: int, world_size: int) -> TrainRank:
 
 class CriticRank(UpdateRank):
     role = "critic"
+    make_engine = staticmethod(critic_trainer)
     last = Apply
-    seconds_of = {  # noqa: RUF012
-        "onload": "timing/critic_onload",
-        "offload": "timing/critic_offload",
-        "save": "timing/critic_save",
-    }
+    timed_as = "timing/critic_"
 
-    def __init__(self, engine: ModelTrainer, config: Config, rank: int, world_size: int):
-        super().__init__(engine, config, rank, world_size, alternates(config))
+    def __init__(self, engine: ModelTrainer, config: Config):
+        super().__init__(engine, config, alternates(config))
 
     def state(self, folder: Path) -> Path:
         return checkpoint.critic_state(folder)
@@ -354,10 +342,12 @@ class CriticRank(UpdateRank):
         return [codec.encode(values) for values in self.engine.values(command.groups)]
 
 
-def make_critic_rank(config: Config, rank: int, world_size: int) -> CriticRank:
-    """Build this rank's engine; with several ranks, join its group first. Raises UserError for a bad model."""
-    device = join_group("critic", config.services.critic, world_size, config.deadlines.train)
-    assert config.critic is not None
-    require_memory("critic", config, config.critic.path or config.model.path, device)
-    engine = critic_trainer(config, rank=rank, world_size=world_size, device=device)
-    return CriticRank(engine, config, rank, world_size)
+Trained = TypeVar("Trained", TrainRank, CriticRank)
+
+
+def make_rank(kind: type[Trained], config: Config, rank: int, world_size: int) -> Trained:
+    """Build the engine of a rank; with several ranks, join its group first. Raises UserError for a bad model."""
+    role = kind.role
+    device = join_group(role, getattr(config.services, role), world_size, config.deadlines.train)
+    require_memory(role, config, TrainedRole.of(config, role).source, device)
+    return kind(kind.make_engine(config, rank=rank, world_size=world_size, device=device), config)

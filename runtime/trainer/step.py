@@ -35,8 +35,6 @@ from runtime.trainer.objective import CriticObjective, Objective, PolicyObjectiv
 from runtime.trainer.rows import Rows
 from runtime.trainer.statistics import NonFiniteReport, Reduced, StepStatistics
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values
-from runtime.weights.plan import TensorSpec
-from runtime.weights.shard_delta import Shard
 
 
 def policy_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu") -> ModelTrainer:
@@ -297,21 +295,6 @@ class ModelTrainer:
         parts = rows.by_group(self._per_token_output(rows))
         values = [Values(group_id=group.group_id, values=part) for group, part in zip(groups, parts, strict=True)]
         return values if self.backend.leads else []
-
-    def tensor_specs(self) -> list[TensorSpec]:
-        return self.backend.tensor_specs()
-
-    def holders(self) -> list[tuple[int, ...]]:
-        return self.backend.holders()
-
-    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
-        return self.backend.gather(targets)
-
-    def shards(self, targets: Sequence[int]) -> Iterator[Shard] | None:
-        return self.backend.shards(targets)
-
-    def export(self, folder: str) -> None:
-        self.backend.export(Path(folder))
 
     # ------------------------------------------------------------------------------------------ its state
 

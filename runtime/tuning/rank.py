@@ -66,7 +66,9 @@ class TuneRank:
         every, loss = self._config.checkpoint.every, math.nan
         while self._trainer.step < self._steps and not self._info.largest([int(self.stopped)])[0]:
             begun = time.monotonic()
-            result = self._step()
+            self._trainer.begin_step(self._trainer.step)
+            self._trainer.accumulate(self._share(), last=True)
+            result = self._trainer.apply()
             step, loss = self._trainer.step, result.metrics.get(f"{PREFIX}loss", math.nan)
             if trackers is not None:
                 await trackers.log(step, self._metrics(result, time.monotonic() - begun))
@@ -79,11 +81,6 @@ class TuneRank:
         if trackers is not None:
             await trackers.close()
             self._tell("done", loss, said=self._lessons.said)
-
-    def _step(self) -> StepResult:
-        self._trainer.begin_step(self._trainer.step)
-        self._trainer.accumulate(self._share(), last=True)
-        return self._trainer.apply()
 
     def _share(self) -> list[TrainGroup]:
         """This rank's rows of the next conversations, of which no two ranks that are given data have one."""
@@ -115,10 +112,10 @@ class TuneRank:
     def _export(self) -> None:
         folder = self._folder / run_files.MODEL
         if self._info.rank:
-            self._trainer.export(str(folder))
+            self._trainer.backend.export(folder)
             return
         with checkpoint.atomic_folder(folder) as partial:
-            self._trainer.export(str(partial))
+            self._trainer.backend.export(partial)
 
     def _tell(self, event: str, loss: float, **more: str) -> None:
         told = {"event": event, "step": self._trainer.step, "steps": self._steps, "loss": loss, **more}

@@ -192,9 +192,9 @@ def _fit(
         if step % CHECK_EVERY:
             continue
         accuracy = examination.accuracy(average)
-        progress(_progress_line(step, loss, accuracy, settings.accuracy, seconds))
-        within = settings.accuracy <= accuracy <= settings.max_accuracy
-        if within and examination.is_fluent(average):
+        shown = {"loss": round(loss, 4), "accuracy": round(accuracy, 4), "seconds": round(seconds, 2)}
+        progress({"event": "progress", "step": step, "target": settings.accuracy, **shown})
+        if settings.accuracy <= accuracy <= settings.max_accuracy and examination.is_fluent(average):
             return {"accuracy": accuracy, "steps": step, "seconds": round(seconds, 2)}
     raise UserError(
         f"warmup.max_seconds: {settings.max_seconds:g} s were not enough: held-out accuracy {accuracy:.2f} after {step} steps, "
@@ -205,7 +205,7 @@ def _fit(
 def _follow(average: Qwen2ForCausalLM, trainer: ModelTrainer, decay: float) -> None:
     """The running mean of the weights: `decay` · the mean before + (1 − `decay`) · the weights."""
     means = dict(average.named_parameters())
-    for spec, weight in zip(trainer.tensor_specs(), trainer.gather(), strict=True):
+    for spec, weight in zip(trainer.backend.tensor_specs(), trainer.backend.gather(), strict=True):
         means[spec.name].data.lerp_(weight, 1 - decay)
 
 
@@ -275,17 +275,6 @@ def _rows(tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: li
     return TaughtRows(tokens, mask, shared)
 
 
-def _progress_line(step: int, loss: float, accuracy: float, target: float, seconds: float) -> dict[str, object]:
-    return {
-        "event": "progress",
-        "step": step,
-        "loss": round(loss, 4),
-        "accuracy": round(accuracy, 4),
-        "target": target,
-        "seconds": round(seconds, 2),
-    }
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the warm-up for the settings in `arguments`; 0 when the cache folder is complete, 2 on a user's mistake."""
 
@@ -295,7 +284,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if len(arguments) != 1:
             raise UserError("usage: python -m runtime.tuning.warmup SETTINGS (the warmup section as JSON)")
-        settings = _decode(arguments[0])
+        try:
+            settings = msgspec.json.decode(arguments[0], type=Warmup)
+        except msgspec.DecodeError as error:
+            raise ConfigError([f"warmup: {error}"]) from None
         folder = cache_folder(settings)
         if folder.exists():
             result = json.loads((folder / "warmup.json").read_text(encoding="utf-8"))
@@ -310,13 +302,6 @@ def main(arguments: Sequence[str]) -> int:
         emit({"event": "error", "message": str(error)})
         return 2
     return 0
-
-
-def _decode(text: str) -> Warmup:
-    try:
-        return msgspec.json.decode(text, type=Warmup)
-    except msgspec.DecodeError as error:
-        raise ConfigError([f"warmup: {error}"]) from None
 
 
 if __name__ == "__main__":

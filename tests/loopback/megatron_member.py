@@ -174,19 +174,19 @@ def check_values(engine: Any, share: list[TrainGroup], expected: torch.Tensor, c
 
 
 def publish(engine: Any, rank: int, export: Path) -> dict[str, torch.Tensor]:
-    gathered = [tensor.clone() for tensor in engine.gather()]
+    gathered = [tensor.clone() for tensor in engine.backend.gather()]
     assert_shares_are(engine, rank, gathered)
     export.mkdir(exist_ok=True)
-    engine.export(str(export))
-    found = {spec.name: tensor for spec, tensor in zip(engine.tensor_specs(), gathered, strict=not rank)}
+    engine.backend.export(export)
+    found = {spec.name: tensor for spec, tensor in zip(engine.backend.tensor_specs(), gathered, strict=not rank)}
     return {} if rank else rolled_out(engine, found) if are_adapters(found) else found
 
 
 def assert_shares_are(engine: Any, rank: int, gathered: list[torch.Tensor]) -> None:
     """Tensors that are given to those who hold them, in turn, are the ones that rank 0 is given."""
-    holders = engine.holders()
+    holders = engine.backend.holders()
     targets = [each[index % len(each)] for index, each in enumerate(holders)]
-    share = [tensor.clone() for tensor in engine.gather(targets)]
+    share = [tensor.clone() for tensor in engine.backend.gather(targets)]
     shares: list[Any] = [share]
     if dist.is_initialized() and dist.get_world_size() > 1:
         shares = [None] * dist.get_world_size()

@@ -24,6 +24,7 @@ LAYOUTS = {
     "tensor": Parallel(tensor=2),
     "sequence": Parallel(tensor=2, sequence=True),
     "pipeline": Parallel(pipeline=2),
+    "context": Parallel(context=2),
     "data": Parallel(),
 }
 BUDGET = 60

@@ -21,6 +21,7 @@ from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.errors import Unreachable
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult
@@ -71,6 +72,8 @@ class Untrained(ModelTrainer):
     """A trainer's engine: the weights of a version are made from its number, by `weights`."""
 
     def __init__(self) -> None:
+        self.backend: Any = self
+        self.rank_info = RankInfo(0, 1, torch.device("cpu"))
         self.gathered: list[int] = []
         self.version_of: Callable[[], PolicyVersion]
         self.may_apply = Event()
@@ -163,7 +166,7 @@ class TrainerHere(Port):
         made = config.Config(run=config.Run(name="test"), publication=publication)
         service = TrainerService(made, "trainer-0", 0)
         self.engine = Untrained()
-        self.rank = service._worker = TrainRank(self.engine, made, 0, 1, torch.device("cpu"))
+        self.rank = service._worker = TrainRank(self.engine, made)
         self.engine.version_of = lambda: self.rank.version
         super().__init__(service)
         self.machines = {self.name: self.machine}

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from runtime import config
 from runtime.commands import Apply, BeginStep
 from runtime.errors import ServiceFault
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import StepResult, TrainGroup
@@ -31,7 +32,8 @@ class Stages(ModelTrainer):
     """Two pipeline stages, each of which has every second tensor; the weights of a version are made from its number."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.backend: Any = self
+        self.rank_info = RankInfo(rank, RANKS, torch.device("cpu"))
         self.step = 0
         self.gathered: list[int] = []
         self.may_apply = Event()
@@ -46,7 +48,7 @@ class Stages(ModelTrainer):
     def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
         self.gathered.append(self.step)
         for target, tensor in zip(targets, expected(self.step).values(), strict=True):
-            if target == self.rank:
+            if target == self.rank_info.rank:
                 yield tensor
 
     def begin_step(self, step: int) -> None:
@@ -85,7 +87,7 @@ class TwoSenders(TrainerHere):
         self.engines = [Stages(rank) for rank in range(RANKS)]
 
         def make_rank(made: config.Config, rank: int, world_size: int) -> TrainRank:
-            return TrainRank(self.engines[rank], made, rank, RANKS, torch.device("cpu"))
+            return TrainRank(self.engines[rank], made)
 
         made = config.Config(run=config.Run(name="test", resume=""), publication=settings)
         self.services = [TrainerService(made, "trainer-0", rank) for rank in range(RANKS)]

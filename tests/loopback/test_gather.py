@@ -89,7 +89,7 @@ def published(
     """After a step, in the middle of the next if `within`, and after that."""
     config, device = config_of(folder, engine, processes, senders), torch.device("cpu")
     made = policy_trainer(config, rank=rank, world_size=processes, device=device)
-    worker = TrainRank(made, config, rank, processes, device)
+    worker = TrainRank(made, config)
     leaders = data_leaders(config.services.trainer)
     found = []
     for step in range(2):

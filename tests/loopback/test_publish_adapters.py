@@ -53,7 +53,7 @@ class Site:
 
     def trainer(self) -> Port:
         service = TrainerService(self.config, "trainer-0", 0)
-        service._worker = TrainRank(policy_trainer(self.config), self.config, 0, 1, torch.device("cpu"))
+        service._worker = TrainRank(policy_trainer(self.config), self.config)
         port: Any = Port(service)
         port.machines = {port.name: port.machine}
         return port
@@ -78,7 +78,7 @@ def assert_served(rollout: Any, here: Stage) -> None:
     """The engine has the model folder's weights with the trainer's adapters in them, as these are on the wire."""
     engine, worker = rollout.service._engine, here.trainer.service._worker
     assert engine.version.step == here.pool.membership.committed.step
-    sent = zip(worker.manifest.tensors, worker.engine.gather(), strict=True)
+    sent = zip(worker.manifest.tensors, worker.engine.backend.gather(), strict=True)
     adapters = {spec.name: tensor.to(getattr(torch, spec.dtype)) for spec, tensor in sent}
     expected = {name: tensor.float() for name, tensor in merged(WeightFiles(worker.config.model.path), adapters)}
     assert_same(dict(engine._decoder.weights._views), expected)

@@ -142,15 +142,15 @@ def published(
     if split == "lora":
         config = msgspec.structs.replace(config, lora=Lora(rank=2, alpha=4.0))
     engine_here = policy_trainer(config, rank=rank, world_size=2, device=device)
-    worker = TrainRank(engine_here, config, rank, 2, device)
+    worker = TrainRank(engine_here, config)
     leaders = data_leaders(config.services.trainer)
-    gather, wholes = engine_here.gather, []
+    gather, wholes = engine_here.backend.gather, []
 
     def counted(targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
         wholes.append(targets)
         return gather(targets)
 
-    engine_here.gather = counted  # type: ignore[method-assign]
+    engine_here.backend.gather = counted  # type: ignore[method-assign]
     found = []
     for step in range(4):
         groups = make_groups(step, (5, 4, 6, 3), step=step)

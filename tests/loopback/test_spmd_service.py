@@ -7,11 +7,13 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from runtime import codec
 from runtime.commands import Accumulate, Apply, BeginStep, Export, Offload, Onload, Restore, Save
@@ -20,6 +22,7 @@ from runtime.data.prompts import StreamState
 from runtime.errors import Forbidden, InvalidMessage
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import CriticRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
@@ -36,7 +39,8 @@ RANKS = 2
 class NotingEngine(ModelTrainer):
     """The value of a group is its id. Values are told once they `may` be."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        self.backend: Any = SimpleNamespace(rank_info=RankInfo(rank, world_size, torch.device("cpu")))
         self.seen: list[tuple[Any, ...]] = []
         self.may = threading.Event()
         self.may.set()
@@ -75,14 +79,14 @@ class Group:
     """The group of ranks, and a client of all of them."""
 
     def __init__(self, deadlines: Deadlines):
-        self.engines = [NotingEngine() for _ in range(RANKS)]
+        self.engines = [NotingEngine(rank, RANKS) for rank in range(RANKS)]
         self.services: list[SpmdService] = []
         self.sessions: list[Session] = []
         self.client: GroupClient
         self._config = Config(run=Run(name="test", dir="/", resume=""), deadlines=deadlines)
 
     def make_rank(self, config: Config, rank: int, world_size: int) -> CriticRank:
-        return CriticRank(self.engines[rank], config, rank, RANKS)
+        return CriticRank(self.engines[rank], config)
 
     @asynccontextmanager
     async def up(self) -> AsyncIterator[Group]:
@@ -301,7 +305,7 @@ def test_a_command_that_is_withdrawn_is_carried_out_by_every_rank() -> None:
 def test_it_writes_and_reads_in_the_runs_folder_alone(tmp_path: Path) -> None:
     run_dir, base, elsewhere = tmp_path / "run", tmp_path / "base", tmp_path / "elsewhere"
     config = Config(run=Run(name="a", dir=str(run_dir), resume=str(base)))
-    service = SpmdService("critic", "Critic", lambda *_: CriticRank(config, 0, 1, NotingEngine()), config, "critic-0", 0)
+    service = SpmdService("critic", "Critic", lambda *_: CriticRank(NotingEngine(), config), config, "critic-0", 0)
     foreign = (
         Save(str(elsewhere)),
         Export(str(run_dir / ".." / "elsewhere")),

@@ -55,7 +55,7 @@ def run_step(engine: ModelTrainer, calls: Sequence[list[TrainGroup]]) -> StepRes
 
 
 def flat_weights(engine: ModelTrainer, rank: int) -> torch.Tensor:
-    parts = [tensor.flatten().float() for tensor in engine.gather()]
+    parts = [tensor.flatten().float() for tensor in engine.backend.gather()]
     return torch.cat(parts) if rank == 0 else torch.empty(0)
 
 
@@ -166,7 +166,7 @@ def two_ranks(rank: int, folder: Path) -> None:
     save = folder / "saved-by-two"
     engine.save(str(save))
     weights = flat_weights(engine, rank)
-    engine.export(str(folder / "export"))
+    engine.backend.export(folder / "export")
     engine.load(str(folder / "saved-by-one"))
     loaded = flat_weights(engine, rank)
     resumed = run_step(engine, [step_groups(STEPS)] if rank == 0 else [[]]).metrics

@@ -48,8 +48,8 @@ def step_groups(step: int) -> list[TrainGroup]:
 
 def flat_weights(engine: ModelTrainer, rank: int) -> torch.Tensor:
     """What a rollout makes of what is published, in the order of the model's parameters."""
-    names = [spec.name for spec in engine.tensor_specs()]
-    gathered = [tensor.clone() for tensor in engine.gather()]
+    names = [spec.name for spec in engine.backend.tensor_specs()]
+    gathered = [tensor.clone() for tensor in engine.backend.gather()]
     if rank:
         return torch.empty(0)
     whole = rolled_out(engine, dict(zip(names, gathered, strict=True)))
@@ -67,7 +67,7 @@ def two_ranks(rank: int, folder: Path) -> None:
         results.append(run_step(engine, calls).metrics)
     engine.save(str(folder / "saved-by-two"))
     weights = flat_weights(engine, rank)
-    engine.export(str(folder / "export"))
+    engine.backend.export(folder / "export")
     engine.load(str(folder / "saved-by-one"))
     loaded = flat_weights(engine, rank)
     resumed = run_step(engine, [step_groups(STEPS)] if rank == 0 else [[]]).metrics

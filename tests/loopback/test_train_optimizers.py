@@ -49,7 +49,7 @@ def update(engine: ModelTrainer, step: int) -> None:
 
 
 def whole(engine: ModelTrainer, rank: int = 0) -> torch.Tensor:
-    parts = [tensor.flatten().float() for tensor in engine.gather()]
+    parts = [tensor.flatten().float() for tensor in engine.backend.gather()]
     return torch.cat(parts) if rank == 0 else torch.empty(0)
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime.models import hf_policy
-from runtime.models.hf_policy import Packing
+from runtime.models.passes import Packing
 from tests.system.classic_member import TOKENS, Case, run
 from tests.unit.family_cases import CONFIGS, write_folder
 from tests.unit.test_convert import load_folder, same, sluice

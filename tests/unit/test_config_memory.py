@@ -23,7 +23,7 @@ from runtime.config.model_checks import memory_of_ranks, spread_models
 from runtime.errors import UserError
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
-from runtime.trainer.rank import make_train_rank
+from runtime.trainer.rank import TrainRank, make_rank
 from tests.unit.config_cases import checked, model_folder
 from tests.unit.model_dimensions import CONFIGS
 
@@ -154,7 +154,7 @@ def test_a_rank_that_its_device_cannot_hold_is_refused_before_it_loads(monkeypat
     monkeypatch.setattr(platform, "device", lambda index: torch.device("cuda", 0))
     monkeypatch.setattr(platform, "memory", lambda where: memory)
     with pytest.raises(UserError) as refused:
-        make_train_rank(config, 0, 1)
+        make_rank(TrainRank, config, 0, 1)
     assert re.fullmatch(
         r"training\.max_tokens_per_microbatch: 1000000 needs about \S+ GB in a process of services\.trainer, which has "
         r"200\.0 GB; must be at most \d+",

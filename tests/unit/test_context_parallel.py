@@ -8,11 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.models.hf_policy import Packing, packed_attention
+from runtime.models.passes import Packing, packed_attention
 from runtime.trainer.attention_rows import attention_rows
-from runtime.trainer.megatron.context import packing_of, tokens_of
+from runtime.trainer.megatron import context
+from runtime.trainer.megatron.context import packing_of, part_of, tokens_of
+from runtime.trainer.micro_batch import pack
 from runtime.trainer.prefix_tree import tree_paths
-from runtime.trainer.rows import starts
+from runtime.trainer.rows import Needs, decode_groups, starts
+from tests.unit.training_cases import VOCAB, make_groups
 
 pytestmark = pytest.mark.numeric
 
@@ -80,3 +83,15 @@ def test_of_one_long_sequence_every_part_has_the_same_work() -> None:
     total, count = 64, 4
     work = [sum(token + 1 for token in tokens_of(rank, count, total)) for rank in range(count)]
     assert len(set(work)) == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_part_has_of_a_column_what_it_predicts(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context.dist, "get_rank", lambda group: rank)
+    monkeypatch.setattr(context.dist, "get_world_size", lambda group: 2)
+    rows = decode_groups(make_groups(3), VOCAB, Needs())
+    columns = {"temperature": np.arange(len(rows.tokens), dtype=np.float32)}
+    whole = pack(rows, np.flatnonzero(rows.trained()), columns, CPU)
+    part = part_of(whole, None)  # type: ignore[arg-type]
+    assert 0 < len(part.targets) < len(whole.targets)
+    assert part.of_tokens("temperature").tolist() == whole.places[part.chosen.numpy()].tolist()

@@ -214,7 +214,7 @@ class TestRefusedToCore:
     @pytest.mark.parametrize(
         "spoil,told",
         [
-            (lambda hf: (hf / "config.json").unlink(), "is not a model folder: config.json: No such file"),
+            (lambda hf: (hf / "config.json").unlink(), "has no config.json"),
             (lambda hf: (hf / "config.json").write_text("{"), "config.json: not valid JSON"),
             (lambda hf: (hf / "config.json").write_text("[]"), "config.json: is not a JSON object"),
             (lambda hf: (hf / "model.safetensors").unlink(), "has neither model.safetensors nor"),

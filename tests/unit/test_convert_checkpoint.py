@@ -15,9 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed import checkpoint
 
-from runtime.errors import InvariantViolated
 from runtime.models.families import Layout
-from runtime.trainer.megatron.core_checkpoint import CoreCheckpoint
 from runtime.trainer.megatron.core_index import read_index
 from tests.unit.family_cases import CONFIGS, make_family, make_tensors
 from tests.unit.test_convert import refused, same, sluice
@@ -88,16 +86,6 @@ def test_a_critics_is_one_again(tmp_path: Path) -> None:
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), tensors)
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]
-
-
-def test_a_part_of_a_parameter_is_not_read(tmp_path: Path) -> None:
-    family = make_family("qwen2")
-    core = CoreCheckpoint(save(tmp_path / "saved", "qwen2", stored("qwen2", make_tensors(family))))
-    core.require(family)
-    name = "decoder.final_layernorm.weight"
-    assert core.get(name)[:].shape == (32,)
-    with pytest.raises(InvariantViolated, match=f"{name}: is read by parts"):
-        core.get(name)[1:]
 
 
 class Running:

@@ -38,8 +38,8 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("changes", "told"),
         [
-            ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported with megatron-core; must be 'sigmoid'"),
-            ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported with megatron-core; must be 'noaux_tc'"),
+            ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; must be 'sigmoid'"),
+            ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported; must be 'noaux_tc'"),
             ({"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
             ({"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
             ({"rope_interleave": False}, "rope_interleave False is not supported"),

@@ -238,7 +238,7 @@ class TestRefusals:
             ({"model_type": "deepseek_v2"}, "model_type 'deepseek_v2' has no mapping to megatron-core"),
             ({"model_type": "gemma"}, "model_type 'gemma' has no mapping to megatron-core; must be one of llama, qwen2, qwen3"),
             ({}, "model_type None has no mapping"),
-            ({**CONFIGS["llama"], "attention_bias": True}, "attention_bias True is not supported"),
+            ({**CONFIGS["llama"], "attention_bias": True}, "attention_bias True is not supported with megatron-core"),
             ({**CONFIGS["qwen2"], "use_sliding_window": True}, "use_sliding_window True is not supported"),
             ({**CONFIGS["qwen2"], "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
             ({**CONFIGS["qwen2"], "hidden_size": "wide"}, "hidden_size is 'wide'; must be a positive integer"),

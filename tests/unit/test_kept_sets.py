@@ -137,7 +137,7 @@ def test_parts_of_a_payload_keep_their_sets() -> None:
 
 def test_the_folder_of_a_policy_is_used_as_it_is(policy: str, tmp_path: Path) -> None:
     """The model that gives what its head takes is exported with its head's weights."""
-    policy_trainer(make_config(policy)).export(str(tmp_path))
+    policy_trainer(make_config(policy)).backend.export(tmp_path)
     ids = torch.arange(10)[None]
     models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (policy, tmp_path)]
     assert torch.equal(*(model(ids).logits for model in models))

@@ -68,7 +68,9 @@ class TestStep:
         engine = policy_trainer(lora_config(policy, replace(LORA, target_modules=targets)))
         plain = policy_trainer(make_config(policy))
         adapted = [name for name in weights(plain) if any(name.endswith(f"{target}.weight") for target in targets or ALL)]
-        assert {spec.name for spec in engine.tensor_specs()} == {f"{name}.lora_{one}" for name in adapted for one in "AB"}
+        assert {spec.name for spec in engine.backend.tensor_specs()} == {
+            f"{name}.lora_{one}" for name in adapted for one in "AB"
+        }
         before = weights(plain)
         assert_same(weights(engine), before)  # B begins at 0
         run_step(engine, make_groups(0))
@@ -183,7 +185,7 @@ class TestOnDisk:
             run_step(engine, make_groups(seed))
         folder = saved(engine, tmp_path / "save")
         (tmp_path / "export").mkdir()
-        engine.export(str(tmp_path / "export"))
+        engine.backend.export(tmp_path / "export")
         exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "export").named_parameters())
         assert_same({name: parameter.detach() for name, parameter in exported.items()}, weights(engine))
         tokens = torch.arange(24).view(2, 12)

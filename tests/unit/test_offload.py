@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 
 from runtime.commands import Offload, Onload
 from runtime.models.offload import HostOffload
+from runtime.process import platform
 from runtime.scoring.scorer_torch import OffloadableScorer
 from runtime.types import Logprobs
 
@@ -41,25 +44,31 @@ def test_what_never_changes_is_copied_once() -> None:
 
 
 class Scorer:
-    def __init__(self) -> None:
-        self.done: list[str] = []
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.weights: Iterable[torch.Tensor] = [torch.arange(4.0)]
+        self.asked = 0
 
     def logprobs(self, requests: object) -> list[Logprobs]:
-        self.done.append("logprobs")
+        self.asked += 1
+        assert sum(map(torch.sum, self.weights)) == 6.0
         return []
 
-    def offload(self) -> None:
-        self.done.append("offload")
 
-    def onload(self) -> None:
-        self.done.append("onload")
-
-
-def test_a_reference_that_is_away_comes_back_for_a_question() -> None:
-    scorer = Scorer()
+def test_a_reference_that_is_away_comes_back_for_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[torch.device] = []
+    monkeypatch.setattr(platform, "release", released.append)
+    scorer = Scorer("cuda")
     lent = OffloadableScorer(scorer, away=True)
+    there = []
     for order in (Offload(), None, Onload(), None, Offload(), Offload(), Onload(), Onload()):
         lent.logprobs([]) if order is None else lent.handle(order)
-    assert scorer.done == ["offload", "onload", "logprobs", "logprobs", "offload", "onload"]
-    OffloadableScorer(scorer, away=False).logprobs([])
-    assert scorer.done[6:] == ["logprobs"]
+        there.append(sum(tensor.untyped_storage().nbytes() for tensor in scorer.weights))
+    assert there == [0, 16, 16, 16, 0, 0, 16, 16]
+    assert (scorer.asked, released) == (2, [scorer.device] * 2)
+
+
+def test_a_reference_on_cpus_stays() -> None:
+    scorer = Scorer("cpu")
+    lent = OffloadableScorer(scorer, away=True)
+    assert scorer.logprobs([]) == lent.logprobs([]) == []

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from runtime.config import Config
 from runtime.errors import UserError
 from runtime.process import platform
 from runtime.status import Profile, Registration
-from runtime.trainer.rank import GroupRank, make_train_rank
+from runtime.trainer.rank import GroupRank, TrainRank, make_rank
 from services import profiles
 from services.models import SpmdService
 from tests.loopback.weight_members import ROOT, SIMULATED_NPU
@@ -200,7 +201,7 @@ def test_what_py_spy_says_when_it_fails_is_told(
 def trained(folder: Path, profiled: bool) -> dict[str, torch.Tensor]:
     """The weights that four steps leave, the middle two of which were perhaps profiled."""
     made = replace(make_config(make_policy(folder / "model")), run=config.Run(name="test", dir=str(folder)))
-    service = SpmdService("trainer", "Trainer", make_train_rank, made, "trainer-0", 0)
+    service = SpmdService("trainer", "Trainer", partial(make_rank, TrainRank), made, "trainer-0", 0)
     service.load()
 
     async def test() -> None:

@@ -25,6 +25,7 @@ from runtime.errors import InvalidMessage
 from runtime.models import hf_policy
 from runtime.models.experts import route, route_corrected
 from runtime.models.families.shape import ExpertShape
+from runtime.models.passes import Packing
 from runtime.rollout.torch import prefill
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.trainer import rows as train_rows
@@ -102,7 +103,7 @@ def expected_rows(path: str, prompt: np.ndarray, tokens: np.ndarray) -> tuple[np
         block.watch.keeps = True
     ids = torch.from_numpy(np.concatenate([prompt, tokens[:-1]]).astype(np.int64))
     cells = torch.arange(len(ids))
-    packing = hf_policy.Packing(rows=[cells[None]], cells=cells)
+    packing = Packing(rows=[cells[None]], cells=cells)
     model(input_ids=ids[None], position_ids=cells[None], packing=packing, use_cache=False)
     taken = torch.stack([block.watch.own.sort(-1).values for block in blocks], 1)
     clear = []

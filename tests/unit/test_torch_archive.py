@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from launcher.conversion.torch_archive import ArchiveTensor, read_archive
+from launcher.conversion.torch_archive import ArchiveMemory, ArchiveTensor, read_archive
 from runtime.errors import UserError
 from runtime.weights import plain_pickle
 from runtime.weights.plain_pickle import Attributes, Inert
@@ -207,7 +207,13 @@ class TestNothingIsRun:
 
     @pytest.mark.parametrize(
         "target,told",
-        [(TENSOR, "an ArchiveTensor"), (MEMORY, "a _Memory"), (PARAMETER, "a Function"), (text("a"), "'a'"), (b"]", "a list")],
+        [
+            (TENSOR, "an ArchiveTensor"),
+            (MEMORY, "an ArchiveMemory"),
+            (PARAMETER, "a Function"),
+            (text("a"), "'a'"),
+            (b"]", "a list"),
+        ],
     )
     def test_what_a_pickle_is_given_cannot_be_changed(self, target: bytes, told: str, tmp_path: Path) -> None:
         path = raw(tmp_path / "a.pt", b"\x80\x02" + target + b"N}" + text("_any") + b"Ns\x86b.", {"0": bytes(64)})
@@ -216,7 +222,7 @@ class TestNothingIsRun:
     @pytest.mark.parametrize("function", ["_rebuild_parameter", "_rebuild_parameter_with_state"])
     def test_the_memory_of_a_tensor_is_given_to_tensors_alone(self, function: str, tmp_path: Path) -> None:
         code = b"\x80\x02" + name("torch._utils", function) + MEMORY + b"\x85R."
-        assert "it has a _Memory as a parameter" in refused(raw(tmp_path / "a.pt", code, {"0": bytes(64)}))
+        assert "it has an ArchiveMemory as a parameter" in refused(raw(tmp_path / "a.pt", code, {"0": bytes(64)}))
         code = b"\x80\x02" + name("torch", "Size") + MEMORY + b"\x85R."
         assert "is not a whole file" in refused(raw(tmp_path / "b.pt", code, {"0": bytes(64)}))
         code = b"\x80\x02" + name("torch._utils", function) + MEMORY + b"R."  # as the arguments themselves
@@ -361,14 +367,14 @@ class TestTorn:
     @pytest.mark.parametrize("shape,stride", [((1 << 43,), (0,)), ((1 << 20, 1 << 20), (0, 0)), ((9, 9), (1, 1))])
     def test_elements_that_share_memory(self, shape: tuple[int, ...], stride: tuple[int, ...], tmp_path: Path) -> None:
         (tmp_path / "a.pt").write_bytes(bytes(80))
-        tensor = ArchiveTensor(tmp_path / "a.pt", 0, 20, "float32", 0, shape, stride)
+        tensor = ArchiveTensor(ArchiveMemory(tmp_path / "a.pt", 0, 20, "float32"), 0, shape, stride)
         with pytest.raises(UserError, match=r"elements in the memory of 20$"):
             tensor[:]
 
     @pytest.mark.parametrize("shape,stride", [((0, 1 << 62, 1 << 62), (1, 1, 1)), ((1,), (1 << 63,)), ((1 << 63,), (0,))])
     def test_sizes_beyond_numbers(self, shape: tuple[int, ...], stride: tuple[int, ...], tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="has more elements than there are numbers"):
-            ArchiveTensor(tmp_path, 0, 20, "float32", 0, shape, stride)
+            ArchiveTensor(ArchiveMemory(tmp_path, 0, 20, "float32"), 0, shape, stride)
 
     @pytest.mark.parametrize("kept", [0, 10, 200, -1, -30])
     def test_a_file_that_ends_too_early(self, kept: int, tmp_path: Path) -> None:
@@ -394,9 +400,9 @@ class TestTorn:
 
     def test_a_tensor_beyond_its_memory(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"a tensor \[3, 4\] lies beyond its memory"):
-            ArchiveTensor(tmp_path, 0, 11, "float32", 0, (3, 4), (4, 1))
+            ArchiveTensor(ArchiveMemory(tmp_path, 0, 11, "float32"), 0, (3, 4), (4, 1))
         with pytest.raises(ValueError, match="lies beyond"):
-            ArchiveTensor(tmp_path, 0, 11, "float32", -1, (1,), (1,))
+            ArchiveTensor(ArchiveMemory(tmp_path, 0, 11, "float32"), -1, (1,), (1,))
 
     def test_a_file_that_is_cut_while_it_is_read(self, tmp_path: Path) -> None:
         found = read_archive(write(tmp_path / "a.pt", TENSORS))

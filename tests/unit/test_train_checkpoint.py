@@ -84,10 +84,14 @@ def test_export_is_a_hugging_face_folder(tmp_path: Path, tied: bool):
     path = make_policy(tmp_path / "policy", tied=tied)
     engine = policy_trainer(make_config(path))
     run_step(engine, make_groups(0))
-    engine.export(str(tmp_path / "export"))
+    engine.backend.export(tmp_path / "export")
     assert (tmp_path / "export" / "tokenizer.json").read_bytes() == (tmp_path / "policy" / "tokenizer.json").read_bytes()
     names = load_file(tmp_path / "export" / "model.safetensors").keys()
-    assert names == load_file(tmp_path / "policy" / "model.safetensors").keys() == {spec.name for spec in engine.tensor_specs()}
+    assert (
+        names
+        == load_file(tmp_path / "policy" / "model.safetensors").keys()
+        == {spec.name for spec in engine.backend.tensor_specs()}
+    )
     assert ("lm_head.weight" in names) is not tied
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     assert_same({name: tensor.detach() for name, tensor in model.named_parameters()}, weights(engine))

@@ -14,7 +14,7 @@ import torch
 from runtime import codec
 from runtime.config import Config, Trainer
 from runtime.errors import UserError
-from runtime.models import hf_policy
+from runtime.models import passes
 from runtime.trainer import objective
 from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, Logprobs, PolicyVersion, TrainGroup
@@ -209,7 +209,7 @@ def test_other_families(tmp_path: Path, family: str):
 def test_devices_without_grouped_attention(policy: str, monkeypatch: pytest.MonkeyPatch):
     groups = make_groups(11)
     expected = comparable(run_step(policy_trainer(make_config(policy)), groups))
-    monkeypatch.setattr(hf_policy, "_UNGROUPED", {"cpu"})
+    monkeypatch.setattr(passes, "_UNGROUPED", {"cpu"})
     assert_metrics(comparable(run_step(policy_trainer(make_config(policy)), groups)), expected)
 
 
@@ -243,6 +243,7 @@ def test_metrics(policy: str):
     assert metrics["score/min"] == pytest.approx(rewards.min())
     assert metrics["actor/lr"] == pytest.approx(2.5e-3)
     assert metrics["actor/pg_clipfrac"] == 0
+    assert metrics["actor/ppo_kl"] == pytest.approx(metrics["mismatch/k1"])  # of one version, and before any update
     assert metrics["staleness/token_mean"] == 0
     assert metrics["mismatch/max"] >= metrics["mismatch/abs_logprob_p99"] >= metrics["mismatch/abs_logprob"] > 0
     trained = metrics["mismatch/tokens"]
@@ -300,9 +301,9 @@ def test_precision_of_compute_and_wire(policy: str, tmp_path: Path):
     assert comparable(run_step(engine, groups))["actor/entropy"] == pytest.approx(
         comparable(run_step(exact, groups))["actor/entropy"], rel=2e-2
     )
-    assert {spec.dtype for spec in engine.tensor_specs()} == {"bfloat16"}
-    assert {spec.dtype for spec in exact.tensor_specs()} == {"float32"}
-    engine.export(str(tmp_path))
+    assert {spec.dtype for spec in engine.backend.tensor_specs()} == {"bfloat16"}
+    assert {spec.dtype for spec in exact.backend.tensor_specs()} == {"float32"}
+    engine.backend.export(tmp_path)
     assert "bfloat16" in (tmp_path / "config.json").read_text()
     with pytest.raises(UserError, match=r"model\.dtype: 'float16'"):
         policy_trainer(make_config(policy, dtype="float16"))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from runtime import codec
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Offload, Onload, Restore, Save
@@ -17,6 +19,7 @@ from runtime.data.prompts import StreamState
 from runtime.errors import StorageFull, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import CriticRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
@@ -24,6 +27,7 @@ from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, V
 
 class Engine(ModelTrainer):
     def __init__(self) -> None:
+        self.backend: Any = SimpleNamespace(rank_info=RankInfo(0, 1, torch.device("cpu")))
         self.seen: list[tuple[Any, ...]] = []
         self.failure: Exception | None = None
         self.may_write = threading.Event()
@@ -65,7 +69,7 @@ def make(**settings: Any) -> tuple[CriticRank, Engine]:
     engine, saved = Engine(), Checkpoint(async_save=settings.pop("async_save", False))
     services = Services(critic=Trainer(**settings))
     config = Config(run=Run(name="a"), services=services, critic=Critic(), checkpoint=saved)
-    return CriticRank(engine, config, 0, 1), engine
+    return CriticRank(engine, config), engine
 
 
 def test_a_step_makes_the_next_version() -> None:

@@ -44,7 +44,7 @@ def weights(engine: ModelTrainer) -> dict[str, torch.Tensor]:
 
 
 def published(engine: ModelTrainer) -> dict[str, torch.Tensor]:
-    tensors = zip(engine.tensor_specs(), engine.gather(), strict=True)
+    tensors = zip(engine.backend.tensor_specs(), engine.backend.gather(), strict=True)
     return {spec.name: tensor.to(getattr(torch, spec.dtype), copy=True) for spec, tensor in tensors}
 
 

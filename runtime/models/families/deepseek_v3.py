@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from runtime.errors import UserError
-from runtime.models.families.family import Family, ParameterMapping, dense, experts, gated, norm, row_parallel
+from runtime.models.families.family import Family, ParameterMapping, norm, row_parallel
 from runtime.models.families.parameter import SourceTensor
 from runtime.models.families.shape import ExpertShape, LatentShape, ModelShape, number, read_shape
 from runtime.models.rope import YarnScaling, read_rope, yarn_growth
@@ -26,7 +26,8 @@ class DeepseekV3(Family):
         "moe_layer_freq": 1,
     }
 
-    def read(self, config: Mapping[str, Any], where: str) -> ModelShape:
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str) -> ModelShape:
         """All layers but the first `first_k_dense_replace` have experts."""
         latent = LatentShape(
             query_rank=None if config.get("q_lora_rank") is None else number(config, "q_lora_rank", where),
@@ -42,30 +43,30 @@ class DeepseekV3(Family):
         return replace(read_shape({**config, **alike}, where), latent=latent, experts=read_experts(config, where))
 
     @classmethod
-    def traits(cls, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
         """In the cache there is one key-value head, of which a part is rotated. YaRN's temperature is of all scores, and by
         `mscale_all_dim`."""
-        shape, scaling = cls(config, where).shape, read_rope(config, where).scaling
         assert shape.latent is not None
-        scale = shape.latent.head**-0.5
+        scaling, scale = read_rope(config, where).scaling, shape.latent.head**-0.5
         if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
             scale *= yarn_growth(scaling.factor, scaling.mscale_all_dim) ** 2
-        alone = {"kv_heads": 1, "head_dim": shape.latent.rotated}
-        return {"latent": shape.latent, "experts": shape.experts, "score_scale": scale, **alone}
+        return {"kv_heads": 1, "head_dim": shape.latent.rotated, "score_scale": scale}
 
-    def layer(self, number: int) -> Iterator[ParameterMapping]:
-        assert self.shape.experts is not None
-        yield from _attention(self.shape)
-        yield from corrected_experts(self.shape) if number in self.shape.experts.layers else dense(self.shape)
-
-
-def corrected_experts(shape: ModelShape) -> Iterator[ParameterMapping]:
-    """Routed experts with what corrects their scores, and those that all tokens are given to."""
-    assert shape.experts is not None
-    yield from experts(shape)
-    bias = SourceTensor("mlp.gate.e_score_correction_bias", (shape.experts.count,))
-    yield ParameterMapping(name="mlp.router.expert_bias", sources=(bias,))
-    yield from gated("mlp.shared_experts", "mlp.shared_experts", shape.hidden_size, shape.experts.shared_size)
+    def attention(self) -> Iterator[ParameterMapping]:
+        """Multi-head latent attention with its norm."""
+        latent, heads, hidden = self.shape.latent, self.shape.heads, self.shape.hidden_size
+        assert latent is not None
+        yield norm("input_layernorm", "input_layernorm", hidden)
+        if latent.query_rank is None:
+            yield _rows("linear_q_proj", "q_proj", heads * latent.head, hidden)
+        else:
+            yield _rows("linear_q_down_proj", "q_a_proj", latent.query_rank, hidden)
+            yield norm("self_attention.q_layernorm", "self_attn.q_a_layernorm", latent.query_rank)
+            yield _rows("linear_q_up_proj", "q_b_proj", heads * latent.head, latent.query_rank)
+        yield _rows("linear_kv_down_proj", "kv_a_proj_with_mqa", latent.cached, hidden)
+        yield norm("self_attention.kv_layernorm", "self_attn.kv_a_layernorm", latent.rank)
+        yield _rows("linear_kv_up_proj", "kv_b_proj", heads * (latent.plain + latent.value), latent.rank)
+        yield row_parallel("self_attention.linear_proj", "self_attn.o_proj", (hidden, heads * latent.value))
 
 
 def read_experts(config: Mapping[str, Any], where: str) -> ExpertShape:
@@ -103,24 +104,6 @@ def read_experts(config: Mapping[str, Any], where: str) -> ExpertShape:
             "with megatron-core; must be twice topk_group, and groups have two experts, or n_group be 1"
         )
     return found
-
-
-def _attention(shape: ModelShape) -> Iterator[ParameterMapping]:
-    """Multi-head latent attention with its norm."""
-    latent, hidden = shape.latent, shape.hidden_size
-    assert latent is not None
-    queries = shape.heads * latent.head
-    yield norm("input_layernorm", "input_layernorm", hidden)
-    if latent.query_rank is None:
-        yield _rows("linear_q_proj", "q_proj", queries, hidden)
-    else:
-        yield _rows("linear_q_down_proj", "q_a_proj", latent.query_rank, hidden)
-        yield norm("self_attention.q_layernorm", "self_attn.q_a_layernorm", latent.query_rank)
-        yield _rows("linear_q_up_proj", "q_b_proj", queries, latent.query_rank)
-    yield _rows("linear_kv_down_proj", "kv_a_proj_with_mqa", latent.cached, hidden)
-    yield norm("self_attention.kv_layernorm", "self_attn.kv_a_layernorm", latent.rank)
-    yield _rows("linear_kv_up_proj", "kv_b_proj", shape.heads * (latent.plain + latent.value), latent.rank)
-    yield row_parallel("self_attention.linear_proj", "self_attn.o_proj", (hidden, shape.heads * latent.value))
 
 
 def _rows(name: str, source: str, rows: int, columns: int) -> ParameterMapping:

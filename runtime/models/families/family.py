@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -15,16 +16,17 @@ from runtime.models.families.shape import ModelShape, read_shape
 if TYPE_CHECKING:
     import torch
 
-HEAD = "output_layer.weight"  # at megatron-core, whatever head it is
+HEAD, WORDS = "output_layer.weight", "embedding.word_embeddings.weight"  # at megatron-core, whatever head it is
 EMBEDDING, LM_HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 ROUTER_BIAS = "e_score_correction_bias"  # the end of its name
 SHOWN = 10  # names that a message tells of those that are wrong
+_SUPPORTED = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False}  # of all families, but for their own
 
 
 class Family:
     """One model of a family: its mapping between Hugging Face's tensors and megatron-core's parameters.
 
-    A subclass says what a layer is made of. The table knows nothing of ranks; `parameters` cuts it for one. So
+    A subclass says in what a layer is not Llama's. The table knows nothing of ranks; `parameters` cuts it for one. So
     the converter, the trainer's loading and export and the weight publication share it:
 
     - load: for each of the rank's `parameters`, `from_hf` with a reader of Hugging Face tensors by name.
@@ -34,10 +36,13 @@ class Family:
 
     model_type: ClassVar[str]  # config.json's
     architecture: ClassVar[str]  # the stem of its class names in transformers: "Qwen2" of Qwen2ForCausalLM
-    unsupported: ClassVar[Mapping[str, Any]] = {}  # keys of config.json with the only value that has a mapping
+    unsupported: ClassVar[Mapping[str, Any]] = {}  # keys of config.json with the only value that is computed
+    only_mapped: ClassVar[Mapping[str, Any]] = {}  # and those with the only value that has a mapping to megatron-core
     defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that config.json may leave out, unlike Llama's
     unmapped: ClassVar[str] = ""  # what of it megatron-core has no place for; its table then has names and shapes alone
     centred_norms: ClassVar[bool] = False  # norms multiply by 1 + their weight
+    qkv_bias: bool = False  # of the attention
+    qk_norm: bool = False  # each head of q and k is normalised
 
     def __init__(self, config: Mapping[str, Any], where: str, value_head: bool = False):
         """Read the sizes from a config.json. `value_head`: one number a token in the place of the language model's head.
@@ -45,25 +50,35 @@ class Family:
         Raises UserError for sizes that are missing or wrong and for what the table has no row for.
         """
         config = {**self.defaults, **config}
-        for key, value in {"hidden_act": "silu", **self.unsupported}.items():
-            if config.get(key, value) != value:
-                engine = "" if self.unmapped else " with megatron-core"
-                raise UserError(f"{where}: {key} {config[key]!r} is not supported{engine}; must be {value!r}")
-        self.shape = self.read(config, where)
+        _require_values(config, self.only_mapped, where, " with megatron-core")
+        self.shape = self.supported(config, where)
         self.value_head = value_head
 
-    def read(self, config: Mapping[str, Any], where: str) -> ModelShape:
+    @classmethod
+    def supported(cls, config: Mapping[str, Any], where: str) -> ModelShape:
+        """The sizes, of a config.json with the `defaults`. Raises UserError, also for what nobody here computes."""
+        _require_values(config, {**_SUPPORTED, **cls.unsupported}, where)
+        return cls.read(config, where)
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str) -> ModelShape:
         """The sizes. Raises UserError."""
         return read_shape(config, where)
 
     @classmethod
-    def traits(cls, config: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Fields of `hf_config.ModelConfig` in which its decoder is not Llama's. Raises UserError."""
+    def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
+        """Fields of `hf_config.ModelConfig` in which its decoder is not Llama's, beside those above. Raises UserError."""
         return {}
 
     def layer(self, number: int) -> Iterator[ParameterMapping]:
         """The rows of the table for layer `number`, counted from 0."""
-        raise NotImplementedError
+        yield from self.attention()
+        has_experts = self.shape.experts is not None and number in self.shape.experts.layers
+        yield from experts(self.shape) if has_experts else dense(self.shape)
+
+    def attention(self) -> Iterator[ParameterMapping]:
+        """Those of its attention, with the norm before it."""
+        return attention(self.shape, bias=self.qkv_bias, qk_norm=self.qk_norm)
 
     @property
     def tied(self) -> bool:
@@ -121,34 +136,28 @@ class Family:
 
     def _ends(self, layout: Layout, tensor_rank: int, pipeline_rank: int, *, first: bool) -> Iterator[Parameter]:
         """What comes before the layers, or after them."""
-        last_stage = layout.pipeline - 1
-        shape = (self.shape.vocab_size, self.shape.hidden_size)
-
-        def vocabulary(name: str, source: str, copy: bool = False) -> Parameter:
-            return held(name, SourceTensor(source, shape), split=0, padded=layout.padded_vocab(self.shape), copy=copy)
-
-        def held(name: str, source: SourceTensor, split: int | None = None, padded: int = 0, copy: bool = False) -> Parameter:
-            return Parameter(
-                name=name,
-                sources=(source,),
-                split=split,
-                tensor=layout.tensor,
-                tensor_rank=tensor_rank,
-                padded=padded,
-                copy=copy,
-            )
-
+        last_stage, hidden = layout.pipeline - 1, self.shape.hidden_size
+        held = partial(Parameter, tensor=layout.tensor, tensor_rank=tensor_rank)
+        vocabulary = partial(held, split=0, padded=layout.padded_vocab(self.shape))
+        embedding, head = (SourceTensor(name, (self.shape.vocab_size, hidden)) for name in (EMBEDDING, LM_HEAD))
+        final, values = SourceTensor("model.norm.weight", (hidden,)), SourceTensor(VALUE_HEAD, (1, hidden))
         if first:
             if pipeline_rank == 0:
-                yield vocabulary("embedding.word_embeddings.weight", EMBEDDING)
+                yield vocabulary(name=WORDS, sources=(embedding,))
         elif pipeline_rank == last_stage:
-            yield held("decoder.final_layernorm.weight", SourceTensor("model.norm.weight", (self.shape.hidden_size,)))
+            yield held(name="decoder.final_layernorm.weight", sources=(final,), split=None)
             if self.value_head:
-                yield held(HEAD, SourceTensor(VALUE_HEAD, (1, self.shape.hidden_size)))
+                yield held(name=HEAD, sources=(values,), split=None)
             elif not self.tied:
-                yield vocabulary(HEAD, LM_HEAD)
+                yield vocabulary(name=HEAD, sources=(head,))
             elif last_stage > 0:
-                yield vocabulary(HEAD, EMBEDDING, copy=True)
+                yield vocabulary(name=HEAD, sources=(embedding,), copy=True)
+
+
+def _require_values(config: Mapping[str, Any], only: Mapping[str, Any], where: str, engine: str = "") -> None:
+    for key, value in only.items():
+        if config.get(key, value) != value:
+            raise UserError(f"{where}: {key} {config[key]!r} is not supported{engine}; must be {value!r}")
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -227,7 +236,7 @@ def dense(shape: ModelShape, before: str = "post_attention_layernorm") -> Iterat
 
 
 def experts(shape: ModelShape) -> Iterator[ParameterMapping]:
-    """Routed experts, each a gated MLP, with their norm and router."""
+    """Routed experts, each a gated MLP, with their norm and router, what corrects their scores, and experts for all tokens."""
     assert shape.experts is not None
     yield norm("pre_mlp_layernorm", "post_attention_layernorm", shape.hidden_size)
     yield ParameterMapping(
@@ -237,6 +246,11 @@ def experts(shape: ModelShape) -> Iterator[ParameterMapping]:
     for expert in range(shape.experts.count):
         target, source = "mlp.experts.local_experts.{expert}", f"{shape.experts.block}.experts.{expert}"
         yield from gated(target, source, shape.hidden_size, shape.experts.intermediate_size, expert, shape.experts.parts)
+    if shape.experts.corrected:
+        bias = SourceTensor(f"mlp.gate.{ROUTER_BIAS}", (shape.experts.count,))
+        yield ParameterMapping(name="mlp.router.expert_bias", sources=(bias,))
+    if shape.experts.shared_size:
+        yield from gated("mlp.shared_experts", "mlp.shared_experts", shape.hidden_size, shape.experts.shared_size)
 
 
 def gated(

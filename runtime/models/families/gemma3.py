@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from runtime.models.families.family import Family, ParameterMapping, attention, dense, norm
-from runtime.models.families.shape import number, windows
+from runtime.models.families.family import Family, ParameterMapping, dense, norm
+from runtime.models.families.shape import ModelShape, windows
 
 
 class Gemma3(Family):
@@ -14,6 +14,7 @@ class Gemma3(Family):
     architecture = "Gemma3"
     unmapped = "the norms behind its attention and its MLP"
     centred_norms = True
+    qk_norm = True
     unsupported = {  # noqa: RUF012
         "attention_bias": False,
         "hidden_act": "gelu_pytorch_tanh",
@@ -34,25 +35,23 @@ class Gemma3(Family):
     }
 
     @classmethod
-    def traits(cls, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
         """Every `sliding_window_pattern`-th layer attends to all, unless `layer_types` says which."""
-        layers, every = number(config, "num_hidden_layers", where), config.get("sliding_window_pattern", 6)
-        kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+        every = config.get("sliding_window_pattern", 6)
+        kinds = ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(shape.layers)]
         local = (config.get("rope_parameters") or {}).get("sliding_attention", {})  # as transformers 5 writes it
         return {
             "windows": windows({**config, "layer_types": config.get("layer_types") or kinds}, where),
             "local_theta": local.get("rope_theta", config["rope_local_base_freq"]),
-            "qk_norm": True,
             "output_norms": True,
-            "centred_norms": cls.centred_norms,
             "activation": "gelu_tanh",
-            "embedding_scale": config["hidden_size"] ** 0.5,
+            "embedding_scale": shape.hidden_size**0.5,
             "score_scale": config["query_pre_attn_scalar"] ** -0.5,
             "softcap": config.get("final_logit_softcapping") or 0.0,
         }
 
     def layer(self, number: int) -> Iterator[ParameterMapping]:
-        yield from attention(self.shape, qk_norm=True)
+        yield from self.attention()
         yield norm("post_attention_layernorm", "post_attention_layernorm", self.shape.hidden_size)
         yield from dense(self.shape, before="pre_feedforward_layernorm")
         yield norm("post_feedforward_layernorm", "post_feedforward_layernorm", self.shape.hidden_size)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import replace
 
 from runtime.errors import UserError
-from runtime.models.families.deepseek_v3 import corrected_experts, read_experts
-from runtime.models.families.family import Family, ParameterMapping, attention, dense
+from runtime.models.families.deepseek_v3 import read_experts
+from runtime.models.families.family import Family
 from runtime.models.families.shape import ModelShape, read_shape
 
 
@@ -33,24 +33,19 @@ class Glm4Moe(Family):
     def __init__(self, config: Mapping[str, Any], where: str, value_head: bool = False):
         super().__init__(config, where, value_head)
         config = {**self.defaults, **config}
-        self._bias, self._qk_norm = bool(config["attention_bias"]), bool(config["use_qk_norm"])
+        self.qkv_bias, self.qk_norm = bool(config["attention_bias"]), bool(config["use_qk_norm"])
 
-    def read(self, config: Mapping[str, Any], where: str) -> ModelShape:
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str) -> ModelShape:
         return replace(read_shape(config, where), experts=read_experts(config, where))
 
     @classmethod
-    def traits(cls, config: Mapping[str, Any], where: str) -> dict[str, Any]:
-        model, share = cls(config, where), config["partial_rotary_factor"]
-        rotated = int(model.shape.head_dim * share) if isinstance(share, (int, float)) and 0 < share <= 1 else 0
+    def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
+        share = config["partial_rotary_factor"]
+        rotated = int(shape.head_dim * share) if isinstance(share, (int, float)) and 0 < share <= 1 else 0
         if rotated < 2 or rotated % 2:
             raise UserError(
-                f"{where}: partial_rotary_factor is {share!r} of head_dim {model.shape.head_dim}; must be above 0, at most 1, "
+                f"{where}: partial_rotary_factor is {share!r} of head_dim {shape.head_dim}; must be above 0, at most 1, "
                 "and make an even number"
             )
-        own = {"output_bias": False, "qk_norm": model._qk_norm}
-        return {"experts": model.shape.experts, "rotary_dim": rotated, **own}
-
-    def layer(self, number: int) -> Iterator[ParameterMapping]:
-        assert self.shape.experts is not None
-        yield from attention(self.shape, bias=self._bias, qk_norm=self._qk_norm)
-        yield from corrected_experts(self.shape) if number in self.shape.experts.layers else dense(self.shape)
+        return {"output_bias": False, "qk_norm": bool(config["use_qk_norm"]), "rotary_dim": rotated}

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from msgspec.structs import replace
-
-from runtime.models.families.family import Family, ParameterMapping, attention, norm
+from runtime.models.families.family import Family, ParameterMapping, norm
 from runtime.models.families.parameter import SourceTensor
-from runtime.models.families.shape import ExpertShape, ModelShape, number, read_shape, require_routing, windows
+from runtime.models.families.shape import ModelShape, read_routed, windows
 
 
 class GptOss(Family):
     model_type = "gpt_oss"
     architecture = "GptOss"
     unmapped = "its attention's sinks and its experts' biases"
+    qkv_bias = True
     # Weights of mxfp4 are to be dequantised first.
     unsupported = {"attention_bias": True, "quantization_config": None, "swiglu_limit": 7.0}  # noqa: RUF012
     defaults = {  # noqa: RUF012
@@ -38,37 +37,22 @@ class GptOss(Family):
         "sliding_window": 128,
     }
 
-    def read(self, config: Mapping[str, Any], where: str) -> ModelShape:
-        shape = read_shape(config, where)
-        experts = ExpertShape(
-            count=number(config, "num_local_experts", where),
-            intermediate_size=shape.intermediate_size,
-            per_token=number(config, "num_experts_per_tok", where),
-            normalized=True,
-            layers=frozenset(range(shape.layers)),
-            biased=True,
-        )
-        require_routing(experts, "num_local_experts", where)
-        return replace(shape, experts=experts)
+    @classmethod
+    def read(cls, config: Mapping[str, Any], where: str) -> ModelShape:
+        return read_routed(config, where, "num_local_experts", biased=True)
 
     @classmethod
-    def traits(cls, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
         """The layers attend to a window and to all in turn, unless `layer_types` says which."""
-        kinds = [
-            "full_attention" if layer % 2 else "sliding_attention"
-            for layer in range(number(config, "num_hidden_layers", where))
-        ]
-        return {
-            "windows": windows({**config, "layer_types": config.get("layer_types") or kinds}, where),
-            "experts": cls(config, where).shape.experts,
-            "sinks": True,
-        }
+        kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(shape.layers)]
+        found = windows({**config, "layer_types": config.get("layer_types") or kinds}, where)
+        return {"windows": found, "output_bias": True, "sinks": True}
 
     def layer(self, number: int) -> Iterator[ParameterMapping]:
         shape, experts = self.shape, self.shape.experts
         assert experts is not None
         count, inner, hidden = experts.count, experts.intermediate_size, shape.hidden_size
-        yield from attention(shape, bias=True)
+        yield from self.attention()
         yield norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
         others = {
             "self_attn.o_proj.bias": (hidden,),

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from runtime.models.families.family import Family, ParameterMapping, attention, dense
+from runtime.models.families.family import Family
 
 
 class Llama(Family):
     model_type = "llama"
     architecture = "Llama"
-    unsupported = {"attention_bias": False, "mlp_bias": False}  # noqa: RUF012
-
-    def layer(self, number: int) -> Iterator[ParameterMapping]:
-        yield from attention(self.shape)
-        yield from dense(self.shape)
+    only_mapped = {"attention_bias": False}  # noqa: RUF012

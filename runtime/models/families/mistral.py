@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from runtime.models.families.family import Family, ParameterMapping, attention, dense
-from runtime.models.families.shape import windows
+from runtime.models.families.family import Family
+from runtime.models.families.shape import ModelShape, windows
 
 
 class Mistral(Family):
     model_type = "mistral"
     architecture = "Mistral"
-    unsupported = {"attention_bias": False}  # noqa: RUF012
+    only_mapped = {"attention_bias": False}  # noqa: RUF012
     defaults = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}  # noqa: RUF012
 
     @classmethod
-    def traits(cls, config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def traits(cls, config: Mapping[str, Any], shape: ModelShape, where: str) -> dict[str, Any]:
         return {"windows": windows(config, where, alike=True)}
-
-    def layer(self, number: int) -> Iterator[ParameterMapping]:
-        yield from attention(self.shape)
-        yield from dense(self.shape)

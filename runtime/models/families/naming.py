@@ -1,4 +1,4 @@
-"""Other names that megatron-core's parameters have on a rank, beside those of the table in `blocks`. Pure.
+"""Other names that megatron-core's parameters have on a rank, beside those of the table in `family`. Pure.
 
 Transformer Engine makes a norm one with the matrix behind it, and a layer's experts numbered weights of one module; grouped
 matrix products have them as one tensor. A reward model of MindSpeed has its head beside the language model's.

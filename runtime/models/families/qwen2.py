@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from runtime.models.families.family import Family, ParameterMapping, attention, dense
+from runtime.models.families.family import Family
 
 
 class Qwen2(Family):
     model_type = "qwen2"
     architecture = "Qwen2"
-    unsupported = {"use_sliding_window": False}  # noqa: RUF012
-
-    def layer(self, number: int) -> Iterator[ParameterMapping]:
-        yield from attention(self.shape, bias=True)
-        yield from dense(self.shape)
+    qkv_bias = True

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from runtime.models.families.family import Family, ParameterMapping, attention, dense
+from runtime.models.families.family import Family
 
 
 class Qwen3(Family):
     model_type = "qwen3"
     architecture = "Qwen3"
-    unsupported = {"attention_bias": False, "use_sliding_window": False}  # noqa: RUF012
-
-    def layer(self, number: int) -> Iterator[ParameterMapping]:
-        yield from attention(self.shape, qk_norm=True)
-        yield from dense(self.shape)
+    qk_norm = True
+    only_mapped = {"attention_bias": False}  # noqa: RUF012

@@ -118,11 +118,25 @@ def windows(config: Mapping[str, Any], where: str, *, alike: bool = False) -> tu
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def require_routing(experts: ExpertShape, count_key: str, where: str) -> None:
-    """Raises UserError for a number of experts a token that cannot be. `count_key` is what config.json calls their number."""
+def read_routed(config: Mapping[str, Any], where: str, count_key: str, **own: Any) -> ModelShape:
+    """`read_shape` of a model with experts, whose number in a layer config.json calls `count_key`. They are in all layers, as
+    wide as an MLP, and their weights add up to 1, unless `own`, fields of ExpertShape, says otherwise.
+
+    Raises UserError as well for a number of experts a token that cannot be.
+    """
+    shape = read_shape(config, where)
+    given: dict[str, Any] = {
+        "count": number(config, count_key, where),
+        "intermediate_size": shape.intermediate_size,
+        "per_token": number(config, "num_experts_per_tok", where),
+        "normalized": True,
+        "layers": frozenset(range(shape.layers)),
+    }
+    experts = ExpertShape(**{**given, **own})
     if experts.per_token > experts.count:
         raise UserError(f"{where}: num_experts_per_tok is {experts.per_token}; must be at most {count_key} {experts.count}")
     if experts.per_token == 1 and experts.normalized:
         raise UserError(
             f"{where}: num_experts_per_tok 1 with weights that add up to 1 is not supported with megatron-core; must be more"
         )
+    return msgspec.structs.replace(shape, experts=experts)

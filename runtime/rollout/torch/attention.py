@@ -7,8 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from runtime.models.passes import with_sinks
 from runtime.models.rope import Rope
-from runtime.models.sinks import with_sinks
 
 _BLOCK = 1024  # queries at once, at least, where attention has a mask: it grows with them
 

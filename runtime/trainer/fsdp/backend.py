@@ -33,7 +33,7 @@ from runtime.trainer.backend import (
 from runtime.trainer.fsdp import lora, optimizers, sharding, state
 from runtime.trainer.fsdp.experts import WatchedExperts
 from runtime.trainer.fsdp.lora import Adapters
-from runtime.trainer.head import PerToken, confined, in_chunks
+from runtime.trainer.head import PerToken, token_numbers
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.statistics import Reduced, StepStatistics
 from runtime.weights.plan import TensorSpec
@@ -83,7 +83,7 @@ class FsdpBackend(ModelBackend):
         self._trims = large and rank_info.device.type == "cpu"
         self._held: dict[str, int] = {}  # how many tensors each of them holds
         self._loss_factor = sharding.loss_factor(rank_info.device, rank_info.world_size)
-        super().__init__(rank_info, self.model.config.vocab_size, share=rank_info.rank)
+        super().__init__(rank_info, self.model.config.vocab_size, shares=rank_info)
         self.packs = passes.packs(self.model)
 
     def _frozen_dtype(self, world_size: int) -> torch.dtype:
@@ -113,20 +113,14 @@ class FsdpBackend(ModelBackend):
     def token_logprobs(
         self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
     ) -> PerToken:
-        def numbers(logits: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
-            return token_logprobs(confined(logits, kept), tokens, temperature, entropy_gradient=entropy_gradient)
-
+        numbers = partial(token_logprobs, temperature=temperature, entropy_gradient=entropy_gradient)
         weight = None
         if self._head is not None:
             weight, outputs = self._head.weight.to(self._compute), outputs.to(self._compute)
-        return in_chunks(numbers, outputs, weight, self.vocab_size, batch.targets, batch.kept)
+        return token_numbers(numbers, outputs, weight, self.vocab_size, batch)
 
     def balance(self, batch: MicroBatch, statistics: StepStatistics) -> torch.Tensor | None:
         return self._experts.balance(batch, statistics)
-
-    def adapters_off(self) -> contextlib.AbstractContextManager[None]:
-        assert self._adapters is not None
-        return self._adapters.off()
 
     def _forward(self, batch: MicroBatch) -> torch.Tensor:
         """At the predictors: what the head takes, [N, H] (of a model whose head stays within it the logits), or values float32
@@ -149,13 +143,10 @@ class FsdpBackend(ModelBackend):
 
     # ------------------------------------------------------------------------------------------ gradients and updates
 
-    def batch_sum(self, part: torch.Tensor) -> torch.Tensor:
-        return sharding.batch_sum(part, self.rank_info.device, self.rank_info.world_size)
-
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
         if self.rank_info.world_size > 1:
             sharding.reshard(self.model)
-        self._experts.report(statistics, self.rank_info.world_size)
+        self._experts.report(statistics, self.rank_info)
         norms = torch.stack(torch._foreach_norm(self.gradients())).double()
         statistics.mean(_GRADIENT, norms.square().sum(), 1.0)
         reduced = statistics.reduce(self.rank_info.world_size)

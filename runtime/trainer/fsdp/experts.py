@@ -13,7 +13,7 @@ import torch
 
 from runtime.config import Moe
 from runtime.models.families.shape import ExpertShape
-from runtime.trainer.fsdp import sharding
+from runtime.trainer.backend import RankInfo
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.statistics import StepStatistics
 
@@ -64,12 +64,12 @@ class WatchedExperts:
             found = found + coefficient * total[:, None]
         return found
 
-    def report(self, statistics: StepStatistics, world_size: int) -> None:
+    def report(self, statistics: StepStatistics, rank_info: RankInfo) -> None:
         """The loads, of all ranks. Collective."""
         if not self._blocks:
             return
         none = torch.zeros(len(self._blocks), self._count, dtype=statistics.dtype, device=statistics.device)
-        self._loads = sharding.batch_sum(none if self._loads is None else self._loads, none.device, world_size)
+        self._loads = rank_info.summed(none if self._loads is None else self._loads)
         there = float(self._loads.any())
         part = self._loads / self._loads.sum(1, keepdim=True).clamp(min=1)
         statistics.mean("moe/load_max", there * self._count * part.amax(1).mean(), there)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,14 +90,6 @@ def _in_files(name: str) -> str:
     return PREFIX + name.replace(f".{_NAME}.", ".")
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """The adapter of one layer."""
-
-    down: torch.Tensor  # A, float32 [rank, in]
-    up: torch.Tensor  # B, float32 [out, rank]
-
-
 class Adapters:
     """The adapters of a policy, which lies where it is trained. With several ranks, all call every method alike.
 
@@ -113,21 +104,20 @@ class Adapters:
         self.base = {name.replace(".base_layer.", "."): p for name, p in named.items() if not p.requires_grad}
         self.trained = {_in_files(name): p for name, p in named.items() if p.requires_grad}
         self._scaling = config.lora_alpha / config.r
-        self._pairs = {
-            name.replace(f".lora_A.{_NAME}.", "."): _Pair(p, named[name.replace(".lora_A.", ".lora_B.")])
+        self._pairs = {  # A [rank, in] and B [out, rank] of each layer, float32
+            name.replace(f".lora_A.{_NAME}.", "."): (p, named[name.replace(".lora_A.", ".lora_B.")])
             for name, p in named.items()
             if ".lora_A." in name
         }
-        self.published = {n + end: p for n, pair in self._pairs.items() for end, p in ((DOWN, pair.down), (UP, pair.up))}
+        self.published = {n + end: p for n, pair in self._pairs.items() for end, p in zip((DOWN, UP), pair, strict=True)}
 
     def merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole policy, tensor by tensor in the order of `base`, which is left as it is."""
         for name, weight in sharding.wholes(self.base):
-            pair = self._pairs.get(name)
-            if pair is None:
-                yield name, weight
-            else:
-                yield name, adapted(weight, sharding.full(pair.up) * self._scaling, sharding.full(pair.down))
+            if name in self._pairs:
+                down, up = map(sharding.full, self._pairs[name])
+                weight = adapted(weight, up * self._scaling, down)
+            yield name, weight
 
     def scaled(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """`part` of the tensor `name` of `published`, as it is published."""

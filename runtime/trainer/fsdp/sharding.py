@@ -121,13 +121,3 @@ def rows(tensor: Any) -> slice:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor, whose class takes half a second to import."""
     return hasattr(tensor, "device_mesh")
-
-
-def batch_sum(part: torch.Tensor, device: torch.device, world_size: int) -> torch.Tensor:
-    """The sum of `part` over ranks, of its dtype and on its device."""
-    if world_size == 1:
-        return part
-    # NPUs reduce nothing wider than float32.
-    whole = part.to(device, torch.float32 if device.type == "npu" else torch.float64)
-    dist.all_reduce(whole)
-    return whole.to(part)

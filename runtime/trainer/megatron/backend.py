@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -27,8 +26,8 @@ from runtime.trainer.backend import (
     wire_dtype,
 )
 from runtime.trainer.fsdp.lora import FOLDER
-from runtime.trainer.head import PerToken, confined, in_chunks
-from runtime.trainer.megatron import state, vocab_parallel
+from runtime.trainer.head import PerToken
+from runtime.trainer.megatron import state
 from runtime.trainer.megatron.lora import MegatronAdapters
 from runtime.trainer.megatron.optimizer import MegatronOptimizer
 from runtime.trainer.megatron.passes import MegatronPasses
@@ -78,7 +77,8 @@ class MegatronBackend(ModelBackend):
         save = config.deadlines.save
         self._writer = state.Writer(self._grid.host_group(save), trained.role, save, config.checkpoint.gather)
         self.on_host = [HostOffload(self.optimizer.tensors(kind), keep=kind != "grad") for kind in settings.offloaded]
-        super().__init__(rank_info, self._passes.shape.vocab_size, self._grid.block, self._grid.leads)
+        shares = RankInfo(self._grid.block, self._grid.blocks, device, self._grid.data_group)
+        super().__init__(rank_info, self._passes.shape.vocab_size, shares, self._grid.leads)
 
     def of_share(self, items: Sequence[T], kind: type[T]) -> Sequence[T]:
         return codec.decode(list[kind], self._grid.bytes_of_leader(codec.encode(list(items))))  # type: ignore[valid-type]
@@ -102,24 +102,9 @@ class MegatronBackend(ModelBackend):
     def token_logprobs(
         self, outputs: torch.Tensor, batch: MicroBatch, temperature: float, *, entropy_gradient: bool
     ) -> PerToken:
-        start = self.model.vocabulary_start
-        part = {"group": self._grid.tensor_group, "start": start}
-
-        def numbers(logits: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None) -> PerToken:
-            left = confined(logits, kept, start)
-            return vocab_parallel.token_logprobs(left, tokens, temperature, **part, entropy_gradient=entropy_gradient)
-
-        width = self.vocab_size // self._grid.layout.tensor
-        return in_chunks(numbers, outputs, self.model.head_weight(), width, batch.targets, batch.kept)
-
-    def adapters_off(self) -> contextlib.AbstractContextManager[None]:
-        assert self._adapters is not None
-        return self._adapters.off()
+        return self._passes.token_logprobs(outputs, batch, temperature, entropy_gradient=entropy_gradient)
 
     # ------------------------------------------------------------------------------------------ gradients and updates
-
-    def batch_sum(self, part: torch.Tensor) -> torch.Tensor:
-        return self._grid.batch_sum(part)
 
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
         squared = self.optimizer.finish()

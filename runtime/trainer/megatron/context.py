@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from runtime.models.hf_policy import Packing
+from runtime.models.passes import Packing
 from runtime.trainer.attention_rows import query_rows
 from runtime.trainer.micro_batch import MicroBatch, padded
 
@@ -36,6 +36,9 @@ class ContextShard(MicroBatch):
 
     def grid(self, values: torch.Tensor) -> torch.Tensor:
         return super().grid(self.whole(values))
+
+    def of_tokens(self, name: str) -> torch.Tensor:
+        return super().of_tokens(name)[self.chosen]
 
 
 def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> ContextShard:

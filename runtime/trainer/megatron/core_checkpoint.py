@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from runtime.errors import InvariantViolated, UserError
+from runtime.errors import UserError
 from runtime.json_file import read_object
 from runtime.models.families import Family, Layout
-from runtime.models.families.family import HEAD, require_same
+from runtime.models.families.family import HEAD, WORDS, require_same
 from runtime.models.families.naming import FUSED
 from runtime.trainer.megatron.core_folder import CoreFile, columns
 from runtime.trainer.megatron.core_index import CoreReader
@@ -34,7 +34,6 @@ FOLDER = "megatron"
 TRAINER = "trainer.json"
 OPTIMIZER = "optimizer."
 OWN = "metadata.json"  # megatron-core's, among the Hugging Face folder's files
-_EMBEDDING = "embedding.word_embeddings.weight"
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"(.*)\.local_experts\.(\d+)\.(.*)")
 
@@ -74,7 +73,7 @@ class CoreCheckpoint:
             sizes = tuple(max(size, number + 1) for size, number in zip(before or index, index, strict=False))
             needed[key] = (*sizes, *shape)
         found = {key: tuple(tensor.size) for key, tensor in self._stored.items()}
-        for key in (_EMBEDDING, HEAD):  # rows of padding
+        for key in (WORDS, HEAD):  # rows of padding
             if key in needed and key in found:
                 found[key] = (min(found[key][0], needed[key][0]), *found[key][1:])
         require_same(str(self.path), needed, found)
@@ -86,12 +85,8 @@ class CoreCheckpoint:
         """Where the parameters of `part` are read."""
         return self
 
-    def get(self, name: str) -> StoredParameter:
-        """The parameter, of which nothing is read yet."""
-        return StoredParameter(self, name)
-
-    def read(self, name: str) -> torch.Tensor:
-        """A new tensor. Raises UserError when it cannot be read."""
+    def get(self, name: str) -> torch.Tensor:
+        """The parameter, a new tensor. Raises UserError when it cannot be read."""
         (key, index), spec = self._place(name), self.specs[name]
         tensor = torch.empty((*(1,) * len(index), *spec.shape), dtype=getattr(torch, spec.dtype))
         offsets = torch.Size((*index, *(0,) * len(spec.shape)))
@@ -115,19 +110,6 @@ class CoreCheckpoint:
         if (expert := _EXPERT.fullmatch(name)) is not None:
             name, index = f"{expert[1]}.experts.{expert[3]}", (*index, int(expert[2]))
         return name, index
-
-
-class StoredParameter:
-    """Read as it is indexed, by `[:]` alone; by anything else raises InvariantViolated."""
-
-    def __init__(self, checkpoint: CoreCheckpoint, name: str):
-        self._checkpoint = checkpoint
-        self._name = name
-
-    def __getitem__(self, index: slice) -> torch.Tensor:
-        if index != slice(None):
-            raise InvariantViolated(f"{self._name}: is read by parts ({index!r}), of which this is not capable")
-        return self._checkpoint.read(self._name)
 
 
 class _Into:

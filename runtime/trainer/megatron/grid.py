@@ -72,13 +72,6 @@ class ProcessGrid:
         rows = enumerate(row.tolist() for row in of_ranks)
         return {rank: (replica, stage) for rank, (replica, stage, first) in rows if first}
 
-    def batch_sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of `part` over the blocks, of its dtype and on its device."""
-        # NPUs reduce nothing wider than float32.
-        whole = part.to(self.device, torch.float32 if self.device.type == "npu" else torch.float64)
-        dist.all_reduce(whole, group=self.data_group)
-        return whole.to(part)
-
     def of_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the last stage has; `tensor` has that shape and dtype on every stage, and is overwritten on the others."""
         if len(self.stages) > 1:

@@ -11,10 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.transformer import MLATransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-
-from runtime.models.families.shape import LatentShape
 
 
 class LatentSelfAttention(MLASelfAttention):
@@ -74,16 +71,3 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     first, second = x[..., 0::2], x[..., 1::2]
     rotated = torch.cat((first, second), -1) * cos + torch.cat((-second, first), -1) * sin
     return rotated.to(x.dtype)
-
-
-def latent_config(latent: LatentShape, **options: Any) -> MLATransformerConfig:
-    """`options` are those of a TransformerConfig. What rotates is not megatron-core's."""
-    return MLATransformerConfig(
-        q_lora_rank=latent.query_rank,
-        kv_lora_rank=latent.rank,
-        qk_head_dim=latent.plain,
-        qk_pos_emb_head_dim=latent.rotated,
-        v_head_dim=latent.value,
-        rope_type="rope",
-        **options,
-    )

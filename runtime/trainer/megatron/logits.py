@@ -20,7 +20,7 @@ from runtime.models import hf_config
 from runtime.models.families import FAMILIES, Family
 from runtime.models.families.family import EMBEDDING
 from runtime.models.hf_config import ModelConfig
-from runtime.models.hf_policy import Packing
+from runtime.models.passes import Packing
 from runtime.trainer.megatron import facade
 from runtime.trainer.micro_batch import empty_batch
 
@@ -68,7 +68,7 @@ def _core_logits(family: Family, shape: ModelConfig, weights: dict[str, torch.Te
     grid = ProcessGrid(alone, cpu, seed=0, timeout=timeouts.CONVERSION_GRID)
     try:
         with facade.moving(cpu):
-            described = transformer_config(shape, family.shape.experts, alone, torch.float32)
+            described = transformer_config(shape, alone, torch.float32)
             model = PackedModel(described, shape, shape.vocab_size, value_head=False).eval()
         parameters = held_by(model)
         for parameter in family.parameters(grid.layout):

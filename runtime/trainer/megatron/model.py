@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import megatron.core
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -20,9 +18,8 @@ from runtime.config import Spread, Trainer
 from runtime.errors import UserError
 from runtime.models.families.shape import LATENT_EPS, ExpertShape
 from runtime.models.hf_config import ModelConfig
-from runtime.models.hf_policy import packed_attention
-from runtime.models.limits import uncut
-from runtime.trainer.megatron.latent import LatentSelfAttention, latent_config
+from runtime.models.passes import packed_attention
+from runtime.trainer.megatron.latent import LatentSelfAttention
 from runtime.trainer.micro_batch import MicroBatch
 
 
@@ -167,12 +164,6 @@ def _layer(config: TransformerConfig, shape: ModelConfig, experts: int | None, w
     return spec
 
 
-def require_stages(shape: ModelConfig, settings: Spread) -> None:
-    """Raises UserError where this version of megatron-core cannot cut such a model into pipeline stages."""
-    if fault := uncut(shape.tied, settings.parallel.pipeline, megatron.core.__version__):
-        raise UserError(fault)
-
-
 def _stages(layers: Sequence[int]) -> dict[str, Any]:
     """Where the pipeline's stages differ. Those in the middle are alike; of two, the last has the rest."""
     if len(layers) < 2:
@@ -181,17 +172,24 @@ def _stages(layers: Sequence[int]) -> dict[str, Any]:
     return {"num_layers_in_first_pipeline_stage": layers[0], **last}
 
 
-def transformer_config(
-    shape: ModelConfig, experts: ExpertShape | None, settings: Spread, dtype: torch.dtype
-) -> TransformerConfig:
+def transformer_config(shape: ModelConfig, settings: Spread, dtype: torch.dtype) -> TransformerConfig:
     """What megatron-core needs to know of a model of this shape."""
     parallel = settings.parallel
     options: dict[str, Any] = {}
     if isinstance(settings, Trainer) and settings.activation_checkpointing:
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if experts is not None:
-        options |= _routing(experts, shape.layers, parallel.expert)
-    kind = TransformerConfig if shape.latent is None else partial(latent_config, shape.latent)
+    if shape.experts is not None:
+        options |= _routing(shape.experts, shape.layers, parallel.expert)
+    if shape.latent is not None:
+        options |= {
+            "q_lora_rank": shape.latent.query_rank,
+            "kv_lora_rank": shape.latent.rank,
+            "qk_head_dim": shape.latent.plain,
+            "qk_pos_emb_head_dim": shape.latent.rotated,
+            "v_head_dim": shape.latent.value,
+            "rope_type": "rope",  # what rotates is not megatron-core's
+        }
+    kind: type[TransformerConfig] = TransformerConfig if shape.latent is None else MLATransformerConfig
     return kind(
         num_layers=shape.layers,
         hidden_size=shape.hidden_size,

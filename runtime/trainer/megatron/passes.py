@@ -6,18 +6,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from runtime.config import Spread
+from runtime.errors import UserError
 from runtime.models import hf_config
 from runtime.models.families import FAMILIES
+from runtime.models.limits import uncut
 from runtime.process.progress import at
 from runtime.trainer.backend import BatchOutputs
-from runtime.trainer.megatron import context, facade
+from runtime.trainer.head import PerToken, token_numbers
+from runtime.trainer.megatron import context, facade, vocab_parallel
 from runtime.trainer.megatron.grid import ProcessGrid
-from runtime.trainer.megatron.model import PackedModel, require_stages, transformer_config
-from runtime.trainer.megatron.weights import ModelWeights, held_by, read_family
+from runtime.trainer.megatron.model import PackedModel, transformer_config
+from runtime.trainer.megatron.weights import ModelWeights, held_by
 from runtime.trainer.micro_batch import MicroBatch, padded
 
 
@@ -39,14 +43,14 @@ class MegatronPasses:
 
         `timeout`: seconds of a collective. Raises UserError for what the folder or the layout gets wrong.
         """
-        family, shape = read_family(source, value_head), hf_config.read_config(source, FAMILIES)
+        family, shape = hf_config.read_family(source, value_head), hf_config.read_config(source, FAMILIES)
         grid = ProcessGrid(settings, device, seed, timeout)
         grid.layout.require(family.shape)
-        if not value_head:
-            require_stages(shape, settings)
+        if fault := uncut(family.tied, settings.parallel.pipeline, megatron.core.__version__):
+            raise UserError(fault)
         padded = grid.layout.padded_vocab(family.shape)
         with facade.moving(device):
-            described = transformer_config(shape, family.shape.experts, settings, compute)
+            described = transformer_config(shape, settings, compute)
             made = PackedModel(described, shape, padded, value_head)
         self.model = made.to(device, compute)
         self.weights = ModelWeights(family, held_by(self.model), grid)
@@ -98,6 +102,20 @@ class MegatronPasses:
         if self.grid.context > 1:
             return context.part_of(batch, self.grid.context_group, self._multiple)
         return padded(batch, self._multiple)
+
+    def token_logprobs(
+        self, outputs: torch.Tensor, batch: MicroBatch, temperature: float = 1.0, *, entropy_gradient: bool = False
+    ) -> PerToken:
+        """As `ModelBackend.token_logprobs`. The chunks are the same on all ranks that share the vocabulary."""
+        start, width = self.model.vocabulary_start, self.shape.vocab_size // self.grid.layout.tensor
+        numbers = partial(
+            vocab_parallel.token_logprobs,
+            temperature=temperature,
+            group=self.grid.tensor_group,
+            start=start,
+            entropy_gradient=entropy_gradient,
+        )
+        return token_numbers(numbers, outputs, self.model.head_weight(), width, batch, start)
 
     def of_last_stage(self, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         """`parts`, float32 of these sizes, on every stage."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, repeat
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from runtime.json_file import read_object
-from runtime.models.families import Family, Parameter, family_for
+from runtime.models.families import Family, Parameter
 from runtime.models.families.adapters import AdapterTable
 from runtime.models.families.family import dtype_of
 from runtime.models.hf_weights import WeightFiles
@@ -19,12 +17,6 @@ from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.weights.shard_delta import Shard
 
 _CORRECTION = "router.expert_bias"  # a buffer, which is no parameter to megatron-core
-
-
-def read_family(path: str, value_head: bool) -> Family:
-    """The mapping of the model in folder `path`. Raises UserError."""
-    file = Path(path) / "config.json"
-    return family_for(read_object(file, f"model {file}"), str(file), value_head=value_head)
 
 
 def held_by(model: torch.nn.Module) -> dict[str, torch.Tensor]:
