@@ -31,7 +31,7 @@ from runtime.types import PolicyVersion
 from runtime.weights import shared_folder
 from runtime.weights.authentication import new_key
 from runtime.weights.delta import DeltaDecoder, DeltaEncoder, Positions
-from runtime.weights.group import PendingGroup, Transfer, WeightGroup, clear, tensors_in
+from runtime.weights.group import Deferred, PendingGroup, Transfer, WeightGroup, clear, tensors_in
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import in_thread
 from runtime.weights.tensor_files import TensorReader, TensorWriter
@@ -43,27 +43,6 @@ _TRAILER = re.compile(rf"[0-9a-f]{{{2 * TRAILER.size}}}")
 
 # What the user can mend; any other failure is the machine's.
 _USERS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-
-
-class _Writing:
-    def __init__(self, group: FilesGroup, written: futures.Future[None]):
-        self._group, self._written = group, written
-
-    def wait(self, timeout: float) -> None:
-        give_up = time.monotonic() + timeout
-        while not futures.wait([self._written], min(timeouts.FOLDER_POLL, timeout)).done:
-            self._group.check()
-            if time.monotonic() > give_up:
-                raise RuntimeError(f"it was not written within {timeout:.1f} s")
-        self._written.result()
-
-
-class _Reading:
-    def __init__(self, group: FilesGroup, index: int, buffer: torch.Tensor):
-        self._group, self._index, self._buffer = group, index, buffer
-
-    def wait(self, timeout: float) -> None:
-        self._group.read(self._index, self._buffer, time.monotonic() + timeout)
 
 
 class FilesGroup(WeightGroup):
@@ -128,10 +107,10 @@ class FilesGroup(WeightGroup):
         self._require_members()
         before, folder = self._writing, self._versions[-1]
         self._writing = in_thread(f"write-bucket-{index}", lambda: self._write(folder, index, buffer, before))
-        return _Writing(self, self._writing)
+        return Deferred(self._await_written, self._writing)
 
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        return _Reading(self, index, buffer)
+        return Deferred(self._read, index, buffer)
 
     def abort(self) -> None:
         with self._leaving:
@@ -141,19 +120,27 @@ class FilesGroup(WeightGroup):
         self._left.set()
         leave(self._epoch_folder, self.rank)
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raises RuntimeError once the group is left."""
         if self.aborted:
             raise RuntimeError("the group was aborted")
 
-    def read(self, index: int, buffer: torch.Tensor, give_up: float) -> None:
-        """Fill `buffer` with bucket `index` as soon as its file is there. Raises RuntimeError, also at `give_up`."""
-        path = self._versions[-1] / self._shard(index)
+    def _await_written(self, written: futures.Future[None], timeout: float) -> None:
+        give_up = time.monotonic() + timeout
+        while not futures.wait([written], min(timeouts.FOLDER_POLL, timeout)).done:
+            self._check()
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"it was not written within {timeout:.1f} s")
+        written.result()
+
+    def _read(self, index: int, buffer: torch.Tensor, timeout: float) -> None:
+        """Fill `buffer` with bucket `index` as soon as its file is there."""
+        path, give_up = self._versions[-1] / self._shard(index), time.monotonic() + timeout
         self._await(path.parent, lambda name: name == path.name, give_up, timeouts.SHARD_POLL, str(path))
         try:
             self._fill(TensorReader(path), index, buffer)
         except (OSError, UserError) as error:
-            self.check()
+            self._check()
             if not self._epoch_folder.exists():  # removed after the file was seen
                 raise RuntimeError(f"{self._label(0)} left the group") from error
             reason = f"{path} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
@@ -171,7 +158,7 @@ class FilesGroup(WeightGroup):
         if stored != wanted or not _TRAILER.fullmatch(trailer):
             raise RuntimeError(f"{reader.path} does not hold bucket {index} of the manifest")
         for name, tensor in tensors.items():
-            self.check()
+            self._check()
             reader.read_into(name, tensor)
         clear(bucket, buffer)
         buffer[bucket.data_bytes :] = torch.frombuffer(bytearray.fromhex(trailer), dtype=torch.uint8)
@@ -195,7 +182,7 @@ class FilesGroup(WeightGroup):
         try:
             with TensorWriter(partial, specs, metadata) as writer:
                 for name, tensor in tensors.items():
-                    self.check()
+                    self._check()
                     writer.write(name, tensor)
             self._sent_bytes += partial.stat().st_size
             partial.rename(path)
@@ -252,7 +239,7 @@ class FilesGroup(WeightGroup):
 
     def _require_members(self) -> None:
         """Raises RuntimeError unless everybody is still in the group."""
-        self.check()
+        self._check()
         try:
             missing = _missing(shared_folder.names(self._epoch_folder), self.world_size)
         except OSError as error:
@@ -263,7 +250,7 @@ class FilesGroup(WeightGroup):
     def _await(self, folder: Path, wanted: Callable[[str], bool], give_up: float, every: float, what: str) -> str:
         """The name in `folder` that is wanted, once there is one. Raises RuntimeError."""
         while True:
-            self.check()
+            self._check()
             try:
                 found = next(filter(wanted, shared_folder.names(folder)), None)
             except FileNotFoundError:

@@ -16,6 +16,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -213,6 +214,13 @@ class Transfer(Protocol):
 
         A receiver gets what the transport knows of the bucket if it copied and hashed it itself, else None.
         """
+
+
+class Deferred(partial[None]):
+    """A bucket under way, as the call that waits for it, which lacks the timeout of `Transfer.wait` alone."""
+
+    def wait(self, timeout: float) -> None:
+        self(timeout)
 
 
 class Link(ABC):
