@@ -24,12 +24,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.types import PolicyVersion
 from runtime.weights import shared_folder
-from runtime.weights.authentication import new_key
 from runtime.weights.delta import DeltaDecoder, DeltaEncoder, Positions
 from runtime.weights.group import Deferred, PendingGroup, Transfer, WeightGroup, clear, tensors_in
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec, plan_buckets
@@ -353,31 +353,10 @@ def leave(folder: Path, rank: int) -> None:
         in_thread("remove-weights", remove).result(timeouts.FOLDER_REMOVAL)
 
 
-def host(
-    epoch: int, world_size: int, timeout: float, name: str, folder: str, full_every: int, names: Sequence[str]
-) -> PendingGroup:
-    """As `rendezvous.host`. Removes what earlier hosts left in `folder`."""
-    if not folder:
+def host(address: GroupAddress, name: str) -> PendingGroup:
+    """As `rendezvous.host`, with an address that lacks its host. Removes what earlier hosts left in its folder."""
+    if not address.folder:
         raise UserError("publication.folder: '' is no folder; transport files needs one that all machines share")
-    root = Path(folder).absolute()
-    shared_folder.open_epoch(root, epoch)
-    address = GroupAddress(
-        epoch=epoch,
-        host=socket.gethostname(),
-        port=0,
-        rank=0,
-        world_size=world_size,
-        backend="",
-        timeout=timeout,
-        transport="files",
-        folder=str(root),
-        full_every=full_every,
-        names=tuple(names),
-        key=new_key(),
-    )
-    return PendingFilesGroup(address, name)
-
-
-def join(address: GroupAddress, name: str) -> WeightGroup:
-    """As `rendezvous.join`."""
-    return PendingFilesGroup(address, name).connect()
+    root = Path(address.folder).absolute()
+    shared_folder.open_epoch(root, address.epoch)
+    return PendingFilesGroup(structs.replace(address, host=socket.gethostname(), folder=str(root)), name)
