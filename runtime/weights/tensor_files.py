@@ -18,24 +18,11 @@ from typing import Any, BinaryIO
 import torch
 
 from runtime.errors import InvariantViolated, UserError
-from runtime.weights.plan import TensorSpec
+from runtime.weights.plan import DTYPES, TensorSpec
 
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER = 100 << 20  # bytes; the package's own limit
-_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+_CODES = {name: code for name, (_, code) in DTYPES.items()}
 _NAMES = {code: name for name, code in _CODES.items()}
 
 
