@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any, get_args
 
@@ -67,8 +68,7 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
         mode = config.network.security
         yield f"network.tls: is not used with network.security {mode}; must be left out, or that be tls or auto"
     yield from scraping_faults(config)
-    if config.network.port_range is not None:
-        yield from _port_range(config, config.network.port_range, 0 if several else _listeners(config, trains))
+    yield from _port_ranges(config, trains, 0 if several else _listeners(config, trains))
 
 
 def scraping_faults(config: Config) -> Iterator[str]:
@@ -142,17 +142,24 @@ def _listeners(config: Config, trains: bool) -> int:
     return processes_ + (not config.services.coordinator.port) + trains * RENDEZVOUS + scraped
 
 
-def _port_range(config: Config, ports: tuple[int, int], needed: int) -> Iterator[str]:
-    """`needed`: the ports that the run takes of it; 0 where that is known only when its processes have been placed."""
-    (first, last), network = ports, config.network
-    if not RESERVED <= first <= last:
-        yield f"network.port_range: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
-        return
-    if last - first + 1 < needed:
-        yield f"network.port_range: [{first}, {last}] has fewer ports than the run listens on, {needed}"
-    for name, (start, end) in (("hccl_host_ports", network.hccl_host_ports), ("hccl_npu_ports", network.hccl_npu_ports)):
+def _port_ranges(config: Config, trains: bool, listening: int) -> Iterator[str]:
+    """`listening`: the ports that the run takes of `port_range`; 0 where that is known only when its processes have been
+    placed."""
+    network, port = config.network, config.services.coordinator.port
+    of_hccl = sum(instance.rank == 0 for instance in instances(config, trains)) * (2 if hccl_beside_workers(config) else 1)
+    ranges = {"hccl_host_ports": (network.hccl_host_ports, of_hccl), "hccl_npu_ports": (network.hccl_npu_ports, of_hccl)}
+    if network.port_range is not None:
+        ranges["port_range"] = network.port_range, listening
+    for name, ((first, last), needed) in ranges.items():
+        if not RESERVED <= first <= last:
+            yield f"network.{name}: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
+        elif last - first + 1 < needed:
+            yield f"network.{name}: [{first}, {last}] has fewer ports than the run needs, {needed}"
+        elif first <= port <= last and name != "port_range":
+            yield f"network.{name}: [{first}, {last}] contains services.coordinator.port {port}"
+    for (name, ((first, last), _)), (other, ((start, end), _)) in combinations(ranges.items(), 2):
         if first <= end and start <= last:
-            yield f"network.port_range: [{first}, {last}] overlaps {name} [{start}, {end}]"
+            yield f"network.{other}: [{start}, {end}] overlaps {name} [{first}, {last}]"
 
 
 def device_faults(config: Config, trains: bool) -> Iterator[str]:
@@ -160,7 +167,6 @@ def device_faults(config: Config, trains: bool) -> Iterator[str]:
     for path, role in processes(config).items():
         if isinstance(role, Computing) and role.devices:
             yield from _devices(path, role)
-    yield from _hccl_ports(config, trains)
     if trains and not takes_turns(config):  # which has a check of its own
         yield from _shared_device(config)
 
@@ -225,22 +231,6 @@ def hccl_beside_workers(config: Config) -> bool:
     ):
         return False
     return any(fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values())
-
-
-def _hccl_ports(config: Config, trains: bool) -> Iterator[str]:
-    network, port = config.network, config.services.coordinator.port
-    ranges = {"hccl_host_ports": network.hccl_host_ports, "hccl_npu_ports": network.hccl_npu_ports}
-    needed = sum(instance.rank == 0 for instance in instances(config, trains)) * (2 if hccl_beside_workers(config) else 1)
-    for name, (first, last) in ranges.items():
-        if not RESERVED <= first <= last:
-            yield f"network.{name}: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
-        elif last - first + 1 < needed:
-            yield f"network.{name}: [{first}, {last}] has fewer ports than the run needs, {needed}"
-        elif first <= port <= last:
-            yield f"network.{name}: [{first}, {last}] contains services.coordinator.port {port}"
-    (first, last), (other, end) = ranges.values()
-    if first <= end and other <= last:
-        yield f"network.hccl_npu_ports: [{other}, {end}] overlaps hccl_host_ports [{first}, {last}]"
 
 
 def colocation_faults(config: Config, trains: bool) -> Iterator[str]:
