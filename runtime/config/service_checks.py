@@ -175,18 +175,8 @@ def _devices(key: str, role: Computing) -> Iterator[str]:
     count = len(role.devices)
     if twice := {str(device) for index, device in enumerate(role.devices) if device in role.devices[:index]}:
         yield f"{key}.devices: names {', '.join(sorted(twice))} twice; must name each device once"
-    if isinstance(role, Trainer) or (isinstance(role, ReferenceScorer) and role.engine == "megatron"):
-        if count != role.processes:
-            yield f"{key}.devices: {count} of them for {role.processes} processes; must be one each"
-    elif isinstance(role, Rollout) and role.engine != "torch":
-        needed = role.replicas * role.tensor_parallel
-        if count != needed:
-            yield (
-                f"{key}.devices: {count} of them for {role.replicas} replicas of tensor_parallel {role.tensor_parallel}; "
-                f"must be {needed}"
-            )
-    elif count != role.replicas:  # type: ignore[attr-defined]  # every other role has replicas
-        yield f"{key}.devices: {count} of them for {role.replicas} replicas; must be one each"  # type: ignore[attr-defined]
+    if count != (needed := _needed(role)):
+        yield f"{key}.devices: {count} of them, but its processes take {needed}; must be {needed}"
 
 
 def _shared_device(config: Config) -> Iterator[str]:

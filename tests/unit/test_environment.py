@@ -143,8 +143,11 @@ class TestDevices:
     @pytest.mark.parametrize(
         ("services", "said"),
         [
-            ({"rollout": {"replicas": 2, "devices": [0, 1, 2]}}, "services.rollout.devices: 3 of them for 2 replicas"),
-            ({"trainer": {"processes": 2, "devices": [0]}}, "services.trainer.devices: 1 of them for 2 processes"),
+            (
+                {"rollout": {"replicas": 2, "devices": [0, 1, 2]}},
+                "services.rollout.devices: 3 of them, but its processes take 2",
+            ),
+            ({"trainer": {"processes": 2, "devices": [0]}}, "services.trainer.devices: 1 of them, but its processes take 2"),
             (
                 {"trainer": {"processes": 2, "devices": [0, 0]}},
                 "services.trainer.devices: names 0 twice; must name each device once",
