@@ -234,6 +234,8 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
     for role, model in models.items():
         settings: Spread = getattr(config.services, role)
         key = f"services.{role}"
+        if role == "critic" and isinstance(settings, Trainer) and settings.offload_train_param:
+            yield f"{key}.offload_train_param: true leaves it no weights to compute values with between updates; must be false"
         if settings.engine == "megatron":
             yield from _blocks(key, settings)
             yield from _unsupported(key, config, settings)
@@ -256,7 +258,6 @@ def _megatrons_own(key: str, config: Config, settings: Trainer) -> Iterator[str]
         yield f"{key}.overlap: false is for engine megatron; engine torch always overlaps; must be true"
     for kind in settings.offloaded if settings.cpu_offload else ():
         yield f"{key}.offload_train_{kind}: true, but with cpu_offload it is in host memory at all times; must be false"
-    yield from _values_need_weights(key, settings)
 
 
 def _blocks(key: str, settings: Spread) -> Iterator[str]:
@@ -284,7 +285,6 @@ def _blocks(key: str, settings: Spread) -> Iterator[str]:
 def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
     if not isinstance(settings, Trainer):
         return
-    yield from _values_need_weights(key, settings)
     if settings.cpu_offload:
         yield f"{key}.cpu_offload: is engine torch's; must be false for engine megatron"
     role = config.critic if key == "services.critic" else config.training
@@ -293,11 +293,6 @@ def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
         yield f"{where}.optimizer.name: {role.optimizer.name} is engine torch's; must be adamw for engine megatron"
     if settings.activation_checkpointing == "selective":
         yield f"{key}.activation_checkpointing: selective is engine torch's; must be true or false for engine megatron"
-
-
-def _values_need_weights(key: str, settings: Trainer) -> Iterator[str]:
-    if settings.offload_train_param and key == "services.critic":
-        yield f"{key}.offload_train_param: true leaves it no weights to compute values with between updates; must be false"
 
 
 def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any]) -> Iterator[str]:
