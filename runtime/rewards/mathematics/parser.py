@@ -183,12 +183,11 @@ class Parser(Primaries):
 
     def _exponent(self) -> ExpressionNode:
         """What stands behind a caret; of several the last binds first: 2^3^2 is 2^9."""
-        self._enter()
-        exponent = self._argument(signed=True)
-        if self._next == "^":
-            self._at += 1
-            exponent = ExpressionNode("power", (exponent, self._exponent()))
-        self._depth -= 1
+        with self._nested():
+            exponent = self._argument(signed=True)
+            if self._next == "^":
+                self._at += 1
+                exponent = ExpressionNode("power", (exponent, self._exponent()))
         return exponent
 
 
