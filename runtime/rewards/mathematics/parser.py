@@ -5,9 +5,10 @@ From lists to factors; what a factor is made of is in primaries.
 
 from __future__ import annotations
 
-from runtime.rewards.mathematics.lexer import PERCENT, SCALES, tokens
+from runtime.rewards.mathematics.lexer import PERCENT, tokens
 from runtime.rewards.mathematics.primaries import BARS, CLOSING, PI, RELATIONS, SET_OPERATIONS, Primaries, product, with_sign
 from runtime.rewards.mathematics.tree import UNNAMED, ExpressionNode, Unknown, Unreadable, number
+from runtime.rewards.numeric import SCALES
 
 _TIMES = frozenset(("*", "\\cdot", "\\times", "\\ast"))
 _OVER = frozenset(("/", "\\div"))
