@@ -48,28 +48,6 @@ def missing_package(tracker: Tracker) -> str | None:
     return extra if extra and importlib.util.find_spec(tracker.name) is None else None
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The points of a run under our names, one dict per step in order. Where a resumed run went over a step again, the later
-    line counts.
-
-    A last line that is still being written is left out. Raises UserError when the file cannot be read or is not JSON lines.
-    """
-    steps: dict[int, dict[str, Any]] = {}
-    try:
-        for line in path.read_bytes().split(b"\n")[:-1]:
-            step = msgspec.json.decode(line, type=_Numbered).step
-            steps.setdefault(step, {}).update(metric_names.ours(msgspec.json.decode(line)))
-    except OSError as error:
-        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise UserError(f"{path}: not metrics in JSON lines: {error}") from error
-    return [steps[step] for step in sorted(steps)]
-
-
-class _Numbered(msgspec.Struct):
-    step: int
-
-
 class Backend(ABC):
     """One tracker. Made, called and closed in its own thread."""
 
