@@ -16,12 +16,11 @@ import queue
 import re
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -48,14 +47,12 @@ def missing_package(tracker: Tracker) -> str | None:
     return extra if extra and importlib.util.find_spec(tracker.name) is None else None
 
 
-class Backend(ABC):
+class Backend(Protocol):
     """One tracker. Made, called and closed in its own thread."""
 
-    @abstractmethod
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
         """One point; `seconds` since the epoch."""
 
-    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -88,17 +85,6 @@ def _open_after_last_line(path: Path) -> FileIO:
     if end < size:
         file.truncate(end)
     return file
-
-
-class TensorBoard(Backend):
-    def __init__(self, folder: Path):
-        self._events = EventFile(folder)
-
-    def log(self, step: int, seconds: float, metrics: Metrics) -> None:
-        self._events.add(step, seconds, metrics)
-
-    def close(self) -> None:
-        self._events.close()
 
 
 class WandB(Backend):
@@ -336,6 +322,6 @@ def _backend(tracker: Tracker, run_dir: Path, config: Config) -> Backend:
     if tracker.name == "jsonl":
         return JsonLines(run_dir / run_files.METRICS)
     if tracker.name == "tensorboard":
-        return TensorBoard(run_dir / run_files.TENSORBOARD)
+        return EventFile(run_dir / run_files.TENSORBOARD)
     made: dict[str, Callable[..., Backend]] = {"wandb": WandB, "swanlab": SwanLab, "mlflow": MLflow}
     return made[tracker.name](tracker, run_dir, config.run.name, without_secrets(config))

@@ -199,7 +199,7 @@ def test_tensorboard_itself_reads_the_file(tmp_path: Path) -> None:
     )
     for step in (7, 300):  # two files, as after a resume
         events = EventFile(tmp_path)
-        events.add(step, 1e9 + step, {"a/b": step / 2, "h": {1: 2, 3: 4}})
+        events.log(step, 1e9 + step, {"a/b": step / 2, "h": {1: 2, 3: 4}})
         events.close()
     found = accumulator.EventAccumulator(str(tmp_path), size_guidance={"histograms": 0})
     found.Reload()
