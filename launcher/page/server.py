@@ -212,7 +212,7 @@ def _number(query: Any, name: str, otherwise: Any) -> Any:
 
 def _filter(query: Any) -> SampleFilter:
     def bounds(name: str) -> tuple[Any, Any]:
-        return _number(query, f"{name}-from", None), _number(query, f"{name}-to", None)
+        return _number(query, f"{name}-from", -math.inf), _number(query, f"{name}-to", math.inf)
 
     return SampleFilter(
         states=tuple(filter(None, query.get("states", "").split(","))),
