@@ -165,18 +165,12 @@ def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list
     return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]
 
 
-def views(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The manifest's tensors, in its order, as views into `buffers`."""
-    found = tensors_of(manifest, buckets, buffers)
-    return [found[index] for index in range(len(found))]
-
-
 def tensors_of(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """`tensors_in`, of several buckets."""
+    """`tensors_in` of several buckets, in the manifest's order."""
     out: dict[int, torch.Tensor] = {}
     for bucket, buffer in zip(buckets, buffers, strict=True):
         out.update(tensors_in(manifest, bucket, buffer))
-    return out
+    return dict(sorted(out.items()))
 
 
 def tensors_in(manifest: Manifest, bucket: Bucket, buffer: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -72,13 +72,9 @@ class WeightSender:
         self._buffers = list(whole) or allocate(own, pin, AVAILABLE)
         if own and AVAILABLE and not pin and not whole:
             in_thread("populate-buckets", lambda: populate(self._buffers[0]))
-        self._bucket_of = {entry.tensor: place for place, bucket in enumerate(own) for entry in bucket.entries}
-        self._tensors = sorted(self._bucket_of)
-        self._offsets = [
-            entry.offset for _, entry in sorted((entry.tensor, entry) for bucket in own for entry in bucket.entries)
-        ]
-        found = tensors_of(manifest, own, self._buffers)
-        self._views = [found[tensor] for tensor in self._tensors]
+        entries = sorted((entry.tensor, place, entry.offset) for place, bucket in enumerate(own) for entry in bucket.entries)
+        self._views = list(tensors_of(manifest, own, self._buffers).values())  # of its tensors, in the manifest's order
+        self._places = [(place, offset) for _, place, offset in entries]  # where each lies: which bucket, and where in that
         self._told = told
         self._words: list[list[Positions] | None] = [None] * len(own)  # which words of each bucket changed; None: any may have
         self._changed = threading.Condition()  # guards what follows
@@ -114,12 +110,12 @@ class WeightSender:
         """
         began = time.monotonic()
         for place, tensor in enumerate(tensors):
-            bucket = self._bucket_of[self._tensors[place]]
+            bucket, offset = self._places[place]
             if isinstance(tensor, torch.Tensor):
                 self._views[place].copy_(tensor)
                 self._words[bucket] = None
             else:
-                changed = tensor.apply(self._views[place]) + self._offsets[place] // 2
+                changed = tensor.apply(self._views[place]) + offset // 2
                 if (words := self._words[bucket]) is not None:
                     words.append(changed)
             with self._changed:
