@@ -19,7 +19,6 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0
 
 
 def environment_faults(config: Config) -> Iterator[str]:
-    """One line per fault."""
     for name, settings in config.services.environment.items():
         yield from _environment(f"services.environment.{name}", name, settings)
     yield from _named(config)

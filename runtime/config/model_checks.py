@@ -37,7 +37,6 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def model_faults(config: Config, trains: bool) -> Iterator[str]:
-    """One line per fault."""
     policy = policy_model(config)
     yield from _models(config, policy, trains)
     yield from _lengths(config, policy)
@@ -99,9 +98,8 @@ def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str
     shards = sorted(set(((_json(index) or {}).get("weight_map") or {}).values()))
     missing = [shard for shard in shards if not (path / shard).is_file()]
     if missing:
-        yield f"{key}: '{folder}' lacks {missing[0]}, which its index names" + f", and {len(missing) - 1} more" * (
-            len(missing) > 1
-        )
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        yield f"{key}: '{folder}' lacks {missing[0]}, which its index names{more}"
     elif not shards and not any(path.glob("*.safetensors")):
         yield f"{key}: '{folder}' has no weights (*.safetensors)"
 
@@ -118,12 +116,9 @@ def _lengths(config: Config, policy: ModelConfig | None) -> Iterator[str]:
     if limit is None:
         return
     prompt = config.data.max_prompt_tokens
-    for key, reply in (
-        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
-        ("evaluation.max_new_tokens", config.evaluation.max_new_tokens),
-    ):
-        if prompt + reply > limit:
-            yield f"{key}: {reply} and data.max_prompt_tokens {prompt} exceed the model's {limit} positions"
+    for key, replies in (("sampling", config.sampling), ("evaluation", config.evaluation)):
+        if prompt + (reply := replies.max_new_tokens) > limit:
+            yield f"{key}.max_new_tokens: {reply} and data.max_prompt_tokens {prompt} exceed the model's {limit} positions"
     if config.gateway is not None and config.gateway.context > limit:
         yield f"gateway.context: {config.gateway.context} exceeds the model's {limit} positions"
 

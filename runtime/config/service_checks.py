@@ -48,7 +48,6 @@ _OF_16_BITS = [dtype for dtype in get_args(DType) if dtype not in ("auto", "floa
 
 
 def network_faults(config: Config, trains: bool) -> Iterator[str]:
-    """One line per fault."""
     yield from cluster_faults(config.cluster)
     for path, role in processes(config).items():
         if isinstance(role, Placed) and isinstance(role.placement, list):
@@ -83,10 +82,7 @@ def scraping_faults(config: Config) -> Iterator[str]:
 
 
 def gateway_faults(config: Config) -> Iterator[str]:
-    """One line per fault."""
-    if config.gateway is None:
-        return
-    if takes_turns(config):
+    if config.gateway is not None and takes_turns(config):
         yield "services.rollout.colocate: trainer is not for a run with a gateway, whose episodes go on between two calls"
 
 
@@ -163,7 +159,6 @@ def _port_ranges(config: Config, trains: bool, listening: int) -> Iterator[str]:
 
 
 def device_faults(config: Config, trains: bool) -> Iterator[str]:
-    """One line per fault."""
     for path, role in processes(config).items():
         if isinstance(role, Computing) and role.devices:
             yield from _devices(path, role)
@@ -224,7 +219,6 @@ def hccl_beside_workers(config: Config) -> bool:
 
 
 def colocation_faults(config: Config, trains: bool) -> Iterator[str]:
-    """One line per fault."""
     running = {instance.role for instance in instances(config)}
     for path, settings in processes(config).items():
         if isinstance(settings, Computing) and settings.colocate:
@@ -314,18 +308,14 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
         if not fleet.python and importlib.util.find_spec("vllm") is None:
             yield f"{key}.engine: vllm is not installed here; run make install-vllm, and name its interpreter in {key}.python"
         yield from own_faults(fleet.engine_args, f"{key}.engine_args")
-        yield from _heads(key, fleet.tensor_parallel, model or {})
+        heads = (model or {}).get("num_attention_heads")
+        if heads is not None and heads % fleet.tensor_parallel:
+            yield f"{key}.tensor_parallel: {fleet.tensor_parallel} does not divide the model's {heads} attention heads"
     if any(fleet.engine == "vllm" for fleet in fleets(config).values()):
         yield from _temperatures(config)
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if (value := getattr(config.sampling, name)) != off:
                 yield f"sampling.{name}: {value} needs rollouts of engine torch: vllm tells no kept sets; must be {off}"
-
-
-def _heads(key: str, ways: int, model: Mapping[str, Any]) -> Iterator[str]:
-    heads = model.get("num_attention_heads")
-    if heads is not None and heads % ways:
-        yield f"{key}.tensor_parallel: {ways} does not divide the model's {heads} attention heads"
 
 
 def _temperatures(config: Config) -> Iterator[str]:
