@@ -286,7 +286,7 @@ class SendingMember:
     def open(self, epoch: int) -> Future[None]:
         """Leave the epoch before, in order to join `epoch`. The future is done once the former group is left."""
         with self._changed:
-            left = self._leave()
+            left = self.close()
             self._epoch = epoch
             return left
 
@@ -305,10 +305,26 @@ class SendingMember:
     def leave(self, epoch: int) -> Future[None] | None:
         """Leave the group of `epoch`. The future is done once it is left; None if this member is in another epoch."""
         with self._changed:
-            return self._leave() if epoch == self._epoch else None
+            return self.close() if epoch == self._epoch else None
 
     def close(self) -> Future[None]:
-        return self._leave()
+        """Leave in a thread, one group after the other: leaving a group that meets in a folder may wait for the file server."""
+        with self._changed:
+            group, abort, before = self._group, self._abort, self._leaving
+            self._group, self._abort, self._epoch = None, lambda: None, 0
+
+        def leave() -> None:
+            if before is not None:
+                wait([before])
+            if group is None:
+                return
+            if not group.done():
+                abort()
+            self.sender.abort()
+            group.add_done_callback(_abandon)
+
+        self._leaving = in_thread("leave-weights", leave)
+        return self._leaving
 
     def gather(self, tensors: Iterable[torch.Tensor | TensorChanges], version: PolicyVersion, epoch: int) -> Future[SendResult]:
         """Fill the buckets with `version`, sending each as soon as it is whole; the future is the transfer's.
@@ -358,25 +374,6 @@ class SendingMember:
         except FutureTimeout:
             raise DeadlineExceeded(self._name, "transfer", "the group is not connected", self._join_timeout) from None
         return self.sender.send(group, version, self._transfer_timeout)
-
-    def _leave(self) -> Future[None]:
-        """Leave in a thread, one group after the other: leaving a group that meets in a folder may wait for the file server."""
-        with self._changed:
-            group, abort, before = self._group, self._abort, self._leaving
-            self._group, self._abort, self._epoch = None, lambda: None, 0
-
-        def leave() -> None:
-            if before is not None:
-                wait([before])
-            if group is None:
-                return
-            if not group.done():
-                abort()
-            self.sender.abort()
-            group.add_done_callback(_abandon)
-
-        self._leaving = in_thread("leave-weights", leave)
-        return self._leaving
 
 
 def _failed(error: Exception) -> Future[SendResult]:
