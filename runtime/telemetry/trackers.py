@@ -219,8 +219,11 @@ class _Worker:
                 if self.essential:
                     raise DeadlineExceeded(f"tracker {self.name}", "log", f"{_QUEUE_POINTS} points behind", seconds) from None
 
-    async def join(self, seconds: float) -> None:
-        await asyncio.to_thread(self._thread.join, seconds)
+    async def close(self, seconds: float) -> None:
+        """Write out everything, within `seconds`."""
+        deadline = time.monotonic() + seconds
+        await self.put(None, seconds)
+        await asyncio.to_thread(self._thread.join, max(0.0, deadline - time.monotonic()))
         self.check()
         if self._thread.is_alive() and self.essential:
             raise DeadlineExceeded(f"tracker {self.name}", "close", f"{self._queue.qsize()} points not written", seconds)
@@ -307,15 +310,10 @@ class Trackers:
 
     async def close(self, timeout: float = timeouts.TRACKERS) -> None:
         """Write out everything, all trackers within `timeout` seconds. Raises the first failure once all had their time."""
-        outcomes = await asyncio.gather(*(self._close(worker, timeout) for worker in self._workers), return_exceptions=True)
+        outcomes = await asyncio.gather(*(worker.close(timeout) for worker in self._workers), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-
-    async def _close(self, worker: _Worker, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        await worker.put(None, timeout)
-        await worker.join(max(0.0, deadline - time.monotonic()))
 
 
 def _backend(tracker: Tracker, run_dir: Path, config: Config) -> Backend:
