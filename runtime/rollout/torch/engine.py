@@ -274,11 +274,10 @@ class TorchRolloutEngine(RolloutEngine):
 
     def abort(self, group_ids: Sequence[int]) -> list[int]:
         known = [group_id for group_id in group_ids if self._groups.pop(group_id, None)]
-        if known:
-            self._waiting = deque(group for group in self._waiting if group.request.group_id in self._groups)
-            for slot in self._slots.active():
-                if self._slots.owner_of(slot)[0].request.group_id not in self._groups:
-                    self._slots.release(slot)
+        self._waiting = deque(group for group in self._waiting if group.request.group_id in self._groups)
+        for slot in self._slots.active():
+            if self._slots.owner_of(slot)[0].request.group_id not in self._groups:
+                self._slots.release(slot)
         return known
 
     @property

@@ -231,15 +231,12 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def abort(self, group_ids: Sequence[int]) -> list[int]:
         known = [group_id for group_id in group_ids if self._groups.pop(group_id, None)]
-        if known:
-            gone = set(known)
-            self._waiting = deque(each for each in self._waiting if each.group.request.group_id not in gone)
-            self._withdraw(id for id, each in self._running.items() if each.group.request.group_id in gone)
+        self._waiting = deque(each for each in self._waiting if each.group.request.group_id in self._groups)
+        self._withdraw([id for id, each in self._running.items() if each.group.request.group_id not in self._groups])
         return known
 
-    def _withdraw(self, request_ids: Iterable[str]) -> list[_Sequence]:
+    def _withdraw(self, request_ids: Sequence[str]) -> list[_Sequence]:
         """Forget requests; vLLM hears of it with the next flush."""
-        request_ids = list(request_ids)
         self._withdrawn += request_ids
         return [self._running.pop(request_id) for request_id in request_ids]
 
