@@ -12,7 +12,6 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
@@ -153,7 +152,7 @@ class TensorWriter:
     def __enter__(self) -> TensorWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Raises InvariantViolated when a tensor was not written once in whole."""
         self._file.close()
         if error is None and (wrong := [name for name, count in self._missing.items() if count]):
