@@ -62,15 +62,10 @@ class FilesGroup(WeightGroup):
         self._versions: list[Path] = []
         self._transfers = 0
         self._writing: futures.Future[None] | None = None
-        self._sent_bytes = 0
         self._encoder = DeltaEncoder(address.full_every or 1)
         self._decoder = DeltaDecoder()
         self._encodes = address.full_every > 0
         self._deltas = False  # whether a bucket of the version that is being written is one
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._sent_bytes
 
     def describe(self, manifest: Manifest) -> None:
         if manifest is not self._manifest:
@@ -184,7 +179,7 @@ class FilesGroup(WeightGroup):
                 for name, tensor in tensors.items():
                     self._check()
                     writer.write(name, tensor)
-            self._sent_bytes += partial.stat().st_size
+            self.sent_bytes += partial.stat().st_size
             partial.rename(path)
             if index + 1 == len(self._buckets) and not self._deltas:
                 self._write_index(folder)

@@ -250,6 +250,9 @@ class WeightGroup(ABC):
     """The first ranks send, each its own buckets, and the others receive them all; rank 0 leads. Every member makes the same
     calls in the same order, from one thread."""
 
+    sent_bytes = 0
+    """A sender: what went from here to each receiver so far."""
+
     def __init__(self, address: GroupAddress, name: str):
         self.name = name
         self.epoch = address.epoch
@@ -257,11 +260,6 @@ class WeightGroup(ABC):
         self.world_size = address.world_size
         self.tags = BucketTags(address.key)
         self.aborted = False
-
-    @property
-    @abstractmethod
-    def sent_bytes(self) -> int:
-        """A sender: what went from here to each receiver so far."""
 
     def describe(self, manifest: Manifest) -> None:  # noqa: B027 - most transports move bytes, whatever they are
         """What the buckets hold, before they are sent or received."""

@@ -57,10 +57,6 @@ class StoreGroup(WeightGroup):
         self._paths = paths
         self._transfers = 0
 
-    @property
-    def sent_bytes(self) -> int:
-        return self._links[0].sent_bytes
-
     def announce(self, version: PolicyVersion) -> None:
         self._transfers += 1
         if self.rank == 0:
@@ -74,7 +70,9 @@ class StoreGroup(WeightGroup):
         self._links[0].tell(index, changed)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        return self._links[0].send(index, buffer)
+        transfer = self._links[0].send(index, buffer)
+        self.sent_bytes = self._links[0].sent_bytes
+        return transfer
 
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
         return self._links[root if self._senders > 1 else 0].receive(index, buffer)
