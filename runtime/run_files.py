@@ -1,4 +1,4 @@
-"""The names of what lies in a run's folder, and how a file is written that is nobody else's to read."""
+"""The names of what lies in a run's folder, and how files are written whole: private ones, and JSON."""
 
 from __future__ import annotations
 
