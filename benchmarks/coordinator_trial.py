@@ -64,7 +64,6 @@ class Generating(RolloutEngine):
     def __init__(self, slots: int):
         self._slots = slots
         self._waiting: list[GroupRequest] = []
-        self._version = PolicyVersion()
         self._tokens = 0
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -74,7 +73,7 @@ class Generating(RolloutEngine):
         await asyncio.sleep(SECONDS)
         requests, self._waiting = self._waiting, []
         self._tokens += REPLY * sum(request.n for request in requests)
-        return [_generated(request, self._version) for request in requests]
+        return [_generated(request, self.version) for request in requests]
 
     def abort(self, group_ids: Sequence[int]) -> list[int]:
         known = [request.group_id for request in self._waiting if request.group_id in group_ids]
@@ -85,18 +84,11 @@ class Generating(RolloutEngine):
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    @property
-    def version(self) -> PolicyVersion:
-        return self._version
-
-    def hold(self, held: bool) -> None:
-        """Nothing runs between two calls."""
-
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Weights do not matter."""
 
     async def swap(self, version: PolicyVersion, recompute: bool = False) -> None:
-        self._version = version
+        self.version = version
 
     async def sleep(self) -> None:
         """There is no memory."""

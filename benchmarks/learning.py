@@ -27,8 +27,8 @@ from benchmarks.staleness.runs import train_quickstart
 from benchmarks.worker import Worker
 from runtime import run_files
 from runtime.config import loading
+from runtime.telemetry.report.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable
-from runtime.telemetry.trackers import read_jsonl
 
 SLUICE = "sluice train"
 PLAIN = {1: "plain loop, one thread", 2: "plain loop, two threads"}

@@ -29,8 +29,8 @@ from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ledger.reader import LedgerReader
 from runtime.simulation.calibration import Calibration, Observed, observe
 from runtime.simulation.prediction import simulated
+from runtime.telemetry.report.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable
-from runtime.telemetry.trackers import read_jsonl
 from services.rpc.client import ContractDeadlines
 from sluice import start
 

@@ -77,10 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(run_and_report(lambda: _COMMANDS[options.command](options)))
 
 
-def run_and_report(work: Callable[[], int]) -> int:
-    """The exit code of `work`, or that of the error out of it, which the user is told of."""
+def run_and_report(work: Callable[[], int | None]) -> int:
+    """The exit code of `work`, None for 0, or that of the error out of it, which the user is told of."""
     try:
-        return work()
+        return work() or 0
     except UserError as error:
         _tell(*str(error).splitlines())
         return 2
@@ -148,13 +148,13 @@ def _watched(console: Console, verbose: bool, work: Callable[[View], Coroutine[A
         sys.exit(how.code)
 
 
-def _tune(options: argparse.Namespace) -> int:
+def _tune(options: argparse.Namespace) -> None:
     from launcher.commands.tune import tune
 
-    return _said(options, tune)
+    _say_result(options, tune)
 
 
-def _eval(options: argparse.Namespace) -> int:
+def _eval(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from launcher.commands.evaluate import evaluate, own_folder
@@ -168,19 +168,18 @@ def _eval(options: argparse.Namespace) -> int:
     result = _watched(console, options.verbose, lambda view: evaluate(config, view))
     console.print(render([result]))
     say(console, f"results and replies: {evaluation.folder_for(Path(config.run.dir), result.step)}")
-    return 0
 
 
-def _play(options: argparse.Namespace) -> int:
+def _play(options: argparse.Namespace) -> None:
     from launcher.commands.play import play, shown
 
     async def played(config: Config, view: View) -> str:
         return shown(await play(config, options.task, view))
 
-    return _said(options, played)
+    _say_result(options, played)
 
 
-def _said(options: argparse.Namespace, work: Callable[[Config, View], Coroutine[Any, Any, str]]) -> int:
+def _say_result(options: argparse.Namespace, work: Callable[[Config, View], Coroutine[Any, Any, str]]) -> None:
     """Print what a command on a configuration says in the end."""
     from rich.console import Console
 
@@ -190,110 +189,88 @@ def _said(options: argparse.Namespace, work: Callable[[Config, View], Coroutine[
     console = Console()
     config = loading.resolve(loading.load(options.config, options.overrides))
     say(console, _watched(console, options.verbose, lambda view: work(config, view)))
-    return 0
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from launcher.commands.serve import serve
-    from launcher.job import Interrupted
-    from launcher.view import View
-    from runtime.telemetry.shown import say
 
-    console = Console()
-    try:
-        with View(console, verbose=options.verbose) as view:
-            serve(options.model, options.overrides, view)
-    except Interrupted as how:
-        say(console, str(how))
-        return how.code
-    return 0
+    _watched(Console(), options.verbose, lambda view: serve(options.model, options.overrides, view))
 
 
-def _validate(options: argparse.Namespace) -> int:
+def _validate(options: argparse.Namespace) -> None:
     from launcher.commands.validate import validate
 
     validate(options.config, options.overrides)
-    return 0
 
 
-def _simulate(options: argparse.Namespace) -> int:
+def _simulate(options: argparse.Namespace) -> None:
     from launcher.commands.simulate import simulate
 
     with ended_as_by_ctrl_c():
         simulate(options.config, options.overrides, options.source, options.sweep, options.steps, options.picture, options.lend)
-    return 0
 
 
-def _scale(options: argparse.Namespace) -> int:
+def _scale(options: argparse.Namespace) -> None:
     from launcher.commands import scale
 
     print(asyncio.run(scale.scale(options.run, options.wanted)))
-    return 0
 
 
-def _profile(options: argparse.Namespace) -> int:
+def _profile(options: argparse.Namespace) -> None:
     from launcher.commands import profile
 
     asyncio.run(profile.profile(options))
-    return 0
 
 
-def _schema(options: argparse.Namespace) -> int:
+def _schema(options: argparse.Namespace) -> None:
     import json
 
     from launcher.config_reference import schema
 
     print(json.dumps(schema(), indent=2))
-    return 0
 
 
-def _render(options: argparse.Namespace) -> int:
+def _render(options: argparse.Namespace) -> None:
     from launcher.render import command as render
 
     for path in render.render(options):
         print(path)
-    return 0
 
 
-def _status(options: argparse.Namespace) -> int:
+def _status(options: argparse.Namespace) -> None:
     from launcher.commands import status
 
     asyncio.run(status.show(options.run, options.watch, options.grpcurl, options.gateway))
-    return 0
 
 
-def _samples(options: argparse.Namespace) -> int:
+def _samples(options: argparse.Namespace) -> None:
     from launcher.commands import samples
 
     samples.show(options)
-    return 0
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     from launcher.commands import report
 
     print(report.report(options.run, options.output))
-    return 0
 
 
-def _why(options: argparse.Namespace) -> int:
+def _why(options: argparse.Namespace) -> None:
     from launcher.commands import why
 
     why.why(options.run, options.steps, options.json)
-    return 0
 
 
-def _page(options: argparse.Namespace) -> int:
+def _page(options: argparse.Namespace) -> None:
     from launcher.page.server import serve
 
     with ended_as_by_ctrl_c():
         asyncio.run(serve(options.folder, options.host, options.port, lambda address: print(address, flush=True)))
-    return 0
 
 
-def _trace(options: argparse.Namespace) -> int:
+def _trace(options: argparse.Namespace) -> None:
     from launcher.commands import trace
 
     if options.otlp is not None:
@@ -301,30 +278,26 @@ def _trace(options: argparse.Namespace) -> int:
         from runtime.telemetry.shown import shown
 
         print(shown(f"{otlp.export(options.run, options.steps, options.otlp)} spans sent to {options.otlp}"))
-        return 0
-    print(trace.trace(options.run, options.steps, options.output))
-    return 0
+    else:
+        print(trace.trace(options.run, options.steps, options.output))
 
 
-def _data(options: argparse.Namespace) -> int:
+def _data(options: argparse.Namespace) -> None:
     from launcher.commands import prepare
 
     prepare.run(options.config, options.overrides)
-    return 0
 
 
-def _score(options: argparse.Namespace) -> int:
+def _score(options: argparse.Namespace) -> None:
     from launcher.commands import score
 
     score.score(options.file, options.verifier, options.workers, options.timeout, options.output)
-    return 0
 
 
-def _convert(options: argparse.Namespace) -> int:
+def _convert(options: argparse.Namespace) -> None:
     from launcher.commands import convert
 
     convert.run(options)
-    return 0
 
 
 def _check_template(options: argparse.Namespace) -> int:
@@ -333,7 +306,7 @@ def _check_template(options: argparse.Namespace) -> int:
     return check_template.check(options.model)
 
 
-def _import(options: argparse.Namespace) -> int:
+def _import(options: argparse.Namespace) -> None:
     from launcher.commands import importing
 
     if options.command == "import-verl":
@@ -342,10 +315,9 @@ def _import(options: argparse.Namespace) -> int:
         from launcher.mindspeed.translate import TABLE, imported
     without = [name for name in options.without.split(",") if name.strip()]
     importing.run(TABLE, imported, options.file, options.models, options.output, options.report, without)
-    return 0
 
 
-def _bench(options: argparse.Namespace) -> int:
+def _bench(options: argparse.Namespace) -> None:
     root = Path(__file__).parents[1]
     if not (root / "benchmarks").is_dir():
         raise UserError(f"bench {options.name}: the benchmarks are not installed; take `sluice` from a clone of the source")
@@ -355,7 +327,6 @@ def _bench(options: argparse.Namespace) -> int:
 
     given = {field: getattr(options, field) for field in command.Options.__struct_fields__}
     command.run(options.name, command.Options(**given))
-    return 0
 
 
 def _accept(options: argparse.Namespace) -> int:
@@ -364,7 +335,7 @@ def _accept(options: argparse.Namespace) -> int:
     return command.run(options)
 
 
-_COMMANDS = {
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": _train,
     "tune": _tune,
     "eval": _eval,

@@ -119,7 +119,6 @@ def parts() -> list[ReferenceSection]:
 
 
 def page() -> str:
-    """The page as Markdown."""
     found = parts()
     head = _HEAD.format(command=COMMAND, keys=sum(len(part.keys) for part in found), sections=len(found) - 1)
     return "\n".join([head, *(_section(part) for part in found if part.path or part.keys)])

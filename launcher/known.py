@@ -8,25 +8,34 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from runtime.config import Config
+    from runtime.registry import Registry
 
 
-def known_names() -> dict[str, list[str]]:
-    """For `runtime.config.checks.semantic_faults`."""
+def _registries() -> dict[str, Registry[Any]]:
+    """By the key that they are known by, with what is built in."""
     from runtime import algorithms  # noqa: F401 - importing it registers what it has
     from runtime.algorithms import interfaces
     from runtime.data import handlers
     from runtime.rewards import catalogue, rules  # noqa: F401 - the catalogue registers the built-in rules
 
     return {
-        "algorithm.advantage": list(interfaces.ADVANTAGES),
-        "critic": [name for name in interfaces.ADVANTAGES if interfaces.ADVANTAGES.get(name).needs_values],
-        "algorithm.loss": list(interfaces.POLICY_LOSSES),
-        "algorithm.correction": ["none", *interfaces.CORRECTIONS],
-        "algorithm.aggregation": list(interfaces.AGGREGATIONS),
-        "algorithm.kl": list(interfaces.KL_ESTIMATORS),
-        "data.handler": list(handlers.HANDLERS),
-        "rewards.rules": list(rules.RULES),
+        "algorithm.advantage": interfaces.ADVANTAGES,
+        "algorithm.loss": interfaces.POLICY_LOSSES,
+        "algorithm.correction": interfaces.CORRECTIONS,
+        "algorithm.aggregation": interfaces.AGGREGATIONS,
+        "algorithm.kl": interfaces.KL_ESTIMATORS,
+        "data.handler": handlers.HANDLERS,
+        "rewards.rules": rules.RULES,
     }
+
+
+def known_names() -> dict[str, list[str]]:
+    """For `runtime.config.checks.semantic_faults`."""
+    registries = _registries()
+    found = {key: list(registry) for key, registry in registries.items()}
+    found["algorithm.correction"].append("none")
+    advantages = registries["algorithm.advantage"]
+    return found | {"critic": [name for name in advantages if advantages.get(name).needs_values]}
 
 
 def faults_of_own_files(config: Config) -> Iterator[str]:
@@ -34,29 +43,17 @@ def faults_of_own_files(config: Config) -> Iterator[str]:
 
     Imports their files, as the processes would that call them; those for another interpreter than this one are left to it.
     """
-    from runtime.algorithms import interfaces
     from runtime.chosen_algorithm import choose
-    from runtime.data.handlers import HANDLERS
+    from runtime.config.checks import chosen_names
     from runtime.errors import UserError
-    from runtime.registry import OWN, Registry
-    from runtime.rewards.rules import RULES
+    from runtime.registry import OWN
 
-    algorithm, services = config.algorithm, config.services
-    named: list[tuple[Registry[Any], str, str, str | None]] = [
-        (interfaces.ADVANTAGES, "algorithm.advantage", algorithm.advantage, services.coordinator.python),
-        (interfaces.POLICY_LOSSES, "algorithm.loss", algorithm.loss, services.coordinator.python),
-        (interfaces.CORRECTIONS, "algorithm.correction", algorithm.correction, services.coordinator.python),
-        (interfaces.AGGREGATIONS, "algorithm.aggregation", algorithm.aggregation, services.coordinator.python),
-        (interfaces.KL_ESTIMATORS, "algorithm.kl", algorithm.kl, services.coordinator.python),
-        (HANDLERS, "data.handler", config.data.handler, services.coordinator.python),
-    ]
-    for index, rule in enumerate(config.rewards.rules):
-        named.append((RULES, f"rewards.rules.{index}.name", rule.name, services.reward.python))
-    found = True
-    for registry, key, name, python in named:
+    registries, services, found = _registries(), config.services, True
+    for key, name, kind in chosen_names(config):
+        python = services.reward.python if kind == "rewards.rules" else services.coordinator.python
         if OWN in name and not python:
             try:
-                registry.find(name, key)
+                registries[kind].find(name, key)
             except UserError as error:
                 found = False
                 yield str(error)

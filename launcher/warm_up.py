@@ -32,7 +32,13 @@ async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
         view.phase("warm-up", detail="a tiny model, by supervised training")
         command = start.command("runtime.tuning.warmup", msgspec.json.encode(settings).decode())
         child = await supervisor.start(ProcessSpec(name="warmup", role="warmup", command=command, env={}), capture=True)
-        await _wait(child, _follow(child, view), settings.max_seconds + timeouts.WARM_UP_START)
+        deadline = settings.max_seconds + timeouts.WARM_UP_START
+        try:
+            await asyncio.wait_for(_follow(child, view), deadline)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(child.spec.name, "run", "did not end", deadline) from None
+        if child.process.returncode:
+            raise child.fault()
     data = config.data
     if not data.train:
         data = replace(data, train=str(folder / "train.jsonl"), eval=data.eval or str(folder / "eval.jsonl"))
@@ -40,7 +46,7 @@ async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
 
 
 async def _follow(child: Child, view: View) -> None:
-    """Show the warm-up's progress. Raises UserError with its own words when it gives up."""
+    """Show the warm-up's progress, until it ends. Raises UserError with its own words when it gives up."""
     assert child.process.stdout is not None
     async for line in child.process.stdout:
         told = json.loads(line)
@@ -50,16 +56,4 @@ async def _follow(child: Child, view: View) -> None:
             view.phase("warm-up", min(target, round(100 * told["accuracy"])), target, detail)
         elif told["event"] == "error":
             raise UserError(told["message"])
-
-
-async def _wait(child: Child, following: object, timeout: float) -> None:
-    async def both() -> None:
-        await following  # type: ignore[misc]
-        await child.process.wait()
-
-    try:
-        await asyncio.wait_for(both(), timeout)
-    except asyncio.TimeoutError:
-        raise DeadlineExceeded(child.spec.name, "run", "did not end", timeout) from None
-    if child.process.returncode:
-        raise child.fault()
+    await child.process.wait()

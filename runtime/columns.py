@@ -196,6 +196,13 @@ class TokenColumns(NamedTuple):
     versions: np.ndarray
 
 
+def common(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens both begin with."""
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(one[:size] != other[:size])
+    return int(differ[0]) if len(differ) else size
+
+
 def outside(tokens: np.ndarray, vocabulary: int) -> bool:
     """Whether one of these token ids is not in a vocabulary of so many."""
     return len(tokens) > 0 and bool(tokens.min() < 0 or tokens.max() >= vocabulary)

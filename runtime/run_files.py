@@ -1,10 +1,13 @@
-"""The names of what lies in a run's folder, and how a file is written that is nobody else's to read."""
+"""The names of what lies in a run's folder, and how files are written whole: private ones, and JSON."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 CONFIG = "config.yaml"
 ADDRESS = "coordinator.address"
@@ -43,6 +46,13 @@ def write_private(path: Path, text: str) -> None:
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(text)
+    partial.replace(path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file for people to read too, whole or not at all. Raises OSError."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
     partial.replace(path)
 
 

@@ -88,7 +88,7 @@ class Subscription:
         if self._commit is None or self._engine.stats().running:
             return
         (request, since), self._commit = self._commit, None
-        self._engine.hold(False)
+        self._engine.held = False
         if not request.abandoned:
             try:
                 await self._swap(request, since)
@@ -148,7 +148,7 @@ class Subscription:
             self._received = None
             request.reply(WeightsCommitted(0.0))
         elif self._settings.in_flight == "drain" and self._engine.stats().running:
-            self._engine.hold(True)
+            self._engine.held = True
             self._commit = request, now
         else:
             await self._swap(request, now)

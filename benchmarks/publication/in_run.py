@@ -17,9 +17,9 @@ from benchmarks.staleness.runs import train_to_its_end
 from runtime import run_files
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault
+from runtime.telemetry.report.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable
 from runtime.telemetry.summary import Summary
-from runtime.telemetry.trackers import read_jsonl
 
 DEADLINE = 900.0  # seconds of the run, whatever else the machine does
 PHASES = ("gather", "wait", "copy", "hash", "stage", "swap")

@@ -16,8 +16,8 @@ from launcher.node.topology import ProcessSpec
 from runtime import run_files, timeouts
 from runtime.config import Config, loading
 from runtime.errors import SluiceError, UserError
+from runtime.telemetry.report.record import read_jsonl
 from runtime.telemetry.summary import Summary
-from runtime.telemetry.trackers import read_jsonl
 from sluice import start
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"

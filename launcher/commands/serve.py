@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -72,6 +71,6 @@ class Serving(Job[None]):
         return
 
 
-def serve(model: str, overrides: Sequence[str], view: View) -> None:
+async def serve(model: str, overrides: Sequence[str], view: View) -> None:
     """Raises UserError for the user's mistakes, ServiceFault for a fault, Interrupted; no process is left either way."""
-    asyncio.run(Serving.of(config_for(model, overrides), view).run())
+    await Serving.of(config_for(model, overrides), view).run()

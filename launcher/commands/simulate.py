@@ -18,9 +18,9 @@ from runtime.ledger.reader import LedgerReader
 from runtime.simulation.calibration import LEAST, Calibration, assumed, calibrate
 from runtime.simulation.costs import Costs, Fixed
 from runtime.simulation.prediction import Prediction, refuse, simulated, variations
+from runtime.telemetry.report.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable, say
 from runtime.telemetry.startup import Startup, collect_rarely
-from runtime.telemetry.trackers import read_jsonl
 from services.rpc.client import ContractDeadlines
 
 STEPS = 40  # of a calibration, and of a prediction unless --steps says otherwise

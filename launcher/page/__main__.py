@@ -13,12 +13,11 @@ from runtime.process import os_process
 from runtime.process.command_line import ended_as_by_ctrl_c
 
 
-def main() -> int:
+def main() -> None:
     os_process.die_with_parent(os.getppid())
     folder, host, port = sys.argv[1:]
     with ended_as_by_ctrl_c():
         asyncio.run(serve(Path(folder), host, int(port), lambda address: print(address, flush=True)))
-    return 0
 
 
 if __name__ == "__main__":

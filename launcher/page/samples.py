@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,16 +25,17 @@ from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample
 SHOWN = 400  # characters of a reply in the list
 EXAMINED = 2000  # groups whose texts are searched in one go
 TOKENS = 20_000  # of a reply, that are shown one by one
+OPEN = (-math.inf, math.inf)  # a range without ends, of which groups are too that have no such figure
 
 
 class SampleFilter(Struct, frozen=True):
-    """What is looked for; an end of a range that is None is open. `after`: groups with a larger id alone, where a search for a
-    text goes on."""
+    """What is looked for; ranges include both ends. `after`: groups with a larger id alone, where a search for a text goes
+    on."""
 
     states: tuple[str, ...] = ()
-    steps: tuple[int | None, int | None] = (None, None)
-    reward: tuple[float | None, float | None] = (None, None)
-    tokens: tuple[int | None, int | None] = (None, None)  # of a group's longest reply
+    steps: tuple[Any, Any] = OPEN
+    reward: tuple[Any, Any] = OPEN
+    tokens: tuple[Any, Any] = OPEN  # of a group's longest reply
     source: str = ""
     replica: str = ""
     text: str = ""
@@ -71,16 +73,16 @@ class SampleReader:
         }
 
     def _selected(self, reader: LedgerReader, wanted: SampleFilter) -> list[GroupRow]:
-        found = reader.groups(
-            steps=_closed(wanted.steps, 1 << 62), states=[Phase(s) for s in wanted.states], reward=_closed(wanted.reward, 1e300)
-        )
+        ranges = {name: getattr(wanted, name) for name in ("steps", "reward") if getattr(wanted, name) != OPEN}
+        found = reader.groups(states=[Phase(state) for state in wanted.states], **ranges)
+        least, most = wanted.tokens
         return [
             row
             for row in found
             if "payload" in row.handles
             and (not wanted.source or row.source == wanted.source)
             and (not wanted.replica or row.replica == wanted.replica)
-            and _within(max(row.response_tokens or [0]), wanted.tokens)
+            and least <= max(row.response_tokens or [0]) <= most
         ]
 
     def _has(self, reader: LedgerReader, row: GroupRow, text: str) -> bool:
@@ -168,15 +170,3 @@ def _reference(reader: LedgerReader, row: GroupRow, payload: GroupPayload) -> Se
         return None
     flat = codec.decode(Logprobs, reader.read(row.handles["reference"])).values
     return np.split(flat, np.cumsum(payload.lengths)[:-1])
-
-
-def _closed(bounds: tuple[Any, Any], most: Any) -> tuple[Any, Any] | None:
-    low, high = bounds
-    if low is None and high is None:
-        return None
-    return (-most if low is None else low), (most if high is None else high)
-
-
-def _within(value: int, bounds: tuple[int | None, int | None]) -> bool:
-    low, high = bounds
-    return (low is None or value >= low) and (high is None or value <= high)

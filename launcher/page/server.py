@@ -20,6 +20,7 @@ from launcher.page.samples import SampleFilter, SampleReader
 from launcher.page.views import RunView
 from runtime import run_files, timeouts
 from runtime.errors import SluiceError, UserError
+from runtime.process import network
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 THIS = "_"  # the name of a run that is alone
@@ -212,7 +213,7 @@ def _number(query: Any, name: str, otherwise: Any) -> Any:
 
 def _filter(query: Any) -> SampleFilter:
     def bounds(name: str) -> tuple[Any, Any]:
-        return _number(query, f"{name}-from", None), _number(query, f"{name}-to", None)
+        return _number(query, f"{name}-from", -math.inf), _number(query, f"{name}-to", math.inf)
 
     return SampleFilter(
         states=tuple(filter(None, query.get("states", "").split(","))),
@@ -253,9 +254,8 @@ async def serve(root: Path, host: str, port: int, ready: Callable[[str], None]) 
             await web.TCPSite(runner, host, port).start()
         except OSError as error:
             raise UserError(f"--port: {host}:{port}: {(error.strerror or str(error)).lower()}") from None
-        bound = runner.addresses[0][1]
-        shown = f"[{host}]" if ":" in host else host
-        ready(f"http://{shown}:{bound}/" + (f"?token={token}" if token else ""))
+        address = network.host_port(host, runner.addresses[0][1])
+        ready(f"http://{address}/" + (f"?token={token}" if token else ""))
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()

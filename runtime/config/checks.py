@@ -64,7 +64,7 @@ def semantic_faults(
     policy, serves = policy_model(config), config.gateway is not None and config.gateway.serve
     faults = [
         *_run(config),
-        *_names(config, known or {}),
+        *_unknown_names(config, known or {}),
         *(() if serves else reward_faults(config, trains)),
         *(() if serves else evaluation_faults(config, trains)),
         *gateway_faults(config),
@@ -126,7 +126,7 @@ def tune_faults(config: Config, known: Mapping[str, Sequence[str]], available_by
     of_layouts = [*megatron_faults(tuned, spread_models(tuned))]
     return [
         *_run(tuned),
-        *_names(tuned, known),
+        *_unknown_names(tuned, known),
         *_tune(tuned),
         *data_faults(tuned, bool(config.data.train)),
         *(model_faults(short, True) if config.model.path else ()),
@@ -159,7 +159,8 @@ def _run(config: Config) -> Iterator[str]:
             yield f"trackers.{index}.name: {tracker.name} needs a package: pip install '{package}'"
 
 
-def _names(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]:
+def chosen_names(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Of each function that the configuration names: the key, the name, and the key that others like it are known by."""
     algorithm = config.algorithm
     chosen = {
         "algorithm.advantage": algorithm.advantage,
@@ -169,24 +170,20 @@ def _names(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]:
         "algorithm.kl": algorithm.kl,
         "data.handler": config.data.handler,
     }
-    for path, name in chosen.items():
-        yield from _name(path, name, known.get(path))
+    yield from ((key, name, key) for key, name in chosen.items())
     own_handlers = {key.replace(".path", ".handler"): source.handler for key, source in sources(config.data)}
     own_handlers |= {f"evaluation.sets.{index}.handler": entry.handler for index, entry in enumerate(config.evaluation.sets)}
-    for key, handler in own_handlers.items():
-        if handler is not None:
-            yield from _name(key, handler, known.get("data.handler"))
-    for index, rule in enumerate(config.rewards.rules):
-        yield from _name(f"rewards.rules.{index}.name", rule.name, known.get("rewards.rules"))
+    yield from ((key, handler, "data.handler") for key, handler in own_handlers.items() if handler is not None)
+    yield from ((f"rewards.rules.{at}.name", rule.name, "rewards.rules") for at, rule in enumerate(config.rewards.rules))
 
 
-def _name(path: str, name: str, known: Sequence[str] | None) -> Iterator[str]:
-    file, mark, _ = name.rpartition(OWN)
-    if mark:
-        if not Path(f"{file}.py").is_file():
-            yield f"{path}: '{file}.py' is not a file"
-    elif known is not None and name not in known:
-        yield f"{path}: '{name}' is not one of {', '.join(sorted(known))}, nor FILE.py:NAME"
+def _unknown_names(config: Config, known: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    for key, name, kind in chosen_names(config):
+        file, mark, _ = name.rpartition(OWN)
+        if mark and not Path(f"{file}.py").is_file():
+            yield f"{key}: '{file}.py' is not a file"
+        elif not mark and kind in known and name not in known[kind]:
+            yield f"{key}: '{name}' is not one of {', '.join(sorted(known[kind]))}, nor FILE.py:NAME"
 
 
 def _algorithm(algorithm: Algorithm, sampling: Sampling) -> Iterator[str]:

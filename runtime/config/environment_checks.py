@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import shutil
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from runtime.config import Config, Environment, RemoteServer, Source
 from runtime.config.sandbox import sandbox_faults
+from runtime.process.network import is_loopback
 
 _OF_PROCESSES = (
     *("python", "env", "threads", "cpus", "jemalloc", "placement", "replicas", "restarts"),
@@ -19,7 +19,6 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(?P<port>[0
 
 
 def environment_faults(config: Config) -> Iterator[str]:
-    """One line per fault."""
     for name, settings in config.services.environment.items():
         yield from _environment(f"services.environment.{name}", name, settings)
     yield from _named(config)
@@ -68,7 +67,7 @@ def address_faults(path: str, remote: RemoteServer) -> Iterator[str]:
     found = _ADDRESS.fullmatch(remote.address)
     if found is None or not 0 < int(found["port"]) < 65536:
         yield f"{path}.address: '{remote.address}' is not HOST:PORT, with a port from 1 to 65535"
-    elif remote.ca or _is_loopback(found["host"].strip("[]")):
+    elif remote.ca or is_loopback(found["host"].strip("[]")):
         if remote.plaintext and remote.ca:
             yield f"{path}.plaintext: true, but there is {path}.ca; must be one of the two"
         if remote.ca not in ("", "system") and not Path(remote.ca).is_file():
@@ -80,10 +79,3 @@ def address_faults(path: str, remote: RemoteServer) -> Iterator[str]:
         )
     elif remote.token is not None:
         yield f"{path}.token: would be sent to '{remote.address}' as plain text; needs {path}.ca"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

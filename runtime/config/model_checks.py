@@ -37,7 +37,6 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def model_faults(config: Config, trains: bool) -> Iterator[str]:
-    """One line per fault."""
     policy = policy_model(config)
     yield from _models(config, policy, trains)
     yield from _lengths(config, policy)
@@ -99,9 +98,8 @@ def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str
     shards = sorted(set(((_json(index) or {}).get("weight_map") or {}).values()))
     missing = [shard for shard in shards if not (path / shard).is_file()]
     if missing:
-        yield f"{key}: '{folder}' lacks {missing[0]}, which its index names" + f", and {len(missing) - 1} more" * (
-            len(missing) > 1
-        )
+        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        yield f"{key}: '{folder}' lacks {missing[0]}, which its index names{more}"
     elif not shards and not any(path.glob("*.safetensors")):
         yield f"{key}: '{folder}' has no weights (*.safetensors)"
 
@@ -118,12 +116,9 @@ def _lengths(config: Config, policy: ModelConfig | None) -> Iterator[str]:
     if limit is None:
         return
     prompt = config.data.max_prompt_tokens
-    for key, reply in (
-        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
-        ("evaluation.max_new_tokens", config.evaluation.max_new_tokens),
-    ):
-        if prompt + reply > limit:
-            yield f"{key}: {reply} and data.max_prompt_tokens {prompt} exceed the model's {limit} positions"
+    for key, replies in (("sampling", config.sampling), ("evaluation", config.evaluation)):
+        if prompt + (reply := replies.max_new_tokens) > limit:
+            yield f"{key}.max_new_tokens: {reply} and data.max_prompt_tokens {prompt} exceed the model's {limit} positions"
     if config.gateway is not None and config.gateway.context > limit:
         yield f"gateway.context: {config.gateway.context} exceeds the model's {limit} positions"
 
@@ -234,6 +229,8 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
     for role, model in models.items():
         settings: Spread = getattr(config.services, role)
         key = f"services.{role}"
+        if role == "critic" and isinstance(settings, Trainer) and settings.offload_train_param:
+            yield f"{key}.offload_train_param: true leaves it no weights to compute values with between updates; must be false"
         if settings.engine == "megatron":
             yield from _blocks(key, settings)
             yield from _unsupported(key, config, settings)
@@ -256,7 +253,6 @@ def _megatrons_own(key: str, config: Config, settings: Trainer) -> Iterator[str]
         yield f"{key}.overlap: false is for engine megatron; engine torch always overlaps; must be true"
     for kind in settings.offloaded if settings.cpu_offload else ():
         yield f"{key}.offload_train_{kind}: true, but with cpu_offload it is in host memory at all times; must be false"
-    yield from _values_need_weights(key, settings)
 
 
 def _blocks(key: str, settings: Spread) -> Iterator[str]:
@@ -284,7 +280,6 @@ def _blocks(key: str, settings: Spread) -> Iterator[str]:
 def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
     if not isinstance(settings, Trainer):
         return
-    yield from _values_need_weights(key, settings)
     if settings.cpu_offload:
         yield f"{key}.cpu_offload: is engine torch's; must be false for engine megatron"
     role = config.critic if key == "services.critic" else config.training
@@ -293,11 +288,6 @@ def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:
         yield f"{where}.optimizer.name: {role.optimizer.name} is engine torch's; must be adamw for engine megatron"
     if settings.activation_checkpointing == "selective":
         yield f"{key}.activation_checkpointing: selective is engine torch's; must be true or false for engine megatron"
-
-
-def _values_need_weights(key: str, settings: Trainer) -> Iterator[str]:
-    if settings.offload_train_param and key == "services.critic":
-        yield f"{key}.offload_train_param: true leaves it no weights to compute values with between updates; must be false"
 
 
 def _layout(key: str, config: Config, settings: Spread, policy: Mapping[str, Any]) -> Iterator[str]:

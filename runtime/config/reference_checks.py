@@ -15,7 +15,6 @@ from runtime.models import hf_config
 
 
 def reference_faults(config: Config) -> Iterator[str]:
-    """One line per fault."""
     mode, coefficient = config.reference.mode, config.algorithm.kl_coefficient
     if mode == "none" and coefficient > 0:
         yield f"reference.mode: none leaves the KL term of algorithm.kl_coefficient {coefficient:g} without its reference"

@@ -70,7 +70,9 @@ def resolved(value: Any, environment: Mapping[str, str], path: str) -> Any:
         return environment[name]
     if isinstance(value, dict):
         return {key: resolved(one, environment, f"{path}.{key}") for key, one in value.items()}
-    return [resolved(one, environment, f"{path}.{index}") for index, one in enumerate(value)] if _is_list(value) else value
+    if isinstance(value, list):
+        return [resolved(one, environment, f"{path}.{index}") for index, one in enumerate(value)]
+    return value
 
 
 def missing(path: str, name: str) -> str:
@@ -80,26 +82,19 @@ def missing(path: str, name: str) -> str:
 
 def _entries(node: Any, path: str = "", within: str = "", is_secret: bool = False) -> Iterator[_Entry]:
     """All below `node`; what holds others is none. `within` and `is_secret` are of the node."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if _is_list(node) else ():
-        named = is_secret or (bool(within) and not _WORDS.isdisjoint(_words(str(key))))
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        words = map(str.lower, _BETWEEN_WORDS.split(str(key)))
+        named = is_secret or (bool(within) and not _WORDS.isdisjoint(words))
         if isinstance(value, dict | list) and not _is_reference(value):
             yield from _entries(value, f"{path}.{key}", within or (key if key in _HOLDERS else ""), named)
         elif within:
             yield _Entry(node, key, f"{path}.{key}", within, named or bool(_URL_WITH_PASSWORD.search(str(value))))
 
 
-def _words(key: str) -> list[str]:
-    return [word.lower() for word in _BETWEEN_WORDS.split(key)]
-
-
 def _is_text(entry: _Entry) -> bool:
     """Whether there is a value to hide. A number of `engine_args` is no secret: it may be the number of a token."""
     value = entry.value
     return isinstance(value, str | int | float if entry.within == "env" else str) and value != ""
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
 
 
 def _is_reference(value: Any) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any, get_args
 
@@ -47,7 +48,6 @@ _OF_16_BITS = [dtype for dtype in get_args(DType) if dtype not in ("auto", "floa
 
 
 def network_faults(config: Config, trains: bool) -> Iterator[str]:
-    """One line per fault."""
     yield from cluster_faults(config.cluster)
     for path, role in processes(config).items():
         if isinstance(role, Placed) and isinstance(role.placement, list):
@@ -67,8 +67,7 @@ def network_faults(config: Config, trains: bool) -> Iterator[str]:
         mode = config.network.security
         yield f"network.tls: is not used with network.security {mode}; must be left out, or that be tls or auto"
     yield from scraping_faults(config)
-    if config.network.port_range is not None:
-        yield from _port_range(config, config.network.port_range, 0 if several else _listeners(config, trains))
+    yield from _port_ranges(config, trains, 0 if several else _listeners(config, trains))
 
 
 def scraping_faults(config: Config) -> Iterator[str]:
@@ -83,10 +82,7 @@ def scraping_faults(config: Config) -> Iterator[str]:
 
 
 def gateway_faults(config: Config) -> Iterator[str]:
-    """One line per fault."""
-    if config.gateway is None:
-        return
-    if takes_turns(config):
+    if config.gateway is not None and takes_turns(config):
         yield "services.rollout.colocate: trainer is not for a run with a gateway, whose episodes go on between two calls"
 
 
@@ -142,25 +138,30 @@ def _listeners(config: Config, trains: bool) -> int:
     return processes_ + (not config.services.coordinator.port) + trains * RENDEZVOUS + scraped
 
 
-def _port_range(config: Config, ports: tuple[int, int], needed: int) -> Iterator[str]:
-    """`needed`: the ports that the run takes of it; 0 where that is known only when its processes have been placed."""
-    (first, last), network = ports, config.network
-    if not RESERVED <= first <= last:
-        yield f"network.port_range: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
-        return
-    if last - first + 1 < needed:
-        yield f"network.port_range: [{first}, {last}] has fewer ports than the run listens on, {needed}"
-    for name, (start, end) in (("hccl_host_ports", network.hccl_host_ports), ("hccl_npu_ports", network.hccl_npu_ports)):
+def _port_ranges(config: Config, trains: bool, listening: int) -> Iterator[str]:
+    """`listening`: the ports that the run takes of `port_range`; 0 where that is known only when its processes have been
+    placed."""
+    network, port = config.network, config.services.coordinator.port
+    of_hccl = sum(instance.rank == 0 for instance in instances(config, trains)) * (2 if hccl_beside_workers(config) else 1)
+    ranges = {"hccl_host_ports": (network.hccl_host_ports, of_hccl), "hccl_npu_ports": (network.hccl_npu_ports, of_hccl)}
+    if network.port_range is not None:
+        ranges["port_range"] = network.port_range, listening
+    for name, ((first, last), needed) in ranges.items():
+        if not RESERVED <= first <= last:
+            yield f"network.{name}: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
+        elif last - first + 1 < needed:
+            yield f"network.{name}: [{first}, {last}] has fewer ports than the run needs, {needed}"
+        elif first <= port <= last and name != "port_range":
+            yield f"network.{name}: [{first}, {last}] contains services.coordinator.port {port}"
+    for (name, ((first, last), _)), (other, ((start, end), _)) in combinations(ranges.items(), 2):
         if first <= end and start <= last:
-            yield f"network.port_range: [{first}, {last}] overlaps {name} [{start}, {end}]"
+            yield f"network.{other}: [{start}, {end}] overlaps {name} [{first}, {last}]"
 
 
 def device_faults(config: Config, trains: bool) -> Iterator[str]:
-    """One line per fault."""
     for path, role in processes(config).items():
         if isinstance(role, Computing) and role.devices:
             yield from _devices(path, role)
-    yield from _hccl_ports(config, trains)
     if trains and not takes_turns(config):  # which has a check of its own
         yield from _shared_device(config)
 
@@ -169,18 +170,8 @@ def _devices(key: str, role: Computing) -> Iterator[str]:
     count = len(role.devices)
     if twice := {str(device) for index, device in enumerate(role.devices) if device in role.devices[:index]}:
         yield f"{key}.devices: names {', '.join(sorted(twice))} twice; must name each device once"
-    if isinstance(role, Trainer) or (isinstance(role, ReferenceScorer) and role.engine == "megatron"):
-        if count != role.processes:
-            yield f"{key}.devices: {count} of them for {role.processes} processes; must be one each"
-    elif isinstance(role, Rollout) and role.engine != "torch":
-        needed = role.replicas * role.tensor_parallel
-        if count != needed:
-            yield (
-                f"{key}.devices: {count} of them for {role.replicas} replicas of tensor_parallel {role.tensor_parallel}; "
-                f"must be {needed}"
-            )
-    elif count != role.replicas:  # type: ignore[attr-defined]  # every other role has replicas
-        yield f"{key}.devices: {count} of them for {role.replicas} replicas; must be one each"  # type: ignore[attr-defined]
+    if count != (needed := _needed(role)):
+        yield f"{key}.devices: {count} of them, but its processes take {needed}; must be {needed}"
 
 
 def _shared_device(config: Config) -> Iterator[str]:
@@ -227,24 +218,7 @@ def hccl_beside_workers(config: Config) -> bool:
     return any(fleet.engine == "vllm" and fleet.tensor_parallel > 1 for fleet in fleets(config).values())
 
 
-def _hccl_ports(config: Config, trains: bool) -> Iterator[str]:
-    network, port = config.network, config.services.coordinator.port
-    ranges = {"hccl_host_ports": network.hccl_host_ports, "hccl_npu_ports": network.hccl_npu_ports}
-    needed = sum(instance.rank == 0 for instance in instances(config, trains)) * (2 if hccl_beside_workers(config) else 1)
-    for name, (first, last) in ranges.items():
-        if not RESERVED <= first <= last:
-            yield f"network.{name}: [{first}, {last}] is not a range of ports from {RESERVED} to 65535, first and last"
-        elif last - first + 1 < needed:
-            yield f"network.{name}: [{first}, {last}] has fewer ports than the run needs, {needed}"
-        elif first <= port <= last:
-            yield f"network.{name}: [{first}, {last}] contains services.coordinator.port {port}"
-    (first, last), (other, end) = ranges.values()
-    if first <= end and other <= last:
-        yield f"network.hccl_npu_ports: [{other}, {end}] overlaps hccl_host_ports [{first}, {last}]"
-
-
 def colocation_faults(config: Config, trains: bool) -> Iterator[str]:
-    """One line per fault."""
     running = {instance.role for instance in instances(config)}
     for path, settings in processes(config).items():
         if isinstance(settings, Computing) and settings.colocate:
@@ -334,18 +308,14 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
         if not fleet.python and importlib.util.find_spec("vllm") is None:
             yield f"{key}.engine: vllm is not installed here; run make install-vllm, and name its interpreter in {key}.python"
         yield from own_faults(fleet.engine_args, f"{key}.engine_args")
-        yield from _heads(key, fleet.tensor_parallel, model or {})
+        heads = (model or {}).get("num_attention_heads")
+        if heads is not None and heads % fleet.tensor_parallel:
+            yield f"{key}.tensor_parallel: {fleet.tensor_parallel} does not divide the model's {heads} attention heads"
     if any(fleet.engine == "vllm" for fleet in fleets(config).values()):
         yield from _temperatures(config)
         for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if (value := getattr(config.sampling, name)) != off:
                 yield f"sampling.{name}: {value} needs rollouts of engine torch: vllm tells no kept sets; must be {off}"
-
-
-def _heads(key: str, ways: int, model: Mapping[str, Any]) -> Iterator[str]:
-    heads = model.get("num_attention_heads")
-    if heads is not None and heads % ways:
-        yield f"{key}.tensor_parallel: {ways} does not divide the model's {heads} attention heads"
 
 
 def _temperatures(config: Config) -> Iterator[str]:

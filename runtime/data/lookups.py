@@ -28,15 +28,11 @@ class LookupProblem(NamedTuple):
     """Two letters and a letter or digit, and a value of three digits."""
 
     key: str
-    value: str
+    answer: str
 
     @property
     def question(self) -> str:
         return f"What is {self.key}?"
-
-    @property
-    def answer(self) -> str:
-        return self.value
 
     def conversation(self, careless: bool = False) -> list[dict[str, Any]]:
         """With the call; a careless assistant takes a key's last digit for its value where there is one, and is wrong."""
@@ -47,8 +43,8 @@ class LookupProblem(NamedTuple):
         return [
             asked,
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call["id"], "content": self.value},
-            {"role": "assistant", "content": self.value},
+            {"role": "tool", "tool_call_id": call["id"], "content": self.answer},
+            {"role": "assistant", "content": self.answer},
         ]
 
 

@@ -117,10 +117,7 @@ def read(
     dropped = dict(info.dropped)
     problems: list[Problem] = []
     tokens: list[np.ndarray] = []
-    rows = zip(*(table[name].to_pylist() for name in columns if name != "tokens"), strict=True)
-    names = [name for name in columns if name != "tokens"]
-    for values, ids in zip(rows, encoded, strict=True):
-        row = dict(zip(names, values, strict=True))
+    for row, ids in zip(table.drop_columns("tokens").to_pylist(), encoded, strict=True):
         try:
             level = difficulty(row, difficulty_key) if difficulty_key else 0.0
             carried = extra(row, additional_keys)

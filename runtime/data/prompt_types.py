@@ -118,18 +118,19 @@ def slot_template(name: str, path: str, special_tokens: Mapping[str, str], secti
 
     `section` is what stands before the keys in errors. Raises UserError for an unknown name and an unusable file.
     """
-    found = _read(BUILT_IN, section)
-    if path:
-        found |= _read(Path(path), section)
+    found = _known(path, section)
     if name not in found:
-        names = ", ".join([MODEL, *sorted(found)])
-        raise UserError(f"{section}prompt_type: '{name}' is not one of {names}")
+        raise UserError(f"{section}prompt_type: '{name}' is not one of {', '.join([MODEL, *sorted(found)])}")
     return SlotTemplate(found[name], special_tokens, f"{section}prompt_type: {name}")
 
 
 def names(path: str, section: str = "data.") -> list[str]:
     """What `prompt_type` may be, with the file `path`. Raises UserError."""
-    return [MODEL, *sorted(_read(BUILT_IN, section) | (_read(Path(path), section) if path else {}))]
+    return [MODEL, *sorted(_known(path, section))]
+
+
+def _known(path: str, section: str) -> dict[str, PromptType]:
+    return _read(BUILT_IN, section) | (_read(Path(path), section) if path else {})
 
 
 def _read(path: Path, section: str) -> dict[str, PromptType]:

@@ -83,9 +83,7 @@ class EvaluationResult(Struct, kw_only=True):
 
     def write(self, folder: Path) -> None:
         """Write results.json, whole or not at all."""
-        partial = folder / f".{RESULTS}.partial"
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        partial.replace(folder / RESULTS)
+        run_files.write_json(folder / RESULTS, self)
 
 
 def folder_for(run_dir: Path, step: int) -> Path:

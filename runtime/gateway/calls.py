@@ -150,14 +150,10 @@ class PolicyCalls:
         index, left, parts = request.first, request.sampling.max_new_tokens, list[Sample]()
         for number, size in enumerate(chain(PIECES, repeat(PIECES[-1]))):
             grown = np.concatenate([request.prompt, *(part.tokens for part in parts)])
-            piece = replace(
-                request,
-                prompt=grown,
-                seed=mixed(request.seed, number),
-                sampling=replace(request.sampling, max_new_tokens=min(size, left)),
-            )
+            sampling = replace(request.sampling, max_new_tokens=min(size, left))
             if parts:
-                piece = replace(piece, sampling=replace(piece.sampling, experts_from=_unfed(piece.sampling, len(grown))))
+                sampling = replace(sampling, experts_from=_unfed(sampling, len(grown)))
+            piece = replace(request, prompt=grown, seed=mixed(request.seed, number), sampling=sampling)
             (part,) = await self._generate(episode, piece)
             parts.append(part)
             left -= len(part.tokens)

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from runtime import timeouts
 from runtime.environments.messages import STOP_REASONS
 from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
-from runtime.gateway.conversation import TOO_LONG, Completion, Message, PolicyCall, Refused, Told
+from runtime.gateway.conversation import TOO_LONG, Completion, PolicyCall, Refused, Told
 from runtime.gateway.episode import Begun, GatewayEpisode, Playing, SharedCall, finished
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process.aio import TaskGroup, done_within, first_error, now
@@ -137,7 +137,7 @@ class Episodes:
         if len(self._open) >= self._most:
             raise Refused(429, f"{self._most} episodes are open (gateway.episodes)", retry_after=timeouts.GATEWAY_RETRY)
         if self._serves:
-            episode, task = GatewayEpisode(self._renderer), None
+            episode, task = self._opened(GatewayEpisode(self._renderer)), None
             episode.timer = asyncio.get_running_loop().call_later(self._seconds, self.close_one, episode, "timeout")
         else:
             until = now() + min(wait, timeouts.TASK_WAIT)
@@ -146,11 +146,8 @@ class Episodes:
                 if not await done_within(self._came.wait(), until - now()):
                     raise Refused(429, "no task waits", retry_after=timeouts.GATEWAY_RETRY)
             group, index = self._waiting.popleft()
-            episode = group.episodes[index] = GatewayEpisode(self._renderer, group, index)
+            episode, task = self.open_one(group, index), group.request.task
             episode.begin()
-            task = group.request.task
-        self._open[episode.id] = self._by_key[episode.key] = episode
-        self.counts["episodes"] += 1
         return Begun(id=episode.id, key=episode.key, base=f"/episodes/{episode.id}", task=task)
 
     def episode(self, id: str, key: str) -> GatewayEpisode:
@@ -177,8 +174,11 @@ class Episodes:
             raise Refused(401, "needs the gateway's key")
 
     def open_one(self, group: Playing, index: int) -> GatewayEpisode:
-        """One of a group's episodes, for an environment to play."""
-        episode = group.episodes[index] = GatewayEpisode(self._renderer, group, index)
+        """One of a group's episodes."""
+        group.episodes[index] = GatewayEpisode(self._renderer, group, index)
+        return self._opened(group.episodes[index])
+
+    def _opened(self, episode: GatewayEpisode) -> GatewayEpisode:
         self._open[episode.id] = self._by_key[episode.key] = episode
         self.counts["episodes"] += 1
         return episode
@@ -238,10 +238,6 @@ class Episodes:
         if call.branch:
             episode.branches[call.branch] = completion.id
         return completion
-
-    def history(self, episode: GatewayEpisode, completion_id: str) -> tuple[Message, ...]:
-        """The conversation up to and with the reply of a completion. Refused: 404."""
-        return episode.graph.history(completion_id)
 
     def reward(self, episode: GatewayEpisode, value: float, completion: str = "") -> None:
         """Of a completion; empty: of the whole episode. Refused: 404 for an unknown completion, 400 if not finite."""

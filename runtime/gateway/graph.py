@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from msgspec import Struct
 
-from runtime.columns import KeptSets, RoutedExperts
+from runtime.columns import KeptSets, RoutedExperts, common
 from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import GroupPayload, PolicyVersion, Sample, TurnReward
@@ -247,7 +247,7 @@ class EpisodeGraph:
             if (begin := ends.get(node.parent)) is None:
                 continue
             own = node.own()
-            end = begin + _common(own, prompt[begin:])
+            end = begin + common(own, prompt[begin:])
             if end == begin + len(own):
                 ends[node] = end
                 if end > at or (end == at and not node.followed):
@@ -271,13 +271,6 @@ def _unknown(completion_id: str) -> Refused:
     )
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens both begin with."""
-    size = min(len(one), len(other))
-    differ = np.flatnonzero(one[:size] != other[:size])
-    return int(differ[0]) if len(differ) else size
-
-
 def payload_of(
     group_id: int, episodes: Sequence[EpisodeGraph], task: np.ndarray
 ) -> tuple[GroupPayload, tuple[PolicyVersion, PolicyVersion] | None]:
@@ -293,7 +286,7 @@ def payload_of(
     branches = [branch for each in played for branch in each or [idle]]
     size = min(min(branch.sampled, len(branch.tokens) - 1) for branch in branches)
     for branch in branches:
-        size = _common(branches[0].tokens[:size], branch.tokens)
+        size = common(branches[0].tokens[:size], branch.tokens)
     payload = GroupPayload.of(
         group_id,
         branches[0].tokens[:size],

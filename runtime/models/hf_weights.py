@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,20 @@ def weight_paths(folder: str | Path) -> list[Path]:
     if not all(isinstance(name, str) and name.isprintable() and Path(name).name == name for name in names) or "" in names:
         raise UserError(f"model {index}: not an index of safetensors shards, which are files beside it")
     return [index.with_name(name) for name in sorted(set(names))]
+
+
+def misfit(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]], optional: str = "") -> str | None:
+    """What is wrong with a set of weights of these names and shapes, in one line; None when it is that which is `expected`,
+    perhaps without the tensor `optional`."""
+    missing = sorted(expected.keys() - shapes.keys() - {optional})
+    unknown = sorted(shapes.keys() - expected.keys())
+    if missing or unknown:
+        faults = [f"{what} {', '.join(names[:4])}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
+        return f"{len(missing)} tensors missing, {len(unknown)} unknown: {'; '.join(faults)}"
+    for name, shape in shapes.items():
+        if tuple(shape) != tuple(expected[name]):
+            return f"{name} has shape {list(shape)}, must be {list(expected[name])}"
+    return None
 
 
 class WeightFiles:

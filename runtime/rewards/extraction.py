@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _BOX_OR_BRACE = re.compile(r"\\boxed\s{0,8}\{|\\[\\{}]|[{}]")
-_BOX = re.compile(r"\\boxed\s{0,8}\{")
+BOX = re.compile(r"\\boxed\s{0,8}\{")
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\s#][^\n]*)")
 _CLOSING = re.compile(r"\banswer\b[*_` \t]{0,8}(?:is\b|was\b|[:=])[*_:=\s]{0,16}", re.IGNORECASE)
 _STATEMENT_END = re.compile(r"\n|[.!?;](?=\s|$)")
@@ -41,7 +41,7 @@ def last_box(text: str) -> str | None:
     r"""The content of the last `\boxed{...}`; empty where that box is never closed, None without any box."""
     start = len(text)
     while (start := text.rfind("\\boxed", 0, start)) >= 0:
-        if _BOX.match(text, start):
+        if BOX.match(text, start):
             return last_boxed(text[start:] if last_boxed(text[start:]) is None else text) or ""
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from runtime.rewards.extraction import last_boxed
+from runtime.rewards.extraction import BOX, last_boxed
 from runtime.rewards.rules import Evaluate, RuleContext, rule, up_to
 
 INLINE_CHARACTERS = 262_144  # a few searches
@@ -14,7 +14,6 @@ THINK, THOUGHT, ANSWER, ANSWERED = "<think>", "</think>", "<answer>", "</answer>
 
 _ANSWER_AT_END = re.compile(r"(?<!#)####[ \t]*[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?\s*\Z")
 _TURN = re.compile(rf"{THOUGHT}\s*{ANSWER}")
-_BOX = re.compile(r"\\boxed\s{0,8}\{")
 _MARKER = re.compile(r"^(?:[0-9]+\.|[-*])|Step [0-9]+:|First,|Second,|Next,|Finally,", re.MULTILINE)
 _MARKERS_WANTED = 3
 
@@ -34,7 +33,7 @@ def answer_part(text: str) -> str | None:
 
 def holds_one_box(text: str, part: str) -> bool:
     r"""Whether `text` has exactly one `\boxed{`, and that one stands, complete, in its `part`."""
-    return len(_BOX.findall(text)) == 1 and last_boxed(part) is not None
+    return len(BOX.findall(text)) == 1 and last_boxed(part) is not None
 
 
 def strictly_formatted(text: str) -> bool:

@@ -41,7 +41,7 @@ _ATTACHED = re.compile(
     r"[ap]\.?m|mph|km/?h|kph|cents?|dollars?|miles?|sq|(?:[kcdm]?m|ft|in|yd|mi)(?:\^?[23]|[²³])"
 )
 _LETTER_UNITS = frozenset("gmlLhsCF")
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _NOT_UNITS = frozenset(("and", "or", "to", "plus", "minus", "times", "half", "pi", "sqrt"))
 
 
@@ -110,4 +110,4 @@ def _scale(rest: str) -> int | None:
         letters = word.rstrip("^23²³")
         if len(letters) == 1 and letters not in _LETTER_UNITS:
             return None
-    return _SCALES.get(words[0].lower(), 1)
+    return SCALES.get(words[0].lower(), 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
 
@@ -91,13 +91,11 @@ class RolloutEngine(ABC):
     def has_work(self) -> bool:
         """Whether `advance` would do something now."""
 
-    @property
-    @abstractmethod
-    def version(self) -> PolicyVersion: ...
+    version = PolicyVersion()
+    """Of the weights."""
 
-    @abstractmethod
-    def hold(self, held: bool) -> None:
-        """While held, no sequence is begun, and `advance` returns once those that are running have finished."""
+    held = False
+    """While it is, no sequence is begun, and `advance` returns once those that are running have finished."""
 
     torn = False
     """Whether the weights are of no version, as a swap failed in the middle. Nothing is generated until another swap; what was
@@ -141,8 +139,40 @@ class RolloutEngine(ABC):
 # What the rollout engines share: which requests are refused, and how finished replies become samples and groups.
 
 
-def check_request(request: GroupRequest, known: Container[int], context: int, vocabulary: int) -> None:
-    """Raises InvalidMessage for a group that is here already (`known`), does not fit, or is sampled in no valid way."""
+class EngineGroup:
+    """A group that an engine has. `samples` [n]: None where one is not done."""
+
+    def __init__(self, request: GroupRequest):
+        self.request = request
+        self.samples: list[Sample | None] = [None] * request.n
+
+    def finish(self, index: int, sample: Sample) -> GeneratedGroup | None:
+        """Sample `index` is done; with the last one comes what leaves the engine: header and encoded payload. Versions never
+        fall along a sample."""
+        self.samples[index] = sample
+        request, samples = self.request, [each for each in self.samples if each is not None]
+        if len(samples) < request.n:
+            return None
+        return GeneratedGroup(
+            group_id=request.group_id,
+            prompt_tokens=len(request.prompt),
+            response_tokens=[len(each.tokens) for each in samples],
+            truncated=sum(each.finish_reason == "length" for each in samples),
+            oldest=PolicyVersion.unpack(int(min(each.versions[0] for each in samples))),
+            newest=PolicyVersion.unpack(int(max(each.versions[-1] for each in samples))),
+            payload=codec.encode(GroupPayload.of(request.group_id, request.prompt, samples)),
+        )
+
+
+def check_requests(requests: Sequence[GroupRequest], here: Iterable[int], context: int, vocabulary: int) -> None:
+    """Raises InvalidMessage for a group that is `here` already, does not fit, or is sampled in no valid way."""
+    known = set(here)
+    for request in requests:
+        _check(request, known, context, vocabulary)
+        known.add(request.group_id)
+
+
+def _check(request: GroupRequest, known: Container[int], context: int, vocabulary: int) -> None:
     prompt, sampling = request.prompt, request.sampling
     total = len(prompt) + sampling.max_new_tokens
     faults = {
@@ -174,17 +204,4 @@ def make_sample(
         versions=versions,
         finish_reason=reason,
         kept=kept,
-    )
-
-
-def finished_group(request: GroupRequest, samples: Sequence[Sample]) -> GeneratedGroup:
-    """What leaves the engine: header and encoded payload. Versions never fall along a sample."""
-    return GeneratedGroup(
-        group_id=request.group_id,
-        prompt_tokens=len(request.prompt),
-        response_tokens=[len(each.tokens) for each in samples],
-        truncated=sum(each.finish_reason == "length" for each in samples),
-        oldest=PolicyVersion.unpack(int(min(each.versions[0] for each in samples))),
-        newest=PolicyVersion.unpack(int(max(each.versions[-1] for each in samples))),
-        payload=codec.encode(GroupPayload.of(request.group_id, request.prompt, samples)),
     )

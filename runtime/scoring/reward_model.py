@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from runtime import codec, config
+from runtime.columns import common
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage, UserError
 from runtime.models import hf_policy
@@ -25,7 +26,7 @@ from runtime.rewards.combination import column
 from runtime.rewards.replies import read_replies
 from runtime.rewards.rules import RuleOutcome
 from runtime.trainer.attention_rows import attention_rows
-from runtime.trainer.prefix_tree import common, tree_paths
+from runtime.trainer.prefix_tree import tree_paths
 from runtime.trainer.rows import cut_by_length, ramps, starts
 from runtime.types import REWARD_MODEL, GroupPayload, ScoreRequest, Scores
 

@@ -47,7 +47,7 @@ class EventFile:
         self._file = self.path.open("xb")
         self._record(_double(1, now) + _bytes(3, b"brain.Event:2"))
 
-    def add(self, step: int, seconds: float, metrics: Metrics) -> None:
+    def log(self, step: int, seconds: float, metrics: Metrics) -> None:
         """Append one step's metrics, at `seconds` since the epoch, and flush."""
         values = b"".join(_bytes(1, _value(name, value)) for name, value in metrics.items())
         self._record(_double(1, seconds) + _integer(2, step) + _bytes(5, values))

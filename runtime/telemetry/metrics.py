@@ -67,7 +67,7 @@ class StepFigures(msgspec.Struct, kw_only=True):
 def step_metrics(figures: StepFigures) -> Metrics:
     """Everything that is logged for one step; what does not apply is left out."""
     lengths = length_metrics(figures.generated)
-    publication = figures.publication
+    publication = {} if figures.publication is None else msgspec.structs.asdict(figures.publication)
     return {
         **figures.timing,
         **lengths,
@@ -87,11 +87,7 @@ def step_metrics(figures: StepFigures) -> Metrics:
         **figures.rollouts,
         **{f"queue/{name}": float(depth) for name, depth in figures.queues.items()},
         **{f"idle/{role}": fraction for role, fraction in figures.idle.items()},
-        **(
-            {f"publication/{key}": float(value) for key, value in msgspec.structs.asdict(publication).items()}
-            if publication
-            else {}
-        ),
+        **{f"publication/{key}": float(value) for key, value in publication.items()},
         **size_metrics(figures.generated, figures.world_size),
         "incarnation": float(figures.incarnation),
         "samples": float(sum(group.n for group in figures.generated)),
@@ -280,9 +276,8 @@ class SpanClock:
         inside = {phase: intersection(found, step) for phase, found in spans.items()}
         timing = {"timing/all": now - self._step_start}
         for phase, found in inside.items():
-            whole = inside[phase] = union(found)
-            timing[f"timing/{phase}"] = covered(whole)
-            for start, end in whole:
+            timing[f"timing/{phase}"] = covered(found)
+            for start, end in found:
                 spans_file.log.add(phase, start, end, phase)
         update = inside.get(UPDATE, [])
         for phase in NON_OVERLAP_PHASES:

@@ -31,9 +31,7 @@ class Startup(Struct, kw_only=True):
 
     def write(self, folder: Path) -> None:
         """As startup.json, whole or not at all."""
-        partial = folder / f"{run_files.STARTUP}.partial"
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        partial.replace(folder / run_files.STARTUP)
+        run_files.write_json(folder / run_files.STARTUP, self)
 
     @classmethod
     def read(cls, folder: Path) -> Startup | None:

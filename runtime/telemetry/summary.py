@@ -60,10 +60,7 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
 
     def write(self, run_dir: str | Path) -> None:
         """Write summary.json under `run_dir`, whole or not at all."""
-        path = Path(run_dir) / run_files.SUMMARY
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        partial.replace(path)
+        run_files.write_json(Path(run_dir) / run_files.SUMMARY, self)
 
     @classmethod
     def read(cls, run_dir: str | Path) -> Summary:

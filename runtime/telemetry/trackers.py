@@ -16,12 +16,11 @@ import queue
 import re
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -48,36 +47,12 @@ def missing_package(tracker: Tracker) -> str | None:
     return extra if extra and importlib.util.find_spec(tracker.name) is None else None
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The points of a run under our names, one dict per step in order. Where a resumed run went over a step again, the later
-    line counts.
-
-    A last line that is still being written is left out. Raises UserError when the file cannot be read or is not JSON lines.
-    """
-    steps: dict[int, dict[str, Any]] = {}
-    try:
-        for line in path.read_bytes().split(b"\n")[:-1]:
-            step = msgspec.json.decode(line, type=_Numbered).step
-            steps.setdefault(step, {}).update(metric_names.ours(msgspec.json.decode(line)))
-    except OSError as error:
-        raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise UserError(f"{path}: not metrics in JSON lines: {error}") from error
-    return [steps[step] for step in sorted(steps)]
-
-
-class _Numbered(msgspec.Struct):
-    step: int
-
-
-class Backend(ABC):
+class Backend(Protocol):
     """One tracker. Made, called and closed in its own thread."""
 
-    @abstractmethod
     def log(self, step: int, seconds: float, metrics: Metrics) -> None:
         """One point; `seconds` since the epoch."""
 
-    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -110,17 +85,6 @@ def _open_after_last_line(path: Path) -> FileIO:
     if end < size:
         file.truncate(end)
     return file
-
-
-class TensorBoard(Backend):
-    def __init__(self, folder: Path):
-        self._events = EventFile(folder)
-
-    def log(self, step: int, seconds: float, metrics: Metrics) -> None:
-        self._events.add(step, seconds, metrics)
-
-    def close(self) -> None:
-        self._events.close()
 
 
 class WandB(Backend):
@@ -255,8 +219,11 @@ class _Worker:
                 if self.essential:
                     raise DeadlineExceeded(f"tracker {self.name}", "log", f"{_QUEUE_POINTS} points behind", seconds) from None
 
-    async def join(self, seconds: float) -> None:
-        await asyncio.to_thread(self._thread.join, seconds)
+    async def close(self, seconds: float) -> None:
+        """Write out everything, within `seconds`."""
+        deadline = time.monotonic() + seconds
+        await self.put(None, seconds)
+        await asyncio.to_thread(self._thread.join, max(0.0, deadline - time.monotonic()))
         self.check()
         if self._thread.is_alive() and self.essential:
             raise DeadlineExceeded(f"tracker {self.name}", "close", f"{self._queue.qsize()} points not written", seconds)
@@ -343,21 +310,16 @@ class Trackers:
 
     async def close(self, timeout: float = timeouts.TRACKERS) -> None:
         """Write out everything, all trackers within `timeout` seconds. Raises the first failure once all had their time."""
-        outcomes = await asyncio.gather(*(self._close(worker, timeout) for worker in self._workers), return_exceptions=True)
+        outcomes = await asyncio.gather(*(worker.close(timeout) for worker in self._workers), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-
-    async def _close(self, worker: _Worker, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        await worker.put(None, timeout)
-        await worker.join(max(0.0, deadline - time.monotonic()))
 
 
 def _backend(tracker: Tracker, run_dir: Path, config: Config) -> Backend:
     if tracker.name == "jsonl":
         return JsonLines(run_dir / run_files.METRICS)
     if tracker.name == "tensorboard":
-        return TensorBoard(run_dir / run_files.TENSORBOARD)
+        return EventFile(run_dir / run_files.TENSORBOARD)
     made: dict[str, Callable[..., Backend]] = {"wandb": WandB, "swanlab": SwanLab, "mlflow": MLflow}
     return made[tracker.name](tracker, run_dir, config.run.name, without_secrets(config))

@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from runtime.columns import common
 from runtime.trainer.rows import Rows, ramps, spans, starts
 
 REACH = 8  # tokens that attention gathers for each packed one, at most: what it gathers takes memory, too
@@ -47,13 +48,6 @@ def of_fed(rows: Rows, chosen: np.ndarray, prompts: np.ndarray, replies: np.ndar
     out[spans(begins, prompt)] = prompts[spans(rows.prompt_start[group], prompt)]
     out[spans(begins + prompt, fed)] = replies[spans(rows.start[chosen], fed)]
     return out
-
-
-def common(one: np.ndarray, other: np.ndarray) -> int:
-    """How many tokens both begin with."""
-    size = min(len(one), len(other))
-    differ = np.flatnonzero(one[:size] != other[:size])
-    return int(differ[0]) if len(differ) else size
 
 
 def tree_paths(lengths: np.ndarray, shared: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 
 from runtime.types import PolicyVersion
-from runtime.weights.group import Link, Transfer
+from runtime.weights.group import Deferred, Link, Transfer
 from runtime.weights.plan import TRAILER
 from runtime.weights.sender import wait_until
 
@@ -155,28 +155,6 @@ def _keep(last: dict[int, Words], index: int, words: Words) -> None:
         last[index] = words.copy()
 
 
-class _Sending:
-    """What is under way of one bucket, and the memory that it leaves from."""
-
-    def __init__(self, parts: list[tuple[Transfer, torch.Tensor]]):
-        self._parts = parts
-
-    def wait(self, timeout: float) -> None:
-        give_up = time.monotonic() + timeout
-        for part, _ in self._parts:
-            wait_until(part, give_up)
-
-
-class _Receiving:
-    """One bucket, of which nothing is asked for before `wait`: the header says what follows it."""
-
-    def __init__(self, link: DeltaLink, index: int, buffer: torch.Tensor):
-        self._link, self._index, self._buffer = link, index, buffer
-
-    def wait(self, timeout: float) -> None:
-        self._link.take(self._index, self._buffer, time.monotonic() + timeout)
-
-
 class DeltaLink(Link):
     """Over `inner`, on which all members keep one order: a bucket's header, its payload, then the next bucket's."""
 
@@ -197,7 +175,13 @@ class DeltaLink(Link):
         elif len(changes):
             parts.append(self._send(index, changes))
         self.sent_bytes = self._inner.sent_bytes
-        return _Sending(parts)
+
+        def wait(timeout: float) -> None:
+            give_up = time.monotonic() + timeout
+            for part, _ in parts:  # with the memory that it leaves from
+                wait_until(part, give_up)
+
+        return Deferred(wait)
 
     def _send(self, index: int, part: npt.NDArray[np.uint8]) -> tuple[Transfer, torch.Tensor]:
         buffer = self._inner.buffer(len(part))
@@ -205,10 +189,11 @@ class DeltaLink(Link):
         return self._inner.send(index, buffer), buffer
 
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
-        return _Receiving(self, index, buffer)
+        """Nothing is asked for before it is waited for: the header says what follows it."""
+        return Deferred(self._take, index, buffer)
 
-    def take(self, index: int, buffer: torch.Tensor, give_up: float) -> None:
-        """Fill `buffer` with bucket `index` until the monotonic time `give_up`. Raises RuntimeError."""
+    def _take(self, index: int, buffer: torch.Tensor, timeout: float) -> None:
+        give_up = time.monotonic() + timeout
         received = torch.empty(HEADER.size, dtype=torch.uint8)
         wait_until(self._inner.receive(index, received), give_up)
         header = received.numpy().tobytes()

@@ -24,14 +24,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from msgspec import structs
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.types import PolicyVersion
 from runtime.weights import shared_folder
-from runtime.weights.authentication import new_key
 from runtime.weights.delta import DeltaDecoder, DeltaEncoder, Positions
-from runtime.weights.group import PendingGroup, Transfer, WeightGroup, clear, tensors_in
+from runtime.weights.group import Deferred, PendingGroup, Transfer, WeightGroup, clear, tensors_in
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import in_thread
 from runtime.weights.tensor_files import TensorReader, TensorWriter
@@ -43,27 +43,6 @@ _TRAILER = re.compile(rf"[0-9a-f]{{{2 * TRAILER.size}}}")
 
 # What the user can mend; any other failure is the machine's.
 _USERS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
-
-
-class _Writing:
-    def __init__(self, group: FilesGroup, written: futures.Future[None]):
-        self._group, self._written = group, written
-
-    def wait(self, timeout: float) -> None:
-        give_up = time.monotonic() + timeout
-        while not futures.wait([self._written], min(timeouts.FOLDER_POLL, timeout)).done:
-            self._group.check()
-            if time.monotonic() > give_up:
-                raise RuntimeError(f"it was not written within {timeout:.1f} s")
-        self._written.result()
-
-
-class _Reading:
-    def __init__(self, group: FilesGroup, index: int, buffer: torch.Tensor):
-        self._group, self._index, self._buffer = group, index, buffer
-
-    def wait(self, timeout: float) -> None:
-        self._group.read(self._index, self._buffer, time.monotonic() + timeout)
 
 
 class FilesGroup(WeightGroup):
@@ -83,15 +62,10 @@ class FilesGroup(WeightGroup):
         self._versions: list[Path] = []
         self._transfers = 0
         self._writing: futures.Future[None] | None = None
-        self._sent_bytes = 0
         self._encoder = DeltaEncoder(address.full_every or 1)
         self._decoder = DeltaDecoder()
         self._encodes = address.full_every > 0
         self._deltas = False  # whether a bucket of the version that is being written is one
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._sent_bytes
 
     def describe(self, manifest: Manifest) -> None:
         if manifest is not self._manifest:
@@ -128,10 +102,10 @@ class FilesGroup(WeightGroup):
         self._require_members()
         before, folder = self._writing, self._versions[-1]
         self._writing = in_thread(f"write-bucket-{index}", lambda: self._write(folder, index, buffer, before))
-        return _Writing(self, self._writing)
+        return Deferred(self._await_written, self._writing)
 
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
-        return _Reading(self, index, buffer)
+        return Deferred(self._read, index, buffer)
 
     def abort(self) -> None:
         with self._leaving:
@@ -141,19 +115,27 @@ class FilesGroup(WeightGroup):
         self._left.set()
         leave(self._epoch_folder, self.rank)
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raises RuntimeError once the group is left."""
         if self.aborted:
             raise RuntimeError("the group was aborted")
 
-    def read(self, index: int, buffer: torch.Tensor, give_up: float) -> None:
-        """Fill `buffer` with bucket `index` as soon as its file is there. Raises RuntimeError, also at `give_up`."""
-        path = self._versions[-1] / self._shard(index)
+    def _await_written(self, written: futures.Future[None], timeout: float) -> None:
+        give_up = time.monotonic() + timeout
+        while not futures.wait([written], min(timeouts.FOLDER_POLL, timeout)).done:
+            self._check()
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"it was not written within {timeout:.1f} s")
+        written.result()
+
+    def _read(self, index: int, buffer: torch.Tensor, timeout: float) -> None:
+        """Fill `buffer` with bucket `index` as soon as its file is there."""
+        path, give_up = self._versions[-1] / self._shard(index), time.monotonic() + timeout
         self._await(path.parent, lambda name: name == path.name, give_up, timeouts.SHARD_POLL, str(path))
         try:
             self._fill(TensorReader(path), index, buffer)
         except (OSError, UserError) as error:
-            self.check()
+            self._check()
             if not self._epoch_folder.exists():  # removed after the file was seen
                 raise RuntimeError(f"{self._label(0)} left the group") from error
             reason = f"{path} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
@@ -171,7 +153,7 @@ class FilesGroup(WeightGroup):
         if stored != wanted or not _TRAILER.fullmatch(trailer):
             raise RuntimeError(f"{reader.path} does not hold bucket {index} of the manifest")
         for name, tensor in tensors.items():
-            self.check()
+            self._check()
             reader.read_into(name, tensor)
         clear(bucket, buffer)
         buffer[bucket.data_bytes :] = torch.frombuffer(bytearray.fromhex(trailer), dtype=torch.uint8)
@@ -195,9 +177,9 @@ class FilesGroup(WeightGroup):
         try:
             with TensorWriter(partial, specs, metadata) as writer:
                 for name, tensor in tensors.items():
-                    self.check()
+                    self._check()
                     writer.write(name, tensor)
-            self._sent_bytes += partial.stat().st_size
+            self.sent_bytes += partial.stat().st_size
             partial.rename(path)
             if index + 1 == len(self._buckets) and not self._deltas:
                 self._write_index(folder)
@@ -252,7 +234,7 @@ class FilesGroup(WeightGroup):
 
     def _require_members(self) -> None:
         """Raises RuntimeError unless everybody is still in the group."""
-        self.check()
+        self._check()
         try:
             missing = _missing(shared_folder.names(self._epoch_folder), self.world_size)
         except OSError as error:
@@ -263,7 +245,7 @@ class FilesGroup(WeightGroup):
     def _await(self, folder: Path, wanted: Callable[[str], bool], give_up: float, every: float, what: str) -> str:
         """The name in `folder` that is wanted, once there is one. Raises RuntimeError."""
         while True:
-            self.check()
+            self._check()
             try:
                 found = next(filter(wanted, shared_folder.names(folder)), None)
             except FileNotFoundError:
@@ -366,31 +348,10 @@ def leave(folder: Path, rank: int) -> None:
         in_thread("remove-weights", remove).result(timeouts.FOLDER_REMOVAL)
 
 
-def host(
-    epoch: int, world_size: int, timeout: float, name: str, folder: str, full_every: int, names: Sequence[str]
-) -> PendingGroup:
-    """As `rendezvous.host`. Removes what earlier hosts left in `folder`."""
-    if not folder:
+def host(address: GroupAddress, name: str) -> PendingGroup:
+    """As `rendezvous.host`, with an address that lacks its host. Removes what earlier hosts left in its folder."""
+    if not address.folder:
         raise UserError("publication.folder: '' is no folder; transport files needs one that all machines share")
-    root = Path(folder).absolute()
-    shared_folder.open_epoch(root, epoch)
-    address = GroupAddress(
-        epoch=epoch,
-        host=socket.gethostname(),
-        port=0,
-        rank=0,
-        world_size=world_size,
-        backend="",
-        timeout=timeout,
-        transport="files",
-        folder=str(root),
-        full_every=full_every,
-        names=tuple(names),
-        key=new_key(),
-    )
-    return PendingFilesGroup(address, name)
-
-
-def join(address: GroupAddress, name: str) -> WeightGroup:
-    """As `rendezvous.join`."""
-    return PendingFilesGroup(address, name).connect()
+    root = Path(address.folder).absolute()
+    shared_folder.open_epoch(root, address.epoch)
+    return PendingFilesGroup(structs.replace(address, host=socket.gethostname(), folder=str(root)), name)

@@ -16,6 +16,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -164,18 +165,12 @@ def allocate(buckets: Sequence[Bucket], pin: bool, shared: bool = False) -> list
     return [torch.zeros(bucket.total_bytes, dtype=torch.uint8, pin_memory=pin) for bucket in buckets]
 
 
-def views(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The manifest's tensors, in its order, as views into `buffers`."""
-    found = tensors_of(manifest, buckets, buffers)
-    return [found[index] for index in range(len(found))]
-
-
 def tensors_of(manifest: Manifest, buckets: Sequence[Bucket], buffers: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """`tensors_in`, of several buckets."""
+    """`tensors_in` of several buckets, in the manifest's order."""
     out: dict[int, torch.Tensor] = {}
     for bucket, buffer in zip(buckets, buffers, strict=True):
         out.update(tensors_in(manifest, bucket, buffer))
-    return out
+    return dict(sorted(out.items()))
 
 
 def tensors_in(manifest: Manifest, bucket: Bucket, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -215,6 +210,13 @@ class Transfer(Protocol):
         """
 
 
+class Deferred(partial[None]):
+    """A bucket under way, as the call that waits for it, which lacks the timeout of `Transfer.wait` alone."""
+
+    def wait(self, timeout: float) -> None:
+        self(timeout)
+
+
 class Link(ABC):
     """A sender, rank 0 of the link, and the receivers. All move the same buckets in the same order, each from one thread."""
 
@@ -248,6 +250,9 @@ class WeightGroup(ABC):
     """The first ranks send, each its own buckets, and the others receive them all; rank 0 leads. Every member makes the same
     calls in the same order, from one thread."""
 
+    sent_bytes = 0
+    """A sender: what went from here to each receiver so far."""
+
     def __init__(self, address: GroupAddress, name: str):
         self.name = name
         self.epoch = address.epoch
@@ -255,11 +260,6 @@ class WeightGroup(ABC):
         self.world_size = address.world_size
         self.tags = BucketTags(address.key)
         self.aborted = False
-
-    @property
-    @abstractmethod
-    def sent_bytes(self) -> int:
-        """A sender: what went from here to each receiver so far."""
 
     def describe(self, manifest: Manifest) -> None:  # noqa: B027 - most transports move bytes, whatever they are
         """What the buckets hold, before they are sent or received."""

@@ -17,20 +17,21 @@ from runtime.errors import InvalidMessage, UserError
 ALIGNMENT = 64
 TRAILER = struct.Struct("<Qq")
 
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
+DTYPES = {  # by torch's name: bytes of an item, and what safetensors calls it
+    "float64": (8, "F64"),
+    "float32": (4, "F32"),
+    "bfloat16": (2, "BF16"),
+    "float16": (2, "F16"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "int64": (8, "I64"),
+    "int32": (4, "I32"),
+    "int16": (2, "I16"),
+    "int8": (1, "I8"),
+    "uint8": (1, "U8"),
+    "bool": (1, "BOOL"),
 }
+ITEM_BYTES = {name: size for name, (size, _) in DTYPES.items()}
 
 
 class TensorSpec(Struct, frozen=True, array_like=True):

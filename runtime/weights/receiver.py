@@ -174,9 +174,8 @@ class _Set:
 
     def __init__(self, receiver: WeightReceiver, shared: bool):
         self.buffers = allocate(receiver.buckets, pin=False, shared=shared)
-        specs = receiver.manifest.tensors
         found = tensors_of(receiver.manifest, receiver.buckets, self.buffers)
-        self.tensors: Tensors = {spec.name: found[place] for place, spec in enumerate(specs)}
+        self.tensors: Tensors = {receiver.manifest.tensors[place].name: tensor for place, tensor in found.items()}
 
 
 class WeightReceiver:
@@ -235,12 +234,12 @@ class WeightReceiver:
         if not self._free:
             self._free.append(self._new_set())
             self._made += 1
-        with spans.log.span("await sender", PUBLICATION, step=reception.version.step):
+        step = reception.version.step
+        with spans.log.span("await sender", PUBLICATION, step=step):
             reception.await_sender()
         buckets = self._free[-1]
         if self.held is not None and self.held._set is buckets:
             self.held = None
-        step = reception.version.step
         with spans.log.span("receive", PUBLICATION, step=step):
             reception.take(buckets.buffers.__getitem__)
         took = WeightsReceived(reception.waiting, reception.copying, reception.hashing)
@@ -249,7 +248,7 @@ class WeightReceiver:
             seconds = getattr(took, f"{phase}_seconds")
             spans.log.add(phase, at, at := at + seconds, PUBLICATION, step=step)  # as if one had come after the other
         now, found = time.monotonic(), reception.checksum(buckets.buffers.__getitem__)
-        spans.log.add("verified", now, now, PUBLICATION, step=reception.version.step, detail=found)
+        spans.log.add("verified", now, now, PUBLICATION, step=step, detail=found)
         with self._lock:
             self._free.remove(buckets)
             self._staged = Staged(reception.version, took, buckets, self, reception.tags)

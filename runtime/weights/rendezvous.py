@@ -57,10 +57,6 @@ class StoreGroup(WeightGroup):
         self._paths = paths
         self._transfers = 0
 
-    @property
-    def sent_bytes(self) -> int:
-        return self._links[0].sent_bytes
-
     def announce(self, version: PolicyVersion) -> None:
         self._transfers += 1
         if self.rank == 0:
@@ -74,7 +70,9 @@ class StoreGroup(WeightGroup):
         self._links[0].tell(index, changed)
 
     def send(self, index: int, buffer: torch.Tensor) -> Transfer:
-        return self._links[0].send(index, buffer)
+        transfer = self._links[0].send(index, buffer)
+        self.sent_bytes = self._links[0].sent_bytes
+        return transfer
 
     def receive(self, index: int, buffer: torch.Tensor, root: int) -> Transfer:
         return self._links[root if self._senders > 1 else 0].receive(index, buffer)
@@ -207,29 +205,31 @@ def host(
         raise UserError(f"publication.backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     if transport not in TRANSPORTS:
         raise UserError(f"publication.transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
-    if transport == "files":
-        if senders > 1:
-            raise UserError(f"publication.senders: transport files has one sender, not {senders}; must be one")
-        return files.host(epoch, world_size, timeout, name, folder, full_every, names)
-    ip, patience = own_address(interface), timedelta(seconds=timeout)
-    with listen(ip, port_range, BACKLOG) as listener:
-        port = listener.getsockname()[1]
-        descriptor = listener.detach()
-        store = dist.TCPStore(ip, port, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=descriptor)
     address = GroupAddress(
         epoch=epoch,
-        host=ip,
-        port=port,
+        host="",
+        port=0,
         rank=0,
         world_size=world_size,
         backend=backend,
         timeout=timeout,
         transport=transport,
+        folder=folder,
         full_every=full_every,
         names=tuple(names),
         senders=senders,
         key=new_key(),
     )
+    if transport == "files":
+        if senders > 1:
+            raise UserError(f"publication.senders: transport files has one sender, not {senders}; must be one")
+        return files.host(address, name)
+    ip, patience = own_address(interface), timedelta(seconds=timeout)
+    with listen(ip, port_range, BACKLOG) as listener:
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()
+        store = dist.TCPStore(ip, port, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=descriptor)
+    address = structs.replace(address, host=ip, port=port)
     return PendingStoreGroup(address, name, _members_store(store, address), ip)
 
 
@@ -240,7 +240,7 @@ def join(address: GroupAddress, name: str = "", interface: str = "") -> WeightGr
     """
     name = name or f"rank {address.rank}"
     if address.transport == "files":
-        return files.join(address, name)
+        return files.PendingFilesGroup(address, name).connect()
     give_up, patience = time.monotonic() + address.timeout, timedelta(seconds=address.timeout)
     try:
         store = dist.TCPStore(address.host, address.port, is_master=False, timeout=patience, wait_for_workers=False)

@@ -72,13 +72,9 @@ class WeightSender:
         self._buffers = list(whole) or allocate(own, pin, AVAILABLE)
         if own and AVAILABLE and not pin and not whole:
             in_thread("populate-buckets", lambda: populate(self._buffers[0]))
-        self._bucket_of = {entry.tensor: place for place, bucket in enumerate(own) for entry in bucket.entries}
-        self._tensors = sorted(self._bucket_of)
-        self._offsets = [
-            entry.offset for _, entry in sorted((entry.tensor, entry) for bucket in own for entry in bucket.entries)
-        ]
-        found = tensors_of(manifest, own, self._buffers)
-        self._views = [found[tensor] for tensor in self._tensors]
+        entries = sorted((entry.tensor, place, entry.offset) for place, bucket in enumerate(own) for entry in bucket.entries)
+        self._views = list(tensors_of(manifest, own, self._buffers).values())  # of its tensors, in the manifest's order
+        self._places = [(place, offset) for _, place, offset in entries]  # where each lies: which bucket, and where in that
         self._told = told
         self._words: list[list[Positions] | None] = [None] * len(own)  # which words of each bucket changed; None: any may have
         self._changed = threading.Condition()  # guards what follows
@@ -114,12 +110,12 @@ class WeightSender:
         """
         began = time.monotonic()
         for place, tensor in enumerate(tensors):
-            bucket = self._bucket_of[self._tensors[place]]
+            bucket, offset = self._places[place]
             if isinstance(tensor, torch.Tensor):
                 self._views[place].copy_(tensor)
                 self._words[bucket] = None
             else:
-                changed = tensor.apply(self._views[place]) + self._offsets[place] // 2
+                changed = tensor.apply(self._views[place]) + offset // 2
                 if (words := self._words[bucket]) is not None:
                     words.append(changed)
             with self._changed:
@@ -290,7 +286,7 @@ class SendingMember:
     def open(self, epoch: int) -> Future[None]:
         """Leave the epoch before, in order to join `epoch`. The future is done once the former group is left."""
         with self._changed:
-            left = self._leave()
+            left = self.close()
             self._epoch = epoch
             return left
 
@@ -309,10 +305,26 @@ class SendingMember:
     def leave(self, epoch: int) -> Future[None] | None:
         """Leave the group of `epoch`. The future is done once it is left; None if this member is in another epoch."""
         with self._changed:
-            return self._leave() if epoch == self._epoch else None
+            return self.close() if epoch == self._epoch else None
 
     def close(self) -> Future[None]:
-        return self._leave()
+        """Leave in a thread, one group after the other: leaving a group that meets in a folder may wait for the file server."""
+        with self._changed:
+            group, abort, before = self._group, self._abort, self._leaving
+            self._group, self._abort, self._epoch = None, lambda: None, 0
+
+        def leave() -> None:
+            if before is not None:
+                wait([before])
+            if group is None:
+                return
+            if not group.done():
+                abort()
+            self.sender.abort()
+            group.add_done_callback(_abandon)
+
+        self._leaving = in_thread("leave-weights", leave)
+        return self._leaving
 
     def gather(self, tensors: Iterable[torch.Tensor | TensorChanges], version: PolicyVersion, epoch: int) -> Future[SendResult]:
         """Fill the buckets with `version`, sending each as soon as it is whole; the future is the transfer's.
@@ -362,25 +374,6 @@ class SendingMember:
         except FutureTimeout:
             raise DeadlineExceeded(self._name, "transfer", "the group is not connected", self._join_timeout) from None
         return self.sender.send(group, version, self._transfer_timeout)
-
-    def _leave(self) -> Future[None]:
-        """Leave in a thread, one group after the other: leaving a group that meets in a folder may wait for the file server."""
-        with self._changed:
-            group, abort, before = self._group, self._abort, self._leaving
-            self._group, self._abort, self._epoch = None, lambda: None, 0
-
-        def leave() -> None:
-            if before is not None:
-                wait([before])
-            if group is None:
-                return
-            if not group.done():
-                abort()
-            self.sender.abort()
-            group.add_done_callback(_abandon)
-
-        self._leaving = in_thread("leave-weights", leave)
-        return self._leaving
 
 
 def _failed(error: Exception) -> Future[SendResult]:

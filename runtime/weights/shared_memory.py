@@ -31,7 +31,7 @@ from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import card_of, meet
-from runtime.weights.group import AVAILABLE, Link, Taken, Transfer, file_of, in_memory_file, memory_file
+from runtime.weights.group import AVAILABLE, Deferred, Link, Taken, Transfer, file_of, in_memory_file, memory_file
 from runtime.weights.plan import TRAILER, GroupAddress
 
 _RANK = struct.Struct("<I")  # a receiver's first message
@@ -95,13 +95,14 @@ class SendingLink(_SocketLink):
             self._sent += 1
             self.sent_bytes += buffer.numel()
             number = self._sent
-        return _Sent(self, number)
+        return Deferred(self._await_taken, number)
 
     def receive(self, index: int, buffer: torch.Tensor) -> Transfer:
         raise RuntimeError("rank 0 receives nothing")
 
-    def await_taken(self, number: int, give_up: float) -> None:
+    def _await_taken(self, number: int, timeout: float) -> None:
         """Until everybody has taken the `number`th bucket that was sent. Who ends is noticed, whoever is waited for."""
+        give_up = time.monotonic() + timeout
         with self._using:
             self._check()
             labels = {peer.fileno(): label for label, peer in self._peers.items()}
@@ -125,16 +126,6 @@ class SendingLink(_SocketLink):
         if not message:
             raise RuntimeError(f"{label} is gone")
         self._taken[label] += 1
-
-
-class _Sent:
-    """The `number`th bucket that was sent."""
-
-    def __init__(self, link: SendingLink, number: int):
-        self._link, self._number = link, number
-
-    def wait(self, timeout: float) -> None:
-        self._link.await_taken(self._number, time.monotonic() + timeout)
 
 
 class _Copy:

@@ -12,30 +12,16 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import torch
 
 from runtime.errors import InvariantViolated, UserError
-from runtime.weights.plan import TensorSpec
+from runtime.weights.plan import DTYPES, TensorSpec
 
 _LENGTH = struct.Struct("<Q")
 _MOST_HEADER = 100 << 20  # bytes; the package's own limit
-_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+_CODES = {name: code for name, (_, code) in DTYPES.items()}
 _NAMES = {code: name for name, code in _CODES.items()}
 
 
@@ -166,7 +152,7 @@ class TensorWriter:
     def __enter__(self) -> TensorWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Raises InvariantViolated when a tensor was not written once in whole."""
         self._file.close()
         if error is None and (wrong := [name for name, count in self._missing.items() if count]):

@@ -207,7 +207,7 @@ def test_a_version_is_published_while_samples_are_generated(models: Models, in_f
         groups = await site.busy()
         publishing = asyncio.ensure_future(site.publish(1))
         if in_flight == "drain":
-            await until(lambda: site.engine._held)
+            await until(lambda: site.engine.held)
             site.hurry.set()
         pause = await publishing
         assert 0 < pause < DEADLINE

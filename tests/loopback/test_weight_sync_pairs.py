@@ -36,7 +36,7 @@ def test_a_version_arrives_bit_for_bit(models: Models, transport: str, encoding:
             before = site.group.sent_bytes
             publishing = site.publish_later(step)
             if in_flight == "drain":
-                await until(lambda: site.engine._held)
+                await until(lambda: site.engine.held)
                 site.hurry.set()
             await publishing
             took = site.group.sent_bytes - before

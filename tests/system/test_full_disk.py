@@ -138,7 +138,7 @@ def test_the_figures_of_a_run_wait_for_room(tiny: Path, small_disk: Path, tmp_pa
     fill(small_disk / "ballast")
     with started(config, "checkpoint.every=0", folder=folder) as run:
         eventually((folder / "ledger").exists, 200.0, "the ledger")
-        partial = (folder / file).with_suffix(".partial" if file == "summary.json" else ".json.partial")
+        partial = folder / f"{file}.partial"
         partial.symlink_to(small_disk / file)
         log = folder / "logs" / "coordinator.log"
         eventually(lambda: "waits until" in log.read_text() or run.process.poll() is not None, STOP, "that it waits")

@@ -13,7 +13,7 @@ import pytest
 
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
-from runtime.telemetry.trackers import read_jsonl
+from runtime.telemetry.report.record import read_jsonl
 from tests.system.runs import Live, check_gone, eventually, one_line, started, steps, summary, trained, write_config
 from tests.system.test_spmd import SMOOTH, VARIETY, assert_compared
 

@@ -13,7 +13,7 @@ import pytest
 from launcher.known import faults_of_own_files
 from runtime.algorithms.interfaces import with_options
 from runtime.chosen_algorithm import choose, groups_per_update, streams, updates_per_epoch
-from runtime.config import Algorithm, Config, Run, Training
+from runtime.config import Algorithm, Config, Data, Evaluation, EvaluationSet, Run, Source, Training
 from runtime.errors import UserError
 
 
@@ -105,6 +105,16 @@ def test_options_that_a_function_does_not_take_are_refused(tmp_path: Path, optio
     with pytest.raises(UserError, match=f"^{re.escape(fault)}$"):
         choose(config)
     assert list(faults_of_own_files(config)) == [fault]
+
+
+def test_a_handler_of_one_file_is_looked_for_too(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text("raise ValueError('of another version')")
+    data = Data(train=[Source(path="a.jsonl"), Source(path="b.jsonl", handler=f"{path}:mine")])
+    evaluation = Evaluation(sets=[EvaluationSet(name="c", path="c.jsonl", handler=f"{path}:mine")])
+    fault = f"{path.resolve()} cannot be imported: ValueError: of another version"
+    found = list(faults_of_own_files(Config(run=Run(name="a"), data=data, evaluation=evaluation)))
+    assert found == [f"data.train.1.handler: {fault}", f"evaluation.sets.0.handler: {fault}"]
 
 
 def test_a_function_may_take_whatever_it_is_given(tmp_path: Path) -> None:

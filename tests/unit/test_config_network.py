@@ -67,7 +67,7 @@ def test_the_standby_is_a_node_of_several(cluster: dict[str, Any], standby: str,
     [
         ([80, 90], "network.port_range: [80, 90] is not a range of ports from 1024 to 65535, first and last"),
         ([7000, 6999], "network.port_range: [7000, 6999] is not a range of ports from 1024 to 65535, first and last"),
-        ([7000, 7004], "network.port_range: [7000, 7004] has fewer ports than the run listens on, 6"),
+        ([7000, 7004], "network.port_range: [7000, 7004] has fewer ports than the run needs, 6"),
         ([59000, 60000], "network.port_range: [59000, 60000] overlaps hccl_host_ports [60000, 60999]"),
         ([61500, 61600], "network.port_range: [61500, 61600] overlaps hccl_npu_ports [61000, 61999]"),
     ],
@@ -95,7 +95,7 @@ def test_a_range_holds_what_prometheus_asks_too() -> None:
         own["metrics"] = {"prometheus": {"port": port}}
         assert faults(network={"port_range": [7000, 7000 + needed - 1]}, **own) == []
         (fault,) = faults(network={"port_range": [7000, 7000 + needed - 2]}, **own)
-        assert fault.endswith(f"has fewer ports than the run listens on, {needed}")
+        assert fault.endswith(f"has fewer ports than the run needs, {needed}")
 
 
 @pytest.mark.parametrize(

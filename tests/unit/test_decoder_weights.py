@@ -14,7 +14,7 @@ from runtime.errors import InvalidMessage
 from runtime.models.hf_config import read_config
 from runtime.rollout.torch.decoder import Decoder
 from runtime.rollout.torch.decoder_weights import DecoderWeights, mismatch
-from runtime.weights.group import allocate, views
+from runtime.weights.group import allocate, tensors_of
 from runtime.weights.plan import Manifest, TensorSpec, plan_buckets
 from tests.closeness import assert_close, forward_terms
 from tests.unit.test_decoder import CPU, LAYERS, load, whole_logits
@@ -36,7 +36,7 @@ class Received:
         manifest = Manifest(tuple(TensorSpec(name, "float32", tuple(found[name].shape)) for name in names), bucket_bytes)
         buckets = plan_buckets(manifest)
         self.buffers = allocate(buckets, pin=False)
-        self.tensors = dict(zip(names, views(manifest, buckets, self.buffers), strict=True))
+        self.tensors = dict(zip(names, tensors_of(manifest, buckets, self.buffers).values(), strict=True))
         for name in names:
             self.tensors[name].copy_(found[name])
 

@@ -16,7 +16,7 @@ from launcher.node.topology import service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, launches
 from runtime.cluster.placement import NodeOffer, place
 from runtime.config import Config, loading
-from runtime.config.service_checks import device_faults
+from runtime.config.service_checks import device_faults, network_faults
 
 PORTS = ("HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE")
 
@@ -91,7 +91,7 @@ class TestPorts:
 
     def test_both_need_a_port_of_the_range(self) -> None:
         network = {"network": {"hccl_host_ports": [60_000, 60_004]}}  # for rollout, reward and trainer
-        (fault,) = device_faults(make(**self.OVER_HCCL, **network), trains=True)
+        (fault,) = network_faults(make(**self.OVER_HCCL, **network), trains=True)
         assert fault.endswith("has fewer ports than the run needs, 6")
 
     def test_there_are_none_without_npus(self) -> None:
@@ -123,7 +123,7 @@ class TestPorts:
         ],
     )
     def test_a_bad_range_is_one_line(self, sections: dict[str, Any], said: str) -> None:
-        (fault,) = device_faults(make(**sections), trains=True)
+        (fault,) = network_faults(make(**sections), trains=True)
         assert fault.startswith(said)
 
 
@@ -143,8 +143,11 @@ class TestDevices:
     @pytest.mark.parametrize(
         ("services", "said"),
         [
-            ({"rollout": {"replicas": 2, "devices": [0, 1, 2]}}, "services.rollout.devices: 3 of them for 2 replicas"),
-            ({"trainer": {"processes": 2, "devices": [0]}}, "services.trainer.devices: 1 of them for 2 processes"),
+            (
+                {"rollout": {"replicas": 2, "devices": [0, 1, 2]}},
+                "services.rollout.devices: 3 of them, but its processes take 2",
+            ),
+            ({"trainer": {"processes": 2, "devices": [0]}}, "services.trainer.devices: 1 of them, but its processes take 2"),
             (
                 {"trainer": {"processes": 2, "devices": [0, 0]}},
                 "services.trainer.devices: names 0 twice; must name each device once",

@@ -23,7 +23,7 @@ from runtime.commands import Level, Move, Priority
 from runtime.config.loading import resolve
 from runtime.errors import InvalidMessage
 from runtime.models.experts import join_experts
-from runtime.rollout.engine import EngineStats
+from runtime.rollout.engine import EngineGroup, EngineStats
 from runtime.rollout.torch import engine as rollout_torch
 from runtime.rollout.torch import prefill
 from runtime.rollout.torch.engine import TorchRolloutEngine
@@ -430,9 +430,9 @@ def test_the_service_tells_what_waits_and_sleep_gives_it_back(models: TwoModels,
 
 def test_vllm_tells_which_conversations_went_on() -> None:
     engine = object.__new__(rollout_vllm.VLLMRolloutEngine)
-    engine._stats, engine._version, engine._running = EngineStats(), OLD, {}
+    engine._stats, engine.version, engine._running = EngineStats(), OLD, {}
     for name, keep, cached in (("a", True, 48), ("b", True, 0), ("c", False, 48)):
-        group = rollout_vllm._VllmGroup(turn(1, words(60), keep=keep), [None], 1)
+        group = EngineGroup(turn(1, words(60), keep=keep))
         engine._running[name] = rollout_vllm._Sequence(group, 0)
         for tokens in ([1], [2]):
             engine._record([Output(name, tokens, np.zeros(1, np.float32), "", cached)])
@@ -441,10 +441,10 @@ def test_vllm_tells_which_conversations_went_on() -> None:
 
 def test_vllm_tells_who_lost_its_memory_to_others_and_not_to_a_swap() -> None:
     engine = object.__new__(rollout_vllm.VLLMRolloutEngine)
-    engine._stats, engine._version = EngineStats(slots=8), OLD
+    engine._stats, engine.version = EngineStats(slots=8), OLD
     engine._waiting, engine._slots, engine._context = deque(), 8, 100
     engine._core = SimpleNamespace(told=CoreLoad(room=799, kv_use=0.9, waiting=3))  # type: ignore[assignment]
-    group = rollout_vllm._VllmGroup(turn(1, words(60)), [None], 1)
+    group = EngineGroup(turn(1, words(60)))
     engine._running = {name: rollout_vllm._Sequence(group, 0, forgotten=name == "b") for name in ("a", "b", "c")}
     for name, preemptions in (("a", 1), ("b", 1), ("c", 0), ("b", 2)):
         engine._record([Output(name, [1], np.zeros(1, np.float32), "", 0, preemptions)])

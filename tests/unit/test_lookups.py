@@ -41,7 +41,7 @@ def test_no_key_comes_twice_and_half_of_them_tempt(held_out: int) -> None:
     keys = [problem.key for problem in train + held]
     assert len(set(keys)) == len(keys)
     assert all(re.fullmatch("[a-z]{2}[a-z0-9]", key) for key in keys)
-    assert all(re.fullmatch("[1-9][0-9]{2}", problem.value) for problem in train + held)
+    assert all(re.fullmatch("[1-9][0-9]{2}", problem.answer) for problem in train + held)
     for problems in (train, held):
         assert sum(problem.key[-1].isdigit() for problem in problems) == len(problems) // 2
 

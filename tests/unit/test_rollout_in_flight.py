@@ -138,13 +138,13 @@ def test_a_held_engine_finishes_what_is_running_and_begins_nothing(models: Model
         engine.submit([request(0, n=2, limit=20), request(1, n=2, limit=30)])
         checks = iter([False] * 3 + [True])
         await engine.advance(lambda: next(checks))
-        engine.hold(True)
+        engine.held = True
         engine.submit([request(2, n=1)])
         done = [group async for group in drain(engine)]
         assert (engine.stats().running, engine.stats().waiting, engine.has_work) == (0, 2, False)
         assert await engine.advance(never) == []
         await update(engine, models.tensors, NEW)
-        engine.hold(False)
+        engine.held = False
         done += [group async for group in drain(engine)]
         return {group.group_id: versions(group) for group in done}
 

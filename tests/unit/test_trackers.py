@@ -22,7 +22,8 @@ from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.telemetry import trackers
 from runtime.telemetry.event_file import EventFile, masked_crc32c
 from runtime.telemetry.metrics import Metrics
-from runtime.telemetry.trackers import Backend, Trackers, read_jsonl
+from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.trackers import Backend, Trackers
 
 POINTS: list[tuple[int, Metrics]] = [
     (1, {"score/mean": 0.5, "staleness/histogram": {0: 3, 2: 1}}),
@@ -146,7 +147,7 @@ def test_reading_what_is_not_there_or_not_metrics(tmp_path: Path) -> None:
         read_jsonl(tmp_path / "none.jsonl")
     for text in ("{]\n", '{"a": 1}\n', "[1]\n", '{"step": "x"}\n'):
         (tmp_path / "bad.jsonl").write_text(text)
-        with pytest.raises(UserError, match=r"bad\.jsonl: not metrics"):
+        with pytest.raises(UserError, match=r"bad\.jsonl: line 1 is not a point of metrics"):
             read_jsonl(tmp_path / "bad.jsonl")
 
 
@@ -198,7 +199,7 @@ def test_tensorboard_itself_reads_the_file(tmp_path: Path) -> None:
     )
     for step in (7, 300):  # two files, as after a resume
         events = EventFile(tmp_path)
-        events.add(step, 1e9 + step, {"a/b": step / 2, "h": {1: 2, 3: 4}})
+        events.log(step, 1e9 + step, {"a/b": step / 2, "h": {1: 2, 3: 4}})
         events.close()
     found = accumulator.EventAccumulator(str(tmp_path), size_guidance={"histograms": 0})
     found.Reload()

@@ -51,7 +51,7 @@ def test_weights_come_back_first_and_vllm_goes_on_with_the_cache(sleeps: bool) -
     engine._core = core = Core()  # type: ignore[assignment]
     engine._sleeps, engine._level, engine._swap_timeout = sleeps, Level.AWAKE, 5.0
     engine._running, engine._withdrawn, engine.torn = {}, [], False
-    engine._waiting, engine._version = deque(), PolicyVersion()
+    engine._waiting, engine.version = deque(), PolicyVersion()
     engine._name, engine._stats = "rollout-0", EngineStats()
 
     async def go() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runtime.types import PolicyVersion
 from runtime.weights.authentication import BucketTags
 from runtime.weights.delta import ENTRY_BYTES, HEADER, DeltaLink, decode, encode
-from runtime.weights.group import Link, allocate, views
+from runtime.weights.group import Link, allocate, tensors_of
 from runtime.weights.plan import ITEM_BYTES, Manifest, TensorSpec, plan_buckets
 
 
@@ -51,7 +51,7 @@ class Pair:
         manifest = Manifest(specs, bucket_bytes)
         self.buckets = plan_buckets(manifest)
         self.sent, self.received = allocate(self.buckets, False), allocate(self.buckets, False)
-        self.tensors = views(manifest, self.buckets, self.sent)
+        self.tensors = list(tensors_of(manifest, self.buckets, self.sent).values())
         wire: deque[torch.Tensor] = deque()
         self.sender, self.receiver = DeltaLink(Wire(wire), full_every), DeltaLink(Wire(wire), full_every)
 

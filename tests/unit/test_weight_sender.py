@@ -34,10 +34,6 @@ class Memory(WeightGroup):
         self.may_take.set()
         self.sent: list[torch.Tensor] = []
 
-    @property
-    def sent_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.sent)
-
     def announce(self, version: PolicyVersion) -> None:
         """Nobody waits for it."""
 
@@ -49,6 +45,7 @@ class Memory(WeightGroup):
             raise RuntimeError("the group was aborted")
         assert index == len(self.sent)
         self.sent.append(buffer.clone())
+        self.sent_bytes += buffer.nbytes
         self.gone[index].set()
         return Taking(self, buffer, self.sent[-1])
 

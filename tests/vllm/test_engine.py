@@ -163,11 +163,11 @@ def test_an_abort_of_the_last_group_is_told_to_vllm(rig: Rig) -> None:
 def test_held_begins_nothing_and_finishes_what_runs(rig: Rig) -> None:
     rig.engine.submit([rig.request(n=SLOTS, tokens=30), rig.request(n=2)])
     rig.run(rig.until_tokens(SLOTS))
-    rig.engine.hold(True)
+    rig.engine.held = True
     rig.run(rig.finish(1))
     assert not rig.engine.has_work
     assert rig.engine.stats().waiting == 2
-    rig.engine.hold(False)
+    rig.engine.held = False
     rig.run(rig.finish(1))
 
 

@@ -60,7 +60,6 @@ Parse = Callable[[bytes], Asked]
 
 
 def event(data: Any, name: str = "") -> bytes:
-    """A server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
     return b"".join((head, b"data: ", msgspec.json.encode(data), b"\n\n"))
 

@@ -141,7 +141,6 @@ def head(kind: str, id: str, model: str, created: float) -> dict[str, Any]:
 
 
 def usage(completion: Completion) -> dict[str, int]:
-    """Tokens."""
     prompt, replies = len(completion.prompt), sum(len(reply.tokens) for reply in completion.replies)
     return {"prompt_tokens": prompt, "completion_tokens": replies, "total_tokens": prompt + replies}
 

@@ -35,7 +35,6 @@ UNITS = _words(
 )
 """Short ones; longer words need no list."""
 PERCENT = _words("percent pct")
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 ACCENTS = _words(
     r"\overline \bar \vec \hat \widehat \tilde \dot \ddot \overrightarrow \overleftrightarrow \underline",

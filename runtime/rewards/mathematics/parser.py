@@ -5,9 +5,10 @@ From lists to factors; what a factor is made of is in primaries.
 
 from __future__ import annotations
 
-from runtime.rewards.mathematics.lexer import PERCENT, SCALES, tokens
+from runtime.rewards.mathematics.lexer import PERCENT, tokens
 from runtime.rewards.mathematics.primaries import BARS, CLOSING, PI, RELATIONS, SET_OPERATIONS, Primaries, product, with_sign
 from runtime.rewards.mathematics.tree import UNNAMED, ExpressionNode, Unknown, Unreadable, number
+from runtime.rewards.numeric import SCALES
 
 _TIMES = frozenset(("*", "\\cdot", "\\times", "\\ast"))
 _OVER = frozenset(("/", "\\div"))
@@ -183,12 +184,11 @@ class Parser(Primaries):
 
     def _exponent(self) -> ExpressionNode:
         """What stands behind a caret; of several the last binds first: 2^3^2 is 2^9."""
-        self._enter()
-        exponent = self._argument(signed=True)
-        if self._next == "^":
-            self._at += 1
-            exponent = ExpressionNode("power", (exponent, self._exponent()))
-        self._depth -= 1
+        with self._nested():
+            exponent = self._argument(signed=True)
+            if self._next == "^":
+                self._at += 1
+                exponent = ExpressionNode("power", (exponent, self._exponent()))
         return exponent
 
 

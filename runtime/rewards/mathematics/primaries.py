@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 
 from runtime.rewards.mathematics.lexer import ACCENTS, LISTED, MATRICES, PREFIXED, SAME_FUNCTION, TRIGONOMETRIC, UNREAD, Token
@@ -74,10 +76,18 @@ class Primaries:
         self._at += 1
         return found
 
-    def _enter(self) -> None:
+    @contextmanager
+    def _nested(self, builder: bool | None = None) -> Iterator[None]:
+        """One level deeper. `builder`: within brackets, of that kind; bars that are waited for outside close nothing there."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise Unreadable("nested too deeply")
+        outer = self._bars, self._builder
+        if builder is not None:
+            self._bars, self._builder = [], builder
+        yield
+        self._bars, self._builder = outer
+        self._depth -= 1
 
     def _items(self) -> list[ExpressionNode]:
         raise NotImplementedError
@@ -178,22 +188,17 @@ class Primaries:
         return ExpressionNode("word", (), " ".join(words).casefold())
 
     def _absolute(self, opening: str) -> ExpressionNode:
-        self._enter()
-        self._bars.append(BARS[opening])
-        inside = self._sum()
-        self._expect(self._bars.pop())
-        self._depth -= 1
+        with self._nested():
+            self._bars.append(BARS[opening])
+            inside = self._sum()
+            self._expect(self._bars.pop())
         return ExpressionNode("call", (inside,), "abs")
 
     def _closed(self, opening: str) -> tuple[ExpressionNode, ...]:
         """The items up to the bracket that closes `opening`, which has been taken."""
-        self._enter()
-        bars, self._bars = self._bars, []
-        builder, self._builder = self._builder, False
-        items = self._items()
-        self._close = self._expect(*OPENING[opening])
-        self._bars, self._builder = bars, builder
-        self._depth -= 1
+        with self._nested(builder=False):
+            items = self._items()
+            self._close = self._expect(*OPENING[opening])
         return tuple(items)
 
     def _brackets(self, opening: str) -> ExpressionNode:
@@ -209,49 +214,40 @@ class Primaries:
     def _braces(self) -> ExpressionNode:
         """A group; one that holds several items is a set."""
         self._expect("{")
-        self._enter()
-        bars, self._bars = self._bars, []
-        items = self._items()
-        self._expect("}")
-        self._bars = bars
-        self._depth -= 1
+        with self._nested(builder=self._builder):
+            items = self._items()
+            self._expect("}")
         if not items:
             raise Unreadable("an empty group")
         return items[0] if len(items) == 1 else ExpressionNode("set", tuple(items))
 
     def _set(self) -> ExpressionNode:
-        self._enter()
-        bars, self._bars = self._bars, []
-        builder, self._builder = self._builder, True
-        items = self._items()
-        if self._next in ("|", "\\mid", ":", "\\colon"):
-            self._at += 1
-            self._builder = False
+        with self._nested(builder=True):
             items = self._items()
+            if self._next in ("|", "\\mid", ":", "\\colon"):
+                self._at += 1
+                self._builder = False
+                items = self._items()
+                node = items[0] if len(items) == 1 else ExpressionNode("list", tuple(items))
+            else:
+                node = ExpressionNode("set", tuple(items))
             self._expect("\\}")
-            node = items[0] if len(items) == 1 else ExpressionNode("list", tuple(items))
-        else:
-            self._expect("\\}")
-            node = ExpressionNode("set", tuple(items))
-        self._bars, self._builder = bars, builder
-        self._depth -= 1
         return node
 
     def _matrix(self, environment: str) -> ExpressionNode:
         if environment not in MATRICES and environment != "cases":
             raise Unknown(f"environment {environment!r}")
-        self._enter()
         rows: list[list[ExpressionNode]] = [[]]
-        while self._next != "end":
-            if self._next == "\\\\":
-                self._at += 1
-                rows.append([])
-            elif self._next == "&":
-                self._at += 1
-            else:
-                rows[-1].append(self._statement())
+        with self._nested():
+            while self._next != "end":
+                if self._next == "\\\\":
+                    self._at += 1
+                    rows.append([])
+                elif self._next == "&":
+                    self._at += 1
+                else:
+                    rows[-1].append(self._statement())
         self._at += 1
-        self._depth -= 1
         if not rows[-1]:
             rows.pop()
         if not rows or len({len(row) for row in rows}) != 1:
@@ -274,10 +270,8 @@ class Primaries:
             return number(int(token.text[0]))
         if self._next in ("word", "text") and len(token.text) > 1:
             raise Unreadable("a word as an argument")
-        self._enter()
-        node = self._primary()
-        self._depth -= 1
-        return node
+        with self._nested():
+            return self._primary()
 
     # ------------------------------------------------------------------------------------------------ commands
 
@@ -285,9 +279,8 @@ class Primaries:
         name = command[1:]
         name = SAME_FUNCTION.get(name, name)
         if command in ("\\frac", "\\binom"):
-            self._enter()
-            top, bottom = self._argument(digit=True), self._argument(digit=True)
-            self._depth -= 1
+            with self._nested():
+                top, bottom = self._argument(digit=True), self._argument(digit=True)
             return (
                 ExpressionNode("divide", (top, bottom))
                 if command == "\\frac"
@@ -331,9 +324,8 @@ class Primaries:
             if len(items) != 1:
                 raise Unreadable("a root of no degree")
             index = items[0]
-        self._enter()
-        radicand = self._argument() if self._next != "(" else self._primary()
-        self._depth -= 1
+        with self._nested():
+            radicand = self._argument() if self._next != "(" else self._primary()
         return ExpressionNode("call", (radicand, index), "root")
 
     def _function(self, name: str) -> ExpressionNode:
@@ -347,9 +339,8 @@ class Primaries:
         if exponent == number(-1) and name in _INVERSE:
             name, exponent = _INVERSE[name], None
         outer, self._angle = self._angle, self._angle or name in TRIGONOMETRIC
-        self._enter()
-        argument = self._function_argument()
-        self._depth -= 1
+        with self._nested():
+            argument = self._function_argument()
         self._angle = outer
         call = ExpressionNode("call", (argument,) if base is None else (argument, base), name)
         return call if exponent is None else ExpressionNode("power", (call, exponent))
@@ -375,7 +366,6 @@ class Primaries:
         end = self._argument()
         if start.head != "relation" or start.value != "=" or start.args[0].head != "symbol":
             raise Unknown("a sum without an index")
-        self._enter()
-        body = self._term()
-        self._depth -= 1
+        with self._nested():
+            body = self._term()
         return ExpressionNode("call", (start.args[0], start.args[1], end, body), name)

@@ -31,11 +31,8 @@ def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
         return False
     kinds = heads(prediction), heads(truth)
     if not all(kind <= _SCALAR for kind in kinds):
-        return (
-            None
-            if any(node.head in _SCALAR and not kind <= _SCALAR for node, kind in zip((prediction, truth), kinds, strict=True))
-            else False
-        )
+        unknown = (node.head in _SCALAR and not kind <= _SCALAR for node, kind in zip((prediction, truth), kinds, strict=True))
+        return None if any(unknown) else False
     if ("percent" in kinds[0]) != ("percent" in kinds[1]):
         return _equal_with_percent(prediction, truth, "percent" in kinds[0])
     return _equal(prediction, truth)

@@ -15,12 +15,12 @@ from runtime.rewards.mathematics.tree import (
     UNNAMED,
     ExpressionNode,
     TooCostly,
+    heads,
     key,
     negate,
     number,
     signs,
     symbols,
-    walk,
 )
 
 _Rows = tuple[tuple[ExpressionNode, ...], ...]
@@ -69,14 +69,10 @@ def _items(node: ExpressionNode) -> list[ExpressionNode]:
     """The members of a list or set; plus-minus stands for two of them."""
     if node.head == "relation" and node.value in ("=", "\\in") and node.args[1].head in ("set", "list"):
         node = node.args[1]
-    if node.head == "relation" and node.value == "=" and _has_sign(node.args[1]) and _is_name(node.args[0]):
+    if node.head == "relation" and node.value == "=" and "sign" in heads(node.args[1]) and _is_name(node.args[0]):
         node = node.args[1]
     members = node.args if node.head in ("list", "set") else (node,)
     return [value for member in members for value in signs(member)]
-
-
-def _has_sign(node: ExpressionNode) -> bool:
-    return any(part.head == "sign" for part in walk(node))
 
 
 def _same_in_any_order(predicted: Sequence[ExpressionNode], expected: Sequence[ExpressionNode]) -> Verdict:
@@ -122,19 +118,19 @@ def _any(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def _same_item(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
-    heads = prediction.head, truth.head
-    if "relation" in heads:
+    both = prediction.head, truth.head
+    if "relation" in both:
         return _same_with_relation(prediction, truth)
-    if "word" in heads:
+    if "word" in both:
         return _same_words(prediction, truth)
-    if "set" in heads or "list" in heads:
-        return same(prediction, truth) if heads[0] in ("set", "list") and heads[1] in ("set", "list") else False
-    if "ratio" in heads:
+    if "set" in both or "list" in both:
+        return same(prediction, truth) if set(both) <= {"set", "list"} else False
+    if "ratio" in both:
         return _same_ratio(prediction, truth)
-    if heads == ("tuple", "tuple"):
+    if both == ("tuple", "tuple"):
         return _same_tuple(prediction, truth)
-    if "matrix" in heads:
-        return _same_matrix(_rows(prediction), _rows(truth), "tuple" in heads)
+    if "matrix" in both:
+        return _same_matrix(_rows(prediction), _rows(truth), "tuple" in both)
     return equal_values(prediction, truth)
 
 

@@ -87,7 +87,7 @@ def replace(node: ExpressionNode, change: Callable[[ExpressionNode], ExpressionN
 
 def signs(node: ExpressionNode) -> list[ExpressionNode]:
     """What an answer with plus-minus signs stands for: itself where it has none, else both values."""
-    if not any(part.head == "sign" for part in walk(node)):
+    if "sign" not in heads(node):
         return [node]
     return [replace(node, lambda part: number(sign) if part.head == "sign" else None) for sign in (1, -1)]  # noqa: B023
 

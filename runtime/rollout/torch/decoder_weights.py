@@ -18,6 +18,7 @@ from runtime.errors import InvalidMessage
 from runtime.models.families.family import ROUTER_BIAS, dtype_of
 from runtime.models.families.shape import ExpertShape
 from runtime.models.hf_config import ModelConfig
+from runtime.models.hf_weights import misfit
 
 _HEAD, _EMBEDDING, _NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 
@@ -163,17 +164,7 @@ def mismatch(config: ModelConfig, shapes: Mapping[str, Sequence[int]]) -> str | 
 
     The name lm_head.weight may be present or absent when it is tied to the embedding.
     """
-    expected = _shapes(config)
-    optional = {_HEAD} if config.tied else set()
-    missing = sorted(expected.keys() - shapes.keys() - optional)
-    unknown = sorted(shapes.keys() - expected.keys())
-    if missing or unknown:
-        faults = [f"{what} {', '.join(names[:4])}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
-        return f"{len(missing)} tensors missing, {len(unknown)} unknown: {'; '.join(faults)}"
-    for name, shape in shapes.items():
-        if tuple(shape) != expected[name]:
-            return _misshapen(name, shape, expected[name])
-    return None
+    return misfit(_shapes(config), shapes, _HEAD if config.tied else "")
 
 
 def require_fit(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -181,10 +172,6 @@ def require_fit(config: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> Non
     fault = mismatch(config, {name: tensor.shape for name, tensor in tensors.items()})
     if fault:
         raise InvalidMessage(f"weights do not fit the model: {fault}")
-
-
-def _misshapen(name: str, shape: Sequence[int], expected: Sequence[int]) -> str:
-    return f"{name} has shape {list(shape)}, must be {list(expected)}"
 
 
 @lru_cache(maxsize=4)

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -21,7 +20,7 @@ from runtime.errors import InvariantViolated, UserError
 from runtime.models.offload import HostOffload
 from runtime.process import platform
 from runtime.process.progress import at
-from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group
+from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, check_requests
 from runtime.rollout.torch import prefill
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights
@@ -46,14 +45,10 @@ _FIXED_ELSEWHERE = 64
 _PREFILL_TOKENS = 8192  # of one prefill, padding included
 
 
-@dataclass
-class _TorchGroup:
-    request: GroupRequest
-    samples: list[Sample | None]
-    unfinished: int
-    admitted: int = 0  # samples that were given a slot, or needed none
+class _TorchGroup(EngineGroup):
+    admitted = 0  # samples that were given a slot, or needed none
     prefilled: Prefilled | None = None
-    following: list[Following] = field(default_factory=list)  # of each sample, where there are drafts
+    following: Sequence[Following] = ()  # of each sample, where there are drafts
 
 
 class TorchRolloutEngine(RolloutEngine):
@@ -97,7 +92,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._device = device
         self._next = NextWeights(self._decoder.weights, model_path)
         self.adopts = self._next.adopts
-        self._version = version
+        self.version = version
         self._groups: dict[int, _TorchGroup] = {}
         self._waiting: deque[_TorchGroup] = deque()  # groups with samples not admitted yet
         self._finished: list[GeneratedGroup] = []
@@ -106,19 +101,14 @@ class TorchRolloutEngine(RolloutEngine):
         self._sampling_key = b""
         self._stats = EngineStats(slots=slots)
         self._halt = False
-        self._held = False
         self._level = Level.AWAKE
         self._on_host: HostOffload | None = None  # with the weights, while they are off the device
         self.thread: Executor = ThreadPoolExecutor(1, "rollout-engine")
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        known = set(self._groups)
+        check_requests(requests, self._groups, self._cache.max_length, self._decoder.config.vocab_size)
         for request in requests:
-            check_request(request, known, self._cache.max_length, self._decoder.config.vocab_size)
-            known.add(request.group_id)
-        for request in requests:
-            group = _TorchGroup(request, [None] * request.n, request.n)
-            self._groups[request.group_id] = group
+            group = self._groups[request.group_id] = _TorchGroup(request)
             (self._waiting.appendleft if request.purpose == "probe" else self._waiting.append)(group)
 
     async def advance(self, interrupted: Callable[[], bool]) -> list[GeneratedGroup]:
@@ -152,12 +142,12 @@ class TorchRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return bool(self._slots.count if self._held else self._groups) and self._level == Level.AWAKE
+        return bool(self._slots.count if self.held else self._groups) and self._level == Level.AWAKE
 
     def _step(self) -> None:
         """Fill the free slots, then decode a token for every active one, or more where its draft is right."""
         slots = self._slots
-        while self._waiting and slots.free > (self._waiting[0].request.purpose != "probe") and not self._held:
+        while self._waiting and slots.free > (self._waiting[0].request.purpose != "probe") and not self.held:
             self._admit(self._waiting[0])
         slots.close_holes()
         n = slots.count
@@ -174,14 +164,14 @@ class TorchRolloutEngine(RolloutEngine):
         drawn = sample(logits, self._to_device(u), self._sampling)
         tokens, logprobs = to_host(drawn)
         self._routing.note(slots.sequences(counts), inputs[1])
-        done, stopped, appended = slots.record(tokens, logprobs, self._version.pack(), sets_of(drawn.kept), counts)
+        done, stopped, appended = slots.record(tokens, logprobs, self.version.pack(), sets_of(drawn.kept), counts)
         self._stats.decode_steps += 1
         self._stats.decode_tokens += appended
         self._stats.drafted_tokens += len(tokens) - n
         self._stats.accepted_tokens += appended - n
         for slot, met_stop in zip(done.tolist(), stopped.tolist(), strict=True):
             group, index = slots.owner_of(slot)
-            if group.request.keep and slots.computed(slot) == self._version.pack():
+            if group.request.keep and slots.computed(slot) == self.version.pack():
                 text = self._text(slot)
                 self._kept.put(text, self._cache.held(slot, len(text)))
             taken = None if self._routing.of is None else self._routing.of[slots.sequences()[slot]]
@@ -240,7 +230,7 @@ class TorchRolloutEngine(RolloutEngine):
         u = self._to_device(np.concatenate([each[:, 0] for each in numbers]))
         drawn = sample(logits.index_select(0, self._to_device(owner)), u, RowSampling(params, self._device))
         tokens, logprobs = to_host(drawn)
-        sets, version, begin = sets_of(drawn.kept), self._version.pack(), 0
+        sets, version, begin = sets_of(drawn.kept), self.version.pack(), 0
         for group, text, stream, taken in zip(groups, keys_values, numbers, routed, strict=True):
             own = slice(begin, begin := begin + group.request.n)
             kept = [sets.get(row) for row in range(own.start, own.stop)]
@@ -276,34 +266,23 @@ class TorchRolloutEngine(RolloutEngine):
         return chosen, begun
 
     def _finish(self, group: _TorchGroup, index: int, done: Sample) -> None:
-        group.samples[index] = done
-        group.unfinished -= 1
-        if group.unfinished:
-            return
-        del self._groups[group.request.group_id]
-        company = _COMPANY_SECONDS if group.request.n > 1 else _COMPANY_OF_ONE_SECONDS
-        self._leave_by = min(self._leave_by, time.perf_counter() + company)
-        self._finished.append(finished_group(group.request, [each for each in group.samples if each is not None]))
+        if (finished := group.finish(index, done)) is not None:
+            del self._groups[finished.group_id]
+            company = _COMPANY_SECONDS if group.request.n > 1 else _COMPANY_OF_ONE_SECONDS
+            self._leave_by = min(self._leave_by, time.perf_counter() + company)
+            self._finished.append(finished)
 
     def abort(self, group_ids: Sequence[int]) -> list[int]:
         known = [group_id for group_id in group_ids if self._groups.pop(group_id, None)]
-        if known:
-            self._waiting = deque(group for group in self._waiting if group.request.group_id in self._groups)
-            for slot in self._slots.active():
-                if self._slots.owner_of(slot)[0].request.group_id not in self._groups:
-                    self._slots.release(slot)
+        self._waiting = deque(group for group in self._waiting if group.request.group_id in self._groups)
+        for slot in self._slots.active():
+            if self._slots.owner_of(slot)[0].request.group_id not in self._groups:
+                self._slots.release(slot)
         return known
 
     @property
     def has_work(self) -> bool:
         return bool(self._can_step or self._finished)
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._version
-
-    def hold(self, held: bool) -> None:
-        self._held = held
 
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         await self._next.stage(tensors)
@@ -322,7 +301,7 @@ class TorchRolloutEngine(RolloutEngine):
             self._decoder.weights = staged
         else:
             await self._in_thread(lambda: self._decoder.weights.load(staged.items()))
-        self._version = version
+        self.version = version
         self._kept.clear()
         for group in self._waiting:
             group.prefilled = None
@@ -341,7 +320,7 @@ class TorchRolloutEngine(RolloutEngine):
             batch, order = order[:fit], order[fit:]
             for slot, keys_values in zip(batch, self._compute([texts[slot] for slot in batch]).keys_values, strict=True):
                 self._cache.fill(slot, keys_values)
-                slots.recomputed(slot, self._version.pack())
+                slots.recomputed(slot, self.version.pack())
 
     def _text(self, slot: int) -> np.ndarray:
         """The tokens of a slot's sequence whose keys and values the cache holds."""

@@ -8,6 +8,8 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
+from runtime.columns import common
+
 SHORTEST = 16  # tokens: a shorter beginning is computed with the rest, as most prompts of a run share so much by their template
 
 
@@ -55,7 +57,8 @@ class KeptTexts:
             return None
         key = _key(prompt)
         place = bisect_left(self._sorted, key)
-        length, best = max((_common(key, each), each) for each in self._sorted[max(0, place - 1) : place + 1])
+        beside = self._sorted[max(0, place - 1) : place + 1]
+        length, best = max((common(prompt, np.frombuffer(each, "<i4")), each) for each in beside)
         length = min(length, len(prompt) - 1, most if most >= 0 else length)
         if length < SHORTEST:
             return None
@@ -74,10 +77,3 @@ class KeptTexts:
 
 def _key(tokens: np.ndarray) -> bytes:
     return tokens.astype("<i4").tobytes()
-
-
-def _common(one: bytes, other: bytes) -> int:
-    """How many tokens two keys begin with in common."""
-    shorter = min(len(one), len(other))
-    differ = np.frombuffer(one[:shorter], "<i4") != np.frombuffer(other[:shorter], "<i4")
-    return int(differ.argmax()) if differ.any() else len(differ)

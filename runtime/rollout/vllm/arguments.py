@@ -1,4 +1,4 @@
-"""What the vLLM engine is started with. Pure: nothing here imports vLLM."""
+"""What the vLLM engine is started with, and Sluice's sampling options in vLLM's terms. Pure: nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -52,10 +52,6 @@ def unknown_faults(arguments: Mapping[str, Any], known: Sequence[str]) -> Iterat
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.5)
             yield f"{KEY}.{name}: this vLLM has no such argument" + (f"; nearest is '{near[0]}'" if near else "")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Sluice's sampling options in vLLM's terms. Pure: nothing here imports vLLM.
 
 
 # vLLM silently raises lower temperatures to this one.

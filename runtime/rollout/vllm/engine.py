@@ -35,12 +35,12 @@ from runtime.models.hf_weights import WeightFiles
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
 from runtime.process.progress import work
-from runtime.rollout.engine import EngineStats, RolloutEngine, check_request, finished_group, make_sample
+from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, check_requests, make_sample
 from runtime.rollout.vllm.arguments import as_vllm, check_temperature, sample_seed
 from runtime.rollout.vllm.shared_weights import SharedWeights
 from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
 from runtime.rollout.vllm.worker import MENDABLE
-from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, Sample
+from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion
 from runtime.weights.group import Location
 
 _INITIAL = PolicyVersion()
@@ -52,17 +52,10 @@ _WORKER = "runtime.rollout.vllm.worker.WeightLoading"
 
 
 @dataclass
-class _VllmGroup:
-    request: GroupRequest
-    samples: list[Sample | None]
-    unfinished: int
-
-
-@dataclass
 class _Sequence:
     """A sample that vLLM has, or that waits for it."""
 
-    group: _VllmGroup
+    group: EngineGroup
     index: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
@@ -106,18 +99,16 @@ class VLLMRolloutEngine(RolloutEngine):
         self._context = max_model_len
         self._slots = slots
         self._swap_timeout = swap_timeout
-        self._version = version
-        self._groups: dict[int, _VllmGroup] = {}
+        self.version = version
+        self._groups: dict[int, EngineGroup] = {}
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[str, _Sequence] = {}  # by vLLM's request id
         self._withdrawn: list[str] = []  # request ids that vLLM does not know yet to be forgotten
         self._finished: list[GeneratedGroup] = []
         self._requests = 0
         self._told = -1  # of the steps, when it was told last that they go on
-        self._held = False
         self._level = Level.AWAKE
         self._sleeps = sleeps
-        self.torn = False  # the weights are of no version
         self._staged: tuple[list[Location], list[torch.Tensor]] | None = None  # and the copies that some lie in
         self._stats = EngineStats(slots=slots)
         prepare_environment(device.type == "cpu")
@@ -130,14 +121,11 @@ class VLLMRolloutEngine(RolloutEngine):
         self._core = Core(own, engine_args or {})
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        known = set(self._groups)
+        check_requests(requests, self._groups, self._context, self._core.vocabulary)
         for request in requests:
-            check_request(request, known, self._context, self._core.vocabulary)
             check_temperature(request)
-            known.add(request.group_id)
         for request in requests:
-            group = _VllmGroup(request, [None] * request.n, request.n)
-            self._groups[request.group_id] = group
+            group = self._groups[request.group_id] = EngineGroup(request)
             sequences = [_Sequence(group, index) for index in range(request.n)]
             (self._waiting.extendleft if request.purpose == "probe" else self._waiting.extend)(sequences)
 
@@ -166,7 +154,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     @property
     def _can_step(self) -> bool:
-        return not (self.torn or self._level < Level.AWAKE) and bool(self._running or (self._waiting and not self._held))
+        return not (self.torn or self._level < Level.AWAKE) and bool(self._running or (self._waiting and not self.held))
 
     async def _outputs(self) -> list[Output]:
         try:
@@ -183,7 +171,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     async def _feed(self) -> None:
         """Hand over as many samples as there are slots for; one more where it is a probe's."""
-        while self._waiting and not self._held:
+        while self._waiting and not self.held:
             request = self._waiting[0].group.request
             if len(self._running) >= self._slots + (request.purpose == "probe"):
                 break
@@ -193,7 +181,7 @@ class VLLMRolloutEngine(RolloutEngine):
             self._running[request_id] = sequence
             seed = sample_seed(request.seed, request.first + sequence.index)
             sampling = as_vllm(request.sampling, seed)
-            await self._core.add(request_id, request.prompt.tolist(), sampling, str(self._version))
+            await self._core.add(request_id, request.prompt.tolist(), sampling, str(self.version))
 
     async def _flush(self) -> None:
         """Tell vLLM what it is to forget."""
@@ -203,7 +191,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _record(self, outputs: Iterable[Output]) -> None:
         """Add a step's tokens to their sequences, as those of the version that the engine has."""
-        packed = self._version.pack()
+        packed = self.version.pack()
         stepped = False
         for output in outputs:
             sequence = self._running.get(output.request_id)
@@ -237,36 +225,24 @@ class VLLMRolloutEngine(RolloutEngine):
         sample = make_sample(tokens, logprobs, np.array(sequence.versions, np.int64), known)
         if group.request.sampling.experts_from >= 0 and (taken := sequence.experts):
             sample = msgspec.structs.replace(sample, experts=RoutedExperts.of(np.concatenate(taken)[:, self._sparse]))
-        group.samples[sequence.index] = sample
-        group.unfinished -= 1
-        if not group.unfinished:
-            del self._groups[group.request.group_id]
-            self._finished.append(finished_group(group.request, [each for each in group.samples if each is not None]))
+        if (finished := group.finish(sequence.index, sample)) is not None:
+            del self._groups[finished.group_id]
+            self._finished.append(finished)
 
     def abort(self, group_ids: Sequence[int]) -> list[int]:
         known = [group_id for group_id in group_ids if self._groups.pop(group_id, None)]
-        if known:
-            gone = set(known)
-            self._waiting = deque(each for each in self._waiting if each.group.request.group_id not in gone)
-            self._withdraw(id for id, each in self._running.items() if each.group.request.group_id in gone)
+        self._waiting = deque(each for each in self._waiting if each.group.request.group_id in self._groups)
+        self._withdraw([id for id, each in self._running.items() if each.group.request.group_id not in self._groups])
         return known
 
-    def _withdraw(self, request_ids: Iterable[str]) -> list[_Sequence]:
+    def _withdraw(self, request_ids: Sequence[str]) -> list[_Sequence]:
         """Forget requests; vLLM hears of it with the next flush."""
-        request_ids = list(request_ids)
         self._withdrawn += request_ids
         return [self._running.pop(request_id) for request_id in request_ids]
 
     @property
     def has_work(self) -> bool:
         return bool(self._can_step or self._finished or self._withdrawn or self._core.dead)
-
-    @property
-    def version(self) -> PolicyVersion:
-        return self._version
-
-    def hold(self, held: bool) -> None:
-        self._held = held
 
     async def stage(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The workers read them at the swap, from shared memory, into which they are copied unless they lie there."""
@@ -306,7 +282,7 @@ class VLLMRolloutEngine(RolloutEngine):
             raise UserError(f"model.path: {mistakes[0]}")
         if faults:
             raise ServiceFault(self._name, "swap", f"version {version} was not loaded: {'; '.join(faults)}")
-        self._version, self.torn = version, False
+        self.version, self.torn = version, False
         if self._level == Level.AWAKE:
             await self._core.resume()
 

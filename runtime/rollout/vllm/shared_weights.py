@@ -10,7 +10,7 @@ import torch
 from runtime.errors import InvalidMessage
 from runtime.models.adapters import are_adapters, merged
 from runtime.models.families.family import dtype_of
-from runtime.models.hf_weights import WeightFiles
+from runtime.models.hf_weights import WeightFiles, misfit
 from runtime.weights.group import Location, arena, locate
 
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -53,14 +53,8 @@ class SharedWeights:
         return {_HEAD: tensors[_EMBEDDING]} if self._is_tied and _EMBEDDING in tensors else {}
 
     def _check(self, tensors: Tensors) -> None:
-        shapes, optional = self._files.shapes, {_HEAD} if self._is_tied else set()
-        missing = sorted(shapes.keys() - tensors.keys() - optional)
-        unknown = sorted(tensors.keys() - shapes.keys() - optional)
-        if missing or unknown:
-            raise InvalidMessage(f"weights do not fit the model: missing {missing[:4]}, unknown {unknown[:4]}")
-        for name, tensor in tensors.items():
-            expected = tuple(shapes.get(name, tensor.shape))
-            if tuple(tensor.shape) != expected:
-                raise InvalidMessage(
-                    f"weights do not fit the model: {name} has shape {list(tensor.shape)}, not {list(expected)}"
-                )
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        head = {name: shapes[name] for name in shapes if name == _HEAD and self._is_tied}
+        fault = misfit(head | self._files.shapes, shapes, _HEAD if self._is_tied else "")
+        if fault:
+            raise InvalidMessage(f"weights do not fit the model: {fault}")

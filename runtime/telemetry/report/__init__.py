@@ -1,1 +1,1 @@
-"""`sluice report`: a run's folder as one HTML file. Reading, arithmetic and drawing are apart; only `figures` loads plotly."""
+"""`sluice report`: a run's folder as one HTML file. Reading, arithmetic and drawing are apart; only `page` loads plotly."""

@@ -51,7 +51,7 @@ def render(page: Page) -> str:
         keep_trailing_newline=True,
     )
     template = environment.from_string((_FOLDER / "page.html").read_text(encoding="utf-8"))
-    scripts = [script(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
+    scripts = [get_plotlyjs(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
     drawn = [
         (title, [(panel.title, _in_script(draw(panel, page.returns)) if panel.series else None) for panel in panels])
         for title, panels in page.sections
@@ -86,11 +86,6 @@ def _hash(script: str) -> str:
 _COLOURS = ("#1F86C9", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B8A800", "#999999")
 _HEIGHT = 320
 _FEW, _FEW_SPARSE = 40, 100  # points that are marked
-
-
-def script() -> str:
-    """plotly.js, whole, as it stands in a script element."""
-    return get_plotlyjs()
 
 
 def draw(panel: Panel, returns: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""From a run's points to the curves that are drawn. Pure; `figures` draws them."""
+"""From a run's points to the curves that are drawn. Pure; `page` draws them."""
 
 from __future__ import annotations
 

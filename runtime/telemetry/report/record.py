@@ -191,6 +191,20 @@ class PointFile:
         self.torn = bool(rest)
 
 
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The points of a run, one for each step in order. Where a resumed run went over a step again, the later line counts.
+
+    Raises UserError as `PointFile.follow` does, and where there is no file.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    file, steps = PointFile(path), dict[int, dict[str, Any]]()
+    file.follow()
+    for point in file.points:
+        steps.setdefault(point["step"], {}).update(point)
+    return [steps[step] for step in sorted(steps)]
+
+
 def _fault(point: Point) -> str:
     """Of the keys that are more than figures to be drawn."""
     step, time, ages = point.get("step"), point.get("time", 0.0), point.get("staleness/histogram")

@@ -198,7 +198,7 @@ def comparison(rows: Sequence[PublishedFigure], record: RunRecord, history: Logg
 
 
 def total(steps: Sequence[Point], name: str) -> float:
-    return math.fsum(point[name] for point in steps if isinstance(point.get(name), (int, float)))
+    return math.fsum(point[name] for point in steps if _has(point, name))
 
 
 def weighted(steps: Sequence[Point], name: str, by: str) -> float | None:
