@@ -4,6 +4,7 @@ no clone. `make dist` builds them as these tests do: the wheel from the source d
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,12 @@ def test_both_hold_the_licenses(built: Path) -> None:
     (about,) = (built / "wheel").glob("*.dist-info")
     for name in ("LICENSE", "NOTICE"):
         assert (about / "licenses" / name).read_bytes() == (built / "sdist" / name).read_bytes() == (ROOT / name).read_bytes()
-    assert "License-Expression: Apache-2.0\n" in (about / "METADATA").read_text()
+    metadata = (about / "METADATA").read_text()
+    assert "License-Expression: Apache-2.0\n" in metadata
+    needed = {name for name, rest in re.findall(r"^Requires-Dist: ([\w-]+)(.*)", metadata, re.MULTILINE) if '"dev"' not in rest}
+    page = set(re.findall(r"[\w-]+", (ROOT / "docs" / "licenses.md").read_text()))
+    assert "torch" in needed
+    assert needed - page == set()
 
 
 def test_a_command_of_the_wheel_needs_no_clone(built: Path, tmp_path: Path) -> None:
