@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
 # Three images of one file. On CPUs, which is the default:
 #   docker build --tag sluice .
-#   docker run --rm --volume "$PWD/runs:/home/sluice/runs" sluice train configs/quickstart.yaml
+#   docker run --rm --volume "$PWD/runs:/home/sluice/runs" sluice quickstart
 # Whether a run in it serves is asked by gRPC, once its address is fixed and told:
-#   docker run --env SLUICE_HEALTH=127.0.0.1:29400 ... sluice train configs/quickstart.yaml services.coordinator.port=29400
+#   docker run --env SLUICE_HEALTH=127.0.0.1:29400 ... sluice quickstart services.coordinator.port=29400
 # On several machines: docs/guides/cluster.md.
 # On CUDA:        docker build --target cuda --tag sluice:cuda .      (docs/guides/cuda.md)
 # On Ascend NPUs: docker build --target ascend --tag sluice:ascend .  (docs/guides/ascend.md)
@@ -43,7 +43,7 @@ RUN if command -v apt-get; then \
     fi
 
 WORKDIR /opt/sluice
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml README.md LICENSE NOTICE ./
 COPY launcher launcher
 COPY sluice sluice
 COPY services services
@@ -116,7 +116,7 @@ COPY constraints.txt ./
 # hadolint ignore=DL3013
 RUN pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$(grep '^torch==' constraints.txt)"
 
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY launcher launcher
 COPY sluice sluice
 COPY services services

@@ -14,10 +14,10 @@ AGENTS_PIP := $(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
 .PHONY: run run-agent test test-numeric test-agents test-all check format proto reference install install-dev install-vllm install-trl install-agents clean accept-ascend accept-cuda \
-	accept-cpu contract-wheels cluster-demo docs mutants screenshots swarm swarm-bugs
+	accept-cpu contract-wheels cluster-demo dist docs mutants screenshots swarm swarm-bugs
 
 run: install
-	$(BIN)/sluice train configs/quickstart.yaml
+	$(BIN)/sluice quickstart
 
 # A program written with OpenAI's own client plays, in an environment of its own.
 run-agent: install install-agents
@@ -61,6 +61,12 @@ screenshots: install-dev
 format: install-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The wheel and the source distribution, in dist/: the wheel is made from the latter.
+dist: .venv/installed-dist
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 # What the tests of the pure modules do not see changed (CONTRIBUTING.md): `mutmut show NAME` for each line of the answer.
 mutants: .venv/installed-mutants
@@ -119,6 +125,10 @@ install-agents: $(AGENTS)/installed
 	$(PIP) mutmut
 	touch $@
 
+.venv/installed-dist: | .venv/bin/python
+	$(PIP) build twine
+	touch $@
+
 # The version that MindSpeed pairs with, in a folder that its tests put before what .venv has.
 .megatron-0.12/installed: | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .megatron-0.12 megatron-core==0.12.1
@@ -169,4 +179,4 @@ $(AGENTS)/installed: requirements/agents.txt
 	touch $@
 
 clean:
-	rm -rf .contract .venv site mutants mutants.log $(VLLM) $(TRL) $(AGENTS) .megatron-0.12 build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .contract .venv site mutants mutants.log $(VLLM) $(TRL) $(AGENTS) .megatron-0.12 build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from launcher.commands import options as of_command
 from runtime.errors import SluiceError, UserError
@@ -30,6 +30,14 @@ EXIT_CODES = """exit codes:
   130  stopped at once, by a second Ctrl-C or because stopping in order took too long"""
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
+        from importlib.metadata import version
+
+        print("sluice", version("sluice-rl"))
+        parser.exit()
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="sluice",
@@ -37,25 +45,10 @@ def _parser() -> CommandParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print it")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="run a whole topology on this machine")
-    tune = commands.add_parser("tune", help="supervised fine-tuning of a configuration's model on the replies of its data")
-    evaluate = commands.add_parser("eval", help="evaluate the model of a configuration; train nothing")
-    validate = commands.add_parser("validate", help="check a configuration; start nothing")
-    simulate = commands.add_parser("simulate", help="what a configuration would do, and what would change it; start nothing")
-    play = commands.add_parser("play", help="play one task of a configuration, and print the conversation; train nothing")
-    play.add_argument("--task", type=int, default=0, metavar="N", help="which one, from 0 (default: 0)")
-    for command in (train, tune, evaluate, play, validate, simulate):
-        command.add_argument("config", type=Path, help="a YAML file")
-        command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-    serve = commands.add_parser("serve", help="an endpoint for agents, in OpenAI's and Anthropic's API; train nothing")
-    serve.add_argument("model", help="a Hugging Face folder, or a run's")
-    serve.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
-    for command in (train, tune, evaluate, play, serve):
-        command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
-
-    of_command.add_simulate(simulate)
+    of_command.add_running(commands)
     commands.add_parser("schema", help="print the configuration's JSON Schema")
     of_command.add_render(commands.add_parser("render", help="write the files that start a run on several machines"))
 
@@ -101,12 +94,30 @@ def _tell(*lines: str) -> None:
         print(shown(f"error: {line}"), file=sys.stderr)
 
 
-def _train(options: argparse.Namespace) -> int:
-    from launcher.node.local_node import LocalNode
+def _config(options: argparse.Namespace) -> Config:
     from runtime.config import loading
 
-    config = loading.resolve(loading.load(options.config, options.overrides))
+    return loading.resolve(loading.load(options.config, options.overrides))
+
+
+def _train(options: argparse.Namespace) -> int:
+    from launcher.node.local_node import LocalNode
+
+    config = _config(options)
     return run_training(config, LocalNode.of(config), options.verbose)
+
+
+def _quickstart(options: argparse.Namespace) -> None:
+    from launcher.commands import quickstart
+    from runtime.telemetry.shown import shown
+
+    options.config = quickstart.FILE
+    if options.write is not None:
+        told = quickstart.write(options.write, options.overrides)
+    else:
+        _train(options)  # which raises where it fails
+        told = quickstart.advice(_config(options).run.dir)
+    print(*map(shown, told), sep="\n")
 
 
 def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
@@ -158,13 +169,12 @@ def _eval(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     from launcher.commands.evaluate import evaluate, own_folder
-    from runtime.config import loading
     from runtime.evaluation import results as evaluation
     from runtime.evaluation.table import render
     from runtime.telemetry.shown import say
 
     console = Console()
-    config = own_folder(loading.resolve(loading.load(options.config, options.overrides)))
+    config = own_folder(_config(options))
     result = _watched(console, options.verbose, lambda view: evaluate(config, view))
     console.print(render([result]))
     say(console, f"results and replies: {evaluation.folder_for(Path(config.run.dir), result.step)}")
@@ -183,11 +193,9 @@ def _say_result(options: argparse.Namespace, work: Callable[[Config, View], Coro
     """Print what a command on a configuration says in the end."""
     from rich.console import Console
 
-    from runtime.config import loading
     from runtime.telemetry.shown import say
 
-    console = Console()
-    config = loading.resolve(loading.load(options.config, options.overrides))
+    console, config = Console(), _config(options)
     say(console, _watched(console, options.verbose, lambda view: work(config, view)))
 
 
@@ -319,7 +327,7 @@ def _import(options: argparse.Namespace) -> None:
 
 def _bench(options: argparse.Namespace) -> None:
     root = Path(__file__).parents[1]
-    if not (root / "benchmarks").is_dir():
+    if not (root / "benchmarks" / "command.py").is_file():
         raise UserError(f"bench {options.name}: the benchmarks are not installed; take `sluice` from a clone of the source")
     sys.path.append(str(root))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(root))))  # of what they start
@@ -336,6 +344,7 @@ def _accept(options: argparse.Namespace) -> int:
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "quickstart": _quickstart,
     "train": _train,
     "tune": _tune,
     "eval": _eval,

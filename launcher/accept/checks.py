@@ -114,7 +114,7 @@ async def accept(device: Device, folder: Path, config: Path, steps: int, show: C
 
 def _begin(folder: Path, config: Path) -> None:
     if not config.is_file():
-        raise UserError(f"--config: there is no file {config}; name a configuration such as configs/quickstart.yaml")
+        raise UserError(f"--config: there is no file {config}; must be a configuration")
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--out: {folder} is not empty")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,36 @@
-"""The options of the commands that look at a run, and of those that have many of them."""
+"""The options of the commands."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from launcher.commands.quickstart import FILE
 from runtime import timeouts
 from runtime.process.command_line import CommandParser
+
+
+def add_running(commands: argparse._SubParsersAction[CommandParser]) -> None:
+    """Commands on a configuration."""
+    quickstart = commands.add_parser("quickstart", help="train a tiny model from nothing; what it takes comes along")
+    quickstart.add_argument("--write", type=Path, metavar="FILE", help="only write its configuration there, to begin from")
+    train = commands.add_parser("train", help="run a whole topology on this machine")
+    tune = commands.add_parser("tune", help="supervised fine-tuning of a configuration's model on the replies of its data")
+    evaluate = commands.add_parser("eval", help="evaluate the model of a configuration; train nothing")
+    validate = commands.add_parser("validate", help="check a configuration; start nothing")
+    simulate = commands.add_parser("simulate", help="what a configuration would do, and what would change it; start nothing")
+    play = commands.add_parser("play", help="play one task of a configuration, and print the conversation; train nothing")
+    play.add_argument("--task", type=int, default=0, metavar="N", help="which one, from 0 (default: 0)")
+    for command in (train, tune, evaluate, play, validate, simulate):
+        command.add_argument("config", type=Path, help="a YAML file")
+        command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
+    serve = commands.add_parser("serve", help="an endpoint for agents, in OpenAI's and Anthropic's API; train nothing")
+    serve.add_argument("model", help="a Hugging Face folder, or a run's")
+    for command in (serve, quickstart):
+        command.add_argument("overrides", nargs="*", default=[], metavar="key.path=value")
+    for command in (train, tune, evaluate, play, serve, quickstart):
+        command.add_argument("-v", "--verbose", action="store_true", help="show what each process writes to its log")
+    add_simulate(simulate)
 
 
 def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
@@ -241,5 +265,5 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     accept = commands.add_parser("accept", help="check this machine with its devices, and write a report to send back")
     accept.add_argument("--device", choices=("cpu", "cuda", "npu"), required=True)
     accept.add_argument("--out", type=Path, metavar="FOLDER", help="of the report (default: accept/DEVICE)")
-    accept.add_argument("--config", type=Path, metavar="FILE", default=Path("configs/quickstart.yaml"), help="what is trained")
+    accept.add_argument("--config", type=Path, metavar="FILE", default=FILE, help="what is trained (default: the quickstart)")
     accept.add_argument("--steps", type=int, metavar="N", default=20, help="of that training (default: 20)")

@@ -21,7 +21,7 @@ def test_a_configuration_is_needed_and_overrides_are_not(command: list[str], cap
     ("command", "named"),
     [
         ([], "arguments are required: COMMAND"),
-        (["trian"], r"argument COMMAND: invalid choice: 'trian' \(choose from '?train'?, "),
+        (["trian"], r"argument COMMAND: invalid choice: 'trian' \(choose from '?quickstart'?, '?train'?, "),
         (["bench", "nothing"], r"argument name: invalid choice: 'nothing' \(choose from '?all'?, "),
         (["samples", "runs/a", "--limit", "few"], "argument --limit: invalid int value: 'few'"),
         (["status", "runs/a", "--wach"], "unrecognized arguments: --wach"),

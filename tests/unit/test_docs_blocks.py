@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from launcher import cli
-from launcher.commands import serve
+from launcher.commands import quickstart, serve
 from launcher.commands.validate import validate
 from launcher.node import __main__ as node
 from launcher.render import command as render
@@ -199,6 +199,8 @@ def sluice(arguments: list[str], workplace: Workplace) -> None:
         workplace.prepare(workplace.file(str(options.config)), options.overrides)
     elif options.command == "serve":
         serve.config_for(options.model, options.overrides)
+    elif options.command == "quickstart":
+        load(quickstart.FILE, options.overrides)
     elif "overrides" in options:
         options.config = workplace.file(str(options.config))
         options.overrides = workplace.supplied(options.config, options.overrides)
