@@ -78,13 +78,6 @@ FOLDER_REMOVAL = 5.0  # deadline of removing an epoch's files
 
 # ------------------------------------------------------------------------------------------------ rewards and vLLM
 
-CALL_LEAST = 0.2  # the least that another rollout is given for a call whose first one was lost
-GATEWAY_RETRY = 1.0  # after which whoever is answered 429 or 503 is to ask again
-TASK_WAIT = 60.0  # the most that a program which asks for a task is let wait
-NOBODY_ASKS = 30.0  # without any program that asks for a task, until the log says so
-LOOP_LOOK = 0.05  # between two looks of a gateway at how late its event loop is
-LOOP_TURN = 0.0005  # after which a gateway's event loop is given the interpreter that another thread holds
-EPISODE_END = 5.0  # that a gateway has to close a group's episodes after `deadlines.episode`
 REWARD_WORKER_START = 60.0  # deadline of a worker until its rules are imported
 REWARD_WORKER_REAP = 10.0  # deadline from SIGKILL until a worker is gone
 REWARD_TASK_PATIENCE = 0.25  # of one task, until those behind it in its batch may go to another worker
@@ -104,6 +97,13 @@ VLLM_LAST_OUTPUT = 5.0  # deadline from vLLM's failure until what it printed is 
 
 # ------------------------------------------------------------------------------------------------ the gateway
 
+CALL_LEAST = 0.2  # the least that another rollout is given for a call whose first one was lost
+GATEWAY_RETRY = 1.0  # after which whoever is answered 429 or 503 is to ask again
+TASK_WAIT = 60.0  # the most that a program which asks for a task is let wait
+NOBODY_ASKS = 30.0  # without any program that asks for a task, until the log says so
+LOOP_LOOK = 0.05  # between two looks of a gateway at how late its event loop is
+LOOP_TURN = 0.0005  # after which a gateway's event loop is given the interpreter that another thread holds
+EPISODE_END = 5.0  # that a gateway has to close a group's episodes after `deadlines.episode`
 AGENT_FORK = 60.0  # deadline of a new process of an agent; where it imports for itself, of that too
 AGENT_LAST_WORD = 0.1  # after a worker of agents is gone, until its nursery has said how
 REQUEST_BODY = 60.0  # deadline of a request's body behind its head

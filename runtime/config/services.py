@@ -279,7 +279,7 @@ Spread = Trainer | ReferenceScorer
 
 
 class Services(Section, frozen=True):
-    """One section a role. A key here overrides the files of `preset` and `environment`, variable by variable."""
+    """One section a role. A key here overrides the files of `preset` and `platform`, variable by variable."""
 
     preset: str = ""
     """A layout of one model on one kind of node, `qwen25_7b_8` for example (`configs/models`), or a path to a YAML file: values

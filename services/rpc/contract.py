@@ -281,18 +281,18 @@ _JOIN, _COMMIT, _ABORT = "publication.join_timeout", "publication.commit_timeout
 _CONTROL: dict[str, Any] = {"priority": Priority.CONTROL}
 _ALL: dict[str, Any] = {"ranks": Ranks.ALL}
 _OF_GROUP = ("group_id", "attempt")
-_SEEN = (keys.COORDINATOR, keys.AGENT, keys.OPERATOR)
+_OBSERVERS = (keys.COORDINATOR, keys.AGENT, keys.OPERATOR)
 _PROCESSES = (keys.PROCESS, keys.GATEWAY)
-_PLAYED = (keys.GATEWAY,)
+_GATEWAYS = (keys.GATEWAY,)
 
 
 _ROWS = (
-    _method("Process", "Status", None, status.Status, callers=_SEEN, **_CONTROL),
+    _method("Process", "Status", None, status.Status, callers=_OBSERVERS, **_CONTROL),
     _method("Process", "Stop", status.Stop, None, **_CONTROL),
     _method("Process", "Profile", status.Profile, status.Profiled, callers=(keys.OPERATOR,), **_CONTROL),
     _method("Coordinator", "Register", status.Registration, None, callers=_PROCESSES, speaker=("name", "incarnation")),
-    _method("Coordinator", "Processes", None, status.Topology, callers=_SEEN),
-    _method("Coordinator", "Watch", None, status.Progress, callers=_SEEN),
+    _method("Coordinator", "Processes", None, status.Topology, callers=_OBSERVERS),
+    _method("Coordinator", "Watch", None, status.Progress, callers=_OBSERVERS),
     _method("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment, callers=(keys.AGENT,), speaker=("name",)),
     _method("Coordinator", "ReportPaths", nodes.NodePaths, None, callers=(keys.AGENT,), speaker=("node",)),
     _method("Coordinator", "ReportDeath", nodes.Death, None, callers=(keys.AGENT,), speaker=("node",)),
@@ -301,9 +301,9 @@ _ROWS = (
     _command("Gateway", PlayRequest, "deadlines.episode", name="Play", key=_OF_GROUP),
     _command("Gateway", commands.UsePeers, _JOIN, **_CONTROL),
     _command("Gateway", commands.Hurry, _JOIN, **_CONTROL),
-    _method("Environment", "Describe", None, EnvironmentDescription, callers=_PLAYED),
-    _method("Environment", "Run", EpisodeRequest, EpisodeEvent, callers=_PLAYED, streamed=True),
-    _method("Environment", "Cancel", CancelRequest, None, callers=_PLAYED),
+    _method("Environment", "Describe", None, EnvironmentDescription, callers=_GATEWAYS),
+    _method("Environment", "Run", EpisodeRequest, EpisodeEvent, callers=_GATEWAYS, streamed=True),
+    _method("Environment", "Cancel", CancelRequest, None, callers=_GATEWAYS),
     _command(
         *("Rollout", GroupRequest, "deadlines.generate"),
         name="Generate",

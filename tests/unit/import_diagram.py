@@ -19,7 +19,7 @@ SHARED = ("runtime", "config", "process", "telemetry")  # what everything may im
 
 
 def package(module: str) -> str:
-    """The package of a module as the diagram has it: "pipeline" of runtime.coordinator.buffer."""
+    """The package of a module as the diagram has it: "coordinator" of runtime.coordinator.buffer."""
     first, *rest = module.split(".")
     if first != "runtime":
         return first
