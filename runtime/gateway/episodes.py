@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from runtime import timeouts
 from runtime.environments.messages import STOP_REASONS
 from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
-from runtime.gateway.conversation import TOO_LONG, Completion, PolicyCall, Refused, Told
+from runtime.gateway.conversation import TOO_LONG, Completion, Message, PolicyCall, Refused, Told
 from runtime.gateway.episode import Begun, GatewayEpisode, Playing, SharedCall, finished
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process.aio import TaskGroup, done_within, first_error, now
@@ -238,6 +238,10 @@ class Episodes:
         if call.branch:
             episode.branches[call.branch] = completion.id
         return completion
+
+    def history(self, episode: GatewayEpisode, completion_id: str) -> tuple[Message, ...]:
+        """The conversation up to and with the reply of a completion. Refused: 404."""
+        return episode.graph.history(completion_id)
 
     def reward(self, episode: GatewayEpisode, value: float, completion: str = "") -> None:
         """Of a completion; empty: of the whole episode. Refused: 404 for an unknown completion, 400 if not finite."""

@@ -120,7 +120,7 @@ class _GatewayRoutes:
         asked = await _aside(len(body) > LONG_BODY, parse, body)
         call = asked.call
         if isinstance(asked, responses.ResponseAsked) and asked.previous:
-            call = asked.continues(episode.graph.history(asked.previous))
+            call = asked.continues(self._episodes.history(episode, asked.previous))
         key = request.headers.get("Idempotency-Key")
         digest = xxhash.xxh3_128_hexdigest(f"{request.method} {request.path}\n".encode() + body)
         branch = request.match_info.get("branch", "")

@@ -66,9 +66,7 @@ class TuneRank:
         every, loss = self._config.checkpoint.every, math.nan
         while self._trainer.step < self._steps and not self._info.largest([int(self.stopped)])[0]:
             begun = time.monotonic()
-            self._trainer.begin_step(self._trainer.step)
-            self._trainer.accumulate(self._share(), last=True)
-            result = self._trainer.apply()
+            result = self._step()
             step, loss = self._trainer.step, result.metrics.get(f"{PREFIX}loss", math.nan)
             if trackers is not None:
                 await trackers.log(step, self._metrics(result, time.monotonic() - begun))
@@ -81,6 +79,11 @@ class TuneRank:
         if trackers is not None:
             await trackers.close()
             self._tell("done", loss, said=self._lessons.said)
+
+    def _step(self) -> StepResult:
+        self._trainer.begin_step(self._trainer.step)
+        self._trainer.accumulate(self._share(), last=True)
+        return self._trainer.apply()
 
     def _share(self) -> list[TrainGroup]:
         """This rank's rows of the next conversations, of which no two ranks that are given data have one."""

@@ -220,7 +220,7 @@ def read_core(folder: Path) -> None:
     for name, tensor in core._stored.items():
         if tensor.size.numel() <= 1 << 20:
             core.specs[name] = checkpoint_spec(name, tensor)
-            core.read(name)
+            core.get(name)
 
 
 def checkpoint_spec(name: str, tensor: Any) -> Any:
