@@ -117,7 +117,7 @@ def _quickstart(options: argparse.Namespace) -> None:
     else:
         _train(options)  # which raises where it fails
         told = quickstart.advice(_config(options).run.dir)
-    print(*map(shown, told), sep="\n")
+    print("\n".join(map(shown, told)))
 
 
 def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
