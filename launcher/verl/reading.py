@@ -94,10 +94,10 @@ def _sections(file: Path, text: str) -> dict[str, Any]:
             raise ConfigError([f"{file}: begins as what verl prints of its configuration, but does not end so"]) from error
     else:
         raw = read_mapping(file, "verl's sections are needed")
-    if not any(isinstance(raw.get(section), dict) for section in _SECTIONS):
-        other = "sluice import-mindspeed" if "rl_config" in raw else "sluice validate" if "run" in raw else ""
+    other = "sluice import-mindspeed" if "rl_config" in raw else "sluice validate" if "run" in raw else ""
+    if other or not any(isinstance(raw.get(section), dict) for section in _SECTIONS):
         hint = f"; {other} reads it" if other else f" ({', '.join(_SECTIONS)})"
-        raise ConfigError([f"{file}: has none of verl's sections, and is no script that calls its trainer{hint}"])
+        raise ConfigError([f"{file}: is no configuration of verl's, and no script that calls its trainer{hint}"])
     names = [each for each in raw.pop("defaults", None) or [] if isinstance(each, str) and "trainer" in each]
     return dict([("config_name", name) for name in names[:1]] + _flat(raw, ""))
 

@@ -244,8 +244,8 @@ def test_the_model_cannot_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixt
         ("a.yaml", "data: [\n", "not valid YAML"),
         (
             "a.yaml",
-            "run: {name: a}\n",
-            "has none of verl's sections, and is no script that calls its trainer; sluice validate reads",
+            "run: {name: a}\ndata: {train: a.jsonl}\n",
+            "is no configuration of verl's, and no script that calls its trainer; sluice validate reads",
         ),
         ("a.yaml", "rl_config: {}\n", "sluice import-mindspeed reads it"),
         ("a.yaml", "text\n", "not a mapping of keys"),
