@@ -34,6 +34,7 @@ NAME_LOOKUP = 1  # deadline of the system's name lookups in a process, in whole 
 BEAT = 1.0  # between two words of a process on what it is at, and two looks of its agent
 STALL_LEAST = 10.0  # the least limit of a phase that `deadlines.stall` does not name
 STACKS = 5.0  # deadline of py-spy
+STACKS_WRITTEN = 0.1  # time for the stacks of one rank, before the next writes its own into the same log
 RUN_LOCK_POLL = 0.05  # poll for a run's lock, which a command that only looks holds for a moment
 PROGRESS_LINE = 5.0  # between two lines of progress where there is no terminal
 PROFILE = 600.0  # deadline of a profile until it is written, unless `sluice profile` is told another

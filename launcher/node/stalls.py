@@ -135,23 +135,27 @@ class Beats:
 
 
 async def keep_stacks(log: Log, ranks: Mapping[int, Heard]) -> None:
-    """Each of the ranks writes its stacks into their `log`, and its collectives beside it. Where py-spy is installed, the log
-    has what that finds too: of a process that is stopped, it alone can tell."""
+    """Each of the ranks, one after the other, writes its stacks into their `log`, and its collectives beside it. Where py-spy
+    is installed, the log has what that finds too: of a process that is stopped, it alone can tell."""
+    spy = find_program("py-spy")
     for heard in ranks.values():
         with suppress(ProcessLookupError):
             os.kill(heard.pid, signal.SIGUSR1)
-    if (spy := find_program("py-spy")) is None:
-        return
-    for heard in ranks.values():
-        command = (spy, "dump", "--nonblocking", "--pid", str(heard.pid))
-        process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
-        )
-        try:
-            log.add((await asyncio.wait_for(process.communicate(), timeouts.STACKS))[0])
-        except asyncio.TimeoutError:
-            process.kill()
-            await process.wait()
+        await asyncio.sleep(timeouts.STACKS_WRITTEN)  # in pieces, which those of two ranks would tear
+        if spy is not None:
+            log.add(await _spied(spy, heard.pid))
+
+
+async def _spied(spy: str, pid: int) -> bytes:
+    """What py-spy finds the process at; nothing if it does not end within its deadline."""
+    command = (spy, "dump", "--nonblocking", "--pid", str(pid))
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
+    try:
+        return (await asyncio.wait_for(process.communicate(), timeouts.STACKS))[0]
+    except asyncio.TimeoutError:
+        process.kill()
+        await process.wait()
+        return b""
 
 
 def is_stopped(pid: int) -> bool:

