@@ -112,16 +112,15 @@ class Buffer:
         self._record(group, "admitted", ticket=ticket)
         return group
 
-    def dispatch(self, group_id: int, replica: str) -> Group:
+    def dispatch(self, group_id: int, replica: str) -> None:
         """`replica` is asked to generate the group. Its oldest token will be of the committed version or a later one."""
         due = staleness.deadline(self.committed, self.staleness)
         group = self._apply(group_id, states.Dispatched(), replica=replica, deadline=due)
         group.attempt += 1
         group.dispatched = group.since
         self._record(group, "generating", replica=replica, attempt=group.attempt, due=due)
-        return group
 
-    def generated(self, result: GeneratedGroup) -> Group:
+    def generated(self, result: GeneratedGroup) -> None:
         group = self._apply(result.group_id, states.Generated())
         due = staleness.deadline(result.oldest.step, self.staleness)
         if group.deadline is None or due < group.deadline:
@@ -132,29 +131,17 @@ class Buffer:
         self._record(group, "generated", generated=result)
         self.ready_changed.set()
         self.room_changed.set()
-        return group
 
-    def scored(self, scores: Scores) -> Group:
-        group = self._mark(scores.group_id, Mark.SCORED)
-        group.scores = scores
-        self._record(group, "scored", scores=scores)
-        self.ready_changed.set()
-        return group
+    def scored(self, scores: Scores) -> None:
+        self._mark(scores.group_id, Mark.SCORED, "scored", scores=scores)
 
-    def referenced(self, group_id: int, logprobs: bytes) -> Group:
-        group = self._mark(group_id, Mark.REFERENCED)
-        group.reference = logprobs
-        self._record(group, "referenced", reference=logprobs)
-        self.ready_changed.set()
-        return group
+    def referenced(self, group_id: int, logprobs: bytes) -> None:
+        self._mark(group_id, Mark.REFERENCED, "referenced", reference=logprobs)
 
-    def valued(self, group_id: int, values: bytes) -> Group:
-        group = self._mark(group_id, Mark.VALUED)
-        group.values = values
-        self._record(group, "valued", values=values)
-        return group
+    def valued(self, group_id: int, values: bytes) -> None:
+        self._mark(group_id, Mark.VALUED, "valued", values=values)
 
-    def lose(self, group_id: int) -> Group:
+    def lose(self, group_id: int) -> None:
         """Its replica or payload is gone: back to `admitted`, to be dispatched again. A group that was taken can be lost
         only until a later step takes one (read the payloads as they are taken)."""
         group = self._apply(group_id, states.Lost())
@@ -165,7 +152,6 @@ class Buffer:
         self._record(group, "lost")
         self.ready_changed.set()
         self.room_changed.set()
-        return group
 
     def drop(self, group_id: int, why: str) -> Ticket:
         """Give the group up; its ticket says which prompt to give back. One that was taken can be dropped only while its
@@ -208,7 +194,7 @@ class Buffer:
             self.room_changed.set()
         return taken
 
-    def consume(self, step: int, seconds: float = 0.0) -> list[Group]:
+    def consume(self, step: int, seconds: float = 0.0) -> None:
         """`step` has been applied, on which the trainer worked so long. Raises InvariantViolated when a token it trained on is
         older than the bound allows."""
         if self._depth is not None:
@@ -222,17 +208,14 @@ class Buffer:
             self._apply(group.group_id, states.Consumed(step))
             self._record(group, "consumed")
         self.commit(self.committed)
-        return batch
 
-    def commit(self, version_step: int) -> list[int]:
-        """The version `version_step` counts from now on; the groups that it trained on retire. Returns their ids."""
+    def commit(self, version_step: int) -> None:
+        """The version `version_step` counts from now on; the groups that it trained on retire."""
         self.committed = version_step
-        retired = [group for group in self if group.state.step is not None and group.state.step < version_step]
-        for group in retired:
+        for group in [one for one in self if one.state.step is not None and one.state.step < version_step]:
             self._apply(group.group_id, states.Retired())
             self._record(group, "retired")
             self._leave(group)
-        return [group.group_id for group in retired]
 
     def load(self, rows: Sequence[GroupRow]) -> list[int]:
         """Take over what the ledger restored. Returns the groups that have to be generated again although they are intact,
@@ -345,13 +328,12 @@ class Buffer:
             raise InvariantViolated(f"group {group.group_id} of step {group.taken} was lost while step {self.step} is filled")
         self._filled -= 1
 
-    def _mark(self, group_id: int, mark: Mark) -> Group:
-        group = self._apply(group_id, states.Marked(mark))
-        if group.state.phase == Phase.READY:
-            if self._depth is not None and group.dispatched:
-                self._depth.became_ready(group.since - group.dispatched)
-            self.ready_changed.set()
-        return group
+    def _mark(self, group_id: int, mark: Mark, stamp: str, **what: object) -> None:
+        group = self._apply(group_id, states.Marked(mark), **what)
+        self._record(group, stamp, **what)
+        if group.state.phase == Phase.READY and self._depth is not None and group.dispatched:
+            self._depth.became_ready(group.since - group.dispatched)
+        self.ready_changed.set()
 
     def _apply(self, group_id: int, event: Event, **fields: object) -> Group:
         """`fields` are what changes with its state."""
