@@ -126,10 +126,6 @@ class Attempt:
             if self._evaluating is not None:
                 self._evaluating.cancel()
 
-    @property
-    def stop_reason(self) -> str:
-        return self.buffer.stop_reason
-
     async def execute(self) -> bool:
         """Run the attempt. False: the run is over. True: a model was lost, and the models of the next attempt serve.
 
