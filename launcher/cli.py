@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -211,35 +212,6 @@ def _serve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _validate(options: argparse.Namespace) -> int:
-    from launcher.commands.validate import validate
-
-    validate(options.config, options.overrides)
-    return 0
-
-
-def _simulate(options: argparse.Namespace) -> int:
-    from launcher.commands.simulate import simulate
-
-    with ended_as_by_ctrl_c():
-        simulate(options.config, options.overrides, options.source, options.sweep, options.steps, options.picture, options.lend)
-    return 0
-
-
-def _scale(options: argparse.Namespace) -> int:
-    from launcher.commands import scale
-
-    print(asyncio.run(scale.scale(options.run, options.wanted)))
-    return 0
-
-
-def _profile(options: argparse.Namespace) -> int:
-    from launcher.commands import profile
-
-    asyncio.run(profile.profile(options))
-    return 0
-
-
 def _schema(options: argparse.Namespace) -> int:
     import json
 
@@ -249,95 +221,11 @@ def _schema(options: argparse.Namespace) -> int:
     return 0
 
 
-def _render(options: argparse.Namespace) -> int:
-    from launcher.render import command as render
-
-    for path in render.render(options):
-        print(path)
-    return 0
-
-
-def _status(options: argparse.Namespace) -> int:
-    from launcher.commands import status
-
-    asyncio.run(status.show(options.run, options.watch, options.grpcurl, options.gateway))
-    return 0
-
-
-def _samples(options: argparse.Namespace) -> int:
-    from launcher.commands import samples
-
-    samples.show(options)
-    return 0
-
-
-def _report(options: argparse.Namespace) -> int:
-    from launcher.commands import report
-
-    print(report.report(options.run, options.output))
-    return 0
-
-
-def _why(options: argparse.Namespace) -> int:
-    from launcher.commands import why
-
-    why.why(options.run, options.steps, options.json)
-    return 0
-
-
 def _page(options: argparse.Namespace) -> int:
     from launcher.page.server import serve
 
     with ended_as_by_ctrl_c():
         asyncio.run(serve(options.folder, options.host, options.port, lambda address: print(address, flush=True)))
-    return 0
-
-
-def _trace(options: argparse.Namespace) -> int:
-    from launcher.commands import trace
-
-    if options.otlp is not None:
-        from launcher.commands import otlp
-        from runtime.telemetry.shown import shown
-
-        print(shown(f"{otlp.export(options.run, options.steps, options.otlp)} spans sent to {options.otlp}"))
-        return 0
-    print(trace.trace(options.run, options.steps, options.output))
-    return 0
-
-
-def _data(options: argparse.Namespace) -> int:
-    from launcher.commands import prepare
-
-    prepare.run(options.config, options.overrides)
-    return 0
-
-
-def _score(options: argparse.Namespace) -> int:
-    from launcher.commands import score
-
-    score.score(options.file, options.verifier, options.workers, options.timeout, options.output)
-    return 0
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from launcher.commands import convert
-
-    convert.run(options)
-    return 0
-
-
-def _check_template(options: argparse.Namespace) -> int:
-    from launcher.commands import check_template
-
-    return check_template.check(options.model)
-
-
-def _import_mindspeed(options: argparse.Namespace) -> int:
-    from launcher.commands import import_mindspeed
-
-    without = [name for name in options.without.split(",") if name.strip()]
-    import_mindspeed.run(options.file, options.models, options.output, options.report, without)
     return 0
 
 
@@ -354,10 +242,14 @@ def _bench(options: argparse.Namespace) -> int:
     return 0
 
 
-def _accept(options: argparse.Namespace) -> int:
-    from launcher.accept import command
+def _run_of(module: str) -> Callable[[argparse.Namespace], int]:
+    """`run` of a command's module in `launcher`, which gives its exit code, None for 0."""
 
-    return command.run(options)
+    def run(options: argparse.Namespace) -> int:
+        code: int | None = importlib.import_module(f"launcher.{module}").run(options)
+        return code or 0
+
+    return run
 
 
 _COMMANDS = {
@@ -366,25 +258,25 @@ _COMMANDS = {
     "eval": _eval,
     "play": _play,
     "serve": _serve,
-    "validate": _validate,
-    "simulate": _simulate,
+    "validate": _run_of("commands.validate"),
+    "simulate": _run_of("commands.simulate"),
     "schema": _schema,
-    "render": _render,
-    "status": _status,
-    "scale": _scale,
-    "profile": _profile,
-    "samples": _samples,
-    "report": _report,
-    "why": _why,
-    "trace": _trace,
+    "render": _run_of("render.command"),
+    "status": _run_of("commands.status"),
+    "scale": _run_of("commands.scale"),
+    "profile": _run_of("commands.profile"),
+    "samples": _run_of("commands.samples"),
+    "report": _run_of("commands.report"),
+    "why": _run_of("commands.why"),
+    "trace": _run_of("commands.trace"),
     "page": _page,
-    "data": _data,
-    "score": _score,
-    "convert": _convert,
-    "check-template": _check_template,
-    "import-mindspeed": _import_mindspeed,
+    "data": _run_of("commands.prepare"),
+    "score": _run_of("commands.score"),
+    "convert": _run_of("commands.convert"),
+    "check-template": _run_of("commands.check_template"),
+    "import-mindspeed": _run_of("commands.import_mindspeed"),
     "bench": _bench,
-    "accept": _accept,
+    "accept": _run_of("accept.command"),
 }
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,11 +20,13 @@ _PRINTED = 200  # columns, where nobody's terminal says how many
 _WIDEST = {"MindSpeed-RL": 60, "value": 30}  # columns of the table's
 
 
-def run(file: Path, models: Path | None, output: Path, told: Path | None, without: Sequence[str]) -> None:
-    """Translate `file` into `output`, and print what became of each key; into `told` as well where that is given.
+def run(options: argparse.Namespace) -> None:
+    """Translate the file, and print what became of each key; into the report as well where one is wanted.
 
     Raises UserError: one line per fault, and nothing is written.
     """
+    file, models, output, told = options.file, options.models, options.output, options.report
+    without = [name for name in options.without.split(",") if name.strip()]
     faults = list(_unwritable({"--output": output, "--report": told}))
     if models is not None and not models.is_dir():
         faults.append(f"--models: '{models}' is not a folder")

@@ -19,6 +19,10 @@ LONGEST = 1_000_000
 STEPS, SECONDS = 1, 5.0  # where the user does not say; a process takes what it is measured in
 
 
+def run(options: argparse.Namespace) -> None:
+    asyncio.run(profile(options))
+
+
 async def profile(options: argparse.Namespace) -> None:
     """Print what was written. Raises UserError, a line for each process that wrote nothing, once all have answered."""
     address, own = address_of(options.run, "profile"), keys.of_user(options.run)
