@@ -198,17 +198,8 @@ def _serve(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from launcher.commands.serve import serve
-    from launcher.job import Interrupted
-    from launcher.view import View
-    from runtime.telemetry.shown import say
 
-    console = Console()
-    try:
-        with View(console, verbose=options.verbose) as view:
-            serve(options.model, options.overrides, view)
-    except Interrupted as how:
-        say(console, str(how))
-        return how.code
+    _watched(Console(), options.verbose, lambda view: serve(options.model, options.overrides, view))
     return 0
 
 

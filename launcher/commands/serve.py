@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -53,10 +52,6 @@ class Serving(Job[None]):
     stopped_early = "stopped before it served"
     stopped_late = "stopped at once"
 
-    @classmethod
-    def of(cls, config: Config, view: View) -> Serving:
-        return cls(config, view, LocalNode.of(config))
-
     async def prepared(self) -> Config:
         self.check(self.config)
         run_folder.begin(self.folder, self.config)
@@ -72,6 +67,7 @@ class Serving(Job[None]):
         return
 
 
-def serve(model: str, overrides: Sequence[str], view: View) -> None:
+async def serve(model: str, overrides: Sequence[str], view: View) -> None:
     """Raises UserError for the user's mistakes, ServiceFault for a fault, Interrupted; no process is left either way."""
-    asyncio.run(Serving.of(config_for(model, overrides), view).run())
+    config = config_for(model, overrides)
+    await Serving(config, view, LocalNode.of(config)).run()

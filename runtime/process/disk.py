@@ -1,4 +1,4 @@
-"""Writing where there is no room for now, or a file system that fails: it waits, says once for what, and tries again; and a sync."""
+"""Writing where there is no room for now, or a file system that fails: it waits, says so once, and tries again; and a sync."""
 
 from __future__ import annotations
 
