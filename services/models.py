@@ -183,6 +183,9 @@ class FrozenModelService(process.Service):
         with progress.work.at("forward", f"{len(requests)} requests"):
             return self.answers(requests)
 
+    def handler(self, method: contract.Method) -> Handler:
+        return self.ask
+
     def ask(self, request: Any) -> asyncio.Future[Any]:
         """The answer, behind what was asked before. Cancelling it withdraws the question."""
         future = asyncio.get_running_loop().create_future()

@@ -140,7 +140,7 @@ class Nodes:
         waits = bool(self.config.cluster.min_nodes)
         self._placement = place(self.config, self.roster.offers, trains=self._trains, waits=waits)
         if self._placement.pending:
-            log.info("no room yet for %s", _names(self._placement.pending))
+            log.info("no room yet for %s", ", ".join(instance.name for instance in self._placement.pending))
         self._start([seat.instance for seat in self._placement.seats])
 
     def take_up(self, members: Members) -> None:
@@ -293,7 +293,3 @@ class Nodes:
 
 def _beyond(instance: Instance, replicas: int) -> bool:
     return instance.role == "rollout" and int(instance.name.rpartition("-")[2]) >= replicas
-
-
-def _names(instances: Sequence[Instance]) -> str:
-    return ", ".join(instance.name for instance in instances)

@@ -33,7 +33,7 @@ from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.history import RunHistory, write_course
 from runtime.coordinator.register import Register, UnitChange
-from runtime.coordinator.roles import UPDATED, Roles, wait_for
+from runtime.coordinator.roles import Roles, models, wait_for
 from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import PromptStream
 from runtime.errors import DeadlineExceeded, ServiceFault, StorageFull, Unreachable
@@ -145,11 +145,11 @@ class Recovery:
 
 async def models_back(config: Config, register: Register) -> None:
     """Wait until trainer and critic serve. Raises DeadlineExceeded, as `Recovery.wait_restarted` does."""
-    policies = [getattr(config.services, role).restarts for role in UPDATED if register.units(role)]
+    policies = [getattr(config.services, unit.role).restarts for unit in models(register)]
     timeout = config.deadlines.start + max(backoff(one, max(0, one.attempts - 1)) for one in policies)
 
     def missing() -> list[str]:
-        return [unit.name for role in UPDATED for unit in register.units(role) if unit.port is None]
+        return [unit.name for unit in models(register) if unit.port is None]
 
     if late := await wait_for(register, missing, now() + timeout):
         raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)

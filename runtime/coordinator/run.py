@@ -16,7 +16,7 @@ from runtime.coordinator.metrics_recorder import gap
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.recovery import models_back
 from runtime.coordinator.register import Register
-from runtime.coordinator.roles import Roles
+from runtime.coordinator.roles import Roles, models
 from runtime.coordinator.run_context import RunContext
 from runtime.coordinator.takeover import TakenUp
 from runtime.errors import SluiceError
@@ -54,7 +54,7 @@ class TrainingRun:
             found = await takeover.take_up(config, register, course)
         except SluiceError as error:
             log.warning("the run goes back to its newest checkpoint: %s", error)
-            for unit in takeover.models(register):
+            for unit in models(register):
                 register.lose(unit, str(error))
             history.lost(history.version.step)
             await models_back(config, register)
