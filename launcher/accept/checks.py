@@ -186,11 +186,8 @@ async def _run(check: str, command: Sequence[str], log: Path, figures: bool = Tr
     if code == 0:
         return CheckOutcome(check=check, result="passed", seconds=seconds, figures=json.loads(lines[-1]) if figures else {})
     late = [f"did not end within {deadline:g} s"] if seconds >= deadline else []
-    return CheckOutcome(check=check, result="failed", seconds=seconds, detail="\n".join(late + _last_lines(lines, log)))
-
-
-def _last_lines(printed: list[str], log: Path) -> list[str]:
-    return [*printed, *log.read_text(errors="replace").strip().splitlines()][-LAST:]
+    said = [*lines, *log.read_text(errors="replace").strip().splitlines()][-LAST:]
+    return CheckOutcome(check=check, result="failed", seconds=seconds, detail="\n".join(late + said))
 
 
 async def _about(device: Device) -> AcceptReport:

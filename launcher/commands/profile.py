@@ -51,10 +51,9 @@ def chosen(processes: Sequence[Registration], role: str | None, name: str | None
     """Those of the role, or the one of the name. Raises UserError where there are none."""
     found = [one for one in processes if name in (None, one.name) and role in (None, one.role)]
     if not found:
-        option, told = (
-            ("--process", [one.name for one in processes]) if role is None else ("--role", [p.role for p in processes])
-        )
-        raise UserError(f"profile: {option}: '{name or role}' is not one of {', '.join(dict.fromkeys(told))}")
+        option = "process" if role is None else "role"
+        known = dict.fromkeys(one.name if role is None else one.role for one in processes)
+        raise UserError(f"profile: --{option}: '{name or role}' is not one of {', '.join(known)}")
     return found
 
 

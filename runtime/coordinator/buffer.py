@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 from runtime.coordinator import staleness
 from runtime.coordinator.admission.depth import LATE, PipelineDepth
 from runtime.coordinator.group import Group, asked_of, restored
+from runtime.coordinator.staleness import most_live
 from runtime.errors import InvariantViolated
 from runtime.ledger import states
 from runtime.ledger.reader import GroupRow
@@ -71,7 +72,7 @@ class Buffer:
         """Nothing can be taken, and the trainer has nothing else to do."""
         self.limit = 0
         """How many groups rollouts may have, as it was said last."""
-        self._depth = depth
+        self._depth = depth or PipelineDepth(groups_per_step, most_live(staleness, groups_per_step), measured=False)
         self._journal = journal
         self._clock = clock
         self._filled = 0
@@ -162,7 +163,7 @@ class Buffer:
                 raise InvariantViolated(f"group {group_id} is in the batch of step {group.taken}")
             self._filled -= 1
         group = self._apply(group_id, states.Dropped(why))
-        if self._depth is not None and group.dispatched:
+        if group.dispatched:
             self._depth.dropped(group.since - group.dispatched)
         self._record(group, "dropped")
         self._leave(group)
@@ -197,8 +198,7 @@ class Buffer:
     def consume(self, step: int, seconds: float = 0.0) -> None:
         """`step` has been applied, on which the trainer worked so long. Raises InvariantViolated when a token it trained on is
         older than the bound allows."""
-        if self._depth is not None:
-            self._depth.stepped(seconds)
+        self._depth.stepped(seconds)
         batch = [group for group in self if group.taken == step and group.state.phase == Phase.READY]
         if len(batch) != self.groups_per_step:
             raise InvariantViolated(f"step {step} was applied with {len(batch)} groups of {self.groups_per_step}")
@@ -259,13 +259,12 @@ class Buffer:
     @property
     def depth(self) -> int:
         """How many groups may hold a place now."""
-        bound = staleness.most_live(self.staleness, self.groups_per_step)
-        return bound if self._depth is None else self._depth.target
+        return self._depth.target
 
     def late(self) -> Iterator[tuple[Group, float]]:
         """The groups under way that the trainer waits for alone, and for how many seconds more that is nothing out of the
         ordinary: `LATE` times what the slowest of a step takes."""
-        usual = LATE * (self._depth.slowest or 0.0) if self._depth is not None and self.trainer_waits else 0.0
+        usual = LATE * (self._depth.slowest or 0.0) if self.trainer_waits else 0.0
         for group in self if usual else ():
             if group.state.phase == Phase.GENERATING and group.deadline is not None and group.deadline <= self.step:
                 yield group, max(0.0, usual - (self._clock() - group.since))
@@ -331,7 +330,7 @@ class Buffer:
     def _mark(self, group_id: int, mark: Mark, stamp: str, **what: object) -> None:
         group = self._apply(group_id, states.Marked(mark), **what)
         self._record(group, stamp, **what)
-        if group.state.phase == Phase.READY and self._depth is not None and group.dispatched:
+        if group.state.phase == Phase.READY and group.dispatched:
             self._depth.became_ready(group.since - group.dispatched)
         self.ready_changed.set()
 

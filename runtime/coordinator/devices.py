@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
+from runtime.cluster.topology import alternates, reference_takes_part
 from runtime.commands import Level, Move, Offload
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
@@ -339,12 +339,6 @@ class ColocatedDevices(Devices):
         elif self._onloads_trainer or isinstance(action.command, Offload):
             await self._roles.trainer.call(action.command)
         self._handle(Moved())
-
-
-async def wake_without_trainer(config: Config, rollout: RolePort) -> None:
-    """A rollout on shared devices is asleep when it starts; where no trainer runs, it has them for good."""
-    if takes_turns(config):
-        await rollout.call(Move(Level.AWAKE))
 
 
 def _lacks_reference(group: Group) -> bool:

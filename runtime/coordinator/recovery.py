@@ -167,11 +167,7 @@ class Checkpoints:
         self._folder = context.folder
         self._settings = config.checkpoint
         self._seconds = config.deadlines.save
-        self._alternates = alternates(config)
-        self._retain_bytes = config.ledger.retain_bytes
         self._roles = roles
-        self._ledger = context.ledger
-        self._epoch = context.epoch
         self._stream = stream
         self._buffer = buffer
         self._incarnation = 0
@@ -216,7 +212,7 @@ class Checkpoints:
         return Position(
             version=PolicyVersion(self._incarnation, step),
             stream=self._stream.state(),
-            trained=await self._ledger.trained(step),
+            trained=await self._context.ledger.trained(step),
             pending=[group.ticket.problem for group in sorted(untrained, key=lambda group: group.group_id)],
             accuracy=self.newest_accuracy,
             best_accuracy=None if best is None else self.accuracy[best],
@@ -281,7 +277,7 @@ class Checkpoints:
         critics = replace(own, folder=str(partial / checkpoint.CRITIC))
         if roles.critic is None:
             saving = [roles.trainer.post(own)]
-        elif self._alternates:
+        elif alternates(self._context.config):
             saving = [self._one_by_one(own, critics, roles.trainer, roles.critic)]
         else:
             saving = [roles.trainer.post(own), roles.critic.post(critics)]
@@ -325,15 +321,16 @@ class Checkpoints:
                     self._history.saved(folder, totals)
                     if self._history.alarm == self._alarm:
                         self._history.alarm = ""
-        self._ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=self._epoch + now()))
+        at = self._context.epoch + now()
+        self._context.ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=at))
         write_course(self._context, self._roles, self._history)
-        await self._ledger.flush()
+        await self._context.ledger.flush()
         # Old checkpoints go, now that nobody would go back to one of them, and what the ledger keeps for them.
         best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None
         with _faults_told(folder):
             await self._on_disk(asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, (step, best)), folder)
         oldest = min(checkpoint.steps(self._folder), default=step)
-        await self._ledger.trim(oldest, self._retain_bytes)
+        await self._context.ledger.trim(oldest, self._context.config.ledger.retain_bytes)
 
     async def _on_disk(self, work: Awaitable[T], folder: Path) -> T:
         """Raises DeadlineExceeded when the file system does not answer within `deadlines.save`."""
