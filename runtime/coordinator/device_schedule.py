@@ -174,7 +174,7 @@ class DeviceSchedule:
             actions += self._enter(self._after(event))
         actions += self._orders()
         while self.phase in _REACHED and not self.waiting_for:
-            following = "ref_onload" if self.phase == "sleep" and self._refers else _REACHED[self.phase]
+            following: Phase = "ref_onload" if self.phase == "sleep" and self._refers else _REACHED[self.phase]
             actions += self._enter(following) + self._orders()
         return actions
 

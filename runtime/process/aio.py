@@ -45,7 +45,7 @@ async def done_within(work: Coroutine[Any, Any, Any], seconds: float) -> bool:
 async def unless_failed(beside: Collection[asyncio.Future[None]], work: Coroutine[Any, Any, T]) -> T:
     """What `work` gives. Raises what one of those `beside` it raises before, once `work` has ended for it."""
     task = asyncio.create_task(work)
-    going = set(beside)
+    going: set[asyncio.Future[Any]] = set(beside)
     try:
         while not task.done():
             done, _ = await asyncio.wait({*going, task}, return_when=asyncio.FIRST_COMPLETED)
