@@ -81,7 +81,6 @@ class Nodes:
                 self._leave(node.name)
 
     def close(self) -> None:
-        """End all streams."""
         for changed in self._streams.values():
             changed.set()
         self._streams = {}

@@ -237,7 +237,6 @@ def _write(folder: Path, report: AcceptReport) -> None:
 
 
 def render(report: AcceptReport) -> str:
-    """The report as Markdown."""
     whole = len(report.outcomes) == len(CHECKS)
     verdict = "**Failed**" if not report.passed else "Passed" if whole else "Not all checks were made"
     lines = [f"# Sluice on {report.device}", "", f"{report.began}. {verdict}.", ""]
@@ -254,5 +253,4 @@ def render(report: AcceptReport) -> str:
 
 
 def _short(value: Any) -> str:
-    """One cell of a table."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

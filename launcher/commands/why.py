@@ -86,7 +86,6 @@ Spans = Mapping[str, Sequence[TracedSpan]]
 
 
 def by_process(folder: Path) -> Spans:
-    """The spans of the run in `folder`."""
     files = SpanFolder(folder)
     files.follow()
     return files.by_process()

@@ -93,8 +93,6 @@ Event = Arrived | MemberLost | Reached | GenerationDone | Moved | Referred | Tra
 
 
 class TellLevel(Struct, frozen=True):
-    """Tell `member` to come to `level`."""
-
     member: Member
     level: Level
 
