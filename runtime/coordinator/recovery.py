@@ -21,7 +21,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -47,7 +47,6 @@ from runtime.telemetry.summary import Totals
 from runtime.types import PolicyVersion
 
 log = logging.getLogger("sluice")
-T = TypeVar("T")
 
 
 class Recovery:
@@ -332,10 +331,10 @@ class Checkpoints:
         oldest = min(checkpoint.steps(self._folder), default=step)
         await self._context.ledger.trim(oldest, self._context.config.ledger.retain_bytes)
 
-    async def _on_disk(self, work: Awaitable[T], folder: Path) -> T:
+    async def _on_disk(self, work: Awaitable[None], folder: Path) -> None:
         """Raises DeadlineExceeded when the file system does not answer within `deadlines.save`."""
         try:
-            return await asyncio.wait_for(work, self._seconds)
+            await asyncio.wait_for(work, self._seconds)
         except asyncio.TimeoutError:
             raise DeadlineExceeded("coordinator", "save", f"{folder}: the file system does not answer", self._seconds) from None
 

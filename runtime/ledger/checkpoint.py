@@ -176,12 +176,11 @@ def is_of(run_dir: Path, folder: Path) -> bool:
     return place == root
 
 
-def prune(run_dir: Path, keep: int, spared: Container[int | None]) -> list[int]:
-    """Delete all but the newest `keep` checkpoints and those of the steps `spared`; returns the steps deleted."""
-    gone = [step for step in steps(run_dir)[:-keep] if step not in spared]
-    for step in gone:
-        discard(folder_for(run_dir, step))
-    return gone
+def prune(run_dir: Path, keep: int, spared: Container[int | None]) -> None:
+    """Delete all but the newest `keep` checkpoints and those of the steps `spared`."""
+    for step in steps(run_dir)[:-keep]:
+        if step not in spared:
+            discard(folder_for(run_dir, step))
 
 
 def sweep(run_dir: Path) -> None:
