@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -207,31 +208,6 @@ def _serve(options: argparse.Namespace) -> None:
     _watched(Console(), options.verbose, lambda view: serve(options.model, options.overrides, view))
 
 
-def _validate(options: argparse.Namespace) -> None:
-    from launcher.commands.validate import validate
-
-    validate(options.config, options.overrides)
-
-
-def _simulate(options: argparse.Namespace) -> None:
-    from launcher.commands.simulate import simulate
-
-    with ended_as_by_ctrl_c():
-        simulate(options.config, options.overrides, options.source, options.sweep, options.steps, options.picture, options.lend)
-
-
-def _scale(options: argparse.Namespace) -> None:
-    from launcher.commands import scale
-
-    print(asyncio.run(scale.scale(options.run, options.wanted)))
-
-
-def _profile(options: argparse.Namespace) -> None:
-    from launcher.commands import profile
-
-    asyncio.run(profile.profile(options))
-
-
 def _schema(options: argparse.Namespace) -> None:
     import json
 
@@ -240,89 +216,11 @@ def _schema(options: argparse.Namespace) -> None:
     print(json.dumps(schema(), indent=2))
 
 
-def _render(options: argparse.Namespace) -> None:
-    from launcher.render import command as render
-
-    for path in render.render(options):
-        print(path)
-
-
-def _status(options: argparse.Namespace) -> None:
-    from launcher.commands import status
-
-    asyncio.run(status.show(options.run, options.watch, options.grpcurl, options.gateway))
-
-
-def _samples(options: argparse.Namespace) -> None:
-    from launcher.commands import samples
-
-    samples.show(options)
-
-
-def _report(options: argparse.Namespace) -> None:
-    from launcher.commands import report
-
-    print(report.report(options.run, options.output))
-
-
-def _why(options: argparse.Namespace) -> None:
-    from launcher.commands import why
-
-    why.why(options.run, options.steps, options.json)
-
-
 def _page(options: argparse.Namespace) -> None:
     from launcher.page.server import serve
 
     with ended_as_by_ctrl_c():
         asyncio.run(serve(options.folder, options.host, options.port, lambda address: print(address, flush=True)))
-
-
-def _trace(options: argparse.Namespace) -> None:
-    from launcher.commands import trace
-
-    if options.otlp is not None:
-        from launcher.commands import otlp
-        from runtime.telemetry.shown import shown
-
-        print(shown(f"{otlp.export(options.run, options.steps, options.otlp)} spans sent to {options.otlp}"))
-    else:
-        print(trace.trace(options.run, options.steps, options.output))
-
-
-def _data(options: argparse.Namespace) -> None:
-    from launcher.commands import prepare
-
-    prepare.run(options.config, options.overrides)
-
-
-def _score(options: argparse.Namespace) -> None:
-    from launcher.commands import score
-
-    score.score(options.file, options.verifier, options.workers, options.timeout, options.output)
-
-
-def _convert(options: argparse.Namespace) -> None:
-    from launcher.commands import convert
-
-    convert.run(options)
-
-
-def _check_template(options: argparse.Namespace) -> int:
-    from launcher.commands import check_template
-
-    return check_template.check(options.model)
-
-
-def _import(options: argparse.Namespace) -> None:
-    from launcher.commands import importing
-
-    if options.command == "import-verl":
-        from launcher.verl.translate import TABLE, imported
-    else:
-        from launcher.mindspeed.translate import TABLE, imported
-    without = [name for name in options.without.split(",") if name.strip()]
-    importing.run(TABLE, imported, options.file, options.models, options.output, options.report, without)
 
 
 def _bench(options: argparse.Namespace) -> None:
@@ -337,10 +235,14 @@ def _bench(options: argparse.Namespace) -> None:
     command.run(options.name, command.Options(**given))
 
 
-def _accept(options: argparse.Namespace) -> int:
-    from launcher.accept import command
+def _run_of(module: str) -> Callable[[argparse.Namespace], int]:
+    """`run` of a command's module in `launcher`, which gives its exit code, None for 0."""
 
-    return command.run(options)
+    def run(options: argparse.Namespace) -> int:
+        code: int | None = importlib.import_module(f"launcher.{module}").run(options)
+        return code or 0
+
+    return run
 
 
 _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
@@ -350,26 +252,26 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "eval": _eval,
     "play": _play,
     "serve": _serve,
-    "validate": _validate,
-    "simulate": _simulate,
+    "validate": _run_of("commands.validate"),
+    "simulate": _run_of("commands.simulate"),
     "schema": _schema,
-    "render": _render,
-    "status": _status,
-    "scale": _scale,
-    "profile": _profile,
-    "samples": _samples,
-    "report": _report,
-    "why": _why,
-    "trace": _trace,
+    "render": _run_of("render.command"),
+    "status": _run_of("commands.status"),
+    "scale": _run_of("commands.scale"),
+    "profile": _run_of("commands.profile"),
+    "samples": _run_of("commands.samples"),
+    "report": _run_of("commands.report"),
+    "why": _run_of("commands.why"),
+    "trace": _run_of("commands.trace"),
     "page": _page,
-    "data": _data,
-    "score": _score,
-    "convert": _convert,
-    "check-template": _check_template,
-    "import-mindspeed": _import,
-    "import-verl": _import,
+    "data": _run_of("commands.prepare"),
+    "score": _run_of("commands.score"),
+    "convert": _run_of("commands.convert"),
+    "check-template": _run_of("commands.check_template"),
+    "import-mindspeed": _run_of("commands.importing"),
+    "import-verl": _run_of("commands.importing"),
     "bench": _bench,
-    "accept": _accept,
+    "accept": _run_of("accept.command"),
 }
 
 if __name__ == "__main__":

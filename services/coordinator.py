@@ -11,10 +11,11 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -37,7 +38,7 @@ from runtime.errors import SluiceError, UserError
 from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import LedgerWriter
 from runtime.process import disk, keys
-from runtime.process.aio import first_error
+from runtime.process.aio import first_error, unless_failed
 from runtime.process.spans import STATE, LineStates
 from runtime.status import Loss, Profile, Progress, Registration, RunFigures, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
@@ -48,8 +49,6 @@ from services.peers import Peers
 from services.rpc.server import Handler, Server
 
 log = logging.getLogger("sluice")
-
-T = TypeVar("T")
 
 
 class CoordinatorProcess:
@@ -125,7 +124,8 @@ class CoordinatorProcess:
             os.close(ready_fd)
         end = "failed"
         try:
-            await self._unless_failed(self._train() if self._trains else self._evaluate())
+            # What a node tells of a process without which the run cannot go on ends it, once everything is closed.
+            await unless_failed({self._failed}, self._train() if self._trains else self._evaluate())
             end = "finished"
         finally:
             (self._folder / run_files.ADDRESS).unlink(missing_ok=True)
@@ -134,16 +134,6 @@ class CoordinatorProcess:
             self._nodes.close()
             self._states.close()
             await server.stop(timeouts.SERVER_GRACE)
-
-    async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`. Raises what a node tells of a process without which the run cannot go on, once everything is closed."""
-        task = asyncio.create_task(work)
-        await asyncio.wait({task, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-        if self._failed.done():
-            task.cancel()
-            await asyncio.wait({task})
-            self._failed.result()
-        task.result()
 
     async def _open_ledger(self) -> None:
         """And see whether an earlier coordinator of this run has left processes to go on with."""
@@ -165,7 +155,7 @@ class CoordinatorProcess:
             log.info("takes up what the coordinator before left: version %s is done", self._left.course.history.version)
         placed = time.monotonic() if self._left is not None else await self._place()
         context = await self._context(self._ledger)
-        try:
+        async with _closed(context.trackers, context.ledger):
             if self._left is not None:
                 await self._peers.take_up()
                 self._run = await TrainingRun.taken_up(context, self._register, self._left.course)
@@ -179,12 +169,6 @@ class CoordinatorProcess:
             if self._interrupted:
                 self._run.stop(INTERRUPTED)
             summary = await self._run.execute()
-        except BaseException as error:  # noqa: BLE001 - it is raised again once everything is closed
-            await _quietly(context.trackers.close())
-            await _quietly(context.ledger.close())
-            raise first_error(error) from None
-        await context.trackers.close()
-        await context.ledger.close()
         await disk.done(lambda: summary.write(self._folder), self._folder)
 
     async def _evaluate(self) -> None:
@@ -203,16 +187,12 @@ class CoordinatorProcess:
             supervisor=self,
             keys=self._keys,
         )
-        try:
+        async with _closed(trackers):
             await self._peers.connect(placed)
             self._evaluation = (ServingRun if serves else EvaluationRun)(context, self._register)
             if self._interrupted:
                 self._evaluation.stop()
             await self._evaluation.execute()
-        except BaseException as error:  # noqa: BLE001 - it is raised again once everything is closed
-            await _quietly(trackers.close())
-            raise first_error(error) from None
-        await trackers.close()
 
     async def _place(self) -> float:
         """Have the nodes start the processes; returns when that was, on the clock of time.monotonic."""
@@ -372,12 +352,20 @@ class CoordinatorProcess:
             self._watchers.discard(changed)
 
 
-async def _quietly(work: Awaitable[T]) -> None:
-    """Closing after a failure: a second failure is logged, the first is the one that is told."""
+@asynccontextmanager
+async def _closed(*opened: Trackers | LedgerWriter) -> AsyncIterator[None]:
+    """Close each in the end. After a failure a second one is logged, and the first is raised."""
     try:
-        await work
-    except SluiceError as error:
-        log.warning("%s", error)
+        yield
+    except BaseException as error:  # noqa: BLE001 - it is raised again once everything is closed
+        for each in opened:
+            try:
+                await each.close()
+            except SluiceError as second:
+                log.warning("%s", second)
+        raise first_error(error) from None
+    for each in opened:
+        await each.close()
 
 
 def main() -> None:

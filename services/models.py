@@ -61,9 +61,7 @@ class SpmdService(process.Service):
         self._worker: GroupRank
         self._busy_seconds = 0.0
         self._commands = 0  # that were put in line
-        self._ordered = (
-            0  # versions that they make, the first included: of the steps whose Apply is in line, or was carried out
-        )
+        self._ordered = 0  # versions that they make, the first included: of the steps whose Apply came, done or not
         self._ordering = asyncio.Event()  # told of each
 
     def load(self) -> None:
@@ -182,6 +180,9 @@ class FrozenModelService(process.Service):
     def _answers(self, requests: Sequence[Any]) -> Sequence[Any]:
         with progress.work.at("forward", f"{len(requests)} requests"):
             return self.answers(requests)
+
+    def handler(self, method: contract.Method) -> Handler:
+        return self.ask
 
     def ask(self, request: Any) -> asyncio.Future[Any]:
         """The answer, behind what was asked before. Cancelling it withdraws the question."""

@@ -36,7 +36,8 @@ class Nodes:
 
     def __init__(self, config: Config, trains: bool, register: Register):
         """`trains`: False for an evaluation alone."""
-        self._config = config
+        self.config = config
+        """With as many rollouts as there are to be now."""
         self._yaml = loading.to_yaml(config)
         self.run = uuid.uuid4().hex
         """Another whenever all begin anew: agents end then what they ran before."""
@@ -80,7 +81,6 @@ class Nodes:
                 self._leave(node.name)
 
     def close(self) -> None:
-        """End all streams."""
         for changed in self._streams.values():
             changed.set()
         self._streams = {}
@@ -94,7 +94,7 @@ class Nodes:
             self._own.set()
         else:
             own = self._paths[self._own_name]
-            faults = [*path_faults(own, found, named_paths(self._config)), *self._foreign(found)]
+            faults = [*path_faults(own, found, named_paths(self.config)), *self._foreign(found)]
             if faults:
                 self._refuse("\n".join(faults))
                 raise UserError("\n".join(faults))
@@ -104,14 +104,14 @@ class Nodes:
         self._came.set()
 
     def _foreign(self, found: NodePaths) -> Iterator[str]:
-        run = self._config.run
-        if not run.overwrite and any(part.split("/")[-2] != parts.lineage(self._config) for part in found.parts):
+        run = self.config.run
+        if not run.overwrite and any(part.split("/")[-2] != parts.lineage(self.config) for part in found.parts):
             place = f"{Path(run.dir) / run_files.PARTS} of node {found.node}"
             yield f"run.dir: {place} has checkpoints of another run; move it away, or set run.overwrite=true to replace them"
 
     def resume(self) -> str:
         """The checkpoint to go on from, "" for none. Raises UserError where there is none that is whole on all nodes."""
-        run = self._config.run
+        run = self.config.run
         return checkpoint.resolve(run.resume, Path(run.dir), log.warning, self._lacks)
 
     def _lacks(self, position: Position) -> str:
@@ -125,7 +125,7 @@ class Nodes:
 
         Raises DeadlineExceeded, naming who did not come within `deadlines.start` of `began`, or ConfigError.
         """
-        timeout, several = self._config.deadlines.start, has_several_nodes(self._config.cluster)
+        timeout, several = self.config.deadlines.start, has_several_nodes(self.config.cluster)
 
         def missing() -> list[str]:
             found = self.roster.missing
@@ -136,27 +136,27 @@ class Nodes:
         if absent := await still_missing(missing, self._came, began + timeout):
             why = f"; refused: {self._refused}" if self._refused else ""
             raise DeadlineExceeded(f"node {', '.join(absent)}", "start", f"did not come{why}", timeout)
-        waits = bool(self._config.cluster.min_nodes)
-        self._placement = place(self._config, self.roster.offers, trains=self._trains, waits=waits)
+        waits = bool(self.config.cluster.min_nodes)
+        self._placement = place(self.config, self.roster.offers, trains=self._trains, waits=waits)
         if self._placement.pending:
-            log.info("no room yet for %s", _names(self._placement.pending))
+            log.info("no room yet for %s", ", ".join(instance.name for instance in self._placement.pending))
         self._start([seat.instance for seat in self._placement.seats])
 
     def take_up(self, members: Members) -> None:
         """Go on with the processes that an earlier coordinator has placed: their nodes come again by themselves, and what does
         not run there any more is started."""
         if members.rollouts:
-            self._config = with_rollouts(self._config, members.rollouts)
-            self._yaml = loading.to_yaml(self._config)
+            self.config = with_rollouts(self.config, members.rollouts)
+            self._yaml = loading.to_yaml(self.config)
         self._placement = Placement(tuple(members.seats), tuple(members.pending))
         for unit in members.units:
             self._register.take_up(unit.role, unit.ranks, unit.incarnation, unit.processes)
 
     def members(self, began: int) -> Members:
         """What a coordinator that takes over has to know. `began`: the term in which all was started."""
-        fleet, placement = self._config.services.rollout, self._placement or Placement(())
+        fleet, placement = self.config.services.rollout, self._placement or Placement(())
         return Members(
-            run=run_files.run_id(Path(self._config.run.dir)),
+            run=run_files.run_id(Path(self.config.run.dir)),
             began=began,
             rollouts=fleet.replicas if isinstance(fleet, Rollout) else 0,
             seats=list(placement.seats),
@@ -172,15 +172,15 @@ class Nodes:
             raise UserError("scale: the run has not started yet")
         if not self._trains:
             raise UserError("scale: an evaluation has as many rollouts as it began with")
-        if wanted.role != "rollout" or not isinstance(self._config.services.rollout, Rollout):
+        if wanted.role != "rollout" or not isinstance(self.config.services.rollout, Rollout):
             raise UserError(f"scale: {wanted.role}={wanted.replicas}: only rollout can be scaled, where it is one fleet")
         if wanted.replicas < 1:
             raise UserError(f"scale: rollout={wanted.replicas}: must be at least 1")
         before = {seat.instance for seat in self._placement.seats}
-        config = with_rollouts(self._config, wanted.replicas)
+        config = with_rollouts(self.config, wanted.replicas)
         stays = [seat for seat in self._placement.seats if not _beyond(seat.instance, wanted.replicas)]
         after = self._place_beside(stays, config)
-        self._config, self._yaml = config, loading.to_yaml(config)
+        self.config, self._yaml = config, loading.to_yaml(config)
         started = [seat.instance for seat in after.seats if seat.instance not in before]
         stopped = sorted(before - {seat.instance for seat in after.seats}, key=lambda instance: instance.name)
         for instance in stopped:
@@ -192,22 +192,17 @@ class Nodes:
             pending=[instance.name for instance in after.pending],
         )
 
-    @property
-    def config(self) -> Config:
-        """With as many rollouts as there are to be now."""
-        return self._config
-
     def start_again(self, role: str, death: Death) -> bool:
         """A part of a group died whose node does not start it again by itself, since it spans nodes or shares its devices with
         rollouts: the whole of it is ended, and started as the next incarnation, after the delay that its `restarts` say. False
         when they allow no further start, or its only node has tried that already."""
         assert self._placement is not None
         nodes = {seat.node for seat in self._placement.seats if seat.instance.role == role}
-        if len(nodes) < 2 and not shares_devices(self._config, role):
+        if len(nodes) < 2 and not shares_devices(self.config, role):
             return False
         if self._register.is_followed(death):
             return True  # it told of what is ended already
-        policy = getattr(self._config.services, role).restarts
+        policy = getattr(self.config.services, role).restarts
         delay = self._allowances.setdefault(role, Allowance(policy)).delay(time.monotonic())
         if delay is None:
             return False
@@ -221,12 +216,12 @@ class Nodes:
         seats, there = self._placement.seats, self.roster.nodes
         mine = [seat.instance for seat in seats if seat.node == name]
         if not mine:
-            seats = tuple(seat for seat in seats if seat.node in there or is_group(self._config, seat.instance.role))
+            seats = tuple(seat for seat in seats if seat.node in there or is_group(self.config, seat.instance.role))
         before = set(seats)
         try:
-            after = self._place_beside(seats, self._config)
+            after = self._place_beside(seats, self.config)
         except ConfigError:  # what the others left has no room here, and waits for them
-            after = self._place_beside(self._placement.seats, self._config)
+            after = self._place_beside(self._placement.seats, self.config)
         absent = [instance for instance in mine if not self._runs(name, instance)]
         self._start([*absent, *(seat.instance for seat in after.seats if seat not in before)])
 
@@ -246,7 +241,7 @@ class Nodes:
         self._tell()
 
     def _place(self, coming: Sequence[Instance]) -> None:
-        units = {tuple(one.name for one in group_of(self._config, instance)): instance.role for instance in coming}
+        units = {tuple(one.name for one in group_of(self.config, instance)): instance.role for instance in coming}
         for ranks, role in units.items():
             self._register.place(role, ranks)
 
@@ -265,14 +260,14 @@ class Nodes:
     async def _own_first(self, node: NodeRegistration) -> None:
         """The others are compared with this node. Raises UserError when its agent does not come."""
         try:
-            await asyncio.wait_for(self._own.wait(), self._config.deadlines.start)
+            await asyncio.wait_for(self._own.wait(), self.config.deadlines.start)
         except asyncio.TimeoutError:
             raise UserError(f"node {node.name}: the coordinator's own node has not come") from None
 
     async def _namesake(self, node: NodeRegistration) -> None:
         """The end of a node's former stream may be seen here after its next one has come: from the same agent at once, from
         another within `deadlines.silence`."""
-        give_up = time.monotonic() + self._config.deadlines.silence
+        give_up = time.monotonic() + self.config.deadlines.silence
         while (former := self.roster.there.get(node.name)) is not None:
             if (former.pid, former.machine) == (node.pid, node.machine):
                 self._streams[node.name].set()
@@ -289,7 +284,7 @@ class Nodes:
     def _tell(self) -> None:
         assert self._placement is not None
         nodes, incarnations = self.roster.nodes, {unit.name: unit.incarnation for unit in self._register.units()}
-        for name, started in launches(self._config, self._placement, nodes, incarnations, self._secret).items():
+        for name, started in launches(self.config, self._placement, nodes, incarnations, self._secret).items():
             self._assignments[name] = Assignment(run=self.run, config=self._yaml, launches=started)
             if name in self._streams:  # it is not, once all are closed
                 self._streams[name].set()
@@ -297,7 +292,3 @@ class Nodes:
 
 def _beyond(instance: Instance, replicas: int) -> bool:
     return instance.role == "rollout" and int(instance.name.rpartition("-")[2]) >= replicas
-
-
-def _names(instances: Sequence[Instance]) -> str:
-    return ", ".join(instance.name for instance in instances)

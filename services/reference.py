@@ -5,14 +5,12 @@ On torch each process is a replica of its own; on megatron-core the ranks are on
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from runtime import codec
 from runtime.cluster.topology import reference_takes_part, teachers
-from runtime.commands import Offload, Onload
 from runtime.config import Config
 from runtime.errors import InvalidMessage
 from runtime.types import LogprobRequest
@@ -50,15 +48,6 @@ class ReferenceService(FrozenModelService):
 
         self._scorers = {"": load(model.reference or model.path)}
         self._scorers |= {folder: load(folder) for folder in {*teachers(self.config).values()}}
-
-    def logprobs(self, request: LogprobRequest) -> asyncio.Future[bytes]:
-        return self.ask(request)
-
-    def onload(self, command: Onload) -> asyncio.Future[None]:
-        return self.ask(command)
-
-    def offload(self, command: Offload) -> asyncio.Future[None]:
-        return self.ask(command)
 
     def answers(self, requests: Sequence[Any]) -> list[bytes | None]:
         """In order: log-probabilities that are asked for one after the other are computed together."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,9 +34,6 @@ class RewardModelService(FrozenModelService):
             max_tokens_per_microbatch=settings.max_tokens_per_microbatch,
         )
         self._scorer = ModelScorer(rewards.model, self.config.model.path, model, fail=rewards.on_error == "fail")
-
-    def score(self, request: ScoreRequest) -> asyncio.Future[Scores]:
-        return self.ask(request)
 
     def answers(self, requests: Sequence[ScoreRequest]) -> list[Scores]:
         return self._scorer.score(requests)

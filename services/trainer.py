@@ -69,9 +69,5 @@ class TrainerService(SpmdService):
             await asyncio.shield(asyncio.wrap_future(left))
 
 
-def make(config: Config, name: str, rank: int) -> process.Service:
-    return TrainerService(config, name, rank)
-
-
 if __name__ == "__main__":
-    process.main(make)
+    process.main(TrainerService)

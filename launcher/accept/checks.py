@@ -186,11 +186,8 @@ async def _run(check: str, command: Sequence[str], log: Path, figures: bool = Tr
     if code == 0:
         return CheckOutcome(check=check, result="passed", seconds=seconds, figures=json.loads(lines[-1]) if figures else {})
     late = [f"did not end within {deadline:g} s"] if seconds >= deadline else []
-    return CheckOutcome(check=check, result="failed", seconds=seconds, detail="\n".join(late + _last_lines(lines, log)))
-
-
-def _last_lines(printed: list[str], log: Path) -> list[str]:
-    return [*printed, *log.read_text(errors="replace").strip().splitlines()][-LAST:]
+    said = [*lines, *log.read_text(errors="replace").strip().splitlines()][-LAST:]
+    return CheckOutcome(check=check, result="failed", seconds=seconds, detail="\n".join(late + said))
 
 
 async def _about(device: Device) -> AcceptReport:
@@ -240,7 +237,6 @@ def _write(folder: Path, report: AcceptReport) -> None:
 
 
 def render(report: AcceptReport) -> str:
-    """The report as Markdown."""
     whole = len(report.outcomes) == len(CHECKS)
     verdict = "**Failed**" if not report.passed else "Passed" if whole else "Not all checks were made"
     lines = [f"# Sluice on {report.device}", "", f"{report.began}. {verdict}.", ""]
@@ -257,5 +253,4 @@ def render(report: AcceptReport) -> str:
 
 
 def _short(value: Any) -> str:
-    """One cell of a table."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

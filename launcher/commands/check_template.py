@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ class TemplateOutcome(Struct, frozen=True):
     ways: Counter[str]
     forks: dict[str, list[str]]  # numbers of messages by reason
     refused: str
+
+
+def run(options: argparse.Namespace) -> int:
+    return check(options.model)
 
 
 def check(model: Path) -> int:

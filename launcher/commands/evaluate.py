@@ -33,8 +33,6 @@ async def evaluate(config: Config, view: View) -> EvaluationResult:
 
 
 class Evaluating(Job[EvaluationResult]):
-    """An evaluation alone."""
-
     trains = False
     stopped_early = "stopped before the evaluation began"
     stopped_late = "stopped at once; the evaluation has no results"

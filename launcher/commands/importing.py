@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -18,29 +19,24 @@ _PRINTED = 200  # columns, where nobody's terminal says how many
 _WIDEST = {"value": 30}  # columns of the table's; the key's is of 60
 
 
-Imported = Callable[[Path, Path | None, Sequence[str]], Translation]  # of FILE, a folder of models, and what is left out
-
-
-def run(
-    table: KeyTable,
-    imported: Imported,
-    file: Path,
-    models: Path | None,
-    output: Path,
-    told: Path | None,
-    without: Sequence[str],
-) -> None:
-    """Translate `file` into `output`, and print what became of each key; into `told` as well where that is given.
+def run(options: argparse.Namespace) -> None:
+    """Translate the file, and print what became of each key; into the report as well where one is wanted.
 
     Raises UserError: one line per fault, and nothing is written.
     """
+    if options.command == "import-verl":
+        from launcher.verl.translate import TABLE, imported
+    else:
+        from launcher.mindspeed.translate import TABLE, imported
+    file, models, output, told = options.file, options.models, options.output, options.report
+    without = [name for name in options.without.split(",") if name.strip()]
     faults = list(_unwritable({"--output": output, "--report": told}))
     if models is not None and not models.is_dir():
         faults.append(f"--models: '{models}' is not a folder")
     try:
         translation = imported(file, models, without)
     except ConfigError as error:
-        raise ConfigError([*faults, *error.faults, *_hint(table, error.faults)]) from error
+        raise ConfigError([*faults, *error.faults, *_hint(TABLE, error.faults)]) from error
     if faults:
         raise ConfigError(faults)
     written = {output: report.configuration(file.name, translation)}

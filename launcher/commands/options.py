@@ -112,7 +112,6 @@ def add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def add_convert(convert: CommandParser) -> None:
-    """Add the four directions to the parser of `sluice convert`."""
     directions = convert.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
     hf2mcore = directions.add_parser("hf2mcore", help="a Hugging Face folder into a layout of megatron-core's ranks")
     mcore2hf = directions.add_parser("mcore2hf", help="any such layout, or a checkpoint, into a Hugging Face folder")
@@ -199,7 +198,6 @@ def add_simulate(simulate: CommandParser) -> None:
 
 
 def add_render(parser: CommandParser) -> None:
-    """Add the targets to the parser of `sluice render`."""
     targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
     for name, what in {
         "slurm": "a batch script, and the configuration beside it",

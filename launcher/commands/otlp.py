@@ -74,11 +74,8 @@ class RunSpans:
             root = "step", step.step, ""
             yield self._span(f"step {step.step}", (step.start, step.end), root, own, {"sluice.step": step.step})
             for number, part in enumerate(step.parts):
-                place, told = (
-                    ("step", step.step, f"part {number}"),
-                    {"sluice.process": part.process, "sluice.group": part.group},
-                )
-                yield self._span(part.cause, (part.start, part.end), place, own, told)
+                told = {"sluice.process": part.process, "sluice.group": part.group}
+                yield self._span(part.cause, (part.start, part.end), ("step", step.step, f"part {number}"), own, told)
         groups: dict[int, tuple[float, float]] = {}
         for file in files:
             resource = self._resource(file)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
@@ -14,9 +13,9 @@ from runtime.data.prepare import prepare
 from runtime.telemetry.shown import say
 
 
-def run(path: Path, overrides: Sequence[str]) -> None:
-    """Prepare what the file `path` asks for. Raises UserError."""
-    settings = preparation.load(path, overrides)
+def run(options: argparse.Namespace) -> None:
+    """Prepare what the file asks for. Raises UserError."""
+    settings = preparation.load(options.config, options.overrides)
     console = Console()
     began = time.monotonic()
     with View(console, line_interval=0) as view:  # `log_interval` says how often

@@ -19,6 +19,10 @@ LONGEST = 1_000_000
 STEPS, SECONDS = 1, 5.0  # where the user does not say; a process takes what it is measured in
 
 
+def run(options: argparse.Namespace) -> None:
+    asyncio.run(profile(options))
+
+
 async def profile(options: argparse.Namespace) -> None:
     """Print what was written. Raises UserError, a line for each process that wrote nothing, once all have answered."""
     address, own = address_of(options.run, "profile"), keys.of_user(options.run)
@@ -47,10 +51,9 @@ def chosen(processes: Sequence[Registration], role: str | None, name: str | None
     """Those of the role, or the one of the name. Raises UserError where there are none."""
     found = [one for one in processes if name in (None, one.name) and role in (None, one.role)]
     if not found:
-        option, told = (
-            ("--process", [one.name for one in processes]) if role is None else ("--role", [p.role for p in processes])
-        )
-        raise UserError(f"profile: {option}: '{name or role}' is not one of {', '.join(dict.fromkeys(told))}")
+        option = "process" if role is None else "role"
+        known = dict.fromkeys(one.name if role is None else one.role for one in processes)
+        raise UserError(f"profile: --{option}: '{name or role}' is not one of {', '.join(known)}")
     return found
 
 

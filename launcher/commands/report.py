@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from runtime.telemetry.report import lineages, panels, published, record, tables
 from runtime.telemetry.report.record import RunRecord
 
 FILE = "report.html"
+
+
+def run(options: argparse.Namespace) -> None:
+    print(report(options.run, options.output))
 
 
 def report(folder: Path, output: Path | None) -> Path:

@@ -64,7 +64,7 @@ class SampleRow(Struct, kw_only=True):
     logprob: float | None  # mean over the tokens that are trained; None: there are none
 
 
-def show(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print a table for each group, or JSON lines; that there is none goes to standard error.
 
     Raises UserError for a folder that is no run's, a run without samples, or a filter it cannot read.

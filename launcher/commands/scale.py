@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+
 from launcher.commands.status import address_of
 from runtime.cluster.nodes import Scale, Scaled
 from runtime.errors import Forbidden, Unanswered, UserError
 from runtime.process import keys
 from runtime.telemetry.shown import shown
 from services.rpc import contract, session
+
+
+def run(options: argparse.Namespace) -> None:
+    print(asyncio.run(scale(options.run, options.wanted)))
 
 
 async def scale(run: str, wanted: str) -> str:

@@ -7,6 +7,7 @@ limits that a configuration has by default. A line that cannot be judged gets an
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -74,6 +75,10 @@ class Tally(Struct):
                 self.faults.append(f"line {case.number}: {case.fault}")
         elif outcome.error:
             self.errors[outcome.error] += 1
+
+
+def run(options: argparse.Namespace) -> None:
+    score(options.file, options.verifier, options.workers, options.timeout, options.output)
 
 
 def score(path: Path, verifier: str | None, workers: int | None, timeout: float | None, output: Path | None) -> None:

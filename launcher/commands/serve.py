@@ -52,10 +52,6 @@ class Serving(Job[None]):
     stopped_early = "stopped before it served"
     stopped_late = "stopped at once"
 
-    @classmethod
-    def of(cls, config: Config, view: View) -> Serving:
-        return cls(config, view, LocalNode.of(config))
-
     async def prepared(self) -> Config:
         self.check(self.config)
         run_folder.begin(self.folder, self.config)
@@ -73,4 +69,5 @@ class Serving(Job[None]):
 
 async def serve(model: str, overrides: Sequence[str], view: View) -> None:
     """Raises UserError for the user's mistakes, ServiceFault for a fault, Interrupted; no process is left either way."""
-    await Serving.of(config_for(model, overrides), view).run()
+    config = config_for(model, overrides)
+    await Serving(config, view, LocalNode.of(config)).run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from runtime import run_files
 from runtime.config import Config, loading
 from runtime.errors import SluiceError, UserError
 from runtime.ledger.reader import LedgerReader
+from runtime.process.command_line import ended_as_by_ctrl_c
 from runtime.simulation.calibration import LEAST, Calibration, assumed, calibrate
 from runtime.simulation.costs import Costs, Fixed
 from runtime.simulation.prediction import Prediction, refuse, simulated, variations
@@ -35,27 +37,21 @@ class Row(msgspec.Struct):
     fault: str = ""
 
 
-def simulate(
-    path: Path,
-    overrides: Sequence[str],
-    source: Path | None,
-    sweep: str,
-    steps: int,
-    picture: Path | None,
-    lend: float | None = None,
-) -> None:
-    """Print the prediction and the table of what-ifs, or of `sweep` (`key=a,b,c`). `source`: a run's folder, to calibrate on.
-    `lend`: seconds in which the trainer's devices turn to generation, or back; with it there is a row of that.
+def run(options: argparse.Namespace) -> None:
+    with ended_as_by_ctrl_c():
+        simulate(options)
 
-    Raises ConfigError, UserError.
-    """
+
+def simulate(options: argparse.Namespace) -> None:
+    """Print the prediction and the table of what-ifs, or of a sweep. Raises ConfigError, UserError."""
+    steps, picture, lend, source = options.steps, options.picture, options.lend, options.source
     if steps < LEAST:
         raise UserError(f"--steps: {steps}; must be at least {LEAST}")
     if picture is not None and not picture.parent.is_dir():
         raise UserError(f"--picture: there is no folder {picture.parent}")
     collect_rarely()
     began, console = time.monotonic(), Console()
-    config = loading.resolve(loading.load(path, overrides))
+    config = loading.resolve(loading.load(options.config, options.overrides))
     refuse(config)
     calibration = calibrated(source) if source else Calibration(_assumed(config))
     if lend is not None and (lend < 0 or calibration.costs.cores):
@@ -66,7 +62,7 @@ def simulate(
         raise SluiceError(f"the simulated run ends: {base.fault}")
     console.print(_roles(base.prediction))
     costs = calibration.costs
-    others = [*(_sweep(path, overrides, sweep, costs) if sweep else variations(config, costs))]
+    others = [*(_sweep(options, costs) if options.sweep else variations(config, costs))]
     if lend is not None:
         others.append((f"lend {lend:g} s", config, replace(costs, lend=lend)))
     rows = [base, *(_row(name, tried, own, steps) for name, tried, own in others)]
@@ -120,12 +116,12 @@ def _row(name: str, config: Config, costs: Costs, steps: int) -> Row:
         return Row(name, None, str(error))
 
 
-def _sweep(path: Path, overrides: Sequence[str], sweep: str, costs: Costs) -> Iterator[tuple[str, Config, Costs]]:
-    key, found, values = sweep.partition("=")
+def _sweep(options: argparse.Namespace, costs: Costs) -> Iterator[tuple[str, Config, Costs]]:
+    key, found, values = options.sweep.partition("=")
     if not found or not values:
-        raise UserError(f"--sweep: {sweep!r} names no values; must be like training.staleness=0,1,2")
+        raise UserError(f"--sweep: {options.sweep!r} names no values; must be like training.staleness=0,1,2")
     for value in values.split(","):
-        yield f"{key}={value}", loading.resolve(loading.load(path, [*overrides, f"{key}={value}"])), costs
+        yield f"{key}={value}", loading.resolve(loading.load(options.config, [*options.overrides, f"{key}={value}"])), costs
 
 
 def _roles(prediction: Prediction) -> LiteralTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,10 @@ from runtime.telemetry.shown import LiteralTable, literal, shown
 from services.rpc import contract, security, session
 
 UNREACHABLE = "unreachable"
+
+
+def run(options: argparse.Namespace) -> None:
+    asyncio.run(show(options.run, options.watch, options.grpcurl, options.gateway))
 
 
 async def show(run: str, watch: bool, grpcurl: str = "", gateway: bool = False) -> None:

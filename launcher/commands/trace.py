@@ -11,6 +11,7 @@ The format is that of "Trace Event Format" (Google, 2016): times in microseconds
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,21 @@ from launcher.commands.why import by_process, explained
 from runtime.errors import UserError
 from runtime.process.spans import CALLS, OVERLAPPING, TracedSpan
 from runtime.telemetry.critical_path import TRAINER, StepPath
+from runtime.telemetry.shown import shown
 
 FILE = "trace.json"
 STEPS = "steps"
 
 Event = dict[str, Any]
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.otlp is None:
+        print(trace(options.run, options.steps, options.output))
+    else:
+        from launcher.commands import otlp
+
+        print(shown(f"{otlp.export(options.run, options.steps, options.otlp)} spans sent to {options.otlp}"))
 
 
 def trace(folder: Path, steps: str | None, output: Path | None) -> Path:

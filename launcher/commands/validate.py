@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,10 @@ from runtime.config.model_checks import kv_caches, memory_of_ranks, spread_model
 from runtime.errors import ConfigError
 from runtime.models import tiny_model
 from runtime.telemetry.shown import say
+
+
+def run(options: argparse.Namespace) -> None:
+    validate(options.config, options.overrides)
 
 
 def validate(path: Path, overrides: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -66,10 +67,10 @@ CAUSES = {  # what each is, and what changes it
 }
 
 
-def why(folder: Path, steps: str | None, as_json: bool) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print it. Raises UserError for what is no run's folder, and where none of these steps was made."""
-    found = explained(folder, steps)
-    if as_json:
+    found = explained(options.run, options.steps)
+    if options.json:
         sys.stdout.write(msgspec.json.encode({"steps": found, "totals": critical_path.totals(found)}).decode() + "\n")
         return
     console = Console()
@@ -85,7 +86,6 @@ Spans = Mapping[str, Sequence[TracedSpan]]
 
 
 def by_process(folder: Path) -> Spans:
-    """The spans of the run in `folder`."""
     files = SpanFolder(folder)
     files.follow()
     return files.by_process()

@@ -175,12 +175,8 @@ def run_node(options: argparse.Namespace) -> int:
         raise UserError("services.coordinator.port: 0 is any free port, on one node; on several it must be named")
     if faults := list(environment.faults(config, here.machine)):
         raise ConfigError(faults)
-    asyncio.run(follow(config, here, options.verbose))
+    asyncio.run(FollowerNode(config, here, options.verbose).run())
     return 0
-
-
-async def follow(config: Config, here: LocalNode, verbose: bool) -> None:
-    await FollowerNode(config, here, verbose).run()
 
 
 if __name__ == "__main__":

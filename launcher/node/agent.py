@@ -42,7 +42,8 @@ class Agent:
     ):
         """`config`: what this node was started with, before the coordinator says it in full."""
         self._node = node
-        self._own = self._config = config
+        self._own = self.config = config
+        """As the coordinator said it last."""
         self.coordinator = coordinator
         """The newest one's address."""
         self._supervisor = supervisor
@@ -63,7 +64,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         reached = loop.time()
         while True:
-            deadlines = self._config.deadlines
+            deadlines = self.config.deadlines
             timeout = deadlines.coordinator if self._assignment.launches else deadlines.start
             try:
                 await asyncio.to_thread(self.look_for_keys)
@@ -83,9 +84,9 @@ class Agent:
                     message = f"not to be reached at {self.coordinator} from node {self._node.name}: {error}"
                     raise ServiceFault("coordinator", "join", message, timeout) from error
             await asyncio.sleep(timeouts.AGENT_RETRY)
-            if self._config.services.coordinator.standby:
+            if self.config.services.coordinator.standby:
                 with suppress(OSError):  # it is away too, for as long as there is none
-                    told = await asyncio.to_thread((Path(self._config.run.dir) / run_files.ADDRESS).read_text)
+                    told = await asyncio.to_thread((Path(self.config.run.dir) / run_files.ADDRESS).read_text)
                     self.coordinator = told or self.coordinator
 
     def look_for_keys(self) -> None:
@@ -93,11 +94,6 @@ class Agent:
         secret, party = keys.known(Path(self._own.run.dir)), keys.agent(self._node.name)
         if self.keys is None or self.keys.secret != secret:
             self.keys = self._supervisor.keys = keys.holder(self._own.network, party, secret)
-
-    @property
-    def config(self) -> Config:
-        """As the coordinator said it last."""
-        return self._config
 
     def apply_progress(self, progress: Progress) -> None:
         """What the run's progress means for this node's processes: once it is under way those that die are replaced, and those
@@ -110,8 +106,8 @@ class Agent:
 
     def _replace(self) -> None:
         launches = self._assignment.launches
-        elsewhere = [one.name for one in launches if one.rendezvous is not None or shares_devices(self._config, one.role)]
-        self._supervisor.enable_restarts(topology.restarts(self._config, launches), elsewhere)
+        elsewhere = [one.name for one in launches if one.rendezvous is not None or shares_devices(self.config, one.role)]
+        self._supervisor.enable_restarts(topology.restarts(self.config, launches), elsewhere)
 
     def report(self, child: Child) -> None:
         """Tell the coordinator that a process died, and comes not again by itself."""
@@ -135,7 +131,7 @@ class Agent:
     async def _report(self, death: Death) -> None:
         async with session.Channel(self.coordinator, self.keys) as channel:
             method = contract.METHODS["Coordinator", "ReportDeath"]
-            await session.call(channel, "coordinator", method, death, self._config.deadlines.coordinator)
+            await session.call(channel, "coordinator", method, death, self.config.deadlines.coordinator)
 
     async def _obey(self, channel: session.Channel) -> None:
         """Until the stream ends."""
@@ -173,13 +169,13 @@ class Agent:
         if differing := [key for key in own | others if own.get(key) != others.get(key)]:
             said = "the coordinator says something else than this node was started with; must be the same"
             raise ConfigError([f"{key}: {said}" for key in differing])
-        self._config = replace(config, network=replace(config.network, interface=self._node.address))
-        run_files.write_private(self.path, loading.to_yaml(self._config))
+        self.config = replace(config, network=replace(config.network, interface=self._node.address))
+        run_files.write_private(self.path, loading.to_yaml(self.config))
 
     async def _tell_paths(self, channel: session.Channel) -> None:
-        run_dir, whole = Path(self._config.run.dir), list[str]()
-        files = {key: Path(path) for key, path in named_paths(self._config).items()} | {"run.dir": run_dir / run_files.LOCK}
-        if not self._config.cluster.shared_folder:
+        run_dir, whole = Path(self.config.run.dir), list[str]()
+        files = {key: Path(path) for key, path in named_paths(self.config).items()} | {"run.dir": run_dir / run_files.LOCK}
+        if not self.config.cluster.shared_folder:
             del files["run.dir"]  # each has its own
             whole = await asyncio.to_thread(parts.whole, run_dir, self._node.name)
         found = await asyncio.to_thread(lambda: {key: fingerprint(path) for key, path in files.items()})
@@ -189,7 +185,7 @@ class Agent:
     async def _apply(self, assignment: Assignment) -> None:
         wanted = {launch.name: launch for launch in assignment.launches}
         specs = topology.service_specs(
-            self._config,
+            self.config,
             assignment.launches,
             self.path,
             self._python,

@@ -75,14 +75,14 @@ def service_specs(
     ports = hccl_ports(config.network, npus, hccl_beside_workers(config))
     specs = {}
     for launch in launches:
-        role = settings_of(config, Instance(launch.role, launch.name))
+        instance = Instance(launch.role, launch.name)
+        role, world = settings_of(config, instance), len(group_of(config, instance))
+        own = "" if isinstance(role, Environment) else role.python  # an environment's interpreter is its agents'
         env = environment(role, 1 if launch.role in ONE_THREAD else threads, machine, launch.devices)
         specs[launch.name] = ProcessSpec(
             name=launch.name,
             role=launch.role,
-            command=_command(
-                launch, len(group_of(config, Instance(launch.role, launch.name))), _interpreter(role) or python, arguments
-            ),
+            command=_command(launch, world, own or python, arguments),
             env={**ports.get(launch.name, {}), **env, **_key(launch), os_process.NODE: config_path.stem},
             cpus=affinity(role),
             services=tuple(f"{launch.role}-{rank}" for rank in launch.ranks) or (launch.name,),
@@ -97,11 +97,6 @@ def _forkable(launch: Launch, role: Process, machine: Machine) -> bool:
     devices, whose libraries are not known to bear it. The ranks of a group have a process that starts them."""
     own = role.python or role.env or role.cpus or launch.devices or len(launch.ranks) > 1 or launch.rendezvous is not None
     return on_torch(role) and machine.kind == "cpu" and not own
-
-
-def _interpreter(role: Process) -> str:
-    """Of the service. The interpreter of an environment is its agents'."""
-    return "" if isinstance(role, Environment) else role.python
 
 
 def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:

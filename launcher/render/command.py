@@ -15,6 +15,11 @@ from runtime.process import keys
 from runtime.process.network import own_address
 
 
+def run(options: argparse.Namespace) -> None:
+    for path in render(options):
+        print(path)
+
+
 def render(options: argparse.Namespace) -> list[Path]:
     """Write the files, and return them. Raises UserError."""
     config = loading.resolve(loading.load(options.config, options.overrides))

@@ -100,8 +100,9 @@ def _labels(plan: Plan) -> dict[str, str]:
     return {"app.kubernetes.io/name": "sluice", "app.kubernetes.io/instance": plan.name}
 
 
-def _metadata(plan: Plan, name: str) -> dict[str, Any]:
-    return {"name": name, "labels": _labels(plan)}
+def _object(plan: Plan, kind: str, name: str, api: str = "v1", **parts: Any) -> dict[str, Any]:
+    """`parts`: what it has besides its head."""
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": _labels(plan)}, **parts}
 
 
 def _secret_name(plan: Plan) -> str:
@@ -111,7 +112,7 @@ def _secret_name(plan: Plan) -> str:
 
 def secret(plan: Plan, digits: str) -> dict[str, str]:
     """Text by file name: that by which the pods know each other, hexadecimal `digits`."""
-    document = {"apiVersion": "v1", "kind": "Secret", "metadata": _metadata(plan, plan.name), "stringData": {SECRET: digits}}
+    document = _object(plan, "Secret", plan.name, stringData={SECRET: digits})
     return {"secret.yaml": to_yaml(["The run's secret: whoever has it can call, and stop, each process of the run."], document)}
 
 
@@ -120,36 +121,23 @@ def _claim_name(plan: Plan) -> str:
 
 
 def _claim(plan: Plan) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": _metadata(plan, _claim_name(plan)),
-        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": STORAGE}}},
-    }
+    spec = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": STORAGE}}}
+    return _object(plan, "PersistentVolumeClaim", _claim_name(plan), spec=spec)
 
 
 def _config_map(plan: Plan, host: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(plan, plan.name),
-        "data": {"config.yaml": loading.to_yaml(plan.placed_at(host))},
-    }
+    return _object(plan, "ConfigMap", plan.name, data={"config.yaml": loading.to_yaml(plan.placed_at(host))})
 
 
 def _service(plan: Plan) -> dict[str, Any]:
     """Names for the pods; also before they are ready, since they become so by finding each other."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(plan, plan.name),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": _labels(plan),
-            "ports": [{"name": "coordinator", "port": plan.port}],
-        },
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": _labels(plan),
+        "ports": [{"name": "coordinator", "port": plan.port}],
     }
+    return _object(plan, "Service", plan.name, spec=spec)
 
 
 def _network_policy(plan: Plan) -> dict[str, Any]:
@@ -163,12 +151,8 @@ def _network_policy(plan: Plan) -> dict[str, Any]:
             coordinator = [{"port": prometheus.port}] if prometheus.port else []
             rule["ports"] = [{"port": ports[0], "endPort": ports[1]}, *coordinator]
         rules.append(rule)
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": _metadata(plan, plan.name),
-        "spec": {"podSelector": own, "policyTypes": ["Ingress"], "ingress": rules},
-    }
+    spec = {"podSelector": own, "policyTypes": ["Ingress"], "ingress": rules}
+    return _object(plan, "NetworkPolicy", plan.name, "networking.k8s.io/v1", spec=spec)
 
 
 def _job(plan: Plan, group: _JobNodes, coordinator: str, claim: str) -> dict[str, Any]:
@@ -181,7 +165,7 @@ def _job(plan: Plan, group: _JobNodes, coordinator: str, claim: str) -> dict[str
         disrupted = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
         spec["podFailurePolicy"] = {"rules": [disrupted]}
     spec["template"] = {"metadata": {"labels": _labels(plan)}, "spec": _pod(plan, group, coordinator, claim)}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _metadata(plan, group.job), "spec": spec}
+    return _object(plan, "Job", group.job, "batch/v1", spec=spec)
 
 
 def _pod(plan: Plan, group: _JobNodes, coordinator: str, claim: str) -> dict[str, Any]:
@@ -258,17 +242,15 @@ def _container(plan: Plan, group: _JobNodes, coordinator: str) -> dict[str, Any]
 
 def _probe(plan: Plan, coordinator: str) -> dict[str, Any]:
     """Not Kubernetes' own of gRPC, which has no certificate to show."""
-    return {"exec": {"command": [*plan.health, coordinator]}, "timeoutSeconds": 10}
+    asked = {"exec": {"command": [*plan.health, coordinator]}, "timeoutSeconds": 10}
+    return {**asked, "periodSeconds": 30, "failureThreshold": 3}
 
 
 def _coordinator_probes(plan: Plan, coordinator: str) -> dict[str, Any]:
     """The coordinator serves grpc.health.v1 at its port from its start to its end."""
     probe = _probe(plan, coordinator)
-    return {
-        "startupProbe": {**probe, "periodSeconds": 10, "failureThreshold": math.ceil(plan.start_seconds / 10)},
-        "livenessProbe": {**probe, "periodSeconds": 30, "failureThreshold": 3},
-        "readinessProbe": {**probe, "periodSeconds": 30, "failureThreshold": 3},
-    }
+    starts = {**probe, "periodSeconds": 10, "failureThreshold": math.ceil(plan.start_seconds / 10)}
+    return {"startupProbe": starts, "livenessProbe": probe, "readinessProbe": probe}
 
 
 def _node_probe(plan: Plan, coordinator: str) -> dict[str, Any]:
@@ -277,4 +259,4 @@ def _node_probe(plan: Plan, coordinator: str) -> dict[str, Any]:
     There is no liveness of its own: its services' ports are known to the coordinator alone, which notices their silence, and to
     restart a node because the coordinator is away would take from the run what it needs to go on.
     """
-    return {"readinessProbe": {**_probe(plan, coordinator), "periodSeconds": 30, "failureThreshold": 3}}
+    return {"readinessProbe": _probe(plan, coordinator)}

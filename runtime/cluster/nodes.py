@@ -130,8 +130,10 @@ class Roster:
 
     def __init__(self, config: Config):
         self._cluster = config.cluster
-        self._there: dict[str, NodeRegistration] = {}
-        self._ready: dict[str, NodeRegistration] = {}
+        self.there: dict[str, NodeRegistration] = {}
+        """All that were admitted."""
+        self.nodes: dict[str, NodeRegistration] = {}
+        """Those that count."""
         self._first: NodeRegistration | None = None
 
     @property
@@ -139,30 +141,20 @@ class Roster:
         """Who has to come before the run can start: names, or how many."""
         nodes, least = self._cluster.nodes, self._cluster.min_nodes
         if nodes == "auto":
-            short = max(1, least) - len(self._ready)
+            short = max(1, least) - len(self.nodes)
             return [f"{short} of {max(1, least)} nodes"] if short > 0 else []
-        absent = [node.name for node in nodes if node.name not in self._ready]
-        return absent if len(self._ready) < (least or len(nodes)) else []
-
-    @property
-    def there(self) -> Mapping[str, NodeRegistration]:
-        """All that were admitted."""
-        return self._there
-
-    @property
-    def nodes(self) -> Mapping[str, NodeRegistration]:
-        """Those that count."""
-        return self._ready
+        absent = [node.name for node in nodes if node.name not in self.nodes]
+        return absent if len(self.nodes) < (least or len(nodes)) else []
 
     @property
     def offers(self) -> list[NodeOffer]:
         """Those that count, in the order in which they are filled: as the configuration names them, or as they came."""
         if self._cluster.nodes == "auto":
-            return [NodeOffer(each.name, each.devices) for each in self._ready.values()]
+            return [NodeOffer(each.name, each.devices) for each in self.nodes.values()]
         return [
-            NodeOffer(node.name, self._ready[node.name].devices if node.devices is None else node.devices, node.supernode)
+            NodeOffer(node.name, self.nodes[node.name].devices if node.devices is None else node.devices, node.supernode)
             for node in self._cluster.nodes
-            if node.name in self._ready
+            if node.name in self.nodes
         ]
 
     def admit(self, node: NodeRegistration) -> None:
@@ -170,19 +162,19 @@ class Roster:
         if faults := list(self._faults(node)):
             raise UserError("\n".join(faults))
         self._first = self._first or node
-        self._there[node.name] = node
+        self.there[node.name] = node
 
     def ready(self, name: str) -> None:
-        self._ready[name] = self._there[name]
+        self.nodes[name] = self.there[name]
 
     def leave(self, name: str) -> None:
-        self._there.pop(name, None)
-        self._ready.pop(name, None)
+        self.there.pop(name, None)
+        self.nodes.pop(name, None)
 
     def _faults(self, node: NodeRegistration) -> Iterator[str]:
         nodes, one = self._cluster.nodes, self._first
-        if node.name in self._there:
-            yield f"node {node.name}: {self._there[node.name].address} has this name already; one of them needs another --name"
+        if node.name in self.there:
+            yield f"node {node.name}: {self.there[node.name].address} has this name already; one of them needs another --name"
         if nodes != "auto":
             named = {each.name: each for each in nodes}
             if fault := name_fault(self._cluster, node.name):

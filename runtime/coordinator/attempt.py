@@ -32,7 +32,7 @@ from runtime.cluster.topology import alternates, takes_turns
 from runtime.commands import Export, Restore
 from runtime.coordinator.admission.depth import depth_of
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.devices import devices_of
+from runtime.coordinator.devices import ColocatedDevices, Devices
 from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.groups import STREAM, DynamicSampling, GroupStage
 from runtime.coordinator.history import RunHistory, write_course
@@ -96,10 +96,14 @@ class Attempt:
         limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
         self._dynamic = DynamicSampling(self.buffer, limit) if config.algorithm.dynamic_sampling else None
         self._probes = Probes(context, pool, history, self._spans, self.buffer.ready_changed)
-        self._recorder = MetricsRecorder(
+        self.recorder = MetricsRecorder(
             context, self._spans, self.buffer, self._meter, pool, history.totals, self._dynamic, self._probes
         )
-        self._devices = devices_of(config, roles, pool, self.publisher, self.buffer, self._probes, self._spans)
+        self._devices = (
+            ColocatedDevices(config, roles, pool, self.publisher, self.buffer, self._probes, self._spans)
+            if takes_turns(config)
+            else Devices(pool, self.publisher, self.buffer)
+        )
         self._groups = GroupStage(context, roles, pool, self._devices, self.buffer, self._stream, self._spans, self._dynamic)
         self._training = self._train_loop()
         self._training.next = first
@@ -121,15 +125,6 @@ class Attempt:
             self._recovery.interrupt()
             if self._evaluating is not None:
                 self._evaluating.cancel()
-
-    @property
-    def stop_reason(self) -> str:
-        return self.buffer.stop_reason
-
-    @property
-    def recorder(self) -> MetricsRecorder:
-        """Of the newest step."""
-        return self._recorder
 
     async def execute(self) -> bool:
         """Run the attempt. False: the run is over. True: a model was lost, and the models of the next attempt serve.
@@ -257,7 +252,7 @@ class Attempt:
         """After each step: its metrics, an evaluation if one is due, and the conditions to stop."""
         config, step, history = self._config, trained.step + 1, self._history
         history.version = PolicyVersion(self._incarnation, step)
-        await self._recorder.step(trained)
+        await self.recorder.step(trained)
         if startup.TOTAL not in self._context.startup.phases:
             await self._started_up()
         if config.stop.hours and now() - history.rl_began >= config.stop.hours * 3600:
@@ -318,7 +313,7 @@ class Attempt:
     async def _note(self, step: int, found: EvaluationResult) -> None:
         self._checkpoints.accuracy[step] = found.accuracy
         self._history.evaluating = None
-        await self._recorder.evaluation(
+        await self.recorder.evaluation(
             step, {**evaluation.metrics(found), "eval/skipped": float(self._history.skipped_evaluations)}
         )
 
@@ -360,7 +355,7 @@ class Attempt:
         self.publisher.waits_for_next = self._probes.given_before = found.ahead
 
     def _set_incarnation(self, incarnation: int) -> None:
-        self._incarnation = self._training.incarnation = self._recorder.incarnation = incarnation
+        self._incarnation = self._training.incarnation = self.recorder.incarnation = incarnation
 
     def _write_course(self) -> None:
         write_course(self._context, self._roles, self._history)
@@ -388,7 +383,7 @@ class Attempt:
     # ------------------------------------------------------------------------------------------ what is said of it
 
     def _report(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
-        figures = self._recorder.figures
+        figures = self.recorder.figures
         if (newest := self._checkpoints.newest_accuracy) is not None:
             figures["eval/accuracy"] = newest
         step, steps = self.buffer.committed, self._config.training.steps

@@ -15,6 +15,7 @@ from msgspec import Struct, structs
 from runtime.coordinator import staleness
 from runtime.coordinator.admission.depth import LATE, PipelineDepth
 from runtime.coordinator.group import Group, asked_of, restored
+from runtime.coordinator.staleness import most_live
 from runtime.errors import InvariantViolated
 from runtime.ledger import states
 from runtime.ledger.reader import GroupRow
@@ -71,7 +72,7 @@ class Buffer:
         """Nothing can be taken, and the trainer has nothing else to do."""
         self.limit = 0
         """How many groups rollouts may have, as it was said last."""
-        self._depth = depth
+        self._depth = depth or PipelineDepth(groups_per_step, most_live(staleness, groups_per_step), measured=False)
         self._journal = journal
         self._clock = clock
         self._filled = 0
@@ -112,16 +113,15 @@ class Buffer:
         self._record(group, "admitted", ticket=ticket)
         return group
 
-    def dispatch(self, group_id: int, replica: str) -> Group:
+    def dispatch(self, group_id: int, replica: str) -> None:
         """`replica` is asked to generate the group. Its oldest token will be of the committed version or a later one."""
         due = staleness.deadline(self.committed, self.staleness)
         group = self._apply(group_id, states.Dispatched(), replica=replica, deadline=due)
         group.attempt += 1
         group.dispatched = group.since
         self._record(group, "generating", replica=replica, attempt=group.attempt, due=due)
-        return group
 
-    def generated(self, result: GeneratedGroup) -> Group:
+    def generated(self, result: GeneratedGroup) -> None:
         group = self._apply(result.group_id, states.Generated())
         due = staleness.deadline(result.oldest.step, self.staleness)
         if group.deadline is None or due < group.deadline:
@@ -132,29 +132,17 @@ class Buffer:
         self._record(group, "generated", generated=result)
         self.ready_changed.set()
         self.room_changed.set()
-        return group
 
-    def scored(self, scores: Scores) -> Group:
-        group = self._mark(scores.group_id, Mark.SCORED)
-        group.scores = scores
-        self._record(group, "scored", scores=scores)
-        self.ready_changed.set()
-        return group
+    def scored(self, scores: Scores) -> None:
+        self._mark(scores.group_id, Mark.SCORED, "scored", scores=scores)
 
-    def referenced(self, group_id: int, logprobs: bytes) -> Group:
-        group = self._mark(group_id, Mark.REFERENCED)
-        group.reference = logprobs
-        self._record(group, "referenced", reference=logprobs)
-        self.ready_changed.set()
-        return group
+    def referenced(self, group_id: int, logprobs: bytes) -> None:
+        self._mark(group_id, Mark.REFERENCED, "referenced", reference=logprobs)
 
-    def valued(self, group_id: int, values: bytes) -> Group:
-        group = self._mark(group_id, Mark.VALUED)
-        group.values = values
-        self._record(group, "valued", values=values)
-        return group
+    def valued(self, group_id: int, values: bytes) -> None:
+        self._mark(group_id, Mark.VALUED, "valued", values=values)
 
-    def lose(self, group_id: int) -> Group:
+    def lose(self, group_id: int) -> None:
         """Its replica or payload is gone: back to `admitted`, to be dispatched again. A group that was taken can be lost
         only until a later step takes one (read the payloads as they are taken)."""
         group = self._apply(group_id, states.Lost())
@@ -165,7 +153,6 @@ class Buffer:
         self._record(group, "lost")
         self.ready_changed.set()
         self.room_changed.set()
-        return group
 
     def drop(self, group_id: int, why: str) -> Ticket:
         """Give the group up; its ticket says which prompt to give back. One that was taken can be dropped only while its
@@ -176,7 +163,7 @@ class Buffer:
                 raise InvariantViolated(f"group {group_id} is in the batch of step {group.taken}")
             self._filled -= 1
         group = self._apply(group_id, states.Dropped(why))
-        if self._depth is not None and group.dispatched:
+        if group.dispatched:
             self._depth.dropped(group.since - group.dispatched)
         self._record(group, "dropped")
         self._leave(group)
@@ -208,11 +195,10 @@ class Buffer:
             self.room_changed.set()
         return taken
 
-    def consume(self, step: int, seconds: float = 0.0) -> list[Group]:
+    def consume(self, step: int, seconds: float = 0.0) -> None:
         """`step` has been applied, on which the trainer worked so long. Raises InvariantViolated when a token it trained on is
         older than the bound allows."""
-        if self._depth is not None:
-            self._depth.stepped(seconds)
+        self._depth.stepped(seconds)
         batch = [group for group in self if group.taken == step and group.state.phase == Phase.READY]
         if len(batch) != self.groups_per_step:
             raise InvariantViolated(f"step {step} was applied with {len(batch)} groups of {self.groups_per_step}")
@@ -222,17 +208,14 @@ class Buffer:
             self._apply(group.group_id, states.Consumed(step))
             self._record(group, "consumed")
         self.commit(self.committed)
-        return batch
 
-    def commit(self, version_step: int) -> list[int]:
-        """The version `version_step` counts from now on; the groups that it trained on retire. Returns their ids."""
+    def commit(self, version_step: int) -> None:
+        """The version `version_step` counts from now on; the groups that it trained on retire."""
         self.committed = version_step
-        retired = [group for group in self if group.state.step is not None and group.state.step < version_step]
-        for group in retired:
+        for group in [one for one in self if one.state.step is not None and one.state.step < version_step]:
             self._apply(group.group_id, states.Retired())
             self._record(group, "retired")
             self._leave(group)
-        return [group.group_id for group in retired]
 
     def load(self, rows: Sequence[GroupRow]) -> list[int]:
         """Take over what the ledger restored. Returns the groups that have to be generated again although they are intact,
@@ -276,13 +259,12 @@ class Buffer:
     @property
     def depth(self) -> int:
         """How many groups may hold a place now."""
-        bound = staleness.most_live(self.staleness, self.groups_per_step)
-        return bound if self._depth is None else self._depth.target
+        return self._depth.target
 
     def late(self) -> Iterator[tuple[Group, float]]:
         """The groups under way that the trainer waits for alone, and for how many seconds more that is nothing out of the
         ordinary: `LATE` times what the slowest of a step takes."""
-        usual = LATE * (self._depth.slowest or 0.0) if self._depth is not None and self.trainer_waits else 0.0
+        usual = LATE * (self._depth.slowest or 0.0) if self.trainer_waits else 0.0
         for group in self if usual else ():
             if group.state.phase == Phase.GENERATING and group.deadline is not None and group.deadline <= self.step:
                 yield group, max(0.0, usual - (self._clock() - group.since))
@@ -345,13 +327,12 @@ class Buffer:
             raise InvariantViolated(f"group {group.group_id} of step {group.taken} was lost while step {self.step} is filled")
         self._filled -= 1
 
-    def _mark(self, group_id: int, mark: Mark) -> Group:
-        group = self._apply(group_id, states.Marked(mark))
-        if group.state.phase == Phase.READY:
-            if self._depth is not None and group.dispatched:
-                self._depth.became_ready(group.since - group.dispatched)
-            self.ready_changed.set()
-        return group
+    def _mark(self, group_id: int, mark: Mark, stamp: str, **what: object) -> None:
+        group = self._apply(group_id, states.Marked(mark), **what)
+        self._record(group, stamp, **what)
+        if group.state.phase == Phase.READY and group.dispatched:
+            self._depth.became_ready(group.since - group.dispatched)
+        self.ready_changed.set()
 
     def _apply(self, group_id: int, event: Event, **fields: object) -> Group:
         """`fields` are what changes with its state."""

@@ -26,7 +26,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from runtime.commands import Level
+from runtime.commands import Level, Offload, Onload
 from runtime.coordinator.register import Member
 from runtime.errors import InvariantViolated
 
@@ -44,7 +44,6 @@ Phase = Literal[
     "offload",
     "wake_kv",
 ]
-Offloadable = Literal["reference", "trainer"]
 
 
 class Arrived(Struct, frozen=True):
@@ -72,8 +71,8 @@ class GenerationDone(Struct, frozen=True):
     refers: bool = False
 
 
-class Onloaded(Struct, frozen=True):
-    who: Offloadable
+class Moved(Struct, frozen=True):
+    """Reference or trainer has brought its state to the devices, or off them, as it was told."""
 
 
 class Referred(Struct, frozen=True):
@@ -90,42 +89,38 @@ class VersionPublished(Struct, frozen=True):
     """The version counts."""
 
 
-class Offloaded(Struct, frozen=True):
-    who: Offloadable
-
-
-Event = Arrived | MemberLost | Reached | GenerationDone | Onloaded | Referred | Trained | VersionPublished | Offloaded
+Event = Arrived | MemberLost | Reached | GenerationDone | Moved | Referred | Trained | VersionPublished
 
 
 class TellLevel(Struct, frozen=True):
-    """Tell `member` to come to `level`."""
-
     member: Member
     level: Level
 
 
-class TellOnload(Struct, frozen=True):
-    """Tell `who` to bring its state to the devices."""
+class TellMove(Struct, frozen=True):
+    """Have `who` bring its state to the devices, or take it off them."""
 
-    who: Offloadable
-
-
-class TellOffload(Struct, frozen=True):
-    """Tell `who` to take its state off the devices."""
-
-    who: Offloadable
+    who: Literal["reference", "trainer"]
+    command: Onload | Offload
 
 
-Action = TellLevel | TellOnload | TellOffload
+Action = TellLevel | TellMove
 
-# In which phases an event is expected; a rollout may come, go or answer in any.
-_EXPECTED: dict[type, tuple[Phase, ...]] = {
-    GenerationDone: ("asleep", "generate"),
-    Referred: ("refer",),
-    Trained: ("train",),
-    VersionPublished: ("publish",),
-    Onloaded: ("ref_onload", "onload"),
-    Offloaded: ("ref_offload", "offload"),
+# What each event leads to, by the phase in which it is expected; a rollout may come, go or answer in any.
+_AFTER: dict[type, dict[Phase, Phase]] = {
+    GenerationDone: {"asleep": "sleep", "generate": "sleep"},
+    Moved: {"ref_onload": "refer", "ref_offload": "onload", "onload": "train", "offload": "wake_kv"},
+    Referred: {"refer": "ref_offload"},
+    Trained: {"train": "wake_weights"},
+    VersionPublished: {"publish": "offload"},
+}
+# What follows once every rollout has reached the level of a phase.
+_REACHED: dict[Phase, Phase] = {"sleep": "onload", "wake_weights": "publish", "wake_kv": "generate"}
+_MOVES: dict[Phase, TellMove] = {
+    "ref_onload": TellMove("reference", Onload()),
+    "ref_offload": TellMove("reference", Offload()),
+    "onload": TellMove("trainer", Onload()),
+    "offload": TellMove("trainer", Offload()),
 }
 _LEVEL: dict[Phase, Level] = {
     "wake_weights": Level.WEIGHTS,
@@ -156,7 +151,7 @@ class DeviceSchedule:
     @property
     def waiting_for(self) -> tuple[Member, ...]:
         """The rollouts that the phase waits for."""
-        if self.phase not in ("sleep", "wake_weights", "wake_kv"):
+        if self.phase not in _REACHED:
             return ()
         return tuple(sorted(member for member in self._levels if self._behind(member)))
 
@@ -174,10 +169,11 @@ class DeviceSchedule:
                 del self._told[event.member]
                 self._levels[event.member] = event.level
         else:
-            actions += self._proceed(event)
+            actions += self._enter(self._after(event))
         actions += self._orders()
-        while self.phase in ("sleep", "wake_weights", "wake_kv") and not self.waiting_for:
-            actions += self._leave() + self._orders()
+        while self.phase in _REACHED and not self.waiting_for:
+            following: Phase = "ref_onload" if self.phase == "sleep" and self._refers else _REACHED[self.phase]
+            actions += self._enter(following) + self._orders()
         return actions
 
     def _remove(self, member: Member) -> None:
@@ -196,48 +192,15 @@ class DeviceSchedule:
         self._told |= dict.fromkeys(tell, wanted)
         return [TellLevel(member, wanted) for member in tell]
 
-    def _proceed(self, event: Event) -> list[Action]:
-        if self.phase not in _EXPECTED[type(event)]:
+    def _after(self, event: Event) -> Phase:
+        """The phase that follows `event`."""
+        phase = _AFTER[type(event)].get(self.phase)
+        if phase is None:
             raise InvariantViolated(f"{event} in the phase {self.phase}")
         if isinstance(event, GenerationDone):
-            self.phase, self._refers = "sleep", event.refers
-        elif isinstance(event, Referred):
-            self.phase = "ref_offload"
-            return [TellOffload("reference")]
-        elif isinstance(event, Trained):
-            if event.publishes:
-                self.phase = "wake_weights"
-                return []
-            return self._offload_trainer()
-        elif isinstance(event, VersionPublished):
-            return self._offload_trainer()
-        else:
-            assert isinstance(event, Onloaded | Offloaded)
-            return self._moved(event)
-        return []
+            self._refers = event.refers
+        return "offload" if isinstance(event, Trained) and not event.publishes else phase
 
-    def _moved(self, event: Onloaded | Offloaded) -> list[Action]:
-        if event.who != ("reference" if self.phase.startswith("ref_") else "trainer"):
-            raise InvariantViolated(f"{event} in the phase {self.phase}")
-        if self.phase == "ref_offload":
-            return self._onload_trainer()
-        self.phase = {"ref_onload": "refer", "onload": "train", "offload": "wake_kv"}[self.phase]  # type: ignore[assignment]
-        return []
-
-    def _leave(self) -> list[Action]:
-        """Every rollout has reached the level of this phase: begin the next phase."""
-        if self.phase == "sleep":
-            if self._refers:
-                self.phase = "ref_onload"
-                return [TellOnload("reference")]
-            return self._onload_trainer()
-        self.phase = "publish" if self.phase == "wake_weights" else "generate"
-        return []
-
-    def _onload_trainer(self) -> list[Action]:
-        self.phase = "onload"
-        return [TellOnload("trainer")]
-
-    def _offload_trainer(self) -> list[Action]:
-        self.phase = "offload"
-        return [TellOffload("trainer")]
+    def _enter(self, phase: Phase) -> list[Action]:
+        self.phase = phase
+        return [_MOVES[phase]] if phase in _MOVES else []

@@ -23,8 +23,8 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
-from runtime.commands import Level, Move, Offload, Onload
+from runtime.cluster.topology import alternates, reference_takes_part
+from runtime.commands import Level, Move, Offload
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.device_schedule import (
@@ -34,14 +34,12 @@ from runtime.coordinator.device_schedule import (
     Event,
     GenerationDone,
     MemberLost,
-    Offloadable,
-    Offloaded,
-    Onloaded,
+    Moved,
     Phase,
     Reached,
     Referred,
     TellLevel,
-    TellOnload,
+    TellMove,
     Trained,
     VersionPublished,
 )
@@ -300,9 +298,7 @@ class ColocatedDevices(Devices):
         self._changed.set()
 
     def _carry_out(self, action: Action) -> Coroutine[Any, Any, None]:
-        if isinstance(action, TellLevel):
-            return self._move(action.member, action.level)
-        return self._onload(action.who) if isinstance(action, TellOnload) else self._offload(action.who)
+        return self._move(action.member, action.level) if isinstance(action, TellLevel) else self._have_moved(action)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._calls.discard(task)
@@ -336,42 +332,13 @@ class ColocatedDevices(Devices):
             return False
         return True
 
-    async def _onload(self, who: Offloadable) -> None:
-        if who == "reference":
-            with self._spans.span("ref_onload"):
-                await self._roles.references.tell(Onload())
-        elif self._onloads_trainer:
-            await self._roles.trainer.call(Onload())
-        self._handle(Onloaded(who))
-
-    async def _offload(self, who: Offloadable) -> None:
-        if who == "reference":
-            with self._spans.span("ref_offload"):
-                await self._roles.references.tell(Offload())
-        else:
-            await self._roles.trainer.call(Offload())
-        self._handle(Offloaded(who))
-
-
-def devices_of(
-    config: Config,
-    roles: Roles,
-    pool: RolloutPool,
-    publisher: WeightPublisher,
-    buffer: Buffer,
-    probes: Probes,
-    spans: SpanClock,
-) -> Devices:
-    """The devices of a run: shared ones where rollouts and trainer are colocated."""
-    if takes_turns(config):
-        return ColocatedDevices(config, roles, pool, publisher, buffer, probes, spans)
-    return Devices(pool, publisher, buffer)
-
-
-async def wake_without_trainer(config: Config, rollout: RolePort) -> None:
-    """A rollout on shared devices is asleep when it starts; where no trainer runs, it has them for good."""
-    if takes_turns(config):
-        await rollout.call(Move(Level.AWAKE))
+    async def _have_moved(self, action: TellMove) -> None:
+        if action.who == "reference":
+            with self._spans.span(self.phase):
+                await self._roles.references.tell(action.command)
+        elif self._onloads_trainer or isinstance(action.command, Offload):
+            await self._roles.trainer.call(action.command)
+        self._handle(Moved())
 
 
 def _lacks_reference(group: Group) -> bool:

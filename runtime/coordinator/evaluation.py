@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from runtime import codec
-from runtime.cluster.topology import slots
+from runtime.cluster.topology import slots, takes_turns
+from runtime.commands import Level, Move
 from runtime.config import Rule
-from runtime.coordinator.devices import wake_without_trainer
 from runtime.coordinator.gateways import GatewayPool, request_for
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register, Unit, UnitChange, UnitState
@@ -248,7 +248,8 @@ class ServingRun:
 
     async def _serve(self, rollout: Unit) -> None:
         try:
-            await wake_without_trainer(self._context.config, rollout.port)
+            if takes_turns(self._context.config):  # it is asleep when it starts; without a trainer it has the devices for good
+                await rollout.port.call(Move(Level.AWAKE))
         except SluiceError as error:
             self._register.lose(rollout, str(error))
         else:

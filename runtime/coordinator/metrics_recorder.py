@@ -155,7 +155,6 @@ class MetricsRecorder:
         """When the newest step was entered, on the loop's clock."""
 
     async def step(self, trained: TrainedStep) -> Metrics:
-        """Enter one step."""
         timing = self._spans.close_step()
         groups = trained.groups
         probed = self._probes.close_step(PolicyVersion(self.incarnation, trained.step), trained.result.probes)

@@ -229,12 +229,8 @@ class RolloutPool(WorkPool):
             else:
                 await self._until(served)
 
-    # ------------------------------------------------------------------------------------------ their work
-
     def repeat(self) -> None:
         self._repeated += 1
-
-    # ------------------------------------------------------------------------------------------ what is told of them
 
     def close_step(self) -> dict[str, float]:
         """The metrics: who serves now, and what was lost since the last call."""

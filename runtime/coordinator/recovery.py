@@ -21,7 +21,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -33,7 +33,7 @@ from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.history import RunHistory, write_course
 from runtime.coordinator.register import Register, UnitChange
-from runtime.coordinator.roles import UPDATED, Roles, wait_for
+from runtime.coordinator.roles import Roles, models, wait_for
 from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import PromptStream
 from runtime.errors import DeadlineExceeded, ServiceFault, StorageFull, Unreachable
@@ -47,7 +47,6 @@ from runtime.telemetry.summary import Totals
 from runtime.types import PolicyVersion
 
 log = logging.getLogger("sluice")
-T = TypeVar("T")
 
 
 class Recovery:
@@ -145,11 +144,11 @@ class Recovery:
 
 async def models_back(config: Config, register: Register) -> None:
     """Wait until trainer and critic serve. Raises DeadlineExceeded, as `Recovery.wait_restarted` does."""
-    policies = [getattr(config.services, role).restarts for role in UPDATED if register.units(role)]
+    policies = [getattr(config.services, unit.role).restarts for unit in models(register)]
     timeout = config.deadlines.start + max(backoff(one, max(0, one.attempts - 1)) for one in policies)
 
     def missing() -> list[str]:
-        return [unit.name for role in UPDATED for unit in register.units(role) if unit.port is None]
+        return [unit.name for unit in models(register) if unit.port is None]
 
     if late := await wait_for(register, missing, now() + timeout):
         raise DeadlineExceeded(", ".join(late), "restart", "did not register again", timeout)
@@ -167,11 +166,7 @@ class Checkpoints:
         self._folder = context.folder
         self._settings = config.checkpoint
         self._seconds = config.deadlines.save
-        self._alternates = alternates(config)
-        self._retain_bytes = config.ledger.retain_bytes
         self._roles = roles
-        self._ledger = context.ledger
-        self._epoch = context.epoch
         self._stream = stream
         self._buffer = buffer
         self._incarnation = 0
@@ -216,7 +211,7 @@ class Checkpoints:
         return Position(
             version=PolicyVersion(self._incarnation, step),
             stream=self._stream.state(),
-            trained=await self._ledger.trained(step),
+            trained=await self._context.ledger.trained(step),
             pending=[group.ticket.problem for group in sorted(untrained, key=lambda group: group.group_id)],
             accuracy=self.newest_accuracy,
             best_accuracy=None if best is None else self.accuracy[best],
@@ -281,7 +276,7 @@ class Checkpoints:
         critics = replace(own, folder=str(partial / checkpoint.CRITIC))
         if roles.critic is None:
             saving = [roles.trainer.post(own)]
-        elif self._alternates:
+        elif alternates(self._context.config):
             saving = [self._one_by_one(own, critics, roles.trainer, roles.critic)]
         else:
             saving = [roles.trainer.post(own), roles.critic.post(critics)]
@@ -325,20 +320,21 @@ class Checkpoints:
                     self._history.saved(folder, totals)
                     if self._history.alarm == self._alarm:
                         self._history.alarm = ""
-        self._ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=self._epoch + now()))
+        at = self._context.epoch + now()
+        self._context.ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=at))
         write_course(self._context, self._roles, self._history)
-        await self._ledger.flush()
+        await self._context.ledger.flush()
         # Old checkpoints go, now that nobody would go back to one of them, and what the ledger keeps for them.
         best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None
         with _faults_told(folder):
             await self._on_disk(asyncio.to_thread(checkpoint.prune, self._folder, self._settings.keep, (step, best)), folder)
         oldest = min(checkpoint.steps(self._folder), default=step)
-        await self._ledger.trim(oldest, self._retain_bytes)
+        await self._context.ledger.trim(oldest, self._context.config.ledger.retain_bytes)
 
-    async def _on_disk(self, work: Awaitable[T], folder: Path) -> T:
+    async def _on_disk(self, work: Awaitable[None], folder: Path) -> None:
         """Raises DeadlineExceeded when the file system does not answer within `deadlines.save`."""
         try:
-            return await asyncio.wait_for(work, self._seconds)
+            await asyncio.wait_for(work, self._seconds)
         except asyncio.TimeoutError:
             raise DeadlineExceeded("coordinator", "save", f"{folder}: the file system does not answer", self._seconds) from None
 

@@ -23,6 +23,11 @@ UPDATED = ("trainer", "critic")  # the roles whose groups hold what no other pro
 R = TypeVar("R")
 
 
+def models(register: Register) -> list[Unit]:
+    """The units of trainer and critic."""
+    return [unit for role in UPDATED for unit in register.units(role)]
+
+
 async def wait_for(register: Register, missing: Callable[[], Sequence[str]], deadline: float) -> Sequence[str]:
     """What is missing in the register at `deadline`, on the loop's clock; nothing as soon as nothing is."""
     changed = asyncio.Event()
@@ -120,7 +125,7 @@ class Roles(EvaluationRoles):
         """Raises Unreachable when trainer or critic is lost."""
         super().__init__(register, patience)
         self.references: Replicas = Replicas(register, "reference", patience)
-        trained = [unit for role in UPDATED for unit in register.units(role)]
+        trained = models(register)
         if lost := next((unit for unit in trained if unit.port is None), None):
             raise Unreachable(lost.name, "start", lost.reason)
         self.trainer: TrainerPort = trained[0].port
@@ -149,11 +154,10 @@ class RewardScoring:
     ) -> Scores:
         """`given`: `GeneratedGroup.rewards`. Replicas take turns. `asked` holds, until this returns, the names of those that
         have not answered; `answered` as in `Replicas.ask`."""
-        names = set() if asked is None else asked
 
         async def ask(phase: str, replicas: Replicas) -> Scores:
             with self._spans.span(phase) if self._spans else nullcontext():
-                return await replicas.ask(turn, request, names, answered)
+                return await replicas.ask(turn, request, asked, answered)
 
         parts = await asyncio.gather(*(ask(phase, replicas) for phase, replicas in self._replicas.items()))
         if given and self._environment:

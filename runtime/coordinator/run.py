@@ -16,7 +16,7 @@ from runtime.coordinator.metrics_recorder import gap
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.recovery import models_back
 from runtime.coordinator.register import Register
-from runtime.coordinator.roles import Roles
+from runtime.coordinator.roles import Roles, models
 from runtime.coordinator.run_context import RunContext
 from runtime.coordinator.takeover import TakenUp
 from runtime.errors import SluiceError
@@ -37,9 +37,9 @@ class TrainingRun:
         config = context.config
         self._context, self._config, self._register = context, config, register
         self._started = now()
-        self._pool = RolloutPool(register, slots(config), config.deadlines.start, context.term)
+        self.pool = RolloutPool(register, slots(config), config.deadlines.start, context.term)
         if config.gateway is not None:
-            GatewayPool(self._pool, config, context.keys)
+            GatewayPool(self.pool, config, context.keys)
         self._history = history or RunHistory(config.run.resume)
         self._attempt = self._begin(taken_up)
         self._interrupted = False
@@ -54,7 +54,7 @@ class TrainingRun:
             found = await takeover.take_up(config, register, course)
         except SluiceError as error:
             log.warning("the run goes back to its newest checkpoint: %s", error)
-            for unit in takeover.models(register):
+            for unit in models(register):
                 register.lose(unit, str(error))
             history.lost(history.version.step)
             await models_back(config, register)
@@ -63,7 +63,7 @@ class TrainingRun:
 
     def _begin(self, taken_up: TakenUp | None = None) -> Attempt:
         roles = Roles(self._register, self._config.deadlines.start)
-        return Attempt(self._context, roles, self._pool, self._history, taken_up)
+        return Attempt(self._context, roles, self.pool, self._history, taken_up)
 
     def stop(self, reason: str) -> None:
         """End after the step under way and save; with INTERRUPTED, without another evaluation."""
@@ -79,18 +79,9 @@ class TrainingRun:
         """Whether the devices of a trainer that is lost are free for another."""
         return self._attempt.vacated
 
-    @property
-    def pool(self) -> RolloutPool:
-        return self._pool
-
-    @property
-    def alarm(self) -> str:
-        """Of the newest rollout that was too far from the trainer, or ""."""
-        return self._history.alarm
-
     def gauges(self) -> dict[str, float]:
         """Figures for the status call."""
-        membership = self._pool.membership
+        membership = self.pool.membership
         counts = {name: float(number) for name, number in self.buffer.counts().items()}
         return counts | {"epoch": membership.epoch.number, "rollouts": len(membership.serving)}
 
@@ -108,14 +99,14 @@ class TrainingRun:
         """What there is to say of it now: what it waits for, who is there, how weights travel, and what is wrong."""
         if (wait := self.buffer.oldest_wait()) is not None:
             yield f"waits for group {wait.group_id} ({wait.phase}, {wait.service}, {wait.seconds:.1f} s)"
-        yield str(self._pool)
+        yield str(self.pool)
         publisher = self._attempt.publisher
         if publisher.group.transport:
             yield f"weights by {publisher.group.transport}"
         if apart := gap(self._attempt.recorder.figures):
             yield apart
-        if self.alarm:
-            yield f"ALARM: {self.alarm}"
+        if self._history.alarm:
+            yield f"ALARM: {self._history.alarm}"
         if publisher.abort:
             yield f"last abort: {publisher.abort}"
 
@@ -136,7 +127,7 @@ class TrainingRun:
         final = {name: number for name, number in groups.items() if number or name in ("retired", "dropped")}
         return history.totals.summary(
             rl_seconds=history.rl_seconds,
-            stop_reason=self._attempt.stop_reason,
+            stop_reason=self.buffer.stop_reason,
             accuracy_before=history.accuracy_before,
             accuracy_after=self._attempt.accuracy_after,
             total_seconds=now() - self._started,

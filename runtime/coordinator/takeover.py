@@ -35,7 +35,7 @@ from runtime.commands import Level, Move, Offload
 from runtime.config import Config
 from runtime.coordinator.history import COURSE, Course
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitState
-from runtime.coordinator.roles import UPDATED
+from runtime.coordinator.roles import models
 from runtime.errors import ServiceFault, SluiceError, StorageFull
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.records import Note
@@ -185,8 +185,3 @@ async def _version(config: Config, register: Register, unit: Unit) -> PolicyVers
     except ServiceFault as error:
         register.lose(unit, str(error))
         return None
-
-
-def models(register: Register) -> list[Unit]:
-    """The units of trainer and critic."""
-    return [unit for role in UPDATED for unit in register.units(role)]

@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from functools import partial
 from typing import Any
 
@@ -45,19 +45,16 @@ from runtime.config import Publication as Settings
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.sync_group import TRIES, PeerGroup, SyncGroup, nearest, seen
 from runtime.coordinator.weight_sync_protocol import (
-    Abort,
-    Aborted,
     Action,
     Commit,
-    Committed,
     Event,
     Failed,
     MemberUnreachable,
+    Phase,
+    PhaseAnswered,
     PhaseSeconds,
-    Sent,
     SyncAttempt,
     Tick,
-    Verified,
 )
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError, Unanswered, Unreachable
 from runtime.ports import RolePort, TrainerPort
@@ -139,12 +136,9 @@ class WeightPublisher:
         """
         if self.committed is not None and version <= self.committed:
             raise InvariantViolated(f"version {version} is published after {self.committed}")
-        if self._held:
-            return await self._begun(version, None)
-        await self._lock.acquire()
-        return await self._begun(version, self._lock)
-
-    async def _begun(self, version: PolicyVersion, lock: asyncio.Lock | None) -> Transaction:
+        lock = None if self._held else self._lock
+        if lock is not None:
+            await lock.acquire()
         self.waits_for_next = False
         try:
             if self._pool.membership.stale:
@@ -281,9 +275,9 @@ class Transaction:
         self._epoch, self._ports = self._group.epoch, self._group.members
         trainer, number = self._group.trainer, self._epoch.number
         command = self._command(number)
-        self._call(trainer.name, self._send(command, trainer.post(command)), lambda _: Sent())
+        self._call(trainer.name, self._send(command, trainer.post(command)), "transfer")
         for name, rollout in self._ports.items():
-            self._call(name, self._receive(rollout.post(ReceiveWeights(self._version, number))), Verified)
+            self._call(name, self._receive(rollout.post(ReceiveWeights(self._version, number))), "verify")
 
     def _command(self, epoch: int) -> SendWeights | ResendWeights:
         return self._publisher.sending(self._version, epoch)
@@ -335,24 +329,24 @@ class Transaction:
 
     def _act(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Commit):
-                for name in action.members:
-                    self._call(name, self._commit(self._ports[name]), Committed)
-            elif isinstance(action, Abort):
-                for name in action.members:
+            for name in action.members:
+                if isinstance(action, Commit):
+                    self._call(name, self._commit(self._ports[name]), "commit")
+                else:
                     member = self._ports.get(name, self._group.trainer)
-                    self._call(name, member.post(AbortWeights(self._version, self._epoch.number)), Aborted)
+                    self._call(name, member.post(AbortWeights(self._version, self._epoch.number)), "abort")
 
-    def _call(self, name: str, call: Awaitable[Any], answered: Callable[[str], Event]) -> None:
+    def _call(self, name: str, call: Awaitable[Any], phase: Phase) -> None:
+        """`phase`: of the sync, that the answer counts for."""
         task = asyncio.ensure_future(call)
         self._calls.add(task)
-        task.add_done_callback(partial(self._hear, name, answered))
+        task.add_done_callback(partial(self._hear, name, phase))
 
-    def _hear(self, name: str, answered: Callable[[str], Event], task: asyncio.Task[Any]) -> None:
+    def _hear(self, name: str, phase: Phase, task: asyncio.Task[Any]) -> None:
         seen(task)
         if task in self._calls:  # else it was withdrawn
             self._calls.discard(task)
-            self._heard.append(_event(name, task, answered))
+            self._heard.append(_event(name, phase, task))
             self._told.set()
 
     async def _commit(self, rollout: RolePort) -> None:
@@ -388,11 +382,11 @@ class Gift(Transaction):
         self._sent = await answer
 
 
-def _event(name: str, task: asyncio.Task[Any], answered: Callable[[str], Event]) -> Event | BaseException:
+def _event(name: str, phase: Phase, task: asyncio.Task[Any]) -> Event | BaseException:
     """The event that an ended call stands for; an error that is not a SluiceError is returned itself."""
     error = asyncio.CancelledError() if task.cancelled() else task.exception()
     if error is None:
-        return answered(name)
+        return PhaseAnswered(phase, name)
     if isinstance(error, Unreachable | Unanswered):
         return MemberUnreachable(name, str(error))
     if isinstance(error, SluiceError):

@@ -16,7 +16,7 @@ has arrived counts even if the caller reads it late.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from msgspec import Struct
@@ -93,16 +93,13 @@ class Membership:
             raise InvariantViolated(f"version {version} is committed after {self.committed}")
         if behind := (set(self.living) & set(self.epoch.members)) - members:
             raise InvariantViolated(f"version {version} is committed, and {sorted(behind)} live without it")
-        self.committed = version
-        for member in self.newcomers:
-            if member in members:
-                self._register.serve(member)
+        self.take_up(version, members)
 
-    def take_up(self, version: PolicyVersion, having: Iterable[Member]) -> None:
+    def take_up(self, version: PolicyVersion, having: Collection[Member]) -> None:
         """`version` counts, and those `having` it serve."""
         self.committed = version
         for member in self.newcomers:
-            if member in set(having):
+            if member in having:
                 self._register.serve(member)
 
     def _members(self, *states: UnitState) -> tuple[Member, ...]:
@@ -124,21 +121,11 @@ class PhaseSeconds(Struct, frozen=True, kw_only=True):
     abort: float
 
 
-class Sent(Struct, frozen=True):
-    """The sender's last bucket is on its way."""
+class PhaseAnswered(Struct, frozen=True):
+    """`member`, or the sender, has done what `phase` waits for: the sender has put its last bucket on its way, a member has
+    verified or committed, either has left the epoch's group."""
 
-
-class Verified(Struct, frozen=True):
-    member: str
-
-
-class Committed(Struct, frozen=True):
-    member: str
-
-
-class Aborted(Struct, frozen=True):
-    """`member`, or the sender, has left the epoch's group."""
-
+    phase: Phase
     member: str
 
 
@@ -160,40 +147,24 @@ class Tick(Struct, frozen=True):
     """Time has passed."""
 
 
-Event = Sent | Verified | Committed | Aborted | Failed | MemberUnreachable | Tick
+Event = PhaseAnswered | Failed | MemberUnreachable | Tick
 
 
 class Commit(Struct, frozen=True):
-    """Tell `members` to swap to `version`."""
+    """Tell `members` to swap to the version."""
 
-    version: PolicyVersion
     members: tuple[str, ...]
 
 
 class Abort(Struct, frozen=True):
-    """Tell `members`, the sender among them, to forget `version` and leave the epoch's group."""
+    """Tell `members`, the sender among them, to forget the version and leave the epoch's group."""
 
-    version: PolicyVersion
     members: tuple[str, ...]
 
 
 Action = Commit | Abort
 
-# In which phases an answer counts. In any other phase it is late, or a repetition, and changes nothing.
-_EXPECTED: dict[type, tuple[Phase, ...]] = {
-    Sent: ("transfer",),
-    Verified: ("transfer", "verify"),
-    Committed: ("commit",),
-    Aborted: ("abort",),
-}
-
-# Whose answers each phase waits for: see `_EXPECTED`.
-_AWAITED: dict[Phase, type] = {
-    "transfer": Sent,
-    "verify": Verified,
-    "commit": Committed,
-    "abort": Aborted,
-}
+_NEXT: dict[Phase, Phase] = {"transfer": "verify", "verify": "commit", "commit": "done", "abort": "aborted"}
 
 
 class SyncAttempt:
@@ -212,10 +183,10 @@ class SyncAttempt:
         self.failed: set[str] = set()
         self.reason = ""
         self._seconds = seconds
-        # Of whom each kind of answer is missing: an answer costs O(1), however many members there are.
-        self._missing: dict[type, set[str]] = {kind: set(self.members) for kind in _EXPECTED}
-        self._missing[Sent] = {sender}
-        self._missing[Aborted].add(sender)
+        # Whose answers each phase still needs: an answer costs O(1), however many members there are.
+        self._missing: dict[Phase, set[str]] = {phase: set(self.members) for phase in _NEXT}
+        self._missing["transfer"] = {sender}
+        self._missing["abort"].add(sender)
         if not self.members or len({*self.members, sender}) != len(self.members) + 1:
             raise InvariantViolated(f"a publication from {sender} to the members {self.members}")
         self._enter("transfer", now)
@@ -227,9 +198,7 @@ class SyncAttempt:
     @property
     def waiting_for(self) -> tuple[str, ...]:
         """Whose answers the phase still needs."""
-        if self.final:
-            return ()
-        missing = self._missing[_AWAITED[self.phase]]
+        missing = self._missing.get(self.phase, ())
         return tuple(name for name in (*self.members, self.sender) if name in missing)
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -239,8 +208,10 @@ class SyncAttempt:
         actions: list[Action] = []
         if isinstance(event, Failed | MemberUnreachable):
             actions += self._fail(event, now)
-        elif not isinstance(event, Tick) and self.phase in _EXPECTED[type(event)]:
-            self._missing[type(event)].discard(self.sender if isinstance(event, Sent) else event.member)
+        elif isinstance(event, PhaseAnswered) and (
+            event.phase == self.phase or (self.phase, event.phase) == ("transfer", "verify")
+        ):
+            self._missing[event.phase].discard(event.member)  # else it is late, or a repetition
         actions += self._advance(now)
         if isinstance(event, Tick) and self.next_deadline is not None and now >= self.next_deadline:
             actions += self._expire(now)
@@ -253,14 +224,10 @@ class SyncAttempt:
     def _advance(self, now: float) -> list[Action]:
         """Leave every phase that waits for nobody."""
         actions: list[Action] = []
-        while not self.final and not self._missing[_AWAITED[self.phase]]:
-            if self.phase == "transfer":
-                self._enter("verify", now)
-            elif self.phase == "verify":
-                self._enter("commit", now)
-                actions.append(Commit(self.version, self.members))
-            else:
-                self._enter("done" if self.phase == "commit" else "aborted", now)
+        while not self.final and not self._missing[self.phase]:
+            self._enter(_NEXT[self.phase], now)
+            if self.phase == "commit":
+                actions.append(Commit(self.members))
         return actions
 
     def _fail(self, event: Failed | MemberUnreachable, now: float) -> list[Action]:
@@ -297,4 +264,4 @@ class SyncAttempt:
         if self.phase in ("commit", "abort"):
             return []
         self._enter("abort", now)
-        return [Abort(self.version, self.waiting_for)]
+        return [Abort(self.waiting_for)]

@@ -31,6 +31,7 @@ from msgspec.structs import replace
 from runtime import codec, run_files
 from runtime.errors import InvalidMessage, StorageFull, UserError
 from runtime.ledger.position import Position
+from runtime.process import disk
 
 POSITION = "position.msgpack"
 TRAINER = "trainer.json"  # what the trainer says of its part
@@ -87,7 +88,7 @@ def put_back(folder: Path) -> None:
         discard(former)
     elif former.exists():
         former.replace(folder)
-        _sync(folder.parent)
+        disk.sync(folder.parent)
 
 
 def discard(folder: Path) -> None:
@@ -97,7 +98,7 @@ def discard(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     with suppress(FileNotFoundError):
         folder.replace(doomed)
-        _sync(doomed.parent)
+        disk.sync(doomed.parent)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
@@ -132,10 +133,10 @@ def sync_tree(folder: Path) -> dict[str, int]:
     """Everything under `folder` survives a power cut. Returns the bytes of its files, by their path within it."""
     sizes: dict[str, int] = {}
     for path in sorted(folder.rglob("*")):
-        size = _sync(path)
+        size = disk.sync(path)
         if path.is_file():
             sizes[path.relative_to(folder).as_posix()] = size
-    _sync(folder)
+    disk.sync(folder)
     return sizes
 
 
@@ -150,17 +151,7 @@ def _take_name(partial: Path, folder: Path) -> None:
         discard(former)
         folder.replace(former)
     partial.replace(folder)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> int:
-    """Returns its size in bytes, as the file system has it now."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        return os.fstat(descriptor).st_size
-    finally:
-        os.close(descriptor)
+    disk.sync(folder.parent)
 
 
 # ---------------------------------------------------------------------------------------------- the checkpoints of a run
@@ -185,12 +176,11 @@ def is_of(run_dir: Path, folder: Path) -> bool:
     return place == root
 
 
-def prune(run_dir: Path, keep: int, spared: Container[int | None]) -> list[int]:
-    """Delete all but the newest `keep` checkpoints and those of the steps `spared`; returns the steps deleted."""
-    gone = [step for step in steps(run_dir)[:-keep] if step not in spared]
-    for step in gone:
-        discard(folder_for(run_dir, step))
-    return gone
+def prune(run_dir: Path, keep: int, spared: Container[int | None]) -> None:
+    """Delete all but the newest `keep` checkpoints and those of the steps `spared`."""
+    for step in steps(run_dir)[:-keep]:
+        if step not in spared:
+            discard(folder_for(run_dir, step))
 
 
 def sweep(run_dir: Path) -> None:
@@ -219,8 +209,8 @@ def set_aside(run_dir: Path, step: int, incarnation: int) -> list[int]:
         for each in reversed(later):
             folder = folder_for(run_dir, each)
             folder.replace(dead / folder.name)
-        _sync(dead)
-        _sync(root)
+        disk.sync(dead)
+        disk.sync(root)
     return later
 
 
@@ -233,9 +223,9 @@ def reposition(folder: Path, position: Position) -> None:
 def _write_position(folder: Path, position: Position) -> None:
     partial = folder / f".{POSITION}{_PARTIAL}"
     partial.write_bytes(codec.encode(position))
-    _sync(partial)
+    disk.sync(partial)
     partial.replace(folder / POSITION)
-    _sync(folder)
+    disk.sync(folder)
 
 
 def resolve(

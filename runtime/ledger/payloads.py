@@ -21,6 +21,7 @@ import xxhash
 from msgspec import Struct
 
 from runtime.errors import SluiceError, StorageFull, is_full
+from runtime.process import disk
 
 _HEADER = struct.Struct("<QQ")
 _NAME = re.compile(r"segment-(\d{5,})\.bin")
@@ -64,14 +65,6 @@ def read(folder: Path, handle: Handle) -> bytes:
     raise PayloadLost(f"{path.name}: the record at {handle.offset} of {handle.length} bytes is torn")
 
 
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class PayloadStore:
     """The writing side; one per folder, used from one thread."""
 
@@ -81,7 +74,7 @@ class PayloadStore:
         self.segment_bytes = segment_bytes
         newest = max(segments(folder), default=-1)
         if newest >= 0:
-            _sync_file(segment_path(folder, newest))  # a store that was killed has not
+            disk.sync(segment_path(folder, newest))  # a store that was killed has not
         self._open(newest + 1)
 
     def append(self, data: bytes) -> Handle:

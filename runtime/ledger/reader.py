@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -177,12 +178,15 @@ class LedgerReader:
         reward: tuple[float, float] | None = None,
     ) -> Iterator[GroupRow]:
         """Groups that meet every filter, by id. Ranges include both ends; `reward` is the group's mean."""
-        where = _Where()
-        where.equal("id", group_id)
-        where.between("step", steps)
-        where.among("state", [state.value for state in states])
-        where.between("reward", reward)
-        return map(group_row, self._connection.execute(f"SELECT * FROM groups{where} ORDER BY id", where.values))
+        filters: dict[str, Sequence[Any]] = {  # one without values admits everything
+            "id = ?": () if group_id is None else (group_id,),
+            "step BETWEEN ? AND ?": steps or (),
+            f"state IN ({', '.join('?' * len(states))})": [state.value for state in states],
+            "reward BETWEEN ? AND ?": reward or (),
+        }
+        where = " AND ".join(term for term, values in filters.items() if values) or "1"
+        found = self._connection.execute(f"SELECT * FROM groups WHERE {where} ORDER BY id", [*chain(*filters.values())])
+        return map(group_row, found)
 
     def times(self) -> dict[str, np.ndarray]:
         """When each group came to each phase: float64 [groups], seconds since the epoch, NaN for never. By phase, in order of
@@ -259,28 +263,3 @@ class LedgerReader:
         if found:
             more = f" and {len(found) - 20} more" if len(found) > 20 else ""
             raise InvariantViolated(f"{complaint}: {', '.join(found[:20])}{more}")
-
-
-class _Where:
-    """A WHERE clause and its parameters; a filter that is None or empty admits everything."""
-
-    def __init__(self) -> None:
-        self._terms: list[str] = []
-        self.values: list[Any] = []
-
-    def equal(self, column: str, value: Any) -> None:
-        self._add(f"{column} = ?", [] if value is None else [value])
-
-    def between(self, column: str, bounds: tuple[float, float] | None) -> None:
-        self._add(f"{column} BETWEEN ? AND ?", bounds or ())
-
-    def among(self, column: str, values: Sequence[Any]) -> None:
-        self._add(f"{column} IN ({', '.join('?' * len(values))})", values)
-
-    def _add(self, term: str, values: Sequence[Any]) -> None:
-        if values:
-            self._terms.append(term)
-            self.values.extend(values)
-
-    def __str__(self) -> str:
-        return f" WHERE {' AND '.join(self._terms)}" if self._terms else ""

@@ -78,10 +78,6 @@ def parts(record: Record) -> dict[str, bytes]:
     return {part: data for part, data in parts.items() if data is not None}
 
 
-def _handle_columns(part: str, handle: Handle) -> dict[str, Any]:
-    return {f"{part}_segment": handle.segment, f"{part}_offset": handle.offset, f"{part}_length": handle.length}
-
-
 def _generated_columns(generated: GeneratedGroup) -> dict[str, Any]:
     return {
         "oldest": generated.oldest.pack(),
@@ -136,5 +132,5 @@ def change_columns(change: Change) -> dict[str, Any]:
     if change.scores is not None:
         columns |= _scores_columns(change.scores)
     for part, handle in change.handles.items():
-        columns |= _handle_columns(part, handle)
+        columns |= {f"{part}_segment": handle.segment, f"{part}_offset": handle.offset, f"{part}_length": handle.length}
     return columns

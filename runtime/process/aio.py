@@ -42,20 +42,20 @@ async def done_within(work: Coroutine[Any, Any, Any], seconds: float) -> bool:
         working.cancel()
 
 
-async def unless_failed(beside: Collection[asyncio.Task[None]], work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives. Raises what one of the tasks `beside` it raises before."""
+async def unless_failed(beside: Collection[asyncio.Future[None]], work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. Raises what one of those `beside` it raises before, once `work` has ended for it."""
     task = asyncio.create_task(work)
-    going = set(beside)
+    going: set[asyncio.Future[Any]] = set(beside)
     try:
         while not task.done():
             done, _ = await asyncio.wait({*going, task}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                for ended in done:
-                    ended.result()
+            for ended in going & done:
+                ended.result()
             going -= done
-        return await task
+        return task.result()
     finally:
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def still_missing(missing: Callable[[], Sequence[T]], changed: asyncio.Event, deadline: float) -> Sequence[T]:

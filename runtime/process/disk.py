@@ -1,10 +1,11 @@
-"""Writing where there is no room for now, or a file system that fails: it waits, says once for what, and tries again."""
+"""Writing where there is no room for now, or a file system that fails: it waits, says so once, and tries again; and a sync."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import logging
+import os
 import time
 from collections.abc import Callable
 from io import FileIO
@@ -67,3 +68,13 @@ def _waits(error: OSError, path: Path, nbytes: int) -> str:
         raise ServiceFault("coordinator", "write", f"{path}: {error}") from error
     size = f"{nbytes} bytes can be written to " if nbytes else "there is room for "
     return f"waits until {size}{path}: {error.strerror}"
+
+
+def sync(path: Path) -> int:
+    """A file, or a folder's entries, survive a power cut. Returns its size in bytes, as the file system has it now."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)

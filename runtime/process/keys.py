@@ -93,12 +93,11 @@ class Keys(Struct, frozen=True, kw_only=True):
 
     def token(self, called: str) -> str:
         """What a call to `called` carries."""
-        return f"{self.name}:{self._tag(self.name, called, called)}"
+        return self.token_of(self.name, called)
 
     def token_of(self, caller: str, called: str) -> str:
-        """What a call of the process `caller` to the process `called` carries, for who knows the secret to give it."""
-        key = _derived(self.secret, called)
-        return f"{caller}:{hmac.digest(key, _call(caller, called), 'sha256').hex()}"
+        """What a call of `caller` to `called` carries: one's own, or, for who knows the secret to give it, another's."""
+        return f"{caller}:{self._tag(caller, called, called)}"
 
     def caller(self, token: str) -> str:
         """Who made the call that carries `token`; "" for one that was not made for this party by somebody of the run."""
@@ -109,7 +108,7 @@ class Keys(Struct, frozen=True, kw_only=True):
         key = self.secret
         if not _is_process(self.name) and _is_process(other):
             key = _derived(self.secret, other)
-        return hmac.digest(key, _call(caller, called), "sha256").hex()
+        return hmac.digest(key, f"call {caller} {called}".encode(), "sha256").hex()
 
     def of_process(self, name: str, incarnation: int) -> Keys:
         """What a process that this party starts is given."""
@@ -120,10 +119,6 @@ class Keys(Struct, frozen=True, kw_only=True):
 
 def _is_process(party: str) -> bool:
     return kind_of(party) in (PROCESS, GATEWAY)
-
-
-def _call(caller: str, called: str) -> bytes:
-    return f"call {caller} {called}".encode()
 
 
 def _derived(secret: bytes, party: str) -> bytes:

@@ -122,13 +122,13 @@ class SpanLog:
         self._waiting.append(TracedSpan(name, start + self._offset, end + self._offset, line, group, step, detail))
 
     @contextmanager
-    def span(self, name: str, line: str = "", group: int = -1, step: int = -1, detail: str = "") -> Iterator[None]:
+    def span(self, name: str, line: str = "", step: int = -1) -> Iterator[None]:
         """The time inside the block, however it is left."""
         start = time.monotonic()
         try:
             yield
         finally:
-            self.add(name, start, time.monotonic(), line, group, step, detail)
+            self.add(name, start, time.monotonic(), line, step=step)
 
     def close(self) -> None:
         """Write what waits: the process ends."""

@@ -72,7 +72,7 @@ class SimulatedCluster:
         self.began = loop.time()
         self.progress = Progress()
         self._chance = random.Random(f"{seed}/cluster")
-        self._slots = slots(config)
+        self.slots = slots(config)
         self._allowances: dict[str, Allowance] = {}
         self._nodes: dict[str, str] = {}
         self.cores = {f"node-{number}": Cores(loop, costs.cores) for number in range(nodes)}
@@ -83,9 +83,6 @@ class SimulatedCluster:
             self._allowances[unit.name] = Allowance(settings_of(config, unit).restarts)  # type: ignore[attr-defined]
             self._spawn(unit.role, unit.name, 0)
         self.register.subscribe(self._look)
-
-    def slots(self, rollout: str) -> int:
-        return self._slots[rollout]
 
     def report(self, progress: Progress) -> None:
         self.progress = progress
@@ -119,9 +116,6 @@ class SimulatedCluster:
             self.coordinator_busy += self.loop.time() - began
             deliver()
             self._inbox.popleft()
-
-    def of_node(self, node: str) -> list[SimulatedProcess]:
-        return [process for process in self.processes.values() if process.machine == node]
 
     def kill(self, process: SimulatedProcess) -> None:
         """It ends; its node starts another where it may."""

@@ -87,7 +87,7 @@ class SimulatedRollout(SimulatedProcess):
         self.version: PolicyVersion | None = None
         self.received: PolicyVersion | None = None
         self.asleep = False
-        self.engine = SimulatedEngine(cluster.loop, cluster.costs, cluster.slots(name), self.cores)
+        self.engine = SimulatedEngine(cluster.loop, cluster.costs, cluster.slots[name], self.cores)
 
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
         if request.purpose == "probe":

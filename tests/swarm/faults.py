@@ -99,7 +99,7 @@ class Faults:
         elif fault.kind == "clock":
             self.clock += fault.seconds
         elif fault.kind == "node":
-            for process in cluster.of_node(fault.who):
+            for process in [one for one in cluster.processes.values() if one.machine == fault.who]:
                 cluster.kill(process)
         elif fault.kind == "corrupt":
             cluster.corrupt.add(fault.who)

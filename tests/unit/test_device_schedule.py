@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.strategies import booleans, data, integers, sampled_from
 
-from runtime.commands import Level
+from runtime.commands import Level, Offload, Onload
 from runtime.coordinator.device_schedule import (
     Action,
     Arrived,
@@ -15,13 +15,11 @@ from runtime.coordinator.device_schedule import (
     Event,
     GenerationDone,
     MemberLost,
-    Offloaded,
-    Onloaded,
+    Moved,
     Reached,
     Referred,
     TellLevel,
-    TellOffload,
-    TellOnload,
+    TellMove,
     Trained,
     VersionPublished,
 )
@@ -47,7 +45,7 @@ def settle(turns: DeviceSchedule, *events: Event) -> list[Action]:
 def answer(action: Action) -> Event:
     if isinstance(action, TellLevel):
         return Reached(action.member, action.level)
-    return Onloaded(action.who) if isinstance(action, TellOnload) else Offloaded(action.who)
+    return Moved()
 
 
 def moves(level: Level, *members: Member) -> list[Action]:
@@ -56,26 +54,26 @@ def moves(level: Level, *members: Member) -> list[Action]:
 
 def test_a_whole_round() -> None:
     turns = DeviceSchedule([ONE, TWO])
-    assert settle(turns, GenerationDone()) == [TellOnload("trainer")]  # they are asleep at first
+    assert settle(turns, GenerationDone()) == [TellMove("trainer", Onload())]  # they are asleep at first
     assert turns.phase == "train"
     assert settle(turns, Trained()) == moves(Level.WEIGHTS, ONE, TWO)
     assert turns.phase == "publish"
-    assert settle(turns, VersionPublished()) == [TellOffload("trainer"), *moves(Level.AWAKE, ONE, TWO)]
+    assert settle(turns, VersionPublished()) == [TellMove("trainer", Offload()), *moves(Level.AWAKE, ONE, TWO)]
     assert turns.phase == "generate"
-    assert settle(turns, GenerationDone()) == [*moves(Level.ASLEEP, ONE, TWO), TellOnload("trainer")]
+    assert settle(turns, GenerationDone()) == [*moves(Level.ASLEEP, ONE, TWO), TellMove("trainer", Onload())]
 
 
 def test_the_reference_has_the_devices_between_them() -> None:
     turns = DeviceSchedule([ONE])
-    assert settle(turns, GenerationDone(refers=True)) == [TellOnload("reference")]
+    assert settle(turns, GenerationDone(refers=True)) == [TellMove("reference", Onload())]
     assert turns.phase == "refer"
-    assert settle(turns, Referred()) == [TellOffload("reference"), TellOnload("trainer")]
+    assert settle(turns, Referred()) == [TellMove("reference", Offload()), TellMove("trainer", Onload())]
 
 
 def test_a_turn_without_a_step_publishes_nothing() -> None:
     turns = DeviceSchedule([ONE])
     settle(turns, GenerationDone())
-    assert settle(turns, Trained(publishes=False)) == [TellOffload("trainer"), *moves(Level.AWAKE, ONE)]
+    assert settle(turns, Trained(publishes=False)) == [TellMove("trainer", Offload()), *moves(Level.AWAKE, ONE)]
     assert turns.phase == "generate"
 
 
@@ -83,7 +81,7 @@ def test_each_phase_waits_for_the_last_answer() -> None:
     turns = DeviceSchedule([ONE, TWO])
     settle(turns, GenerationDone(), Trained())
     turns.handle(VersionPublished())
-    turns.handle(Offloaded("trainer"))
+    turns.handle(Moved())
     assert turns.waiting_for == (ONE, TWO)
     turns.handle(Reached(ONE, Level.AWAKE))
     assert (turns.phase, turns.waiting_for) == ("wake_kv", (TWO,))
@@ -112,7 +110,7 @@ def test_one_that_is_on_its_way_is_told_otherwise_when_it_has_come() -> None:
     turns.handle(Reached(ONE, Level.ASLEEP))
     assert turns.phase == "sleep"
     assert turns.handle(Reached(TWO, Level.AWAKE)) == moves(Level.ASLEEP, TWO)
-    assert turns.handle(Reached(TWO, Level.ASLEEP)) == [TellOnload("trainer")]
+    assert turns.handle(Reached(TWO, Level.ASLEEP)) == [TellMove("trainer", Onload())]
 
 
 def test_who_is_lost_is_forgotten_whether_it_was_told_or_known_or_not() -> None:
@@ -121,7 +119,7 @@ def test_who_is_lost_is_forgotten_whether_it_was_told_or_known_or_not() -> None:
     turns.handle(GenerationDone())
     assert turns.handle(MemberLost(TWO)) == []
     assert turns.told(ONE)
-    assert turns.handle(MemberLost(ONE)) == [TellOnload("trainer")]
+    assert turns.handle(MemberLost(ONE)) == [TellMove("trainer", Onload())]
     assert not turns.told(ONE)
     assert not turns.members
 
@@ -134,31 +132,20 @@ def test_an_answer_to_what_is_no_longer_asked_is_not_taken_for_one() -> None:
     assert turns.handle(Reached(ONE, Level.AWAKE)) == []
     assert turns.handle(Reached(TWO, Level.ASLEEP)) == []  # nobody knows it
     assert (turns.phase, turns.told(ONE), turns.members) == ("sleep", True, {ONE})
-    assert turns.handle(Reached(ONE, Level.ASLEEP)) == [TellOnload("trainer")]
+    assert turns.handle(Reached(ONE, Level.ASLEEP)) == [TellMove("trainer", Onload())]
     assert (turns.told(ONE), turns.waiting_for) == (False, ())
 
 
-@pytest.mark.parametrize(
-    ("before", "event"),
-    [
-        ([], Onloaded("reference")),
-        ([Onloaded("trainer"), Trained(publishes=False)], Offloaded("reference")),
-    ],
-)
-def test_it_is_the_one_whose_turn_it_is_that_moves(before: list[Event], event: Event) -> None:
-    turns = DeviceSchedule()
-    for earlier in (GenerationDone(), *before):
-        turns.handle(earlier)
-    with pytest.raises(InvariantViolated, match=rf"reference.* phase {turns.phase}"):
-        turns.handle(event)
-
-
-@pytest.mark.parametrize("event", [Trained(), VersionPublished(), Referred(), Onloaded("trainer"), Offloaded("reference")])
+@pytest.mark.parametrize("event", [Trained(), VersionPublished(), Referred(), Moved()])
 def test_what_cannot_happen_is_a_fault(event: Event) -> None:
     turns = DeviceSchedule([ONE])
     settle(turns, GenerationDone(), Trained(), VersionPublished())
     with pytest.raises(InvariantViolated, match="phase generate"):
         turns.handle(event)
+
+
+def _onloads(order: Action) -> bool:
+    return isinstance(order, TellMove) and isinstance(order.command, Onload)
 
 
 class Devices(RuleBasedStateMachine):
@@ -183,7 +170,7 @@ class Devices(RuleBasedStateMachine):
             if order.member not in self.rollouts:  # it died with the order
                 return
             self.rollouts[order.member] = order.level
-        elif isinstance(order, TellOnload):
+        elif isinstance(order.command, Onload):
             self.there.add(order.who)
         else:
             self.there.discard(order.who)
@@ -220,7 +207,7 @@ class Devices(RuleBasedStateMachine):
     def at_most_one_has_the_devices(self) -> None:
         if not hasattr(self, "turns"):
             return
-        having = set(self.there) | {order.who for order in self.orders if isinstance(order, TellOnload)}
+        having = set(self.there) | {order.who for order in self.orders if _onloads(order)}
         waking = {order.member for order in self.orders if isinstance(order, TellLevel) and order.level == Level.AWAKE}
         if self.rollouts.keys() & (waking | {one for one, level in self.rollouts.items() if level == Level.AWAKE}):
             having.add("rollouts")

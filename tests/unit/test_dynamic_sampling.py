@@ -36,7 +36,8 @@ class Sieve:
     def score(self, group_id: int, good: bool, oldest: int = 0) -> bool:
         self.buffer.generated(generated(group_id, oldest))
         scores = rewarded(group_id, 0.0, 1.0) if good else rewarded(group_id, 1.0, 1.0)
-        self.sampling.judge(self.buffer.scored(scores))
+        self.buffer.scored(scores)
+        self.sampling.judge(self.buffer[scores.group_id])
         return group_id in self.buffer
 
 
@@ -56,7 +57,8 @@ def test_a_group_is_kept_when_its_valid_rewards_differ(scores: Scores, kept: boo
     sieve = Sieve()
     sieve.dispatch(1)
     sieve.buffer.generated(generated(0, 0))
-    sieve.sampling.judge(sieve.buffer.scored(scores))
+    sieve.buffer.scored(scores)
+    sieve.sampling.judge(sieve.buffer[scores.group_id])
     assert (0 in sieve.buffer) is kept
     last = sieve.harness.journal[-1]
     assert (last.state.phase, last.state.why) == ((Phase.READY, None) if kept else (Phase.DROPPED, NO_SIGNAL))
@@ -158,7 +160,8 @@ def test_every_step_is_filled_within_the_bound_whatever_is_dropped(
     def train() -> None:
         nonlocal trained
         if trained < buffer.step:
-            for group in buffer.consume(trained):
+            buffer.consume(trained)
+            for group in buffer.taken(trained):
                 assert group.generated is not None
                 assert trained - group.generated.oldest.step <= staleness
             trained += 1

@@ -106,7 +106,8 @@ def test_a_coordinator_that_takes_over_goes_on_after_the_step_that_was_over_last
         assert buffer[8].state.phase == Phase.READY
         assert await ledger.bytes_of(buffer[4].payload) == b"payload 4"
         buffer.consume(2)
-        assert buffer.commit(3) == [4, 5]
+        buffer.commit(3)
+        assert 4 not in buffer and 5 not in buffer
 
     with_ledger(tmp_path, go_on)
     with LedgerReader(tmp_path) as reader:

@@ -9,20 +9,17 @@ from hypothesis import strategies as st
 from runtime.coordinator.register import ROLLOUT, Member, Register
 from runtime.coordinator.weight_sync_protocol import (
     Abort,
-    Aborted,
     Action,
     Commit,
-    Committed,
     Epoch,
     Event,
     Failed,
     Membership,
     MemberUnreachable,
+    PhaseAnswered,
     PhaseSeconds,
-    Sent,
     SyncAttempt,
     Tick,
-    Verified,
 )
 from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
@@ -199,7 +196,10 @@ class World:
         self.epoch = membership.epoch
         names = [member.name for member in self.epoch.members]
         self.machine = SyncAttempt(self.version, names, "trainer", SECONDS, self.now)
-        self.post(Sent(), *(Verified(member.name) for member in self.epoch.members if member not in self.dead))
+        self.post(
+            PhaseAnswered("transfer", "trainer"),
+            *(PhaseAnswered("verify", member.name) for member in self.epoch.members if member not in self.dead),
+        )
 
     def post(self, *events: Event) -> None:
         self.mail += [(self.attempt, event) for event in events]
@@ -224,10 +224,10 @@ class World:
             if isinstance(action, Commit):
                 for name in action.members:
                     if by_name[name] not in self.dead:
-                        self.versions[by_name[name]] = action.version
-                        self.post(Committed(name))
+                        self.versions[by_name[name]] = self.version
+                        self.post(PhaseAnswered("commit", name))
             elif isinstance(action, Abort):
-                self.post(*(Aborted(name) for name in action.members if by_name.get(name) not in self.dead))
+                self.post(*(PhaseAnswered("abort", name) for name in action.members if by_name.get(name) not in self.dead))
 
     def conclude(self, machine: SyncAttempt) -> None:
         self.machine = None

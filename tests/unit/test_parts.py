@@ -89,7 +89,7 @@ def told(run_dir: Path, found: list[str], **sections: Any) -> Nodes:
     nodes = Nodes(config(run_dir, **sections), True, Register())
     nodes._own_name = "a"
     for name, has in (("a", []), ("b", found)):
-        nodes.roster._there[name] = nodes.roster._ready[name] = None  # type: ignore[assignment]
+        nodes.roster.there[name] = nodes.roster.nodes[name] = None  # type: ignore[assignment]
         nodes.report_paths(NodePaths(node=name, parts=has))
     return nodes
 

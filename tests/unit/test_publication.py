@@ -1,23 +1,22 @@
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.coordinator.weight_sync_protocol import (
     Abort,
-    Aborted,
     Action,
     Commit,
-    Committed,
     Event,
     Failed,
     MemberUnreachable,
+    PhaseAnswered,
     PhaseSeconds,
-    Sent,
     SyncAttempt,
     Tick,
-    Verified,
 )
 from runtime.errors import InvariantViolated
 from runtime.types import PolicyVersion
@@ -25,6 +24,7 @@ from runtime.types import PolicyVersion
 VERSION = PolicyVersion(1, 7)
 SECONDS = PhaseSeconds(transfer=20, verify=30, commit=40, abort=5)
 MEMBERS = ("rollout-0", "rollout-1")
+SENT = PhaseAnswered("transfer", "trainer")
 
 
 def start(now: float = 100.0) -> SyncAttempt:
@@ -35,9 +35,13 @@ def feed(publication: SyncAttempt, *events: Event, now: float = 100.0) -> list[A
     return [action for event in events for action in publication.handle(event, now)]
 
 
+def answers(phase: Literal["verify", "commit"], members: tuple[str, ...] = MEMBERS) -> list[Event]:
+    return [PhaseAnswered(phase, member) for member in members]
+
+
 def up_to_commit() -> SyncAttempt:
     publication = start()
-    feed(publication, Sent(), *map(Verified, MEMBERS))
+    feed(publication, SENT, *answers("verify"))
     return publication
 
 
@@ -45,10 +49,10 @@ def test_the_good_way() -> None:
     publication = start()
     assert publication.phase == "transfer"
     assert publication.waiting_for == ("trainer",)
-    assert feed(publication, Verified("rollout-0"), Sent()) == []
+    assert feed(publication, PhaseAnswered("verify", "rollout-0"), SENT) == []
     assert (publication.phase, publication.waiting_for) == ("verify", ("rollout-1",))
-    assert feed(publication, Verified("rollout-1")) == [Commit(VERSION, MEMBERS)]
-    assert feed(publication, *map(Committed, MEMBERS)) == []
+    assert feed(publication, PhaseAnswered("verify", "rollout-1")) == [Commit(MEMBERS)]
+    assert feed(publication, *answers("commit")) == []
     assert (publication.phase, publication.reason, publication.lost) == ("done", "", set())
     assert publication.next_deadline is None
 
@@ -56,17 +60,23 @@ def test_the_good_way() -> None:
 def test_each_phase_has_its_own_deadline() -> None:
     publication = start(now=0.0)
     assert publication.next_deadline == 20
-    feed(publication, Sent(), now=4.0)
+    feed(publication, SENT, now=4.0)
     assert publication.next_deadline == 34
-    feed(publication, *map(Verified, MEMBERS), now=5.0)
+    feed(publication, *answers("verify"), now=5.0)
     assert publication.next_deadline == 45
 
 
 def test_a_silent_member_is_named_and_lost_and_the_others_are_not() -> None:
     publication = start()
     everyone = (*MEMBERS, "trainer")
-    assert feed(publication, Failed("trainer", "bucket 1 was not taken"), now=105.0) == [Abort(VERSION, everyone)]
-    feed(publication, Failed("rollout-0", "connection closed"), Aborted("rollout-0"), Aborted("trainer"), now=105.0)
+    assert feed(publication, Failed("trainer", "bucket 1 was not taken"), now=105.0) == [Abort(everyone)]
+    feed(
+        publication,
+        Failed("rollout-0", "connection closed"),
+        PhaseAnswered("abort", "rollout-0"),
+        PhaseAnswered("abort", "trainer"),
+        now=105.0,
+    )
     assert (publication.phase, publication.next_deadline) == ("abort", 110)
     feed(publication, Tick(), now=110.0)
     assert (publication.phase, publication.lost) == ("aborted", {"rollout-1"})
@@ -77,8 +87,8 @@ def test_a_silent_member_is_named_and_lost_and_the_others_are_not() -> None:
 
 def test_a_member_lost_before_the_commit_aborts_without_being_told() -> None:
     publication = start()
-    assert feed(publication, MemberUnreachable("rollout-0", "gone")) == [Abort(VERSION, ("rollout-1", "trainer"))]
-    feed(publication, Aborted("rollout-1"), Aborted("trainer"))
+    assert feed(publication, MemberUnreachable("rollout-0", "gone")) == [Abort(("rollout-1", "trainer"))]
+    feed(publication, PhaseAnswered("abort", "rollout-1"), PhaseAnswered("abort", "trainer"))
     assert (publication.phase, publication.lost) == ("aborted", {"rollout-0"})
 
 
@@ -86,7 +96,7 @@ def test_who_is_lost_is_told_also_when_the_failure_of_another_was_heard_first() 
     publication = start()
     feed(publication, Failed("rollout-0", "connection closed"), Failed("trainer", "bucket 1 was not taken"))
     feed(publication, MemberUnreachable("rollout-1", "gone"), MemberUnreachable("rollout-1", "gone"))
-    feed(publication, Aborted("rollout-0"), Aborted("trainer"))
+    feed(publication, PhaseAnswered("abort", "rollout-0"), PhaseAnswered("abort", "trainer"))
     assert (publication.phase, publication.lost) == ("aborted", {"rollout-1"})
     assert publication.reason == (
         "version 1.7: transfer: rollout-0: connection closed; abort: trainer: bucket 1 was not taken; abort: rollout-1: gone"
@@ -95,8 +105,8 @@ def test_who_is_lost_is_told_also_when_the_failure_of_another_was_heard_first() 
 
 def test_answers_that_are_read_late_count() -> None:
     publication = start()
-    feed(publication, *map(Verified, MEMBERS), now=300.0)
-    assert feed(publication, Sent(), Tick(), now=300.0) == [Commit(VERSION, MEMBERS)]
+    feed(publication, *answers("verify"), now=300.0)
+    assert feed(publication, SENT, Tick(), now=300.0) == [Commit(MEMBERS)]
     assert feed(publication, Tick(), now=340.0) == []
     assert (publication.phase, publication.lost) == ("done", set(MEMBERS))
 
@@ -104,7 +114,7 @@ def test_answers_that_are_read_late_count() -> None:
 def test_the_commit_stands_when_a_member_fails_in_it() -> None:
     publication = up_to_commit()
     assert feed(publication, Failed("rollout-0", "out of memory"), MemberUnreachable("trainer", "gone")) == []
-    feed(publication, Committed("rollout-1"))
+    feed(publication, PhaseAnswered("commit", "rollout-1"))
     assert (publication.phase, publication.lost, publication.failed) == ("done", {"rollout-0"}, {"rollout-0"})
     assert publication.reason == "version 1.7: commit: rollout-0: out of memory"
 
@@ -118,7 +128,7 @@ def test_a_commit_that_nobody_confirms_ends_at_its_deadline() -> None:
 
 def test_what_comes_after_the_end_changes_nothing() -> None:
     publication = up_to_commit()
-    feed(publication, *map(Committed, MEMBERS))
+    feed(publication, *answers("commit"))
     assert feed(publication, Failed("rollout-0", "late"), MemberUnreachable("rollout-1", "late"), Tick(), now=1e9) == []
     assert (publication.phase, publication.waiting_for, publication.next_deadline) == ("done", (), None)
     assert (publication.failed, publication.lost, publication.reason) == (set(), set(), "")
@@ -132,10 +142,8 @@ def test_members_are_distinct_and_some(members: tuple[str, ...]) -> None:
 
 names = st.sampled_from(("rollout-0", "rollout-1", "rollout-2", "trainer", "stranger"))
 events = st.one_of(
-    st.just(Sent()),
-    names.map(Verified),
-    names.map(Committed),
-    names.map(Aborted),
+    st.just(SENT),
+    st.builds(PhaseAnswered, st.sampled_from(("verify", "commit", "abort")), names),
     st.builds(Failed, names, st.just("x")),
     st.builds(MemberUnreachable, names, st.just("x")),
     st.just(Tick()),
@@ -150,12 +158,12 @@ def test_any_order_loss_and_repetition_is_safe_and_ends(steps: list[tuple[Event,
     actions: list[Action] = []
     verified: set[str] = set()
     if orderly:  # so that the later phases are reached often
-        for event in (Sent(), *map(Verified, members[:2])):
+        for event in (SENT, *answers("verify", members[:2])):
             actions += publication.handle(event, now)
         verified |= {*members[:2]}
     for event, seconds in steps:
         now += seconds
-        if isinstance(event, Verified):
+        if isinstance(event, PhaseAnswered) and event.phase == "verify":
             verified.add(event.member)
         was_final, before = publication.final, len(actions)
         actions += publication.handle(event, now)
@@ -169,7 +177,6 @@ def test_any_order_loss_and_repetition_is_safe_and_ends(steps: list[tuple[Event,
             actions += publication.handle(Tick(), now)
     assert publication.final
 
-    assert {action.version for action in actions} <= {VERSION}
     kinds = [type(action) for action in actions]
     assert kinds in ([Commit], [Abort])
     assert (Commit in kinds) == (publication.phase == "done")

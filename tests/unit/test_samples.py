@@ -82,18 +82,18 @@ def options(run: Path, *states: str, jsonl: bool) -> argparse.Namespace:
 
 
 def test_dropped_groups_are_shown_with_the_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples.show(options(run, "dropped", jsonl=True))
+    samples.run(options(run, "dropped", jsonl=True))
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["group"], row["reply"], row["reward"]) for row in rows] == [(0, "5", 0.0), (0, "6", 0.0)]
     assert {(row["state"], row["why"]) for row in rows} == {("dropped", NO_SIGNAL)}
-    samples.show(options(run, "ready", jsonl=True))
+    samples.run(options(run, "ready", jsonl=True))
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["group"], row["state"], row["why"]) for row in rows] == [(1, "ready", None)] * 2
 
 
 def test_the_table_says_it_too(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    samples.show(options(run, "dropped", jsonl=False))
+    samples.run(options(run, "dropped", jsonl=False))
     assert "dropped: no signal" in capsys.readouterr().out
 
 
@@ -149,7 +149,7 @@ def played(tmp_path: Path) -> Path:
 
 
 def test_branches_are_told_with_what_is_trained_in_each(played: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples.show(options(played, jsonl=True))
+    samples.run(options(played, jsonl=True))
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["sample"], row["branch"], row["valid"], row["rules"]) for row in rows] == [
         (0, 0, True, {"environment": 1.0}),
@@ -167,7 +167,7 @@ def test_a_conversation_is_shown_with_its_sides_told_apart(
     played: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    samples.show(options(played, jsonl=False))
+    samples.run(options(played, jsonl=False))
     out = capsys.readouterr().out
     assert "<sum> ⟦reward 0.25⟧⟦tool: 5\\x1b[2J⟧It is 5" in out
     assert "⟦look⟧up⟧6" in out
@@ -205,7 +205,7 @@ class Text:
 def shown(run: Path, capsys: pytest.CaptureFixture[str], **chosen: Any) -> list[dict[str, Any]]:
     found = options(run, jsonl=True)
     found.__dict__.update(eval=True, **chosen)
-    samples.show(found)
+    samples.run(found)
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -244,18 +244,18 @@ def test_an_option_that_can_choose_nothing_is_refused(run: Path, chosen: dict[st
     wrong = options(run, jsonl=True)
     wrong.__dict__.update(chosen)
     with pytest.raises(UserError, match=told):
-        samples.show(wrong)
+        samples.run(wrong)
 
 
 def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a run's folder: config\.yaml is not in it$"):
-        samples.show(options(tmp_path, jsonl=True))
+        samples.run(options(tmp_path, jsonl=True))
 
 
 @pytest.mark.parametrize("jsonl", [True, False])
 def test_that_nothing_was_selected_is_said(run: Path, capsys: pytest.CaptureFixture[str], jsonl: bool) -> None:
     nobody = options(run, jsonl=jsonl)
     nobody.group = 999
-    samples.show(nobody)
+    samples.run(nobody)
     out, err = capsys.readouterr()
     assert (out, err) == ("", "no samples here, or none that the options select\n")

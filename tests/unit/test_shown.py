@@ -185,7 +185,7 @@ def test_what_was_scaled(text: str) -> None:
         return Scaled(started=[text])
 
     with mock.patch.object(scale.session, "call", answer), redirect_stdout(io.StringIO()) as output:
-        cli._scale(argparse.Namespace(run="localhost:1", wanted="rollout=1"))
+        scale.run(argparse.Namespace(run="localhost:1", wanted="rollout=1"))
     check(text, output.getvalue())
 
 

@@ -111,7 +111,17 @@ def test_a_command_answers_with_roles_rows_and_a_picture(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     picture = tmp_path / "what-if.html"
-    command.simulate(QUICKSTART, ("services.platform=ascend",), None, "training.staleness=0,1", 6, picture, lend=0.5)
+    arguments = (
+        str(QUICKSTART),
+        "services.platform=ascend",
+        "--sweep",
+        "training.staleness=0,1",
+        "--steps",
+        "6",
+        "--lend",
+        "0.5",
+    )
+    command.simulate(cli._parser().parse_args(["simulate", *arguments, "--picture", str(picture)]))
     told = capsys.readouterr().out
     assert "lend 0.5 s" in told
     assert "calibrated on nothing" in told and "training.staleness=1" in told
