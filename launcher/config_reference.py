@@ -1,8 +1,8 @@
 """What each key means: the reference, docs/configuration-reference.md (`make reference` writes it), and the JSON Schema.
 
 The string under a field is its meaning, and is read from the source; who only loads a configuration needs it not.
-A key's path names its sections; `[]` stands for each item of a list. Names in MindSpeed-RL's files are those of
-`launcher.mindspeed.keys`.
+A key's path names its sections; `[]` stands for each item of a list, `NAME` for each name that a mapping has. Names in
+MindSpeed-RL's files are those of `launcher.mindspeed.keys`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Every key of a configuration file: {keys} keys in {sections} sections. How the f
 [configuration](configuration.md), in Chinese in [配置](zh/configuration.md). `sluice schema` prints the same as a JSON Schema.
 
 - `[]` stands for each item of a list: `rewards.rules[].name` is `rewards: {{rules: [{{name: ...}}]}}` in the file, and
-  `rewards.rules.0.name=...` on the command line.
+  `rewards.rules.0.name=...` on the command line. `NAME` stands for each name of your own.
 - A default that is empty (`""`), 0 or null often stands for something else; the meaning says for what.
 - The last column names the keys of MindSpeed-RL's files that decide the same, where there are any.
 """
@@ -152,6 +152,8 @@ def _inner(kind: inspect.Type, path: str, value: Any) -> Iterator[tuple[inspect.
         yield kind, path, value if isinstance(value, msgspec.Struct) else None
     elif isinstance(kind, inspect.ListType):
         yield kind.item_type, f"{path}[]", None
+    elif isinstance(kind, inspect.DictType) and isinstance(kind.value_type, inspect.StructType):
+        yield kind.value_type, f"{path}.NAME", None
     elif isinstance(kind, inspect.UnionType):
         single = [variant for variant in kind.types if isinstance(variant, inspect.StructType)]
         for variant in single or kind.types:

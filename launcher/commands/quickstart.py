@@ -33,7 +33,9 @@ def write(file: Path, overrides: Sequence[str]) -> list[str]:
         with file.open("xb") as out:
             out.write(FILE.read_bytes())
     except OSError as error:
-        raise UserError(f"--write: '{file}': {(error.strerror or str(error)).lower()}; must be a new file") from error
+        raise UserError(
+            f"--write: '{file}': {(error.strerror or str(error)).lower()}; must be a new file in a folder that exists"
+        ) from error
     return [f"written: {file}", f"next: sluice train {shlex.quote(str(file))}"]
 
 

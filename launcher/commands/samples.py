@@ -213,7 +213,8 @@ def _table(group: list[SampleRow]) -> LiteralTable:
     first = group[0]
     step = "" if first.step is None else f", step {first.step}"
     state = first.state if first.why is None else f"{first.state}: {first.why}"
-    title = f"group {first.group}{step}, {state}; label {first.label}\n{first.prompt}"
+    label = f"; label {first.label}" if first.label else ""
+    title = f"group {first.group}{step}, {state}{label}\n{first.prompt}"
     caption = f"{GIVEN[0]} {GIVEN[1]}: not trained in this branch" if any(row.parts for row in group) else ""
     table = LiteralTable(title=title, title_justify="left", title_style="", caption=caption, caption_justify="left")
     branches = any(row.branch for row in group)

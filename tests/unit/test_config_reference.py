@@ -47,6 +47,7 @@ def test_every_key_of_a_configuration_is_there_once() -> None:
     assert len(PATHS) == len(KEYS) > 300
     assert {f"rewards.rules[].{name}" for name in ("name", "weight", "correct", "wrong")} <= PATHS
     assert {"data.train[].weight", "cluster.nodes[].supernode", "trackers[].mode", "evaluation.sets[].k"} <= PATHS
+    assert {"services.environment.NAME.run", "services.environment.NAME.budgets.call"} <= PATHS
     assert not any("rollout[]" in path for path in PATHS)  # a list of fleets has the keys of one
 
 
@@ -157,7 +158,7 @@ def test_every_key_is_read_somewhere() -> None:
     names = read_names()
     filled = set(loading._PRESETS)  # these are read before there is a Config
     # Of references, which `runtime.config.secret_values` reads as plain values.
-    filled |= {"rewards.remote[].token.from", "metrics.prometheus.token.from"}
+    filled |= {path for path in PATHS if path.endswith(".token.from")}
     assert sorted(key.path for key in KEYS if key.path.rpartition(".")[2] not in names and key.path not in filled) == []
 
 

@@ -53,8 +53,8 @@ def test_its_file_is_written_once_and_as_it_is(
     assert ended("quickstart", "--write", "there/my.yaml") == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: --write: training.steps=3 would not be in the file; must be without overrides",
-        "error: --write: 'my.yaml': file exists; must be a new file",
-        "error: --write: 'there/my.yaml': no such file or directory; must be a new file",
+        "error: --write: 'my.yaml': file exists; must be a new file in a folder that exists",
+        "error: --write: 'there/my.yaml': no such file or directory; must be a new file in a folder that exists",
     ]
 
 

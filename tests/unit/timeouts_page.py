@@ -29,7 +29,11 @@ def _configured() -> list[str]:
     rows = []
     for line in (ROOT / "docs/configuration-reference.md").read_text().splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) > 4 and cells[3] in ("s", "seconds") and re.search(r"deadlines\.|timeout|backoff|silence", cells[0]):
+        if (
+            len(cells) > 4
+            and cells[3] in ("s", "seconds")
+            and re.search(r"deadlines\.|timeout|backoff|silence|budgets\.", cells[0])
+        ):
             rows.append(f"| {cells[0]} | {cells[2]} | {cells[4]} |")
     return ["## Configured", "", "| key | default, s | of what |", "| --- | --- | --- |", *rows]
 
