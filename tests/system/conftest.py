@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(tiny: Path, tmp_path: Path) -> Path:
     """A small run on the tiny model; tests override what they need otherwise."""
     return write_config(tmp_path / "config.yaml", tiny)
+
+
+@pytest.fixture(scope="session")
+def warmups() -> Path:
+    """A folder of all workers for `warmup.cache`: a model that one test had taught is there for the next."""
+    return Path(os.environ["SLUICE_TEST_FOLDER"]) / "warmups"
 
 
 @pytest.fixture(scope="session")

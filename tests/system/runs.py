@@ -29,6 +29,7 @@ POLL = 0.02  # seconds between two looks at something outside that cannot be wai
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm: make install-vllm")
 
+LEARNS = 60  # steps of a quickstart in which it learns most of what 200 teach
 START = 120.0  # seconds until a run trains
 STOP = 60.0  # seconds for an orderly end, on a busy machine
 END = 60.0  # seconds until nothing is left of a run that ended

@@ -15,8 +15,8 @@ TOTAL = 800.0  # seconds, the warm-up on a busy machine included
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"{PYTHON} is not there: make install-agents makes it")
-def test_it_learns_to_ask_its_tool(tmp_path: Path) -> None:
-    overrides = [f"warmup.cache={tmp_path / 'cache'}", "warmup.max_seconds=500"]
+def test_it_learns_to_ask_its_tool(warmups: Path, tmp_path: Path) -> None:
+    overrides = [f"warmup.cache={warmups}", "warmup.max_seconds=500"]
     run = trained(ROOT / "configs" / "agent_quickstart.yaml", *overrides, folder=tmp_path / "run", timeout=TOTAL)
     result, points = summary(run.folder), steps(run.folder)
     assert result["accuracy_before"] <= 0.6 and result["accuracy_after"] >= 0.9

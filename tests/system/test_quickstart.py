@@ -45,9 +45,9 @@ FIELDS = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Live:
+def run(tmp_path_factory: pytest.TempPathFactory, warmups: Path) -> Live:
     folder = tmp_path_factory.mktemp("quickstart")
-    overrides = [f"warmup.cache={folder / 'cache'}", "warmup.max_seconds=500"]
+    overrides = [f"warmup.cache={warmups}", "warmup.max_seconds=500"]
     return trained(ROOT / "configs" / "quickstart.yaml", *overrides, folder=folder / "run", timeout=TOTAL)
 
 
@@ -191,10 +191,10 @@ def test_the_trained_model_says_what_the_last_evaluation_says(run: Live) -> None
     ("model", "step", "accuracy"), [((), 0, "accuracy_before"), (("model.path={run}/model",), 200, "accuracy_after")]
 )
 def test_an_evaluation_of_its_own_says_the_same(
-    run: Live, tmp_path: Path, model: tuple[str, ...], step: int, accuracy: str
+    run: Live, warmups: Path, tmp_path: Path, model: tuple[str, ...], step: int, accuracy: str
 ) -> None:
     """`sluice eval` on the model that the run began with, and on the one that it exported: same seeds, same replies."""
-    overrides = [f"warmup.cache={run.folder.parent / 'cache'}", *(one.format(run=run.folder) for one in model)]
+    overrides = [f"warmup.cache={warmups}", *(one.format(run=run.folder) for one in model)]
     ended = sluice("eval", str(ROOT / "configs" / "quickstart.yaml"), f"run.dir={tmp_path}", *overrides, timeout=TOTAL)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (alone,) = evaluation.read(tmp_path / "eval")
