@@ -51,8 +51,10 @@ def spans() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_spans.span"):
                 argument = node.args[0]
-                known = isinstance(argument, (ast.Constant, ast.Name)) or ast.unparse(argument) == "self.phase"  # of devices
-                assert known, f"{path.name}: {ast.unparse(node)}"
+                if ast.unparse(argument) == "self.phase":  # of shared devices, while the reference moves
+                    named |= {"ref_onload", "ref_offload"}
+                    continue
+                assert isinstance(argument, (ast.Constant, ast.Name)), f"{path.name}: {ast.unparse(node)}"
                 named |= {str(argument.value)} if isinstance(argument, ast.Constant) else set()
     return named
 
