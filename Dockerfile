@@ -70,7 +70,7 @@ RUN python3 -m venv /opt/rollout \
 # A shell that has the variables of CANN and of its library ATB, which vllm-ascend needs.
 COPY --chmod=755 <<'SCRIPT' /usr/local/bin/with-cann
 #!/bin/bash
-for file in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/nnal/atb/set_env.sh; do
+for file in /usr/local/Ascend/ascend-toolkit/set_env.sh /usr/local/Ascend/cann/set_env.sh /usr/local/Ascend/nnal/atb/set_env.sh; do
     # shellcheck disable=SC1090
     if [ -f "$file" ]; then source "$file"; fi
 done

@@ -19,6 +19,7 @@ _LAYERS = {  # megatron-core's linear layers by those of Hugging Face's layout
 }
 ASCEND = "ascend"
 HCCL_BUFFER = 256  # MiB, in that environment
+OF_A_MACHINE = 16  # devices at most: of Atlas A3, and of 200T A2 Box16; others have 8
 
 
 def services(keys: RoleSettings) -> None:

@@ -300,6 +300,13 @@ def _advice(keys: RoleSettings) -> list[str]:
             f"{setting.path} bounded one inference pass there; here training.max_tokens_per_microbatch bounds one of training. "
             f"Theirs had {own} tokens: training.max_tokens_per_microbatch={own} takes as much memory"
         )
+    if (devices := keys.values.get("services.trainer.processes") or 0) > layout.OF_A_MACHINE:
+        secret = "; and SLUICE_SECRET in each one's environment" if keys.values.get("cluster.shared_folder") is False else ""
+        told.append(
+            f"services.trainer.processes is {devices}, and no Atlas machine has more than {layout.OF_A_MACHINE} devices: "
+            f"several machines want cluster.min_nodes, services.coordinator.host and port, and network.interface{secret} "
+            "(docs/guides/cluster.md)"
+        )
     if "model.path" not in keys.values:
         told.append("model.path is missing: name the Hugging Face folder of the model")
     if isinstance(keys.values.get("data.train"), str) and keys.values["data.train"].endswith(".parquet"):

@@ -15,7 +15,8 @@ from runtime.config import loading
 from runtime.errors import ConfigError
 from runtime.process.keys import BYTES, SECRET
 
-_CANN = ("/usr/local/Ascend/ascend-toolkit/set_env.sh", "/usr/local/Ascend/nnal/atb/set_env.sh")
+# Where CANN is installed before 8.5, and from there on; what is read last comes first in the paths.
+_CANN = tuple(f"/usr/local/Ascend/{name}/set_env.sh" for name in ("ascend-toolkit", "cann", "nnal/atb"))
 _FIRST_NODE = "FIRST-NODE"  # which Slurm alone knows, once the job has begun
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

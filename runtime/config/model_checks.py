@@ -233,6 +233,10 @@ def megatron_faults(config: Config, models: Mapping[str, Mapping[str, Any] | Non
             yield f"{key}.offload_train_param: true leaves it no weights to compute values with between updates; must be false"
         if settings.engine == "megatron":
             yield from _blocks(key, settings)
+            # An interpreter of its own has other packages; the process says so itself.
+            if not settings.python and not _installed():
+                ascend = config.services.platform == "ascend"
+                yield f"{key}.engine: {limits.MEGATRON_NEEDS_MINDSPEED if ascend else MEGATRON_NEEDS_CORE}"
             yield from _unsupported(key, config, settings)
             if model is not None:
                 yield from _layout(key, config, settings, model)
@@ -272,9 +276,6 @@ def _blocks(key: str, settings: Spread) -> Iterator[str]:
         )
     if parallel.sequence and parallel.tensor == 1:
         yield f"{key}.parallel.sequence: true needs parallel.tensor > 1, whose ranks it spreads activations over"
-    # An interpreter of its own has other packages; the process says so itself.
-    if not settings.python and not _installed():
-        yield f"{key}.engine: {MEGATRON_NEEDS_CORE}"
 
 
 def _unsupported(key: str, config: Config, settings: Spread) -> Iterator[str]:

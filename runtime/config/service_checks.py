@@ -306,7 +306,8 @@ def rollout_faults(config: Config, model: Mapping[str, Any] | None) -> Iterator[
             continue
         # An interpreter of its own has other packages; the process says so itself.
         if not fleet.python and importlib.util.find_spec("vllm") is None:
-            yield f"{key}.engine: vllm is not installed here; run make install-vllm, and name its interpreter in {key}.python"
+            how = "install vllm-ascend" if config.services.platform == "ascend" else "run make install-vllm"
+            yield f"{key}.engine: vllm is not installed here; {how}, and name its interpreter in {key}.python"
         yield from own_faults(fleet.engine_args, f"{key}.engine_args")
         heads = (model or {}).get("num_attention_heads")
         if heads is not None and heads % fleet.tensor_parallel:

@@ -13,6 +13,7 @@ from runtime.models.families.adapters import AdapterTable
 from runtime.models.families.memory import ModelWork, RankBytes, rank_bytes
 
 MEGATRON_NEEDS_CORE = "megatron needs a package: pip install 'sluice-rl[megatron]'"
+MEGATRON_NEEDS_MINDSPEED = "megatron needs Megatron-LM and MindSpeed: install them (docs/guides/ascend.md)"
 LORA_NEEDS_PEFT = "lora: needs a package: pip install 'sluice-rl[lora]'"
 
 

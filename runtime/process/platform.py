@@ -49,7 +49,9 @@ def _load_npu() -> bool:
     try:
         importlib.import_module("torch_npu")
     except (ImportError, OSError) as error:
-        raise UserError(f"torch_npu cannot be imported ({error}); source CANN's set_env.sh, or uninstall torch_npu") from error
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "torch_npu"
+        cure = "install it" if missing else "source CANN's set_env.sh, or uninstall torch_npu"
+        raise UserError(f"torch_npu cannot be imported ({error}); {cure} (docs/guides/ascend.md)") from error
     return bool(_accelerator("npu").is_available())
 
 

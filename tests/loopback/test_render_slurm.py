@@ -132,7 +132,8 @@ def test_slurm_is_asked_for_the_nodes_and_their_devices(tmp_path: Path) -> None:
 
     assert {"#SBATCH --nodes=3", "#SBATCH --gres=gpu:8", "#SBATCH --no-kill", "#SBATCH --signal=B:TERM@120"} <= asked("cuda")
     assert {"#SBATCH --nodes=2", "#SBATCH --gres=npu:8", "#SBATCH --nodelist=n1,n2"} <= asked("named")
-    assert "ascend-toolkit/set_env.sh" in render(PLANS["named"])["sluice.sbatch"]
+    script = render(PLANS["named"])["sluice.sbatch"]
+    assert all(f"/usr/local/Ascend/{name}/set_env.sh" in script for name in ("ascend-toolkit", "cann", "nnal/atb"))
     assert not any("--gres" in line for line in asked("one"))
     assert reloaded(render(PLANS["cuda"])["config.yaml"], tmp_path).cluster.min_nodes == 3
 

@@ -242,6 +242,15 @@ def test_a_tracker_without_its_package(sound: dict[str, Any], monkeypatch: pytes
     ]
 
 
+@pytest.mark.parametrize(("platform", "how"), [("", "run make install-vllm"), ("ascend", "install vllm-ascend")])
+def test_how_vllm_is_installed_depends_on_the_machine(
+    sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch, platform: str, how: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (fault,) = checked(sound, services={"platform": platform, "rollout": {"engine": "vllm"}})
+    assert fault.startswith(f"services.rollout.engine: vllm is not installed here; {how}, and name its interpreter in ")
+
+
 def test_moments_of_8_bits_need_a_package(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.config.checks._has", lambda package: package != "torchao")
     small = {"optimizer": {"name": "adamw_8bit"}}

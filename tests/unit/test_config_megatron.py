@@ -246,6 +246,9 @@ def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.Monke
     (fault,) = faults(**services(1))
     assert fault == "services.trainer.engine: megatron needs a package: pip install 'sluice-rl[megatron]'"
     elsewhere = services(1)
+    elsewhere["services"]["platform"] = "ascend"
+    (fault,) = faults(**elsewhere)
+    assert fault == "services.trainer.engine: megatron needs Megatron-LM and MindSpeed: install them (docs/guides/ascend.md)"
     elsewhere["services"]["trainer"]["python"] = "/other/python"  # whose packages are not this process's
     assert faults(**elsewhere) == []
 

@@ -16,7 +16,7 @@ PAGES = {"README.zh.md"} | {
     f"docs/zh/{name}.md"
     for name in (
         *("agents", "ascend", "cluster", "colocated", "configuration", "faults", "hardware"),
-        *("installation", "metrics", "migration", "questions"),
+        *("installation", "metrics", "migration", "network", "questions", "topology", "tutorial"),
     )
 }
 ALL = pytest.mark.parametrize("page", zh_pages.pages(), ids=lambda page: str(page.relative_to(ROOT)))

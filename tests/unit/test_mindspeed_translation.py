@@ -425,3 +425,9 @@ def test_what_is_left_out_keeps_our_default() -> None:
     assert "algorithm" not in got.raw
     assert row(got, "rl_config.clip_ratio").outcome == "left out"
     assert row(got, "rl_config.init_kl_coef").ours == ()
+
+
+@pytest.mark.parametrize(("devices", "alone", "said"), [(16, False, []), (32, False, [False]), (32, True, [True])])
+def test_more_devices_than_a_machine_has_want_what_joins_machines(devices: int, alone: bool, said: list[bool]) -> None:
+    got = made(rl_config={"actor_resource.num_npus": devices}, megatron_training={"no_shared_storage": alone})
+    assert ["SLUICE_SECRET" in line for line in got.advice if "services.coordinator.host and port" in line] == said

@@ -51,8 +51,17 @@ def test_a_broken_torch_npu_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(platform.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(platform.importlib, "import_module", broken)
-    with pytest.raises(UserError, match=r"torch_npu cannot be imported \(libhccl\.so"):
+    with pytest.raises(UserError, match=r"torch_npu cannot be imported \(libhccl\.so.*source CANN's set_env\.sh"):
         platform.device()
+
+
+def test_a_torch_npu_that_is_not_there_is_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch_npu'", name="torch_npu")
+
+    monkeypatch.setattr(platform.importlib, "import_module", absent)
+    with pytest.raises(UserError, match=r"No module named 'torch_npu'\); install it \("):
+        platform.device("npu")
 
 
 @pytest.mark.parametrize(("kind", "own"), [("npu", "hccl"), ("cuda", "nccl"), ("cpu", "gloo")])
