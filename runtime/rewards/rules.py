@@ -135,8 +135,15 @@ def up_to(characters: int, function: Evaluate) -> Screen:
     return screen
 
 
-def attempt(function: Evaluate | Screen, text: str | list[str], label: str, context: Context) -> RuleOutcome:
-    """Call a rule or a screen; with the texts of a group, a rule over groups. Whatever it raises becomes the outcome's error.
+def attempt(
+    function: Evaluate | Screen,
+    text: str | list[str],
+    label: str,
+    context: Context,
+    told: Callable[[Exception], None] = lambda error: None,
+) -> RuleOutcome:
+    """Call a rule or a screen; with the texts of a group, a rule over groups. Whatever it raises becomes the outcome's error,
+    after `told` has seen it.
 
     So does a value that is no number (exception:TypeError) or not finite (exception:ValueError), and of a group another number
     of values than it has texts (exception:ValueError).
@@ -152,6 +159,7 @@ def attempt(function: Evaluate | Screen, text: str | list[str], label: str, cont
     except MemoryError:
         return RuleOutcome(error="memory")
     except Exception as error:  # noqa: BLE001 - a rule is the user's code: its failure is a result, counted by type
+        told(error)
         return RuleOutcome(error=f"exception:{type(error).__name__}")
 
 

@@ -11,6 +11,7 @@ memory beyond the limit is refused, which raises MemoryError here.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import os
 import resource
@@ -18,6 +19,7 @@ import signal
 import struct
 import sys
 import time
+import traceback
 from typing import BinaryIO
 
 import msgspec
@@ -27,6 +29,7 @@ from runtime.process.os_process import die_with_parent
 from runtime.rewards.rules import Context, Evaluate, RewardRule, RuleOutcome, Value, attempt
 
 LENGTH = struct.Struct("<I")
+TOLD_LINES, TOLD_CHARACTERS = 20, 1000  # of a rule's traceback: the last entries, and of each
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
@@ -49,6 +52,28 @@ def frame(message: bytes) -> bytes:
     return LENGTH.pack(len(message)) + message
 
 
+class FirstFailures:
+    """Writes what a rule raised to standard error, which is the service's log: the first of each type, as they are counted."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, str]] = set()
+
+    def tell(self, rule: str, error: Exception) -> None:
+        kind = (rule, type(error).__name__)
+        if kind in self._seen:
+            return
+        self._seen.add(kind)
+        lines = [f"rule {rule} failed; of {kind[1]} this is the first, others are counted alone\n"]
+        lines += [line[:TOLD_CHARACTERS] for line in traceback.format_exception(error)[-TOLD_LINES:]]
+        sys.stderr.write("".join(map(_printable, lines)))
+        sys.stderr.flush()
+
+
+def _printable(line: str) -> str:
+    """It may hold what a model wrote, and is read on a terminal: control characters as Python writes them."""
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in line.rstrip("\n")) + "\n"
+
+
 def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: float, sandbox: Sandbox) -> None:
     """Answer batches until the parent closes the pipe."""
     from runtime.rewards.catalogue import find_rule  # the rules' own modules may be anything: load them behind the pipes
@@ -58,6 +83,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
     loop = asyncio.new_event_loop()
     evaluate = {name: _synchronous(find_rule(name), loop) for name in rules}
     decode = msgspec.msgpack.Decoder(list[Task]).decode
+    failures = FirstFailures()
     replies.write(frame(b""))
     while header := requests.read(LENGTH.size):
         try:
@@ -68,9 +94,11 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
         for task in tasks:
             start = time.perf_counter()
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            outcome = attempt(evaluate[task.rule], task.text, task.label, task.context)
+            told = functools.partial(failures.tell, task.rule)
+            outcome = attempt(evaluate[task.rule], task.text, task.label, task.context, told)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             if outcome.unresolved:
+                told(TypeError("it returned None, which is no number"))
                 outcome = RuleOutcome(error="exception:TypeError")  # only a screen may leave a case open
             replies.write(frame(msgspec.msgpack.encode(Verdict(outcome, time.perf_counter() - start))))
 

@@ -166,7 +166,10 @@ def render(summary: Summary) -> LiteralTable:
     if summary.masked:
         why = ", ".join(f"{count:,} {reason}" for reason, count in summary.score_errors.items())
         of = f" of {sum(summary.staleness_histogram.values()):,} samples, left out of the loss"
-        table.add_row("not scored", f"{summary.masked:,}{of}" + f" ({why})" * bool(why))
+        where = "; the first of each exception is in logs/reward-*.log" * any(
+            "exception:" in each for each in summary.score_errors
+        )
+        table.add_row("not scored", f"{summary.masked:,}{of}" + f" ({why}{where})" * bool(why))
     table.add_row("time by phase", _phases(summary.timing))
     if startup.TOTAL in summary.startup:
         table.add_row("start-up", startup.line(Startup(phases=summary.startup)))

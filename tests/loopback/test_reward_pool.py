@@ -54,6 +54,8 @@ def hostile(text, label, context):
                 held.clear()
     if text == "raise":
         raise KeyError(text)
+    if text == "escape":
+        raise ValueError(chr(27) + "]0;")
     if text == "none":
         return None
     if text == "print":
@@ -160,6 +162,15 @@ def test_a_span_says_how_long_each_rule_took(rule: str, monkeypatch: pytest.Monk
 def tasks(rule: str, *texts: str, label: str = "ok") -> list[Task]:
     """No two of them are equal."""
     return [Task(rule, text, label, RuleContext(tokens=index)) for index, text in enumerate(texts)]
+
+
+def test_the_first_failure_of_each_type_is_told_with_its_place(rule: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with_pool(rule, lambda pool: pool.run(tasks(rule, "raise", "raise", "none", "escape")), workers=1)
+    told = capfd.readouterr().err
+    assert told.count("KeyError: 'raise'") == 1  # of two
+    assert told.count("TypeError: it returned None") == 1
+    assert "hostile.py" in told and "in hostile" in told
+    assert r"ValueError: \x1b]0;" in told and "\x1b" not in told  # no order to a terminal
 
 
 def test_each_failure_costs_its_own_sample(rule: str) -> None:

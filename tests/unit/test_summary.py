@@ -147,7 +147,8 @@ def test_the_table_says_why_groups_were_dropped() -> None:
 def test_samples_that_no_scorer_could_judge_are_told_with_the_reasons() -> None:
     found = summary({"score/masked": 4.0, "score/errors/timeout": 1.0, "score/errors/exception:ZeroDivisionError": 3.0})
     assert (found.masked, found.score_errors) == (8, {"exception:ZeroDivisionError": 6, "timeout": 2})
-    assert "8 of 128 samples, left out of the loss (6 exception:ZeroDivisionError, 2 timeout)" in text_of(found)
+    assert "8 of 128 samples, left out of the loss (6 exception:ZeroDivisionError, 2 timeout; the first of" in text_of(found)
+    assert "(8 timeout)" in text_of(summary({"score/masked": 4.0, "score/errors/timeout": 4.0}))  # which raises nothing
     assert "not scored" not in text_of(summary())
 
 
