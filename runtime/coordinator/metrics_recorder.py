@@ -221,7 +221,10 @@ def line(figures: dict[str, float]) -> str:
         ("mismatch/abs_logprob_p99", "log p gap {:.0e}"),
     )
     scale = {"timing/all": 1000.0}
-    return "  ".join(form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures)
+    told = [form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures]
+    if masked := figures.get("score/masked"):
+        told.append(f"not scored {masked:.0f} of {figures['samples']:.0f}")
+    return "  ".join(told)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

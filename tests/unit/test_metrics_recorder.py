@@ -126,3 +126,8 @@ class Telling:
             if told.get(name):
                 self._gauges[name] += more
         return Status(role=self._role, name=self._role, gauges=told)
+
+
+def test_a_step_whose_samples_could_not_be_scored_says_so_while_it_runs() -> None:
+    assert "not scored 5 of 20" in metrics_recorder.line({"score/masked": 5.0, "samples": 20.0})
+    assert "not scored" not in metrics_recorder.line({"score/masked": 0.0, "samples": 20.0})
