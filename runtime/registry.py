@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -65,6 +66,9 @@ class Registry(Generic[T]):
             raise
         except Exception as error:
             raise UserError(f"{key or self.label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        if entry not in self and entry in _execute(path):
+            told = f"{path} registers no {entry!r}: its function needs a decorator, for a reward rule @sluice.rule({entry!r})"
+            raise UserError(f"{key or self.label}: {told}")
         return self.get(entry, key)
 
     def __contains__(self, name: object) -> bool:
@@ -75,8 +79,13 @@ class Registry(Generic[T]):
 
 
 @cache
-def _execute(path: Path) -> None:
-    """Run the file once per process; its decorators register what it has."""
+def _execute(path: Path) -> dict[str, object]:
+    """Run the file once per process; its decorators register what it has. It may import what lies beside it, as a script may.
+    Returns its globals."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(f"sluice_own_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return vars(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,25 @@ def test_validate_finds_what_files_of_ones_own_lack(tmp_path: Path, capsys: pyte
     assert said[0].endswith("broken.py cannot be imported: ModuleNotFoundError: No module named 'no_such_module'")
     assert said[1].startswith("error: rewards.rules.1.name: unknown name 'mine_alnoe'; did you mean 'mine_alone'?")
     assert ended(["validate", str(config), f"rewards.rules.1.name={tmp_path}/mine.py:mine_alone"]) == 0
+
+
+def test_a_file_of_ones_own_imports_its_neighbour_and_registers_what_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "neighbour_alone.py").write_text("def neighbour_score(*_): return 1.0\n")
+    (tmp_path / "calls.py").write_text(
+        "from neighbour_alone import neighbour_score\nfrom sluice import rule\n"
+        "@rule('calls_alone')\ndef calls(*_): return neighbour_score()\n"
+    )
+    config = str(Path(__file__).parents[2] / "configs/quickstart.yaml")
+    assert ended(["validate", config, f"rewards.rules.1.name={tmp_path}/calls.py:calls_alone"]) == 0
+    capsys.readouterr()
+    assert ended(["validate", config, f"rewards.rules.1.name={tmp_path}/neighbour_alone.py:neighbour_score"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        "registers no 'neighbour_score': its function needs a decorator, for a reward rule @sluice.rule('neighbour_score')"
+    )
 
 
 def ended(arguments: list[str]) -> int | str | None:
