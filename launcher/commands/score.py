@@ -1,8 +1,9 @@
 """`sluice score FILE`: what a verifier says of each reply in a file of JSON lines, in the order read.
 
-A line has `id`, `prediction` and `truth`; what is written for it has `id`, `score` (the verifier's value), `equal` (whether
-that is 1 or more), `error` and `seconds`. Cases are judged as in training: a screen first, then a pool of workers with the
-limits that a configuration has by default. A line that cannot be judged gets an error, and is named at the end.
+A line has `id`, `prediction` and `truth`, and may have `extra`, the rule's `context.extra`; what is written for it has `id`,
+`score` (the verifier's value), `equal` (whether that is 1 or more), `error` and `seconds`. Cases are judged as in training: a
+screen first, then a pool of workers with the limits that a configuration has by default. A line that cannot be judged gets an
+error, and is named at the end.
 """
 
 from __future__ import annotations
@@ -38,8 +39,6 @@ WINDOW = 4096  # cases that are held because an earlier one is not judged yet
 WINDOW_BYTES = 64 << 20  # and of their lines
 TURN = 64  # cases after which the pool is given a turn
 NAMED = 10  # lines that could not be judged, of which each is named
-
-_CONTEXT = RuleContext()
 
 
 class ScoreCase(Struct):
@@ -159,11 +158,15 @@ def _case(number: int, line: bytes, verifier: str | None) -> ScoreCase:
             case.fault = f"{what}; needed are 'prediction' and 'truth'"
             return case
         texts[name] = str(value)
+    extra = fields.get("extra", {})
+    if not isinstance(extra, dict):
+        case.fault = f"'extra' is {type(extra).__name__}, not an object"
+        return case
     rule = _rule_name(case.kind if verifier is None else verifier, texts["truth"])
     if verifier is None and rule not in RULES:
         case.fault = f"its kind {case.kind!r} names no verifier; give --verifier, or one of {', '.join(RULES)}"
     else:
-        case.task = Task(rule, texts["prediction"], texts["truth"], _CONTEXT)
+        case.task = Task(rule, texts["prediction"], texts["truth"], RuleContext(extra=extra))
     return case
 
 

@@ -150,6 +150,18 @@ def test_a_line_that_cannot_be_judged_costs_itself_alone(tmp_path: Path) -> None
     assert "'prediction' is NoneType, not text" in faults[3]
 
 
+def test_a_rule_finds_what_a_line_has_besides(tmp_path: Path) -> None:
+    name = f"test_score_{next(COUNTER)}"
+    (tmp_path / "more.py").write_text(
+        f"from sluice import rule\n@rule({name!r})\ndef more(text, label, context): return context.extra['level']\n"
+    )
+    path = write(tmp_path, case(1, "x", extra={"level": 3}), case(2, "x", extra={"level": 4}), case(3, "x", extra=[3]))
+    with pytest.raises(UserError, match="line 3: 'extra' is list, not an object"):
+        scored(path, f"{tmp_path}/more.py:{name}")
+    lines = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    assert [line["score"] for line in lines] == [3.0, 4.0, None]
+
+
 def test_what_waits_for_an_earlier_case_is_bounded(own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score_module, "WINDOW", 8)
     read = []
