@@ -143,7 +143,7 @@ def _inputs(config: Config) -> dict[str, str]:
 def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: None) -> str:
     """The checkpoint to resume from, or "" for a new run. Unless the run in the folder goes on, what it left is removed.
 
-    `say` is told of each checkpoint that is left out as it is not whole.
+    `say` is told of the checkpoint that the run goes on from, and of each that is left out as it is not whole.
 
     Raises UserError when it is no checkpoint, or lacks what this run needs of it; and, removing nothing, when a run would
     remove what it is to read, or a run or trained model that nobody said is to be replaced.
@@ -154,6 +154,7 @@ def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: N
     if resume and config.critic is not None:
         checkpoint.critic_state(Path(resume))
     if resume and checkpoint.is_of(folder, Path(resume)):
+        say(f"run.resume: going on from {resume}" + "; run.overwrite replaces nothing" * config.run.overwrite)
         return resume if config.cluster.shared_folder else config.run.resume  # of which other nodes may lack their parts
     if resume and not config.run.overwrite and (folder / run_files.LEDGER).exists():  # which knows nothing of that checkpoint
         raise UserError(

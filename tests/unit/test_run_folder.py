@@ -129,8 +129,11 @@ def test_a_checkpoint_of_a_branch_that_the_run_has_left_is_moved_back_first(tmp_
     ):
         run_folder.begin(tmp_path, config.Config(run=Run(name="a", dir=str(tmp_path), resume=str(dead))))
     dead.rename(checkpoint.folder_for(tmp_path, 50))
-    found = run_folder.begin(tmp_path, config.Config(run=Run(name="a", dir=str(tmp_path), resume="auto")))
+    said: list[str] = []
+    run = Run(name="a", dir=str(tmp_path), resume="auto", overwrite=True)
+    found = run_folder.begin(tmp_path, config.Config(run=run), said.append)
     assert Path(found).name == "step-00000050"
+    assert said == [f"run.resume: going on from {found}; run.overwrite replaces nothing"]
 
 
 def test_a_checkpoint_of_another_run_begins_a_folder_of_its_own(tmp_path: Path) -> None:
