@@ -94,7 +94,8 @@ def _print(console: Console, file: Path, output: Path, told: Path | None, transl
     rows.add_column(translation.program, overflow="fold", max_width=60)
     for column in report.COLUMNS:
         rows.add_column(column, overflow="fold", max_width=_WIDEST.get(column))
-    for row in translation.rows:
+    brief = list(report.brief(translation.rows))
+    for row in brief:
         rows.add_row(*report.cells(row))
     console.print(rows)
     if translation.carried:
@@ -104,6 +105,8 @@ def _print(console: Console, file: Path, output: Path, told: Path | None, transl
         console.print(defaults)
     for line in (report.totals(translation.rows), *translation.advice):
         say(console, line)
+    if len(brief) < len(translation.rows) and told is None:
+        say(console, "each of the keys that are ignored alike: --report FILE")
     for path in filter(None, (output, told)):
         say(console, f"written: {path}")
     say(console, f"next: sluice validate {output}")

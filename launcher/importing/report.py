@@ -11,6 +11,7 @@ from launcher.importing.translation import Translation
 from runtime.config.yaml_text import dump
 
 OUTCOMES: tuple[Outcome, ...] = ("mapped", "to decide", "ignored", "refused", "left out")
+ALIKE = 4  # keys
 COLUMNS = ("value", "outcome", "here, or why not")  # behind the key's, which is the program's name
 
 
@@ -20,6 +21,18 @@ def totals(rows: Sequence[TranslatedKey]) -> str:
     return f"{len(rows)} keys: " + ", ".join(
         f"{counts[outcome]} {outcome}" for outcome in OUTCOMES if counts[outcome] or outcome != "to decide"
     )
+
+
+def brief(rows: Sequence[TranslatedKey]) -> Iterator[TranslatedKey]:
+    """For a screen: of more than ALIKE keys that are ignored for one reason, the first and the number of the others."""
+    alike = Counter(row.reason for row in rows if row.outcome == "ignored")
+    seen: set[str] = set()
+    for row in rows:
+        if row.outcome != "ignored" or alike[row.reason] <= ALIKE:
+            yield row
+        elif row.reason not in seen:
+            seen.add(row.reason)
+            yield TranslatedKey(f"{row.path} and {alike[row.reason] - 1} more", "", "ignored", reason=row.reason)
 
 
 def cells(row: TranslatedKey) -> tuple[str, str, str, str]:

@@ -86,7 +86,7 @@ def _run(keys: TranslatedSettings) -> None:
         keys.advice.append("model.path is missing: name the Hugging Face folder of the model")
     elif not path.value.startswith(("/", ".")):
         keys.decide(
-            f"model.path: {path.value} has to be a folder; where it is a name of the Hub, name what was downloaded", path
+            f"{path.value} has to be a folder; where it is a name of the Hub, name what was downloaded, or use --models", path
         )
     loggers = logger.value if isinstance(logger.value, list) else [logger.value]
     trackers = [{"name": "jsonl"}] + [
@@ -128,6 +128,8 @@ def _rewards(keys: TranslatedSettings) -> None:
     keys.put("rewards.rules", [{"name": rule}], chosen)
     told = "verl chooses by each row's data_source, or by a function of its own: look whether this rule is meant"
     keys.decide(f"rewards.rules is {rule}: {told} (docs/guides/reward-rules.md)", chosen)
+    for own in (keys.at("reward.custom_reward_function.path"), keys.at("custom_reward_function.path")):
+        keys.put("data.additional_keys", ["data_source", "extra_info"] if own.value else None, own)
     for section, path in {"reward.reward_model": "model_path", "reward_model": "model.path"}.items():
         enabled, model = _each(keys, section, "enable", path)
         if enabled.value:  # it alone scores there; the rule says what is right in evaluations

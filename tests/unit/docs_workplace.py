@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -64,6 +65,7 @@ class Workplace:
         patch.setattr(registry, "_execute", cache(registry._execute.__wrapped__))
         for each, entries in _BUILT_IN:
             patch.setattr(each, "_entries", dict(entries))  # what is registered here is gone afterwards
+        patch.setitem(sys.modules, "my_reward", SimpleNamespace(compute_score=lambda *_: 0.0))  # the reader's function for verl
         (folder / "configs").symlink_to(ROOT / "configs")
         for name, text in own_files().items():
             self._file(Path(name)).write_text(text, encoding="utf-8")

@@ -114,8 +114,26 @@ def test_a_file_that_overrides_some_keys(tmp_path: Path) -> None:
     assert (ours.critic.optimizer.learning_rate, ours.training.optimizer.learning_rate) == (1e-5, 2e-6)
     assert [tracker.name for tracker in ours.trackers] == ["jsonl"]
     text = (tmp_path / "ours.yaml").read_text()
-    assert "trainer.total_epochs: passes over the data" in text  # what is to decide is told at the head
+    assert "trainer.total_epochs: without total_training_steps" in text  # what is to decide is told at the head
     assert "warmup_steps is 0.1 of training.steps" in text
+
+
+def test_a_function_of_ones_own_gets_its_columns(tmp_path: Path) -> None:
+    for key in ("custom_reward_function.path", "reward.custom_reward_function.path"):
+        assert imported(script(tmp_path, f"{key}=my_reward.py")).data.additional_keys == ["data_source", "extra_info"]
+    assert imported(script(tmp_path, f"{key}=null")).data.additional_keys == []
+
+
+def test_keys_that_are_ignored_alike_are_one_row_of_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = [f"transfer_queue.{key}=1" for key in "abc"]
+    file = script(tmp_path, *(f"global_profiler.{key}=1" for key in "abcdef"), *few)
+    imported(file)
+    told = capsys.readouterr().out
+    assert "global_profiler.a and 5 more" in told and "global_profiler.b" not in told
+    assert "transfer_queue.b" in told  # few, and so each by itself
+    assert "--report FILE" in told
+    imported(file, "--report", tmp_path / "report.md")
+    assert "| global_profiler.b | 1 | ignored |" in (tmp_path / "report.md").read_text()
 
 
 def test_what_verl_prints_is_read_alike(tmp_path: Path) -> None:
