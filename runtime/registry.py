@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -39,14 +40,15 @@ class Registry(Generic[T]):
 
         return add
 
-    def get(self, name: str, key: str = "") -> T:
-        """The entry called `name`. Raises UserError, naming `key` (the label), the nearest name and all that are known."""
+    def get(self, name: str, key: str = "", where: str = "") -> T:
+        """The entry called `name`. Raises UserError, naming `key` (the label), the nearest name and all that are known; `where`
+        says where it was looked for."""
         try:
             return self._entries[name]
         except KeyError:
             near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"{key or self.label}: unknown name {name!r}; {hint}allowed: {', '.join(self)}") from None
+            raise UserError(f"{key or self.label}: unknown name {name!r}{where}; {hint}allowed: {', '.join(self)}") from None
 
     def find(self, name: str, key: str = "") -> T:
         """The entry called `name`, or the one that `FILE.py:NAME` registers.
@@ -65,7 +67,7 @@ class Registry(Generic[T]):
             raise
         except Exception as error:
             raise UserError(f"{key or self.label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
-        return self.get(entry, key)
+        return self.get(entry, key, f", which no decorator in {path} gives")
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -76,7 +78,9 @@ class Registry(Generic[T]):
 
 @cache
 def _execute(path: Path) -> None:
-    """Run the file once per process; its decorators register what it has."""
+    """Run the file once per process; its decorators register what it has. It may import what lies beside it, or in the folder
+    in which `sluice` was called; nothing there hides a module that is found elsewhere."""
+    sys.path += [folder for folder in dict.fromkeys((str(path.parent), str(Path.cwd()))) if folder not in sys.path]
     spec = importlib.util.spec_from_file_location(f"sluice_own_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
     spec.loader.exec_module(importlib.util.module_from_spec(spec))

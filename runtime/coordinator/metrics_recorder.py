@@ -216,12 +216,14 @@ def line(figures: dict[str, float]) -> str:
     shown = (
         ("eval/accuracy", "accuracy {:.1%}"),
         ("score/mean", "reward {:.2f}"),
+        ("score/masked", "{:.0f} not scored"),
         ("timing/all", "{:.0f} ms/step"),
         ("staleness/mean", "staleness {:.1f}"),
         ("mismatch/abs_logprob_p99", "log p gap {:.0e}"),
     )
     scale = {"timing/all": 1000.0}
-    return "  ".join(form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures)
+    found = [(name, form) for name, form in shown if name in figures and (name != "score/masked" or figures[name])]
+    return "  ".join(form.format(figures[name] * scale.get(name, 1.0)) for name, form in found)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ A rule over a whole group sees all replies to a prompt at once, and gives a valu
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -103,6 +104,7 @@ def rule(name: str, screen: Screen | None = None, answer: Answer | None = None) 
     """
 
     def register(function: Function) -> Function:
+        _check(function, name, "(text, label, context)")
         RULES.register(name)(RewardRule(name, function, screen, answer))
         return function
 
@@ -117,10 +119,23 @@ def group_rule(name: str) -> Callable[[Function], Function]:
     """
 
     def register(function: Function) -> Function:
+        _check(function, name, "(texts, label, context)")
         RULES.register(name)(RewardRule(name, function, grouped=True))
         return function
 
     return register
+
+
+def _check(function: Callable[..., object], name: str, arguments: str) -> None:
+    """Raises TypeError for a function that cannot be called with the three `arguments`: it would fail on every reply."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some of C's have none
+        return
+    try:
+        signature.bind("", "", None)
+    except TypeError:
+        raise TypeError(f"rule {name!r} takes {signature}; it is called with {arguments}") from None
 
 
 def up_to(characters: int, function: Evaluate) -> Screen:
@@ -135,8 +150,15 @@ def up_to(characters: int, function: Evaluate) -> Screen:
     return screen
 
 
-def attempt(function: Evaluate | Screen, text: str | list[str], label: str, context: Context) -> RuleOutcome:
-    """Call a rule or a screen; with the texts of a group, a rule over groups. Whatever it raises becomes the outcome's error.
+def attempt(
+    function: Evaluate | Screen,
+    text: str | list[str],
+    label: str,
+    context: Context,
+    failed: Callable[[Exception], None] = lambda error: None,
+) -> RuleOutcome:
+    """Call a rule or a screen; with the texts of a group, a rule over groups. Whatever it raises becomes the outcome's error,
+    and `failed` is told of it.
 
     So does a value that is no number (exception:TypeError) or not finite (exception:ValueError), and of a group another number
     of values than it has texts (exception:ValueError).
@@ -152,6 +174,7 @@ def attempt(function: Evaluate | Screen, text: str | list[str], label: str, cont
     except MemoryError:
         return RuleOutcome(error="memory")
     except Exception as error:  # noqa: BLE001 - a rule is the user's code: its failure is a result, counted by type
+        failed(error)
         return RuleOutcome(error=f"exception:{type(error).__name__}")
 
 

@@ -18,6 +18,9 @@ import signal
 import struct
 import sys
 import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from typing import BinaryIO
 
 import msgspec
@@ -58,6 +61,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
     loop = asyncio.new_event_loop()
     evaluate = {name: _synchronous(find_rule(name), loop) for name in rules}
     decode = msgspec.msgpack.Decoder(list[Task]).decode
+    failed = _first_of_each_type()
     replies.write(frame(b""))
     while header := requests.read(LENGTH.size):
         try:
@@ -68,11 +72,23 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
         for task in tasks:
             start = time.perf_counter()
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            outcome = attempt(evaluate[task.rule], task.text, task.label, task.context)
+            outcome = attempt(evaluate[task.rule], task.text, task.label, task.context, partial(failed, task.rule))
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             if outcome.unresolved:
                 outcome = RuleOutcome(error="exception:TypeError")  # only a screen may leave a case open
             replies.write(frame(msgspec.msgpack.encode(Verdict(outcome, time.perf_counter() - start))))
+
+
+def _first_of_each_type() -> Callable[[str, Exception], None]:
+    """Says what a rule raised on standard error, which is the service's log: the first of each rule and type."""
+    told: set[tuple[str, type[Exception]]] = set()
+
+    def tell(rule: str, error: Exception) -> None:
+        if (rule, type(error)) not in told:
+            told.add((rule, type(error)))
+            print(f"rule {rule} failed on a reply:", *traceback.format_exception(error), sep="\n", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def _synchronous(entry: RewardRule, loop: asyncio.AbstractEventLoop) -> Evaluate:

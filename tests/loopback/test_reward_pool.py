@@ -157,6 +157,14 @@ def test_a_span_says_how_long_each_rule_took(rule: str, monkeypatch: pytest.Monk
     assert sum(span.end - span.start for span in told) >= 2.0  # the limit of the one that hangs
 
 
+def test_the_log_says_what_a_rule_raised_once_for_each_type(rule: str, capfd: pytest.CaptureFixture[str]) -> None:
+    failed = tasks(rule, "raise", "raise", "raise", "ok")
+    with_pool(rule, lambda pool: pool.run(failed), workers=1)
+    said = capfd.readouterr().err
+    assert (said.count(f"rule {rule} failed on a reply:\n"), said.count("\nKeyError: 'raise'\n")) == (1, 1)
+    assert "in hostile\n" in said
+
+
 def tasks(rule: str, *texts: str, label: str = "ok") -> list[Task]:
     """No two of them are equal."""
     return [Task(rule, text, label, RuleContext(tokens=index)) for index, text in enumerate(texts)]
