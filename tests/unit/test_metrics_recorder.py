@@ -126,3 +126,8 @@ class Telling:
             if told.get(name):
                 self._gauges[name] += more
         return Status(role=self._role, name=self._role, gauges=told)
+
+
+def test_a_progress_line_tells_of_what_is_lost() -> None:
+    assert metrics_recorder.line({"score/mean": 0.5, "score/masked": 0.0}) == "reward 0.50"
+    assert metrics_recorder.line({"score/masked": 32.0, "trackers/dropped": 2.0}) == "32 not scored  trackers miss 2"
