@@ -80,10 +80,9 @@ class Registry(Generic[T]):
 
 @cache
 def _execute(path: Path) -> dict[str, object]:
-    """Run the file once per process; its decorators register what it has. It may import what lies beside it, as a script may.
-    Returns its globals."""
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
+    """Run the file once per process; its decorators register what it has. It may import what lies beside it, or in the folder
+    in which `sluice` was called; nothing there hides a module that is found elsewhere. Returns its globals."""
+    sys.path += [folder for folder in dict.fromkeys((str(path.parent), str(Path.cwd()))) if folder not in sys.path]
     spec = importlib.util.spec_from_file_location(f"sluice_own_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)

@@ -58,7 +58,9 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
     samples = commands.add_parser("samples", help="prompts, replies, rewards and versions of a run")
     samples.add_argument("run", type=Path, help="a run's folder")
-    samples.add_argument("--step", help="a step, or a range of steps a:b")
+    samples.add_argument(
+        "--step", help="a step, or a range of steps a:b; the first is 0, with --eval the version that was evaluated"
+    )
     samples.add_argument("--state", action="append", default=[], help="a group's state; may be repeated")
     samples.add_argument("--reward", help="a range of the group's mean reward a:b")
     samples.add_argument("--group", type=int, help="one group's id")

@@ -92,7 +92,7 @@ def _print(rows: Iterator[SampleRow], jsonl: bool) -> None:
         else:
             console.print(_table(list(group)))
     if not found:
-        print("no samples here, or none that the options select", file=sys.stderr)
+        print("no samples here, or none that the options select; steps are counted from 0", file=sys.stderr)
 
 
 def _selected(reader: LedgerReader, options: argparse.Namespace) -> Iterator[GroupRow]:

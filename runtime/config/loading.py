@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from runtime.cluster.topology import block_size
 from runtime.config import Algorithm, Config, Parallel, Section, Services
 from runtime.config.model import TINY_PREFIX
+from runtime.config.names_of_trl import OF_TRL
 from runtime.config.secret_values import refused
 from runtime.config.yaml_text import dump, read_mapping, read_value, show
 from runtime.errors import ConfigError
@@ -318,6 +319,8 @@ def _struct_faults(value: dict[Any, Any], kind: inspect.StructType, path: str, r
 
 
 def _nearest(key: str, names: list[str], root: inspect.Type) -> str:
+    if key in OF_TRL:
+        return f"TRL's {key} is {OF_TRL[key]} here"
     near = get_close_matches(key, names, n=1)
     elsewhere = [path for path in _paths(root) if path.rpartition(".")[2] == key]
     if near or len(elsewhere) == 1:

@@ -219,6 +219,7 @@ def line(figures: dict[str, float]) -> str:
         ("timing/all", "{:.0f} ms/step"),
         ("staleness/mean", "staleness {:.1f}"),
         ("mismatch/abs_logprob_p99", "log p gap {:.0e}"),
+        ("trackers/dropped", "trackers miss {:.0f}"),
     )
     scale = {"timing/all": 1000.0}
     told = [form.format(figures[name] * scale.get(name, 1.0)) for name, form in shown if name in figures]

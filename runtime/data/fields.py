@@ -57,6 +57,10 @@ class Fields:
             raise MissingColumn(role, column)
         return self.row[column]
 
+    def named(self, role: str) -> bool:
+        """Whether there is to be a column of `role`."""
+        return bool(getattr(self._columns, role))
+
     def has(self, role: str) -> bool:
         """Whether the row has the column of `role`."""
         return getattr(self._columns, role) in self.row

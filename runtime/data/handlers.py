@@ -204,8 +204,8 @@ def source_rows(path: str, key: str) -> Iterator[SourceRow]:
 
 @handler("plain", FieldColumns(prompt="question", label="answer"))
 def plain(fields: Fields) -> tuple[Messages, str]:
-    """The prompt as it is, the label as it is: text or a number."""
-    return fields.conversation(), fields.label()
+    """The prompt as it is, the label as it is: text or a number, or "" where the configuration names no column of it."""
+    return fields.conversation(), fields.label() if fields.named("label") else ""
 
 
 @handler("task", FieldColumns(prompt="messages", label="label"))

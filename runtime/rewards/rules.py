@@ -20,6 +20,7 @@ A rule over a whole group sees all replies to a prompt at once, and gives a valu
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -103,6 +104,7 @@ def rule(name: str, screen: Screen | None = None, answer: Answer | None = None) 
     """
 
     def register(function: Function) -> Function:
+        _check(function, name, "(text, label, context)")
         RULES.register(name)(RewardRule(name, function, screen, answer))
         return function
 
@@ -117,10 +119,23 @@ def group_rule(name: str) -> Callable[[Function], Function]:
     """
 
     def register(function: Function) -> Function:
+        _check(function, name, "(texts, label, context)")
         RULES.register(name)(RewardRule(name, function, grouped=True))
         return function
 
     return register
+
+
+def _check(function: Callable[..., object], name: str, arguments: str) -> None:
+    """Raises TypeError for a function that cannot be called with the three `arguments`: it would fail on every reply."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some of C's have none
+        return
+    try:
+        signature.bind("", "", None)
+    except TypeError:
+        raise TypeError(f"rule {name!r} takes {signature}; it is called with {arguments}") from None
 
 
 def up_to(characters: int, function: Evaluate) -> Screen:

@@ -17,9 +17,11 @@ from msgspec import inspect
 from runtime.cluster.topology import fleets
 from runtime.config import Config, Critic, Rollout, Source, Tracker, Warmup
 from runtime.config.loading import load, mismatches, resolve, to_yaml
+from runtime.config.names_of_trl import OF_TRL
 from runtime.config.secret_values import refused
 from runtime.errors import ConfigError
 from tests.unit.config_cases import Loading, faults_of
+from tests.unit.mindspeed_cases import paths
 
 
 def test_scalars_follow_the_core_schema(loading: Loading) -> None:
@@ -145,6 +147,17 @@ def test_all_faults_at_once_each_with_path_and_what_is_allowed(loading: Loading)
             "stop.accurate: unknown key; nearest is 'accuracy'",
         ]
     )
+
+
+def test_a_key_of_trl_is_answered_with_ours(loading: Loading) -> None:
+    found = faults_of(loading, "run: {name: a}\nalgorithm: {epsilon_high: 0.28, beta: 0.04}\nreport_to: wandb\n")
+    assert found == [
+        "algorithm.epsilon_high: unknown key; TRL's epsilon_high is algorithm.clip_high here",
+        "algorithm.beta: unknown key; TRL's beta is algorithm.kl_coefficient here",
+        "report_to: unknown key; TRL's report_to is trackers here",
+    ]
+    ours = {path for ours in OF_TRL.values() for path in ours.split(" and ")}
+    assert ours <= set(paths(inspect.type_info(Config)))
 
 
 def repeated(begin: str, end: str) -> str:

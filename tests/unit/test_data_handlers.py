@@ -33,6 +33,12 @@ def test_plain_reads_lines_and_arrays_alike(tmp_path: Path) -> None:
     assert [problem.id for problem in lines.problems] == [f"{tmp_path.name}/train:{i}" for i in (1, 2, 3)]
 
 
+def test_a_prompt_alone_has_an_empty_label(tmp_path: Path) -> None:
+    rows = [{"prompt": "Sing."}, {"prompt": [{"role": "user", "content": "Dance."}]}]
+    found = load_problems(write(tmp_path / "a.jsonl", rows), config.Data(prompt_key="prompt", label_key=""))
+    assert [(problem.messages[0]["content"], problem.label) for problem in found.problems] == [("Sing.", ""), ("Dance.", "")]
+
+
 def test_columns_and_system_prompt_come_from_the_configuration(tmp_path: Path) -> None:
     data = config.Data(prompt_key="problem", label_key="solution", system_prompt="Be brief.")
     (problem,) = load_problems(write(tmp_path / "a.jsonl", [{"problem": "p", "solution": "s"}]), data).problems

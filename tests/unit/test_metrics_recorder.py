@@ -131,3 +131,4 @@ class Telling:
 def test_a_step_whose_samples_could_not_be_scored_says_so_while_it_runs() -> None:
     assert "not scored 5 of 20" in metrics_recorder.line({"score/masked": 5.0, "samples": 20.0})
     assert "not scored" not in metrics_recorder.line({"score/masked": 0.0, "samples": 20.0})
+    assert metrics_recorder.line({"score/mean": 0.5, "trackers/dropped": 2.0}) == "reward 0.50  trackers miss 2"

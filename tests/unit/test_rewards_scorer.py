@@ -175,6 +175,30 @@ def test_rules_are_checked_at_the_start(tmp_path: Path) -> None:
     assert "'gsm8k' is registered twice" in refused(f"{tmp_path}/taken.py:gsm8k")
 
 
+@pytest.mark.parametrize(("decorator", "texts"), [("rule", "text"), ("group_rule", "texts")])
+def test_a_rule_that_cannot_be_called_is_refused_at_the_start(tmp_path: Path, decorator: str, texts: str) -> None:
+    file = tmp_path / f"of_{decorator}.py"
+    file.write_text(
+        f"from runtime.rewards.rules import {decorator} as reward\n"
+        "@reward('test_of_trl')\ndef of_trl(completions, **columns): return [1.0 for _ in completions]\n"
+    )
+    with pytest.raises(UserError) as error:
+        find_rule(f"{file}:test_of_trl")
+    said = "TypeError: rule 'test_of_trl' takes (completions, **columns); it is called with"
+    assert str(error.value).endswith(f"{said} ({texts}, label, context)")
+
+
+def test_a_file_imports_what_lies_beside_it_and_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_a_rule.py").write_text("VALUE = 0.5\n")
+    (tmp_path / "colorsys.py").write_text("raise AssertionError\n")  # of the standard library, and imported by nothing here
+    (tmp_path / "imports.py").write_text(
+        "import colorsys, beside_a_rule\nfrom runtime.rewards.rules import rule\n"
+        "@rule('test_beside')\ndef beside(text, label, context): return beside_a_rule.VALUE\n"
+    )
+    assert find_rule(f"{tmp_path}/imports.py:test_beside").evaluate("", "", RuleContext()) == 0.5
+
+
 def test_a_rule_of_a_file_is_found_by_file_and_name(tmp_path: Path) -> None:
     source = "from runtime.rewards.rules import rule\n@rule('test_brevity')\ndef brevity(text, label, context):\n"
     (tmp_path / "own.py").write_text(source + "    return 1.0 / context.tokens\n")

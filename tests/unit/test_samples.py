@@ -258,4 +258,4 @@ def test_that_nothing_was_selected_is_said(run: Path, capsys: pytest.CaptureFixt
     nobody.group = 999
     samples.run(nobody)
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "no samples here, or none that the options select\n")
+    assert (out, err) == ("", "no samples here, or none that the options select; steps are counted from 0\n")
