@@ -74,7 +74,14 @@ def main() -> None:
     options = arguments()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # the ranks get it too, and say what comes of it
-    left = start(options)
+    left: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
+
+    def stacks(*_: object) -> None:
+        for _, process in left.values():
+            process.send_signal(signal.SIGUSR1)
+
+    signal.signal(signal.SIGUSR1, stacks)
+    left |= start(options)
     while left:
         pid, status = os.wait()
         rank, _ = left.pop(pid)
