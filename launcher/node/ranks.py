@@ -76,11 +76,11 @@ def main() -> None:
         signal.signal(number, lambda *_: None)  # the ranks get it too, and say what comes of it
     left: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
 
-    def stacks(*_: object) -> None:
-        for _, process in left.values():
-            process.send_signal(signal.SIGUSR1)
+    def hand_on(number: int, _: object) -> None:
+        for _rank, process in left.values():
+            process.send_signal(number)
 
-    signal.signal(signal.SIGUSR1, stacks)
+    signal.signal(signal.SIGUSR1, hand_on)
     left |= start(options)
     while left:
         pid, status = os.wait()
