@@ -110,7 +110,8 @@ def address_of(run: str, command: str) -> str:
     try:
         return (folder / run_files.ADDRESS).read_text().strip()
     except FileNotFoundError:
-        raise UserError(f"{command}: no run is under way in {folder}") from None
+        why = "it has ended, or its coordinator is not there yet, as before and during a warm-up"
+        raise UserError(f"{command}: no run is under way in {folder}: {why}") from None
 
 
 @contextmanager
