@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -72,7 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_and_report(work: Callable[[], int | None]) -> int:
-    """The exit code of `work`, None for 0, or that of the error out of it, which the user is told of."""
+    """The exit code of `work`, None for 0, or that of the error out of it, which the user is told of. A SIGUSR1 writes
+    the stacks, as in every process of a run, and ends nothing."""
+    with suppress(OSError, RuntimeError):  # a stderr that is no file
+        faulthandler.register(signal.SIGUSR1)
     try:
         return work() or 0
     except UserError as error:

@@ -32,6 +32,7 @@ from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
 from runtime.models import tiny_model
 from runtime.process import keys, os_process
 from runtime.process.aio import unless_failed
+from runtime.status import Progress
 from runtime.telemetry import startup
 from runtime.telemetry.startup import Startup
 from services.rpc import session
@@ -72,6 +73,7 @@ class Job(ABC, Generic[Result]):
         self._twice = asyncio.Event()
         self._agent: Agent
         self._told_startup = False
+        self._lost: set[str] = set()
         self._began = False  # whether it has come to have something to keep
 
     @abstractmethod
@@ -177,6 +179,7 @@ class Job(ABC, Generic[Result]):
                 async for progress in session.watch(address, silence, self._agent.keys):
                     self._began = self._began or progress.phase != "starting"
                     self._agent.apply_progress(progress)
+                    self._tell_losses(progress)
                     if progress.phase == "training":
                         self._tell_startup()
                     if progress.phase != phase:
@@ -190,6 +193,13 @@ class Job(ABC, Generic[Result]):
                 why = f"is silent (deadlines.silence {silence:g} s)"
                 self.supervisor.give_up(told.spec.name, told.incarnation, why)
             await asyncio.sleep(timeouts.AGENT_RETRY)
+
+    def _tell_losses(self, progress: Progress) -> None:
+        """Those of other nodes: of this one's the supervisor tells."""
+        lost = {f"{one.name}: {one.reason}" for one in progress.lost if one.name not in self.supervisor.incarnations}
+        for line in sorted(lost - self._lost):
+            self.view.say(f"lost on another node: {line}")
+        self._lost = lost
 
     def began(self, phase: str) -> None:
         """A phase of the run has begun."""

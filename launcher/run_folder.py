@@ -143,7 +143,8 @@ def _inputs(config: Config) -> dict[str, str]:
 def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: None) -> str:
     """The checkpoint to resume from, or "" for a new run. Unless the run in the folder goes on, what it left is removed.
 
-    `say` is told of the checkpoint that the run goes on from, and of each that is left out as it is not whole.
+    `say` is told of the checkpoint that the run goes on from, of each that is left out as it is not whole, and of the newest of
+    those that are removed.
 
     Raises UserError when it is no checkpoint, or lacks what this run needs of it; and, removing nothing, when a run would
     remove what it is to read, or a run or trained model that nobody said is to be replaced.
@@ -162,6 +163,8 @@ def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: N
             "run.resume=auto to go on with that run, or run.overwrite=true to replace it"
         )
     _require_unneeded(folder, config)
+    if removed := sorted(path.name for path in (folder / run_files.CHECKPOINTS).glob("step-*")):
+        say(f"run.overwrite: replaces the run in {folder}, whose newest checkpoint was {removed[-1]}")
     for name in run_files.OF_ONE_RUN:
         path = folder / name
         if path.is_dir():

@@ -93,6 +93,7 @@ def _show(command: Sequence[str]) -> None:
 
 
 def main() -> None:
+    os_process.stacks_on_signal()  # and those that live by it do not end by it
     gc.disable()  # nearly all of it stays; what is forked turns it on again once it has loaded
     for module in (*_MODELS, *(_TRAINED if {"trainer", "critic"} & set(sys.argv) else ())):
         importlib.import_module(module)

@@ -58,7 +58,10 @@ def check(address: str, service: str = "", timeout: float = timeouts.HEALTH_CHEC
             )
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                return False, f"no answer within {timeout:g} s"
+                plain = (
+                    "" if own is not None and own.tls else "; one that has TLS answers with --run DIR or SLUICE_SECRET alone"
+                )
+                return False, f"no answer within {timeout:g} s{plain}"
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 return False, f"has no service {service!r}"
             return False, f"{error.code().name}: {error.details()}"

@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from runtime import run_files, timeouts
@@ -17,7 +17,7 @@ from runtime.cluster.placement import Placement, Seat, place
 from runtime.cluster.restarts import Allowance
 from runtime.cluster.topology import Instance, group_of, has_several_nodes, is_group, named_paths, shares_devices, with_rollouts
 from runtime.config import Config, Rollout, loading
-from runtime.coordinator.register import Register
+from runtime.coordinator.register import Register, UnitState
 from runtime.coordinator.takeover import Members, known_units
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.ledger import checkpoint, parts
@@ -246,10 +246,10 @@ class Nodes:
             self._register.place(role, ranks)
 
     def _leave(self, name: str) -> None:
-        """Its agent is silent. Whether its processes live is told by the sessions to them."""
+        """Its agent has ended, or is silent. Whether its processes live is told by the sessions to them."""
         self.roster.leave(name)
         self._streams.pop(name, None)
-        log.warning("node %s left", name)
+        log.warning("node %s is lost: its agent has ended, or does not answer", name)
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -285,9 +285,18 @@ class Nodes:
         assert self._placement is not None
         nodes, incarnations = self.roster.nodes, {unit.name: unit.incarnation for unit in self._register.units()}
         for name, started in launches(self.config, self._placement, nodes, incarnations, self._secret).items():
+            if self._would_end_a_group(name, {launch.role for launch in started}):
+                continue  # whose other nodes have yet to come to this coordinator: all are told then
             self._assignments[name] = Assignment(run=self.run, config=self._yaml, launches=started)
             if name in self._streams:  # it is not, once all are closed
                 self._streams[name].set()
+
+    def _would_end_a_group(self, name: str, roles: Collection[str]) -> bool:
+        """Whether node `name` runs ranks of a group that lives, and is not among `roles`."""
+        assert self._placement is not None
+        lost = {unit.role for unit in self._register.units("", UnitState.LOST)}
+        ends = [seat.instance for seat in self._placement.on(name) if seat.instance.role not in {*roles, *lost}]
+        return any(is_group(self.config, instance.role) and self._runs(name, instance) for instance in ends)
 
 
 def _beyond(instance: Instance, replicas: int) -> bool:

@@ -110,7 +110,8 @@ def address_of(run: str, command: str) -> str:
     try:
         return (folder / run_files.ADDRESS).read_text().strip()
     except FileNotFoundError:
-        raise UserError(f"{command}: no run is under way in {folder}") from None
+        why = "it has ended, or its coordinator is not there yet, as before and during a warm-up"
+        raise UserError(f"{command}: no run is under way in {folder}: {why}") from None
 
 
 @contextmanager
@@ -159,7 +160,9 @@ def _columns(title: str, names: Sequence[str]) -> LiteralTable:
 def _rates(rates: Mapping[str, float]) -> str:
     busy = rates.get("busy_seconds")
     told = [f"busy {busy:.0%}"] if busy is not None else []
-    return ", ".join(told + [f"{name} {value:,.0f}/s" for name, value in rates.items() if not name.endswith("_seconds")])
+    return ", ".join(
+        told + [f"{name} {value:,.0f}/s" for name, value in sorted(rates.items()) if value and not name.endswith("_seconds")]
+    )
 
 
 async def asked(process: Registration, own: Keys | None) -> Status:

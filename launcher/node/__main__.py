@@ -126,11 +126,15 @@ class FollowerNode:
 
     async def _last_phase(self) -> str:
         """Heed the run's progress until its end, in spite of a connection that breaks: `follow` says for how long."""
+        phase = ""
         while True:
             with suppress(ServiceFault, Forbidden):  # it has not come yet, or this node has not seen its secret
                 async for progress in session.watch(self._agent.coordinator, self._deadlines.silence, self._agent.keys):
                     if self._coordinator.child is not None:
                         self._view.progress(progress)
+                    elif progress.phase != phase:
+                        phase = progress.phase
+                        self._view.say(f"the run, led at {self._agent.coordinator}: {phase}")
                     if progress.phase in ("finished", "failed"):
                         return progress.phase
                     self._agent.apply_progress(progress)

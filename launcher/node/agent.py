@@ -16,7 +16,7 @@ from launcher.node.machine import Machine
 from launcher.node.supervisor import Child, Supervisor
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration, code
-from runtime.cluster.topology import named_paths, shares_devices
+from runtime.cluster.topology import named_paths, shares_devices, warm_up_seconds
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
 from runtime.ledger import parts
@@ -60,12 +60,12 @@ class Agent:
 
     async def follow(self) -> None:
         """Until cancelled. Raises UserError when the coordinator refuses the node, ServiceFault when it is not to be reached
-        for `deadlines.start` seconds at first, and `deadlines.coordinator` once something runs here."""
+        for `deadlines.start` seconds at first, and those of a warm-up, and `deadlines.coordinator` once something runs here."""
         loop = asyncio.get_running_loop()
-        reached = loop.time()
+        reached, said = loop.time(), False
         while True:
             deadlines = self.config.deadlines
-            timeout = deadlines.coordinator if self._assignment.launches else deadlines.start
+            timeout = deadlines.coordinator if self._assignment.launches else deadlines.start + warm_up_seconds(self._own)
             try:
                 await asyncio.to_thread(self.look_for_keys)
                 async with session.Channel(self.coordinator, self.keys, silence=deadlines.silence) as channel:
@@ -83,6 +83,9 @@ class Agent:
                 if loop.time() + timeouts.AGENT_RETRY >= reached + timeout:
                     message = f"not to be reached at {self.coordinator} from node {self._node.name}: {error}"
                     raise ServiceFault("coordinator", "join", message, timeout) from error
+                if not (said or self._assignment.config):
+                    said = True
+                    self._supervisor.say(f"waits for the coordinator at {self.coordinator}, {timeout:g} s at most")
             await asyncio.sleep(timeouts.AGENT_RETRY)
             if self.config.services.coordinator.standby:
                 with suppress(OSError):  # it is away too, for as long as there is none

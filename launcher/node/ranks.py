@@ -74,7 +74,14 @@ def main() -> None:
     options = arguments()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # the ranks get it too, and say what comes of it
-    left = start(options)
+    left: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
+
+    def hand_on(number: int, _: object) -> None:
+        for _rank, process in left.values():
+            process.send_signal(number)
+
+    signal.signal(signal.SIGUSR1, hand_on)
+    left |= start(options)
     while left:
         pid, status = os.wait()
         rank, _ = left.pop(pid)

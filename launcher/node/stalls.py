@@ -33,6 +33,7 @@ from runtime.process.progress import Beat, described
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LARGEST = 4096  # bytes of a beat
+_STARTED = -1  # in a rank's place, until one has told: the process that was started
 
 
 class Heard(Struct):
@@ -109,7 +110,7 @@ class Beats:
 
     def began(self, name: str, pid: int) -> None:
         """The process called `name` was started. Before its first beat it can only have been stopped."""
-        self._heard[name] = {0: Heard(Beat(name, 0, math.inf), pid, time.monotonic())}
+        self._heard[name] = {_STARTED: Heard(Beat(name, _STARTED, math.inf), pid, time.monotonic())}
 
     def of(self, name: str) -> Mapping[int, Heard]:
         return self._heard.get(name, {})
@@ -125,7 +126,9 @@ class Beats:
             with suppress(InvalidMessage):
                 if uid == os.geteuid():
                     beat = codec.decode(Beat, data)
-                    self._heard.setdefault(beat.name, {})[beat.rank] = Heard(beat, pid, time.monotonic())
+                    ranks = self._heard.setdefault(beat.name, {})
+                    ranks.pop(_STARTED, None)  # which may be what has started the ranks, and tells of nothing
+                    ranks[beat.rank] = Heard(beat, pid, time.monotonic())
 
     def forgive(self, seconds: float) -> None:
         """This process itself has stood still for so long: what it has not taken meanwhile is nobody's silence."""

@@ -338,12 +338,15 @@ class Supervisor:
     async def wait_all(self, timeout: float) -> None:
         """Wait for every child to end. Raises DeadlineExceeded naming one that did not.
 
-        One that was started when the run was under way is killed then: those whom it should have heard from may never have
-        known it.
+        One that was started when the run was under way is killed, AGENT_END_GRACE after the others: those whom it should have
+        heard from may never have known it.
         """
-        waits = [asyncio.create_task(child.process.wait()) for child in self.children]
-        if waits:
-            await asyncio.wait(waits, timeout=timeout)
+        ends = {child: asyncio.create_task(child.process.wait()) for child in self.children}
+        until = time.monotonic() + timeout
+        if those := [end for child, end in ends.items() if not child.late]:
+            await asyncio.wait(those, timeout=timeout)
+        if late := [end for child, end in ends.items() if child.late]:
+            await asyncio.wait(late, timeout=min(timeouts.AGENT_END_GRACE, max(0.0, until - time.monotonic())))
         for child in [child for child in self.children if child.running and child.late]:
             child.process.kill()
             await child.process.wait()

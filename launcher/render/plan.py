@@ -11,7 +11,7 @@ import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.cluster.topology import processes
+from runtime.cluster.topology import processes, warm_up_seconds
 from runtime.config import Config
 from runtime.config.secret_values import references
 from runtime.config.service_checks import cluster_faults, scraping_faults
@@ -58,8 +58,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def start_seconds(self) -> float:
         """Until the coordinator serves: a warm-up comes before it."""
-        warmup = self.config.warmup
-        return self.config.deadlines.start + (warmup.max_seconds if warmup is not None else 0.0)
+        return self.config.deadlines.start + warm_up_seconds(self.config)
 
     @property
     def restartable(self) -> bool:

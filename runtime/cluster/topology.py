@@ -197,6 +197,13 @@ def model_key(config: Config, role: str) -> str:
     return key if named_paths(config).get(key, config.model.path) != config.model.path else "model.path"
 
 
+def warm_up_seconds(config: Config) -> float:
+    """The most that is spent on a model and data of our own, before the coordinator serves."""
+    if config.warmup is None or (config.model.path and config.data.train):
+        return 0.0
+    return config.warmup.max_seconds
+
+
 def has_several_nodes(cluster: Cluster) -> bool:
     """Whether the run cannot be on one machine."""
     return cluster.min_nodes > 1 or (cluster.nodes != "auto" and len(cluster.nodes) > 1)

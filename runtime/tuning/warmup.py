@@ -198,7 +198,7 @@ def _fit(
             return {"accuracy": accuracy, "steps": step, "seconds": round(seconds, 2)}
     raise UserError(
         f"warmup.max_seconds: {settings.max_seconds:g} s were not enough: held-out accuracy {accuracy:.2f} after {step} steps, "
-        f"wanted {settings.accuracy:g} to {settings.max_accuracy:g}"
+        f"wanted {settings.accuracy:g} to {settings.max_accuracy:g}, and most other replies wrong by carelessness alone"
     )
 
 

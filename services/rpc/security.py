@@ -150,7 +150,7 @@ _IN_WORDS = {
     "handshake": "the certificates do not fit: another run's, a former secret's, another network.tls.ca's, or not valid now",
     "Peer name": "it is another process of the run, or its certificate is not for this address",
     "Connection refused": "nobody listens there",
-    "Socket closed": "it closed the connection, as one that wants TLS does",
+    "Socket closed": "it closed the connection, as one that wants TLS does (the run's folder, or SLUICE_SECRET, is a key)",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
+import socket
 import stat
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -18,13 +19,14 @@ from msgspec.structs import replace
 from launcher.node.agent import Agent
 from launcher.node.machine import Machine
 from launcher.node.supervisor import Supervisor
-from runtime import run_files
+from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, NodePaths, NodeRegistration
 from runtime.config import Config, Network, loading
 from runtime.errors import ConfigError, ServiceFault, UserError
 from runtime.process import keys
 from runtime.process.keys import Keys
 from services.rpc.server import Server
+from tests.loopback.line_views import Lines
 
 PATIENCE = 100.0
 START = 1.0  # seconds for which a coordinator that is not there is tried
@@ -125,6 +127,23 @@ def test_a_coordinator_that_does_not_come_back_is_named_at_the_deadline(tmp_path
             await following
 
     run(tmp_path, test)
+
+
+def test_a_node_says_whom_it_waits_for_as_long_as_a_warm_up_there_may_take_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timeouts, "CONTROL_CALL", 0.1)
+    said: list[str] = []
+    given = {"run": {"name": "a", "dir": str(tmp_path)}, "warmup": {"max_seconds": 1.5}, "deadlines": {"start": 0.5}}
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        supervisor = Supervisor(tmp_path, Lines(said))
+        node = NodeRegistration(name="b", address="127.0.0.7")
+        agent = Agent(node, msgspec.convert(given, Config), address, supervisor, Machine(), sys.executable)
+        with pytest.raises(ServiceFault, match=r"\(deadline 2 s\)$"):
+            asyncio.run(agent.follow())
+    assert said == [f"waits for the coordinator at {address}, 2 s at most"]
 
 
 def test_a_node_that_is_refused_says_why(tmp_path: Path) -> None:

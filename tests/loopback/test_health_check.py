@@ -12,6 +12,8 @@ import pytest
 from services.rpc.server import Server
 from tests.loopback.session_peers import echo, run
 
+TLS = "one that has TLS answers with --run DIR or SLUICE_SECRET alone"
+
 
 async def probe(*arguments: str, folder: Path | None = None) -> tuple[int | None, str]:
     """Exit code, and all that was said."""
@@ -53,7 +55,7 @@ def test_whoever_does_not_answer_does_not_serve(listens: bool) -> None:
         if listens:
             silent.listen()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert asyncio.run(probe(address, "--timeout", "0.3")) == (1, f"{address}: no answer within 0.3 s\n")
+        assert asyncio.run(probe(address, "--timeout", "0.3")) == (1, f"{address}: no answer within 0.3 s; {TLS}\n")
 
 
 @pytest.mark.parametrize(
@@ -78,4 +80,4 @@ def test_a_project_with_a_package_called_services_is_probed_all_the_same(tmp_pat
         silent.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         found = asyncio.run(probe(address, "--timeout", "0.3", folder=tmp_path))
-    assert found == (1, f"{address}: no answer within 0.3 s\n")
+    assert found == (1, f"{address}: no answer within 0.3 s; {TLS}\n")

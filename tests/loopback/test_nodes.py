@@ -13,8 +13,11 @@ import msgspec
 import pytest
 
 from runtime.cluster.nodes import Assignment, Death, NodePaths, NodeRegistration, Scale
+from runtime.cluster.placement import Seat
+from runtime.cluster.topology import Instance
 from runtime.config import Config
 from runtime.coordinator.register import Register, UnitState
+from runtime.coordinator.takeover import KnownUnit, Members
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.process import os_process
 from runtime.status import Registration
@@ -301,6 +304,28 @@ def test_a_group_over_two_nodes_is_started_again_on_both_as_often_as_it_may() ->
         assert not dies(desk, "trainer-0", incarnation=1)
 
     run(make(cluster=NAMED, services=services), test)
+
+
+def test_a_node_that_comes_to_the_next_coordinator_first_keeps_its_ranks_of_a_group_until_all_have_come() -> None:
+    async def test(desk: Desk) -> None:
+        ranks = ("trainer-0", "trainer-1")
+        seats = [Seat(Instance("trainer", name, rank), node) for rank, (name, node) in enumerate(zip(ranks, "ab", strict=True))]
+        told = [
+            Registration(role="trainer", name=name, address="127.0.0.1:1", pid=1, host="h", incarnation=1) for name in ranks
+        ]
+        unit = KnownUnit("trainer", list(ranks), 1, told)
+        desk.nodes.take_up(Members(run="r", began=1, rollouts=0, seats=seats, pending=[], units=[unit]))
+        a = Agent(desk, registration("a", own=True, running={"trainer-0": 1}))
+        await until(lambda: "a" in desk.nodes.roster.nodes)
+        b = Agent(desk, registration("b", running={"trainer-1": 1}))
+        said = await a.told()  # its first word: not one without its rank, which it would end
+        assert (said["trainer-0"], (await b.told())["trainer-1"]) == (1, 1)
+        await b.leave()
+        await until(lambda: "b" not in desk.nodes.roster.nodes)
+        assert dies(desk, "trainer-0", 1)
+        assert "trainer-0" not in await a.told()  # it is lost by now, and b is not there to start it again with
+
+    run(make(services={"trainer": {"processes": 2, "placement": "spread"}}, cluster=NAMED), test)
 
 
 def test_a_group_on_one_node_is_that_nodes_to_start_again() -> None:

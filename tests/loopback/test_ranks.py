@@ -119,6 +119,15 @@ def test_one_that_ends_takes_the_others_along_and_says_how(tmp_path: Path, does:
         assert not psutil.wait_procs(below, DEADLINE)[1]
 
 
+def test_who_starts_them_hands_on_the_wish_for_their_stacks_and_lives(tmp_path: Path) -> None:
+    waits = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))\nsys.stdout.write('here\\n')\n"
+    with ranks(tmp_path, f"{waits}sys.stdout.flush()\nsignal.pause()", here="1", at=("--at", "127.0.0.1:1")) as group:
+        assert group.stdout is not None
+        assert group.stdout.readline() == "here\n"
+        group.send_signal(signal.SIGUSR1)
+        assert group.wait(DEADLINE) == 7  # its rank's
+
+
 def test_they_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     with ranks(tmp_path, "import sys, time\nsys.stdout.write('here\\n')\nsys.stdout.flush()\ntime.sleep(600)") as group:
         assert group.stdout is not None

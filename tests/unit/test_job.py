@@ -39,7 +39,8 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
-        self.process = self
+        self.process = self.spec = self
+        self.name, self.incarnation = "coordinator", 0
 
     async def wait(self) -> int:
         await self.over.wait()
@@ -51,7 +52,7 @@ class Heeding(Agent):
 
     def __init__(self, config: Config, hear: Callable[[Progress], None]):
         self.keys = None
-        self._config = config
+        self.config = config
         self.apply_progress = hear  # type: ignore[method-assign]
 
     def look_for_keys(self) -> None:
@@ -103,7 +104,7 @@ def test_whatever_an_error_says_the_progress_after_it_is_heeded(
     out = io.StringIO()
     with View(Console(file=out, width=200, force_terminal=terminal), line_interval=0.0) as view:
         assert watched(tmp_path, view, monkeypatch, COURSE) == COURSE
-    assert GLOO in out.getvalue()
+    assert f"lost on another node: rollout-1: {GLOO[:20]}" in out.getvalue()
 
 
 def test_a_job_that_cannot_watch_its_run_any_more_ends_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,14 @@ def test_a_ledger_whose_checkpoints_are_gone_is_not_begun_over(tmp_path: Path) -
         run_folder.begin(tmp_path, chosen)
 
 
+def test_a_run_with_checkpoints_is_not_replaced_without_a_word(tmp_path: Path) -> None:
+    for step in (40, 50):
+        save(checkpoint.folder_for(tmp_path, step))
+    said: list[str] = []
+    assert run_folder.begin(tmp_path, config.Config(run=Run(name="a", dir=str(tmp_path), overwrite=True)), said.append) == ""
+    assert said == [f"run.overwrite: replaces the run in {tmp_path}, whose newest checkpoint was step-00000050"]
+
+
 def test_a_checkpoint_of_a_branch_that_the_run_has_left_is_moved_back_first(tmp_path: Path) -> None:
     for step in (40, 50):
         save(checkpoint.folder_for(tmp_path, step))
