@@ -43,7 +43,8 @@ def shown(played: Generation) -> str:
     """The conversation as the model saw and made it, branch by branch, and what came of it."""
     earned = "no reward" if played.reward is None else f"reward {played.reward:g}"
     of = [f"{name} {value:g}" for name, value in played.rules.items() if value is not None]
-    asked = [played.prompt + branch for branch in (*played.earlier, played.reply)] if played.logprob is not None or not played.outcome else [SILENT]
+    silent = bool(played.outcome) and played.logprob is None
+    asked = [SILENT] if silent else [played.prompt + branch for branch in (*played.earlier, played.reply)]
     of_what = f" ({', '.join(of)})" if of else ""
     return "\n\n".join([*asked, f"{played.problem}: {earned}{of_what}, {played.outcome or played.finish}"])
 

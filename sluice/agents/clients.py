@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-
 PACKAGES = ("httpx", "httpx2")  # the first that is there: every client takes one of httpx
 
 
