@@ -22,7 +22,7 @@ from runtime.evaluation.generations import Generation
 
 FOLDER = "play"
 """Where what is played lives in the folder of the run whose configuration it takes."""
-SILENT = "(the model was not asked)"
+SILENT = "(the model gave no reply)"
 
 
 async def play(config: Config, task: int, view: View) -> Generation:

@@ -77,7 +77,7 @@ def test_the_conversation_is_shown_with_what_it_earned() -> None:
     )
     assert play.shown(branches) == "<|user|>1?1\n\n<|user|>2?2\n\na:1: reward 0.5 (gsm8k 1), max_turns"
     silent = structs.replace(played, prompt="\0", reply="", rules={}, reward=None, outcome="left out: it broke")
-    assert play.shown(silent) == "(the model was not asked)\n\na:1: no reward, left out: it broke"
+    assert play.shown(silent) == "(the model gave no reply)\n\na:1: no reward, left out: it broke"
 
 
 @pytest.mark.parametrize(
