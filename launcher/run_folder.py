@@ -35,8 +35,7 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
             f"run.dir: {folder} is no run's folder, and a run would replace '{alien}' in it; choose another run.dir"
         )
     # A run's own config.yaml says "" where it began anew.
-    held = any((folder / name).exists() for name in (run_files.LEDGER, run_files.CHECKPOINTS))
-    if run.resume in ("never", "") and not run.overwrite and held:
+    if run.resume in ("never", "") and not run.overwrite and _holds_a_run(folder):
         raise UserError(
             f"run.dir: {folder} holds a run already; choose another run.name or run.dir, or set run.resume=auto to go on "
             "with it, or run.overwrite=true to replace it"
@@ -58,6 +57,19 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
     except OSError as error:
         raise UserError(f"run.dir: cannot write to {folder}: {(error.strerror or str(error)).lower()}") from error
     return logs, lock
+
+
+def _holds_a_run(folder: Path) -> bool:
+    """False also for one that ended before it had asked for a sample, as where an agent's file could not be imported."""
+    if not (folder / run_files.LEDGER).exists():
+        return (folder / run_files.CHECKPOINTS).exists()
+    if any((folder / name).exists() for name in (run_files.CHECKPOINTS, run_files.MODEL, run_files.EVALUATIONS)):
+        return True
+    try:
+        with LedgerReader(folder / run_files.LEDGER) as reader:
+            return any(reader.counts().values())
+    except (UserError, sqlite3.Error):
+        return True
 
 
 def _take(lock: IO[bytes]) -> None:

@@ -22,6 +22,7 @@ from runtime.evaluation.generations import Generation
 
 FOLDER = "play"
 """Where what is played lives in the folder of the run whose configuration it takes."""
+SILENT = "(the model gave no reply)"
 
 
 async def play(config: Config, task: int, view: View) -> Generation:
@@ -39,10 +40,13 @@ async def play(config: Config, task: int, view: View) -> Generation:
 
 
 def shown(played: Generation) -> str:
-    """The conversation as the model saw and made it, and what came of it."""
+    """The conversation as the model saw and made it, branch by branch, and what came of it."""
     earned = "no reward" if played.reward is None else f"reward {played.reward:g}"
     of = [f"{name} {value:g}" for name, value in played.rules.items() if value is not None]
-    return f"{played.prompt}{played.reply}\n\n{played.problem}: {earned} ({', '.join(of)}), {played.outcome or played.finish}"
+    silent = bool(played.outcome) and played.logprob is None
+    asked = [SILENT] if silent else [played.prompt + branch for branch in (*played.earlier, played.reply)]
+    of_what = f" ({', '.join(of)})" if of else ""
+    return "\n\n".join([*asked, f"{played.problem}: {earned}{of_what}, {played.outcome or played.finish}"])
 
 
 class _OneTask(Evaluating):

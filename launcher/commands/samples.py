@@ -51,14 +51,18 @@ class SampleRow(Struct, kw_only=True):
     step: int | None
     state: str
     why: str | None  # it was dropped
+    task: int | None = None  # its prompt's place in the training data, from 0
+    source: str = ""  # where that prompt is from
     prompt: str
     reply: str
+    earlier: list[str] = []  # of an evaluation: the episode's branches before this one, the last
     parts: list[Part] = []
     label: str
     reward: float | None
     valid: bool | None
     rules: dict[str, float | None]  # None: the rule failed
     finish: str
+    outcome: str = ""  # of an episode: its stop reason, or why it is left out
     tokens: int
     versions: tuple[str, str]
     logprob: float | None  # mean over the tokens that are trained; None: there are none
@@ -133,16 +137,19 @@ def _evaluated_row(step: int, each: Generation) -> SampleRow:
     return SampleRow(
         group=each.problem,
         sample=each.sample,
+        branch=len(each.earlier),
         step=step,
         state="evaluated",
         why=None,
         prompt=each.prompt,
         reply=each.reply,
+        earlier=each.earlier,
         label=each.label,
         reward=each.reward,
         valid=each.reward is not None,
         rules=each.rules,
         finish=each.finish,
+        outcome=each.outcome,
         tokens=each.tokens,
         versions=each.versions,
         logprob=each.logprob,
@@ -180,6 +187,8 @@ def samples_of(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> I
             step=group.step,
             state=str(group.phase.value),
             why=group.why,
+            task=group.problem,
+            source=group.source,
             prompt=prompt,
             reply=tokenizer.decode(sample.tokens, skip_special=False),
             parts=_parts(sample, turns, tokenizer),
@@ -188,6 +197,7 @@ def samples_of(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> I
             valid=None if scores is None else bool(scores.valid[index]),
             rules={} if scores is None else generations.values_at(scores, index),
             finish=sample.finish_reason,
+            outcome=group.outcomes.reasons[index] if group.outcomes else "",
             tokens=len(sample.tokens),
             versions=generations.versions_of(sample),
             logprob=generations.mean_logprob(sample),
@@ -213,18 +223,25 @@ def _table(group: list[SampleRow]) -> LiteralTable:
     first = group[0]
     step = "" if first.step is None else f", step {first.step}"
     state = first.state if first.why is None else f"{first.state}: {first.why}"
-    label = f"; label {first.label}" if first.label else ""
-    title = f"group {first.group}{step}, {state}{label}\n{first.prompt}"
-    caption = f"{GIVEN[0]} {GIVEN[1]}: not trained in this branch" if any(row.parts for row in group) else ""
+    task = "" if first.task is None else f"; task {first.task} of {first.source}"
+    of = f"; label {first.label}" if first.label else task
+    title = f"group {first.group}{step}, {state}{of}\n{first.prompt}"
+    notes = [f"{GIVEN[0]} {GIVEN[1]}: not trained in this branch"] if any(row.parts for row in group) else []
+    ended = {row.sample: row.outcome for row in group if row.outcome not in ("", "completed")}
+    notes += [f"episode {number}: {outcome}" for number, outcome in ended.items()]
+    caption = "\n".join(notes)
     table = LiteralTable(title=title, title_justify="left", title_style="", caption=caption, caption_justify="left")
-    branches = any(row.branch for row in group)
+    branches = bool(ended) or any(row.branch for row in group)
     if branches:
         table.add_column("episode")
     rules = sorted({name for row in group for name in row.rules})
     table.add_column("reply", overflow="fold", min_width=16)
-    for column in ("reward", *rules, "versions", "finish"):
+    columns = ("reward", *rules, "versions", "finish")
+    for column in columns:
         table.add_column(column, overflow="fold")
     for row in group:
+        for branch, reply in enumerate(row.earlier):
+            table.add_row(f"{row.sample}.{branch}", reply, *("" for _ in columns))
         oldest, newest = row.versions
         cells = (
             *([f"{row.sample}.{row.branch}"] if branches else []),

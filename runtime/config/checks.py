@@ -274,7 +274,8 @@ def _processes(config: Config) -> Iterator[str]:
 
 def _how_to_install(python: str) -> str:
     """What makes the interpreter that is missing, where Sluice's own Makefile does."""
-    return "; run make install-vllm" if ".venv-vllm" in Path(python).parts else ""
+    made = [name for name in ("vllm", "agents") if f".venv-{name}" in Path(python).parts]
+    return f"; run make install-{made[0]}" if made else ""
 
 
 def _lora(config: Config) -> Iterator[str]:

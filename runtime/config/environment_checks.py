@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,9 +41,6 @@ def _environment(key: str, name: str, settings: Environment) -> Iterator[str]:
         yield f"{key}.run: '{settings.run}' is not of the form FILE.py:NAME"
     elif settings.run and not Path(file).is_file():
         yield f"{key}.run: '{file}' is not a file"
-    if settings.python and shutil.which(settings.python) is None:
-        how = "; run make install-agents" if ".venv-agents" in Path(settings.python).parts else ""
-        yield f"{key}.python: '{settings.python}' is not an executable{how}"
 
 
 def _named(config: Config) -> Iterator[str]:

@@ -205,6 +205,7 @@ def _warmup_config(warmup: Warmup | None) -> ModelConfig | None:
         "num_attention_heads": warmup.heads,
         "num_key_value_heads": warmup.kv_heads,
         "hidden_size": warmup.hidden_size,
+        "max_position_embeddings": tiny_model.CONTEXT_TOKENS,
     }
 
 

@@ -46,6 +46,7 @@ class Generation(Struct, kw_only=True):
     versions: tuple[str, str]  # of its oldest and newest token
     logprob: float | None  # mean over the model's tokens; None: there are none
     outcome: str = ""  # of an episode: its stop reason, or why it is left out
+    earlier: list[str] = []  # of an episode: its branches before the last, as replies
 
 
 def replies_to(
@@ -62,9 +63,11 @@ def replies_to(
     prompt = text.decode(parts[0][0].prompt, skip_special=False)
     found: list[Generation] = []
     for payload, scores in parts:
-        rows = payload.last_rows
+        rows = payload.samples
         replies = text.decode_batch([row.tokens for row in rows], skip_special=False)
-        for index, (sample, reply) in enumerate(zip(rows, replies, strict=True)):
+        lasts = np.cumsum(payload.rows, dtype=np.int64) - 1
+        for index, (last, count) in enumerate(zip(lasts.tolist(), payload.rows, strict=True)):
+            sample = rows[last]
             valid = bool(scores.valid[index])
             found.append(
                 Generation(
@@ -72,7 +75,7 @@ def replies_to(
                     problem=problem.id,
                     sample=len(found),
                     prompt=prompt,
-                    reply=reply,
+                    reply=replies[last],
                     label=problem.label,
                     answer=scores.answers[index] if scores.answers else None,
                     correct=bool(scores.rules[rule][index] >= judge.correct) if valid else None,
@@ -83,6 +86,7 @@ def replies_to(
                     versions=versions_of(sample),
                     logprob=mean_logprob(sample),
                     outcome=outcomes[len(found)] if outcomes else "",
+                    earlier=replies[last + 1 - count : last],
                 )
             )
     return found

@@ -163,7 +163,8 @@ class Episodes:
             return found
         if not id and self._serves and self._is_own(key):
             return GatewayEpisode(self._renderer)
-        raise Refused(401, "the key is that of no episode which is open" if key else "needs the key of an episode")
+        whose = "the gateway's, or that of an episode" if self._serves else "that of an episode"
+        raise Refused(401, f"the key is not {whose} which is open" if key else f"needs a key: {whose}")
 
     def _is_own(self, key: str) -> bool:
         return not self.key or hmac.compare_digest(self.key.encode(), key.encode())

@@ -205,7 +205,8 @@ def _refused(error: Exception, request: web.Request) -> Refused:
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return Refused(413, f"the body has more than {request.client_max_size} bytes, which gateway.max_body allows")
     if isinstance(error, web.HTTPException):
-        return Refused(error.status, f"{what}: {error.reason}")
+        hint = "" if error.status != 404 or "/v1" in what else "; paths of the API begin with /v1"
+        return Refused(error.status, f"{what}: {error.reason}{hint}")
     return Refused(500, "the gateway failed; its log says how")
 
 

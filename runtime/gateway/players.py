@@ -179,7 +179,7 @@ class Players:
             end = await self._attempt(attempt, until)
             failed = end.failure == "infrastructure" and not episode.overflowed
             if failed and not attempt.known:
-                self._count(name, settings, end.reason)
+                self._count(name, settings, group.request.group_id, end.reason)
             if attempt.repeat or (failed and attempt.repeats_left > 0 and now() < until):
                 self._episodes.play_again(episode, _short(end.reason))
                 continue
@@ -310,11 +310,11 @@ class Players:
         self.counts["left_out"] += bool(episode.left_out)
         self._episodes.close_one(episode, stop_reason)
 
-    def _count(self, name: str, settings: Environment, reason: str) -> None:
+    def _count(self, name: str, settings: Environment, group: int, reason: str) -> None:
         """A failure of infrastructure. Raises ServiceFault where it is one too many."""
         self._in_a_row[name] += 1
         self.counts["failures"] += 1
-        log.warning("environment %s: an episode failed: %s", name, reason)
+        log.warning("environment %s: an episode of group %d failed: %s", name, group, reason)
         if self._in_a_row[name] >= settings.failures_in_a_row:
             what = f"{self._in_a_row[name]} failures in a row (failures_in_a_row), the last: {reason}"
             raise ServiceFault(f"services.environment.{name}", "play", what)

@@ -44,6 +44,8 @@ class CommandAgent:
             (folder / "task.json").write_text(json.dumps(data), encoding="utf-8")
             env = {**os.environ, **variables(data, episode), "SLUICE_TASK_FILE": f"{folder}/task.json", **self._env}
             code = await _ended(filled(self._command, data), env, folder / "output")
+            if code != 0:
+                episode.stop_reason = "tool_failed"
             found = reward_of(_tail(folder / "output"))
             if self._check:
                 env["SLUICE_OUTPUT_FILE"] = f"{folder}/output"

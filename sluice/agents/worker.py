@@ -49,8 +49,10 @@ def main() -> None:
     try:
         made = imported(file, name)
     except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever it raises is told
+        from sluice.agents.failures import told
+
         if not alone:
-            own.send(json.dumps({"failed": f"{type(error).__name__}: {error}"[: MESSAGE // 8]}).encode())
+            own.send(json.dumps({"failed": told(error)}).encode())
         sys.exit(2)
     if alone:
         work(made, own, int(per_process))
@@ -318,19 +320,21 @@ class _Play:
     async def outcome(self) -> dict[str, Any]:
         """As `ended` of proto/environment.proto, in JSON."""
         from sluice.agents.episode import DataError
+        from sluice.agents.failures import print_once, told
 
         try:
             found = await self._played()
         except DataError as error:
-            found = {"failure": "data", "reason": _told(error)}
+            found = {"failure": "data", "reason": told(error)}
         except _Ended as error:
             found = {"failure": "infrastructure", "reason": f"{error} was ended at its deadline"}
         except Exception as error:  # noqa: BLE001 - whatever the agent raises is told
-            found = {"failure": "infrastructure", "reason": _told(error)}
+            found = {"failure": "infrastructure", "reason": told(error)}
+            print_once(self.episode.id, error)
         try:
             await self._do("cleanup", self._clean_up())
         except Exception as error:  # noqa: BLE001
-            found.setdefault("reason", f"cleanup: {_told(error)}")
+            found.setdefault("reason", f"cleanup: {told(error)}")
         return {**found, "stop_reason": self.episode.stop_reason}
 
     async def _played(self) -> dict[str, Any]:
@@ -379,7 +383,8 @@ class _Play:
         from sluice.agents.episode import finite
 
         if value is None:
-            return {} if self.episode.rewarded or self.episode.stop_reason == "timeout" else {"left_out": True}
+            scored = self.episode.rewarded or self.episode.stop_reason == "timeout"
+            return {} if scored else {"left_out": True, "reason": "it returned None, and gave no reward"}
         if isinstance(value, Mapping):
             return {"rewards": {str(name): finite(number) for name, number in value.items()}}
         return {"reward": finite(value)}
@@ -387,10 +392,6 @@ class _Play:
 
 class _Ended(Exception):
     """A phase, at its deadline."""
-
-
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:2000]
 
 
 if __name__ == "__main__":

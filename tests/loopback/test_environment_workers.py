@@ -187,7 +187,7 @@ def test_failures_are_known_by_kind(kind: str, failure: str, reason: str) -> Non
 
 
 def test_what_leaves_nothing_is_left_out_and_completions_have_rewards_of_their_own() -> None:
-    assert of_kind("nothing") == EpisodeEnd(left_out=True)
+    assert of_kind("nothing") == EpisodeEnd(left_out=True, reason="it returned None, and gave no reward")
     assert of_kind("completions") == EpisodeEnd(rewards={"call-1": 1.0})
 
 
@@ -248,6 +248,23 @@ def test_no_more_are_played_at_once_than_concurrency() -> None:
     asyncio.run(work())
 
 
+def test_where_an_agent_failed_is_told_and_its_traceback_once(capfd: pytest.CaptureFixture[str]) -> None:
+    at = AGENTS.read_text().splitlines().index('        raise RuntimeError("broken")') + 1
+
+    async def work() -> None:
+        async with workers("kinds", concurrency=1) as made:
+            ends = [(await played(made, request(kind=kind)))[1] for kind in ("raise", "raise", "infrastructure")]
+            assert made.processes == 1
+        assert [end.reason for end in ends] == [
+            *[f"RuntimeError: broken (agents_of_all_kinds.py, line {at})"] * 2,
+            "InfrastructureError: the database is down",
+        ]
+
+    asyncio.run(work())
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == said.count(f'agents_of_all_kinds.py", line {at}, in kinds') == 1
+
+
 def test_who_leaves_takes_the_agents_work_along() -> None:
     async def work() -> None:
         async with workers("kinds") as made:
@@ -264,7 +281,7 @@ def test_who_leaves_takes_the_agents_work_along() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("raise ValueError('not today')", "ValueError: not today"),
+        ("raise ValueError('not today')", "ValueError: not today (agent.py, line 1)"),
         ("import a_package_that_is_not_there", "ModuleNotFoundError"),
         ("def other(): pass", "AttributeError"),
         ("run = 3", "TypeError: run is neither a function nor has it a method run"),

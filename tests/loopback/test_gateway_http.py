@@ -208,6 +208,8 @@ def test_an_error_has_the_shape_of_the_api_that_was_asked() -> None:
         for path, headers, anthropics in (("/v1/nothing", {}, False), ("/v1/nothing", {"anthropic-version": "1"}, True)):
             nothing = await served.post(path, {}, key, **headers)
             assert (nothing.status, "type" in nothing.json) == (404, anthropics)
+        elsewhere = (await served.post("/chat/completions", CHAT, key)).json
+        assert elsewhere["error"]["message"] == "POST /chat/completions: Not Found; paths of the API begin with /v1"
         async with served.session.get(served.url + "/v1/messages") as wrong:
             assert (wrong.status, (await wrong.json())["error"]["type"]) == (405, "invalid_request_error")
 

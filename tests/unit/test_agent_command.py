@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from typing import Any
@@ -67,9 +68,20 @@ def test_a_column_that_is_not_there_is_the_rows_fault(command: list[str]) -> Non
         filled(command, {"question": "x"})
 
 
-def test_what_a_program_is_told_of_the_gateway() -> None:
+def begun() -> Any:
     told: dict[str, Any] = {"id": "e1", "task": {}, "base_url": "http://gateway/episodes/e1", "api_key": "key", "seed": 3}
-    episode: Any = Episode({**told, "purpose": "train", "call_seconds": 1.0}, None)  # type: ignore[arg-type]
+    return Episode({**told, "purpose": "train", "call_seconds": 1.0}, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("line", "stop_reason"), [("true", ""), ("false", "tool_failed")])
+def test_a_program_that_failed_is_judged_and_told_apart(line: str, stop_reason: str) -> None:
+    episode = begun()
+    assert asyncio.run(CommandAgent(line, check="test -f $SLUICE_OUTPUT_FILE").run({}, episode=episode)) == 1.0
+    assert episode.stop_reason == stop_reason
+
+
+def test_what_a_program_is_told_of_the_gateway() -> None:
+    episode = begun()
     found = variables({"question": "x", "long": "y" * (LONGEST + 1)}, episode)
     assert found == {
         "OPENAI_BASE_URL": "http://gateway/episodes/e1/v1",

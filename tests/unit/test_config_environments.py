@@ -10,6 +10,7 @@ import pytest
 
 from runtime.cluster.topology import instances, path_of, players, settings_of
 from runtime.config import Config
+from runtime.config.checks import semantic_faults
 from runtime.config.environment_checks import environment_faults
 from runtime.config.loading import resolve
 from tests.unit.config_cases import Loading, faults_of
@@ -48,8 +49,6 @@ def test_one_environment_needs_to_be_named_by_nobody(agent: str) -> None:
         ({"run": "agent:run"}, f"{KEY}.run: 'agent:run' is not of the form FILE.py:NAME"),
         ({"run": "agent.py:"}, f"{KEY}.run: 'agent.py:' is not of the form FILE.py:NAME"),
         ({"run": "nowhere.py:run"}, f"{KEY}.run: 'nowhere.py' is not a file"),
-        ({"python": "no/python"}, f"{KEY}.python: 'no/python' is not an executable"),
-        ({"python": ".venv-agents/none"}, f"{KEY}.python: '.venv-agents/none' is not an executable; run make install-agents"),
         ({"server": {"address": "here"}}, f"{KEY}.server.address: 'here' is not HOST:PORT, with a port from 1 to 65535"),
         ({"server": {"address": "h:65536"}}, f"{KEY}.server.address: 'h:65536' is not HOST:PORT, with a port from 1 to 65535"),
         ({"replicas": 2, **OTHER}, f"{KEY}.replicas: is of processes that the run starts; must be left out with server"),
@@ -120,6 +119,13 @@ def test_what_earlier_versions_had_says_what_to_write_now(loading: Loading) -> N
     assert player.startswith("gateway.player: ") and "write services.environment" in player
     (platform,) = faults_of(loading, "run: {name: a}\nservices: {environment: ascend}")
     assert platform.startswith("services.environment: ") and "write services.platform: ascend" in platform
+
+
+@pytest.mark.parametrize(("python", "how"), [("no/python", ""), (".venv-agents/none", "; run make install-agents")])
+def test_an_interpreter_that_is_not_there_is_told_of_once(agent: str, python: str, how: str) -> None:
+    found = semantic_faults(config_of({"game": {"run": agent, "python": python}}), trains=True)
+    told = [fault for fault in found if fault.startswith(KEY)]
+    assert told == [f"{KEY}.python: '{python}' is not an executable{how}"]
 
 
 def test_processes_are_counted_over_all_environments_but_for_servers_of_ones_own(agent: str) -> None:

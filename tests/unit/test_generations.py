@@ -77,7 +77,7 @@ def test_a_reply_is_told_whole() -> None:
     assert (third.correct, third.reward, third.answer, third.sample) == (False, 0.5, None, 2)
 
 
-def test_of_an_episode_the_last_branch_is_told() -> None:
+def test_of_an_episode_the_last_branch_is_told_and_what_the_others_say() -> None:
     rows = [sample("ask"), sample("four"), structs.replace(sample("fi"), finish_reason="stop"), sample("")]
     payload = GroupPayload.of(-1, np.array([ord("?")], np.int32), rows, [2, 1, 1])
     values = np.array([1.0, 0.0, 0.5], np.float32)
@@ -89,6 +89,7 @@ def test_of_an_episode_the_last_branch_is_told() -> None:
         ("", False, 0, "length"),  # nobody called the model
     ]
     assert (found[2].logprob, found[2].versions) == (None, ("", ""))
+    assert [each.earlier for each in found] == [["ask"], [], []]
 
 
 def lines(problem: int) -> list[Generation]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 
 from launcher import cli
@@ -71,6 +72,12 @@ def test_the_conversation_is_shown_with_what_it_earned() -> None:
         logprob=None,
     )
     assert play.shown(played) == "<|user|>2?2\n\na:1: reward 0.5 (gsm8k 1), stop"
+    branches = structs.replace(
+        played, earlier=["<|user|>1?1"], prompt="", reply="<|user|>2?2", outcome="max_turns", logprob=-1.0
+    )
+    assert play.shown(branches) == "<|user|>1?1\n\n<|user|>2?2\n\na:1: reward 0.5 (gsm8k 1), max_turns"
+    silent = structs.replace(played, prompt="\0", reply="", rules={}, reward=None, outcome="left out: it broke")
+    assert play.shown(silent) == "(the model gave no reply)\n\na:1: no reward, left out: it broke"
 
 
 @pytest.mark.parametrize(

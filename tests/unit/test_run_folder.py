@@ -43,6 +43,18 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, resume: str) -> No
     lock.close()
 
 
+def test_a_run_that_ended_before_its_first_sample_is_replaced(tmp_path: Path) -> None:
+    async def write() -> None:
+        await (await LedgerWriter.open(tmp_path / run_files.LEDGER, 1 << 20)).close()
+
+    asyncio.run(write())
+    _, lock = run_folder.prepare(tmp_path, Run(name="a"))
+    lock.close()
+    (tmp_path / run_files.EVALUATIONS).mkdir()
+    with pytest.raises(UserError, match="holds a run already"):
+        run_folder.prepare(tmp_path, Run(name="a"))
+
+
 def test_whoever_only_looks_whether_a_run_is_under_way_keeps_none_from_starting(tmp_path: Path) -> None:
     (tmp_path / run_files.LOCK).touch()
     looking = (tmp_path / run_files.LOCK).open("rb")

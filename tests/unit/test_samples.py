@@ -27,7 +27,7 @@ from runtime.evaluation.generations import Transcript
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.states import Mark
 from runtime.models.tiny_model import write_tokenizer
-from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores, TurnReward
+from runtime.types import GeneratedGroup, GroupPayload, Outcomes, PolicyVersion, Sample, Scores, TurnReward
 from tests.unit.test_buffer import ticket
 
 
@@ -125,7 +125,10 @@ def played(tmp_path: Path) -> Path:
             )
         )
     payload = GroupPayload.of(0, np.frombuffer(b"2+2=", np.uint8).astype(np.int32), rows, [1, 2], [TurnReward(0, 4, 0.25)])
-    header = structs.replace(generated(0, "a", "b", "c"), rewards=[1.0, float("nan")], payload=codec.encode(payload))
+    outcomes = Outcomes(environment="game", reasons=["completed", "left out: it broke"], turns=[2, 2])
+    header = structs.replace(
+        generated(0, "a", "b", "c"), rewards=[1.0, float("nan")], outcomes=outcomes, payload=codec.encode(payload)
+    )
 
     async def write() -> None:
         ledger = await LedgerWriter.open(tmp_path / "ledger", 1 << 20)
@@ -161,6 +164,7 @@ def test_branches_are_told_with_what_is_trained_in_each(played: Path, capsys: py
         [(text, bool(trained)) for text, trained in parts] for _, parts in PLAYED
     ]
     assert [part["reward"] for part in rows[0]["parts"]] == [0.25, None, None]
+    assert [row["outcome"] for row in rows] == ["completed", "left out: it broke", "left out: it broke"]
 
 
 def test_a_conversation_is_shown_with_its_sides_told_apart(
@@ -173,6 +177,7 @@ def test_a_conversation_is_shown_with_its_sides_told_apart(
     assert "⟦look⟧up⟧6" in out
     assert [line.split()[1] for line in out.splitlines() if line.startswith("│")] == ["0.0", "1.0", "1.1"]
     assert "⟦ ⟧: not trained in this branch" in out
+    assert "episode 1: left out: it broke" in out and "episode 0" not in out
 
 
 @pytest.fixture
@@ -231,6 +236,25 @@ def test_replies_of_evaluations_are_chosen_by_step_reward_and_number(
     assert len(shown(evaluated, capsys, limit=3)) == 6
     with pytest.raises(UserError, match="no evaluation"):
         shown(evaluated / "none", capsys)
+
+
+def test_all_branches_of_an_evaluated_episode_are_shown(
+    evaluated: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    (file,) = evaluation.folder_for(evaluated, 20).glob("*.jsonl")
+    first, *_ = generations.read(file)
+    transcript = Transcript(file)
+    transcript.add(0, [structs.replace(first, earlier=["before"], outcome="max_turns")])
+    transcript.close()
+    (row,) = shown(evaluated, capsys, step="20")
+    assert (row["sample"], row["branch"], row["earlier"], row["outcome"]) == (0, 1, ["before"], "max_turns")
+    table = options(evaluated, jsonl=False)
+    table.__dict__.update(eval=True, step="20")
+    samples.run(table)
+    out = capsys.readouterr().out
+    assert [line.split()[1:4:2] for line in out.splitlines() if line.startswith("│")] == [["0.0", "before"], ["0.1", "5"]]
+    assert "episode 0: max_turns" in out
 
 
 @pytest.mark.parametrize(
