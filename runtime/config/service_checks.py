@@ -20,6 +20,7 @@ from runtime.cluster.topology import (
     place_in_fleet,
     processes,
     replicas,
+    sections,
     takes_turns,
 )
 from runtime.config import (
@@ -30,7 +31,6 @@ from runtime.config import (
     Publication,
     ReferenceScorer,
     Rollout,
-    Scorer,
     Services,
     Trainer,
 )
@@ -254,7 +254,7 @@ def _host_fault(config: Config, path: str, settings: Computing, running: set[str
 
 
 def _of_role(config: Config, role: str) -> list[Computing]:
-    return list(fleets(config).values()) if role == "rollout" else [getattr(config.services, role)]
+    return list(sections(config, role).values())
 
 
 def _needed(settings: Computing) -> int:
@@ -263,8 +263,8 @@ def _needed(settings: Computing) -> int:
         return settings.replicas * settings.tensor_parallel
     if isinstance(settings, Trainer) or (isinstance(settings, ReferenceScorer) and settings.engine == "megatron"):
         return settings.processes
-    assert isinstance(settings, Scorer)
-    return settings.replicas
+    count: int = settings.replicas  # type: ignore[attr-defined]  # whoever is no group has them
+    return count
 
 
 def _partial(config: Config) -> Iterator[str]:

@@ -83,7 +83,7 @@ def test_who_has_no_secret_has_no_keys_where_they_are_needed() -> None:
 
 
 def test_a_process_takes_its_keys_out_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    agent = keys.holder(LOOPBACK, keys.agent("a"), SECRET)
+    agent = keys.holder(LOOPBACK, keys.node_agent("a"), SECRET)
     assert agent is not None
     for name, value in keys.to_give(agent, ("trainer-0", "trainer-1"), 3).items():
         monkeypatch.setenv(name, value)
@@ -101,8 +101,16 @@ def test_nothing_of_a_key_is_shown() -> None:
 
 @pytest.mark.parametrize("name", ["a", "a/b", "ü ñ", "coordinator", "x:y"])
 def test_whatever_a_node_is_called_its_agent_is_an_agent(name: str) -> None:
-    party = keys.agent(name)
-    assert keys.kind_of(party) == keys.AGENT and party.isascii() and party.isprintable()
+    party = keys.node_agent(name)
+    assert keys.kinds_of(party) == (keys.NODE_AGENT,) and party.isascii() and party.isprintable()
+
+
+def test_a_process_is_of_its_role_and_of_no_other_kind() -> None:
+    party = keys.process("reward_model-0", 3)
+    assert keys.kinds_of(party) == (keys.PROCESS, "reward_model")
+    assert keys.is_one_of(party, ("reward_model",)) and keys.is_one_of(party, (keys.PROCESS,))
+    assert not keys.is_one_of(party, (keys.COORDINATOR, keys.NODE_AGENT, keys.GATEWAY, "reward"))
+    assert not keys.is_one_of(party, ())
     token = Keys(name=party, secret=SECRET).token(keys.COORDINATOR)
     assert Keys(name=keys.COORDINATOR, secret=SECRET).caller(token) == party
 
