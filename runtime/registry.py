@@ -44,9 +44,8 @@ class Registry(Generic[T]):
         try:
             return self._entries[name]
         except KeyError:
-            near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"{key or self.label}: unknown name {name!r}; {hint}allowed: {', '.join(self)}") from None
+            allowed = ", ".join(self)
+            raise UserError(f"{key or self.label}: unknown name {name!r}; {self._hint(name)}allowed: {allowed}") from None
 
     def find(self, name: str, key: str = "") -> T:
         """The entry called `name`, or the one that `FILE.py:NAME` registers.
@@ -65,7 +64,14 @@ class Registry(Generic[T]):
             raise
         except Exception as error:
             raise UserError(f"{key or self.label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+        if entry not in self:
+            told = f"{self._hint(entry)}no decorator in {path} registers it"
+            raise UserError(f"{key or self.label}: unknown name {entry!r}; {told}")
         return self.get(entry, key)
+
+    def _hint(self, name: str) -> str:
+        near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
+        return f"did you mean {near[0]!r}? " if near else ""
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
