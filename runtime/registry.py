@@ -45,9 +45,8 @@ class Registry(Generic[T]):
         try:
             return self._entries[name]
         except KeyError:
-            near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"{key or self.label}: unknown name {name!r}; {hint}allowed: {', '.join(self)}") from None
+            allowed = ", ".join(self)
+            raise UserError(f"{key or self.label}: unknown name {name!r}; {self._hint(name)}allowed: {allowed}") from None
 
     def find(self, name: str, key: str = "") -> T:
         """The entry called `name`, or the one that `FILE.py:NAME` registers.
@@ -66,10 +65,14 @@ class Registry(Generic[T]):
             raise
         except Exception as error:
             raise UserError(f"{key or self.label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
-        if entry not in self and entry in _execute(path):
-            told = f"{path} registers no {entry!r}: its function needs a decorator, for a reward rule @sluice.rule({entry!r})"
-            raise UserError(f"{key or self.label}: {told}")
-        return self.get(entry, key)
+        if entry not in self:
+            told = f"{self._hint(entry)}no decorator in {path} registers it"
+            raise UserError(f"{key or self.label}: unknown name {entry!r}; {told}")
+        return self._entries[entry]
+
+    def _hint(self, name: str) -> str:
+        near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
+        return f"did you mean {near[0]!r}? " if near else ""
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -79,12 +82,10 @@ class Registry(Generic[T]):
 
 
 @cache
-def _execute(path: Path) -> dict[str, object]:
+def _execute(path: Path) -> None:
     """Run the file once per process; its decorators register what it has. It may import what lies beside it, or in the folder
-    in which `sluice` was called; nothing there hides a module that is found elsewhere. Returns its globals."""
+    in which `sluice` was called; nothing there hides a module that is found elsewhere."""
     sys.path += [folder for folder in dict.fromkeys((str(path.parent), str(Path.cwd()))) if folder not in sys.path]
     spec = importlib.util.spec_from_file_location(f"sluice_own_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return vars(module)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

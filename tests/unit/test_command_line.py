@@ -66,9 +66,7 @@ def test_a_file_of_ones_own_imports_its_neighbour_and_registers_what_is_named(
     capsys.readouterr()
     assert ended(["validate", config, f"rewards.rules.1.name={tmp_path}/neighbour_alone.py:neighbour_score"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(
-        "registers no 'neighbour_score': its function needs a decorator, for a reward rule @sluice.rule('neighbour_score')"
-    )
+    assert line.endswith(f"unknown name 'neighbour_score'; no decorator in {tmp_path}/neighbour_alone.py registers it")
 
 
 def ended(arguments: list[str]) -> int | str | None:
