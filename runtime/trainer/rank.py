@@ -117,6 +117,7 @@ def require_memory(role: str, config: Config, source: str, device: torch.device)
 log = logging.getLogger("sluice")
 
 BETWEEN_STEPS = (Export, Save)
+OF_A_STEP = (BeginStep, Accumulate, Apply)
 
 
 class UpdateRank(GroupRank):
@@ -134,6 +135,7 @@ class UpdateRank(GroupRank):
         self._managed_externally = managed_externally
         self._offloads, self._away = bool(settings.offloaded) and not managed_externally, False
         self._begun = False  # a step, whose gradients are on the device
+        self._failed: Exception | None = None  # what a command of a step raised, after which its gradients are not whole
         self._seconds: dict[str, float] = {}
         self._saving: Future[list[str]] | None = None
         self._part = None if config.cluster.shared_folder else NodePart(config, self.role, self.backend.rank_info)
@@ -145,7 +147,19 @@ class UpdateRank(GroupRank):
         return folder
 
     def execute(self, command: Any) -> Any:
-        """Carry out one command, with the engine's state where it belongs."""
+        """Carry out one command, with the engine's state where it belongs. Commands of a step are ordered ahead: those behind
+        one that has failed raise what it raised, until a checkpoint is restored."""
+        if not isinstance(command, OF_A_STEP):
+            return self._execute(command)
+        if self._failed is not None:
+            raise self._failed
+        try:
+            return self._execute(command)
+        except Exception as error:
+            self._failed = error
+            raise
+
+    def _execute(self, command: Any) -> Any:
         with self._ensure_on_device(command):
             return super().execute(command)
 
@@ -156,6 +170,7 @@ class UpdateRank(GroupRank):
             self.engine.load(str(self.state(folder)))
         else:
             self.version = self._part.load(command, self.engine)
+        self._failed = None
         log.info("restored %s of %s in %.1f s", self.role, folder, time.monotonic() - before)
 
     def begin_step(self, command: BeginStep) -> None:

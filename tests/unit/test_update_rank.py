@@ -16,7 +16,7 @@ from runtime import codec
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Offload, Onload, Restore, Save
 from runtime.config import Checkpoint, Config, Critic, Run, Services, Trainer
 from runtime.data.prompts import StreamState
-from runtime.errors import StorageFull, UserError
+from runtime.errors import ServiceFault, StorageFull, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.trainer.backend import RankInfo
@@ -81,6 +81,28 @@ def test_a_step_makes_the_next_version() -> None:
     assert rank.execute(Apply(4)).metrics == {"critic/loss": 1.0, "timing/adv": 0.25}
     assert rank.version == PolicyVersion(0, 5)
     assert engine.seen == [("begin", 4), ("accumulate", 0, True)]
+
+
+@pytest.mark.parametrize("failing", ["accumulate", "apply"])
+def test_commands_behind_one_that_failed_say_what_it_said(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were ordered ahead. Nothing of a step is applied without all of its batch, and the first fault is the one told."""
+    rank, engine = make()
+    fault = ServiceFault("critic", failing, "the loss is NaN")
+
+    def fail(*_: Any) -> StepResult:
+        raise fault
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, failing, fail)
+        rank.execute(BeginStep(0))
+        with pytest.raises(ServiceFault):
+            rank.execute(Accumulate(0, [], True))
+            rank.execute(Apply(0))
+    for behind in (Accumulate(0, [], True), Apply(0), BeginStep(1)):
+        with pytest.raises(ServiceFault) as caught:
+            rank.execute(behind)
+        assert caught.value is fault
+    assert rank.version == PolicyVersion(0, 0) and ("begin", 1) not in engine.seen
 
 
 def test_values_are_encoded_one_by_one() -> None:
