@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,10 @@ class TurnRewards:
 @dataclass(frozen=True)
 class AdvantageInputs:
     """One part of a step's batch: a whole number of groups, each with all rows of its episodes.
+
+    `rewards` [B]; `groups` int64 [B], from 0; `valid` bool [B]: a row that is not valid has no reward, and its advantage is 0;
+    `mask`, `token_rewards` and, for an estimator that needs them, the critic's `values` [B, T]. `leads` bool [B]: whether a row
+    is its episode's first; None: each is an episode.
 
     `rewards` is an episode's reward less its KL penalties where `algorithm.kl_placement` is "reward", as a sum over all of its
     rows. `token_rewards` has the reward at the last trained token of each of its rows, since each branch is a trajectory of its
@@ -109,7 +113,8 @@ class AdvantageEstimator:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """All [B, T] but `advantages`, which may be [B, 1]. Rows are whole: a row is never split over calls, but an episode's rows
+    """All [B, T] but `advantages`, which may be [B, 1]. `mask` is 1.0 on trained tokens, 0.0 elsewhere, where values are finite
+    and meaningless. Rows are whole: a row is never split over calls, but an episode's rows
     may be in several.
 
     `behaviour_logp` is the policy that sampled, as the engine that sampled computed it; `proximal_logp` the policy at the
@@ -151,7 +156,8 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """`loss` and each of `metrics` (by the name it is reported under) are [B, T], one value a token; metrics are detached."""
+    """`loss` is [B, T], one value a token. Each of `metrics`, by the name it is reported under, is [B, T] or [B, 1]; what is
+    reported is its mean over the trained tokens of the step."""
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -276,6 +282,29 @@ def policy_loss(
     return add
 
 
+def require_loss(outputs: Any, inputs: LossInputs, name: str) -> LossOutputs:
+    """The `outputs` of the policy loss `name`. Raises UserError where they are not what a policy loss gives."""
+    if not isinstance(outputs, LossOutputs):
+        raise UserError(f"algorithm.loss: {name} gives {type(outputs).__name__}; allowed: LossOutputs")
+    rows, length = inputs.mask.shape
+    require_shape(outputs.loss, [(rows, length)], f"algorithm.loss: {name}: its loss", "[B, T]")
+    for key, value in outputs.metrics.items():
+        metric = f"algorithm.loss: {name}: its metric {key!r}"
+        require_shape(value, [(rows, length), (rows, 1)], metric, "[B, T] or [B, 1]")
+    if inputs.logp.requires_grad and not outputs.loss.requires_grad:
+        raise UserError(f"algorithm.loss: {name}: its loss has no gradient: it does not depend on inputs.logp, or is detached")
+    return outputs
+
+
+def require_shape(value: Any, allowed: Sequence[Sequence[int]], what: str, meaning: str) -> None:
+    """Raises UserError, naming `what`, unless `value` is a tensor of an `allowed` shape. What is broadcast instead would be
+    trained on unnoticed."""
+    shape = getattr(value, "shape", None)
+    if shape is None or tuple(shape) not in map(tuple, allowed):
+        is_now = type(value).__name__ if shape is None else f"of shape {list(shape)}"
+        raise UserError(f"{what} is {is_now}; allowed: {' or '.join(str(list(each)) for each in allowed)}, {meaning}")
+
+
 def with_options(compute: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
     """`compute` with the `options` that the configuration gives it at `key`, as keyword arguments.
 
@@ -288,6 +317,10 @@ def with_options(compute: Callable[..., Any], options: Mapping[str, Any], key: s
     taken = {one.name for one in first if one.kind is one.POSITIONAL_OR_KEYWORD}
     known = {one.name: one for one in own if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
     name = getattr(compute, "__name__", "the function")
+    if len(first) < 2 and not any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        raise UserError(
+            f"{key.removesuffix('_options')}: {name} takes {len(first)} arguments, and gets two: inputs and options"
+        )
     for option, value in options.items():
         if option in taken:
             raise UserError(f"{key}.{option}: {value!r}: {name} takes it as an argument already")
@@ -315,6 +348,7 @@ def _of_type(value: Any, kind: Any, path: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        raise UserError(f"{path}: {value!r} is not {getattr(kind, '__name__', kind)}") from None
+        expected = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+        raise UserError(f"{path}: {value!r} is not {expected}") from None
     except TypeError:  # not a type of YAML: the function's own to check
         return value

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from runtime.algorithms.interfaces import Aggregate, LossInputs
+from runtime.algorithms.interfaces import Aggregate, LossInputs, require_loss
 from runtime.algorithms.losses import clipped_value_loss, importance_weighted, interpolated_proximal, k3
 from runtime.chosen_algorithm import choose, kl_control
 from runtime.config import Config
@@ -165,7 +165,8 @@ class PolicyObjective(Objective):
             mask=batch.mask,
             chosen=batch.columns.get("chosen"),
         )
-        computed = self._algorithm.loss.compute(inputs, self._algorithm.loss_options)
+        given = self._algorithm.loss.compute(inputs, self._algorithm.loss_options)
+        computed = require_loss(given, inputs, self._config.algorithm.loss)
         # k1 of KL(behaviour || policy): its tokens were drawn from the behaviour policy.
         values, metrics = computed.loss, {"actor/ppo_kl": behaviour - logp.detach()} | computed.metrics
         if correction is not None:
@@ -173,7 +174,7 @@ class PolicyObjective(Objective):
             values = corrected.weight * values
             metrics = metrics | {"correction/weight": corrected.weight, "correction/altered": corrected.altered}
         for name, metric in metrics.items():
-            statistics.mean(name, (metric * batch.mask).sum(), tokens)
+            statistics.mean(name, (metric.detach() * batch.mask).sum(), tokens)
         self._report("actor/pg_loss", values, batch, statistics)
         self._report("actor/entropy", entropy, batch, statistics)
         if self._kl_in_loss and reference is not None:

@@ -14,7 +14,7 @@ from runtime.algorithms.advantages import (
     token_rewards,
     value_targets,
 )
-from runtime.algorithms.interfaces import AdvantageInputs, StepTokens, TurnRewards
+from runtime.algorithms.interfaces import AdvantageInputs, StepTokens, TurnRewards, require_shape
 from runtime.chosen_algorithm import ChosenAlgorithm
 from runtime.config import Config
 from runtime.trainer.backend import ModelBackend
@@ -33,11 +33,14 @@ class RowAdvantages:
         self._overlong = config.algorithm.overlong_penalty
         self._missing_eos = config.algorithm.missing_eos_penalty
         self._kl_placement = config.algorithm.kl_placement
+        self._named = f"algorithm.advantage: what {config.algorithm.advantage} gives"
 
     def __call__(self, rows: Rows, kl_coefficient: float, statistics: StepStatistics) -> np.ndarray:
         """[B, R] or [B, 1] float64, of all samples of `rows`."""
         inputs = self._inputs(rows, kl_coefficient, statistics)
         advantages = self._chosen.advantage.compute(inputs, self._chosen.advantage_options)
+        count, length = inputs.mask.shape
+        require_shape(advantages, [(count, 1), (count, length)], self._named, "[B, 1] or [B, T]")
         if self._kl_placement == "advantage" and rows.reference is not None:
             divergence = self._divergence(rows, inputs.mask, statistics)
             advantages = less_divergence(advantages, divergence, inputs.mask, kl_coefficient)

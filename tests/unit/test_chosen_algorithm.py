@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from launcher.known import faults_of_own_files
-from runtime.algorithms.interfaces import with_options
+from runtime.algorithms.interfaces import ADVANTAGES, POLICY_LOSSES, with_options
 from runtime.chosen_algorithm import choose, groups_per_update, streams, updates_per_epoch
 from runtime.config import Algorithm, Config, Data, Evaluation, EvaluationSet, Run, Source, Training
 from runtime.errors import UserError
+from runtime.registry import Registry
 
 
 @pytest.mark.parametrize(("mini_batch", "size", "updates"), [(0, 8, 1), (8, 8, 1), (2, 2, 4)])
@@ -40,6 +41,18 @@ def test_only_one_update_of_local_advantages_is_given_in_parts(
 ) -> None:
     algorithm, steps = Algorithm(advantage=advantage), Training(groups_per_step=8, **training)
     assert streams(Config(run=Run(name="a"), algorithm=algorithm, training=steps)) is streamed
+
+
+@pytest.mark.parametrize(("key", "registry"), [("loss", POLICY_LOSSES), ("advantage", ADVANTAGES)])
+def test_the_pages_name_all_that_come_along(key: str, registry: Registry[Any]) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    reference = (docs / "configuration-reference.md").read_text().splitlines()
+    (row,) = (line for line in reference if line.startswith(f"| `algorithm.{key}` |"))
+    guide = (docs / "guides/algorithms.md").read_text()
+    come_along = {name for name in registry if registry.get(name).compute.__module__.startswith("runtime.algorithms.")}
+    assert len(come_along) > 5
+    assert [name for name in sorted(come_along) if f"`{name}`" not in row] == []
+    assert [name for name in sorted(come_along) if key == "loss" and f"`{name}`" not in guide] == []
 
 
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", "m2po"])
@@ -105,6 +118,18 @@ def test_options_that_a_function_does_not_take_are_refused(tmp_path: Path, optio
     with pytest.raises(UserError, match=f"^{re.escape(fault)}$"):
         choose(config)
     assert list(faults_of_own_files(config)) == [fault]
+
+
+def test_a_function_of_one_argument_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^algorithm\.loss: <lambda> takes 1 arguments, and gets two: inputs and options$"):
+        with_options(lambda inputs: inputs, {}, "algorithm.loss_options")
+
+
+def test_an_option_of_several_words_says_which() -> None:
+    def lose(inputs: Any, options: Any, kind: Literal["soft", "hard"]) -> None: ...
+
+    with pytest.raises(UserError, match=r"^key\.kind: 'hrad' is not Literal\['soft', 'hard'\]$"):
+        with_options(lose, {"kind": "hrad"}, "key")
 
 
 def test_a_handler_of_one_file_is_looked_for_too(tmp_path: Path) -> None:

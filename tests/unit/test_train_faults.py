@@ -67,6 +67,53 @@ class TestFaults:
             policy_trainer(make_config(policy, trainer=Trainer(cpu_offload=True)))
 
 
+OWN = """
+from sluice import LossOutputs, advantage, policy_loss
+
+
+@policy_loss("{name}", zero_without_advantage=True)
+def given(inputs, options):
+    loss = -inputs.logp * inputs.advantages
+    return {loss}
+
+
+@advantage("{name}", streamable=True)
+def flat(inputs, options):
+    return {advantage}
+"""
+
+
+class TestFunctionsOfTheUsers:
+    """What would be broadcast, or have no gradient, is refused: it would be trained on, and nothing would say so."""
+
+    @pytest.mark.parametrize(
+        ("loss", "fault"),
+        [
+            ("loss", r"gives Tensor; allowed: LossOutputs"),
+            ("LossOutputs(loss.mean())", r"its loss is of shape \[\]; allowed: \[(\d+), \d+\], \[B, T\]"),
+            ("LossOutputs(loss.mean(1, keepdim=True))", r"its loss is of shape \[\d+, 1\]; allowed: \[\d+, \d+\]"),
+            ("LossOutputs(loss.detach())", r"its loss has no gradient"),
+            ("LossOutputs(loss, {'a/b': 1.0})", r"its metric 'a/b' is float; allowed: \[\d+, \d+\] or \[\d+, 1\]"),
+        ],
+    )
+    def test_what_a_loss_may_not_give(self, policy: str, tmp_path: Path, loss: str, fault: str):
+        engine = policy_trainer(make_config(policy, algorithm={"loss": own(tmp_path, loss=loss)}))
+        with pytest.raises(UserError, match=rf"^algorithm\.loss: .*own\.py:{tmp_path.name}:? {fault}"):
+            run_step(engine, make_groups(0))
+
+    def test_what_an_advantage_may_not_give(self, policy: str, tmp_path: Path):
+        engine = policy_trainer(make_config(policy, algorithm={"advantage": own(tmp_path, advantage="inputs.rewards")}))
+        fault = rf"^algorithm\.advantage: what .*:{tmp_path.name} gives is of shape \[12\]; allowed: \[12, 1\] or \[12, \d+\]"
+        with pytest.raises(UserError, match=fault):
+            run_step(engine, make_groups(0))
+
+
+def own(folder: Path, loss: str = "LossOutputs(loss)", advantage: str = "inputs.rewards[:, None]") -> str:
+    path = folder / "own.py"
+    path.write_text(OWN.replace("{name}", folder.name).replace("{loss}", loss).replace("{advantage}", advantage))
+    return f"{path}:{folder.name}"
+
+
 def edit_tokens(group: TrainGroup, token: int) -> None:
     edit_payload(group, tokens=np.full_like(codec.decode(GroupPayload, group.payload).tokens, token))
 
