@@ -94,6 +94,12 @@ def drawn(points: list[dict[str, Any]]) -> dict[str, Panel]:
 
 
 class TestPanels:
+    def test_what_a_loss_of_the_users_reports_is_drawn(self) -> None:
+        found = drawn([step(n, **{"actor/soft_weight": n / 8, "actor/pg_clipfrac": 0.5}) for n in (1, 2)])
+        (curve,) = found["actor/soft_weight"].series
+        assert (curve.name, curve.values.tolist()) == ("soft_weight", [0.125, 0.25])
+        assert "actor/pg_clipfrac" not in found, "it is drawn already"
+
     def test_gaps_are_kept_and_what_was_never_measured_is_said(self) -> None:
         points = [step(n, **{"score/mean": None if n == 2 else float(n)}) for n in range(1, 5)]
         found = drawn(points)

@@ -173,7 +173,8 @@ async function showWhatIf(page, element) {
 }
 
 async function showRuns(page, element) {
-  const compared = make("select", { "aria-label": "metric" }, ["score/mean", "eval/accuracy", "staleness/mean", "timing/all", "response_length/mean", "actor/entropy", "actor/grad_norm"].map((name) => make("option", {}, name)));
+  const compared = make("input", { "aria-label": "metric", class: "wide", list: "metrics", value: "score/mean" });
+  const usual = ["score/mean", "eval/accuracy", "staleness/mean", "timing/all", "response_length/mean", "actor/entropy", "actor/grad_norm"];
   const draw = async () => {
     const found = await Promise.all(page.runs.map((run) => page.ask("metric", { name: compared.value }, run.id).catch(() => ({ steps: [], values: [] }))));
     await plot(plotIn(element, "compared"), found.map((curve, at) => ({ x: curve.steps, y: curve.values, name: page.called(page.runs[at]), mode: "lines" })), { xaxis: { title: { text: "steps done" } }, yaxis: { title: { text: compared.value } } });
@@ -181,6 +182,6 @@ async function showRuns(page, element) {
   compared.addEventListener("change", draw);
   const facts = [...new Set(page.runs.flatMap((run) => run.facts.map((fact) => fact[0])))];
   element.replaceChildren(table(["run", "state", "a step", "waits most for", ...facts], page.runs.map((run) => [make("a", { href: `#${encodeURIComponent(run.id)}/why` }, page.called(run)), run.state,
-    run.waited.most ? seconds(run.waited.seconds) : "", run.waited.most || "", ...facts.map((name) => (run.facts.find((fact) => fact[0] === name) || ["", ""])[1])])), make("p", { class: "form" }, "compare ", compared));
+    run.waited.most ? seconds(run.waited.seconds) : "", run.waited.most || "", ...facts.map((name) => (run.facts.find((fact) => fact[0] === name) || ["", ""])[1])])), make("p", { class: "form" }, "compare ", compared, make("datalist", { id: "metrics" }, usual.map((value) => make("option", { value })))));
   await draw();
 }

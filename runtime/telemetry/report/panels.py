@@ -158,11 +158,18 @@ def sections(history: LoggedHistory) -> list[PanelSection]:
     speed[2:2] = [_rates(columns)]
     return [
         PanelSection("Learning", learning),
-        PanelSection("Optimisation", _panels(_OPTIMISATION, columns)),
+        PanelSection("Optimisation", _panels([*_OPTIMISATION, *_of_the_loss(columns)], columns)),
         PanelSection("Off-policy", off_policy),
         PanelSection("Speed", speed),
         *_environments(columns),
     ]
+
+
+def _of_the_loss(columns: MetricColumns) -> list[_Wanted]:
+    """One panel for each metric of the policy that no other shows: what some losses report, one of the user's own too."""
+    shown = {metric for each in _OPTIMISATION for metric in each.metrics}
+    own = (metric for metric in columns.names if metric.startswith("actor/") and metric not in shown)
+    return [_Wanted(metric, "", {metric: metric.removeprefix("actor/")}) for metric in own]
 
 
 def _environments(columns: MetricColumns) -> list[PanelSection]:
