@@ -106,7 +106,9 @@ def train(config: Config | Path | str, *overrides: str) -> Summary:
     KeyboardInterrupt where the run was stopped before there was anything to save, or at once.
     """
     import asyncio
+    import time
 
+    asked = time.monotonic()  # the program's own time before is no part of the run's start-up
     own_packages()
     from rich.console import Console
 
@@ -121,7 +123,7 @@ def train(config: Config | Path | str, *overrides: str) -> Summary:
         raise TypeError(f"train: overrides {overrides} change a file, not a Config")
     try:
         with View(Console()) as view:
-            return asyncio.run(run(config, view))
+            return asyncio.run(run(config, view, asked=asked))
     except Interrupted as how:
         raise KeyboardInterrupt(str(how)) from None
 

@@ -20,10 +20,20 @@ from runtime.telemetry.memory import PeakMemory
 from runtime.telemetry.summary import LAUNCHER, Summary
 
 
-async def train(config: Config, view: View, here: LocalNode | None = None, fork_server: ForkServer | None = None) -> Summary:
-    """Run to the end, with this machine as the coordinator's node; `fork_server`: if it has been started already. Raises
-    UserError for the user's mistakes, ServiceFault for a fault; no process is left either way."""
-    return await _TrainJob(config, view, here or LocalNode.of(config), fork_server).run()
+async def train(
+    config: Config,
+    view: View,
+    here: LocalNode | None = None,
+    fork_server: ForkServer | None = None,
+    asked: float | None = None,
+) -> Summary:
+    """Run to the end, with this machine as the coordinator's node; `fork_server`: if it has been started already; `asked`: when
+    the run was, on the clock of time.monotonic, if that is not when this process began. Raises UserError for the user's
+    mistakes, ServiceFault for a fault; no process is left either way."""
+    job = _TrainJob(config, view, here or LocalNode.of(config), fork_server)
+    if asked is not None:
+        job.started = job.launched = asked
+    return await job.run()
 
 
 class _TrainJob(Job[Summary]):

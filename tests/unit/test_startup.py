@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import sluice
+from launcher.commands import train
+from runtime.config import Config, Run
 from runtime.process import os_process
 from runtime.telemetry import startup
 from runtime.telemetry.startup import Phases, Startup
@@ -84,3 +87,17 @@ def test_nothing_is_collected_while_an_engine_is_made() -> None:
         assert gc.get_freeze_count() > frozen
     finally:
         gc.unfreeze()
+
+
+def test_a_run_that_a_program_starts_is_counted_from_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the program's start: it may have trained others before."""
+    jobs = []
+
+    async def run(self: train._TrainJob) -> None:
+        jobs.append(self)
+
+    monkeypatch.setattr(train._TrainJob, "run", run)
+    called = time.monotonic()
+    sluice.train(Config(run=Run(name="a")))
+    (job,) = jobs
+    assert job.started == job.launched >= called
