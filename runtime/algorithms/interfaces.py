@@ -282,6 +282,9 @@ def policy_loss(
     return add
 
 
+TAKEN = ("actor/pg_loss", "actor/entropy", "actor/kl", "actor/kl_loss")  # what is reported of every loss
+
+
 def require_loss(outputs: Any, inputs: LossInputs, name: str) -> LossOutputs:
     """The `outputs` of the policy loss `name`. Raises UserError where they are not what a policy loss gives."""
     if not isinstance(outputs, LossOutputs):
@@ -290,6 +293,8 @@ def require_loss(outputs: Any, inputs: LossInputs, name: str) -> LossOutputs:
     require_shape(outputs.loss, [(rows, length)], f"algorithm.loss: {name}: its loss", "[B, T]")
     for key, value in outputs.metrics.items():
         metric = f"algorithm.loss: {name}: its metric {key!r}"
+        if key in TAKEN:
+            raise UserError(f"{metric} is reported of every loss; allowed: another name")
         require_shape(value, [(rows, length), (rows, 1)], metric, "[B, T] or [B, 1]")
     if inputs.logp.requires_grad and not outputs.loss.requires_grad:
         raise UserError(f"algorithm.loss: {name}: its loss has no gradient: it does not depend on inputs.logp, or is detached")

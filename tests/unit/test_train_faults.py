@@ -93,6 +93,7 @@ class TestFunctionsOfTheUsers:
             ("LossOutputs(loss.mean())", r"its loss is of shape \[\]; allowed: \[(\d+), \d+\], \[B, T\]"),
             ("LossOutputs(loss.mean(1, keepdim=True))", r"its loss is of shape \[\d+, 1\]; allowed: \[\d+, \d+\]"),
             ("LossOutputs(loss.detach())", r"its loss has no gradient"),
+            ("LossOutputs(loss, {'actor/kl': loss.detach()})", r"its metric 'actor/kl' is reported of every loss"),
             ("LossOutputs(loss, {'a/b': 1.0})", r"its metric 'a/b' is float; allowed: \[\d+, \d+\] or \[\d+, 1\]"),
         ],
     )
