@@ -13,13 +13,11 @@ from launcher.node.fork_server import on_torch
 from launcher.node.machine import Machine
 from runtime.cluster.nodes import Launch
 from runtime.cluster.topology import Instance, group_of, settings_of
-from runtime.config import Config, Environment, FromEnvironment, Process, Restarts
+from runtime.config import Computing, Config, Environment, FromEnvironment, Process, Restarts
 from runtime.config.service_checks import hccl_beside_workers
 from runtime.process import os_process
 from runtime.process.network import host_port
 from sluice import start
-
-ONE_THREAD = ("reward", "gateway", "environment")  # roles that compute nothing themselves
 
 
 class ProcessSpec(Struct, frozen=True, kw_only=True):
@@ -69,16 +67,16 @@ def service_specs(
     """By name, how each launch of a node is started. `cores` are shared out among the processes that compute, unless `threads`
     is set."""
     arguments = ("--config", str(config_path), "--coordinator", coordinator)
-    computing = sum(len(launch.ranks) or 1 for launch in launches if launch.role not in ONE_THREAD)
+    roles = {launch.name: settings_of(config, Instance(launch.role, launch.name)) for launch in launches}
+    computing = sum(len(launch.ranks) or 1 for launch in launches if isinstance(roles[launch.name], Computing))
     threads = max(1, cores // max(1, computing))
     npus = {launch.name: launch.devices for launch in launches if machine.kind == "npu" and launch.devices}
     ports = hccl_ports(config.network, npus, hccl_beside_workers(config))
     specs = {}
     for launch in launches:
-        instance = Instance(launch.role, launch.name)
-        role, world = settings_of(config, instance), len(group_of(config, instance))
+        role, world = roles[launch.name], len(group_of(config, Instance(launch.role, launch.name)))
         own = "" if isinstance(role, Environment) else role.python  # an environment's interpreter is its agents'
-        env = environment(role, 1 if launch.role in ONE_THREAD else threads, machine, launch.devices)
+        env = environment(role, threads if isinstance(role, Computing) else 1, machine, launch.devices)
         specs[launch.name] = ProcessSpec(
             name=launch.name,
             role=launch.role,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime.config import Cluster, Config, Environment, Parallel, Process, Rollout, Spread
+from runtime.config import Cluster, Config, Parallel, Process, Rollout, Spread
 
 ENVIRONMENT = "environment"  # the role whose processes play episodes
 
@@ -23,15 +23,19 @@ class Instance(Struct, frozen=True):
 def instances(config: Config, trains: bool = True) -> list[Instance]:
     """Every process that registers, in the order of the roles' sections. `trains`: False for an evaluation alone, which needs
     no more than rollouts and rewards."""
-    out = [Instance("rollout", name) for name in replicas(config)]
-    several = fleets(config).keys() | environments(config).keys()
-    for path, settings in processes(config).items():
-        role = path.removeprefix("services.")
-        if path not in several and _has(config, role, trains):
+    out: list[Instance] = []
+    for role in config.services.__struct_fields__:
+        if _has(config, role, trains):
             group = is_group(config, role)
-            count = getattr(settings, "processes" if group else "replicas")
+            count = sum(_count(config, role, settings) for settings in sections(config, role).values())
             out += [Instance(role, f"{role}-{index}", index if group else 0) for index in range(count)]
-    return out + [Instance(ENVIRONMENT, name) for name in players(config)]
+    return out
+
+
+def _count(config: Config, role: str, settings: Process) -> int:
+    """The processes of one section."""
+    count: int = getattr(settings, "processes" if is_group(config, role) else "replicas")
+    return count
 
 
 def _has(config: Config, role: str, trains: bool) -> bool:
@@ -48,28 +52,34 @@ def _has(config: Config, role: str, trains: bool) -> bool:
     return needed.get(role, True)
 
 
+def sections(config: Config, role: str) -> dict[str, Any]:
+    """By YAML path the settings of the processes of `role` that the run starts: services.ROLE, or below it one for each item of
+    a list, or for each name of a mapping. None where there is no such section, or its processes are the user's to start."""
+    path, found = f"services.{role}", getattr(config.services, role)
+    if isinstance(found, list | dict):
+        items = found.items() if isinstance(found, dict) else enumerate(found)
+        each = {f"{path}.{name}": settings for name, settings in items}
+    else:
+        each = {path: found}
+    return {key: each[key] for key in each if isinstance(each[key], Process) and getattr(each[key], "server", None) is None}
+
+
 def fleets(config: Config) -> dict[str, Rollout]:
     """The fleets of rollouts by their YAML paths: services.rollout, or services.rollout.0 and on where there is a list."""
-    path, settings = "services.rollout", config.services.rollout
-    return {path: settings} if isinstance(settings, Rollout) else {f"{path}.{at}": fleet for at, fleet in enumerate(settings)}
-
-
-def environments(config: Config) -> dict[str, Environment]:
-    """By their YAML paths, those whose processes the run starts."""
-    found = config.services.environment.items()
-    return {f"services.environment.{name}": settings for name, settings in found if settings.server is None}
+    return sections(config, "rollout")
 
 
 def players(config: Config) -> dict[str, str]:
     """Every process of an environment by its name, environment-0 and on, with the path of its settings."""
-    each = [path for path, settings in environments(config).items() for _ in range(settings.replicas)]
+    each = [path for path, settings in sections(config, ENVIRONMENT).items() for _ in range(settings.replicas)]
     return {f"{ENVIRONMENT}-{index}": path for index, path in enumerate(each)}
 
 
 def processes(config: Config) -> dict[str, Process]:
     """By its YAML path, what each role's processes have in common; of rollouts, each fleet's."""
-    roles = {f"services.{role}": getattr(config.services, role) for role in config.services.__struct_fields__}
-    return {path: role for path, role in roles.items() if isinstance(role, Process)} | fleets(config) | environments(config)
+    return {
+        path: settings for role in config.services.__struct_fields__ for path, settings in sections(config, role).items()
+    }
 
 
 def replicas(config: Config) -> dict[str, Rollout]:
@@ -92,13 +102,11 @@ def _fleet_of(config: Config, instance: Instance) -> tuple[str, Process, int]:
     """The YAML path of its settings – of a rollout its fleet's, of an environment's process that environment's –, the settings,
     and which of the processes there it is. Raises KeyError."""
     place = int(instance.name.rpartition("-")[2])
-    by_role: dict[str, Mapping[str, Rollout | Environment]] = {"rollout": fleets(config), ENVIRONMENT: environments(config)}
-    if instance.role not in by_role:
-        return f"services.{instance.role}", getattr(config.services, instance.role), place
-    for path, fleet in by_role[instance.role].items():
-        if place < fleet.replicas:
-            return path, fleet, place
-        place -= fleet.replicas
+    for path, settings in sections(config, instance.role).items():
+        count = _count(config, instance.role, settings)
+        if place < count:
+            return path, settings, place
+        place -= count
     raise KeyError(instance.name)
 
 
