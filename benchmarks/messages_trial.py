@@ -77,7 +77,7 @@ async def serve() -> None:
     handlers = {
         name: partial(actor.send, priority=contract.METHODS["Rollout", name].priority) for name in ("Generate", "CommitWeights")
     }
-    agents = [keys.holder(network, keys.agent("a"), SECRET) for network in NETWORKS.values()]
+    agents = [keys.holder(network, keys.node_agent("a"), SECRET) for network in NETWORKS.values()]
     of_rollout = [None if agent is None else agent.of_process("rollout-0", 0) for agent in agents]
     ours = [Server({"Rollout": handlers}, {}, keys=own) for own in of_rollout]
     plain = grpc.aio.server()

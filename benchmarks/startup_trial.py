@@ -27,7 +27,6 @@ HOST = "127.0.0.1"
 
 class Idle(process.Service):
     role = "reward"
-    service = "Reward"
 
     def load(self) -> None:
         """There is nothing."""

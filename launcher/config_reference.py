@@ -20,7 +20,6 @@ import msgspec
 from msgspec import inspect
 
 from launcher.mindspeed.keys import named_there
-from runtime import config
 from runtime.config import UNIT, Config, Section
 from runtime.config.model import TINY_PREFIX
 
@@ -62,13 +61,21 @@ def schema() -> dict[str, Any]:
     keys = found["$defs"]["Config"]["properties"]
     for key, name in _NAMES.items():
         keys[key] = {"anyOf": [keys[key], name]}
+    kinds = {kind.__name__: kind for kind in _sections(Section)}
     for section, definition in found["$defs"].items():
-        kind = getattr(config, section)
+        kind = kinds[section]
         definition["description"] = purpose(kind)
         said = meanings(kind)
         for field in (field for field in msgspec.structs.fields(kind) if field.name in said):
             definition["properties"][field.encode_name]["description"] = said[field.name]
     return found
+
+
+def _sections(kind: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
+    """`kind`, and all that are made of it."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _sections(each)
 
 
 @functools.cache

@@ -322,6 +322,8 @@ class ScoreRequest(Command["Scores"], frozen=True, kw_only=True):
     payload: bytes
 
 
+SCORERS = {"reward": "rule_reward", "reward_model": "reward_model"}
+"""The roles that answer ScoreRequest, whose scores are added up; each with the phase of the metrics that its time is."""
 REWARD_MODEL = "reward_model"  # the column of the reward model's scores
 ENVIRONMENT = "environment"  # the column of what who played the episodes gave
 

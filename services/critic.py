@@ -19,7 +19,7 @@ def make_rank(config: Config, rank: int, world_size: int) -> CriticRank:
 
 
 def make(config: Config, name: str, rank: int) -> process.Service:
-    return SpmdService("critic", "Critic", make_rank, config, name, rank)
+    return SpmdService("critic", make_rank, config, name, rank)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ class EnvironmentService(process.Service):
     """Its service is that of proto/environment.proto, which gateways call."""
 
     role = "environment"
-    service = "Environment"
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)

@@ -156,7 +156,6 @@ class GatewayService(process.Service):
     """Answers `Play` once the episodes of a group are over, and programs all the while."""
 
     role = "gateway"
-    service = "Gateway"
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)

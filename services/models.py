@@ -49,10 +49,10 @@ class SpmdService(process.Service):
     communicator or the device is beyond use is not answered: the process ends at once, and comes back as one that was killed.
     """
 
-    def __init__(self, role: str, service: str, make_rank: MakeRank, config: Config, name: str, rank: int):
-        """`service`: its name in proto/. `make_rank(config, rank, world_size)` builds the engine, in the engine's thread."""
+    def __init__(self, role: str, make_rank: MakeRank, config: Config, name: str, rank: int):
+        """`make_rank(config, rank, world_size)` builds the engine, in the engine's thread."""
         super().__init__(config, f"{name.rpartition('-')[0]}-{rank}" if rank else name, rank)
-        self.role, self.service = role, service
+        self.role = role
         self.profiled_for = "steps" if role in MAKE_STEPS else "seconds"
         spread: Spread = getattr(config.services, role)
         self.libraries = process.TRANSFORMERS if spread.engine == "torch" else process.TORCH

@@ -15,7 +15,8 @@ from runtime.errors import DeadlineExceeded, SluiceError
 from runtime.process.keys import Keys
 from runtime.status import Registration, Stop
 from runtime.telemetry.startup import in_order
-from services.rpc.client import client, service_of
+from services.rpc.client import client
+from services.rpc.contract import service_of
 from services.rpc.session import Session
 
 log = logging.getLogger("sluice")

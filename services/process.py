@@ -52,12 +52,11 @@ TRANSFORMERS = ("torch", "runtime.models.hf_policy", "transformers.modeling_util
 
 
 class Service(ABC):
-    """A role: what the process needs to know of it. It has a method for each of its service's in proto/, of the same name in
-    snake case, which takes the command and returns an awaitable of the answer. `load` may block: it has a thread of its own.
+    """A role: what the process needs to know of it. It has a method for each of those of `service` in proto/, of the same name
+    in snake case, which takes the command and returns an awaitable of the answer. `load` may block: it has a thread of its own.
     """
 
     role: str
-    service: str  # in proto/
     libraries: Sequence[str] = ()  # modules that `load` needs and that take seconds to import, which is told apart
     background: asyncio.Future[None] | None = None  # work whose end is the end of the process
     keys: Keys | None = None  # its own
@@ -77,6 +76,11 @@ class Service(ABC):
 
     async def close(self) -> None:  # noqa: B027
         """Free what `load` and `start` made."""
+
+    @property
+    def service(self) -> str:
+        """Which it serves, by its name in proto/."""
+        return contract.service_of(self.role, self.config)
 
     def handler(self, method: contract.Method) -> Handler:
         """What answers the calls of `method`."""

@@ -26,7 +26,6 @@ class ReferenceService(FrozenModelService):
     """A replica. It always loads its own models, never a checkpoint: the run's, and those of single sources of the data."""
 
     role = "reference"
-    service = "Reference"
     libraries = process.TORCH
 
     _scorers: dict[str, OffloadableScorer]  # by what a request calls its model
@@ -84,7 +83,7 @@ def make_rank(config: Config, rank: int, world_size: int) -> ReferenceRank:
 def make(config: Config, name: str, rank: int) -> process.Service:
     if config.services.reference.engine == "torch":
         return ReferenceService(config, name, rank)
-    return SpmdService("reference", "ReferenceGroup", make_rank, config, name, rank)
+    return SpmdService("reference", make_rank, config, name, rank)
 
 
 if __name__ == "__main__":

@@ -82,7 +82,6 @@ class RewardService(process.Service):
     """Each request, a group, is scored by itself and answered when it is: a slow rule holds up its own group alone."""
 
     role = "reward"
-    service = "Reward"
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 class RewardModelService(FrozenModelService):
     role = "reward_model"
-    service = "Reward"
     libraries = process.TRANSFORMERS
 
     _scorer: ModelScorer

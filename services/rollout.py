@@ -67,7 +67,6 @@ class RolloutService(process.Service):
     """A request stays open until the engine has finished its group. Weights are staged meanwhile, and swapped between steps."""
 
     role = "rollout"
-    service = "Rollout"
     libraries = process.TORCH
 
     def __init__(self, config: Config, name: str, rank: int):

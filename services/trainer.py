@@ -29,7 +29,7 @@ class TrainerService(SpmdService):
     _worker: TrainRank
 
     def __init__(self, config: Config, name: str, rank: int):
-        super().__init__("trainer", "Trainer", make_rank, config, name, rank)
+        super().__init__("trainer", make_rank, config, name, rank)
         self._hosting = Hosting(config, name)
 
     async def close(self) -> None:

@@ -91,7 +91,7 @@ class Agent:
 
     def look_for_keys(self) -> None:
         """Each start of a run has a secret of its own. Raises Forbidden where it is not known, UserError for what is none."""
-        secret, party = keys.known(Path(self._own.run.dir)), keys.agent(self._node.name)
+        secret, party = keys.known(Path(self._own.run.dir)), keys.node_agent(self._node.name)
         if self.keys is None or self.keys.secret != secret:
             self.keys = self._supervisor.keys = keys.holder(self._own.network, party, secret)
 

@@ -77,9 +77,7 @@ def players(config: Config) -> dict[str, str]:
 
 def processes(config: Config) -> dict[str, Process]:
     """By its YAML path, what each role's processes have in common; of rollouts, each fleet's."""
-    return {
-        path: settings for role in config.services.__struct_fields__ for path, settings in sections(config, role).items()
-    }
+    return {path: settings for role in config.services.__struct_fields__ for path, settings in sections(config, role).items()}
 
 
 def replicas(config: Config) -> dict[str, Rollout]:

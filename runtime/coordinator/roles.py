@@ -16,7 +16,7 @@ from runtime.ports import RolePort, TrainerPort
 from runtime.process.aio import now, still_missing
 from runtime.rewards.combination import combine, played
 from runtime.telemetry.metrics import SpanClock
-from runtime.types import Command, ScoreRequest, Scores
+from runtime.types import SCORERS, Command, ScoreRequest, Scores
 
 UPDATED = ("trainer", "critic")  # the roles whose groups hold what no other process can get, but from a checkpoint
 
@@ -114,8 +114,7 @@ class EvaluationRoles:
 
     def __init__(self, register: Register, patience: float):
         """`patience`: as of `Replicas`."""
-        self.rewards: Replicas = Replicas(register, "reward", patience)
-        self.reward_models: Replicas = Replicas(register, "reward_model", patience)
+        self.scorers = {phase: Replicas(register, role, patience) for role, phase in SCORERS.items()}
 
 
 class Roles(EvaluationRoles):
@@ -137,10 +136,9 @@ class RewardScoring:
 
     def __init__(self, roles: EvaluationRoles, environment: float, spans: SpanClock | None = None, unrewarded: int = 0):
         """`environment`: the factor of what who played gave; 0: it is not looked at. `spans`: accounts the time as that of the
-        phases `rule_reward` and `reward_model`. `unrewarded`: of how many samples is a group that nobody gives a reward, which
-        is 0 then; 0: there is no such group."""
-        by_phase = {"rule_reward": roles.rewards, "reward_model": roles.reward_models}
-        self._replicas = {phase: replicas for phase, replicas in by_phase.items() if replicas}
+        phases of `SCORERS`. `unrewarded`: of how many samples is a group that nobody gives a reward, which is 0 then; 0: there
+        is no such group."""
+        self._replicas = {phase: replicas for phase, replicas in roles.scorers.items() if replicas}
         self._spans = spans
         self._environment, self._unrewarded = environment, unrewarded
 

@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from urllib.parse import quote
 
@@ -34,15 +35,15 @@ OPEN = "warning: network.security is none: whoever reaches a process of this run
 and write where it can"
 COORDINATOR = "coordinator"
 OPERATOR = "operator"  # whoever runs the user's commands
-AGENT = "agent"
-PROCESS = "process"
-GATEWAY = "gateway"  # a process, which calls rollouts with tokens that the coordinator gave it
+NODE_AGENT = "agent"
+PROCESS = "process"  # of whatever role
+GATEWAY = "gateway"  # the role whose processes call rollouts, with tokens that the coordinator gave them
 OTHERS = 0o077  # the rights of everybody but a file's owner
 
 
-def agent(node: str) -> str:
+def node_agent(node: str) -> str:
     """What the agent of a node is called."""
-    return f"{AGENT}/{quote(node, safe='')}"
+    return f"{NODE_AGENT}/{quote(node, safe='')}"
 
 
 def process(name: str, incarnation: int) -> str:
@@ -50,12 +51,15 @@ def process(name: str, incarnation: int) -> str:
     return f"{name}/{incarnation}"
 
 
-def kind_of(party: str) -> str:
-    """COORDINATOR, OPERATOR, AGENT, GATEWAY or PROCESS."""
+def kinds_of(party: str) -> tuple[str, ...]:
+    """COORDINATOR, OPERATOR or NODE_AGENT; of a process PROCESS, and its role."""
     first = party.partition("/")[0]
-    if first in (COORDINATOR, OPERATOR, AGENT):
-        return first
-    return GATEWAY if first.rpartition("-")[0] == GATEWAY else PROCESS
+    return (first,) if first in (COORDINATOR, OPERATOR, NODE_AGENT) else (PROCESS, first.rpartition("-")[0])
+
+
+def is_one_of(party: str, kinds: Collection[str]) -> bool:
+    """Whether it is of one of these kinds, or roles."""
+    return any(kind in kinds for kind in kinds_of(party))
 
 
 class Certificates(Struct, frozen=True):
@@ -118,7 +122,7 @@ class Keys(Struct, frozen=True, kw_only=True):
 
 
 def _is_process(party: str) -> bool:
-    return kind_of(party) in (PROCESS, GATEWAY)
+    return PROCESS in kinds_of(party)
 
 
 def _derived(secret: bytes, party: str) -> bytes:

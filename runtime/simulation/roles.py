@@ -43,6 +43,7 @@ from runtime.simulation.lending import Lending
 from runtime.simulation.process import SimulatedProcess
 from runtime.simulation.weights import host, send
 from runtime.types import (
+    SCORERS,
     GeneratedGroup,
     GroupPayload,
     GroupRequest,
@@ -376,8 +377,7 @@ class SimulatedCritic(SimulatedModel):
 
 ROLES: dict[str, type[SimulatedProcess]] = {
     "rollout": SimulatedRollout,
-    "reward": SimulatedReward,
-    "reward_model": SimulatedReward,
+    **dict.fromkeys(SCORERS, SimulatedReward),
     "reference": SimulatedReference,
     "trainer": SimulatedTrainer,
     "critic": SimulatedCritic,

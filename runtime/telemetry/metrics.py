@@ -17,7 +17,7 @@ import numpy as np
 
 from runtime.process import spans as spans_file
 from runtime.telemetry.metric_names import SCORE_ERRORS
-from runtime.types import GeneratedGroup, Scores, StepResult
+from runtime.types import SCORERS, GeneratedGroup, Scores, StepResult
 
 Histogram = dict[int, int]  # how often each value occurred
 Metrics = dict[str, float | Histogram]
@@ -26,7 +26,7 @@ Span = tuple[float, float]  # start, end in seconds
 UPDATE, UPDATE_CRITIC = "update", "update_critic"
 WITHIN_UPDATE = ("adv", "old_log_p")  # phases of the trainer's own, which are part of UPDATE
 REASONS = 8  # told by name in a step: a remote reward's are its own, and might be many
-NON_OVERLAP_PHASES = ("rule_reward", "reference_model", "reward_model")
+NON_OVERLAP_PHASES = (*SCORERS.values(), "reference_model")
 
 
 class PublicationFigures(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ from runtime.config import Config
 from runtime.errors import ServiceFault, Unanswered, Unreachable
 from runtime.status import Status
 from runtime.types import Command
-from services.rpc.contract import METHODS, Method, Ranks, method_of
+from services.rpc.contract import METHODS, Method, Ranks, method_of, service_of
 from services.rpc.session import Session
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -262,13 +262,6 @@ async def _in_order(posted: Sequence[Coroutine[Any, Any, Any]], shares: Sequence
         return None
     answers = {i: one for share, reply in zip(shares, replies, strict=True) for i, one in zip(share, reply, strict=True)}
     return [answers[index] for index in range(len(answers))]
-
-
-def service_of(role: str, config: Config) -> str:
-    """The name in proto/ of the service that a process of `role` serves."""
-    if role == "reference" and config.services.reference.engine == "megatron":
-        return "ReferenceGroup"
-    return "Reward" if role == "reward_model" else "".join(map(str.capitalize, role.split("_")))
 
 
 def client(role: str, sessions: Sequence[Session], config: Config, incarnation: int) -> RoleClient | GroupClient:

@@ -9,6 +9,8 @@ method's name; a role's servicer has a method of the same name in snake case.
 from __future__ import annotations
 
 import enum
+import importlib
+import pkgutil
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from runtime.rewards.remote_messages import RemoteScoreReply, RemoteScoreRequest
 from runtime.trainer.rows import balance, balance_each
 from runtime.types import (
     SCHEMA_VERSION,
+    SCORERS,
     GroupRequest,
     LogprobRequest,
     PlayRequest,
@@ -39,19 +42,8 @@ from runtime.types import (
     answer_of,
     snake,
 )
-from services.rpc import stream
-from services.rpc.generated import (
-    common_pb2,
-    coordinator_pb2,
-    critic_pb2,
-    environment_pb2,
-    gateway_pb2,
-    reference_pb2,
-    remote_reward_pb2,
-    reward_pb2,
-    rollout_pb2,
-    trainer_pb2,
-)
+from services.rpc import generated, stream
+from services.rpc.generated import common_pb2
 
 PACKAGE = "sluice.v1"
 _M = TypeVar("_M", bound=Message)
@@ -126,9 +118,9 @@ class Method:
     `deadline`: the configuration's key of the seconds until its answer; "" where its callers say. `command` is the Struct that
     asks for it. `gathered`: the one that is asked alone, many of which a command takes together. `key`: the command's fields
     that make a repeat the same call, which is not done twice: it outlives its stream, and its answer is kept until the caller
-    acknowledges it. Groups of evaluations and probes, whose ids are negative, are asked for anew instead. `callers`: the kinds
-    of those who may call it (`keys.kind_of`). `speaker`: the command's fields that name the one of them who alone may say it.
-    `streamed`: the answer is any number of replies.
+    acknowledges it. Groups of evaluations and probes, whose ids are negative, are asked for anew instead. `callers`: who may
+    call it, by kind or by role (`keys.kinds_of`). `speaker`: the command's fields that name the one of them who alone may say
+    it. `streamed`: the answer is any number of replies.
     """
 
     service: str
@@ -164,7 +156,7 @@ class Method:
     def speaker_of(self, command: Any) -> str:
         """Who alone may say it; "" where any of the callers may."""
         named = [getattr(command, field) for field in self.speaker]
-        return (keys.agent if keys.AGENT in self.callers else keys.process)(*named) if named else ""
+        return (keys.node_agent if keys.NODE_AGENT in self.callers else keys.process)(*named) if named else ""
 
     def seconds(self, config: Config) -> float:
         """How long its answer may take. A weight sync is posted before the step that makes its weights has ended, and may wait
@@ -242,12 +234,17 @@ def _side(descriptor: Descriptor, kind: Any) -> MethodSide:
 
 _SERVICES = {
     service.name: service
-    for module in (
-        *(common_pb2, coordinator_pb2, critic_pb2, environment_pb2, gateway_pb2, reference_pb2),
-        *(remote_reward_pb2, reward_pb2, rollout_pb2, trainer_pb2),
-    )
-    for service in module.DESCRIPTOR.services_by_name.values()
+    for module in pkgutil.iter_modules(generated.__path__, f"{generated.__name__}.")
+    for service in importlib.import_module(module.name).DESCRIPTOR.services_by_name.values()
 }
+
+
+def service_of(role: str, config: Config) -> str:
+    """The service that a process of `role` serves: that of the role's name, but for roles that score, which serve Reward, and
+    for a reference whose ranks are a group."""
+    if role == "reference" and config.services.reference.engine == "megatron":
+        return "ReferenceGroup"
+    return "Reward" if role in SCORERS else "".join(map(str.capitalize, role.split("_")))
 
 
 def _method(service: str, name: str, request: Any, reply: Any, **more: Any) -> Method:
@@ -281,8 +278,7 @@ _JOIN, _COMMIT, _ABORT = "publication.join_timeout", "publication.commit_timeout
 _CONTROL: dict[str, Any] = {"priority": Priority.CONTROL}
 _ALL: dict[str, Any] = {"ranks": Ranks.ALL}
 _OF_GROUP = ("group_id", "attempt")
-_OBSERVERS = (keys.COORDINATOR, keys.AGENT, keys.OPERATOR)
-_PROCESSES = (keys.PROCESS, keys.GATEWAY)
+_OBSERVERS = (keys.COORDINATOR, keys.NODE_AGENT, keys.OPERATOR)
 _GATEWAYS = (keys.GATEWAY,)
 
 
@@ -290,12 +286,12 @@ _ROWS = (
     _method("Process", "Status", None, status.Status, callers=_OBSERVERS, **_CONTROL),
     _method("Process", "Stop", status.Stop, None, **_CONTROL),
     _method("Process", "Profile", status.Profile, status.Profiled, callers=(keys.OPERATOR,), **_CONTROL),
-    _method("Coordinator", "Register", status.Registration, None, callers=_PROCESSES, speaker=("name", "incarnation")),
+    _method("Coordinator", "Register", status.Registration, None, callers=(keys.PROCESS,), speaker=("name", "incarnation")),
     _method("Coordinator", "Processes", None, status.Topology, callers=_OBSERVERS),
     _method("Coordinator", "Watch", None, status.Progress, callers=_OBSERVERS),
-    _method("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment, callers=(keys.AGENT,), speaker=("name",)),
-    _method("Coordinator", "ReportPaths", nodes.NodePaths, None, callers=(keys.AGENT,), speaker=("node",)),
-    _method("Coordinator", "ReportDeath", nodes.Death, None, callers=(keys.AGENT,), speaker=("node",)),
+    _method("Coordinator", "Join", nodes.NodeRegistration, nodes.Assignment, callers=(keys.NODE_AGENT,), speaker=("name",)),
+    _method("Coordinator", "ReportPaths", nodes.NodePaths, None, callers=(keys.NODE_AGENT,), speaker=("node",)),
+    _method("Coordinator", "ReportDeath", nodes.Death, None, callers=(keys.NODE_AGENT,), speaker=("node",)),
     _method("Coordinator", "Scale", nodes.Scale, nodes.Scaled, callers=(keys.OPERATOR,)),
     _method("RemoteReward", "Score", RemoteScoreRequest, RemoteScoreReply, callers=()),  # served by a process of the user's
     _command("Gateway", PlayRequest, "deadlines.episode", name="Play", key=_OF_GROUP),

@@ -18,7 +18,7 @@ import grpc
 from runtime.config import RemoteServer
 from runtime.config.secret_values import resolved
 from runtime.errors import Forbidden
-from runtime.process.keys import COORDINATOR, GATEWAY, OPERATOR, Certificates, Keys, kind_of
+from runtime.process.keys import COORDINATOR, OPERATOR, Certificates, Keys, is_one_of
 from services.rpc import contract, refusals
 
 log = logging.getLogger("sluice")
@@ -29,17 +29,24 @@ SCHEME = "Bearer "
 Metadata = tuple[tuple[str, str], ...]
 
 ANYBODY = ("",)  # also who has no key
+
+
+def _of_session(service: str) -> tuple[str, ...]:
+    """The coordinator has a session to every process of a role; others who may give one of its commands have too."""
+    commands = (method for method in contract.METHODS.values() if method.service == service and method.deadline)
+    return COORDINATOR, *(caller for method in commands for caller in method.callers)
+
+
 _CALLERS: dict[str, tuple[str, ...]] = {
     "grpc.health.v1.Health": ANYBODY,
     "grpc.reflection.v1alpha.ServerReflection": (OPERATOR,),
     **{method.path.lstrip("/"): method.callers for method in contract.METHODS.values()},
-    **{f"{contract.PACKAGE}.{service}/Session": (COORDINATOR,) for service, _ in contract.METHODS},
-    f"{contract.PACKAGE}.Rollout/Session": (COORDINATOR, GATEWAY),
+    **{f"{contract.PACKAGE}.{service}/Session": _of_session(service) for service, _ in contract.METHODS},
 }
 
 
 def callers_of(path: str) -> tuple[str, ...]:
-    """The kinds of those who may call what gRPC calls /SERVICE/METHOD: nobody, where there is none."""
+    """Who may call, by kind or by role, what gRPC calls /SERVICE/METHOD: nobody, where there is none."""
     name = path.lstrip("/")
     return _CALLERS.get(name, _CALLERS.get(name.partition("/")[0], ()))
 
@@ -57,7 +64,7 @@ def check_speaker(method: contract.Method, command: Any) -> None:
 def check_caller(method: contract.Method) -> None:
     """Raises Forbidden when the caller, whose session this is, may not call `method`."""
     caller = _CALLER.get()
-    if caller is not None and kind_of(caller) not in method.callers:
+    if caller is not None and not is_one_of(caller, method.callers):
         raise Forbidden(f"{caller} may not call {method.path}")
 
 
@@ -71,7 +78,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no 
         allowed = callers_of(call.method)
         token = next((str(value) for key, value in call.invocation_metadata if key == HEADER), "")
         caller = self._keys.caller(token.removeprefix(SCHEME))
-        if allowed == ANYBODY or (caller and kind_of(caller) in allowed):
+        if allowed == ANYBODY or (caller and is_one_of(caller, allowed)):
             _CALLER.set(caller)
             return await go_on(call)
         return grpc.stream_stream_rpc_method_handler(self._refusal(call.method, caller))  # nothing is read

@@ -49,13 +49,13 @@ def holder(party: str, secret: bytes = SECRET, tls: bool = False) -> Keys:
 
 
 def of_process(name: str, incarnation: int = 0, tls: bool = False) -> Keys:
-    return holder(keys.agent("a"), tls=tls).of_process(name, incarnation)
+    return holder(keys.node_agent("a"), tls=tls).of_process(name, incarnation)
 
 
 CALLERS: Mapping[str, Keys] = {
     "coordinator": holder(keys.COORDINATOR),
     "operator": holder(keys.OPERATOR),
-    "agent": holder(keys.agent("a")),
+    "agent": holder(keys.node_agent("a")),
     **{role: of_process(f"{role}-0") for role in ROLES},
 }
 

@@ -90,9 +90,7 @@ class Group:
 
     @asynccontextmanager
     async def up(self) -> AsyncIterator[Group]:
-        self.services = [
-            SpmdService("critic", "Critic", self.make_rank, self._config, "critic-0", rank) for rank in range(RANKS)
-        ]
+        self.services = [SpmdService("critic", self.make_rank, self._config, "critic-0", rank) for rank in range(RANKS)]
         await asyncio.gather(*(asyncio.to_thread(service.load) for service in self.services))
         servers = []
         for service in self.services:
@@ -305,7 +303,7 @@ def test_a_command_that_is_withdrawn_is_carried_out_by_every_rank() -> None:
 def test_it_writes_and_reads_in_the_runs_folder_alone(tmp_path: Path) -> None:
     run_dir, base, elsewhere = tmp_path / "run", tmp_path / "base", tmp_path / "elsewhere"
     config = Config(run=Run(name="a", dir=str(run_dir), resume=str(base)))
-    service = SpmdService("critic", "Critic", lambda *_: CriticRank(NotingEngine(), config), config, "critic-0", 0)
+    service = SpmdService("critic", lambda *_: CriticRank(NotingEngine(), config), config, "critic-0", 0)
     foreign = (
         Save(str(elsewhere)),
         Export(str(run_dir / ".." / "elsewhere")),

@@ -55,7 +55,7 @@ class Found(msgspec.Struct):
 
 def strangers() -> Iterator[tuple[str, Keys | None]]:
     yield "no key", None
-    for party in (keys.COORDINATOR, keys.OPERATOR, keys.agent("first"), keys.process("rollout-0", 0)):
+    for party in (keys.COORDINATOR, keys.OPERATOR, keys.node_agent("first"), keys.process("rollout-0", 0)):
         yield f"another run's {party}", Keys(name=party, secret=ANOTHER)
     own = Keys(name=keys.COORDINATOR, secret=ANOTHER)
     yield "another run's certificate", replace(own, certificates=certificates.issued(keys.authority(ANOTHER), own.name))

@@ -26,7 +26,7 @@ from runtime.evaluation.results import EvaluatedProblem
 from runtime.evaluation.sets import EvaluationData
 from runtime.telemetry import metric_names, metrics
 from runtime.telemetry.metrics import PublicationFigures, SpanClock
-from runtime.types import GeneratedGroup, Outcomes, PolicyVersion, Scores, StepResult
+from runtime.types import SCORERS, GeneratedGroup, Outcomes, PolicyVersion, Scores, StepResult
 from tests.metric_names import described
 
 pytest.importorskip("torch", reason="needs torch: make install")
@@ -46,7 +46,7 @@ PPO = {"advantage": "gae", "kl_placement": "reward", "kl": "k1"}
 
 def spans() -> set[str]:
     """The phases that the coordinator accounts for."""
-    named = {TO_INFER, TO_TRAIN, metrics.UPDATE, metrics.UPDATE_CRITIC, "rule_reward", "reward_model"}
+    named = {TO_INFER, TO_TRAIN, metrics.UPDATE, metrics.UPDATE_CRITIC, *SCORERS.values()}
     for path in (RUNTIME / "coordinator").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_spans.span"):

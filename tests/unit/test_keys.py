@@ -83,7 +83,7 @@ def test_who_has_no_secret_has_no_keys_where_they_are_needed() -> None:
 
 
 def test_a_process_takes_its_keys_out_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    agent = keys.holder(LOOPBACK, keys.agent("a"), SECRET)
+    agent = keys.holder(LOOPBACK, keys.node_agent("a"), SECRET)
     assert agent is not None
     for name, value in keys.to_give(agent, ("trainer-0", "trainer-1"), 3).items():
         monkeypatch.setenv(name, value)
@@ -101,8 +101,8 @@ def test_nothing_of_a_key_is_shown() -> None:
 
 @pytest.mark.parametrize("name", ["a", "a/b", "ü ñ", "coordinator", "x:y"])
 def test_whatever_a_node_is_called_its_agent_is_an_agent(name: str) -> None:
-    party = keys.agent(name)
-    assert keys.kind_of(party) == keys.AGENT and party.isascii() and party.isprintable()
+    party = keys.node_agent(name)
+    assert keys.kinds_of(party) == (keys.NODE_AGENT,) and party.isascii() and party.isprintable()
     token = Keys(name=party, secret=SECRET).token(keys.COORDINATOR)
     assert Keys(name=keys.COORDINATOR, secret=SECRET).caller(token) == party
 

@@ -70,7 +70,7 @@ async def step(service: SpmdService, number: int) -> None:
 
 
 def trainer(folder: Path, rank: int = 0, steps: int = 10) -> SpmdService:
-    service = SpmdService("trainer", "Trainer", NamingRank, settings(folder, steps), "trainer-0", rank)
+    service = SpmdService("trainer", NamingRank, settings(folder, steps), "trainer-0", rank)
     service.load()
     return service
 
@@ -201,7 +201,7 @@ def test_what_py_spy_says_when_it_fails_is_told(
 def trained(folder: Path, profiled: bool) -> dict[str, torch.Tensor]:
     """The weights that four steps leave, the middle two of which were perhaps profiled."""
     made = replace(make_config(make_policy(folder / "model")), run=config.Run(name="test", dir=str(folder)))
-    service = SpmdService("trainer", "Trainer", partial(make_rank, TrainRank), made, "trainer-0", 0)
+    service = SpmdService("trainer", partial(make_rank, TrainRank), made, "trainer-0", 0)
     service.load()
 
     async def test() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,8 +14,8 @@ from launcher.node.machine import Machine
 from launcher.node.topology import ProcessSpec, coordinator_spec, restarts, service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
 from runtime.cluster.placement import NodeOffer, place
-from runtime.cluster.topology import Instance, group_of, instances, replicas, uses_reference
-from runtime.config import Config
+from runtime.cluster.topology import Instance, group_of, instances, replicas, sections, uses_reference
+from runtime.config import Config, Environment, RemoteServer, Rollout
 from runtime.coordinator.run_context import accelerators
 from sluice import start
 
@@ -205,3 +206,13 @@ def test_an_evaluation_alone_has_rollouts_and_rewards_which_share_all_cores() ->
     assert {instance.name for instance in instances(config, trains=False)} == {spec.name for spec in found}
     assert "--evaluate" in coordinator_spec(config, Path("c.yaml"), "python", ("--ready-fd", "3"), 0.0, trains=False).command
     assert "--evaluate" not in coordinator_spec(config, Path("c.yaml"), "python", ("--ready-fd", "3"), 0.0).command
+
+
+def test_a_section_is_one_or_a_list_or_a_mapping_or_nothing() -> None:
+    one, user = Rollout(slots=1), Environment(server=RemoteServer(address="a:1"))
+    services: Any = SimpleNamespace(one=one, list=[one, one], named={"a": one, "user": user}, none=None, word="ascend")
+    config: Any = SimpleNamespace(services=services)
+    assert sections(config, "one") == {"services.one": one}
+    assert sections(config, "list") == {"services.list.0": one, "services.list.1": one}
+    assert sections(config, "named") == {"services.named.a": one}  # the other's process is the user's to start
+    assert sections(config, "none") == sections(config, "word") == {}
