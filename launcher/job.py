@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Generic, TypeVar
 
 from launcher import run_folder
-from launcher.known import known_names
 from launcher.node import environment, topology
 from launcher.node.agent import Agent
 from launcher.node.coordinator import CoordinatorKeeper
@@ -23,6 +22,7 @@ from launcher.node.local_node import LocalNode, placement_faults
 from launcher.node.machine import on_this_machine
 from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
+from launcher.registered_names import known_names
 from launcher.view import View
 from launcher.warm_up import warm_up
 from runtime import run_files, timeouts

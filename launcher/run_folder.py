@@ -15,7 +15,7 @@ from typing import IO
 from runtime import run_files, timeouts
 from runtime.cluster.topology import named_paths
 from runtime.config import Config, Run
-from runtime.data.chosen import sources
+from runtime.data.source_settings import sources
 from runtime.errors import UserError
 from runtime.evaluation.sets import evaluation_sets
 from runtime.ledger import checkpoint

@@ -324,8 +324,8 @@ class ScoreRequest(Command["Scores"], frozen=True, kw_only=True):
 
 SCORERS = {"reward": "rule_reward", "reward_model": "reward_model"}
 """The roles that answer ScoreRequest, whose scores are added up; each with the phase of the metrics that its time is."""
-REWARD_MODEL = "reward_model"  # the column of the reward model's scores
-ENVIRONMENT = "environment"  # the column of what who played the episodes gave
+REWARD_MODEL_COLUMN = "reward_model"  # the column of the reward model's scores
+ENVIRONMENT_COLUMN = "environment"  # the column of what who played the episodes gave
 
 
 class Scores(msgspec.Struct, kw_only=True):

@@ -1,4 +1,5 @@
-"""What a process answers that sends weights: the trainer's ranks, and a rollout that brings another one up to date."""
+"""The sending side of a weight sync: what the trainer's ranks, and a rollout that brings another one up to date, do with the
+commands to open an epoch's group and to send once more."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from launcher.commands.evaluate import Evaluating, own_folder
 from launcher.node.local_node import LocalNode
 from launcher.view import View
 from runtime.config import Config, Evaluation, Source
-from runtime.data.chosen import row_format_of, sources
 from runtime.data.fields import extra
 from runtime.data.handlers import source_rows
+from runtime.data.source_settings import row_format_of, sources
 from runtime.errors import UserError
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation

@@ -11,7 +11,7 @@ from launcher import run_folder
 from launcher.job import Job
 from launcher.node.fork_server import ForkServer
 from launcher.node.local_node import LocalNode
-from launcher.page.beside import PageBeside
+from launcher.page.page_process import PageBeside
 from launcher.view import View
 from runtime import timeouts
 from runtime.config import Config

@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from launcher import run_folder
 from launcher.job import Interrupted
-from launcher.known import known_names
 from launcher.node import environment
 from launcher.node.local_node import LocalNode
 from launcher.node.supervisor import Child, Supervisor
 from launcher.node.topology import ProcessSpec
+from launcher.registered_names import known_names
 from launcher.view import View
 from runtime import run_files, timeouts
 from runtime.config import Config, loading

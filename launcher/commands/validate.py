@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from launcher.known import faults_of_own_files, known_names
 from launcher.node import environment
 from launcher.node.local_node import LocalNode, placement_faults, placement_table
 from launcher.node.machine import on_this_machine
+from launcher.registered_names import faults_of_own_files, known_names
 from runtime.cluster import topology
 from runtime.cluster.topology import has_several_nodes
 from runtime.config import Config, loading

@@ -29,14 +29,14 @@ from runtime.config.service_checks import (
     publication_faults,
     rollout_faults,
 )
-from runtime.data.chosen import sources
 from runtime.data.prompt_types import MODEL, names
+from runtime.data.source_settings import sources
 from runtime.errors import UserError
 from runtime.evaluation.sets import evaluation_sets, judge_of, set_faults
 from runtime.models.limits import LORA_NEEDS_PEFT, needs_torchao
 from runtime.registry import OWN
 from runtime.telemetry.trackers import missing_package
-from runtime.types import ENVIRONMENT, REWARD_MODEL
+from runtime.types import ENVIRONMENT_COLUMN, REWARD_MODEL_COLUMN
 
 _NEED_GROUPS = ("group_norm", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 _BY_TOKEN = ("gae", "reinforce_plus_plus")  # whose advantages come of rewards per token
@@ -306,11 +306,11 @@ def reward_faults(config: Config, trains: bool) -> Iterator[str]:
             "the reward), or set evaluation.before and evaluation.after to false and evaluation.every to 0"
         )
     taken = Counter(rule.name.rpartition(":")[2] for rule in rewards.rules)
-    if plays and taken[ENVIRONMENT]:
-        yield f"rewards.rules: '{ENVIRONMENT}' is what the reward by who plays is called; give the rule another name"
-    taken[ENVIRONMENT] += plays
+    if plays and taken[ENVIRONMENT_COLUMN]:
+        yield f"rewards.rules: '{ENVIRONMENT_COLUMN}' is what the reward by who plays is called; give the rule another name"
+    taken[ENVIRONMENT_COLUMN] += plays
     if rewards.model is not None:
-        taken[REWARD_MODEL] += 1
+        taken[REWARD_MODEL_COLUMN] += 1
     yield from _sandbox(rewards)
     for index, remote in enumerate(rewards.remote):
         path = f"rewards.remote.{index}"
@@ -318,7 +318,8 @@ def reward_faults(config: Config, trains: bool) -> Iterator[str]:
             yield f"{path}.name: '{remote.name}' is not a name of letters, digits, '_', '-' and '.'"
         taken[remote.name] += 1
         if taken[remote.name] > 1:
-            yield f"{path}.name: '{remote.name}' is taken; rules, remotes and the model ({REWARD_MODEL}) have different names"
+            others = f"rules, remotes and the model ({REWARD_MODEL_COLUMN})"
+            yield f"{path}.name: '{remote.name}' is taken; {others} have different names"
         yield from address_faults(path, remote)
         if remote.timeout >= config.deadlines.score:
             yield f"{path}.timeout: {remote.timeout:g} is not below deadlines.score {config.deadlines.score:g}"

@@ -20,6 +20,7 @@ from runtime.cluster.topology import (
     place_in_fleet,
     processes,
     replicas,
+    sections,
     takes_turns,
 )
 from runtime.config import (
@@ -253,7 +254,7 @@ def _host_fault(config: Config, path: str, settings: Computing, running: set[str
 
 
 def _of_role(config: Config, role: str) -> list[Computing]:
-    return list(fleets(config).values()) if role == "rollout" else [getattr(config.services, role)]
+    return list(sections(config, role).values())
 
 
 def _needed(settings: Computing) -> int:

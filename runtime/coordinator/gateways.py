@@ -79,7 +79,8 @@ class GatewayPool(WorkPool):
             self._tell_all()
 
     async def hurry(self, gateway: RolePort, group_id: int) -> None:
-        """The trainer waits for this group alone. A gateway that is lost has it played again anyway."""
+        """Tell the gateway that the trainer waits for this group alone. Where that fails nothing is to be done: the groups of a
+        gateway that is lost are played anew by another."""
         with suppress(SluiceError):
             await gateway.call(Hurry(group_id))
 

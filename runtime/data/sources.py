@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from runtime.config import Data, RowFormat
 from runtime.data import prepared
-from runtime.data.chosen import row_format_of, sources
 from runtime.data.handlers import Problem, data_key, environment_of, load_problems, role_key
 from runtime.data.order import Share
 from runtime.data.prompts import Prompts, tokenise
+from runtime.data.source_settings import row_format_of, sources
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 

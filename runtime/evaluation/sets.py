@@ -9,8 +9,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime.config import Config, EvaluationSet, RowFormat, Rule
-from runtime.data.chosen import row_format_of
-from runtime.types import ENVIRONMENT
+from runtime.data.source_settings import row_format_of
+from runtime.types import ENVIRONMENT_COLUMN
 
 HELD_OUT = "held_out"
 """What the set of `data.eval` is called."""
@@ -45,7 +45,7 @@ def judge_of(config: Config) -> Rule | None:
     rewards = config.rewards
     if rewards.rules:
         return rewards.rules[0]
-    return Rule(name=ENVIRONMENT) if config.gateway is not None and rewards.environment else None
+    return Rule(name=ENVIRONMENT_COLUMN) if config.gateway is not None and rewards.environment else None
 
 
 def set_faults(config: Config) -> Iterator[str]:

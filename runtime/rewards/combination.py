@@ -11,7 +11,7 @@ from msgspec import structs
 
 from runtime.errors import ServiceFault
 from runtime.rewards.rules import RuleOutcome
-from runtime.types import ENVIRONMENT, Scores
+from runtime.types import ENVIRONMENT_COLUMN, Scores
 
 
 def column(group_id: int, name: str, weight: float, outcomes: Sequence[RuleOutcome], blamed: str = "") -> Scores:
@@ -34,13 +34,13 @@ def column(group_id: int, name: str, weight: float, outcomes: Sequence[RuleOutco
     )
 
 
-NO_REWARD = f"{ENVIRONMENT}:no reward"
+NO_REWARD = f"{ENVIRONMENT_COLUMN}:no reward"
 
 
 def played(group_id: int, weight: float, rewards: Sequence[float]) -> Scores:
     """Scores by whoever played the episodes; one that it gave nothing (NaN) is masked and counted: it may have its reasons."""
     outcomes = [RuleOutcome(error=NO_REWARD) if math.isnan(reward) else RuleOutcome(reward) for reward in rewards]
-    return column(group_id, ENVIRONMENT, weight, outcomes)
+    return column(group_id, ENVIRONMENT_COLUMN, weight, outcomes)
 
 
 def combine(parts: Sequence[Scores]) -> Scores:

@@ -28,7 +28,7 @@ from runtime.rewards.rules import RuleOutcome
 from runtime.trainer.attention_rows import attention_rows
 from runtime.trainer.prefix_tree import tree_paths
 from runtime.trainer.rows import cut_by_length, ramps, starts
-from runtime.types import REWARD_MODEL, GroupPayload, ScoreRequest, Scores
+from runtime.types import REWARD_MODEL_COLUMN, GroupPayload, ScoreRequest, Scores
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a reward model reads of a reply, and how its numbers become scores.
@@ -62,7 +62,7 @@ class ModelScorer:
         self._settings = settings
         self._model = model
         self._limit = settings.max_tokens or model.positions
-        self._blamed = REWARD_MODEL if fail else ""
+        self._blamed = REWARD_MODEL_COLUMN if fail else ""
         self._policy = Tokenizer(policy)
         self._own = _own_tokenizer(settings, self._policy)
         log.info("%s reads %s", settings.path, "the policy's tokens" if self._own is None else "conversations as text")
@@ -79,7 +79,7 @@ class ModelScorer:
         for payload, group, found in zip(payloads, texts, values, strict=True):
             given = iter(found.tolist())
             outcomes = [_outcome(next(given)) if len(text) <= self._limit else RuleOutcome(error=TOO_LONG) for text in group]
-            scores.append(column(payload.group_id, REWARD_MODEL, self._settings.weight, outcomes, self._blamed))
+            scores.append(column(payload.group_id, REWARD_MODEL_COLUMN, self._settings.weight, outcomes, self._blamed))
         return scores
 
     def _tokens(self, payloads: Sequence[GroupPayload]) -> Texts:

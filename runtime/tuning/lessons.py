@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from runtime.config import Config
 from runtime.data import prepared
-from runtime.data.chosen import row_format_of, sources
 from runtime.data.handlers import Problem, load_problems, report
 from runtime.data.order import Share
 from runtime.data.prompts import PromptStream
+from runtime.data.source_settings import row_format_of, sources
 from runtime.data.sources import column_key
 from runtime.data.templates import ChatTemplate, Message
 from runtime.data.tokenizer import Tokenizer

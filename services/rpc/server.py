@@ -1,7 +1,8 @@
 """The gRPC harness of every process: typed methods, the session stream, health, reflection.
 
-A handler takes the decoded request and returns an awaitable of the reply: a future where there is one, since a task would cost
-as much as the rest of a small call. The same handlers serve unary calls and `Session`.
+A handler takes the decoded request and returns an awaitable of the reply. One that has a future returns that, and is no
+coroutine: the task around a coroutine costs as much as the rest of a small call. The same handlers serve unary calls and
+`Session`.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from launcher.commands.validate import validate
-from launcher.known import known_names
 from launcher.node import local_node
 from launcher.node.machine import Machine, this_machine
+from launcher.registered_names import known_names
 from runtime import registry
 from runtime.algorithms import interfaces
 from runtime.cluster.topology import processes, teachers

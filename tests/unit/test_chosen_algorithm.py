@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.known import faults_of_own_files
+from launcher.registered_names import faults_of_own_files
 from runtime.algorithms.interfaces import with_options
 from runtime.chosen_algorithm import choose, groups_per_update, streams, updates_per_epoch
 from runtime.config import Algorithm, Config, Data, Evaluation, EvaluationSet, Run, Source, Training

@@ -23,7 +23,7 @@ class TestPresets:
         assert loading("run: {name: a}", "algorithm.preset=dr_grpo").algorithm.clip_high == 0.2
 
     def test_every_packaged_one_is_sound(self, loading: Loading, sound: dict[str, Any]) -> None:
-        from launcher.known import known_names
+        from launcher.registered_names import known_names
 
         assert len(preset_names("algorithm.preset")) >= 7
         for name in preset_names("algorithm.preset"):

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from tokenizers import Tokenizer, models
 
-from launcher.known import known_names
+from launcher.registered_names import known_names
 from runtime import codec
 from runtime.config import Data, Model, Source
 from runtime.config.checks import semantic_faults

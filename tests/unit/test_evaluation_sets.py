@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from runtime.config import Config, Data, Source, Warmup
 from runtime.config.checks import semantic_faults
-from runtime.data.chosen import row_format_of
+from runtime.data.source_settings import row_format_of
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.evaluation.held_out import load_held_out

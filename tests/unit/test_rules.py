@@ -272,7 +272,8 @@ def loaded(code: str) -> list[str]:
         ),
         pytest.param(
             "from launcher.commands import evaluate, prepare, report, samples, score, status, train\n"
-            "import launcher.accept.checks, launcher.known, launcher.node.environment, runtime.telemetry.report.page\n"
+            "import launcher.accept.checks, launcher.registered_names, launcher.node.environment\n"
+            "import runtime.telemetry.report.page\n"
             "import benchmarks.command",
             id="launcher",
         ),

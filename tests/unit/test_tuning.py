@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from launcher.known import known_names
+from launcher.registered_names import known_names
 from runtime.config import Data, Lora, Source
 from runtime.config.checks import tune_faults
 from runtime.config.loading import load, resolve
