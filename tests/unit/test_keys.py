@@ -107,6 +107,14 @@ def test_whatever_a_node_is_called_its_agent_is_an_agent(name: str) -> None:
     assert Keys(name=keys.COORDINATOR, secret=SECRET).caller(token) == party
 
 
+def test_a_process_is_of_its_role_and_of_no_other_kind() -> None:
+    party = keys.process("reward_model-0", 3)
+    assert keys.kinds_of(party) == (keys.PROCESS, "reward_model")
+    assert keys.is_one_of(party, ("reward_model",)) and keys.is_one_of(party, (keys.PROCESS,))
+    assert not keys.is_one_of(party, (keys.COORDINATOR, keys.NODE_AGENT, keys.GATEWAY, "reward"))
+    assert not keys.is_one_of(party, ())
+
+
 @pytest.mark.parametrize(
     "token", ["", ":", "coordinator", "coordinator:", "coordinator:00", ":00", "rollout-0/0:é", "a" * 10000]
 )
