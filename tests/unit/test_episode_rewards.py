@@ -174,7 +174,7 @@ class Replicas(list[float]):
 
 
 def summed(given: list[float], weight: float, *rules: float) -> Scores:
-    roles: Any = SimpleNamespace(rewards=Replicas(rules), reward_models=Replicas())
+    roles: Any = SimpleNamespace(scorers={"rule_reward": Replicas(rules), "reward_model": Replicas()})
     return asyncio.run(RewardScoring(roles, weight).score(request_of([[REPLY]]), given, 0))
 
 
@@ -215,6 +215,6 @@ def test_a_group_that_nobody_gives_a_reward_ends_the_run() -> None:
 
 def test_where_no_reward_is_looked_at_it_is_0_and_one_that_there_is_stays() -> None:
     for rules, rewards in (((), [0.0, 0.0, 0.0]), ((2.0, 3.0, 4.0), [2.0, 3.0, 4.0])):
-        roles: Any = SimpleNamespace(rewards=Replicas(rules), reward_models=Replicas())
+        roles: Any = SimpleNamespace(scorers={"rule_reward": Replicas(rules), "reward_model": Replicas()})
         scores = asyncio.run(RewardScoring(roles, 1.0, unrewarded=3).score(request_of([[REPLY]]), [], 0))
         assert (scores.rewards.tolist(), scores.valid.tolist()) == (rewards, [1, 1, 1])

@@ -103,6 +103,8 @@ def test_nothing_of_a_key_is_shown() -> None:
 def test_whatever_a_node_is_called_its_agent_is_an_agent(name: str) -> None:
     party = keys.node_agent(name)
     assert keys.kinds_of(party) == (keys.NODE_AGENT,) and party.isascii() and party.isprintable()
+    token = Keys(name=party, secret=SECRET).token(keys.COORDINATOR)
+    assert Keys(name=keys.COORDINATOR, secret=SECRET).caller(token) == party
 
 
 def test_a_process_is_of_its_role_and_of_no_other_kind() -> None:
@@ -111,8 +113,6 @@ def test_a_process_is_of_its_role_and_of_no_other_kind() -> None:
     assert keys.is_one_of(party, ("reward_model",)) and keys.is_one_of(party, (keys.PROCESS,))
     assert not keys.is_one_of(party, (keys.COORDINATOR, keys.NODE_AGENT, keys.GATEWAY, "reward"))
     assert not keys.is_one_of(party, ())
-    token = Keys(name=party, secret=SECRET).token(keys.COORDINATOR)
-    assert Keys(name=keys.COORDINATOR, secret=SECRET).caller(token) == party
 
 
 @pytest.mark.parametrize(
