@@ -27,6 +27,10 @@ CAUSES = {  # what each is, and what changes it
         "the step's last group was not begun: as many were under way as may be",
         "training.staleness or training.depth; with agents services.environment.NAME.concurrency",
     ),
+    "restart": (
+        "the run was not under way, or was starting; or its trainer was",
+        "the logs say what ended; `sluice status`, summary.json and startup.json what a start takes",
+    ),
     "dispatch": ("no rollout took the group yet", "services.rollout.slots or replicas; with agents gateway.episodes"),
     "generate": (
         "the step's last group was generated",

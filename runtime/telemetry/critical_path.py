@@ -11,7 +11,7 @@ It is walked from its end. A version is committed once it is published, and publ
 could complete that when the step's last group was ready, or, where it was ready before, had only itself to wait for; and that
 group was ready when whoever had it was done. So the parts are as long as the step together, and what went on beside the path is
 not on it: it made no step longer. For some of `train` the trainer may have had nothing to do, as a rollout had not answered its
-probe: that is `probe`.
+probe: that is `probe`. What passed until the trainer served again, where the run or it was started anew, is `restart`.
 
 Where agents play, `generate` is cut up once more, by what the group's episode that ended last was at::
 
@@ -34,6 +34,7 @@ from runtime.process.spans import CALLS, EPISODES, OVERLAPPING, POLICY, PUBLICAT
 
 ADMIT, DISPATCH, GENERATE, TRAIN, PUBLISH = "admit", "dispatch", "generate", "train", "publish"
 AGAIN = "generate again"  # what was generated before was lost
+RESTART = "restart"  # the run, or its trainer, was not there
 MARKS = {"scored": "score", "referenced": "reference", "valued": "value"}
 CALLED = {"score": "Score", "reference": "Logprobs", "value": "Values"}  # by cause: the command whose call has the group
 PLACE = "place"  # of an episode that nobody plays yet
@@ -43,6 +44,7 @@ PUBLISHED = {"gather": 1, "ReceiveWeights": 1, "await sender": -1, "CommitWeight
 PUBLICATION_PHASES = ("gather", "wait", "copy", "hash", "stage")
 PROBE = "probe"  # the update waits until every rollout was asked whether it has the trainer's weights
 TRAINER, COORDINATOR = "trainer-0", "coordinator"
+SERVING = "serving"  # the state of a process that is there
 
 
 class PathPart(NamedTuple):
@@ -155,6 +157,8 @@ class ProcessSpans:
     def __init__(self, spans: Mapping[str, Sequence[TracedSpan]]):
         """`spans`: by process, in any order. Of what lasts as long as a run nothing is told."""
         told = {process: [span for span in found if not span.line.startswith(STATE)] for process, found in spans.items()}
+        states = [span for span in spans.get(COORDINATOR, ()) if span.line == STATE + TRAINER]
+        self._absent = [span for span in states if span.name != SERVING]
         self._spans = {process: sorted(found, key=lambda span: span.end) for process, found in told.items()}
         self._ends = {process: [span.end for span in found] for process, found in self._spans.items()}
         self._longest = {process: max((s.end - s.start for s in found), default=0.0) for process, found in self._spans.items()}
@@ -167,9 +171,16 @@ class ProcessSpans:
 
     def explain(self, step: StepPath) -> StepPath:
         """`step`, with who was waited for where the ledger does not know, and what they did."""
-        parts = [each for part in step.parts for each in self._cut(part)]
+        parts = [each for part in self._restarted(step) for each in self._cut(part)]
         parts = [part._replace(process=part.process or self._who(part, step.step)) for part in parts]
         return StepPath(step.step, step.start, step.end, step.groups, parts, [self._inside(part) for part in parts])
+
+    def _restarted(self, step: StepPath) -> list[PathPart]:
+        """The step's parts; those before the trainer's last start are one."""
+        back = max((span.end for span in self._absent if step.start < span.end <= step.end), default=step.start)
+        first = PathPart(RESTART, step.start, back)
+        parts = [first, *(part._replace(start=max(part.start, back)) for part in step.parts)]
+        return [part for part in parts if part.end > part.start]
 
     def _cut(self, part: PathPart) -> list[PathPart]:
         if part.cause == TRAIN:

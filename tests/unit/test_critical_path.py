@@ -13,7 +13,7 @@ from launcher.commands.why import CAUSES
 from runtime.environments import messages
 from runtime.ledger.reader import GroupRow
 from runtime.ledger.states import Mark, Phase
-from runtime.process.spans import CALLS, EPISODES, POLICY, PUBLICATION, TOOL, TracedSpan
+from runtime.process.spans import CALLS, EPISODES, POLICY, PUBLICATION, STATE, TOOL, TracedSpan
 from runtime.telemetry import critical_path
 from runtime.telemetry.critical_path import (
     COORDINATOR,
@@ -109,6 +109,17 @@ def test_a_step_begins_where_the_one_before_was_committed() -> None:
     assert [(each.start, each.end) for each in paths(rows)] == [(3.0, 5.0), (5.0, 6.0), (6.0, 8.0)]
 
 
+def test_the_time_for_which_the_trainer_was_not_there_is_a_restart() -> None:
+    step = path(5, [group(1, 5, 70, 71, 72, 73, 73, 75, 76)], 10.0)
+    line = f"{STATE}{TRAINER}"
+    states = [("serving", 2.0, 12.0), ("placed", 60.0, 65.0), ("registered", 65.0, 69.5), ("serving", 69.5, 90.0)]
+    spans = [TracedSpan(name, start, end, line, -1, -1, "") for name, start, end in states]
+    explained = ProcessSpans({COORDINATOR: spans}).explain(step)
+    assert told(explained)[:3] == [("restart", 59.5, "", -1), ("admit", 0.5, "", 1), ("dispatch", 1.0, "", 1)]
+    assert sum(part.seconds for part in explained.parts) == step.seconds
+    assert ProcessSpans({COORDINATOR: spans[:1]}).explain(step).parts[0] == PathPart("admit", 10.0, 70.0, "", 1)
+
+
 def test_groups_that_are_not_committed_are_of_no_step() -> None:
     row = group(1, 5, 10, 10, 12, 13, 14, 15, 15)
     del row.times["retired"]
@@ -192,7 +203,14 @@ def test_a_generation_of_which_the_spans_are_lost_stays_whole(spans: list[Traced
 
 def test_every_cause_has_a_meaning_and_is_in_the_guide() -> None:
     episodes = {critical_path.PHASES.get(phase, phase) for phase in messages.PHASES}
-    own = {critical_path.ADMIT, critical_path.DISPATCH, critical_path.GENERATE, critical_path.AGAIN, critical_path.TRAIN}
+    own = {
+        critical_path.ADMIT,
+        critical_path.DISPATCH,
+        critical_path.GENERATE,
+        critical_path.AGAIN,
+        critical_path.TRAIN,
+        critical_path.RESTART,
+    }
     others = {critical_path.PROBE, critical_path.PUBLISH, critical_path.PLACE, POLICY, TOOL}
     assert episodes | own | others | set(critical_path.MARKS.values()) == CAUSES.keys()
     guide = (Path(__file__).parents[2] / "docs" / "guides" / "slow-steps.md").read_text()
