@@ -160,9 +160,8 @@ def _columns(title: str, names: Sequence[str]) -> LiteralTable:
 def _rates(rates: Mapping[str, float]) -> str:
     busy = rates.get("busy_seconds")
     told = [f"busy {busy:.0%}"] if busy is not None else []
-    return ", ".join(
-        told + [f"{name} {value:,.0f}/s" for name, value in sorted(rates.items()) if value and not name.endswith("_seconds")]
-    )
+    counts = {name: f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for name, value in sorted(rates.items()) if value > 0}
+    return ", ".join(told + [f"{name} {value}/s" for name, value in counts.items() if not name.endswith("_seconds")])
 
 
 async def asked(process: Registration, own: Keys | None) -> Status:

@@ -17,7 +17,7 @@ ROLLOUT = Status(
     state="generating",
     version=PolicyVersion(2, 1234),
     calls=CallStats(open=17, answered=123456, failed=2, seconds=0.25),
-    rates={"tokens": 123456.0, "samples": 312.0, "kv_misses": 0.0, "busy_seconds": 0.633, "idle_seconds": 0.1},
+    rates={"tokens": 123456.0, "samples": 312.0, "steps": 0.25, "swaps": 0.0, "busy_seconds": 0.633, "idle_seconds": 0.1},
     pid=1234567,
     address="10.20.30.41:40001",
 )
@@ -36,9 +36,9 @@ def test_nothing_is_cut_off_at_80_columns() -> None:
     for text in ("rollout-0", "generating", "2.1234", "3", "1234567", "10.20.30.41:40001", "17", "123456", "2"):
         assert text in cells
     told = " ".join(" ".join(cells).split())
-    assert "busy 63%, samples 312/s," in told  # by name, and none that stands still
+    assert "busy 63%, samples 312/s, steps 0.25/s," in told  # by name
     assert "tokens 123,456/s" in told
-    assert "kv_misses" not in told
+    assert "swaps" not in told  # what was not done is left out
     assert not any("…" in line for line in lines)
     assert lines[0].strip() == "training: step 12 of 200"
 
