@@ -18,6 +18,7 @@ from runtime.cluster.topology import has_several_nodes
 from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
 from runtime.config.model_checks import kv_caches, memory_of_ranks, spread_models
+from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError
 from runtime.models import tiny_model
 from runtime.telemetry.shown import say
@@ -38,6 +39,8 @@ def validate(path: Path, overrides: Sequence[str]) -> None:
     faults = [*semantic_faults(config, known_names(), memory), *environment.faults(config, here.machine)]
     if faults := faults or [*placement_faults(config, here.offer, trains=True), *faults_of_own_files(config)]:
         raise ConfigError(faults)
+    if (model := config.model.path) and not model.startswith(tiny_model.PREFIX):
+        _ = Tokenizer.of(config).template
     if not has_several_nodes(config.cluster):  # where there are several, this machine may be none of them
         on_this_machine(config)
     console = Console()

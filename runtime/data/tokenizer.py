@@ -126,7 +126,7 @@ class Tokenizer:
             source = named[-1].get("template") if named else None
         if not isinstance(source, str):
             raise UserError(
-                f"{self._section}prompt_type: {self.folder} has no chat template for 'model'; name another type, "
+                f"{self._section}prompt_type: {self.folder} has no chat template, which 'model' needs; name another type, "
                 "or (to train) a jinja file as model.chat_template"
             )
         return ChatTemplate(source, self.special_tokens, f"{self._key}: {self.folder / 'tokenizer_config.json'}")

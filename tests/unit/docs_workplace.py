@@ -29,6 +29,7 @@ from runtime.config.loading import load
 from runtime.config.yaml_text import dump, read_value
 from runtime.data import preparation
 from runtime.data.handlers import HANDLERS
+from runtime.models.tiny_model import write_tokenizer
 from runtime.registry import Registry
 from runtime.rewards.rules import RULES
 from tests.unit.docs_blocks import ROOT, own_files
@@ -141,7 +142,7 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _model(name: str, **described: Any) -> None:
-    """A folder with a model's description alone: of the sizes that its name says, else of Qwen2.5-1.5B's."""
+    """A folder with a model's description and a tokenizer alone: of the sizes that its name says, else of Qwen2.5-1.5B's."""
     folder = Path(name)
     if not name or name.startswith("tiny:") or folder.exists():
         return
@@ -150,7 +151,7 @@ def _model(name: str, **described: Any) -> None:
     (folder / "config.json").write_text(
         json.dumps(CONFIGS.get(key, CONFIGS["qwen25_1.5b"]) | {"torch_dtype": "bfloat16"} | described)
     )
-    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    write_tokenizer(folder)
     (folder / "model.safetensors").touch()
 
 

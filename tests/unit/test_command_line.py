@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher import cli
+from runtime.models import tiny_model
 
 
 @pytest.mark.parametrize("command", [["train"], ["eval"], ["validate"], ["render", "slurm"], ["data", "prepare"]])
@@ -67,6 +69,20 @@ def test_a_file_of_ones_own_imports_its_neighbour_and_registers_what_is_named(
     assert ended(["validate", config, f"rewards.rules.1.name={tmp_path}/neighbour_alone.py:neighbour_score"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"unknown name 'neighbour_score'; no decorator in {tmp_path}/neighbour_alone.py registers it")
+
+
+def test_validate_reads_the_tokenizer_with_its_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model.write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_model.described("tiny:qwen2")))
+    (tmp_path / "model.safetensors").touch()
+    config = Path(__file__).parents[2] / "configs/quickstart.yaml"
+    arguments = ["validate", str(config), f"model.path={tmp_path}"]
+    assert ended(arguments) == 0
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    assert ended(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: data.prompt_type: {tmp_path} has no chat template, which 'model' needs")
+    assert ended([*arguments, "data.prompt_type=qwen"]) == 0
 
 
 def ended(arguments: list[str]) -> int | str | None:

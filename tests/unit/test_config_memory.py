@@ -22,6 +22,7 @@ from runtime.config.loading import resolve
 from runtime.config.model_checks import memory_of_ranks, spread_models
 from runtime.errors import UserError
 from runtime.models.limits import kv_cache_bytes
+from runtime.models.tiny_model import write_tokenizer
 from runtime.process import platform
 from runtime.trainer.rank import TrainRank, make_rank
 from tests.unit.config_cases import checked, model_folder
@@ -115,6 +116,7 @@ def validated(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str)
     (folder / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     (folder / "other.jsonl").write_text('{"prompt": "1+2", "answer": "3"}\n')
     model = model_folder(folder / "model")
+    write_tokenizer(model)
     (model / "config.json").write_text(json.dumps(CONFIGS["qwen25_7b"] | {"max_position_embeddings": 32768}))
     named = {"model.path": model, "data.train": folder / "rows.jsonl", "evaluation.sets.0.path": folder / "other.jsonl"}
     given = ["services.rollout={slots: 16}", *(f"{key}={value}" for key, value in named.items()), *overrides]

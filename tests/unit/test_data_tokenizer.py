@@ -139,7 +139,7 @@ def test_mistakes_are_user_errors(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^model\.path: .* has no tokenizer\.json$"):
         Tokenizer(str(tmp_path / "absent"))
     write(folder / "tokenizer_config.json", eos_token="<|im_end|>")
-    with pytest.raises(UserError, match=r"^data\.prompt_type: .* has no chat template for 'model'; name another"):
+    with pytest.raises(UserError, match=r"^data\.prompt_type: .* has no chat template, which 'model' needs; name another"):
         Tokenizer(str(folder)).encode_chats([USER])[0]
     with pytest.raises(UserError, match=r"^model\.chat_template: cannot read"):
         Tokenizer(str(folder), str(tmp_path / "absent.jinja")).encode_chats([USER])[0]

@@ -19,6 +19,7 @@ from launcher import cli
 from launcher.node.local_node import LocalNode
 from runtime.config import Config, model_checks
 from runtime.config.loading import load
+from runtime.models.tiny_model import write_tokenizer
 from tests.unit.model_dimensions import CONFIGS
 
 FILES = Path(__file__).parent / "mindspeed"
@@ -63,7 +64,7 @@ def changed(file: Path, *changes: tuple[str, str]) -> Path:
 def model_folder(path: Path, name: str) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIGS[name]))
-    (path / "tokenizer.json").write_text("{}")
+    write_tokenizer(path)
     (path / "model.safetensors").touch()
     return path
 

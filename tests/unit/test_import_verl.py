@@ -23,6 +23,7 @@ from launcher.verl.reading import TABLE
 from launcher.verl.script import UNKNOWN, Script
 from runtime.config import Config
 from runtime.config.loading import load
+from runtime.models.tiny_model import write_tokenizer
 from runtime.process.command_line import CommandParser
 from tests.unit.mindspeed_cases import paths
 from tests.unit.model_dimensions import CONFIGS
@@ -153,7 +154,7 @@ def test_what_is_written_is_valid(name: str, tmp_path: Path, monkeypatch: pytest
     for folder in ("models/tiny", "data/aime"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "models/tiny/config.json").write_text(json.dumps(CONFIGS["qwen25_7b"]))
-    (tmp_path / "models/tiny/tokenizer.json").write_text("{}")
+    write_tokenizer(tmp_path / "models/tiny")
     (tmp_path / "models/tiny/model.safetensors").touch()
     for file in ("train", "aime/2024", "aime/2025"):
         row = {"prompt": [{"role": "user", "content": file}], "reward_model": {"ground_truth": "2"}}

@@ -16,6 +16,7 @@ from runtime.config.loading import load, preset_names, resolve
 from runtime.config.model_checks import memory_of_ranks, spread_models
 from runtime.models.families import Layout, family_for
 from runtime.models.families.memory import ModelWork, RankBytes, rank_bytes
+from runtime.models.tiny_model import write_tokenizer
 from tests.unit.model_dimensions import CONFIGS, PARAMETERS
 
 DEVICE = 64e9  # bytes of the smallest device meant
@@ -34,7 +35,7 @@ def arguments(preset: str, folder: Path) -> list[str]:
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIGS[model_of(preset)]))
-    (model / "tokenizer.json").write_text("{}")
+    write_tokenizer(model)
     (model / "model.safetensors").touch()
     (folder / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     (folder / "run.yaml").write_text(

@@ -16,7 +16,7 @@ from runtime.cluster.placement import NodeOffer, offers, place
 from runtime.config import model_checks
 from runtime.config.loading import load, resolve
 from runtime.config.model_checks import memory_of_ranks, spread_models
-from runtime.models.tiny_model import described
+from runtime.models.tiny_model import described, write_tokenizer
 from tests.unit.model_dimensions import CONFIGS
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def as_written(preset: str, folder: Path) -> list[str]:
         named = folder / key
         named.mkdir()
         (named / "config.json").write_text(json.dumps(dimensions(model)))
-        (named / "tokenizer.json").write_text("{}")
+        write_tokenizer(named)
         (named / "model.safetensors").touch()
         overrides.append(f"model.{key}={named}")
     return [str(path), *overrides]
