@@ -18,6 +18,7 @@ def add_running(commands: argparse._SubParsersAction[CommandParser]) -> None:
     tune = commands.add_parser("tune", help="supervised fine-tuning of a configuration's model on the replies of its data")
     evaluate = commands.add_parser("eval", help="evaluate the model of a configuration; train nothing")
     validate = commands.add_parser("validate", help="check a configuration; start nothing")
+    validate.add_argument("--since", choices=("0.1",), help="also say which defaults are others since that version")
     simulate = commands.add_parser("simulate", help="what a configuration would do, and what would change it; start nothing")
     play = commands.add_parser("play", help="play one task of a configuration, and print the conversation; train nothing")
     play.add_argument("--task", type=int, default=0, metavar="N", help="which one, from 0 (default: 0)")

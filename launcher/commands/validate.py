@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,13 +23,23 @@ from runtime.errors import ConfigError
 from runtime.models import tiny_model
 from runtime.telemetry.shown import say
 
+# By key: what a file that does not name it had in version 0.1.
+_IN_0_1 = {
+    "checkpoint.every": 0,
+    "metrics.names": "mindspeed",
+    "network.security": "none",
+    "training.depth": "bound",
+    "training.lr_staleness_power": 0.0,
+}
+
 
 def run(options: argparse.Namespace) -> None:
-    validate(options.config, options.overrides)
+    validate(options.config, options.overrides, since=options.since)
 
 
-def validate(path: Path, overrides: Sequence[str]) -> None:
-    """Print that the file is valid, what is made for it, the placement and the memory of ranks.
+def validate(path: Path, overrides: Sequence[str], since: str | None = None) -> None:
+    """Print that the file is valid, what is made for it, the placement and the memory of ranks. `since`: the version for which
+    it was written; defaults that are others since then are printed as well.
 
     Raises ConfigError, UserError.
     """
@@ -45,12 +55,23 @@ def validate(path: Path, overrides: Sequence[str]) -> None:
         on_this_machine(config)
     console = Console()
     say(console, f"{path}: valid")
+    for line in _other_defaults(config) if since else []:
+        say(console, line)
     for key, model in topology.named_paths(config).items():
         if model.startswith(tiny_model.PREFIX):
             say(console, f"{key}: {model}, small and random, is made when a run starts")
     console.print(placement_table(config, here.offer))
     for line in _memory(config, memory):
         say(console, line)
+
+
+def _other_defaults(config: Config) -> Iterator[str]:
+    """Of keys that have another default than in version 0.1, and have it here."""
+    for key, before in _IN_0_1.items():
+        section, _, name = key.partition(".")
+        settings = getattr(config, section)
+        if (value := getattr(settings, name)) == getattr(type(settings)(), name):
+            yield f"{key}: {value} by default; version 0.1 did what {before} does"
 
 
 def _memory(config: Config, available: int | None) -> list[str]:

@@ -84,6 +84,16 @@ def test_validate_reads_the_tokenizer_with_its_template(tmp_path: Path, capsys: 
     assert ended([*arguments, "data.prompt_type=qwen"]) == 0
 
 
+def test_validate_names_the_defaults_that_were_others(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(Path(__file__).parents[2] / "configs/quickstart.yaml")
+    assert ended(["validate", config, "training.depth=bound"]) == 0
+    assert "version 0.1" not in capsys.readouterr().out
+    assert ended(["validate", config, "--since", "0.1", "training.depth=bound"]) == 0
+    said = capsys.readouterr().out
+    assert "training.lr_staleness_power: 0.5 by default; version 0.1 did what 0.0 does\n" in said
+    assert said.count("version 0.1 did") == 3  # the quickstart says itself how often it saves
+
+
 def ended(arguments: list[str]) -> int | str | None:
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
