@@ -29,6 +29,7 @@ class EnvironmentChannel:
         self.name = name
         self._channel, self._metadata = channel, tuple(metadata)
         self._closed = False
+        self._under_way = set[Any]()  # calls, which gRPC does not end with their channel while they are read
         # Replies are parsed here: gRPC would only log what its deserializer raises.
         self._run = channel.unary_stream(RUN.path, RUN.request.serialize)
         self._cancel = channel.unary_unary(CANCEL.path, CANCEL.request.serialize)
@@ -36,16 +37,18 @@ class EnvironmentChannel:
 
     async def run(self, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
         call = self._run(request, metadata=self._metadata)
+        self._under_way.add(call)
         try:
             async for data in call:
                 yield RUN.reply.parse(data)
         except (grpc.aio.AioRpcError, InvalidMessage) as error:
             raise _lost(self.name, "Run", error) from None
-        except asyncio.CancelledError:  # also what gRPC raises in a call whose channel is closed
+        except asyncio.CancelledError:  # also what gRPC raises in a call that `close` ended
             if not self._closed:
                 raise
             raise Unreachable(self.name, "Run", "it serves no more") from None
         finally:
+            self._under_way.discard(call)
             call.cancel()
 
     async def describe(self, seconds: float) -> EnvironmentDescription:
@@ -67,6 +70,8 @@ class EnvironmentChannel:
     async def close(self) -> None:
         """What is under way ends with Unreachable."""
         self._closed = True
+        for call in self._under_way:
+            call.cancel()
         await self._channel.close()
 
 

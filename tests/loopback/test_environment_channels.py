@@ -92,7 +92,12 @@ def served(scripted: ScriptedServer, use: Callable[[EnvironmentChannel], Awaitab
             await channels.close()
             await server.stop(None)
 
-    return asyncio.run(asyncio.wait_for(whole(), PATIENCE))
+    async def in_time() -> Any:
+        (done, _) = await asyncio.wait({asyncio.ensure_future(whole())}, timeout=PATIENCE)
+        assert done, f"not within {PATIENCE:g} s"
+        return done.pop().result()
+
+    return asyncio.run(in_time())
 
 
 @pytest.fixture(autouse=True)

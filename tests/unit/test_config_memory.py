@@ -111,7 +111,7 @@ def test_memory_is_known_where_all_is_on_the_cpus_of_this_machine(
 def validated(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str) -> tuple[int, str]:
     """Of the example in docs/guides/verl-and-trl.md with embedded rollouts, and a description in place of the model."""
     page = (Path(__file__).parents[2] / "docs" / "guides" / "verl-and-trl.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```yaml\n(run: .*?)```", page, re.DOTALL)
+    (example,) = (found for found in re.findall(r"```yaml\n(run: .*?)```", page, re.DOTALL) if "sets:" in found)
     (folder / "run.yaml").write_text(example)
     (folder / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     (folder / "other.jsonl").write_text('{"prompt": "1+2", "answer": "3"}\n')

@@ -122,9 +122,9 @@ def test_an_evaluation_alone_needs_a_set_and_nothing_of_training() -> None:
     config = make(
         training={"mini_batch_size": 3},
         critic={"path": "/no/critic"},
-        data={"train": "/no/train.jsonl"},
+        data={"train": "/no/train.jsonl", "max_prompt_tokens": 24},
         model={"reference": "/no/reference"},
-        sampling={"group_size": 1},
+        sampling={"group_size": 1, "max_new_tokens": 24},
         rewards={"rules": [{"name": "gsm8k"}]},
     )
     found = semantic_faults(config, {}, 1 << 40, trains=False)
@@ -132,7 +132,7 @@ def test_an_evaluation_alone_needs_a_set_and_nothing_of_training() -> None:
     assert "evaluation.sets" in found[0]
     warmed_up = replace(config, warmup=Warmup())  # which names no data where there is some to train on
     assert [line.partition(":")[0] for line in semantic_faults(warmed_up, {}, 1 << 40, trains=False)] == ["data.eval"]
-    assert semantic_faults(replace(warmed_up, data=Data()), {}, 1 << 40, trains=False) == []
+    assert semantic_faults(replace(warmed_up, data=Data(max_prompt_tokens=24)), {}, 1 << 40, trains=False) == []
 
 
 def test_the_first_problems_of_each_file_are_read(tmp_path: Path) -> None:
