@@ -89,7 +89,7 @@ proto: install-dev
 reference: install
 	$(BIN)/python -m launcher.config_reference docs/configuration-reference.md
 
-# docs/timeouts.md, from the contract, the configuration reference and runtime/timeouts.py.
+# docs/timeouts.md, from the contract, the configuration reference, runtime/timeouts.py and the files that it names.
 timeouts: install-dev
 	$(BIN)/python -m tests.unit.timeouts_page
 

@@ -150,5 +150,5 @@ def publisher(trainer: TrainerPeer, rollouts: Sequence[RolloutPeer], settings: P
     for rollout in rollouts:
         register.add(ROLLOUT, rollout)
         register.join(rollout)
-    pool = RolloutPool(register, {rollout.name: 1 for rollout in rollouts})
+    pool = RolloutPool(register, {rollout.name: 1 for rollout in rollouts}, DEADLINE)
     return WeightPublisher(cast(TrainerPort, trainer), pool, settings, STEP)

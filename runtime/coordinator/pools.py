@@ -163,7 +163,7 @@ class WorkPool(ABC):
 class RolloutPool(WorkPool):
     """The rollouts, which serve once they have the committed version."""
 
-    def __init__(self, register: Register, slots: Mapping[str, int], patience: float = 120.0, term: int = 1):
+    def __init__(self, register: Register, slots: Mapping[str, int], patience: float, term: int = 1):
         """`patience`: seconds that a run goes on without any rollout. `term`: as of `Membership`."""
         super().__init__(register, ROLLOUT, slots)
         self.membership = Membership(register, term)

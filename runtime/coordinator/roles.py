@@ -47,7 +47,7 @@ class Replicas:
     is lost goes to another; when there is none, it waits for the process that comes in its place. No request is left out.
     """
 
-    def __init__(self, register: Register, role: str, patience: float = 120.0):
+    def __init__(self, register: Register, role: str, patience: float):
         """`patience`: seconds that a request waits when there is no replica."""
         self._register, self._role = register, role
         self._patience = patience

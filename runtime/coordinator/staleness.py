@@ -3,8 +3,11 @@
 **The rule.** A step may train on a group only if the version of the group's oldest token + η ≥ the step's number. So no
 token is more than η versions older than the weights that it trains.
 
-`buffer.py` enforces it: `Buffer.capacity` admits, `take` selects, and `consume` refuses a step that would break it. Deadlines
-are numbers of steps here.
+`buffer.py` enforces it: `Buffer.capacity` admits, `generated` refuses a group with a token older than its dispatch allows, and
+`take` selects. `consume` checks again once a step has been applied, beside the publication of what it made, and ends the run
+where the rule is broken. After a resume `load` has those generated again that are `overdue`.
+
+Deadlines are numbers of steps here.
 
 Terms. Step v trains the weights of version v and makes version v + 1. c is the committed version, η the bound, B the
 groups per step. A group *holds a place* from its dispatch until it is retired (the commit of the version that it trained) or

@@ -30,7 +30,7 @@ from runtime.process.aio import unless_failed
 
 now = time.monotonic
 AGENT = "SLUICE_BEATS"  # the variable with the agent's socket and the name that it gave the process
-TIMES = 10  # as long as the longest so far
+TIMES = 10  # times the longest that a phase has taken: its limit, where `deadlines.stall` names none
 LEARNT = 10  # times that a phase is over before its limit is known from them: until then kernels may be compiled
 
 

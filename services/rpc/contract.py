@@ -1,4 +1,4 @@
-"""The one module that knows both protobuf and Sluice's own types.
+"""The one module that translates between protobuf's messages and Sluice's own types, but for errors (`wire_errors.py`).
 
 A protobuf message stands for a Struct with the same field names. A `bytes` field whose counterpart is not bytes holds
 msgpack (`runtime.codec`). Each method has one row: the Struct that asks for it, which says what it is answered with, the key

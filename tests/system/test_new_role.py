@@ -1,7 +1,7 @@
 """How a role is added: to a copy of the tree, in these files and no others, and a run that trains with it.
 
-The role is a judge, whose replicas give each reply a score; CONTRIBUTING.md, "Add a role", tells the same. One that is asked
-something of its own has a command as well.
+The role is a judge, whose replicas give each reply a score; CONTRIBUTING.md, "Add a role", tells the same. Of one that is asked
+something of its own the command is compiled, and read as it was written; no run asks it.
 """
 
 from __future__ import annotations
