@@ -1,4 +1,4 @@
-"""The generated stubs are those of proto/, and the code keeps to the oldest Python that is supported."""
+"""The generated stubs are those of proto/."""
 
 from __future__ import annotations
 
@@ -24,18 +24,3 @@ def test_the_stubs_are_those_of_the_protocol_files(tmp_path: Path) -> None:
     assert generated.keys() == kept.keys()
     different = sorted(name for name in generated if generated[name] != kept[name])
     assert different == [], "`make proto` generates them again"
-
-
-def test_the_code_needs_no_newer_python_than_3_10() -> None:
-    if find_spec("vermin") is None:
-        pytest.skip("needs vermin, which tells the oldest Python that runs the code: make install-dev")
-    options = ["--target=3.10-", "--no-tips", "--violations", "--backport", "typing", "--exclude-regex", "_pb2"]
-    done = subprocess.run(
-        [sys.executable, "-c", "import vermin; vermin.main()", *options, "runtime", "services", "launcher", "benchmarks"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout

@@ -35,7 +35,7 @@ def traces(first: int, seeds: int) -> str:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_seed_holds_and_gives_the_same_trace_in_another_process(part: int) -> None:
     first = part * SEEDS
-    code = f"from tests.loopback import test_swarm; print(test_swarm.traces({first}, {SEEDS}))"
+    code = f"from tests.system import test_swarm; print(test_swarm.traces({first}, {SEEDS}))"
     environment = os.environ | {"PYTHONHASHSEED": str(part + 1)}
     other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     try:
