@@ -19,7 +19,7 @@ from services import process
 from services.models import Actor, Request
 from services.rpc import contract
 from services.rpc.server import Handler
-from services.subscription import Subscription
+from services.weight_receiving import ReceivingMember
 
 if TYPE_CHECKING:
     from runtime.rollout.engine import RolloutEngine
@@ -72,7 +72,7 @@ class RolloutService(process.Service):
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)
         self._engine: RolloutEngine
-        self.weights: Subscription
+        self.weights: ReceivingMember
         self._level = Level.AWAKE
         self._actor = Actor(name, self, batch=1024)
         self._open: dict[int, Request] = {}
@@ -84,7 +84,7 @@ class RolloutService(process.Service):
     def use(self, engine: RolloutEngine) -> None:
         shared = replicas(self.config)[self.name].engine == "vllm"
         self._engine = engine
-        self.weights = Subscription(engine, self.config, self.name, shared)
+        self.weights = ReceivingMember(engine, self.config, self.name, shared)
 
     async def start(self) -> None:
         """A rollout that takes turns with the trainer starts asleep: the coordinator tells it when it has the devices."""

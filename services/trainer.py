@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from runtime.commands import AbortWeights, HostWeights, JoinWeights, ResendWeights, SendWeights, WeightsHosted, WeightsSent
 from runtime.config import Config
-from services import process, weights
+from services import process, weight_sending
 from services.models import SpmdService
-from services.weights import Hosted, Hosting
+from services.weight_sending import Hosted, Hosting
 
 if TYPE_CHECKING:
     from runtime.trainer.rank import TrainRank
@@ -57,11 +57,11 @@ class TrainerService(SpmdService):
             await asyncio.shield(asyncio.wrap_future(joining))
 
     def send_weights(self, command: SendWeights) -> asyncio.Future[WeightsSent]:
-        return asyncio.get_running_loop().create_task(weights.sent(self.execute(command)))
+        return asyncio.get_running_loop().create_task(weight_sending.sent(self.execute(command)))
 
     async def resend_weights(self, command: ResendWeights) -> WeightsSent:
         member = self._worker.member
-        return WeightsSent(0, 0.0) if member is None else await weights.resend(member, command)
+        return WeightsSent(0, 0.0) if member is None else await weight_sending.resend(member, command)
 
     async def abort_weights(self, command: AbortWeights) -> None:
         member = self._worker.member

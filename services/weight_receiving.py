@@ -23,14 +23,14 @@ from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from services.models import Request
 from services.staging import Staging
-from services.weights import Giver
+from services.weight_sending import Giver
 
 if TYPE_CHECKING:
     from runtime.rollout.engine import RolloutEngine
     from runtime.weights.group import WeightGroup
 
 
-class Subscription:
+class ReceivingMember:
     """Answers each request when its work is done, beside generation: at most one join, one reception and one commit at once."""
 
     def __init__(self, engine: RolloutEngine, config: Config, name: str, shared: bool):
