@@ -19,7 +19,7 @@ from runtime.commands import CommitWeights, WeightsCommitted
 from runtime.config import Network
 from runtime.process import keys, os_process
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
-from services.models import Actor, Request
+from services.model_service import Actor, Request
 from services.rpc import contract
 from services.rpc.server import Server
 

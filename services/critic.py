@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from runtime.config import Config
 from services import process
-from services.models import SpmdService
+from services.model_service import SpmdService
 
 if TYPE_CHECKING:
     from runtime.trainer.rank import CriticRank

@@ -30,7 +30,7 @@ from runtime.process.fork import LARGEST, ForkRequest
 from services.process import TORCH, TRANSFORMERS
 
 _MODELS = (
-    "services.models",
+    "services.model_service",
     *TORCH,
     "runtime.scoring.scorer_torch",
     "runtime.rollout.torch.engine",

@@ -15,7 +15,7 @@ from runtime.config import Config
 from runtime.errors import InvalidMessage
 from runtime.types import LogprobRequest
 from services import process
-from services.models import FrozenModelService, SpmdService
+from services.model_service import FrozenModelService, SpmdService
 
 if TYPE_CHECKING:
     from runtime.scoring.reference_rank import ReferenceRank

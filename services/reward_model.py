@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from runtime.types import ScoreRequest, Scores
 from services import process
-from services.models import FrozenModelService
+from services.model_service import FrozenModelService
 
 if TYPE_CHECKING:
     from runtime.scoring.reward_model import ModelScorer

@@ -16,7 +16,7 @@ from runtime.process import os_process
 from runtime.status import State
 from runtime.types import GroupRequest, PolicyVersion
 from services import process
-from services.models import Actor, Request
+from services.model_service import Actor, Request
 from services.rpc import contract
 from services.rpc.server import Handler
 from services.weight_receiving import ReceivingMember

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from runtime.commands import AbortWeights, HostWeights, JoinWeights, ResendWeights, SendWeights, WeightsHosted, WeightsSent
 from runtime.config import Config
 from services import process, weight_sending
-from services.models import SpmdService
+from services.model_service import SpmdService
 from services.weight_sending import Hosted, Hosting
 
 if TYPE_CHECKING:

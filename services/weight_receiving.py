@@ -21,7 +21,7 @@ from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, ServiceF
 from runtime.process import spans
 from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
-from services.models import Request
+from services.model_service import Request
 from services.staging import Staging
 from services.weight_sending import Giver
 

@@ -10,7 +10,7 @@ import pytest
 
 from runtime import errors
 from runtime.types import LogprobRequest
-from services.models import Actor, Request
+from services.model_service import Actor, Request
 from tests.loopback.session_peers import (
     PATIENCE,
     Peer,

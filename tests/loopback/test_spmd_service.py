@@ -26,7 +26,7 @@ from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import CriticRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
-from services.models import SpmdService
+from services.model_service import SpmdService
 from services.rpc import contract
 from services.rpc.client import GroupClient
 from services.rpc.server import Server

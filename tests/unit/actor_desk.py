@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from contextlib import asynccontextmanager
 from typing import Any
 
-from services.models import Actor, Request
+from services.model_service import Actor, Request
 
 DEADLINE = 60.0  # seconds that one test may take
 

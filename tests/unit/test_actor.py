@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from runtime.commands import Priority
-from services.models import Actor, Request
+from services.model_service import Actor, Request
 from tests.unit.actor_desk import Desk, keeper, run, running, settle
 
 # ----------------------------------------------------------------------------------------------------- order

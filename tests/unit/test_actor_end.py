@@ -9,7 +9,7 @@ import pytest
 
 from runtime.commands import Priority
 from runtime.errors import Cancelled, ServiceFault
-from services.models import Actor, Request
+from services.model_service import Actor, Request
 from tests.unit.actor_desk import Desk, keeper, run, running, settle
 
 # --------------------------------------------------------------------------------------------------------------- faults

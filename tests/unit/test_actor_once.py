@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runtime.commands import Priority
 from runtime.errors import ServiceFault
-from services.models import Actor, Request
+from services.model_service import Actor, Request
 from tests.unit.actor_desk import Desk, run, running, settle
 
 operations = st.one_of(

@@ -26,7 +26,7 @@ from runtime.process import platform
 from runtime.status import Profile, Registration
 from runtime.trainer.rank import GroupRank, TrainRank, make_rank
 from services import profiles
-from services.models import SpmdService
+from services.model_service import SpmdService
 from tests.loopback.weight_members import ROOT, SIMULATED_NPU
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import assert_same, weights
