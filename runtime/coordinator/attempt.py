@@ -34,7 +34,7 @@ from runtime.coordinator.admission.depth import depth_of
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.devices import ColocatedDevices, Devices
 from runtime.coordinator.evaluation import evaluator_of
-from runtime.coordinator.groups import STREAM, DynamicSampling, GroupStage
+from runtime.coordinator.group_pipeline import STREAM, DynamicSampling, GroupStage
 from runtime.coordinator.history import RunHistory, write_course
 from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes, line
 from runtime.coordinator.pools import RolloutPool

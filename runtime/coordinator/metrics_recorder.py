@@ -29,7 +29,7 @@ from runtime.telemetry.summary import Totals
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 
 if TYPE_CHECKING:
-    from runtime.coordinator.groups import DynamicSampling
+    from runtime.coordinator.group_pipeline import DynamicSampling
     from runtime.coordinator.train_loop import TrainedStep
 
 

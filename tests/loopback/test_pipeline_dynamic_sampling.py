@@ -10,7 +10,7 @@ import pytest
 
 from runtime import config
 from runtime.coordinator.attempt import WHY_ENDED
-from runtime.coordinator.groups import NO_SIGNAL
+from runtime.coordinator.group_pipeline import NO_SIGNAL
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
 from runtime.types import LogprobRequest, ScoreRequest, Scores

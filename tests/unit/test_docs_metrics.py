@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from runtime.config import Critic, Moe, RowFormat
 from runtime.coordinator.devices import TO_INFER, TO_TRAIN
-from runtime.coordinator.groups import DynamicSampling
+from runtime.coordinator.group_pipeline import DynamicSampling
 from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes
 from runtime.coordinator.pools import RolloutPool
 from runtime.evaluation import results as evaluation

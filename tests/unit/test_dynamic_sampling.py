@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.coordinator.groups import NO_SIGNAL, DynamicSampling
+from runtime.coordinator.group_pipeline import NO_SIGNAL, DynamicSampling
 from runtime.ledger.states import Phase
 from runtime.types import Scores
 from tests.unit.test_buffer import Harness, generated, ticket

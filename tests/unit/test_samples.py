@@ -18,7 +18,7 @@ from launcher.commands import samples
 from runtime import codec, config
 from runtime.config import loading
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.groups import NO_SIGNAL
+from runtime.coordinator.group_pipeline import NO_SIGNAL
 from runtime.data.handlers import Problem
 from runtime.errors import UserError
 from runtime.evaluation import generations
