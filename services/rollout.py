@@ -98,7 +98,7 @@ class RolloutService(process.Service):
             await asyncio.gather(self.background, return_exceptions=True)
         if hasattr(self, "_engine"):
             self.weights.leave()
-            self.weights.giver.close()
+            self.weights.peer_sender.close()
             await self._engine.close()
 
     @property

@@ -23,7 +23,7 @@ from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from services.model_service import Request
 from services.staging import Staging
-from services.weight_sending import Giver
+from services.weight_sending import PeerSender
 
 if TYPE_CHECKING:
     from runtime.rollout.engine import RolloutEngine
@@ -37,7 +37,7 @@ class ReceivingMember:
         """`shared`: the engine's workers are processes of their own, which read the weights where they were staged."""
         settings = config.publication
         self.staging = Staging(engine, settings, name, shared)
-        self.giver = Giver(config, name)
+        self.peer_sender = PeerSender(config, name)
         self.epoch = 0  # of the group that this rollout is in, or is about to join
         self.group: WeightGroup | None = None
         self.swaps = 0
@@ -60,14 +60,14 @@ class ReceivingMember:
         elif isinstance(message, CommitWeights):
             await self._commit_weights(request, message)
         elif isinstance(message, AbortWeights):
-            self.giver.leave(message.epoch)
+            self.peer_sender.leave(message.epoch)
             if message.epoch == self.epoch:
                 self.leave()
             request.reply()
         elif isinstance(message, HostWeights):
-            self._answer(request, self.giver.host(message, self.staging.receiver))
+            self._answer(request, self.peer_sender.host(message, self.staging.receiver))
         elif isinstance(message, ResendWeights):
-            self._answer(request, self.giver.resend(message))
+            self._answer(request, self.peer_sender.resend(message))
         else:
             raise InvalidMessage(f"a rollout takes no {type(message).__name__}")
 
@@ -98,7 +98,7 @@ class ReceivingMember:
     def _join(self, request: Request, message: JoinWeights) -> None:
         """Join the group in a thread of its own, so that generation goes on."""
         self.leave()
-        self.giver.leave()
+        self.peer_sender.leave()
         self.epoch = message.address.epoch
         self._answer(request, self._meet(message))
 
@@ -110,7 +110,7 @@ class ReceivingMember:
         if base := message.manifest.base:
             await asyncio.to_thread(require_base, base, self._folder)
         epoch, timeout = message.address.epoch, message.address.timeout
-        for before in (self._reception, self.giver.sending):
+        for before in (self._reception, self.peer_sender.sending):
             if before is not None:  # of the epoch before: its group is aborted, but its thread may still use the buckets
                 await asyncio.wait({before}, timeout=timeout)
                 if not before.done():

@@ -110,7 +110,7 @@ async def sent(sending: asyncio.Future[Any]) -> WeightsSent:
     return WeightsSent(0, 0.0) if result is None else WeightsSent(result.nbytes, result.seconds, result.gather_seconds)
 
 
-class Giver:
+class PeerSender:
     """A rollout that sends the version which its engine has to those that lack it, in an epoch of its own with them.
 
     It leaves from the buckets in which it was received. Generation goes on.

@@ -48,7 +48,7 @@ from runtime.coordinator.metrics_recorder import Probes
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import LIVING, ROLLOUT, Member, UnitChange, UnitState
 from runtime.coordinator.roles import Roles
-from runtime.coordinator.weight_sync import Transaction, WeightPublisher
+from runtime.coordinator.weight_sync import WeightPublisher, WeightSync
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.ledger.states import Mark
 from runtime.ledger.states import Phase as GroupPhase
@@ -71,7 +71,7 @@ class Lease:
     def __init__(self, publisher: WeightPublisher):
         self._publisher = publisher
 
-    async def begin_sync(self, version: PolicyVersion) -> Transaction | None:
+    async def begin_sync(self, version: PolicyVersion) -> WeightSync | None:
         """Begin to publish `version`, whose update was ordered just now. None: the version is published when the lease ends,
         unless a later version is made before."""
         return await self._publisher.begin(version)

@@ -121,8 +121,8 @@ class PeerGroup(SyncGroup):
 
     trainer: RolePort  # type: ignore[assignment]
 
-    def __init__(self, giver: RolePort, pool: RolloutPool, settings: Settings):
-        super().__init__(giver, pool, settings)  # type: ignore[arg-type]
+    def __init__(self, peer: RolePort, pool: RolloutPool, settings: Settings):
+        super().__init__(peer, pool, settings)  # type: ignore[arg-type]
 
     @property
     def machines(self) -> Mapping[str, str]:

@@ -23,7 +23,7 @@ from runtime.coordinator.devices import Devices, Lease
 from runtime.coordinator.group import Group
 from runtime.coordinator.metrics_recorder import Probes
 from runtime.coordinator.recovery import Checkpoints
-from runtime.coordinator.weight_sync import Transaction
+from runtime.coordinator.weight_sync import WeightSync
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.position import Position
 from runtime.ports import RolePort, TrainerPort
@@ -186,7 +186,7 @@ class TrainLoop:
             return False
         return 2 * self._buffer.takeable >= self._buffer.places
 
-    async def _finish(self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], sync: Transaction) -> None:
+    async def _finish(self, step: int, batch: list[Group], applying: list[asyncio.Task[StepResult]], sync: WeightSync) -> None:
         """A step whose version is published as soon as the trainer has it."""
         trainer, *others = applying
         try:
@@ -230,7 +230,7 @@ class TrainLoop:
             await asyncio.wait({written, self._saving}, return_when=asyncio.FIRST_COMPLETED)
         return TrainedStep(step=step, groups=batch, result=result, publication=None)
 
-    async def _publish(self, sync: Transaction) -> PublicationFigures:
+    async def _publish(self, sync: WeightSync) -> PublicationFigures:
         with self._spans.span("weight_sync"):
             return await sync.finish()
 

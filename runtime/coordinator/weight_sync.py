@@ -3,7 +3,7 @@
       train_loop ── begin(v) ──► WeightPublisher ──owns──► SyncGroup ── host_weights ──► trainer     one epoch: the trainer
           │                          │  lock: one             │ ── join_weights ────► rollouts       and who lives
           │                          │  sync at a time        │
-          └── finish() ◄── Transaction ◄── reads its ─────────┘
+          └── finish() ◄── WeightSync ◄─── reads its ─────────┘
                                │           epoch and ports
              send_weights ─────┼───► trainer ═══ buckets (runtime/weights) ═══► rollouts
              receive_weights ──┼───► rollouts: staged beside the weights in use
@@ -69,7 +69,7 @@ class WeightPublisher:
     """One weight sync at a time, each in an epoch of exactly the rollouts that live. `committed` is the version that counts.
 
     A rollout that is lost is left out of the next epoch, in which the same version is tried again. A newcomer is a member of
-    the next epoch. As soon as no publication is under way, a rollout that serves gives it the committed version, or else the
+    the next epoch. As soon as no publication is under way, a rollout that serves sends it the committed version, or else the
     trainer sends that once more out of its buckets, so that the newcomer need not wait for a step.
     """
 
@@ -127,10 +127,10 @@ class WeightPublisher:
         self._pool.unsubscribe(self._changed.set)
         self._pool.membership.break_up(self._pool.membership.epoch.number)
 
-    async def begin(self, version: PolicyVersion) -> Transaction:
+    async def begin(self, version: PolicyVersion) -> WeightSync:
         """Ask the rollouts to receive `version` and the trainer to send it, behind the commands that make it.
 
-        Waits while another publication is under way, or no rollout lives; `Transaction.close` has to follow. To be called right
+        Waits while another publication is under way, or no rollout lives; `WeightSync.close` has to follow. To be called right
         after those commands are posted; they are posted after the version before is committed. This order keeps the weights
         unchanged until the version commits, so a failed transfer can be sent again.
         """
@@ -143,7 +143,7 @@ class WeightPublisher:
         try:
             if self._pool.membership.stale:
                 await self.group.open()
-            return Transaction(self, version, lock)
+            return WeightSync(self, version, lock)
         except BaseException:
             if lock is not None:
                 lock.release()
@@ -161,11 +161,11 @@ class WeightPublisher:
 
     async def publish(self, version: PolicyVersion) -> PublicationFigures:
         """Publish `version`, which the trainer has made already."""
-        transaction = await self.begin(version)
+        sync = await self.begin(version)
         try:
-            return await transaction.finish()
+            return await sync.finish()
         finally:
-            transaction.close()
+            sync.close()
 
     async def _renew(self) -> None:
         """Open a new epoch if the last is stale, and bring the committed version to the newcomers."""
@@ -173,38 +173,38 @@ class WeightPublisher:
         if self.committed is None or not membership.living or not membership.stale:
             return
         if membership.newcomers:
-            await self._give(self.committed)
+            await self._sync_from_peer(self.committed)
         if self.waits_for_next:
             return
         await self.group.open()
         if membership.newcomers:
-            transaction = Transaction(self, self.committed)
+            sync = WeightSync(self, self.committed)
             try:
-                await transaction.finish()
-                self.waits_for_next = transaction.past
+                await sync.finish()
+                self.waits_for_next = sync.past
             finally:
-                transaction.close()
+                sync.close()
 
-    async def _give(self, version: PolicyVersion) -> None:
+    async def _sync_from_peer(self, version: PolicyVersion) -> None:
         """Have the nearest rollout that serves bring the newcomers `version`, which it has. Where it fails the trainer does."""
         register = self._pool.register
         newcomers = [register.port(member) for member in self._pool.membership.newcomers]
-        giver = nearest(newcomers, self._pool.serving, self.group.machines.values())
-        if giver is None or self._settings.transport == "files":  # there the trainer keeps a folder for one epoch
+        peer = nearest(newcomers, self._pool.serving, self.group.machines.values())
+        if peer is None or self._settings.transport == "files":  # there the trainer keeps a folder for one epoch
             return
-        group = PeerGroup(giver, self._pool, self._settings)
+        group = PeerGroup(peer, self._pool, self._settings)
         try:
             await group.open()
-            gift = Gift(self, version, group=group)
+            sync = PeerSync(self, version, group=group)
             try:
-                await gift.attempt()
+                await sync.attempt()
             finally:
-                gift.close()
+                sync.close()
         except SluiceError as error:
-            log.warning("%s did not bring version %s to newcomers: %s", giver.name, version, error)
+            log.warning("%s did not bring version %s to newcomers: %s", peer.name, version, error)
 
 
-class Transaction:
+class WeightSync:
     """One version until it counts: calls to the ports become events, the machine's actions become calls.
 
     An aborted attempt is followed by another one in a new epoch, without the members that were lost.
@@ -372,7 +372,7 @@ class Transaction:
             raise
 
 
-class Gift(Transaction):
+class PeerSync(WeightSync):
     """The committed version, which a rollout brings newcomers. Nothing of it is the trainer's."""
 
     def _command(self, epoch: int) -> ResendWeights:

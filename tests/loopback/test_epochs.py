@@ -264,15 +264,15 @@ def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts
     async def test(here: Stage) -> None:
         staying, failing = here.rollouts
         await here.publish(1)
-        transaction = await here.publisher.begin(PolicyVersion(0, 2))
+        sync = await here.publisher.begin(PolicyVersion(0, 2))
         if how == "dies":
             failing.cut()
         else:
             failing.silent = True
             failing.service.weights.group.abort = lambda: None  # its sockets stay open
             failing.service.weights.staging.receiver.abort()
-        figures = await transaction.finish()
-        transaction.close()
+        figures = await sync.finish()
+        sync.close()
         assert (figures.aborts, figures.epoch) == (1, 2)
         assert staying.engine.swapped == [1, 2]
         assert here.trainer.engine.gathered == [1, 2]

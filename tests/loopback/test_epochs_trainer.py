@@ -84,7 +84,7 @@ def test_weights_that_changed_in_the_senders_memory_are_gathered_anew_before_the
         dying.cut()
         await until(lambda: here.publisher.group.epoch.number == 2 and not here.publisher._lock.locked())
         late = RolloutHere("rollout-1", incarnation=1)
-        here.rollouts[0].service.weights.staging.receiver.held = None  # so that it is not the other one who gives it
+        here.rollouts[0].service.weights.staging.receiver.held = None  # so that it is not the other one who sends it
         await here.comes(late)
         await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
         assert late.engine.swapped == [1]  # which it checks

@@ -25,7 +25,7 @@ from runtime.weights.plan import plan_buckets
 from services.rollout import RolloutService
 from services.trainer import TrainerService
 from tests.loopback.test_epochs import DEADLINE, PUBLICATION, Port, Stage, stage, until
-from tests.loopback.test_gifts import counted
+from tests.loopback.test_peer_sync import counted
 from tests.unit.lora_cases import lora_config
 from tests.unit.training_cases import make_groups, make_policy
 from tests.unit.training_steps import assert_same, run_step

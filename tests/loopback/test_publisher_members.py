@@ -197,10 +197,10 @@ def test_the_deadline_counts_from_when_the_version_exists() -> None:
     async def test() -> None:
         cast, gate = with_gate()
         gate.may_verify.set()
-        transaction = await make(cast, transfer=2.0).begin(FIRST)
+        sync = await make(cast, transfer=2.0).begin(FIRST)
         await asyncio.sleep(2.1)  # the step that makes the version takes longer than its transfer may
-        figures = await transaction.finish()
-        transaction.close()
+        figures = await sync.finish()
+        sync.close()
         assert (gate.version, figures.aborts) == (FIRST, 0)
 
     run(test)

@@ -167,8 +167,8 @@ class Faulty:
 
         WeightSender.send = faulty  # type: ignore[method-assign]
 
-    def gifts(self) -> None:
-        """Let this process end in the middle of what it gives another rollout, when that is armed."""
+    def peer_sends(self) -> None:
+        """Let this process end in the middle of what it sends another rollout, when that is armed."""
         send = WeightSender.send
 
         def deadly(sender: WeightSender, group: WeightGroup, version: PolicyVersion, deadline: float) -> Any:
@@ -254,7 +254,7 @@ def serve(config: Config, name: str, incarnation: int, coordinator: str, control
         service = Rollout(config, name, 0)
         faults = service.faults = Faulty(service, control, incarnation)
         faults.receptions()
-        faults.gifts()
+        faults.peer_sends()
     process = ServiceProcess(service, coordinator, Phases())
     faults.watch(process, coordinator)
     uvloop.run(process.run())

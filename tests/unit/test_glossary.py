@@ -18,7 +18,7 @@ SOURCES = [file for package in ("runtime", "services", "launcher", "sluice") for
 CLASSES = {name for file in SOURCES for name in re.findall(r"^class (\w+)", file.read_text(), re.MULTILINE)}
 EARLIER = {  # what classes were called whose things have the field's words now
     *("Letter", "Material", "EvaluationMaterial", "Lineage", "Books", "Places", "Updated", "TurnTaking", "TurnStage"),
-    *("Shelf", "LentScorer", "Standstill", "RankPlace", "Here", "Subscription"),
+    *("Shelf", "LentScorer", "Standstill", "RankPlace", "Here", "Subscription", "Transaction", "Gift", "Giver"),
 }
 
 

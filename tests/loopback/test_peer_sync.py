@@ -1,4 +1,4 @@
-"""A late rollout is brought up to date by another one, over real gloo or shared memory: who gives, and who refuses."""
+"""A late rollout is brought up to date by another one, over real gloo or shared memory: who sends, and who refuses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def come(here: Stage, incarnation: int = 0) -> RolloutHere:
 
 
 @pytest.mark.parametrize("adopts", ["float32", ""], ids=["uses the buckets", "copies them"])
-def test_whoever_serves_gives_the_version_as_often_as_somebody_comes(adopts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_serves_sends_the_version_as_often_as_somebody_comes(adopts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(here: Stage) -> None:
         for rollout in here.rollouts:
             monkeypatch.setattr(rollout.engine, "adopts", adopts)
@@ -57,7 +57,7 @@ def test_whoever_serves_gives_the_version_as_often_as_somebody_comes(adopts: str
 
 
 @pytest.mark.parametrize("why", ["what it has changed in its memory", "it keeps nothing"])
-def test_the_trainer_brings_it_where_the_giver_cannot(why: str) -> None:
+def test_the_trainer_brings_it_where_the_peer_cannot(why: str) -> None:
     async def test(here: Stage) -> None:
         await here.publish(1)
         receiver = here.rollouts[0].service.weights.staging.receiver
@@ -76,10 +76,10 @@ def test_the_trainer_brings_it_where_the_giver_cannot(why: str) -> None:
 def test_another_version_than_the_one_that_it_has_is_refused() -> None:
     async def test(here: Stage) -> None:
         await here.publish(1)
-        giver = here.rollouts[0]
-        await giver.call(HostWeights(9, 2, "collective", ("rollout-0", "rollout-2")))
+        peer = here.rollouts[0]
+        await peer.call(HostWeights(9, 2, "collective", ("rollout-0", "rollout-2")))
         with pytest.raises(ServiceFault, match=r"rollout-0: snapshot: version 0\.0 was not kept: 0\.1 is there"):
-            await giver.call(ResendWeights(PolicyVersion(0, 0), 9))
+            await peer.call(ResendWeights(PolicyVersion(0, 0), 9))
 
     run(test, PUBLICATION)
 
@@ -91,7 +91,7 @@ class At(Losable):
 
 
 @pytest.mark.parametrize(
-    ("late", "serving", "trainer", "giver"),
+    ("late", "serving", "trainer", "peer"),
     [
         ("a", "ba", "c", 1),  # on its machine
         ("a", "bc", "d", 0),  # nobody near
@@ -101,7 +101,7 @@ class At(Losable):
         ("a", "", "b", None),
     ],
 )
-def test_the_nearest_one_gives(late: str, serving: str, trainer: str, giver: int | None) -> None:
+def test_the_nearest_one_sends(late: str, serving: str, trainer: str, peer: int | None) -> None:
     newcomers = [At(f"late-{machine}", machine) for machine in late]
     there: list[Any] = [At(f"rollout-{machine}", machine) for machine in serving]
-    assert nearest(newcomers, there, list(trainer)) is (None if giver is None else there[giver])  # type: ignore[arg-type]
+    assert nearest(newcomers, there, list(trainer)) is (None if peer is None else there[peer])  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A late rollout is brought up to date by another one, processes all: the trainer sends it nothing, unless the giver dies."""
+"""A late rollout is brought up to date by another one, processes all: the trainer sends it nothing, unless that one dies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def is_up_to_date(here: Fleet, late: Process) -> None:
 
 
 @pytest.mark.parametrize("transport", ["collective", "shared_memory"])
-def test_another_rollout_gives_it_the_version_and_the_trainer_sends_nothing(transport: str, tmp_path: Path) -> None:
+def test_another_rollout_sends_it_the_version_and_the_trainer_sends_nothing(transport: str, tmp_path: Path) -> None:
     async def test() -> None:
         async with fleet(tmp_path, transport, 2) as here:
             await here.publisher.publish(VERSION)
@@ -46,18 +46,18 @@ def test_another_rollout_gives_it_the_version_and_the_trainer_sends_nothing(tran
     asyncio.run(test())
 
 
-def test_where_the_giver_is_killed_in_the_middle_the_trainer_does(tmp_path: Path) -> None:
+def test_where_the_peer_is_killed_in_the_middle_the_trainer_does(tmp_path: Path) -> None:
     async def test() -> None:
         async with fleet(tmp_path, "collective", 2) as here:
             await here.publisher.publish(VERSION)
-            giver = here.processes["rollout-0"]
-            assert here.pool.serving[0] is giver.port
-            await giver.ask("die", where=0.5)
+            peer = here.processes["rollout-0"]
+            assert here.pool.serving[0] is peer.port
+            await peer.ask("die", where=0.5)
             late = await come(here)
             assert [unit.name for unit in here.losses] == ["rollout-0"]
             assert here.moments.calls["transfer"] == 2
             await is_up_to_date(here, late)
-            await here.settled(3, PATIENCE)  # with the one that came in the giver's place
+            await here.settled(3, PATIENCE)  # with the one that came in the place of the peer
             assert not here.failures
 
     asyncio.run(test())
