@@ -19,6 +19,7 @@ CLASSES = {name for file in SOURCES for name in re.findall(r"^class (\w+)", file
 EARLIER = {  # what classes were called whose things have the field's words now
     *("Letter", "Material", "EvaluationMaterial", "Lineage", "Books", "Places", "Updated", "TurnTaking", "TurnStage"),
     *("Shelf", "LentScorer", "Standstill", "RankPlace", "Here", "Subscription", "Transaction", "Gift", "Giver"),
+    "KeptTexts",
 }
 
 

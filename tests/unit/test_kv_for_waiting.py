@@ -27,7 +27,7 @@ from runtime.rollout.engine import EngineGroup, EngineStats
 from runtime.rollout.torch import engine as rollout_torch
 from runtime.rollout.torch import prefill
 from runtime.rollout.torch.engine import TorchRolloutEngine
-from runtime.rollout.torch.kept import SHORTEST, KeptTexts
+from runtime.rollout.torch.turn_cache import SHORTEST, TurnCache
 from runtime.rollout.vllm import engine as rollout_vllm
 from runtime.rollout.vllm.shim import CoreLoad, Output
 from runtime.types import GroupRequest, PolicyVersion, Sample
@@ -132,12 +132,12 @@ texts = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(lambda tail: BEG
 def test_what_is_found_is_the_longest_common_beginning_and_belongs_to_it(
     put: list[list[int]], prompt: list[int], room: int
 ) -> None:
-    kept = KeptTexts(room)
+    cache = TurnCache(room)
     for text in put:
-        kept.put(np.array(text, np.int32), fake(text))
-        assert kept.bytes == sum(each.nbytes for each in kept._held.values()) <= room
-        assert len(kept) == len(kept._held)
-    found = kept.longest(np.array(prompt, np.int32))
+        cache.put(np.array(text, np.int32), fake(text))
+        assert cache.bytes == sum(each.nbytes for each in cache._held.values()) <= room
+        assert len(cache) == len(cache._held)
+    found = cache.longest(np.array(prompt, np.int32))
     length = 0 if found is None else found.shape[3]
     if found is not None:
         assert torch.equal(found, fake(prompt[:length]))
@@ -148,38 +148,38 @@ def test_what_is_found_is_the_longest_common_beginning_and_belongs_to_it(
 def test_what_was_not_used_for_the_longest_time_leaves_first() -> None:
     first, second, third, fourth = (np.array([each, *BEGIN], np.int32) for each in range(4))
     size = fake(first.tolist()).nbytes
-    kept = KeptTexts(3 * size)
+    cache = TurnCache(3 * size)
     for text in (first, second, third):
-        kept.put(text, fake(text.tolist()))
-    assert kept.longest(np.append(first, 5)) is not None
-    kept.put(second, fake(second.tolist()))  # once more
-    kept.put(fourth, fake(fourth.tolist()))
-    held = [kept.longest(np.append(text, 5)) is not None for text in (first, second, third, fourth)]
+        cache.put(text, fake(text.tolist()))
+    assert cache.longest(np.append(first, 5)) is not None
+    cache.put(second, fake(second.tolist()))  # once more
+    cache.put(fourth, fake(fourth.tolist()))
+    held = [cache.longest(np.append(text, 5)) is not None for text in (first, second, third, fourth)]
     assert held == [True, True, False, True]
-    assert kept.bytes == 3 * size
+    assert cache.bytes == 3 * size
 
 
 def test_a_text_that_is_too_large_is_not_kept_and_drives_nothing_out() -> None:
     small, large = BEGIN, [*BEGIN, 1]
-    kept = KeptTexts(fake(small).nbytes)
-    kept.put(np.array(small, np.int32), fake(small))
-    kept.put(np.array(large, np.int32), fake(large))
-    assert len(kept) == 1
-    found = kept.longest(np.array(large, np.int32))
+    cache = TurnCache(fake(small).nbytes)
+    cache.put(np.array(small, np.int32), fake(small))
+    cache.put(np.array(large, np.int32), fake(large))
+    assert len(cache) == 1
+    found = cache.longest(np.array(large, np.int32))
     assert found is not None
     assert torch.equal(found, fake(small))
 
 
 def test_what_is_kept_is_a_copy_and_a_beginning_that_is_short_is_not_worth_it() -> None:
-    kept, source = KeptTexts(1 << 20), fake(BEGIN)
-    kept.put(np.array(BEGIN, np.int32), source)
+    cache, source = TurnCache(1 << 20), fake(BEGIN)
+    cache.put(np.array(BEGIN, np.int32), source)
     source.zero_()
-    found = kept.longest(np.array([*BEGIN, 1], np.int32))
+    found = cache.longest(np.array([*BEGIN, 1], np.int32))
     assert found is not None
     assert torch.equal(found, fake(BEGIN))
-    assert kept.longest(np.array([*BEGIN[:-1], 1], np.int32)) is None
-    kept.clear()
-    assert (kept.bytes, len(kept), kept.longest(np.array([*BEGIN, 1], np.int32))) == (0, 0, None)
+    assert cache.longest(np.array([*BEGIN[:-1], 1], np.int32)) is None
+    cache.clear()
+    assert (cache.bytes, len(cache), cache.longest(np.array([*BEGIN, 1], np.int32))) == (0, 0, None)
 
 
 # ---------------------------------------------------------------------------------------------- conversations
@@ -417,7 +417,7 @@ def test_the_service_tells_what_waits_and_sleep_gives_it_back(models: TwoModels,
             assert [each.group_id for each in later] == ids[1:]
             gauges = service.gauges()
             assert (gauges["kv_hits_total"], gauges["kv_misses_total"], gauges["kv_waiting_texts"]) == (1, 2, 2)
-            assert gauges["kv_waiting_bytes"] == service._engine._kept.bytes > 0  # type: ignore[attr-defined]
+            assert gauges["kv_waiting_bytes"] == service._engine._turn_cache.bytes > 0  # type: ignore[attr-defined]
             await ask(Move(Level.ASLEEP), priority=Priority.CONTROL)
             assert service.gauges()["kv_waiting_bytes"] == 0
             await ask(Move(Level.AWAKE), priority=Priority.CONTROL)
@@ -471,7 +471,7 @@ def test_a_slot_holds_the_context_of_the_gateway(models: TwoModels) -> None:
         engine.submit([turn(1, BEGIN, limit=200 - len(BEGIN))])
         with pytest.raises(InvalidMessage, match="are 201 tokens, at most 200 fit"):
             engine.submit([turn(2, BEGIN, limit=201 - len(BEGIN))])
-        assert engine._kept._capacity == 1234  # type: ignore[attr-defined]
+        assert engine._turn_cache._capacity == 1234  # type: ignore[attr-defined]
     finally:
         asyncio.run(engine.close())
 

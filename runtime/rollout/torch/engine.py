@@ -25,11 +25,11 @@ from runtime.rollout.torch import prefill
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights
 from runtime.rollout.torch.drafts import Drafts, Following
-from runtime.rollout.torch.kept import KeptTexts
 from runtime.rollout.torch.next_weights import NextWeights
 from runtime.rollout.torch.routed import RoutingRecord, with_experts
 from runtime.rollout.torch.sampling import RowSampling, as_row, sample, sets_of, streams, to_host
 from runtime.rollout.torch.slots import Prefilled, Slots
+from runtime.rollout.torch.turn_cache import TurnCache
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class TorchRolloutEngine(RolloutEngine):
         self._cache = KVCache(config, slots + 1, max_model_len, device, dtype)
         self._slots = Slots(self._cache, slots + 1, config.vocab_size)  # the last free one is a probe's
         self._routing = RoutingRecord(self._decoder, slots + 1, max_model_len, replays)
-        self._kept = KeptTexts(kv_for_waiting)
+        self._turn_cache = TurnCache(kv_for_waiting)
         self._drafts = Drafts(_FIXED.get(device.type, _FIXED_ELSEWHERE)) if drafts else None
         self._device = device
         self._next = NextWeights(self._decoder.weights, model_path)
@@ -173,7 +173,7 @@ class TorchRolloutEngine(RolloutEngine):
             group, index = slots.owner_of(slot)
             if group.request.keep and slots.computed(slot) == self.version.pack():
                 text = self._text(slot)
-                self._kept.put(text, self._cache.held(slot, len(text)))
+                self._turn_cache.put(text, self._cache.held(slot, len(text)))
             taken = None if self._routing.of is None else self._routing.of[slots.sequences()[slot]]
             done_sample = with_experts(slots.take(slot, met_stop), group.request, taken)
             if self._drafts is not None:
@@ -203,7 +203,7 @@ class TorchRolloutEngine(RolloutEngine):
         stopped = first.token in request.sampling.stop_token_ids
         if stopped or request.sampling.max_new_tokens == 1:
             if request.keep:
-                self._kept.put(request.prompt, prefilled.keys_values)
+                self._turn_cache.put(request.prompt, prefilled.keys_values)
             alone = first.alone("stop" if stopped else "length", self._decoder.config.vocab_size)
             self._finish(group, index, with_experts(alone, request, prefilled.experts))
             return
@@ -254,7 +254,7 @@ class TorchRolloutEngine(RolloutEngine):
                 break
             if group.prefilled is not None:
                 continue
-            found = self._kept.longest(group.request.prompt, group.request.sampling.experts_from)
+            found = self._turn_cache.longest(group.request.prompt, group.request.sampling.experts_from)
             if chosen and (found is None) == bool(begun):
                 continue
             length = 0 if found is None else found.shape[3]
@@ -302,7 +302,7 @@ class TorchRolloutEngine(RolloutEngine):
         else:
             await self._in_thread(lambda: self._decoder.weights.load(staged.items()))
         self.version = version
-        self._kept.clear()
+        self._turn_cache.clear()
         for group in self._waiting:
             group.prefilled = None
         if recompute and self._level == Level.AWAKE:  # else it is done as the cache comes back
@@ -335,7 +335,7 @@ class TorchRolloutEngine(RolloutEngine):
 
     def _release(self) -> None:
         self._cache.release()
-        self._kept.clear()
+        self._turn_cache.clear()
         if not self.adopts and self._on_host is None:
             self._on_host = HostOffload(self._decoder.weights.tensors())
             self._on_host.offload()
@@ -361,8 +361,8 @@ class TorchRolloutEngine(RolloutEngine):
             running=self._slots.count,
             waiting=waiting,
             kv_use=self._slots.tokens / (self._slots.size * self._cache.max_length),
-            kv_waiting_bytes=self._kept.bytes,
-            kv_waiting_texts=len(self._kept),
+            kv_waiting_bytes=self._turn_cache.bytes,
+            kv_waiting_texts=len(self._turn_cache),
         )
 
     async def close(self) -> None:

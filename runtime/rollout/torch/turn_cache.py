@@ -1,4 +1,4 @@
-"""Keys and values of conversations that wait for their next turn, found again by the tokens that they belong to."""
+"""A prefix cache: keys and values of conversations that wait for their next turn, found again by their tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.columns import common
 SHORTEST = 16  # tokens: a shorter beginning is computed with the rest, as most prompts of a run share so much by their template
 
 
-class KeptTexts:
+class TurnCache:
     """At most `capacity` bytes of keys and values; texts that were not used for the longest time leave first.
 
     What is common to a prompt and a text that was put in is found, as keys and values depend on nothing behind them. So a text
