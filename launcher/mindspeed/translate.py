@@ -12,7 +12,7 @@ from launcher.mindspeed import algorithm, layout
 from launcher.mindspeed.keys import TABLE as TABLE
 from launcher.mindspeed.reading import read
 from launcher.mindspeed.settings import RoleSettings
-from runtime.data.preparation import LABELS
+from runtime.data.prepare_settings import LABELS
 
 _DATA_FILES = (".json", ".jsonl", ".parquet", ".arrow")
 _HANDLERS = {

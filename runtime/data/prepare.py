@@ -23,7 +23,7 @@ from runtime.data.fields import MissingColumn, Rejected
 from runtime.data.files import data_files
 from runtime.data.handlers import Problem, RowReader, SourceRow, no_column, report, source_rows
 from runtime.data.overlap import problem_key
-from runtime.data.preparation import Preparation, column_key
+from runtime.data.prepare_settings import PrepareSettings, column_key
 from runtime.data.reading import count_rows
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
@@ -76,7 +76,7 @@ class _Encoded(msgspec.Struct, frozen=True):
     long: list[tuple[str, str]]  # source and reason of those that are too long
 
 
-def prepare(settings: Preparation, progress: Progress = lambda done, total: None) -> PreparedData:
+def prepare(settings: PrepareSettings, progress: Progress = lambda done, total: None) -> PreparedData:
     """Make the file that `settings` ask for. Raises UserError for rows, columns, a tokenizer or a disk that will not do."""
     began = time.monotonic()
     tokenizer = Tokenizer(
@@ -103,7 +103,7 @@ def prepare(settings: Preparation, progress: Progress = lambda done, total: None
 class _Work:
     """One preparation: what the threads share, and what has come of it so far."""
 
-    def __init__(self, settings: Preparation, tokenizer: Tokenizer):
+    def __init__(self, settings: PrepareSettings, tokenizer: Tokenizer):
         self._settings = settings
         self._additional = settings.additional_keys
         self._tokenizer = tokenizer

@@ -27,7 +27,7 @@ from runtime.cluster.topology import processes, teachers
 from runtime.config import Config, model_checks
 from runtime.config.loading import load
 from runtime.config.yaml_text import dump, read_value
-from runtime.data import preparation
+from runtime.data import prepare_settings
 from runtime.data.handlers import HANDLERS
 from runtime.models.tiny_model import write_tokenizer
 from runtime.registry import Registry
@@ -104,7 +104,7 @@ class Workplace:
         for name in options["input"] if isinstance(options["input"], list) else [options["input"]]:
             self._file(Path(name)).write_text("{}\n")
         _model(options["tokenizer_name_or_path"])
-        preparation.load(path, [self._here(override) for override in overrides])
+        prepare_settings.load(path, [self._here(override) for override in overrides])
 
     def _here(self, text: str) -> str:
         return _ABSOLUTE.sub(f"{self._folder}/", text)

@@ -14,7 +14,7 @@ import pytest
 
 from launcher import cli
 from runtime.config import Curriculum, Data, Source
-from runtime.data import preparation
+from runtime.data import prepare_settings
 from runtime.data.order import Share
 from runtime.data.prepare import CHUNK_ROWS, PreparedData, prepare
 from runtime.data.sources import training_prompts
@@ -51,14 +51,14 @@ def write(path: Path, made: list[dict[str, Any]]) -> Path:
     return path
 
 
-def settings_of(folder: Path, model: Path, *overrides: str, **keys: Any) -> preparation.Preparation:
+def settings_of(folder: Path, model: Path, *overrides: str, **keys: Any) -> prepare_settings.PrepareSettings:
     raw = {
         "input": str(folder / "in" / "train.jsonl"),
         "tokenizer_name_or_path": str(model),
         "output_prefix": str(folder / "out"),
     }
     (folder / "prepare.yaml").write_text(json.dumps(raw | keys))
-    return preparation.load(folder / "prepare.yaml", overrides)
+    return prepare_settings.load(folder / "prepare.yaml", overrides)
 
 
 def test_the_output_is_the_same_for_any_number_of_workers(tmp_path: Path, model: Path) -> None:
@@ -270,7 +270,7 @@ def test_faults_of_the_file_are_one_line_each(tmp_path: Path, model: Path, keys:
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("input: x")
     with pytest.raises(ConfigError) as error:
-        preparation.load(tmp_path / "a.yaml", ["workers=x"])
+        prepare_settings.load(tmp_path / "a.yaml", ["workers=x"])
     assert sorted(line.partition(":")[0] for line in error.value.faults) == [
         "output_prefix",
         "tokenizer_name_or_path",

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from runtime.config import Data
-from runtime.data import preparation
+from runtime.data import prepare_settings
 from runtime.data.handlers import load_problems
 from runtime.data.overlap import overlap
 from runtime.data.prepare import prepare
@@ -77,7 +77,7 @@ def test_a_published_file_is_prepared(
         f"output_prefix={tmp_path}/out",
         "max_prompt_length=0",
     ]
-    settings = preparation.load(ROOT / "configs" / "datasets" / f"{name}.yaml", [*keys, *overrides])
+    settings = prepare_settings.load(ROOT / "configs" / "datasets" / f"{name}.yaml", [*keys, *overrides])
     outcome = prepare(settings)
     (count,) = outcome.sources.values()
     assert (count.rows, count.dropped) == (rows, dropped)
@@ -138,6 +138,6 @@ def test_a_carried_column_keeps_its_type(tmp_path: Path, model: Path) -> None:
         f"tokenizer_name_or_path={model}",
         f"output_prefix={tmp_path}/out",
     ]
-    outcome = prepare(preparation.load(ROOT / "configs" / "datasets" / "aime.yaml", keys))
+    outcome = prepare(prepare_settings.load(ROOT / "configs" / "datasets" / "aime.yaml", keys))
     schema = pq.read_schema(outcome.path)
     assert (str(schema.field("year").type), str(schema.field("difficulty").type)) == ("int64", "double")

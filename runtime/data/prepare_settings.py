@@ -58,7 +58,7 @@ class MapKeys(Section, frozen=True):
     system: str | None = None
 
 
-class Preparation(Section, frozen=True):
+class PrepareSettings(Section, frozen=True):
     """From files of problems to a file of prompts."""
 
     input: str | list[str]
@@ -102,9 +102,9 @@ class Preparation(Section, frozen=True):
         return Path(self.output_prefix if self.output_prefix.endswith(SUFFIX) else self.output_prefix + SUFFIX)
 
 
-def load(path: Path, overrides: Sequence[str]) -> Preparation:
+def load(path: Path, overrides: Sequence[str]) -> PrepareSettings:
     """Read and check a file of this schema. Raises ConfigError with one line for each fault."""
-    settings = load_other(path, overrides, Preparation, ADVICE)
+    settings = load_other(path, overrides, PrepareSettings, ADVICE)
     if faults := list(_faults(settings)):
         raise ConfigError(faults)
     return settings
@@ -115,7 +115,7 @@ def column_key(role: str) -> str:
     return {"label": "map_keys.response", "difficulty": "difficulty_key"}.get(role, f"map_keys.{role}")
 
 
-def _faults(settings: Preparation) -> Iterator[str]:
+def _faults(settings: PrepareSettings) -> Iterator[str]:
     if not settings.inputs:
         yield "input: empty; name at least one file or folder"
     for index, path in enumerate(settings.inputs):
@@ -136,7 +136,7 @@ def _faults(settings: Preparation) -> Iterator[str]:
             yield f"dataset_additional_keys: '{name}' is there twice"
 
 
-def _names(settings: Preparation) -> Iterator[str]:
+def _names(settings: PrepareSettings) -> Iterator[str]:
     name = settings.handler
     if name in _THEIR_HANDLERS:
         yield f"handler: '{name}' is called {_THEIR_HANDLERS[name]} here"
