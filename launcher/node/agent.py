@@ -19,7 +19,7 @@ from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegi
 from runtime.cluster.topology import named_paths, shares_devices, warm_up_seconds
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
-from runtime.ledger import parts
+from runtime.ledger import node_checkpoints
 from runtime.process import disk, keys
 from runtime.process.keys import Keys
 from runtime.status import Progress
@@ -180,7 +180,7 @@ class Agent:
         files = {key: Path(path) for key, path in named_paths(self.config).items()} | {"run.dir": run_dir / run_files.LOCK}
         if not self.config.cluster.shared_folder:
             del files["run.dir"]  # each has its own
-            whole = await asyncio.to_thread(parts.whole, run_dir, self._node.name)
+            whole = await asyncio.to_thread(node_checkpoints.whole, run_dir, self._node.name)
         found = await asyncio.to_thread(lambda: {key: fingerprint(path) for key, path in files.items()})
         method = contract.METHODS["Coordinator", "ReportPaths"]
         await session.call(channel, "coordinator", method, NodePaths(node=self._node.name, found=found, parts=whole))

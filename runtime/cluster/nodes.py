@@ -38,7 +38,7 @@ class NodeRegistration(Struct, kw_only=True, frozen=True):
 
 class NodePaths(Struct, kw_only=True, frozen=True):
     """What `node` has at the paths that the configuration names: by its key, a hash, or "" where there is nothing. `parts`:
-    of checkpoints, where nodes share no folder (`ledger.parts.whole`)."""
+    of checkpoints, where nodes share no folder (`ledger.node_checkpoints.whole`)."""
 
     node: str
     found: dict[str, str] = {}

@@ -37,7 +37,7 @@ from runtime.coordinator.roles import Roles, models, wait_for
 from runtime.coordinator.run_context import RunContext
 from runtime.data.prompts import PromptStream
 from runtime.errors import DeadlineExceeded, ServiceFault, StorageFull, Unreachable
-from runtime.ledger import checkpoint, parts
+from runtime.ledger import checkpoint, node_checkpoints
 from runtime.ledger.position import Position
 from runtime.ledger.records import CheckpointSaved
 from runtime.ports import RolePort, TrainerPort
@@ -170,7 +170,7 @@ class Checkpoints:
         self._stream = stream
         self._buffer = buffer
         self._incarnation = 0
-        self._lineage = parts.lineage(config)
+        self._lineage = node_checkpoints.lineage(config)
         self._history = history
         self._alarm = ""  # that there was no room
         self.accuracy = history.accuracy

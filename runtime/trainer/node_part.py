@@ -1,4 +1,4 @@
-"""What a group's ranks on this node have of its checkpoints, where nodes share no folder (`runtime.ledger.parts`)."""
+"""What a group's ranks on this node have of its checkpoints, where nodes share no folder (`ledger.node_checkpoints`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime import codec
 from runtime.commands import Restore, Save
 from runtime.config import Config
 from runtime.errors import UserError
-from runtime.ledger import checkpoint, parts
+from runtime.ledger import checkpoint, node_checkpoints
 from runtime.ledger.position import Position
 from runtime.process import os_process
 from runtime.trainer.backend import RankInfo
@@ -34,20 +34,20 @@ class NodePart:
         self._role, self._info, self._gathers = role, info, config.checkpoint.gather
         self._leads = os.environ.get("LOCAL_RANK", "0") == "0"  # of this node's ranks
         run_dir, node = Path(config.run.dir), os.environ.get(os_process.NODE, "")
-        self._root, self._name = parts.root(run_dir, node, role), f"{role}/{node}"
-        self._whole = partial(parts.whole, run_dir, node)
+        self._root, self._name = node_checkpoints.root(run_dir, node, role), f"{role}/{node}"
+        self._whole = partial(node_checkpoints.whole, run_dir, node)
 
     def begin(self, command: Save) -> Path:
         """Where this node's ranks are to write."""
         step = codec.decode(Position, command.place).version.step
         if self._leads:
-            parts.begin(self._root, step, command.keep)
+            node_checkpoints.begin(self._root, step, command.keep)
         self._info.largest([0])  # nobody writes before all folders are there
         return checkpoint.partial_of(checkpoint.folder_for(self._root, step))
 
     def complete(self, folder: Path, command: Save) -> list[str]:
         """All ranks have written into `folder`. The part that this rank speaks for, which is safe then."""
-        if not self._leads or not parts.files(folder):
+        if not self._leads or not node_checkpoints.files(folder):
             return []
         position = codec.decode(Position, command.place)
         checkpoint.complete(folder, checkpoint.folder_for(self._root, position.version.step), position)
@@ -61,13 +61,13 @@ class NodePart:
         if self._leads:
             checkpoint.sweep(self._root)
             checkpoint.set_aside(self._root, position.version.step, command.incarnation)
-        has = self._leads and f"{self._name}/{parts.identity(position)}" in self._whole()
+        has = self._leads and f"{self._name}/{node_checkpoints.identity(position)}" in self._whole()
         if self._leads and not has and self._name not in position.parts:
             checkpoint.discard(folder)  # of no use, and in the way
         told = _all_told([self._name, has], self._info)
         for part in position.parts:
             if part.startswith(f"{self._role}/") and [part, True] not in told:
-                raise UserError(f"run.resume: {command.folder}: {parts.missing(part)}")
+                raise UserError(f"run.resume: {command.folder}: {node_checkpoints.missing(part)}")
         got = list(exchange(folder, lambda name: not name.endswith(".distcp"), self._info))
         got += exchange(folder, engine.backend.needed(folder).__contains__, self._info)
         engine.load(str(folder))
@@ -86,7 +86,7 @@ def _all_told(own: Any, info: RankInfo) -> list[Any]:
 def exchange(folder: Path, needed: Callable[[str], bool], info: RankInfo) -> Iterator[Path]:
     """Copy into `folder`, whose name differs from node to node, the files that ranks there need and other nodes alone have.
     Gives those that this rank has written. A collective, which is over once all is given."""
-    own = parts.files(folder)
+    own = node_checkpoints.files(folder)
     told = _all_told([str(folder), own], info)
     sizes: dict[str, int] = {name: size for _, files in told for name, size in files.items()}
     wanted = _all_told([name for name in sizes if name not in own and needed(name)], info)

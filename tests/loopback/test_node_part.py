@@ -16,7 +16,7 @@ from runtime.commands import Restore, Save
 from runtime.config import Config
 from runtime.data.prompts import StreamState
 from runtime.errors import UserError
-from runtime.ledger import checkpoint, parts
+from runtime.ledger import checkpoint, node_checkpoints
 from runtime.ledger.position import Position
 from runtime.process import os_process
 from runtime.trainer import node_part
@@ -43,7 +43,7 @@ class Engine:
         return {f"t/__{self.rank}_0.distcp", "t/__0_1.distcp"}
 
     def load(self, folder: str) -> None:
-        self.seen = {name: (Path(folder) / name).read_bytes() for name in parts.files(Path(folder))}
+        self.seen = {name: (Path(folder) / name).read_bytes() for name in node_checkpoints.files(Path(folder))}
 
 
 def made(rank: int, folder: Path) -> tuple[NodePart, RankInfo]:
@@ -75,22 +75,22 @@ def gives_and_takes(rank: int, folder: Path) -> None:
     assert save(part, rank, 2) == [BOTH[rank]]
     assert save(part, rank, 4, (2,)) == [BOTH[rank]]  # of which no checkpoint comes
     engine: Any = Engine(rank)
-    own = checkpoint.folder_for(parts.root(folder / "run", NODES[rank], "trainer"), 2)
-    before = parts.files(own)
+    own = checkpoint.folder_for(node_checkpoints.root(folder / "run", NODES[rank], "trainer"), 2)
+    before = node_checkpoints.files(own)
     assert part.load(Restore("/r/step-2", codec.encode(place(2, parts=BOTH)), 7), engine) == PolicyVersion(0, 2)
     expected = {checkpoint.TRAINER: b'{"step": 2}', "t/__0_1.distcp": b"", f"t/__{rank}_0.distcp": LARGE + bytes([rank])}
     assert engine.seen == expected | ({"t/__0_2.distcp": b"nobody reads it"} if rank == 0 else {})
-    assert parts.files(own) == before, "what was read is kept"
+    assert node_checkpoints.files(own) == before, "what was read is kept"
     assert (own.parent / "dead-7" / "step-00000004").is_dir()
     # Gathered: all of it is on the node of the first rank.
     assert [path.name for path in exchange(own, lambda _: rank == 0, info)] == (["__1_0.distcp"] if rank == 0 else [])
-    assert len(parts.files(own)) == (5 if rank == 0 else 1)
+    assert len(node_checkpoints.files(own)) == (5 if rank == 0 else 1)
 
 
 def refuses(rank: int, folder: Path) -> None:
     part, _ = made(rank, folder)
     save(part, rank, 2)
-    own = checkpoint.folder_for(parts.root(folder / "run", NODES[rank], "trainer"), 2)
+    own = checkpoint.folder_for(node_checkpoints.root(folder / "run", NODES[rank], "trainer"), 2)
     engine: Any = Engine(rank)
 
     def lacks(node: str, named: list[str], **values: Any) -> None:
