@@ -1,4 +1,4 @@
-"""From the values that a translation found to a configuration of Sluice's: what differs from its defaults. Pure."""
+"""From the values that a translation found to a configuration of Sluice's: what differs from its defaults. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The environment variables that each process is given. Pure: from the configuration and what the machine has."""
+"""The environment variables of each process, from the configuration and what the machine has. No I/O but in `faults`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How each process of a run is started. Pure: from the configuration and what a node is to run to command lines."""
+"""How each process of a run is started: from the configuration and what a node is to run to command lines. No I/O."""
 
 from __future__ import annotations
 

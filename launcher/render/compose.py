@@ -1,4 +1,4 @@
-"""`sluice render compose`: a Compose file, one service for each node, all on one machine. Pure."""
+"""`sluice render compose`: a Compose file, one service for each node, all on one machine. No I/O."""
 
 from __future__ import annotations
 

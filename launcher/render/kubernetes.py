@@ -1,4 +1,4 @@
-"""`sluice render kubernetes`: manifests of a run. Pure.
+"""`sluice render kubernetes`: manifests of a run. No I/O.
 
 Nodes are pods of Indexed Jobs (batch/v1). A Job ends with the run; a StatefulSet does not, since its pods are always started
 again. A Job's pods have stable host names and come back under them, which is what a JobSet would be taken for, and a JobSet

@@ -1,4 +1,4 @@
-"""What the files for every scheduler are made from: a run's nodes, their devices, and the configuration they share. Pure."""
+"""What the files for every scheduler are made from: a run's nodes, their devices, and the configuration they share. No I/O."""
 
 from __future__ import annotations
 

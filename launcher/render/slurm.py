@@ -1,4 +1,4 @@
-"""`sluice render slurm`: a batch script that starts an agent on each node of its allocation. Pure.
+"""`sluice render slurm`: a batch script that starts an agent on each node of its allocation. No I/O.
 
 The batch shell runs on the first node and starts the agent there itself, the others by srun: Slurm gives a signal to every
 process of a step, services included, whereas a run is drained by a SIGTERM to the one agent that has the coordinator.

@@ -1,1 +1,1 @@
-"""Which processes a run has, where they run, and when they are started again. Pure."""
+"""Which processes a run has, where they run, and when they are started again. No I/O."""

@@ -1,4 +1,4 @@
-"""What agents of nodes and the coordinator tell each other, and whom the coordinator admits. Pure."""
+"""What agents of nodes and the coordinator tell each other, and whom the coordinator admits. No I/O."""
 
 from __future__ import annotations
 

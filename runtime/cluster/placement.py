@@ -1,4 +1,4 @@
-"""Which process runs on which node, and on which of its devices. Pure.
+"""Which process runs on which node, and on which of its devices. No I/O.
 
 A role's processes come in units that have to be on one node: a replica with all its devices, or the ranks of an SPMD group
 that share every layer. SPMD groups are placed first, then replicas, those with the most devices first, so that what has the

@@ -1,4 +1,4 @@
-"""How often a process may be started again. Pure: the caller gives the time."""
+"""How often a process may be started again. No I/O; the caller gives the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes a run is made of. Pure."""
+"""Which processes a run is made of. No I/O."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line that starts each runtime's keeper, from what is asked for and what the machine has. Pure."""
+"""The command line that starts each runtime's keeper, from what is asked for and what the machine has. No I/O."""
 
 from __future__ import annotations
 

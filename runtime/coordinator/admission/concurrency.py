@@ -1,4 +1,4 @@
-"""How many episodes are played at once: as many as keep the rollouts busy, by what is measured. Pure.
+"""How many episodes are played at once: as many as keep the rollouts busy, by what is measured. No I/O.
 
 While a tool runs, its episode has no slot: how many episodes fill the slots depends on how long tools take, which differs by
 task and changes as the policy learns. So the limit is x episodes for each slot of the rollouts that serve, and x follows what

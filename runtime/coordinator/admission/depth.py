@@ -1,5 +1,5 @@
 """How many groups hold a place at once: as many as keep the trainer busy, where that is fewer than the staleness bound allows.
-Pure, of measured times.
+By measured times; no I/O.
 
 A step of the trainer takes S seconds and B groups. While it goes on, B groups have to become ready for the next one; they were
 dispatched with the newest weights when the step before it was committed. What the trainer needs beside the groups that it
