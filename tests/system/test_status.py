@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from tests.system.runs import ROOT, Live, check_gone, eventually, one_line, sluice, started, write_config
+from tests.system.unhurried_rule import REWARDS
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -33,7 +34,9 @@ MEMBERS = {
 def live(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A run with a trainer of two ranks, in the middle of its training."""
     folder = tmp_path_factory.mktemp("live")
-    config = write_config(folder / "config.yaml", tiny, training={"steps": 100000}, services={"trainer": {"processes": 2}})
+    config = write_config(
+        folder / "config.yaml", tiny, training={"steps": 100000}, rewards=REWARDS, services={"trainer": {"processes": 2}}
+    )
     with started(config, folder=folder / "run") as run:
         run.reaches(3)
         yield run
