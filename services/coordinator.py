@@ -97,8 +97,7 @@ class CoordinatorProcess:
         settings, network = self._config.services.coordinator, self._config.network
         try:
             if self._address:
-                host, _, port = self._address.rpartition(":")
-                server.bind(host.strip("[]"), int(port))
+                await server.bind_again(self._address)
             else:
                 self._address = server.bind(settings.host or network.interface, settings.port, network.port_range)
         except UserError as error:

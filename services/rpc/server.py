@@ -8,6 +8,7 @@ coroutine: the task around a coroutine costs as much as the rest of a small call
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from functools import partial
@@ -109,6 +110,21 @@ class Server:
             raise network.none_free(host, port_range)
         address = network.host_port(host, port)
         raise errors.UserError(f"cannot listen on {address}: the port is in use or the address is not ours")
+
+    async def bind_again(self, address: str) -> None:
+        """Listen on the address of a process that this one follows, by which others know it. Its port may be a connection's of
+        another program's for a while. Raises UserError once `PORT_AGAIN` is over."""
+        host, _, port = address.rpartition(":")
+        deadline = time.monotonic() + timeouts.PORT_AGAIN
+        while True:
+            try:
+                self.bind(host.strip("[]"), int(port))
+            except errors.UserError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(timeouts.PORT_POLL)
+            else:
+                return
 
     def _listen(self, address: str) -> int:
         """Returns the port. Raises RuntimeError."""

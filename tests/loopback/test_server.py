@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from runtime import commands, errors
+from runtime import commands, errors, timeouts
 from runtime.status import Progress, Status
 from runtime.types import LogprobRequest, PolicyVersion
 from services.rpc.server import OPTIONS, Server
@@ -170,6 +170,29 @@ def test_a_port_that_is_taken_is_the_users_to_mend() -> None:
             with pytest.raises(errors.UserError, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use") as taken:
                 Server({"Reference": {"Logprobs": echo}}, {}).bind("127.0.0.1", port)
             assert "\n" not in str(taken.value)
+
+    run(test())
+
+
+def test_the_port_of_whom_it_follows_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection of another program's may have got it meanwhile."""
+
+    async def test() -> None:
+        server, held = Server({"Reference": {"Logprobs": echo}}, {}), socket.create_server(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        monkeypatch.setattr(timeouts, "PORT_POLL", 0.0)
+        binding = asyncio.create_task(server.bind_again(f"127.0.0.1:{port}"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not binding.done()
+        held.close()
+        await asyncio.wait_for(binding, PATIENCE)
+        await server.start()
+        await server.stop(0)
+        with socket.create_server(("127.0.0.1", port)):  # held for ever
+            monkeypatch.setattr(timeouts, "PORT_AGAIN", 0.0)
+            with pytest.raises(errors.UserError, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use"):
+                await Server({"Reference": {"Logprobs": echo}}, {}).bind_again(f"127.0.0.1:{port}")
 
     run(test())
 

