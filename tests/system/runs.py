@@ -24,7 +24,7 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
-POLL = 0.1  # seconds between two looks at something outside that cannot be waited for
+POLL = 0.02  # seconds between two looks at something outside that cannot be waited for
 
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 needs_vllm = pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="needs .venv-vllm: make install-vllm")
