@@ -50,7 +50,7 @@ def validate(path: Path, overrides: Sequence[str], since: str | None = None) -> 
     if faults := faults or [*placement_faults(config, here.offer, trains=True), *faults_of_own_files(config)]:
         raise ConfigError(faults)
     if (model := config.model.path) and not model.startswith(tiny_model.PREFIX):
-        _ = Tokenizer.of(config).template
+        _ = Tokenizer.of(config).template  # which is refused where there is none, or no tokenizer
     if not has_several_nodes(config.cluster):  # where there are several, this machine may be none of them
         on_this_machine(config)
     console = Console()

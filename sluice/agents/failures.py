@@ -8,7 +8,7 @@ from pathlib import Path
 
 MOST = 2000  # characters
 
-_printed: set[str] = set()
+_printed: set[tuple[str, str]] = set()  # kinds of exceptions, and where they were raised
 
 
 def told(error: BaseException) -> str:
@@ -22,12 +22,14 @@ def told(error: BaseException) -> str:
 
 
 def print_once(episode: str, error: BaseException) -> None:
-    """The traceback to standard error, the first time that this process has `told` of such a one."""
+    """The traceback to standard error, of the first of its kind from its line in this process: what it says may differ each
+    time."""
     from sluice.agents.episode import DataError, InfrastructureError
 
-    if isinstance(error, (DataError, InfrastructureError)) or (said := told(error)) in _printed:
+    which = type(error).__name__, _place(error)
+    if isinstance(error, (DataError, InfrastructureError)) or which in _printed:
         return
-    _printed.add(said)
+    _printed.add(which)
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     sys.stderr.write(f"episode {episode} failed\n{''.join(lines)}")  # at once: others write to the same log
     sys.stderr.flush()
