@@ -267,9 +267,10 @@ def test_a_sender_that_is_killed_within_a_transfer_is_named_at_once(transport: s
         sending = sender.send(groups[0], VERSION, LATER)
         assert all(each.wait(DEADLINE) for each in heard)
         process.kill()
-        for reception in receptions:
-            with pytest.raises(ServiceFault, match=r"transfer: bucket .* from rank 1 \(trainer-1\): "):
-                reception.result(DEADLINE)
+        said = [str(reception.exception(DEADLINE)) for reception in receptions]
+        assert all(": transfer: bucket " in each for each in said)  # at once: not at the transfer's deadline
+        # Whoever sees it first gives up, and rank 0 then does: what a slower receiver sees first may be that.
+        assert any("from rank 1 (trainer-1): " in each for each in said), said
         with pytest.raises(ServiceFault, match="trainer-0: transfer: "):  # nobody takes its part any more
             sending.result(DEADLINE)
 
