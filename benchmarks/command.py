@@ -7,8 +7,6 @@ sides; figures are sums over the rounds.
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -20,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from rich.console import Console
 
+from benchmarks.compared import Measurement
 from runtime.errors import UserError
 from runtime.process.command_line import ended_as_by_ctrl_c
 from runtime.telemetry.shown import literal
@@ -48,14 +47,6 @@ class Options(Struct, frozen=True, kw_only=True):
     depth: str = "auto"
 
 
-class BenchMachine(Struct):
-    """Where it was measured."""
-
-    cores: int
-    processor: str
-    python: str
-
-
 def run(name: str, options: Options) -> None:
     """Measure, print a table, and write the figures to `options.json`. Raises UserError, ServiceFault."""
     _check(name, options)
@@ -65,7 +56,7 @@ def run(name: str, options: Options) -> None:
     for table in bench.render(report):
         console.print(table)
     if options.json is not None:
-        figures = {"bench": name, "machine": msgspec.to_builtins(machine()), **msgspec.to_builtins(report)}
+        figures = {"bench": name, "measured": msgspec.to_builtins(Measurement.here()), **msgspec.to_builtins(report)}
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2) + b"\n")
     if name == ALL:
         report.check()
@@ -85,10 +76,6 @@ def _check(name: str, options: Options) -> None:
         raise UserError(f"--trl-python: bench {name} runs no TRL; train is the only one that does")
     if options.json is not None and not options.json.parent.is_dir():
         raise UserError(f"--json: there is no folder {options.json.parent}")
-
-
-def machine() -> BenchMachine:
-    return BenchMachine(cores=len(os.sched_getaffinity(0)), processor=platform.machine(), python=platform.python_version())
 
 
 def _usual(name: str, folder: Path | None = None) -> Callable[[Options, Show], Measured]:

@@ -2,9 +2,51 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
 from collections.abc import Iterable
+from datetime import datetime, timezone
+from pathlib import Path
 
 from msgspec import Struct
+
+ROOT = Path(__file__).parents[1]
+GIT = ("git", "describe", "--always", "--dirty", "--exclude=*")
+GIT_DEADLINE = 30.0  # seconds
+
+
+class Measurement(Struct, frozen=True):
+    """When, where and of which commit it was measured. `date`: of its end, in UTC. `commit`: "" where this is no clone;
+    "-dirty" follows where files differ from it."""
+
+    date: str
+    commit: str
+    cores: int
+    processor: str
+    python: str
+
+    @classmethod
+    def here(cls) -> Measurement:
+        """Of this machine, now."""
+        try:
+            told = subprocess.run(
+                GIT, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=GIT_DEADLINE, check=True
+            )
+            commit = told.stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            commit = ""
+        today = datetime.now(timezone.utc).date().isoformat()
+        return cls(today, commit, len(os.sched_getaffinity(0)), platform.machine(), platform.python_version())
+
+
+def _commit() -> str:
+    if not (ROOT / ".git").exists():  # a wheel's folder may lie in another project's clone
+        return ""
+    try:
+        return subprocess.run(GIT, cwd=ROOT, capture_output=True, text=True, timeout=GIT_DEADLINE, check=False).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # it has to do without git
+        return ""
 
 
 class Compared(Struct, frozen=True):

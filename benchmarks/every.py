@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from benchmarks.compared import Compared
+from benchmarks.compared import Compared, Measurement
 from runtime.errors import ServiceFault, SluiceError, UserError
 from runtime.telemetry.shown import LiteralTable
 
@@ -79,6 +79,12 @@ def measure(benches: Mapping[str, Measure], show: Callable[[str], None]) -> Ever
     return report
 
 
+class Figures(EveryReport, kw_only=True):
+    """What `--json` writes."""
+
+    measured: Measurement
+
+
 def cells(report: EveryReport) -> list[tuple[str, ...]]:
     """The table's rows: of `COLUMNS`, and the last release's."""
     return [
@@ -109,16 +115,21 @@ def render(report: EveryReport) -> list[LiteralTable]:
     return [table]
 
 
-def markdown(report: EveryReport) -> str:
+def markdown(report: Figures) -> str:
     """The same for a page."""
+    where, minutes = report.measured, sum(report.seconds.values()) / 60
     head = (*COLUMNS, report.release)
     rows = [head, ("---",) * len(head), *cells(report)]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines = [
+        f"Measured on {where.date}, of commit {where.commit}, in one sitting of {minutes:.0f} minutes: "
+        f"{where.cores} cores ({where.processor}), Python {where.python}.\n"
+    ]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     lines += [f"\nLeft out: `{name}` ({why})." for name, why in report.left_out.items()]
     return "\n".join(lines) + "\n"
 
 
-def page(text: str, report: EveryReport) -> str:
+def page(text: str, report: Figures) -> str:
     """The page `text` with the table of `report` in the place of the one that it has."""
     before, found, rest = text.partition(BEGIN)
     _, ended, after = rest.partition(END)
@@ -128,5 +139,5 @@ def page(text: str, report: EveryReport) -> str:
 
 
 if __name__ == "__main__":
-    made, path = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EveryReport), Path(sys.argv[2])
+    made, path = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Figures), Path(sys.argv[2])
     path.write_text(page(path.read_text(encoding="utf-8"), made), encoding="utf-8")

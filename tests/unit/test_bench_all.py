@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from benchmarks import command, every
-from benchmarks.compared import Compared
+from benchmarks.compared import Compared, Measurement
 from runtime.errors import ServiceFault, UserError
 
 APART = {
@@ -70,8 +70,10 @@ def test_all_takes_every_bench_at_its_short_setting(monkeypatch: pytest.MonkeyPa
     command.run(command.ALL, command.Options(json=tmp_path / "all.json", data=tmp_path))
     assert list(asked) == names
     assert all(options.quick and options.data == tmp_path for options in asked.values())
-    written = msgspec.json.decode((tmp_path / "all.json").read_bytes(), type=every.EveryReport)
+    written = msgspec.json.decode((tmp_path / "all.json").read_bytes(), type=every.Figures)
     assert [row.bench for row in written.rows] == names
+    assert written.measured.cores >= 1
+    assert written.measured.date
 
 
 def test_every_bench_says_what_it_compares() -> None:
@@ -83,11 +85,13 @@ def test_every_bench_says_what_it_compares() -> None:
 
 
 def test_a_page_without_a_place_for_the_table_is_refused() -> None:
-    report = every.EveryReport("0.1.0", [every.Row("train", Compared("a | b", [1.0]), None)], {"page": "no browser"}, {}, {})
+    row, where = every.Row("train", Compared("a | b", [1.0]), None), Measurement("2026-11-27", "abc1234", 2, "x86_64", "3.11.7")
+    report = every.Figures("0.1.0", [row], {"page": "no browser"}, {}, {"train": 120.0}, measured=where)
     page = f"# Benchmarks\n\n{every.BEGIN}old\n{every.END}\nThe rest\n"
     made = every.page(page, report)
     assert "| train | a \\| b | 1.00 |" in made
     assert "Left out: `page` (no browser)." in made
+    assert "Measured on 2026-11-27, of commit abc1234, in one sitting of 2 minutes: 2 cores (x86_64), Python 3.11.7." in made
     assert "old" not in made
     assert every.page(made, report) == made
     with pytest.raises(UserError, match="no lines"):
@@ -101,6 +105,6 @@ def test_what_the_last_release_said_is_of_benches_that_are_there() -> None:
 
 def test_the_page_is_made_of_its_figures() -> None:
     docs = Path(__file__).parents[2] / "docs"
-    report = msgspec.json.decode((docs / "benchmarks.json").read_bytes(), type=every.EveryReport)
+    report = msgspec.json.decode((docs / "benchmarks.json").read_bytes(), type=every.Figures)
     text = (docs / "benchmarks.md").read_text(encoding="utf-8")
     assert every.page(text, report) == text, "python -m benchmarks.every docs/benchmarks.json docs/benchmarks.md"
