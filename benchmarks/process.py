@@ -15,7 +15,7 @@ from runtime.config import loading
 from runtime.errors import ServiceFault
 from sluice import start
 
-ENDING = 10.0  # seconds
+ENDING = 30.0  # seconds: vLLM ends its own processes one after the other
 
 
 @asynccontextmanager

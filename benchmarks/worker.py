@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from benchmarks.drafts_trial import DRAFT_WAYS, DraftsTrial
 from benchmarks.engines_trial import EngineTrial
 from benchmarks.packing_trial import APART, TREE_TOKENS, TREES, WAYS, PackingTrial
+from benchmarks.process import end
 from launcher.accept.random_groups import BATCHES as TRIAL_BATCHES
 from runtime.cluster.topology import replicas
 from runtime.config import Config, loading
@@ -88,9 +89,12 @@ class Worker:
             try:
                 yield cls(process)
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                try:  # vLLM leaves files in shared memory, which its engine's end removes
+                    await end(process)
+                finally:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    await process.wait()
 
     async def measure(self, what: str, seconds: float) -> Measured:
         """Raises ServiceFault when the worker ended."""
