@@ -44,7 +44,7 @@ class Options(Struct, frozen=True, kw_only=True):
     trl_python: Path | None = None
     sizes: str | None = None
     receivers: int | None = None
-    depth: str = "auto"
+    depth: str | None = None
 
 
 def run(name: str, options: Options) -> None:
@@ -66,7 +66,7 @@ def _check(name: str, options: Options) -> None:
     for option, given in (("--sizes", options.sizes), ("--receivers", options.receivers)):
         if given is not None and name not in ("publication", ALL):
             raise UserError(f"{option}: bench {name} publishes nothing; publication is the only one that does")
-    if options.depth != "auto" and name != "staleness":
+    if options.depth is not None and name != "staleness":
         raise UserError(f"--depth: bench {name} has none to choose; staleness is the only one that has")
     if options.data is not None and name not in (*DATA, ALL):
         raise UserError(f"--data: only bench {' and bench '.join(DATA)} take a folder of data")
@@ -168,8 +168,9 @@ def _rollout(options: Options, show: Show) -> Measured:
 def _staleness(options: Options, show: Show) -> Measured:
     from benchmarks.staleness import bench
 
-    settings = replace(bench.QUICK if options.quick else bench.StalenessSettings(), depth=options.depth)
-    report = asyncio.run(bench.measure(FOLDER / "staleness" / options.depth, settings, show, print))
+    settings = bench.QUICK if options.quick else bench.StalenessSettings()
+    settings = replace(settings, depth=options.depth or settings.depth)
+    report = asyncio.run(bench.measure(FOLDER / "staleness" / settings.depth, settings, show, print))
     return bench, report
 
 

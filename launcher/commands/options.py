@@ -258,9 +258,7 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     )
     bench.add_argument("--sizes", metavar="MB,MB,...", help="publication: of the weights (default: 64,512,2048)")
     bench.add_argument("--receivers", type=int, metavar="N", help="publication: rollouts (default: 1)")
-    bench.add_argument(
-        "--depth", choices=("auto", "bound"), default="bound", help="staleness: of training.depth (default: bound)"
-    )
+    bench.add_argument("--depth", choices=("auto", "bound"), help="staleness: of training.depth (default: bound)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
 
     accept = commands.add_parser("accept", help="check this machine with its devices, and write a report to send back")

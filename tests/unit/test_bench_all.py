@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import command, every
 from benchmarks.compared import Compared, Measurement
+from launcher.cli import main
 from runtime.errors import ServiceFault, UserError
 
 APART = {
@@ -74,6 +75,21 @@ def test_all_takes_every_bench_at_its_short_setting(monkeypatch: pytest.MonkeyPa
     assert [row.bench for row in written.rows] == names
     assert written.measured.cores >= 1
     assert written.measured.date
+
+
+@pytest.mark.parametrize("name", command.BENCHES)
+def test_a_bench_needs_no_option_but_its_data(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[command.Options] = []
+
+    def measured(options: command.Options, _: command.Show) -> command.Measured:
+        asked.append(options)
+        return SimpleNamespace(render=lambda _: []), every.EveryReport("0.1.0", [], {}, {}, {})
+
+    monkeypatch.setitem(command.BENCHES, name, measured)
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", name])
+    assert ended.value.code == 0
+    assert asked == [command.Options()]
 
 
 def test_every_bench_says_what_it_compares() -> None:
