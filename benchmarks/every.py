@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
@@ -72,6 +73,10 @@ def measure(benches: Mapping[str, Measure], show: Callable[[str], None]) -> Ever
             continue
         except SluiceError as error:
             report.failed[name] = str(error)
+            continue
+        except Exception as error:  # noqa: BLE001 - a mistake of one bench's; what others found is kept, and it is told
+            traceback.print_exc()
+            report.failed[name] = f"{type(error).__name__}: {error}"
             continue
         report.seconds[name] = time.monotonic() - began
         before = released.rows.get(name, {})

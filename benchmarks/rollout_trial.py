@@ -159,6 +159,7 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     asyncio.run(serve(loading.load(Path(sys.argv[1]), ()), say))
+    os._exit(0)  # as the interpreter ends, vLLM's engine would close itself once more, and print a traceback
 
 
 if __name__ == "__main__":

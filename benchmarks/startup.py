@@ -51,7 +51,8 @@ class Start(Struct):
 
 
 class RunStart(Struct):
-    """Of the quickstart, its warm-up cached; the memory is that of the processes that only direct others, at its largest."""
+    """Of the quickstart, its warm-up cached; the memory is that of the processes that only direct others, at its largest:
+    of those that were there when it was sampled."""
 
     phases: dict[str, float]
     memory: dict[str, Memory]
@@ -99,7 +100,7 @@ async def _run(folder: Path, steps: int) -> RunStart:
     if child.returncode:
         raise ServiceFault("quickstart", "run", said.decode(errors="replace").strip().splitlines()[-1])
     summary = Summary.read(run)
-    return RunStart(phases=summary.startup, memory={name: summary.memory[name] for name in CONTROL})
+    return RunStart(phases=summary.startup, memory={name: summary.memory[name] for name in CONTROL if name in summary.memory})
 
 
 async def _idle(system: str, count: int) -> Start:
@@ -164,9 +165,10 @@ def _of_a_run(report: StartupReport) -> LiteralTable:
             name = f"{phase}, not counted" if phase == startup.NOT_COUNTED else phase
             table.add_row(name, f"{median(found):.1f} ({min(found):.1f} – {max(found):.1f})")
     held = (
-        f"{name} {_mebibytes(max(run.memory[name].rss_bytes for run in report.runs))} resident, "
-        f"{_mebibytes(max(run.memory[name].pss_bytes for run in report.runs))} proportional"
+        f"{name} {_mebibytes(max(one.rss_bytes for one in seen))} resident, "
+        f"{_mebibytes(max(one.pss_bytes for one in seen))} proportional"
         for name in CONTROL
+        if (seen := [run.memory[name] for run in report.runs if name in run.memory])
     )
     table.caption = f"at most: {'; '.join(held)}. Load of the machine {report.load[0]:.1f} before, {report.load[1]:.1f} after"
     table.caption_justify = "left"

@@ -63,10 +63,10 @@ async def measure(folder: Path, versions: int, show: Callable[[str], None] = lam
 
 
 def training_config(folder: Path) -> Config:
-    """The benches' own, whose learning rate is 1e-6; masters in float32, published in bfloat16."""
+    """The benches' own, whose learning rate is 1e-6, without a folder; masters in float32, published in bfloat16."""
     config = bench_config(folder / "inputs")
     publication = replace(config.publication, transport="collective", encoding="delta", dtype="bfloat16")
-    return replace(config, run=replace(config.run, resume=""), publication=publication)
+    return replace(config, run=replace(config.run, dir="", resume=""), publication=publication)
 
 
 def render(found: Changes) -> LiteralTable:

@@ -244,6 +244,9 @@ def summary(folder: Path) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------ configurations
 
+# Nobody waits for its end; its rule takes its time, which leaves the processors to what else goes on.
+LONG = ("training.steps=100000", f"rewards.rules=[{{name: '{Path(__file__).with_name('unhurried_rule.py')}:unhurried'}}]")
+
 BASE: dict[str, Any] = {
     "run": {"name": "test"},
     "data": {"handler": "gsm8k", "max_prompt_tokens": 24},

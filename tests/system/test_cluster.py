@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.system.cluster import NAMES, Cluster, cluster
-from tests.system.runs import eventually, summary, write_config
+from tests.system.runs import LONG, eventually, summary, write_config
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("namespaces")]
 
@@ -28,7 +28,6 @@ END = 90.0
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make install-dev"
 )
-LONG = ("training.steps=100000",)  # nobody waits for its end
 NODES: dict[str, Any] = {
     "cluster": {"nodes": [{"name": name} for name in NAMES]},
     "deadlines": {"silence": SILENCE},

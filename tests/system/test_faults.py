@@ -9,11 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.runs import Live, check_gone, eventually, listening, one_line, started
+from tests.system.runs import LONG, Live, check_gone, eventually, listening, one_line, started
 
 pytestmark = pytest.mark.timeout(360)
 
-LONG = ("training.steps=100000",)  # nobody waits for its end
 NEVER = tuple(f"services.{role}.restarts.attempts=0" for role in ("coordinator", "reward", "reference", "trainer"))
 no_megatron = importlib.util.find_spec("megatron") is None
 TOLD = 60.0  # seconds until a run whose process was killed has ended

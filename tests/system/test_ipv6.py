@@ -14,7 +14,7 @@ from runtime.process.network import is_own
 from services.health_check import check
 from tests.system.cluster import NAMES, cluster
 from tests.system.namespaces import NETWORK_6
-from tests.system.runs import eventually, sluice, started, write_config
+from tests.system.runs import LONG, eventually, sluice, started, write_config
 from tests.system.test_cluster import NODES, ends_well
 
 pytestmark = [
@@ -28,7 +28,7 @@ START = 180.0  # seconds until several processes train, on what may be two busy 
 def test_a_run_on_the_loopback_of_ipv6(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of the trainer, whose store is on loopback; the run is looked at by its folder and by its address."""
     overrides = ("network.interface=::1", "services.trainer.processes=2", "publication.transport=collective")
-    with started(config, "training.steps=100000", *overrides, folder=tmp_path / "run") as run:
+    with started(config, *LONG, *overrides, folder=tmp_path / "run") as run:
         run.reaches(2, START)
         address = (run.folder / "coordinator.address").read_text().strip()
         assert address.startswith("[::1]:")
@@ -47,7 +47,7 @@ def test_nodes_without_ipv4(tiny: Path, tmp_path: Path) -> None:
     """The trainer has ranks on two of them, the critic two on one; a rollout is killed and comes back. All with TLS."""
     config = write_config(tmp_path / "config.yaml", tiny, **NODES)
     group = ("services.trainer.processes=2", "services.trainer.placement=[first, second]", "deadlines.stop=60")
-    where = (f"network.interface={NETWORK_6}", "training.steps=100000")
+    where = (f"network.interface={NETWORK_6}", *LONG)
     critic = ("critic={}", "algorithm.preset=ppo", "services.critic.processes=2", "services.critic.placement=[first]")
     with cluster(config, *group, *critic, *where, folder=tmp_path / "run", network=NETWORK_6) as run:
         run.run.reaches(2, START)

@@ -11,8 +11,7 @@ import pytest
 
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
-from tests.system.runs import Live, check_gone, eventually, sluice, started, steps
-from tests.system.test_faults import LONG
+from tests.system.runs import LONG, Live, check_gone, eventually, sluice, started, steps
 
 pytestmark = pytest.mark.timeout(400)
 

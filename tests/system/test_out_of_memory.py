@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests.system.little_memory import NEEDS, little_memory
-from tests.system.runs import Live, eventually, one_line, started
+from tests.system.runs import LONG, Live, eventually, one_line, started
 
 pytestmark = pytest.mark.timeout(360)
 
@@ -32,7 +32,7 @@ def another(run: Live) -> psutil.Process | None:
 
 
 def test_a_process_that_is_out_of_memory_comes_back_once(config: Path, tmp_path: Path, little: Path) -> None:
-    with started(config, "training.steps=100000", folder=tmp_path / "run") as run:
+    with started(config, *LONG, folder=tmp_path / "run") as run:
         run.reaches(2)
         little.write_text(str(run.member("rollout-0").pid))
         run.says("rollout-0: run: the kernel killed", END)

@@ -12,7 +12,7 @@ from benchmarks import browser
 from benchmarks.browser import NARROW, WIDE, opened, served, until
 from benchmarks.recorded_run import record, reply_of
 from runtime.errors import UserError
-from tests.system.runs import check_gone, eventually, started
+from tests.system.runs import LONG, check_gone, eventually, started
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -118,7 +118,7 @@ def test_what_a_model_says_is_text(tmp_path: Path) -> None:
 
 
 def test_a_run_is_followed_while_it_goes_on(config: Path, tmp_path: Path) -> None:
-    with started(config, "training.steps=100000", "page={}", folder=tmp_path / "run") as run:
+    with started(config, *LONG, "page={}", folder=tmp_path / "run") as run:
         address = eventually(lambda: re.search(r"page: (http\S+)", run.output), WAIT / 1000, "the page's address")[1]
         run.reaches(3)
         with opened(address) as (page, faults):

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from runtime.process.os_process import find_program
-from tests.system.runs import ROOT, Live, check_gone, eventually, one_line, sluice, started, write_config
+from tests.system.runs import LONG, ROOT, Live, check_gone, eventually, one_line, sluice, started, write_config
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -26,8 +26,8 @@ PATIENCE = 150.0  # seconds that one answer may take on a busy machine
 def live(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A run with a trainer of two ranks, in the middle of its training."""
     folder = tmp_path_factory.mktemp("live")
-    config = write_config(folder / "config.yaml", tiny, training={"steps": 100000}, services={"trainer": {"processes": 2}})
-    with started(config, folder=folder / "run") as run:
+    config = write_config(folder / "config.yaml", tiny, services={"trainer": {"processes": 2}})
+    with started(config, *LONG, folder=folder / "run") as run:
         run.reaches(2)
         yield run
         run.interrupt()

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from launcher.render import monitoring
-from tests.system.runs import END, Live, check_gone, eventually, one_line, sluice, started, write_config
+from tests.system.runs import END, LONG, Live, check_gone, eventually, one_line, sluice, started, write_config
 from tests.system.scrapes import discovered, metrics_address, scraped, value
 from tests.unit.render_cases import made
 
@@ -31,11 +31,10 @@ OF_PROMETHEUS = {"up"}  # what it makes itself of each process that it asks
 def live(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A run that has evaluated, in the middle of its training."""
     folder = tmp_path_factory.mktemp("live")
-    own = {"training": {"steps": 100000}, "evaluation": {"before": True}, **SERVED}
-    config = write_config(folder / "config.yaml", tiny, **own)
+    config = write_config(folder / "config.yaml", tiny, evaluation={"before": True}, **SERVED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SCRAPED", TOKEN)
-        with started(config, folder=folder / "run") as run:
+        with started(config, *LONG, folder=folder / "run") as run:
             run.reaches(3)
             yield run
             run.interrupt()

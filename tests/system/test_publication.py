@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.system.runs import START, check_gone, eventually, started, steps, trained
-from tests.system.test_faults import LONG
+from tests.system.runs import LONG, START, check_gone, eventually, started, steps, trained
 from tests.system.test_losses import RESTARTS, ends_well, sees
 
 pytestmark = pytest.mark.timeout(400)

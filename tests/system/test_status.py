@@ -13,8 +13,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from tests.system.runs import ROOT, Live, check_gone, eventually, one_line, sluice, started, write_config
-from tests.system.unhurried_rule import REWARDS
+from tests.system.runs import LONG, ROOT, Live, check_gone, eventually, one_line, sluice, started, write_config
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -34,10 +33,8 @@ MEMBERS = {
 def live(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A run with a trainer of two ranks, in the middle of its training."""
     folder = tmp_path_factory.mktemp("live")
-    config = write_config(
-        folder / "config.yaml", tiny, training={"steps": 100000}, rewards=REWARDS, services={"trainer": {"processes": 2}}
-    )
-    with started(config, folder=folder / "run") as run:
+    config = write_config(folder / "config.yaml", tiny, services={"trainer": {"processes": 2}})
+    with started(config, *LONG, folder=folder / "run") as run:
         run.reaches(3)
         yield run
         run.interrupt()
@@ -160,8 +157,8 @@ def test_help_names_the_commands() -> None:
 
 
 def test_a_run_is_scaled_up_and_down_while_it_trains(tiny: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path / "config.yaml", tiny, training={"steps": 100000})
-    with started(config, folder=tmp_path / "run") as run:
+    config = write_config(tmp_path / "config.yaml", tiny)
+    with started(config, *LONG, folder=tmp_path / "run") as run:
         run.reaches(3)
         assert sluice("scale", "rollout=3", str(run.folder), timeout=PATIENCE).stdout == "started: rollout-2\n"
 

@@ -12,18 +12,17 @@ from transformers import AutoModelForCausalLM
 from runtime.ledger.checkpoint import read_position
 from runtime.ledger.checkpoint import steps as checkpoints
 from runtime.ledger.reader import LedgerReader
-from tests.system.runs import belonging, check_gone, one_line, started, steps, summary, trained, write_config
+from tests.system.runs import LONG, belonging, check_gone, one_line, started, steps, summary, trained, write_config
 
 pytestmark = pytest.mark.timeout(300)
 
-LONG = "training.steps=100000"  # nobody waits for its end
 ORDERLY = 90.0  # seconds that a run may take to drain, save and end, on a busy machine
 RUN = 120.0
 
 
 def test_ctrl_c_saves_and_the_run_goes_on_where_it_was(config: Path, tiny: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with started(config, LONG, folder=folder) as run:
+    with started(config, *LONG, folder=folder) as run:
         run.reaches(3)
         run.interrupt()
         assert run.wait(ORDERLY) == 0, run.output + run.errors
@@ -57,7 +56,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_where_it_was(config: Path, tiny: Path,
 
 def test_a_sigterm_to_every_process_saves_as_well(config: Path, tmp_path: Path) -> None:
     """As a scheduler gives it that ends a job: to the launcher, the services, and what starts ranks and they alike."""
-    with started(config, LONG, "services.trainer.processes=2", "deadlines.stop=60", folder=tmp_path / "run") as run:
+    with started(config, *LONG, "services.trainer.processes=2", "deadlines.stop=60", folder=tmp_path / "run") as run:
         run.reaches(3)
         for process in belonging(run.folder):
             with suppress(psutil.NoSuchProcess):
@@ -70,7 +69,7 @@ def test_a_sigterm_to_every_process_saves_as_well(config: Path, tmp_path: Path) 
 
 
 def test_ctrl_c_twice_ends_at_once(config: Path, tmp_path: Path) -> None:
-    with started(config, LONG, folder=tmp_path / "run") as run:
+    with started(config, *LONG, folder=tmp_path / "run") as run:
         run.reaches(2)
         run.member("trainer-0").suspend()  # so that it does not end in order
         run.interrupt()
@@ -87,7 +86,7 @@ def test_ctrl_c_twice_ends_at_once(config: Path, tmp_path: Path) -> None:
 )
 def test_ctrl_c_before_training_ends_the_run_in_time(tiny: Path, tmp_path: Path, phase: str, codes: tuple[int, ...]) -> None:
     config = write_config(tmp_path / "config.yaml", tiny, evaluation={"before": True, "problems": 0, "samples": 64})
-    with started(config, LONG, folder=tmp_path / "run") as run:
+    with started(config, *LONG, folder=tmp_path / "run") as run:
         run.says(phase)
         run.interrupt()
         assert run.wait(ORDERLY) in codes, run.output + run.errors
@@ -97,7 +96,7 @@ def test_ctrl_c_before_training_ends_the_run_in_time(tiny: Path, tmp_path: Path,
 
 
 def test_a_run_ends_when_its_hours_are_over(config: Path, tmp_path: Path) -> None:
-    run = trained(config, LONG, "stop.hours=0.0005", folder=tmp_path / "run", timeout=RUN)
+    run = trained(config, *LONG, "stop.hours=0.0005", folder=tmp_path / "run", timeout=RUN)
     result = summary(run.folder)
     assert "hours are over" in result["stop_reason"]
     assert 1.8 <= result["rl_seconds"] <= ORDERLY
@@ -116,7 +115,7 @@ def test_a_run_ends_when_it_is_as_accurate_as_wanted(tiny: Path, tmp_path: Path)
         evaluation={"every": 3},
         stop={"accuracy": 0.99},
     )
-    run = trained(config, LONG, folder=tmp_path / "run", timeout=RUN)
+    run = trained(config, "training.steps=100000", folder=tmp_path / "run", timeout=RUN)
     result = summary(run.folder)
     assert "accuracy 100.0% reached 99.0%" in result["stop_reason"]
     assert result["steps"] >= 3

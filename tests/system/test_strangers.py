@@ -29,6 +29,7 @@ from tests.system.conftest import make_tiny
 from tests.system.listeners import Listener, documented, is_store, listeners
 from tests.system.namespaces import Node, joined
 from tests.system.runs import (
+    LONG,
     ROOT,
     VLLM_PYTHON,
     Live,
@@ -43,8 +44,7 @@ from tests.system.runs import (
     write_config,
 )
 from tests.system.strangers import Found, Targets
-from tests.system.test_cluster import END, LONG, NODES, START, ends_well, goes_on, needs_megatron
-from tests.system.unhurried_rule import REWARDS
+from tests.system.test_cluster import END, NODES, START, ends_well, goes_on, needs_megatron
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -69,7 +69,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A run on one node, in the middle of its training, that has to end well after all that strangers do to it."""
     folder = tmp_path_factory.mktemp("live")
     tiny = make_tiny(folder / "tiny", kv_heads=2)
-    with started(write_config(folder / "config.yaml", tiny, rewards=REWARDS), *LONG, TWO, folder=folder / "run") as run:
+    with started(write_config(folder / "config.yaml", tiny), *LONG, TWO, folder=folder / "run") as run:
         run.reaches(2)
         yield run
         run.interrupt()

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.system.runs import ROOT, Live, belonging, eventually, one_line, sluice, started, steps, trained
+from tests.system.runs import LONG, ROOT, Live, belonging, eventually, one_line, sluice, started, steps, trained
 from tests.system.test_environments import SUMS, written
 from tests.unit.trace_cases import check_trace
 
@@ -149,7 +149,7 @@ def test_a_tool_that_is_slow_is_told_apart_from_the_policy(played: Live) -> None
 
 
 def test_a_run_that_was_killed_is_explained_as_far_as_it_came(config: Path, tmp_path: Path) -> None:
-    with started(config, "training.steps=100000", folder=tmp_path / "run") as run:
+    with started(config, *LONG, folder=tmp_path / "run") as run:
         run.reaches(3)
         for process in belonging(run.folder):
             with suppress(psutil.NoSuchProcess):  # whose agent was killed before it ends with that

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 from sluice import rule
-
-REWARDS = {"rules": [{"name": f"{Path(__file__)}:unhurried"}]}
 
 
 @rule("unhurried")

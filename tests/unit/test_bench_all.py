@@ -39,6 +39,7 @@ def _raises(error: Exception) -> Callable[[], tuple[Any, Any]]:
 def test_one_that_fails_does_not_keep_the_others_from_running() -> None:
     benches = {
         "page": _raises(UserError("there is no browser")),
+        "startup": _raises(KeyError("coordinator")),
         "storm": _raises(ServiceFault("storm", "run", "ended early")),
         "train": _compares(
             Compared("run / bound of the engines alone", [0.8, 0.6, 0.7], "≥ 0.85"), Compared.of("none", [None])
@@ -46,10 +47,10 @@ def test_one_that_fails_does_not_keep_the_others_from_running() -> None:
     }
     shown: list[str] = []
     report = every.measure(benches, shown.append)
-    assert shown == ["page, 1 of 3", "storm, 2 of 3", "train, 3 of 3"]
+    assert shown == ["page, 1 of 4", "startup, 2 of 4", "storm, 3 of 4", "train, 4 of 4"]
     assert every.cells(report) == [("train", RATIO, "0.70", "0.60 – 0.80 (3)", "≥ 0.85", "0.69")]
     assert report.left_out == {"page": "there is no browser"}
-    with pytest.raises(ServiceFault, match=r"storm: .*ended early"):
+    with pytest.raises(ServiceFault, match=r"startup: KeyError: 'coordinator'; storm: .*ended early"):
         report.check()
     (table,) = every.render(report)
     assert "left out: page: there is no browser" in str(table.caption)
