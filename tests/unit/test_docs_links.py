@@ -1,5 +1,5 @@
 """Links between the pages of the documentation: the files are there, and the headings within. So are files and modules of ours
-that docstrings, comments and the pages for developers name."""
+that docstrings, comments and the pages for developers name. Tables are such as readers show."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\]\(\s*<?([^()\s>]+)>?\s*\)")
 HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$", re.MULTILINE)
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+DASHES = re.compile(r"\|( *:?-+:? *\|)+")
 NAMED = re.compile(r"<a (?:id|name)=\"([^\"]+)\"")
 
 
@@ -62,6 +64,27 @@ def dead(page: Path, text: str) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path) -> None:
     assert list(dead(page, page.read_text(encoding="utf-8"))) == []
+
+
+def torn(text: str) -> Iterator[str]:
+    """The lines of tables that no reader shows as such: without a line of dashes below the head, or with another number of cells."""
+    for table in TABLE.findall(FENCE.sub("", text)):
+        head, *rest = [re.sub(r"\\\|", "", line).count("|") for line in table.splitlines()]
+        if not DASHES.fullmatch(table.partition("\n")[2].partition("\n")[0]):
+            yield table.partition("\n")[0]
+        yield from (line for line, cells in zip(table.splitlines()[1:], rest, strict=True) if cells != head)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_table_is_one(page: Path) -> None:
+    assert list(torn(page.read_text(encoding="utf-8"))) == []
+
+
+def test_a_torn_table_is_found() -> None:
+    good = "| a | b |\n| --- | ---: |\n| 1 | `x \\| y` |\n"
+    assert list(torn(good)) == []
+    assert list(torn(good.replace("---:", "−--"))) == ["| a | b |"]
+    assert list(torn(good.replace("1 |", "1 | 2 |"))) == ["| 1 | 2 | `x \\| y` |"]
 
 
 def test_a_link_that_leads_nowhere_is_found() -> None:
