@@ -67,7 +67,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 
 
 def torn(text: str) -> Iterator[str]:
-    """The lines of tables that no reader shows as such: without a line of dashes below the head, or with another number of cells."""
+    """Lines for which no reader shows a table: a head without dashes below it, a row of another number of cells."""
     for table in TABLE.findall(FENCE.sub("", text)):
         head, *rest = [re.sub(r"\\\|", "", line).count("|") for line in table.splitlines()]
         if not DASHES.fullmatch(table.partition("\n")[2].partition("\n")[0]):
