@@ -39,7 +39,7 @@ test-agents: install-dev install-agents
 
 test-all: install-dev install-vllm install-agents .megatron-0.12/installed test-numeric
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not vllm' tests/system
-	$(TEST_ENV) $(BIN)/python -m pytest -m vllm tests/system
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m vllm tests/system
 	$(MAKE) test-agents & agents=$$!; \
 	$(TEST_ENV) $(VLLM)/bin/python -m pytest tests/vllm; vllm=$$?; wait $$agents && exit $$vllm
 
