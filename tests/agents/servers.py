@@ -36,6 +36,6 @@ def mcp_time(folder: Path) -> Iterator[str]:
 def openenv_echo(folder: Path) -> Iterator[str]:
     """The environment that OpenEnv's own template makes: it repeats what it is told, and a message earns 0.1 a character."""
     init = [str(Path(sys.executable).with_name("openenv")), "init", "echo_demo"]
-    subprocess.run(init, cwd=folder, check=True, capture_output=True, timeout=60)
+    subprocess.run(init, cwd=folder, check=True, capture_output=True, timeout=200)  # 5 s of a processor that others want too
     with uvicorn("-m", "uvicorn", "server.app:app", "--host", "127.0.0.1", "--port", "0", folder=folder / "echo_demo") as url:
         yield url
