@@ -29,15 +29,8 @@ class Measurement(Struct, frozen=True):
     @classmethod
     def here(cls) -> Measurement:
         """Of this machine, now."""
-        try:
-            told = subprocess.run(
-                GIT, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=GIT_DEADLINE, check=True
-            )
-            commit = told.stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            commit = ""
         today = datetime.now(timezone.utc).date().isoformat()
-        return cls(today, commit, len(os.sched_getaffinity(0)), platform.machine(), platform.python_version())
+        return cls(today, _commit(), len(os.sched_getaffinity(0)), platform.machine(), platform.python_version())
 
 
 def _commit() -> str:
