@@ -88,13 +88,11 @@ class Worker:
             )
             try:
                 yield cls(process)
+                await end(process)  # vLLM leaves files in shared memory, which its engine's end removes
             finally:
-                try:  # vLLM leaves files in shared memory, which its engine's end removes
-                    await end(process)
-                finally:
-                    with suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    await process.wait()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
 
     async def measure(self, what: str, seconds: float) -> Measured:
         """Raises ServiceFault when the worker ended."""
