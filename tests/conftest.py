@@ -15,6 +15,21 @@ import pytest
 
 from tests import leftovers
 
+try:
+    from hypothesis import Phase, settings
+except ImportError:  # the environments of vLLM and of the agents have no properties to test
+    pass
+else:
+    # The number of examples is chosen here alone. How fast an example is says nothing of whether a property holds.
+    settings.register_profile("quick", deadline=None, max_examples=20)
+    settings.register_profile("ci", deadline=None, max_examples=100)
+    settings.register_profile("long", deadline=None, max_examples=1000)
+    # `make mutants` asks only whether a test fails: the same examples each time, and none is made smaller.
+    settings.register_profile(
+        "mutants", deadline=None, max_examples=100, database=None, derandomize=True, phases=(Phase.explicit, Phase.generate)
+    )
+    settings.load_profile(os.environ.get("SLUICE_EXAMPLES", "quick"))
+
 BEFORE = pytest.StashKey[frozenset[str]]()
 MODULE = pytest.StashKey[leftovers.Module]()
 SKIPPED = pytest.StashKey[str]()

@@ -6,18 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
 
 from runtime.config import Config
 from runtime.config.loading import load
 from tests.unit.config_cases import Loading, model_folder
 from tests.unit.training_cases import make_policy
-
-# How fast an example of a property is says nothing of whether it holds.
-settings.register_profile("sluice", deadline=None)
-settings.load_profile("sluice")
-# `make mutants`: the same examples every time, and none made smaller, as only whether a test fails is asked.
-settings.register_profile("mutants", deadline=None, database=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 
 
 @pytest.fixture(scope="module")
