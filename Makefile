@@ -13,7 +13,7 @@ AGENTS_PIP := $(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-
 # are compiled once, also where the environment says otherwise.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
-.PHONY: run run-agent test test-numeric test-system test-system-vllm test-vllm test-agents test-all test-long check lint format costs environments proto \
+.PHONY: run run-agent test test-numeric test-system test-system-vllm test-vllm test-agents test-all test-long test-share check lint format costs environments proto \
 	reference install install-dev install-vllm install-trl install-agents clean accept-ascend accept-cuda accept-cpu contract-wheels cluster-demo dist docs mutants screenshots swarm swarm-bugs
 
 run: install
@@ -62,6 +62,12 @@ test-long: test-numeric swarm swarm-bugs
 	$(TEST_ENV) $(BIN)/python -m tests.planted
 	$(TEST_ENV) $(BIN)/python -m tests.system.chaos --faults $(FAULTS) --seed $$(date +%s)
 	$(MAKE) mutants
+
+# The share of `test-long` that `.ci/run` has besides tests marked `long`. The same seeds, of the swarm's 20,000, and the same bugs on the same day.
+DAY ?= $(shell date +%F)
+test-share: install-dev
+	$(TEST_ENV) $(BIN)/python -m tests.planted --share $(DAY)
+	$(TEST_ENV) $(BIN)/python -W ignore -m tests.swarm.swarm --seeds 200 --first $$(( $$(date -d $(DAY) +%s) / 86400 % 100 * 200 ))
 
 # Into CONTRIBUTING.md: what the last `.ci/run` cost.
 costs: install-dev

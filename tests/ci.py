@@ -2,9 +2,9 @@
 
 ::
 
-    check ┐
-          ├─► test ─► numeric ─► system ─► system-vllm ─► vllm ┐
-    envs  ┘                                               agents ┴─► failed tests once more, alone ─► costs against limits.yaml
+    check ┐          numeric ┐                             vllm   ┐
+          ├─► test ─►        ├─► system ─► system-vllm ─►         ├─► failed tests once more, alone ─► costs
+    envs  ┘          share   ┘                             agents ┘
 
 Each step is a target of the Makefile. Steps of one group run beside each other. A test that fails and then passes alone is
 printed as `flaky: NAME` and does not fail the command; a test that fails twice does.
@@ -36,9 +36,9 @@ ROOT = Path(__file__).parents[1]
 LIMITS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("limits.yaml").read_text())
 FOLDER = ROOT / ".ci-costs"
 """A record of each step of the last time, for `make costs`."""
-GROUPS = (("check", "environments"), ("test",), ("numeric",), ("system",), ("system-vllm",), ("vllm", "agents"))
+GROUPS = (("check", "environments"), ("test",), ("numeric", "share"), ("system",), ("system-vllm",), ("vllm", "agents"))
 TARGETS = {"check": "lint docs", "test": "test", "environments": "environments"} | {
-    name: f"test-{name}" for name in ("numeric", "system", "system-vllm", "vllm", "agents")
+    name: f"test-{name}" for name in ("numeric", "share", "system", "system-vllm", "vllm", "agents")
 }
 GIVE_UP = 4.0  # times its limit: a step that takes longer hangs, and is ended
 AGAIN = 10  # failed tests at most are run again: more are no accident
