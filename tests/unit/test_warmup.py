@@ -1,9 +1,10 @@
-"""The tiny model's tokenizer and folder, and the supervised warm-up."""
+"""The tiny model's tokenizer and folder, the problems that it learns, and the supervised warm-up."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launcher.commands import check_template
 from runtime.config import Warmup
-from runtime.data.arithmetic import ArithmeticProblem
-from runtime.data.lookups import TOOL, LookupProblem
+from runtime.data.arithmetic import ArithmeticProblem, split, write_jsonl
+from runtime.data.lookups import TOOL, TRAINED, LookupProblem, lookups
 from runtime.data.tokenizer import Tokenizer
-from runtime.errors import UserError
+from runtime.errors import ConfigError, UserError
 from runtime.gateway.family_rendering import renderer_of
 from runtime.gateway.probes import conversations
 from runtime.models import tiny_model
@@ -303,3 +304,113 @@ def test_main_answers_a_mistake_with_one_line(arguments: list[str], tmp_path: Pa
     assert warmup.main(arguments) == 2
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 1 and json.loads(out[0])["event"] == "error"
+
+
+# ------------------------------------------------------------------------------------------------ addition problems
+
+
+def final_number(answer: str) -> int:
+    found = re.fullmatch(r".* #### (\d+)", answer)
+    assert found is not None, answer
+    return int(found.group(1))
+
+
+def test_every_answer_is_the_sum_and_its_steps_add_up() -> None:
+    for a in range(0, 130, 3):
+        for b in range(130):
+            problem = ArithmeticProblem(a, b)
+            assert problem.question == f"{a}+{b}="
+            assert final_number(problem.answer) == a + b
+            units, tens = map(int, problem.answer.split()[:2])
+            assert units == a % 10 + b % 10
+            assert 10 * tens + units % 10 == a + b
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "careless"),
+    [(34, 48, "12 7 #### 72"), (34, 45, "9 7 #### 79"), (10, 10, "0 2 #### 20"), (95, 7, "12 9 #### 92")],
+)
+def test_a_careless_answer_drops_the_carry_and_nothing_else(a: int, b: int, careless: str) -> None:
+    problem = ArithmeticProblem(a, b)
+    assert problem.careless_answer == careless
+    assert (problem.careless_answer == problem.answer) == (problem.carry == 0)
+
+
+@pytest.mark.parametrize("held_out", [0, 1, 100, 255, 256])
+def test_split_holds_out_sums_together_with_their_mirror_images(held_out: int) -> None:
+    train, held = split(10, 49, held_out, seed=3)
+    assert len(held) == held_out
+    assert len(set(train)) == len(train) and len(set(held)) == len(held)
+    sums = {frozenset(p) for p in train}
+    assert not sums & {frozenset(p) for p in held}
+    assert len(train) + len(held) in (1600, 1599)
+    assert all(10 <= operand <= 49 for p in train + held for operand in p)
+
+
+def test_split_depends_on_the_seed_alone() -> None:
+    assert split(10, 49, 64, seed=3) == split(10, 49, 64, seed=3)
+    assert split(10, 49, 64, seed=3)[1] != split(10, 49, 64, seed=4)[1]
+
+
+@pytest.mark.parametrize(("low", "high", "held_out"), [(10, 12, 9), (10, 12, 400), (20, 10, 4)])
+def test_split_refuses_settings_that_leave_nothing_to_train_on(low: int, high: int, held_out: int) -> None:
+    with pytest.raises(ConfigError, match=f"warmup.eval_problems: {held_out} leaves nothing.*{low} to {high}"):
+        split(low, high, held_out, seed=0)
+
+
+def test_jsonl_has_one_object_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "problems.jsonl"
+    write_jsonl(path, [ArithmeticProblem(34, 48), ArithmeticProblem(10, 11)])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [
+        {"question": "34+48=", "answer": "12 8 #### 82"},
+        {"question": "10+11=", "answer": "1 2 #### 21"},
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ lookups
+
+
+def test_an_answer_is_what_the_tool_says_to_the_call_with_the_key() -> None:
+    asked, calling, told, answer = LookupProblem("ab7", "402").conversation()
+    assert asked == {"role": "user", "content": "What is ab7?"}
+    (call,) = calling["tool_calls"]
+    assert call["function"]["name"] == TOOL["function"]["name"]
+    assert json.loads(call["function"]["arguments"]) == {"key": "ab7"}
+    assert calling["content"] == "" and told["tool_call_id"] == call["id"]
+    assert told["content"] == answer["content"] == LookupProblem("ab7", "402").answer == "402"
+
+
+@pytest.mark.parametrize(("key", "says"), [("ab7", "7"), ("xy0", "0")])
+def test_a_careless_assistant_takes_a_digit_for_the_value(key: str, says: str) -> None:
+    problem = LookupProblem(key, "402")
+    asked, answer = problem.conversation(careless=True)
+    assert asked == problem.conversation()[0]
+    assert answer == {"role": "assistant", "content": says} and says != problem.answer
+
+
+def test_without_a_digit_even_a_careless_assistant_asks() -> None:
+    problem = LookupProblem("abc", "402")
+    assert problem.conversation(careless=True) == problem.conversation()
+
+
+@pytest.mark.parametrize("held_out", [0, 1, 256, 4000])
+def test_no_key_comes_twice_and_half_of_them_tempt(held_out: int) -> None:
+    train, held = lookups(held_out, seed=3)
+    assert (len(train), len(held)) == (TRAINED, held_out)
+    keys = [problem.key for problem in train + held]
+    assert len(set(keys)) == len(keys)
+    assert all(re.fullmatch("[a-z]{2}[a-z0-9]", key) for key in keys)
+    assert all(re.fullmatch("[1-9][0-9]{2}", problem.answer) for problem in train + held)
+    for problems in (train, held):
+        assert sum(problem.key[-1].isdigit() for problem in problems) == len(problems) // 2
+
+
+def test_they_depend_on_the_seed_alone() -> None:
+    assert lookups(64, seed=3) == lookups(64, seed=3)
+    assert lookups(64, seed=3)[1] != lookups(64, seed=4)[1]
+
+
+def test_more_than_there_are_keys_for_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"^warmup.eval_problems: 20000 is more than 10120, which there are keys for$"):
+        lookups(20_000, seed=0)
