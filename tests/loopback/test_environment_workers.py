@@ -399,9 +399,7 @@ class ScriptedServer:
         server = grpc.aio.server()
         handlers = {
             "Describe": grpc.unary_unary_rpc_method_handler(
-                self.describe,
-                environment_pb2.DescribeRequest.FromString,
-                environment_pb2.Description.SerializeToString,
+                self.describe, environment_pb2.DescribeRequest.FromString, environment_pb2.Description.SerializeToString
             ),
             "Run": grpc.unary_stream_rpc_method_handler(self.run),
             "Cancel": grpc.unary_unary_rpc_method_handler(

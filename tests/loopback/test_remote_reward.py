@@ -169,11 +169,7 @@ async def short(request: RemoteScoreRequest) -> RemoteScoreReply:
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
-    [
-        (never, "remote:DEADLINE_EXCEEDED"),
-        (broken, "remote:UNKNOWN"),
-        (short, "remote:wrong number of results"),
-    ],
+    [(never, "remote:DEADLINE_EXCEEDED"), (broken, "remote:UNKNOWN"), (short, "remote:wrong number of results")],
 )
 def test_a_call_that_fails_masks_its_replies(
     tokenizer: Tokenizer, answer: Answer, reason: str, caplog: pytest.LogCaptureFixture

@@ -43,11 +43,7 @@ class TestPorts:
     def test_processes_that_share_an_npu_meet_on_ports_of_their_own(self) -> None:
         found = environments(npus(8), services=self.SHARED)
         ranges = {tuple(found[name][port] for port in PORTS) for name in ("trainer-0", "rollout-0", "rollout-1")}
-        assert ranges == {
-            ("60000-60050", "61000-61050"),
-            ("60051-60101", "61051-61101"),
-            ("60102-60152", "61102-61152"),
-        }
+        assert ranges == {("60000-60050", "61000-61050"), ("60051-60101", "61051-61101"), ("60102-60152", "61102-61152")}
         assert not set(PORTS) & found["reward-0"].keys()
 
     def test_whatever_names_its_own_ports_keeps_them(self) -> None:
@@ -202,9 +198,7 @@ class TestMachine:
 
     def test_a_machine_without_either(self, tmp_path: Path) -> None:
         assert this_machine(tmp_path) == Machine(
-            cpus=frozenset(os.sched_getaffinity(0)),
-            preload=os.environ.get("LD_PRELOAD", ""),
-            variables=frozenset(os.environ),
+            cpus=frozenset(os.sched_getaffinity(0)), preload=os.environ.get("LD_PRELOAD", ""), variables=frozenset(os.environ)
         )
 
     def test_gpus_are_found_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

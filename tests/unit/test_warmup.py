@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launcher.commands import check_template
 from runtime.config import Warmup
+from runtime.data import lookups as data_lookups
 from runtime.data.arithmetic import ArithmeticProblem, split, write_jsonl
 from runtime.data.lookups import TOOL, TRAINED, LookupProblem, lookups
 from runtime.data.tokenizer import Tokenizer
@@ -122,8 +122,8 @@ def test_training_rows_are_what_the_chat_template_renders(tmp_path: Path) -> Non
     assert shared == 0
 
 
-def test_of_a_lookup_the_assistants_tokens_are_taught_and_no_others(tmp_path: Path) -> None:
-    tokenizer = tiny_model.write_tokenizer(tmp_path)
+def test_of_a_lookup_the_assistants_tokens_are_taught_and_no_others() -> None:
+    tokenizer = tiny_model.make_tokenizer()
     problems = [LookupProblem("ab7", "402"), LookupProblem("abc", "911")]
     tokens, mask, shared = warmup._rows(tokenizer, [p.conversation(careless=True) for p in problems], [TOOL])
     said = [tokenizer.decode(row[m].tolist(), skip_special_tokens=False) for row, m in zip(tokens, mask, strict=True)]
@@ -154,8 +154,8 @@ def test_what_all_rows_begin_with_is_computed_once_and_learnt_from(tmp_path: Pat
         assert_close(ours, theirs, terms=terms)
 
 
-def test_sampled_accuracy_is_the_probability_of_what_the_assistant_writes(tmp_path: Path) -> None:
-    tokenizer = tiny_model.write_tokenizer(tmp_path)
+def test_sampled_accuracy_is_the_probability_of_what_the_assistant_writes() -> None:
+    tokenizer = tiny_model.make_tokenizer()
     model = tiny_model.make_model(settings(), tokenizer)
     with torch.no_grad():
         model.model.embed_tokens.weight *= 2.0
@@ -168,8 +168,8 @@ def test_sampled_accuracy_is_the_probability_of_what_the_assistant_writes(tmp_pa
     assert warmup.sampled_accuracy(model, rows) == pytest.approx(expected, rel=1e-12)
 
 
-def test_accuracy_counts_replies_that_greedy_generation_reproduces(tmp_path: Path) -> None:
-    tokenizer = tiny_model.write_tokenizer(tmp_path)
+def test_accuracy_counts_replies_that_greedy_generation_reproduces() -> None:
+    tokenizer = tiny_model.make_tokenizer()
     model = tiny_model.make_model(settings(), tokenizer)
     prompt = torch.tensor([tokenizer.encode("<|user|>1+2=<|im_end|><|assistant|>").ids])
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False, eos_token_id=[])
@@ -201,6 +201,7 @@ def test_a_warm_up_for_lookups_ends_when_sampled_replies_are_fluent(
     fluency: float, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warmup, "SAMPLED_FLUENCY", fluency)
+    monkeypatch.setattr(data_lookups, "TRAINED", 32)
     monkeypatch.setattr(warmup, "CHECK_EVERY", 1)
     wanted = settings(task="lookup", accuracy=0.0, eval_problems=4, batch_size=2, max_seconds=0.01)  # one step
     if not fits:
@@ -281,11 +282,6 @@ def test_the_cache_key_covers_what_changes_the_result() -> None:
         assert warmup.cache_folder(settings(**change)).name != base.name
 
 
-def test_the_cache_folder_is_found_without_torch() -> None:
-    code = "import sys, runtime.tuning.warmup; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-
-
 def test_main_uses_the_cache(
     finished: tuple[Path, list[dict[str, object]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -347,9 +343,10 @@ def test_split_holds_out_sums_together_with_their_mirror_images(held_out: int) -
     assert all(10 <= operand <= 49 for p in train + held for operand in p)
 
 
-def test_split_depends_on_the_seed_alone() -> None:
-    assert split(10, 49, 64, seed=3) == split(10, 49, 64, seed=3)
-    assert split(10, 49, 64, seed=3)[1] != split(10, 49, 64, seed=4)[1]
+def test_problems_depend_on_the_seed_alone() -> None:
+    for made in (partial(split, 10, 49, 64), partial(lookups, 64)):
+        assert made(seed=3) == made(seed=3)
+        assert made(seed=3)[1] != made(seed=4)[1]
 
 
 @pytest.mark.parametrize(("low", "high", "held_out"), [(10, 12, 9), (10, 12, 400), (20, 10, 4)])
@@ -362,10 +359,7 @@ def test_jsonl_has_one_object_a_line(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     write_jsonl(path, [ArithmeticProblem(34, 48), ArithmeticProblem(10, 11)])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == [
-        {"question": "34+48=", "answer": "12 8 #### 82"},
-        {"question": "10+11=", "answer": "1 2 #### 21"},
-    ]
+    assert lines == [{"question": "34+48=", "answer": "12 8 #### 82"}, {"question": "10+11=", "answer": "1 2 #### 21"}]
 
 
 # ------------------------------------------------------------------------------------------------ lookups
@@ -404,11 +398,6 @@ def test_no_key_comes_twice_and_half_of_them_tempt(held_out: int) -> None:
     assert all(re.fullmatch("[1-9][0-9]{2}", problem.answer) for problem in train + held)
     for problems in (train, held):
         assert sum(problem.key[-1].isdigit() for problem in problems) == len(problems) // 2
-
-
-def test_they_depend_on_the_seed_alone() -> None:
-    assert lookups(64, seed=3) == lookups(64, seed=3)
-    assert lookups(64, seed=3)[1] != lookups(64, seed=4)[1]
 
 
 def test_more_than_there_are_keys_for_is_an_error() -> None:
