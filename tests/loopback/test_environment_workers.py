@@ -249,9 +249,8 @@ def test_who_leaves_takes_the_agents_work_along() -> None:
     async def work() -> None:
         async with workers("kinds") as made:
             async with aclosing(made.play(request(kind="block"))) as events:
-                async for event in events:
-                    if event.phase == "run":
-                        break
+                while (await anext(events)).phase != "run":
+                    pass
             assert made.under_way == 0
             assert (await played(made, request(kind="good")))[1].reward == 1.0
 
@@ -262,11 +261,9 @@ def test_who_leaves_takes_the_agents_work_along() -> None:
     ("text", "reason"),
     [
         ("raise ValueError('not today')", "ValueError: not today (agent.py, line 1)"),
-        ("import a_package_that_is_not_there", "ModuleNotFoundError"),
-        ("def other(): pass", "AttributeError"),
+        *(("import a_package_that_is_not_there", "ModuleNotFoundError"), ("def other(): pass", "AttributeError")),
         ("run = 3", "TypeError: run is neither a function nor has it a method run"),
-        ("import os; os._exit(4)", "its process ended"),
-        ("raise SystemExit(5)", "SystemExit: 5"),
+        *(("import os; os._exit(4)", "its process ended"), ("raise SystemExit(5)", "SystemExit: 5")),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_the_users_to_mend(text: str, reason: str, tmp_path: Path) -> None:
@@ -338,10 +335,8 @@ def test_an_agent_may_ask_for_less_and_not_for_more() -> None:
     [
         ({"timeout": 1e9}, "timeout: "),
         ({"runtime": "bwrap"}, "runtime, image and network are those of services.environment"),
-        ({"network": "gateway"}, "runtime, image and network"),
-        ({"read": ["/etc"]}, "read: '/etc' is none of"),
-        ({"memory": "much"}, "Expected `int`"),
-        ({"colour": 1}, "unknown field `colour`"),
+        *(({"network": "gateway"}, "runtime, image and network"), ({"read": ["/etc"]}, "read: '/etc' is none of")),
+        *(({"memory": "much"}, "Expected `int`"), ({"colour": 1}, "unknown field `colour`")),
     ],
 )
 def test_what_is_less_strict_is_refused(spec: dict[str, Any], fault: str) -> None:
@@ -353,19 +348,7 @@ def test_what_is_less_strict_is_refused(spec: dict[str, Any], fault: str) -> Non
 # ------------------------------------------------------------------------------------------------ environments of others
 
 PATIENCE = 60.0
-REQUEST = EpisodeRequest(
-    id="a",
-    base_url="http://[::1]:1",
-    api_key="k",
-    task="{}",
-    seed=1,
-    purpose="train",
-    call_seconds=1.0,
-    tool_seconds=1.0,
-    setup_seconds=1.0,
-    score_seconds=1.0,
-    cleanup_seconds=1.0,
-)
+REQUEST = request()
 BEGINS, ENDS = EpisodeEvent(phase="run"), EpisodeEvent(end=EpisodeEnd(reward=1.0))
 
 
@@ -397,14 +380,12 @@ class ScriptedServer:
 
     async def start(self) -> tuple[Any, int]:
         server = grpc.aio.server()
+        of = grpc.unary_unary_rpc_method_handler
+        messages = environment_pb2
         handlers = {
-            "Describe": grpc.unary_unary_rpc_method_handler(
-                self.describe, environment_pb2.DescribeRequest.FromString, environment_pb2.Description.SerializeToString
-            ),
+            "Describe": of(self.describe, messages.DescribeRequest.FromString, messages.Description.SerializeToString),
             "Run": grpc.unary_stream_rpc_method_handler(self.run),
-            "Cancel": grpc.unary_unary_rpc_method_handler(
-                self.cancel, environment_pb2.CancelRequest.FromString, environment_pb2.CancelReply.SerializeToString
-            ),
+            "Cancel": of(self.cancel, messages.CancelRequest.FromString, messages.CancelReply.SerializeToString),
         }
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("sluice.v1.Environment", handlers)])
         port = server.add_insecure_port("127.0.0.1:0")
@@ -425,12 +406,7 @@ def served(scripted: ScriptedServer, use: Callable[[EnvironmentChannel], Awaitab
             await channels.close()
             await server.stop(None)
 
-    async def in_time() -> Any:
-        (done, _) = await asyncio.wait({asyncio.ensure_future(whole())}, timeout=PATIENCE)
-        assert done, f"not within {PATIENCE:g} s"
-        return done.pop().result()
-
-    return asyncio.run(in_time())
+    return asyncio.run(asyncio.wait_for(whole(), PATIENCE))
 
 
 @pytest.fixture(autouse=True)
@@ -489,8 +465,7 @@ def test_who_wants_no_more_of_an_episode_withdraws_it() -> None:
 
     async def use(channel: EnvironmentChannel) -> None:
         async with aclosing(channel.run(REQUEST)) as events:
-            async for _ in events:
-                break
+            await anext(events)
         await scripted.over.wait()
 
     served(scripted, use)
@@ -526,9 +501,8 @@ def test_a_server_is_asked_who_it_is_before_a_run_begins() -> None:
             await check(f"127.0.0.1:{port}", PATIENCE)
         finally:
             await server.stop(None)
-        with pytest.raises(
-            UserError, match=r"^services\.environment\.game\.server\.address: no Environment answers within 0\.2 s"
-        ):
+        told = r"^services\.environment\.game\.server\.address: no Environment answers within 0\.2 s"
+        with pytest.raises(UserError, match=told):
             await check("127.0.0.1:1", 0.2)
 
     asyncio.run(asyncio.wait_for(whole(), PATIENCE))

@@ -19,7 +19,6 @@ from benchmarks.rewards_trial import OURS, PLAIN
 from launcher.commands import score as score_module
 from launcher.commands.score import score
 from runtime.errors import UserError
-from tests.sandboxes import needs_bwrap
 
 ROOT = Path(__file__).parents[2]
 COUNTER = itertools.count()
@@ -30,7 +29,7 @@ from runtime.rewards.rules import rule
 @rule("NAME")
 def own(text, label, context):
     if text == "slow":
-        time.sleep(0.5)
+        time.sleep(0.2)
     if text == "hang":
         time.sleep(600)
     if text == "raise":
@@ -71,12 +70,11 @@ def test_each_line_gets_a_score(tmp_path: Path, capsys: pytest.CaptureFixture[st
         case([3], "5", kind="other", expected=True),
         case(None, "#### 5"),
     )
-    first, second, third, fourth = scored(path, "math")
-    assert set(first) == {"id", "score", "equal", "error", "seconds"}
-    assert [line["id"] for line in (first, second, third, fourth)] == ["a", 2, [3], None]
-    assert [line["score"] for line in (first, second, third, fourth)] == [1.0, 0.0, 0.0, 1.0]
-    assert [line["equal"] for line in (first, second, third, fourth)] == [True, False, False, True]
-    assert all(line["error"] is None and line["seconds"] > 0 for line in (first, second, third, fourth))
+    lines = scored(path, "math")
+    assert set(lines[0]) == {"id", "score", "equal", "error", "seconds"}
+    assert [line["id"] for line in lines] == ["a", 2, [3], None]
+    assert [(line["score"], line["equal"]) for line in lines] == [(1.0, True), (0.0, False), (0.0, False), (1.0, True)]
+    assert all(line["error"] is None and line["seconds"] > 0 for line in lines)
     summary = capsys.readouterr().err
     assert "4 cases in" in summary
     assert "errors: none" in summary
@@ -86,12 +84,12 @@ def test_each_line_gets_a_score(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_order_is_kept_and_errors_have_no_score(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["slow", "hang", "x", "raise", "xxxx", *(str(number) for number in range(300))]
     path = write(tmp_path, *(case(index, text, expected=True) for index, text in enumerate(texts)))
-    lines = scored(path, own, workers=2, timeout=2.0)
+    lines = scored(path, own, workers=2, timeout=1.0)
     assert [line["id"] for line in lines] == list(range(len(texts)))
     assert [line["score"] for line in lines[:5]] == [1.0, None, 0.25, None, 1.0]
     assert [line["equal"] for line in lines[:5]] == [True, None, False, None, True]
     assert [line["error"] for line in lines[:5]] == [None, "timeout", None, "exception:LookupError", None]
-    assert lines[1]["seconds"] >= 2.0
+    assert lines[1]["seconds"] >= 1.0
     summary = capsys.readouterr().err
     assert "errors: exception:LookupError 1; timeout 1" in summary
     assert "(no kind 2/305)" in summary
@@ -196,25 +194,17 @@ def test_what_waits_for_an_earlier_case_is_bounded(own: str, tmp_path: Path, mon
     [
         ({"verifier": "maths"}, r"--verifier: unknown name 'maths'; did you mean 'math'\? allowed: acc,"),
         ({"verifier": "absent.py:rule"}, r"--verifier: .*absent.py is not a file"),
-        ({"path": "absent.jsonl"}, "absent.jsonl: No such file or directory"),
-        ({"path": "."}, "Is a directory"),
+        *(({"path": "absent.jsonl"}, "absent.jsonl: No such file or directory"), ({"path": "."}, "Is a directory")),
         ({"output": "absent/scores.jsonl"}, "scores.jsonl: No such file or directory"),
         ({"output": "replies.jsonl"}, "--output: .* is the file that is scored"),
-        ({"workers": 0}, "--workers: 0 is too few"),
-        ({"timeout": 0.0}, "--timeout: 0.0 is no time"),
+        *(({"workers": 0}, "--workers: 0 is too few"), ({"timeout": 0.0}, "--timeout: 0.0 is no time")),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = write(tmp_path, case(1, "#### 5"))
     options = {"path": path.name, "verifier": "gsm8k", "workers": 1, "timeout": None, "output": "scores.jsonl"} | changes
     with pytest.raises(UserError, match=message):
-        score(
-            tmp_path / options["path"],
-            options["verifier"],
-            options["workers"],
-            options["timeout"],
-            tmp_path / options["output"],
-        )
+        score(tmp_path / options.pop("path"), output=tmp_path / options.pop("output"), **options)
 
 
 def test_the_command_prints_json_lines_and_exits_by_the_faults(tmp_path: Path) -> None:
@@ -284,17 +274,6 @@ def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
     assert (report.cases, report.replies, report.scored) == (0, 3, [])
     report.scored.append(Scored("gsm8k", 1, 0.1, 0.2, 0.3, 1.0))
     assert len(render(report)) == 1
-
-
-def test_programs_are_judged_beside_the_bare_start_of_a_sandbox() -> None:
-    needs_bwrap()
-    report = asyncio.run(programs.measure(2, (1,), 1))
-    assert report is not None
-    assert [judging.workers for judging in report.judged] == [1]
-    assert report.judged[0].programs_per_second > 0
-    assert set(report.starts) == set(programs.STARTS)
-    assert report.late > 0
-    assert programs.render(report).row_count == 3
 
 
 def test_programs_are_left_out_without_a_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -46,17 +46,15 @@ def test_plain_reads_lines_and_arrays_alike(tmp_path: Path) -> None:
     assert [problem.id for problem in lines.problems] == [f"{tmp_path.name}/train:{i}" for i in (1, 2, 3)]
 
 
-def test_a_prompt_alone_has_an_empty_label(tmp_path: Path) -> None:
+def test_columns_and_system_prompt_come_from_the_configuration_and_a_prompt_alone_has_an_empty_label(tmp_path: Path) -> None:
     rows = [{"prompt": "Sing."}, {"prompt": [{"role": "user", "content": "Dance."}]}]
-    found = loaded(tmp_path, rows, prompt_key="prompt", label_key="")
-    assert [(problem.messages[0]["content"], problem.label) for problem in found.problems] == [("Sing.", ""), ("Dance.", "")]
-
-
-def test_columns_and_system_prompt_come_from_the_configuration(tmp_path: Path) -> None:
-    data = {"prompt_key": "problem", "label_key": "solution", "system_prompt": "Be brief."}
-    (problem,) = loaded(tmp_path, [{"problem": "p", "solution": "s"}], **data).problems
-    assert problem.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "p"}]
-    assert problem.label == "s"
+    found = loaded(tmp_path, rows, prompt_key="prompt", label_key="", system_prompt="Be brief.").problems
+    assert [problem.messages for problem in found] == [
+        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}] for text in ("Sing.", "Dance.")
+    ]
+    assert [problem.label for problem in found] == ["", ""]
+    (problem,) = loaded(tmp_path, [{"problem": "p", "solution": "s"}], prompt_key="problem", label_key="solution").problems
+    assert (problem.question, problem.label) == ("p", "s")
 
 
 def test_additional_columns_are_json_values(tmp_path: Path) -> None:
@@ -109,7 +107,7 @@ BOXED = "So $\\boxed{1}$? No: $x = \\boxed{\\frac{a}{b}}$."
     ],
 )
 def test_layouts(tmp_path: Path, layout: dict[str, str], row: dict[str, Any], prompt: str, label: str) -> None:
-    (problem,) = loaded(tmp_path, [row], **layout).problems  # type: ignore[arg-type]
+    (problem,) = loaded(tmp_path, [row], **layout).problems
     assert (problem.messages, problem.label) == ([{"role": "user", "content": prompt}], label)
     assert problem.question == prompt
 
@@ -203,8 +201,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:
         ('{"question": "a", "answer": "1"}\n["a"]\n', "data.eval: {path}:2: a row is a JSON object, not list"),
         ('[{"question": "a", "answer": "1"}', "data.eval: {path}: not a JSON array"),
         ('{"question": "a", "answer": "\xff"}\n', "data.eval: {path}:1: not a line of JSON"),
-        ("\n\n", "data.eval: {path} has no rows"),
-        ("[]", "data.eval: {path} has no rows"),
+        *(("\n\n", "data.eval: {path} has no rows"), ("[]", "data.eval: {path} has no rows")),
         ('{"question": "a"}\n', "data.label_key: {path}:1 has no column 'answer' (its columns: question)"),
         ('{"question": "a", "answer": null}\n', "data.eval: {path}: no row is left of 1 rows, 0 problems (dropped: 1 null"),
     ],
@@ -294,12 +291,9 @@ def test_a_downloaded_repository_keeps_its_files_in_data(tmp_path: Path) -> None
     save_parquet(tmp_path / "data" / "train-00000-of-00002.parquet", 0, 10)
     save_parquet(tmp_path / "data" / "test-00000-of-00001.parquet", 20, 30)
     assert labels(tmp_path) == list(range(1, 21))
-
-
-def test_a_folder_of_files_without_splits_is_read_whole(tmp_path: Path) -> None:
-    save_parquet(tmp_path / "b.parquet", 10, 20)
-    save_parquet(tmp_path / "a.parquet", 0, 10)
-    assert labels(tmp_path) == list(range(1, 21))
+    save_parquet(tmp_path / "whole" / "b.parquet", 10, 20)  # without splits, all of it
+    save_parquet(tmp_path / "whole" / "a.parquet", 0, 10)
+    assert labels(tmp_path / "whole") == list(range(1, 21))
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:

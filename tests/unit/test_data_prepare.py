@@ -243,8 +243,7 @@ def test_rows_that_will_not_do(tmp_path: Path, model: Path, keys: dict[str, Any]
         ({"handlr": "gsm8k"}, "handlr: unknown key; nearest is 'handler'"),
         ({"map_keys": {"history": "h"}}, "map_keys.history: unknown key; "),
         ({"workers": 0}, "workers: 0 is not an integer >= 1"),
-        ({"input": "/no/where"}, "input: /no/where is not a file"),
-        ({"input": []}, "input: empty; "),
+        *(({"input": "/no/where"}, "input: /no/where is not a file"), ({"input": []}, "input: empty; ")),
         ({"input": ["/no/where"]}, "input.0: /no/where is not a file"),
         ({"tokenizer_name_or_path": "/no"}, "tokenizer_name_or_path: '/no' is not a folder with a tokenizer.json"),
         ({"prompt_type": "qwen4"}, "prompt_type: 'qwen4' is not one of model, deepseek3, "),
@@ -364,8 +363,7 @@ def iter_of(file: str, key: str) -> list[str]:
 @pytest.mark.parametrize(
     ("train", "held_out", "shared", "of"),
     [
-        ("math/test5000.jsonl", "math500/test.jsonl", 500, 500),
-        ("math/train.json", "math500/test.jsonl", 0, 500),
+        *(("math/test5000.jsonl", "math500/test.jsonl", 500, 500), ("math/train.json", "math500/test.jsonl", 0, 500)),
         ("math_lvl3to5_8k/train.json", "math500/test.jsonl", 0, 500),
         ("math_lvl3to5_8k/train.json", "math/test5000.jsonl", 2936, 5000),
         ("math/train.json", "math/test5000.jsonl", 2, 5000),

@@ -300,8 +300,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("sections", "fault"),
     [
-        ({}, ""),
-        ({"tune": {"max_tokens": 513}}, "tune.max_tokens: 513 exceeds the model's 512 positions"),
+        *(({}, ""), ({"tune": {"max_tokens": 513}}, "tune.max_tokens: 513 exceeds the model's 512 positions")),
         ({"model": {"path": ""}}, "model.path: missing; sluice tune makes no warm-up"),
         ({"model": {"path": "/no"}}, "model.path: '/no' is not a folder"),
         ({"data": {"train": ""}}, "data.train: missing; name a json, jsonl, parquet or arrow file with replies"),
