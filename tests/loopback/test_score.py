@@ -19,6 +19,7 @@ from benchmarks.rewards_trial import OURS, PLAIN
 from launcher.commands import score as score_module
 from launcher.commands.score import score
 from runtime.errors import UserError
+from tests.sandboxes import needs_bwrap
 
 ROOT = Path(__file__).parents[2]
 COUNTER = itertools.count()
@@ -274,6 +275,16 @@ def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
     assert (report.cases, report.replies, report.scored) == (0, 3, [])
     report.scored.append(Scored("gsm8k", 1, 0.1, 0.2, 0.3, 1.0))
     assert len(render(report)) == 1
+
+
+def test_programs_are_judged_beside_the_bare_start_of_a_sandbox() -> None:
+    needs_bwrap()
+    report = asyncio.run(programs.measure(1, (1,), 1))
+    assert report is not None
+    assert [judging.workers for judging in report.judged] == [1]
+    assert report.judged[0].programs_per_second > 0 and report.late > 0
+    assert set(report.starts) == set(programs.STARTS)
+    assert programs.render(report).row_count == 3
 
 
 def test_programs_are_left_out_without_a_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
