@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +32,6 @@ else:
 
 LONG = "SLUICE_LONG"
 """Which tests marked `long` run: none, `all`, or one of SHARES by any other word, such as a date."""
-SHARES = 7
 BEFORE = pytest.StashKey[frozenset[str]]()
 MODULE = pytest.StashKey[leftovers.Module]()
 SKIPPED = pytest.StashKey[str]()
@@ -63,14 +61,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = {
         id(item)
         for item in items
-        if (item.nodeid in names if names is not None else item.get_closest_marker("long") is None or _in_share(item, word))
+        if (
+            item.nodeid in names
+            if names is not None
+            else item.get_closest_marker("long") is None or record.is_in_share(item.nodeid, word)
+        )
     }
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
     items[:] = [item for item in items if id(item) in chosen]
-
-
-def _in_share(item: pytest.Item, word: str) -> bool:
-    return word == "all" or (bool(word) and zlib.crc32(f"{word} {item.nodeid}".encode()) % SHARES == 0)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing.process
 import sys
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ ONLY = "SLUICE_TEST_ONLY"
 """Names a file of node ids, one a line: the only tests to run."""
 SHORT = 0.005  # seconds: a fixture below is not recorded
 _STARTED = ("subprocess.Popen", "os.fork", "os.posix_spawn")  # audit events of one new process each
+
+SHARES = 7
 
 counts: Counter[str] = Counter()
 """What this process has started since it began: `runs` (tests/system/runs.py counts them) and `processes`."""
@@ -37,6 +40,11 @@ def start_counting() -> None:
         start(self)
 
     multiprocessing.process.BaseProcess.start = counted  # type: ignore[method-assign]
+
+
+def is_in_share(name: str, word: str) -> bool:
+    """Tell whether `word`, such as a date, chooses this name: one of SHARES does; `all` chooses each, and "" none."""
+    return word == "all" or (bool(word) and zlib.crc32(f"{word} {name}".encode()) % SHARES == 0)
 
 
 class Recorder:
