@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,18 +15,16 @@ import torch
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup
-from runtime.weights.plan import GroupAddress, Manifest, roots
+from runtime.weights.plan import Manifest, plan_buckets, roots
 from runtime.weights.receiver import Staged, WeightReceiver
 from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import SendResult, WeightSender, in_thread
-from tests.loopback.weight_aborts import connected
-from tests.loopback.weight_cases import IN_A_STORE, MANIFEST, expected, same, settles, threads_and_files, transport_and_encoding
+from tests.loopback.ranks import Helper
+from tests.loopback.weight_cases import MANIFEST, VERSION, connected, expected, same, settles, threads_and_files
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("trainer-0", "trainer-1")
 DEADLINE = 60.0  # seconds that something may take here
 LATER = 600.0  # seconds of a transfer's deadline, for which no test waits
-VERSION = PolicyVersion(0, 1)
 
 
 def held(*holders: tuple[int, ...]) -> Manifest:
@@ -42,7 +38,7 @@ def held(*holders: tuple[int, ...]) -> Manifest:
 SHARED, STAGES, ONE = held(()), held((0,), (1,)), held((1,))
 
 
-@pytest.fixture(params=IN_A_STORE)
+@pytest.fixture(params=["collective+delta", "shared_memory"])
 def groups(request: pytest.FixtureRequest) -> Iterator[list[WeightGroup]]:
     """Two senders, then two receivers."""
     made = connected(request.param, 4, senders=NAMES)
@@ -70,9 +66,8 @@ def send(
     return sending
 
 
-def post(groups: Sequence[WeightGroup], receivers: Sequence[WeightReceiver], step: int) -> list[Future[Staged]]:
-    version = PolicyVersion(0, step)
-    return [receiver.receive(group, version, LATER) for group, receiver in zip(groups[2:], receivers, strict=True)]
+def post(groups: Sequence[WeightGroup], manifest: Manifest, deadline: float = LATER) -> list[Future[Staged]]:
+    return [WeightReceiver(manifest).receive(group, VERSION, deadline) for group in groups]
 
 
 def hears(group: WeightGroup) -> threading.Event:
@@ -97,7 +92,8 @@ def test_two_senders_bring_what_one_brings(groups: list[WeightGroup], manifest: 
     senders = [WeightSender(manifest, number=number) for number in range(2)]
     receivers = [WeightReceiver(manifest) for _ in range(2)]
     for step in (1, 2):
-        receptions = post(groups, receivers, step)
+        version = PolicyVersion(0, step)
+        receptions = [receiver.receive(group, version, LATER) for group, receiver in zip(groups[2:], receivers, strict=True)]
         results = [sending.result(DEADLINE) for sending in send(groups, senders, manifest, step)]
         staged = [reception.result(DEADLINE) for reception in receptions]
         assert all(same(each.tensors(), step) for each in staged)
@@ -122,7 +118,7 @@ def one_senders(step: int) -> dict[str, bytes]:
 
 def test_a_sender_without_a_share_keeps_nobody(groups: list[WeightGroup]) -> None:
     senders = [WeightSender(ONE, number=number) for number in range(2)]
-    receptions = post(groups, [WeightReceiver(ONE) for _ in range(2)], 1)
+    receptions = post(groups[2:], ONE)
     results = [sending.result(DEADLINE) for sending in send(groups, senders, ONE, 1)]
     assert all(same(reception.result(DEADLINE).tensors(), 1) for reception in receptions)
     assert results[0].nbytes == results[1].nbytes
@@ -131,7 +127,7 @@ def test_a_sender_without_a_share_keeps_nobody(groups: list[WeightGroup]) -> Non
 def test_a_sender_that_leaves_is_named_by_the_receivers_and_by_rank_0(groups: list[WeightGroup]) -> None:
     senders = [WeightSender(SHARED, number=number) for number in range(2)]
     heard = [hears(group) for group in groups[2:]]
-    receptions = post(groups, [WeightReceiver(SHARED) for _ in range(2)], 1)
+    receptions = post(groups[2:], SHARED)
     senders[0].fill(share(SHARED, 0, 1))
     senders[1].fill(share(SHARED, 1, 1)[:2])
     sending = [sender.send(group, VERSION, LATER) for sender, group in zip(senders, groups, strict=False)]
@@ -147,7 +143,7 @@ def test_a_sender_that_leaves_is_named_by_the_receivers_and_by_rank_0(groups: li
 def test_a_sender_that_is_late_is_named_at_the_deadline(groups: list[WeightGroup]) -> None:
     manifest = held((0,), (1,), (1,))
     senders = [WeightSender(manifest, number=number) for number in range(2)]
-    receptions = [WeightReceiver(manifest).receive(group, VERSION, 0.5) for group in groups[2:]]
+    receptions = post(groups[2:], manifest, 0.5)
     senders[0].fill(share(manifest, 0, 1))
     sending = senders[0].send(groups[0], VERSION, 0.7)
     for reception in receptions:
@@ -167,8 +163,7 @@ def test_rank_0_waits_for_the_parts_of_all_and_says_whose_was_not_taken(groups: 
 
 
 def test_a_corrupted_bucket_of_either_is_told(groups: list[WeightGroup]) -> None:
-    receivers = [WeightReceiver(SHARED) for _ in range(2)]
-    receptions = post(groups, receivers, 1)
+    receptions, buckets = post(groups[2:], SHARED), plan_buckets(SHARED)
 
     def tampered(number: int) -> None:
         sender = WeightSender(SHARED, number=number)
@@ -181,21 +176,15 @@ def test_a_corrupted_bucket_of_either_is_told(groups: list[WeightGroup]) -> None
 
     for sending in [in_thread("send", lambda number=number: tampered(number)) for number in range(2)]:
         sending.result(DEADLINE)
-    bad = [index for index, bucket in enumerate(receivers[0].buckets) if bucket.root == 1]
+    bad = [index for index, bucket in enumerate(buckets) if bucket.root == 1]
     for reception in receptions:
         with pytest.raises(ServiceFault, match="verify") as caught:
             reception.result(DEADLINE)
-        assert [f"bucket {index} of" in str(caught.value) for index in range(len(receivers[0].buckets))] == [
-            index in bad for index in range(len(receivers[0].buckets))
-        ]
+        assert [index for index in range(len(buckets)) if f"bucket {index} of" in str(caught.value)] == bad
 
 
-@pytest.mark.parametrize("transport", IN_A_STORE)
-def test_a_sender_that_does_not_come_is_named(transport: str) -> None:
-    transport, full_every = transport_and_encoding(transport)
-    pending = host(
-        1, 3, "127.0.0.1", "gloo", 2.0, "trainer-0", transport, full_every=full_every, names=NAMES, senders=len(NAMES)
-    )
+def test_a_sender_that_does_not_come_is_named() -> None:
+    pending = host(1, 3, "127.0.0.1", "gloo", 2.0, "trainer-0", "collective", names=NAMES, senders=len(NAMES))
     joining = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2), "rollout-0"))
     with pytest.raises(ServiceFault, match=r"trainer-0: rendezvous: rank 1 \(trainer-1\)(, rank 2)? did not join"):
         pending.connect()
@@ -203,7 +192,7 @@ def test_a_sender_that_does_not_come_is_named(transport: str) -> None:
         joining.result(DEADLINE)
 
 
-@pytest.mark.parametrize("transport", IN_A_STORE)
+@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
 def test_groups_that_are_left_leave_nothing(transport: str) -> None:
     def one() -> None:
         for group in connected(transport, 4, senders=NAMES):
@@ -217,56 +206,47 @@ def test_groups_that_are_left_leave_nothing(transport: str) -> None:
     assert settles(threads_and_files, [threads + 2, files + 6])
 
 
-def member() -> None:
+def member(connection: Any) -> None:
     """Sender 1, which never gets further than a part of its share."""
-    address = msgspec.json.decode(sys.argv[1], type=GroupAddress)
-    manifest = msgspec.json.decode(sys.argv[2], type=Manifest)
+    address, manifest, deadline = connection.recv()
     sender = WeightSender(manifest, number=1)
     sender.fill(share(manifest, 1, 1)[:-1])
-    group = join(address, NAMES[1])
-    sending = sender.send(group, VERSION, float(sys.argv[3]))
-    print("sending", flush=True)
-    sending.result()
+    sending = sender.send(join(address, NAMES[1]), VERSION, deadline)
+    connection.send("sending")
+    sending.exception()
+    connection.recv()  # until its test has ended
 
 
 @contextmanager
-def apart(transport: str, manifest: Manifest, deadline: float) -> Iterator[tuple[list[WeightGroup], subprocess.Popen[str]]]:
+def apart(transport: str, manifest: Manifest, deadline: float) -> Iterator[tuple[list[WeightGroup], Helper]]:
     """The other members, and sender 1, which is a process and sends."""
     pending = host(1, 4, "127.0.0.1", "gloo", DEADLINE, "trainer-0", transport, names=NAMES, senders=len(NAMES))
-    words = [
-        msgspec.json.encode(msgspec.structs.replace(pending.address, rank=1)),
-        msgspec.json.encode(manifest),
-        str(deadline),
-    ]
-    code = "from tests.loopback.test_senders import member; member()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
-    )
+    helper = Helper(member)
     try:
+        helper.tell(msgspec.structs.replace(pending.address, rank=1), manifest, deadline)
         others = [
             in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), f"rollout-{rank}"))
             for rank in (2, 3)
         ]
         groups = [pending.connect(), *(other.result(DEADLINE) for other in others)]
-        assert process.stdout is not None and process.stdout.readline() == "sending\n"
-        yield groups, process
+        assert helper.hear() == "sending"
+        yield groups, helper
         for group in groups:
             group.abort()
     finally:
-        process.kill()
-        process.communicate()
+        helper.end()
 
 
 @pytest.mark.parametrize("transport", ["collective", "shared_memory"])
 def test_a_sender_that_is_killed_within_a_transfer_is_named_at_once(transport: str) -> None:
-    with apart(transport, SHARED, LATER) as (groups, process):
+    with apart(transport, SHARED, LATER) as (groups, helper):
         heard = [hears(group) for group in groups[1:]]
-        receptions = [WeightReceiver(SHARED).receive(group, VERSION, LATER) for group in groups[1:]]
+        receptions = post(groups[1:], SHARED)
         sender = WeightSender(SHARED, number=0)
         sender.fill(share(SHARED, 0, 1))
         sending = sender.send(groups[0], VERSION, LATER)
         assert all(each.wait(DEADLINE) for each in heard)
-        process.kill()
+        helper.process.kill()
         said = [str(reception.exception(DEADLINE)) for reception in receptions]
         assert all(": transfer: bucket " in each for each in said)  # at once: not at the transfer's deadline
         # Whoever sees it first gives up, and rank 0 then does: what a slower receiver sees first may be that.

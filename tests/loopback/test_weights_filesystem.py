@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,8 +24,8 @@ from runtime.weights.receiver import WeightReceiver
 from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import WeightSender, in_thread
 from runtime.weights.tensor_files import TensorReader, TensorWriter
-from tests.loopback.weight_cases import MANIFEST, PATIENCE, expected, gather, same, settles
-from tests.loopback.weight_members import ROOT
+from tests.loopback.ranks import Helper
+from tests.loopback.weight_cases import MANIFEST, PATIENCE, VERSION, expected, gather, same, settles
 
 
 def hosted(
@@ -86,6 +84,8 @@ def test_a_version_is_a_folder_that_transformers_loads(tmp_path: Path) -> None:
     assert sent.nbytes == sum(file.stat().st_size for file in files)
     with safe_open(files[0], framework="pt") as file:
         assert file.metadata()["version"] == "0.7"
+    (index,) = folder.glob("model.safetensors.index.json")
+    assert json.loads(index.read_text())["metadata"]["total_size"] == sum(spec.nbytes for spec in specs)
     config.save_pretrained(folder)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True).state_dict()
     assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)
@@ -106,67 +106,53 @@ def test_two_versions_are_kept_and_nothing_after_the_end(pair: list[WeightGroup]
     assert not list(tmp_path.iterdir())
 
 
-def test_a_byte_that_changed_on_the_disk_is_found(pair: list[WeightGroup], tmp_path: Path) -> None:
-    sender = WeightSender(MANIFEST)
-    publish(pair[0], sender, 1)
-    file = sorted(tmp_path.glob("epoch-*/*/*.safetensors"))[2]
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(content)
-    reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 1), PATIENCE)
-    with pytest.raises(
-        ServiceFault, match=rf"rollout-0: verify: version 0\.1: bucket 2 of {len(sender.buckets)}: the checksum"
-    ):
-        reception.result(PATIENCE)
-    assert not pair[1].aborted
-
-
-@pytest.mark.parametrize("damage", ["shorter", "another", "trailer"])
-def test_a_file_that_is_no_bucket_of_the_manifest_is_refused(pair: list[WeightGroup], tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("shorter", "transfer: bucket 1 of .*model-00002-of.*not a whole"),
+        ("another", "transfer: bucket 1 of .*model-00002-of.*does not hold bucket 1"),
+        ("trailer", "transfer: bucket 1 of .*model-00002-of.*(not a whole|does not hold bucket 1)"),
+        ("byte", r"verify: version 0\.1: bucket 1 of \d+: the checksum"),
+    ],
+)
+def test_a_file_that_is_not_what_was_sent_is_refused(pair: list[WeightGroup], tmp_path: Path, damage: str, said: str) -> None:
     publish(pair[0], WeightSender(MANIFEST), 1)
     files = sorted(tmp_path.glob("epoch-*/*/*.safetensors"))
     content, other = files[1].read_bytes(), files[2].read_bytes()
     start = content.index(b'"trailer":"') + len(b'"trailer":"')
     no_number = content[:start] + b"x" + content[start + 1 :]
-    files[1].write_bytes({"shorter": content[:-1], "another": other, "trailer": no_number}[damage])
-    reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(0, 1), PATIENCE)
-    with pytest.raises(ServiceFault, match=r"transfer: bucket 1 of \d+ .*model-00002-of.*(not a whole|does not hold bucket 1)"):
-        reception.result(PATIENCE)
+    changed = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+    files[1].write_bytes({"shorter": content[:-1], "another": other, "trailer": no_number, "byte": changed}[damage])
+    with pytest.raises(ServiceFault, match=f"rollout-0: {said}"):
+        WeightReceiver(MANIFEST).receive(pair[1], VERSION, PATIENCE).result(PATIENCE)
+    assert pair[1].aborted == (damage != "byte")
 
 
-KILLED = """
-import sys, time
-from runtime.weights.tensor_files import TensorReader, TensorWriter
-from runtime.types import PolicyVersion
-from runtime.weights.rendezvous import host
-from runtime.weights.sender import WeightSender
-from tests.loopback.weight_cases import MANIFEST, gather
+def stick_within_a_write(connection: Any) -> None:
+    """The sender: it says when it is to be met, and that it is within its write of one tensor, at which it stays."""
+    pending = host(1, 2, "lo", "gloo", PATIENCE, "trainer", "files", connection.recv()[0])
+    connection.send("hosted")
+    group, write = pending.connect(), TensorWriter.write
 
-pending = host(1, 2, "lo", "gloo", 60.0, "trainer", "files", sys.argv[1])
-print("hosted", flush=True)
-group, write = pending.connect(), TensorWriter.write
+    def stuck(self: TensorWriter, name: str, *rest: Any) -> None:
+        write(self, name, *rest)
+        if name == "layer.2":
+            connection.send("within")
+            connection.recv()
 
-def stuck(self, name, tensor, row=0):
-    write(self, name, tensor, row)
-    if name == "layer.2":
-        print("within", flush=True)
-        time.sleep(600)
-
-TensorWriter.write = stuck
-sender = WeightSender(MANIFEST)
-gather(sender, 1)
-sender.send(group, PolicyVersion(0, 1), 600.0).result()
-"""
+    TensorWriter.write = stuck
+    sender = WeightSender(MANIFEST)
+    gather(sender, 1)
+    sender.send(group, VERSION, 10 * PATIENCE).result()
 
 
 def test_a_sender_killed_within_a_write_leaves_only_whole_files_and_the_next_host_removes_them(tmp_path: Path) -> None:
-    code = [sys.executable, "-c", KILLED, str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(code, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "hosted\n"
-            address = GroupAddress(
+    trainer = Helper(stick_within_a_write)
+    try:
+        trainer.tell(str(tmp_path))
+        assert trainer.hear() == "hosted"
+        group = joined(
+            GroupAddress(
                 epoch=1,
                 host="",
                 port=0,
@@ -178,24 +164,28 @@ def test_a_sender_killed_within_a_write_leaves_only_whole_files_and_the_next_hos
                 transport="files",
                 folder=str(tmp_path),
             )
-            group = joined(address)
-            reception = WeightReceiver(MANIFEST).receive(group, PolicyVersion(0, 1), 1.0)
-            assert process.stdout.readline() == "within\n"
-        finally:
-            process.send_signal(signal.SIGKILL)
+        )
+        reception = WeightReceiver(MANIFEST).receive(group, VERSION, 1.0)
+        assert trainer.hear() == "within"
+    finally:
+        trainer.end()
     with pytest.raises(DeadlineExceeded, match=r"rollout-0: transfer: bucket \d+ of \d+ .*safetensors did not appear"):
         reception.result(PATIENCE)
     (folder,) = tmp_path.glob("epoch-0001/*-version-0.1")
     assert list(folder.glob(".*.partial")) and not list(folder.glob("*.json"))
-    wanted, found = expected(1), 0
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                assert torch.equal(opened.get_tensor(name), wanted[name])
-                found += 1
-    assert 0 < found < len(wanted)
+    found = contents(folder)
+    assert 0 < len(found) < len(MANIFEST.tensors)
+    assert all(torch.equal(tensor, expected(1)[name]) for name, tensor in found.items())
     hosted(tmp_path, epoch=2).abort()
     assert not list(tmp_path.iterdir())
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
 
 
 def test_the_next_host_removes_what_is_of_its_kind_alone(tmp_path: Path) -> None:
@@ -314,14 +304,3 @@ def test_a_folder_that_cannot_be_is_a_users_mistake(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"^publication\.folder: '' is no folder"):
         host(1, 2, "lo", "gloo", 1.0, "trainer", "files")
-
-
-def test_the_index_names_every_tensors_file(pair: list[WeightGroup], tmp_path: Path) -> None:
-    publish(pair[0], WeightSender(MANIFEST), 1)
-    (path,) = tmp_path.glob("epoch-*/*/model.safetensors.index.json")
-    index = json.loads(path.read_text())
-    assert index["metadata"]["total_size"] == sum(spec.nbytes for spec in MANIFEST.tensors)
-    for name, file in index["weight_map"].items():
-        with safe_open(path.parent / file, framework="pt") as opened:
-            assert torch.equal(opened.get_tensor(name), expected(1)[name])
-    assert index["weight_map"].keys() == {spec.name for spec in MANIFEST.tensors}

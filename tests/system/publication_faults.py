@@ -1,7 +1,8 @@
 """Publications under random faults: that each ends in a commit, in time, with everybody who lives on the same weights.
 
-`python -m tests.system.publication_faults --publications 1000 --seed 0 [--transport NAME] [--json FILE]` prints what became of
-them, by fault; `--aborts 1000` counts the threads and files that as many aborted transfers leave in one process.
+`Fleet` is a run as far as publication goes: processes (`publication_members`), the real publisher over real gRPC, and what
+starts whoever was lost again. `python -m tests.system.publication_faults --publications 1000 --seed 0 [--transport NAME]` prints
+what became of them, by fault; `--aborts 1000` counts the threads and files that as many aborted transfers leave in one process.
 """
 
 from __future__ import annotations
@@ -18,19 +19,282 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import uvloop
 
+from runtime import config as settings
+from runtime.commands import AbortWeights, CommitWeights, HostWeights, ResendWeights, SendWeights
+from runtime.coordinator.pools import RolloutPool
+from runtime.coordinator.register import Register, Unit, UnitChange
+from runtime.coordinator.weight_sync import WeightPublisher
+from runtime.status import Registration
 from runtime.telemetry.metrics import PublicationFigures
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
-from tests.system.publication_fleet import PHASES, TORCH, TRAINER, Fleet, Moments, Process, fleet, threads_and_files, until
+from services.rpc.client import GroupClient, RoleClient
+from services.rpc.server import Server
+from services.rpc.session import Session
+from tests.loopback import weight_cases
+from tests.loopback.weight_cases import Aborts, come, settles
+
+TRAINER = "trainer-0"
+ROOT = Path(__file__).parents[2]
+START = 60.0  # seconds until a process that was forked is there
+HOST = "127.0.0.1"
+PUBLICATION = {
+    "backend": "gloo",
+    "bucket_bytes": 512 << 10,
+    "join_timeout": 10.0,
+    "transfer_timeout": 4.0,
+    "commit_timeout": 4.0,
+    "abort_timeout": 4.0,
+}
+SLOTS = 4
+# torch's store looks up the name of every address that it connects to, which takes 5 s when a name server is silent.
+TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR", "RES_OPTIONS": "timeout:1 attempts:1"}
+PHASES = ("rendezvous", "transfer", "commit", "abort")
+GRPC = ("event_engine", "grpc_global_tim", "lifeguard")  # its threads
+
+
+def configuration(folder: Path, transport: str) -> settings.Config:
+    """That of all processes. `folder`/model is the model."""
+    shared = str(folder / "weights") if transport == "files" else ""
+    return settings.Config(
+        run=settings.Run(name="faults", dir=str(folder)),
+        model=settings.Model(path=str(folder / "model")),
+        data=settings.Data(max_prompt_tokens=16),
+        sampling=settings.Sampling(max_new_tokens=32),
+        evaluation=settings.Evaluation(max_new_tokens=32),
+        services=settings.Services(rollout=settings.Rollout(replicas=8, slots=SLOTS)),
+        publication=msgspec.convert(PUBLICATION | {"transport": transport, "folder": shared}, settings.Publication),
+    )
+
+
+@dataclass
+class Moments:
+    """What the publication that is under way has come to, and how often."""
+
+    reached: dict[str, asyncio.Event] = field(default_factory=lambda: {phase: asyncio.Event() for phase in PHASES})
+    calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+
+    def reach(self, phase: str) -> None:
+        self.reached[phase].set()
+        self.calls[phase] += 1
+
+
+class Trainer(GroupClient):
+    fleet: Fleet
+
+    def post(self, command: Any) -> Coroutine[Any, Any, Any]:
+        answer = super().post(command)
+        if isinstance(command, SendWeights | ResendWeights):
+            self.fleet.moments.reach("transfer")
+        return self._hosted(answer) if isinstance(command, HostWeights) else answer
+
+    async def _hosted(self, answer: Coroutine[Any, Any, Any]) -> Any:
+        hosted = await answer
+        self.fleet.moments.reach("rendezvous")
+        return hosted
+
+
+class Rollout(RoleClient):
+    fleet: Fleet
+
+    def post(self, command: Any) -> Coroutine[Any, Any, Any]:
+        for kind, phase in ((CommitWeights, "commit"), (AbortWeights, "abort")):
+            if isinstance(command, kind):
+                self.fleet.moments.reach(phase)
+        return super().post(command)
+
+
+class Process:
+    """One forked process: its session, and the socket over which faults are put into it."""
+
+    def __init__(self, name: str, incarnation: int, pid: int):
+        self.name = name
+        self.incarnation = incarnation
+        self.pid = pid
+        self.stopped = False  # under SIGSTOP
+        self.killed = False
+        self.leaves = False  # nobody comes in its place
+        self.session: Session
+        self.port: Any
+        self.lines: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+    def signal(self, number: int) -> None:
+        self.killed = self.killed or number == signal.SIGKILL
+        self.stopped = number == signal.SIGSTOP or (self.stopped and number != signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    @property
+    def answers(self) -> bool:
+        """Whether it should."""
+        return not (self.stopped or self.killed)
+
+    async def ask(self, do: str, **values: Any) -> dict[str, Any]:
+        """Have it do what `Faulty` offers; what it holds afterwards. Raises ConnectionError when it is gone."""
+        self.lines[1].write(json.dumps({"do": do} | values).encode() + b"\n")
+        line = await asyncio.wait_for(self.lines[0].readline(), START)
+        if not line:
+            raise ConnectionError(f"{self.name} is gone")
+        return json.loads(line)
+
+    async def close(self) -> None:
+        self.lines[1].close()
+        await self.session.close()
+
+
+class Fleet:
+    """A trainer and `size` rollouts. Who is lost is ended, as a launcher would, and another is started in its place."""
+
+    def __init__(self, config: settings.Config, folder: Path):
+        self.config = config
+        self.processes: dict[str, Process] = {}  # the newest of each name
+        self.moments = Moments()
+        self.losses: list[Unit] = []
+        self.failures: list[BaseException] = []  # of what starts others in the place of those that were lost
+        self._folder = folder
+        self._expected: dict[tuple[str, int], tuple[asyncio.Future[Registration], asyncio.Future[Any]]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._forking = asyncio.Lock()
+
+    async def start(self, size: int) -> None:
+        self._server = Server({"Coordinator": {"Register": self._register}}, {})
+        self._address = self._server.bind(HOST, 0)
+        await self._server.start()
+        self._control = self._folder / "control"
+        self._listener = await asyncio.start_unix_server(self._connected, self._control)
+        described = self._folder / "config.json"
+        described.write_bytes(msgspec.json.encode(self.config))
+        command = [sys.executable, "-m", "tests.system.publication_members", str(described), str(self._folder)]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GRPC_ENABLE_FORK_SUPPORT": "0"} | TORCH
+        pipe = asyncio.subprocess.PIPE
+        self._forks = await asyncio.create_subprocess_exec(*command, cwd=ROOT, env=env, stdin=pipe, stdout=pipe)
+        names = [TRAINER, *(f"rollout-{index}" for index in range(size))]
+        trainer, *rollouts = await asyncio.gather(*(self.process(name) for name in names))
+        names = [f"rollout-{index}" for index in range(8)]
+        self.pool = RolloutPool(Register(), dict.fromkeys(names, SLOTS), START)
+        self.pool.register.subscribe(self._look)
+        for one in rollouts:
+            self.arrive(one)
+        self.publisher = WeightPublisher(trainer.port, self.pool, self.config.publication, START)
+        self.renewing = asyncio.create_task(self.publisher.run())
+
+    async def close(self) -> None:
+        """Everything ends; nothing is left behind."""
+        for task in (self.renewing, *self._tasks):
+            task.cancel()
+        await asyncio.gather(self.renewing, *self._tasks, return_exceptions=True)
+        for process in self.processes.values():
+            process.signal(signal.SIGKILL)
+            await process.close()
+        self._forks.stdin.close()  # type: ignore[union-attr]
+        await self._forks.wait()
+        self._listener.close()
+        await self._server.stop(grace=0.0)
+
+    async def process(self, name: str, incarnation: int = 0) -> Process:
+        """Another process, which has loaded and is connected."""
+        loop, key = asyncio.get_running_loop(), (name, incarnation)
+        registered, connected = self._expected[key] = (loop.create_future(), loop.create_future())
+        async with self._forking:
+            words = [name, incarnation, self._address, str(self._control)]
+            self._forks.stdin.write(json.dumps(words).encode() + b"\n")  # type: ignore[union-attr]
+            pid = int(await self._forks.stdout.readline())  # type: ignore[union-attr]
+        process = Process(name, incarnation, pid)
+        process.lines = await asyncio.wait_for(connected, START)
+        registration = await asyncio.wait_for(registered, START)
+        del self._expected[key]
+        trains = name == TRAINER
+        process.session = Session(registration.address, name, "Trainer" if trains else "Rollout", registration.machine)
+        await process.session.open(START)
+        if trains:
+            process.port = Trainer("Trainer", [process.session], self.config, [0])
+        else:
+            process.port = Rollout("Rollout", process.session, self.config, incarnation)
+        process.port.fleet = self
+        self.processes[name] = process
+        return process
+
+    @property
+    def rollouts(self) -> list[Process]:
+        """Those that the publisher counts on."""
+        return [self.processes[member.name] for member in self.pool.membership.living]
+
+    def arrive(self, process: Process) -> None:
+        come(self.pool, process.port)
+
+    def _look(self, change: UnitChange) -> None:
+        if not change.lost:
+            return
+        self.losses.append(change.unit)
+        process = self.processes[change.unit.name]
+        process.signal(signal.SIGKILL)
+        task = asyncio.ensure_future(self._replace(process))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def _replace(self, process: Process) -> None:
+        await process.close()
+        if process.leaves:
+            del self.processes[process.name]
+        else:
+            self.arrive(await self.process(process.name, process.incarnation + 1))
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self.failures.append(error)
+
+    async def _register(self, registration: Registration) -> None:
+        self._expected[registration.name, registration.incarnation][0].set_result(registration)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = json.loads(await reader.readline())
+        self._expected[hello["name"], hello["incarnation"]][1].set_result((reader, writer))
+
+    async def settled(self, size: int, seconds: float) -> None:
+        """Until `size` rollouts serve in an epoch of exactly them. Raises TimeoutError."""
+        await until(lambda: len(self.pool.serving) == size and not self.pool.membership.stale and not self._tasks, seconds)
+
+
+def threads_and_files() -> list[int]:
+    """Of this process, but for the threads of gRPC's pools, which grow and shrink as gRPC sees fit."""
+    threads = 0
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            threads += thread.joinpath("comm").read_text().strip() not in GRPC
+    return [threads, len(list(Path("/proc/self/fd").iterdir()))]
+
+
+async def until(holds: Callable[[], bool], seconds: float) -> None:
+    """Raises TimeoutError."""
+    give_up = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"not within {seconds:g} s")
+        await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def fleet(folder: Path, transport: str, size: int) -> AsyncIterator[Fleet]:
+    here = Fleet(configuration(folder, transport), folder)
+    await here.start(size)
+    try:
+        yield here
+    finally:
+        await here.close()
+
+
+# ------------------------------------------------------------------------------------------------ the trial
 
 SIZE = 3  # rollouts
 STATUS = 30.0  # seconds in which every living process answers, on however busy a machine
@@ -81,8 +345,6 @@ class Record:
     violations: list[str] = field(default_factory=list)
     waits: dict[str, float] = field(default_factory=dict)
     """The longest, in seconds, by what was waited for."""
-    met: list[float] = field(default_factory=list)
-    rebuilt: list[float] = field(default_factory=list)
     counts: dict[str, list[int]] = field(default_factory=dict)
     """Threads and files, after warm-up and at the end."""
     groups: int = 0
@@ -158,7 +420,6 @@ class Trial:
         except TimeoutError:
             record.check(False, f"threads and files (here, sender): {await self._counts()} after {before}")
         record.counts["at the end"] = await self._counts()
-        record.met, record.rebuilt = here.met, here.rebuilt
         record.violations += [f"start: {failure!r}" for failure in here.failures]
         return record
 
@@ -351,23 +612,28 @@ async def trial(publications: int, seed: int, transport: str, folder: Path) -> R
 
 def table(record: Record) -> str:
     """Rows of Markdown, and the other figures."""
-    rows: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    rows: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for outcome in record.outcomes:
-        rows[outcome.fault, outcome.ended, str(outcome.lost)].append(outcome.seconds)
+        rows[outcome.fault, outcome.ended, outcome.lost].append(outcome.seconds)
     lines = ["| fault | outcome | lost | count | seconds: median | worst |", "| --- | --- | --- | --- | --- | --- |"]
-    order = {fault: index for index, fault in enumerate((NONE, *FAULTS))}
-    for key in sorted(rows, key=lambda key: (order[key[0]], *key[1:])):
-        seconds = rows[key]
-        lines.append(f"| {' | '.join(key)} | {len(seconds)} | {statistics.median(seconds):.3f} | {max(seconds):.3f} |")
-    lines.append("")
-    for what, values in (("rendezvous", record.met), ("from a loss to the living connected", record.rebuilt)):
-        if values:
-            lines.append(f"{what}: {len(values)}, median {statistics.median(values):.3f} s, worst {max(values):.3f} s")
-    lines += [f"longest wait for {what}: {seconds:.3f} s" for what, seconds in record.waits.items()]
+    for (fault, ended, lost), seconds in sorted(rows.items()):
+        figures = f"{statistics.median(seconds):.3f} | {max(seconds):.3f}"
+        lines.append(f"| {fault} | {ended} | {lost} | {len(seconds)} | {figures} |")
+    lines += ["", *(f"longest wait for {what}: {seconds:.3f} s" for what, seconds in record.waits.items())]
     lines += [f"threads and files here, of the sender, {when}: {counts}" for when, counts in record.counts.items()]
-    lines.append(f"groups generated meanwhile: {record.groups}")
-    lines += [f"VIOLATION {line}" for line in record.violations]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"groups: {record.groups}", *(f"VIOLATION {line}" for line in record.violations)])
+
+
+def abort(count: int, transport: str) -> str:
+    """Threads and files before and after `count` aborts. Raises AssertionError when something is left."""
+    aborts, began = Aborts(transport), time.monotonic()
+    for _ in range(count):
+        aborts.one()
+    seconds = (time.monotonic() - began) / count
+    assert settles(weight_cases.threads_and_files, aborts.warm), f"{weight_cases.threads_and_files()} after {aborts.warm}"
+    return (
+        f"{count} aborts of {seconds:.3f} s: threads and files {aborts.warm} before, {weight_cases.threads_and_files()} after"
+    )
 
 
 def main() -> None:
@@ -375,24 +641,16 @@ def main() -> None:
     parser.add_argument("--publications", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--transport", default="collective")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--folder", type=Path, help="that exists and is empty: keeps the processes' logs")
     parser.add_argument("--aborts", type=int, help="that many aborted transfers in one process, and nothing else")
     arguments = parser.parse_args()
     if arguments.aborts:
         os.environ.update(TORCH)
-        from tests.loopback.weight_aborts import report
-
-        print(report(arguments.aborts, arguments.transport))
+        print(abort(arguments.aborts, arguments.transport))
         return
     uvloop.install()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, began = arguments.folder or Path(temporary), time.monotonic()
-        record = asyncio.run(trial(arguments.publications, arguments.seed, arguments.transport, folder))
+    with tempfile.TemporaryDirectory() as folder:
+        record = asyncio.run(trial(arguments.publications, arguments.seed, arguments.transport, Path(folder)))
     print(table(record))
-    print(f"{len(record.outcomes)} publications over {arguments.transport} in {time.monotonic() - began:.0f} s")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(asdict(record), indent=1))
     sys.exit(1 if record.violations else 0)
 
 

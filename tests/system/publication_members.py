@@ -41,7 +41,7 @@ from runtime.weights.sender import SendingMember, WeightSender
 from services.process import Service, ServiceProcess
 from services.rollout import RolloutService
 from services.trainer import TrainerService
-from tests.system.publication_fleet import TRAINER, threads_and_files
+from tests.system.publication_faults import TRAINER, threads_and_files
 
 MODEL = {
     "model_type": "qwen2",
