@@ -302,23 +302,6 @@ async def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do() ->
 
 
 @on_a_loop
-async def test_the_trainer_answers_while_it_opens_a_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
-    opening, answered, host = threading.Event(), threading.Event(), rendezvous.host
-
-    def slow(*arguments: Any) -> group.PendingGroup:
-        opening.set()
-        assert answered.wait(DEADLINE / 2), "the event loop waits for the store"
-        return host(*arguments)
-
-    monkeypatch.setattr(rendezvous, "host", slow)
-    async with stage() as here:
-        publishing = asyncio.create_task(here.publish(1))
-        await until(opening.is_set)
-        answered.set()
-        await publishing
-
-
-@on_a_loop
 async def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     opening, may_open, host, opened = threading.Event(), threading.Event(), rendezvous.host, []
 
@@ -404,35 +387,15 @@ async def test_the_first_bucket_arrives_before_the_last_is_gathered(monkeypatch:
 
 
 @on_a_loop
-async def test_gathering_that_fails_in_the_middle_is_told_and_tried_again() -> None:
-    healthy = False
-
-    def torn(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        nonlocal healthy
-        for index, tensor in enumerate(tensors):
-            if index == 8 and not healthy:
-                healthy = True
-                raise ServiceFault("trainer-0", "gather", "a device was lost")
-            yield tensor
-
-    async with stage() as here:
-        yields(here, torn)
-        assert (await here.publish(1)).aborts == 1  # long before any deadline, of which a failing receiver would be the sign
-        assert "trainer-0: gather: a device was lost" in here.publisher.abort
-        assert not here.pool.register.units(ROLLOUT, UnitState.LOST)
-        await here.publish(2)
-        assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]
-
-
-@on_a_loop
-async def test_what_is_gathered_anew_waits_for_what_the_trainer_has_begun() -> None:
+async def test_gathering_that_fails_is_told_and_gathered_anew_after_what_the_trainer_has_begun() -> None:
     torn, begun, limit = threading.Event(), threading.Event(), 1.5
 
     def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        if not torn.is_set():
-            torn.set()
-            raise ServiceFault("trainer-0", "gather", "a device was lost")
-        yield from tensors
+        for index, tensor in enumerate(tensors):
+            if index == 8 and not torn.is_set():
+                torn.set()
+                raise ServiceFault("trainer-0", "gather", "a device was lost")
+            yield tensor
 
     async with stage(replace(PUBLICATION, transfer_timeout=limit)) as here:
         yields(here, once)
@@ -449,9 +412,12 @@ async def test_what_is_gathered_anew_waits_for_what_the_trainer_has_begun() -> N
         await until(torn.is_set)
         step = asyncio.ensure_future(here.trainer.call(BeginStep(1)))
         assert (await publishing).aborts == 1
+        assert "trainer-0: gather: a device was lost" in here.publisher.abort  # not a receiver that has waited in vain
+        assert not here.pool.register.units(ROLLOUT, UnitState.LOST)
         assert begun.is_set()
         await step
-        assert [rollout.engine.swapped for rollout in here.rollouts] == [[1], [1]]
+        await here.publish(2)
+        assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]
 
 
 @pytest.mark.parametrize("settings", [PUBLICATION, COLLECTIVE], ids=["shared_memory", "collective"])

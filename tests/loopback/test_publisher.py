@@ -18,7 +18,7 @@ from runtime.coordinator import weight_sync
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import Register
 from runtime.coordinator.weight_sync import WeightPublisher
-from runtime.errors import InvariantViolated, ServiceFault, Unanswered, Unreachable, UserError
+from runtime.errors import InvariantViolated, ServiceFault, Unanswered, UserError
 from runtime.telemetry.metrics import PublicationFigures
 from runtime.types import PolicyVersion
 from runtime.weights.plan import GroupAddress, Manifest
@@ -190,17 +190,6 @@ async def test_a_member_that_does_not_commit_is_lost(how: str) -> None:
     assert (figures.aborts, figures.epoch) == (0, 2)
 
 
-@on_a_loop
-async def test_a_trainer_that_is_lost_ends_the_publication() -> None:
-    cast = Cast.prompt()
-
-    async def lost(version: PolicyVersion) -> Any:
-        raise Unreachable("trainer-0", "SendWeights", "connection lost")
-
-    cast.trainer.send = lost  # type: ignore[method-assign]
-    assert (await fault_of(make(cast))).service == "trainer-0"
-
-
 class Ahead(FakeTrainer):
     """Has made SECOND, and holds nothing that it sent before."""
 
@@ -235,24 +224,6 @@ async def test_a_newcomer_gets_the_next_version_where_the_trainer_is_past_the_on
         await publishing.publish(SECOND)
         assert [rollout.version for rollout in cast.rollouts] == [SECOND] * 2
     assert not publishing.waits_for_next
-
-
-@on_a_loop
-async def test_a_late_member_is_in_the_next_publication_when_one_is_under_way() -> None:
-    cast, gate = with_gate()
-    publishing = make(cast)
-    async with kept(publishing):
-        finishing = asyncio.create_task(publishing.publish(FIRST))
-        await until(lambda: bool(gate.calls))
-        late = FakeRollout("rollout-2", cast.weights)
-        come(publishing._pool, late)
-        for _ in range(50):
-            await asyncio.sleep(0)
-        assert late.calls == []
-        gate.may_verify.set()
-        await finishing
-        await until(lambda: late in publishing._pool.serving)
-        assert late.version == FIRST
 
 
 @on_a_loop

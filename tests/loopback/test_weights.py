@@ -1,17 +1,20 @@
-"""Transfers of weights, by each transport: from one sender here to receivers in processes of their own, and between threads."""
+"""Transfers of weights, by each transport: from one sender here to receivers in processes of their own, between threads, and
+from two senders, each of a part.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -19,8 +22,11 @@ from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, Servi
 from runtime.types import PolicyVersion
 from runtime.weights.authentication import BucketTags
 from runtime.weights.group import WeightGroup
+from runtime.weights.plan import Manifest, plan_buckets, roots
 from runtime.weights.receiver import Staged, WeightReceiver
-from runtime.weights.sender import SendResult, WeightSender
+from runtime.weights.rendezvous import host, join
+from runtime.weights.sender import SendResult, WeightSender, in_thread
+from tests.loopback.ranks import Helper
 from tests.loopback.weight_cases import (
     MANIFEST,
     PATIENCE,
@@ -29,6 +35,7 @@ from tests.loopback.weight_cases import (
     WAYS,
     Aborts,
     connected,
+    expected,
     gather,
     same,
     settles,
@@ -37,6 +44,7 @@ from tests.loopback.weight_cases import (
 from tests.loopback.weight_members import Member, connect, leave, post
 
 TWO_WAYS = ("collective", "shared_memory+delta")
+NAMES = ("trainer-0", "trainer-1")  # of two senders
 
 
 def started() -> list[Member]:
@@ -344,10 +352,198 @@ def test_a_snapshot_waits_for_the_transfer_before(pair: list[WeightGroup]) -> No
     assert sent.result(PATIENCE).nbytes > 0
 
 
-@pytest.mark.parametrize("transport", SOME_WAYS)
-def test_many_aborts_leave_no_thread_and_no_file(transport: str, tmp_path: Path) -> None:
-    aborts = Aborts(transport, str(tmp_path))
+@pytest.mark.parametrize(
+    ("transport", "senders"), [*((way, ()) for way in SOME_WAYS), ("collective", NAMES), ("shared_memory+delta", NAMES)]
+)
+def test_many_aborts_leave_no_thread_and_no_file(transport: str, senders: tuple[str, ...], tmp_path: Path) -> None:
+    aborts = Aborts(transport, str(tmp_path), senders)
     for _ in range(10):
         aborts.one()
-    assert settles(threads_and_files, aborts.warm), f"{threads_and_files()} after {aborts.warm}"
+    more = (2, 6) if senders else (0, 0)  # what ten leave would be more
+    most = [count + slack for count, slack in zip(aborts.warm, more, strict=True)]
+    assert settles(threads_and_files, most), f"{threads_and_files()} after {aborts.warm}"
     assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------ two senders
+
+
+LATER = 600.0  # seconds of a transfer's deadline, for which no test waits
+
+
+def held(*holders: tuple[int, ...]) -> Manifest:
+    """The cases' tensors, held by `holders` in turn."""
+    tensors = (
+        msgspec.structs.replace(spec, held_by=holders[index % len(holders)]) for index, spec in enumerate(MANIFEST.tensors)
+    )
+    return Manifest(tuple(tensors), MANIFEST.bucket_bytes, len(NAMES))
+
+
+SHARED, STAGES, ONE = held(()), held((0,), (1,)), held((1,))
+
+
+@pytest.fixture(params=["collective+delta", "shared_memory"])
+def groups(request: pytest.FixtureRequest) -> Iterator[list[WeightGroup]]:
+    """Two senders, then two receivers."""
+    made = connected(request.param, 4, senders=NAMES)
+    try:
+        yield made
+    finally:
+        for group in made:
+            group.abort()
+
+
+def share(manifest: Manifest, number: int, seed: int) -> list[torch.Tensor]:
+    weights = list(expected(seed).values())
+    return [weights[index] for index, root in enumerate(roots(manifest)) if root == number]
+
+
+def send_all(
+    groups: Sequence[WeightGroup], senders: Sequence[WeightSender], manifest: Manifest, step: int
+) -> list[Future[SendResult]]:
+    """Every sender fills its buckets and sends them."""
+    sending = []
+    for number, (group, sender) in enumerate(zip(groups, senders, strict=False)):
+        sender.begin(PATIENCE)
+        sending.append(sender.send(group, PolicyVersion(0, step), LATER))
+        in_thread("fill", lambda sender=sender, number=number: sender.fill(share(manifest, number, step)))
+    return sending
+
+
+def post_all(groups: Sequence[WeightGroup], manifest: Manifest, deadline: float = LATER) -> list[Future[Staged]]:
+    return [WeightReceiver(manifest).receive(group, VERSION, deadline) for group in groups]
+
+
+def hears(group: WeightGroup) -> threading.Event:
+    """Set once a receiver knows that its transfer has begun. All members being in one process, whoever leaves shuts down every
+    connection to their store."""
+    heard, listen = threading.Event(), group.await_announcement
+
+    def listening(version: PolicyVersion) -> None:
+        listen(version)
+        heard.set()
+
+    group.await_announcement = listening  # type: ignore[method-assign]
+    return heard
+
+
+@pytest.mark.parametrize("manifest", [SHARED, STAGES], ids=["replicas", "stages"])
+def test_two_senders_bring_what_one_brings(groups: list[WeightGroup], manifest: Manifest) -> None:
+    senders = [WeightSender(manifest, number=number) for number in range(2)]
+    receivers = [WeightReceiver(manifest) for _ in range(2)]
+    for step in (1, 2):
+        version = PolicyVersion(0, step)
+        receptions = [receiver.receive(group, version, LATER) for group, receiver in zip(groups[2:], receivers, strict=True)]
+        results = [sending.result(PATIENCE) for sending in send_all(groups, senders, manifest, step)]
+        staged = [reception.result(PATIENCE) for reception in receptions]
+        assert all(same(each.tensors(), step) for each in staged)
+        assert results[0].nbytes >= sum(bucket.total_bytes for bucket in senders[0].buckets) > results[1].nbytes > 0
+        for each in staged:
+            each.release()
+
+
+def test_a_sender_without_a_share_keeps_nobody(groups: list[WeightGroup]) -> None:
+    senders = [WeightSender(ONE, number=number) for number in range(2)]
+    receptions = post_all(groups[2:], ONE)
+    results = [sending.result(PATIENCE) for sending in send_all(groups, senders, ONE, 1)]
+    assert all(same(reception.result(PATIENCE).tensors(), 1) for reception in receptions)
+    assert results[0].nbytes == results[1].nbytes
+
+
+def test_a_sender_that_is_late_is_named_at_the_deadline(groups: list[WeightGroup]) -> None:
+    manifest = held((0,), (1,), (1,))
+    senders = [WeightSender(manifest, number=number) for number in range(2)]
+    receptions = post_all(groups[2:], manifest, 0.5)
+    senders[0].fill(share(manifest, 0, 1))
+    sending = senders[0].send(groups[0], VERSION, 0.7)
+    for reception in receptions:
+        with pytest.raises(DeadlineExceeded, match=r"rollout-[23]: transfer: bucket \d+ of \d+ .* from rank 1 \(trainer-1\): "):
+            reception.result(PATIENCE)
+    with pytest.raises(ServiceFault, match="trainer: transfer: "):
+        sending.result(PATIENCE)
+
+
+def test_rank_0_waits_for_the_parts_of_all_and_says_whose_was_not_taken(groups: list[WeightGroup]) -> None:
+    sender = WeightSender(ONE, number=0)
+    with pytest.raises(
+        DeadlineExceeded, match=r"trainer: transfer: version 0\.1: the part of rank 1 \(trainer-1\) was not taken"
+    ):
+        sender.send(groups[0], VERSION, 0.3).result(PATIENCE)
+    assert groups[0].aborted
+
+
+def test_a_corrupted_bucket_of_either_is_told(groups: list[WeightGroup]) -> None:
+    receptions, buckets = post_all(groups[2:], SHARED), plan_buckets(SHARED)
+
+    def tampered(number: int) -> None:
+        sender = WeightSender(SHARED, number=number)
+        sender.fill(share(SHARED, number, 1))
+        groups[number].announce(VERSION)
+        for (index, bucket), buffer in zip(sender._own, sender._buffers, strict=True):
+            groups[number].tags.stamp(index, bucket, buffer, VERSION)
+            buffer[0] ^= number
+            groups[number].send(index, buffer).wait(PATIENCE)
+
+    for sending in [in_thread("send", lambda number=number: tampered(number)) for number in range(2)]:
+        sending.result(PATIENCE)
+    bad = [index for index, bucket in enumerate(buckets) if bucket.root == 1]
+    for reception in receptions:
+        with pytest.raises(ServiceFault, match="verify") as caught:
+            reception.result(PATIENCE)
+        assert [index for index in range(len(buckets)) if f"bucket {index} of" in str(caught.value)] == bad
+
+
+def member(connection: Any) -> None:
+    """Sender 1, which never gets further than a part of its share."""
+    address, manifest, deadline = connection.recv()
+    sender = WeightSender(manifest, number=1)
+    sender.fill(share(manifest, 1, 1)[:-1])
+    sending = sender.send(join(address, NAMES[1]), VERSION, deadline)
+    connection.send("sending")
+    sending.exception()
+    connection.recv()  # until its test has ended
+
+
+@contextmanager
+def apart(transport: str, manifest: Manifest, deadline: float) -> Iterator[tuple[list[WeightGroup], Helper]]:
+    """The other members, and sender 1, which is a process and sends."""
+    pending = host(1, 4, "127.0.0.1", "gloo", PATIENCE, "trainer-0", transport, names=NAMES, senders=len(NAMES))
+    helper = Helper(member)
+    try:
+        helper.tell(msgspec.structs.replace(pending.address, rank=1), manifest, deadline)
+        others = [
+            in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), f"rollout-{rank}"))
+            for rank in (2, 3)
+        ]
+        groups = [pending.connect(), *(other.result(PATIENCE) for other in others)]
+        assert helper.hear() == "sending"
+        yield groups, helper
+        for group in groups:
+            group.abort()
+    finally:
+        helper.end()
+
+
+@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
+def test_a_sender_that_is_killed_within_a_transfer_is_named_at_once(transport: str) -> None:
+    with apart(transport, SHARED, LATER) as (groups, helper):
+        heard = [hears(group) for group in groups[1:]]
+        receptions = post_all(groups[1:], SHARED)
+        sender = WeightSender(SHARED, number=0)
+        sender.fill(share(SHARED, 0, 1))
+        sending = sender.send(groups[0], VERSION, LATER)
+        assert all(each.wait(PATIENCE) for each in heard)
+        helper.process.kill()
+        said = [str(reception.exception(PATIENCE)) for reception in receptions]
+        assert all(": transfer: bucket " in each for each in said)  # at once: not at the transfer's deadline
+        # Whoever sees it first gives up, and rank 0 then does: what a slower receiver sees first may be that.
+        assert any("from rank 1 (trainer-1): " in each for each in said), said
+        with pytest.raises(ServiceFault, match="trainer-0: transfer: "):  # nobody takes its part any more
+            sending.result(PATIENCE)
+
+
+def test_what_a_sender_says_of_its_failure_reaches_rank_0() -> None:
+    with apart("collective", ONE, 0.3) as (groups, _):
+        said = r"trainer-0: transfer: version 0\.1: rank 1 \(trainer-1\): bucket \d+ of \d+ .* was not taken"
+        with pytest.raises(ServiceFault, match=said):
+            WeightSender(ONE, number=0).send(groups[0], VERSION, PATIENCE).result(PATIENCE)

@@ -144,25 +144,28 @@ def connected(
 
 
 class Aborts:
-    """Epochs of a sender and two receivers, each of which is left before, or within, its transfer."""
+    """Epochs of a sender, or several, and two receivers, each of which is left before, or within, its transfer."""
 
-    def __init__(self, transport: str, folder: str = "") -> None:
-        self._transport, self._folder = transport, folder
+    def __init__(self, transport: str, folder: str = "", senders: Sequence[str] = ()) -> None:
+        self._transport, self._folder, self._senders = transport, folder, senders
         self._receivers = [WeightReceiver(MANIFEST) for _ in range(2)]
         self._number = 0
         threads, files = threads_and_files()
-        self.one()
-        assert settles(threads_and_files, [threads + 1, files + 4])  # torch's own, once for the process
+        for _ in range(2):
+            self.one()
+        assert settles(threads_and_files, [threads + 2, files + 6])  # torch's own, once for the process
         self.warm = threads_and_files()
 
     def one(self) -> None:
-        groups = connected(self._transport, 3, folder=self._folder)
+        first = len(self._senders) or 1
+        groups = connected(self._transport, first + 2, folder=self._folder, senders=self._senders)
         receptions = [
-            receiver.receive(group, VERSION, 60.0) for receiver, group in zip(self._receivers, groups[1:], strict=True)
+            receiver.receive(group, VERSION, 60.0) for receiver, group in zip(self._receivers, groups[first:], strict=True)
         ]
         self._number += 1
         if self._number % 2:
-            groups[0].announce(VERSION)
+            for group in groups[:first]:
+                group.announce(VERSION)
         for group in groups:
             group.abort()
         for reception in receptions:

@@ -457,22 +457,3 @@ def test_a_delta_that_does_not_lead_to_its_version_is_refused() -> None:
 def test_a_payload_of_other_words_is_refused(payload: list[int]) -> None:
     with pytest.raises(RuntimeError, match=rf"a delta of {len(payload)} bytes does not fit 100 words"):
         decode(np.zeros(100, dtype=np.uint16), np.array(payload, dtype=np.uint8))
-
-
-def test_steps_of_adam_at_a_small_rate_change_few_words() -> None:
-    """A master in float32, as trainers keep it, published in bfloat16."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    model = torch.nn.Sequential(torch.nn.Linear(128, 512), torch.nn.GELU(), torch.nn.Linear(512, 128))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95))
-    pair = Pair(tuple(of("bfloat16", *parameter.shape) for parameter in model.parameters()))
-    took = []
-    for step in range(12):
-        loss = (model(torch.randn(64, 128)) - torch.randn(64, 128)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        for tensor, parameter in zip(pair.tensors, model.parameters(), strict=True):
-            tensor.copy_(parameter.detach())
-        took.append(pair.publish(step))
-    assert all(0 < bytes_ <= 0.1 * pair.whole for bytes_ in took[1:])
