@@ -21,7 +21,9 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["collective", "shared_memory"])
 def test_every_publication_is_a_transaction(transport: str, tmp_path: Path) -> None:
     done = asyncio.run(trial(ROUNDS, 0, transport, tmp_path))
-    assert Counter(fault for fault, _ in done.outcomes) == {NONE: 2 * ROUNDS * len(FAULTS)} | dict.fromkeys(FAULTS, ROUNDS)
+    assert Counter(fault for fault, _ in done.outcomes) >= Counter(
+        {NONE: 2 * ROUNDS * len(FAULTS)} | dict.fromkeys(FAULTS, ROUNDS)
+    )
     assert done.groups > 0
 
 
