@@ -128,13 +128,13 @@ def test_plain_gradient_is_grpos(loop: PlainLoop, monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_measure_counts_what_was_done(config: Config) -> None:
-    bench = Bench(config)
+    bench = Bench(replace(config, training=replace(config.training, groups_per_step=2)))
     for what in ("decode", "generate", "reference", "train", "plain", "plain decode", *DRAFT_WAYS[:2]):
         measured = bench.measures[what](0.001)
         assert measured.seconds >= 0.001
         assert measured.count == int(measured.count) > 0, what
     tokens = [count for batch in bench._batches for group in batch for count in group.response_tokens]
-    assert 12 < sum(tokens) / len(tokens) < 18
+    assert 8 < sum(tokens) / len(tokens) < 24, "15 on average"
 
 
 def test_a_worker_answers_and_ends_with_its_block(config: Config) -> None:
