@@ -1,13 +1,16 @@
 """Roles in memory, for the pipeline's real logic: they take the time they are told to take, and fail when they are told to.
 
-`RunFolder.run` executes one run over them and keeps the books of what was asked of whom, in order.
+`RunFolder.run` executes one run over them and keeps the books of what was asked of whom, in order; `check_order` and
+`check_books` say what holds of every run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +56,7 @@ from tests.loopback.losable import Losable
 from tests.loopback.model_fakes import BYTES, MANIFEST, FakeCritic, FakeTrainer, Weights, hosted, no_time
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Losable)
 
 DEADLINE = 100.0  # seconds that one run may take
 
@@ -302,6 +306,19 @@ class Cast:
         return {group: version for rollout in self.rollouts for group, version in rollout.generated_by.items()}
 
 
+def broken(port: P, method: str, at: int, error: Exception | None = None) -> P:
+    """`port`, whose `method` fails for what is of group or step `at`, or of a later one."""
+    does = getattr(port, method)
+
+    async def fails(what: Any) -> Any:
+        if getattr(what, "group_id", what) >= at:
+            raise error or ServiceFault(port.name, method, "connection lost")
+        return await does(what)
+
+    setattr(port, method, fails)
+    return port
+
+
 class FakeSupervisor:
     """Keeps what it is told; once the run waits for other models those come that `regroup` returns, where any do."""
 
@@ -450,3 +467,29 @@ def _prompts(name: str, count: int) -> Prompts:
         for i in range(count)
     ]
     return Prompts(problems=problems, tokens=[np.arange(3, dtype=np.int32)] * count, rows=count, dropped={})
+
+
+# ------------------------------------------------------------------------------------------------------ what holds of every run
+
+
+def check_order(trainer: FakeTrainer, first: int, last: int) -> None:
+    """Each step: begin, accumulate at least once, apply, then its weights, before anything of the next step; then saves."""
+    commands = [command for command in trainer.posted if command[0] not in ("save", "export")]
+    assert commands.pop(0) == ("send_weights", first)
+    for step in range(first, last):
+        assert commands.pop(0) == ("begin", step)
+        sent = list(itertools.takewhile(lambda command, now=("accumulate", step): command == now, commands))
+        assert sent, f"nothing was accumulated for step {step}"
+        del commands[: len(sent)]
+        assert commands.pop(0) == ("apply", step)
+        assert commands.pop(0) == ("send_weights", step + 1)
+    assert commands == []
+
+
+def check_books(folder: RunFolder, steps: int) -> None:
+    """The ledger holds every group in one final state, and each step trained on B of them."""
+    with LedgerReader(folder.path / "ledger") as reader:
+        counts = reader.check_final(folder.groups_per_step)
+    assert counts["retired"] == steps * folder.groups_per_step
+    by_step = Counter(group.step for group in folder.groups(Phase.RETIRED))
+    assert by_step == dict.fromkeys(range(steps), folder.groups_per_step)

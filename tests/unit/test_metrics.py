@@ -1,9 +1,9 @@
-"""A step's figures from their parts, and the arithmetic of spans."""
+"""A step's figures from their parts, the arithmetic of spans, and how idle the rollouts are told to be."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from runtime import timeouts
 from runtime.config import Config, Critic, Run
+from runtime.coordinator import metrics_recorder
+from runtime.coordinator.admission.concurrency import Load
+from runtime.coordinator.metrics_recorder import COUNTED, BusyMeter
+from runtime.status import Status
 from runtime.telemetry import metrics
 from runtime.telemetry.metric_names import mindspeed, ours, score_prefixes
 from runtime.telemetry.metrics import PublicationFigures, SpanClock, StepFigures, covered, intersection, step_metrics, union
@@ -64,18 +69,6 @@ def figures(**changes: object) -> StepFigures:
     return StepFigures(**(fields | changes))  # type: ignore[arg-type]
 
 
-def test_throughput_recomputed_from_its_parts() -> None:
-    found = step_metrics(figures())
-    # (response_mean + prompt_mean) · global_batch_size · n / world_size / time, in exact arithmetic
-    response_mean, prompt_mean = Fraction(4 + 8 + 6 + 2, 4), Fraction(10 + 20, 2)
-    tokens = (response_mean + prompt_mean) * 2 * 2 / 4
-    assert found["e2e_tps"] == pytest.approx(float(tokens / Fraction(1, 2)), rel=1e-12)
-    assert found["update_tps"] == pytest.approx(float(tokens / Fraction(1, 5)), rel=1e-12)
-    assert found["rollout_tps"] == pytest.approx(float(tokens / Fraction(2, 5)), rel=1e-12)
-    from_names = (found["response_length/mean"] + found["prompt_length/mean"]) * found["samples"] / 4 / found["timing/all"]  # type: ignore[operator]
-    assert found["e2e_tps"] == pytest.approx(from_names)
-
-
 def test_a_step_has_every_name_that_applies() -> None:
     assert step_metrics(figures()) == {
         "timing/all": 0.5,
@@ -123,10 +116,14 @@ def test_a_step_has_every_name_that_applies() -> None:
 def test_throughput_follows_from_the_sizes_that_are_logged() -> None:
     found = step_metrics(figures(incarnation=2))
     tokens = (found["response_length/mean"] + found["prompt_length/mean"]) * found["global_batch_size"]  # type: ignore[operator]
-    each = tokens * found["n_samples_per_prompt"] / found["world_size"] / found["timing/all"]
-    assert found["e2e_tps"] == pytest.approx(each) and found["incarnation"] == 2.0
-    uneven = metrics.size_metrics([generated(10, [1]), generated(40, [2, 3])], 8)
-    assert uneven == {"world_size": 8.0, "global_batch_size": 2.0, "n_samples_per_prompt": 1.5}
+    each = tokens * found["n_samples_per_prompt"] / found["world_size"]
+    for name, phase in (("e2e_tps", "all"), ("update_tps", "update"), ("rollout_tps", "rollout")):
+        assert found[name] == pytest.approx(each / found[f"timing/{phase}"], rel=1e-12)  # type: ignore[operator]
+    assert found["incarnation"] == 2.0
+    groups = [generated(10, [1]), generated(40, [2, 3])]  # which weigh by sample
+    assert metrics.size_metrics(groups, 8) == {"world_size": 8.0, "global_batch_size": 2.0, "n_samples_per_prompt": 1.5}
+    lengths = metrics.length_metrics(groups)
+    assert (lengths["prompt_length/mean"], lengths["response_length/mean"]) == (30.0, 2.0)
 
 
 def test_names_of_mindspeed_rl_and_ours_name_the_same_numbers() -> None:
@@ -137,11 +134,6 @@ def test_names_of_mindspeed_rl_and_ours_name_the_same_numbers() -> None:
     assert theirs["vllm_tps"] == found["rollout_tps"] and theirs["grad_norm"] == theirs["actor/grad_norm"] == 0.3
     assert not any(name.startswith(("dapo/", "score/")) for name in theirs)
     assert ours(theirs) == ours(found) == found
-
-
-def test_groups_of_different_sizes_weigh_by_sample() -> None:
-    found = metrics.length_metrics([generated(10, [1]), generated(40, [2, 3])])
-    assert (found["prompt_length/mean"], found["response_length/mean"]) == (30.0, 2.0)
 
 
 def test_samples_are_episodes_and_lengths_are_of_their_branches() -> None:
@@ -157,10 +149,10 @@ def test_samples_are_episodes_and_lengths_are_of_their_branches() -> None:
 
 def test_masked_samples_are_counted_by_reason() -> None:
     one, other = scored([0.0, 1.0, 0.0], [0, 1, 0]), scored([0.0], [0])
-    one.errors, other.errors = {"timeout": 1, "remote:UNAVAILABLE": 1}, {"timeout": 1}
+    one.errors, other.errors = {"timeout": 1, "remote:UNAVAILABLE": 1}, {"timeout": 2}
     found = metrics.score_metrics([one, other])
     assert {name: value for name, value in found.items() if "errors" in name} == {
-        "score/errors/timeout": 2.0,
+        "score/errors/timeout": 3.0,
         "score/errors/remote:UNAVAILABLE": 1.0,
     }
     other.errors = {f"remote:{i}": 1 for i in range(100)}
@@ -177,24 +169,15 @@ def test_masked_samples_never_count_as_zero() -> None:
     assert "b_rewards/mean" not in found and found["a_rewards/mean"] == 1.0
 
 
-def test_failures_of_rules_are_counted_by_reason() -> None:
-    one, other = scored([1.0, 0.0], [1, 0], a=[1, 0]), scored([0.0, 0.0], [0, 0], a=[0, 0])
-    one = structs.replace(one, errors={"timeout": 1})
-    other = structs.replace(other, errors={"timeout": 2, "exception:ValueError": 1})
-    found = metrics.score_metrics([one, other])
-    assert (found["score/errors/timeout"], found["score/errors/exception:ValueError"]) == (3.0, 1.0)
-
-
 def test_what_was_not_measured_is_left_out() -> None:
     found = step_metrics(figures(generated=[], scores=[], staleness=[], timing={"timing/all": 1.0}, publication=None))
     assert found["update_tps"] == found["rollout_tps"] == 0.0
     assert not {"staleness/mean", "score/mean", "publication/seconds"} & found.keys()
 
 
-def test_idle_fraction() -> None:
-    assert metrics.idle_fraction(3.0, 4.0) == 0.25
-    assert metrics.idle_fraction(5.0, 4.0) == 0.0
-    assert metrics.idle_fraction(1.0, 0.0) == 0.0
+@pytest.mark.parametrize(("busy", "seconds", "idle"), [(3.0, 4.0, 0.25), (5.0, 4.0, 0.0), (1.0, 0.0, 0.0)])
+def test_idle_fraction(busy: float, seconds: float, idle: float) -> None:
+    assert metrics.idle_fraction(busy, seconds) == idle
 
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
@@ -245,16 +228,6 @@ def test_the_clock_accounts_phases_once_and_splits_them_at_steps() -> None:
     assert spans.close_step() == {"timing/all": 1.0}
 
 
-def test_overlapping_phases_sum_to_more_than_the_step() -> None:
-    clock = Clock()
-    spans = SpanClock(clock)
-    with spans.span("rollout"), spans.span("update"), spans.span("reference_model"):
-        clock.now += 3.0
-    timing = spans.close_step()
-    assert timing["timing/all"] == 3.0 < timing["timing/rollout"] + timing["timing/update"]
-    assert timing["timing/non_overlap_reference_model"] == 0.0
-
-
 # ---------------------------------------------------------------------------------------------------------- environments
 
 
@@ -269,8 +242,10 @@ def test_each_environment_has_figures_of_its_own() -> None:
         generated(10, [4, 8]),
         played("shop", ["completed", "completed"], [2, 2]),
         played("maze", ["completed", "left out: slow"], [3, 0], log={"moves": (1, 9.0), "walls": (1, 0.5)}),
+        played("", ["completed"], [1]),  # which no environment plays
     ]
-    scores = [scored([1.0, 0.0], [1, 1]), scored([9.0, 9.0], [1, 1]), scored([0.5, 0.25], [1, 1]), scored([0.5, 7.0], [1, 0])]
+    rewards = ([1.0, 0.0], [9.0, 9.0], [0.5, 0.25], [0.5, 7.0], [1.0])
+    scores = [scored(each, [1, 1][: len(each)] if each[-1] != 7.0 else [1, 0]) for each in rewards]
     assert metrics.environment_metrics(groups, scores) == {
         "environment/maze/reward": 0.5,
         "environment/maze/episodes": 4.0,
@@ -289,12 +264,128 @@ def test_each_environment_has_figures_of_its_own() -> None:
         "environment/shop/ended/completed": 2.0,
     }
     assert "environment/shop/reward" in step_metrics(figures(generated=groups, scores=scores))
+    untrained = metrics.environment_metrics([played("maze", ["left out: slow"], [1])], [scored([1.0], [0])])
+    assert "environment/maze/reward" not in untrained and untrained["environment/maze/left_out"] == 1.0
 
 
-def test_what_no_environment_plays_has_none_of_these_figures() -> None:
-    assert metrics.environment_metrics([played("", ["completed"], [1]), generated(1, [1])], [scored([1.0], [1])] * 2) == {}
+# ---------------------------------------------------------------------------------------------- what rollouts and gateways tell
 
 
-def test_an_environment_of_which_nothing_is_trained_has_no_reward() -> None:
-    found = metrics.environment_metrics([played("maze", ["left out: slow"], [1])], [scored([1.0], [0])])
-    assert "environment/maze/reward" not in found and found["environment/maze/left_out"] == 1.0
+class Working:
+    """A rollout that has worked for so many seconds at each question."""
+
+    def __init__(self, *seconds: float):
+        self._seconds = list(seconds)
+        self.asked = asyncio.Event()
+
+    async def status(self) -> Status:
+        busy = self._seconds.pop(0)
+        if not self._seconds:
+            self.asked.set()
+            self._seconds = [busy]
+        return Status(
+            role="rollout",
+            name="rollout-0",
+            state="ready",
+            gauges={
+                "drafted_tokens_total": 20 * busy,
+                "accepted_tokens_total": 10 * busy,
+                "busy_seconds_total": busy,
+                "decode_steps_total": 10 * busy,
+                "tokens_total": 40 * busy,
+            },
+            pid=1,
+            address="",
+            uptime_seconds=0.0,
+        )
+
+
+class Pool:
+    def __init__(self, *rollouts: Working | Telling, gateways: tuple[Telling, ...] = ()):
+        self.serving = rollouts
+        self.gateways = gateways
+
+
+def test_a_long_step_is_as_idle_as_all_of_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Busy at first, and idle when the step ends: the time before counts too."""
+    clock: Any = iter(range(1_000))
+    monkeypatch.setattr(metrics_recorder, "now", lambda: float(next(clock)))
+    monkeypatch.setattr(timeouts, "STATUS_INTERVAL", 0.0)
+
+    async def measured() -> tuple[dict[str, float], dict[str, float]]:
+        rollout = Working(0.0, 2.0, 4.0, 4.0, 4.0)
+        meter = BusyMeter(Pool(rollout), silence=1e9)  # type: ignore[arg-type]
+        running = asyncio.create_task(meter.run(lambda _: None))
+        await asyncio.wait_for(rollout.asked.wait(), 10)
+        running.cancel()
+        first = meter.close_step()
+        return first, meter.close_step()
+
+    first, again = asyncio.run(measured())
+    assert 0 < first["idle/rollout"] < 1  # the last intervals alone would say 1
+    assert first["rollout/batch"] == 3.0
+    assert (first["rollout/drafted"], first["rollout/accepted"]) == (80.0, 0.5)
+    assert first["rollout/decode_seconds"] == pytest.approx(0.1)
+    assert again == {"idle/rollout": first["idle/rollout"]}  # nothing was told since
+
+
+def test_what_waits_and_how_full_the_rooms_are_is_told_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "STATUS_INTERVAL", 0.0)
+    looks: list[Load] = []
+
+    async def measured() -> dict[str, float]:
+        own, shared, gateway = Telling("rollout", OWN), Telling("rollout", SHARED), Telling("gateway", GATEWAY)
+        meter = BusyMeter(Pool(own, shared, gateways=(gateway,)), silence=1e9)  # type: ignore[arg-type]
+        third = asyncio.Event()
+
+        def told(load: Load) -> None:
+            looks.append(load)
+            if len(looks) == 3:
+                third.set()
+
+        running = asyncio.create_task(meter.run(told))
+        await asyncio.wait_for(third.wait(), 10)
+        running.cancel()
+        return meter.close_step()
+
+    figures = asyncio.run(measured())
+    assert looks[0]._replace(calls=0, preempted=0) == Load(
+        slots=24, running=20, waiting=5, kv_use=0.3, preempted=0, calls=0, episodes=7, unasked=9
+    ), "of shared room alone, and a mean over both rollouts"
+    assert (looks[0].calls, looks[0].preempted) == (0, 0), "counters of before the first look are of nobody knows when"
+    assert [(look.calls, look.preempted) for look in looks[1:]] == [(3, 2)] * 2
+    assert figures["rollout/waiting"] == 5
+    assert figures["rollout/kv_use"] == pytest.approx(0.7)
+    assert figures["rollout/preemptions"] >= 2 * 2
+
+
+ROLLOUT = {"slots": 8, "running": 8, "waiting": 2, "kv_use": 0.8, "kv_shared": 0.0, "preemptions_total": 0}
+OWN = {**ROLLOUT, **dict.fromkeys(COUNTED, 0.0)}
+SHARED = {**OWN, "slots": 16, "running": 12, "waiting": 3, "kv_use": 0.6, "kv_shared": 1.0, "preemptions_total": 50}
+GATEWAY = {
+    **dict.fromkeys(("episodes_total", "forks_total", "overridden_total", "loop_lag_p99"), 0.0),
+    "episodes": 7,
+    "waiting": 9,
+    "calls_total": 100,
+}
+GROWTH = {"preemptions_total": 2, "calls_total": 3}  # of those that have any
+
+
+class Telling:
+    """A process whose counters grow from look to look."""
+
+    def __init__(self, role: str, gauges: dict[str, float]):
+        self._role, self._gauges = role, dict(gauges)
+
+    async def status(self) -> Status:
+        told = dict(self._gauges)
+        for name, more in GROWTH.items():
+            if told.get(name):
+                self._gauges[name] += more
+        return Status(role=self._role, name=self._role, gauges=told)
+
+
+def test_a_step_whose_samples_could_not_be_scored_says_so_while_it_runs() -> None:
+    assert "not scored 5 of 20" in metrics_recorder.line({"score/masked": 5.0, "samples": 20.0})
+    assert "not scored" not in metrics_recorder.line({"score/masked": 0.0, "samples": 20.0})
+    assert metrics_recorder.line({"score/mean": 0.5, "trackers/dropped": 2.0}) == "reward 0.50  trackers miss 2"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.coordinator.staleness import OpenGroup, admission_capacity, deadline, most_live, overdue, select
@@ -32,7 +32,6 @@ def open_groups(draw: st.DrawFn, most: int = 8) -> list[OpenGroup]:
 
 
 @given(groups=open_groups(), slots=st.integers(1, 4), extra=st.integers(0, 3), whole=st.booleans())
-@settings(max_examples=400)
 def test_select_takes_as_many_as_any_choice_could(groups: list[OpenGroup], slots: int, extra: int, whole: bool) -> None:
     step, per_step = 3, slots + extra
     if not feasible(groups, step, slots, per_step):
@@ -52,7 +51,6 @@ def test_select_takes_as_many_as_any_choice_could(groups: list[OpenGroup], slots
 
 
 @given(groups=open_groups(7), per_step=st.integers(1, 3))
-@settings(max_examples=300)
 def test_overdue_gives_up_as_few_as_possible(groups: list[OpenGroup], per_step: int) -> None:
     late = set(overdue(groups, 4, per_step))
     assert feasible([g for g in groups if g.group_id not in late], 4, per_step, per_step)
@@ -327,13 +325,11 @@ def plants(draw: st.DrawFn, faults: bool) -> Plant:
 
 
 @given(plant=plants(faults=False))
-@settings(max_examples=120)
 def test_no_deadlock_no_starvation_no_drop_and_never_over_the_bound(plant: Plant) -> None:
     Simulation(plant).run()
 
 
 @given(plant=plants(faults=True))
-@settings(max_examples=80)
 def test_the_same_with_groups_that_are_dropped_before_or_after_their_scores_and_dying_replicas(plant: Plant) -> None:
     Simulation(plant).run()
 
