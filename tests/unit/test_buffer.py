@@ -417,38 +417,53 @@ def test_the_metrics_are_of_the_groups_scored_since_the_step_before() -> None:
 
 
 @given(
-    staleness=st.integers(0, 4),
-    per_step=st.integers(1, 4),
-    steps=st.integers(1, 6),
+    staleness=st.integers(0, 8),
+    per_step=st.integers(1, 6),
+    steps=st.integers(1, 12),
     max_in_flight=st.sampled_from([1, 3, 100]),
-    signal=st.sampled_from([0.1, 0.5, 0.9]),
+    signal=st.sampled_from([0.1, 0.5, 1.0]),
+    lost=st.sampled_from([0.0, 0.1, 0.5]),
     whole=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_every_step_is_filled_within_the_bound_whatever_is_dropped(
-    staleness: int, per_step: int, steps: int, max_in_flight: int, signal: float, whole: bool, seed: int
+def test_every_step_is_filled_within_the_bound_whatever_is_slow_lost_or_dropped(
+    staleness: int, per_step: int, steps: int, max_in_flight: int, signal: float, lost: float, whole: bool, seed: int
 ) -> None:
-    """Whatever happens next is drawn; nothing but `capacity` and `take` says what may be dispatched and taken."""
+    """Whatever happens next is drawn; nothing but `capacity` and `take` says what may be dispatched and taken. No order is a
+    deadlock, none starves a group, and only what the test drops is dropped."""
     sieve, random = Sieve(staleness=staleness, per_step=per_step), Random(seed)
     buffer, trained, admitted = sieve.buffer, 0, 0
-    begun: dict[int, int] = {}  # the version at each running group's first token
+    begun: dict[int, int] = {}  # the version that its replica has at each running group's first token, or had before
 
     def dispatch() -> None:
         nonlocal admitted
-        for _ in range(buffer.capacity(max_in_flight, steps)):
-            buffer.admit(ticket(admitted))
-            buffer.dispatch(admitted, "rollout-0")
-            begun[admitted] = buffer.committed
-            admitted += 1
+        for _ in range(buffer.capacity(random.choice((1, max_in_flight)), steps)):
+            waiting = buffer.waiting()
+            group = waiting[0].group_id if waiting else admitted
+            if not waiting:
+                buffer.admit(ticket(admitted))
+                admitted += 1
+            buffer.dispatch(group, "rollout-0")
+            begun[group] = buffer.committed
+        assert len(buffer) - len(buffer.waiting()) <= (staleness + 1) * per_step
 
     def finish() -> None:
         if begun:
             group = random.choice(list(begun))
-            sieve.score(group, random.random() < signal, begun.pop(group))
+            if group % 4 == 0 and random.random() < 0.95:  # it is slow
+                return
+            oldest = random.randint(begun.pop(group), buffer.committed)
+            if random.random() >= lost:
+                sieve.score(group, random.random() < signal, oldest)
+            elif random.random() < 0.5:
+                buffer.lose(group)
+            else:
+                buffer.drop(group, "by chance")
 
     def take() -> None:
         if buffer.step < min(steps, trained + 2):
-            buffer.take(buffer.step, whole)
+            taken = buffer.take(buffer.step, whole)
+            assert not whole or len(taken) in (0, per_step)
 
     def train() -> None:
         nonlocal trained
