@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,6 +87,7 @@ class FakeRollout(FakeReplica):
         self.calls: list[tuple[str, Any]] = []
         self.version = self.has = PolicyVersion()
         self.generated_by: dict[int, PolicyVersion] = {}
+        self.asked: list[GroupRequest] = []
         self.probes: list[GroupRequest] = []
         self.address: GroupAddress | None = None
         self._weights = weights
@@ -112,6 +113,7 @@ class FakeRollout(FakeReplica):
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
         if request.purpose == "probe":
             return await self.reached(self.probed(request))
+        self.asked.append(request)
         return await self.reached(self._generate(request))
 
     async def probed(self, request: GroupRequest) -> GeneratedGroup:
@@ -206,6 +208,7 @@ class FakeReward(FakeReplica):
 
     def __init__(self, seconds: Callable[[], float] = no_time, group_size: int = 2, incarnation: int = 0):
         super().__init__(incarnation)
+        self.asked: list[ScoreRequest] = []
         self._seconds = seconds
         self._group_size = group_size
 
@@ -213,6 +216,7 @@ class FakeReward(FakeReplica):
         return 1.0
 
     async def score(self, request: ScoreRequest) -> Scores:
+        self.asked.append(request)
         assert request.extra == {"label": request.label}  # also of a group that an earlier life of the coordinator admitted
         value = self.value(request)
         await self.reached(asyncio.sleep(self._seconds()))
@@ -238,6 +242,7 @@ class FakeReference(FakeReplica):
 
     def __init__(self, seconds: Callable[[], float] = no_time, incarnation: int = 0):
         super().__init__(incarnation)
+        self.asked: list[LogprobRequest] = []
         self._seconds = seconds
 
     async def onload(self) -> None:
@@ -247,6 +252,7 @@ class FakeReference(FakeReplica):
         await self.reached(no_wait())
 
     async def logprobs(self, request: LogprobRequest) -> bytes:
+        self.asked.append(request)
         await self.reached(asyncio.sleep(self._seconds()))
         return b"reference " + request.payload
 
@@ -306,17 +312,38 @@ class Cast:
         return {group: version for rollout in self.rollouts for group, version in rollout.generated_by.items()}
 
 
-def broken(port: P, method: str, at: int, error: Exception | None = None) -> P:
-    """`port`, whose `method` fails for what is of group or step `at`, or of a later one."""
+def around(
+    port: P,
+    method: str,
+    before: Callable[..., Awaitable[None]] | None = None,
+    after: Callable[..., Awaitable[Any]] | None = None,
+) -> P:
+    """`port`, whose `method` does `before(*arguments)` first, and answers what `after(answer, *arguments)` makes of its answer."""
     does = getattr(port, method)
 
-    async def fails(what: Any) -> Any:
+    def wrapped(*arguments: Any) -> Coroutine[Any, Any, Any]:
+        begun = does(*arguments) if before is None else None
+
+        async def answer() -> Any:
+            if before is not None:
+                await before(*arguments)
+            found = await (does(*arguments) if begun is None else begun)
+            return found if after is None else await after(found, *arguments)
+
+        return answer()
+
+    setattr(port, method, wrapped)
+    return port
+
+
+def broken(port: P, method: str, at: int, error: Exception | None = None) -> P:
+    """`port`, whose `method` fails for what is of group or step `at`, or of a later one."""
+
+    async def fails(what: Any) -> None:
         if getattr(what, "group_id", what) >= at:
             raise error or ServiceFault(port.name, method, "connection lost")
-        return await does(what)
 
-    setattr(port, method, fails)
-    return port
+    return around(port, method, before=fails)
 
 
 class FakeSupervisor:
