@@ -87,7 +87,7 @@ class FakeRollout(FakeReplica):
         self.calls: list[tuple[str, Any]] = []
         self.version = self.has = PolicyVersion()
         self.generated_by: dict[int, PolicyVersion] = {}
-        self.asked: list[GroupRequest] = []
+        self.requests: list[GroupRequest] = []
         self.probes: list[GroupRequest] = []
         self.address: GroupAddress | None = None
         self._weights = weights
@@ -113,7 +113,7 @@ class FakeRollout(FakeReplica):
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
         if request.purpose == "probe":
             return await self.reached(self.probed(request))
-        self.asked.append(request)
+        self.requests.append(request)
         return await self.reached(self._generate(request))
 
     async def probed(self, request: GroupRequest) -> GeneratedGroup:
@@ -318,7 +318,7 @@ def around(
     before: Callable[..., Awaitable[None]] | None = None,
     after: Callable[..., Awaitable[Any]] | None = None,
 ) -> P:
-    """`port`, whose `method` does `before(*arguments)` first, and answers what `after(answer, *arguments)` makes of its answer."""
+    """`port`, whose `method` does `before(*arguments)` first, and answers what `after(answer, *arguments)` makes of it."""
     does = getattr(port, method)
 
     def wrapped(*arguments: Any) -> Coroutine[Any, Any, Any]:

@@ -232,8 +232,8 @@ def test_each_rollout_is_given_groups_by_its_own_slots(tmp_path: Path) -> None:
     cast, asked, full = Cast.make(), list[int](), asyncio.Event()
 
     async def hold(request: GroupRequest) -> None:
-        if not full.is_set() and sum(len(rollout.asked) for rollout in cast.rollouts) == 22:
-            asked.extend(len(rollout.asked) for rollout in cast.rollouts)
+        if not full.is_set() and sum(len(rollout.requests) for rollout in cast.rollouts) == 22:
+            asked.extend(len(rollout.requests) for rollout in cast.rollouts)
             full.set()
         await full.wait()
 

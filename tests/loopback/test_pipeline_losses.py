@@ -4,6 +4,7 @@ a trainer goes back to the newest checkpoint; and a run that cannot go on names 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -15,61 +16,49 @@ from runtime import config
 from runtime.commands import WeightsCommitted
 from runtime.coordinator.attempt import INTERRUPTED
 from runtime.coordinator.run import TrainingRun
-from runtime.errors import DeadlineExceeded, ServiceFault, Unanswered
+from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
-from runtime.status import Status
-from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, ScoreRequest, Scores
+from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
 from tests.loopback.model_fakes import FakeCritic, FakeModel, FakeTrainer
 from tests.loopback.pipeline_fakes import (
     DEADLINE,
     Cast,
     FakeReference,
-    FakeReward,
     FakeRewardModel,
     FakeRollout,
     LongTail,
     RunFolder,
+    around,
     broken,
     check_books,
     check_order,
 )
 
-
-class MortalRollout(FakeRollout):
-    """Dies as it is asked for its `last`th group. `asked` are the requests."""
-
-    last = 0
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.asked: list[GroupRequest] = []
-        self.died = asyncio.Event()
-
-    async def generate(self, request: GroupRequest) -> GeneratedGroup:
-        if request.purpose == "probe":
-            return await super().generate(request)
-        self.asked.append(request)
-        if len(self.asked) == self.last:
-            self.die("was killed")
-            self.died.set()
-        return await super().generate(request)
-
-
 # Few slots, so that every rollout is given groups from the start.
 SERVICES = config.Services(rollout=config.Rollout(replicas=2, slots=4))
 
 
-def cast_of(*names: str) -> tuple[Cast, list[MortalRollout]]:
+def cast_of(*names: str) -> Cast:
     """The last of the rollouts dies at its sixth group."""
     cast = Cast.make()
     seconds = LongTail(7, 0.002)
-    rollouts = [MortalRollout(name, cast.weights, seconds) for name in names]
-    rollouts[-1].last = 6
-    cast.rollouts = [*rollouts]
-    return cast, rollouts
+    cast.rollouts = [FakeRollout(name, cast.weights, seconds) for name in names]
+    dies_at(cast.rollouts[-1], "_generate", 6)
+    return cast
+
+
+def dies_at(port: Any, method: str, last: int) -> None:
+    """It is lost as its `method` is called for the `last`th time."""
+    calls = itertools.count(1)
+
+    async def dies(_: Any) -> None:
+        if next(calls) == last:
+            port.die("was killed")
+
+    around(port, method, dies)
 
 
 def check_bounds(folder: RunFolder) -> None:
@@ -89,13 +78,14 @@ def total(folder: RunFolder, name: str) -> float:
 
 def test_the_groups_of_a_rollout_that_dies_are_made_by_another_from_the_same_seed(tmp_path: Path) -> None:
     """An evaluation beside them survives it too."""
-    cast, (other, mortal) = cast_of("rollout-0", "rollout-1")
+    cast = cast_of("rollout-0", "rollout-1")
     evaluation = config.Evaluation(every=2, before=False, after=True, max_new_tokens=8)
     folder = RunFolder(tmp_path, eval_problems=5, sections={"services": SERVICES, "evaluation": evaluation})
     assert folder.run(cast).accuracy_after == 1.0
     check_bounds(folder)
-    seeds = {request.group_id: request.seed for request in mortal.asked if request.purpose != "eval"}
-    repeated = [request for request in other.asked if request.group_id in seeds]
+    other, mortal = ([request for request in rollout.requests if request.purpose != "eval"] for rollout in cast.rollouts)
+    seeds = {request.group_id: request.seed for request in mortal}
+    repeated = [request for request in other if request.group_id in seeds]
     assert repeated
     assert all(request.seed == seeds[request.group_id] for request in repeated)
     assert total(folder, "rollout/lost") == 1
@@ -103,61 +93,14 @@ def test_the_groups_of_a_rollout_that_dies_are_made_by_another_from_the_same_see
     assert folder.points()[-1]["rollout/serving"] == 1
 
 
-def test_without_any_rollout_the_run_ends_at_its_deadline_and_names_it(tmp_path: Path) -> None:
-    cast, _ = cast_of("rollout-0")
-    fault = RunFolder(tmp_path, sections={"deadlines": config.Deadlines(start=0.2)}).fails(cast)
+def test_without_any_rollout_or_reward_the_run_ends_at_its_deadline_and_names_it(tmp_path: Path) -> None:
+    deadlines = {"deadlines": config.Deadlines(start=0.2)}
+    fault = RunFolder(tmp_path / "rollout", sections=deadlines).fails(cast_of("rollout-0"))
     assert (fault.service, fault.phase, fault.deadline) == ("rollout-0", "run", 0.2)
     assert "was killed" in fault.reason
-
-
-class Stopped(MortalRollout):
-    """Answers nothing any more from its `last`th group on, as under SIGSTOP; its connection stays."""
-
-    async def generate(self, request: GroupRequest) -> GeneratedGroup:
-        if request.purpose != "probe":
-            self.asked.append(request)
-        if len(self.asked) < self.last:
-            return await FakeRollout.generate(self, request)
-        self.died.set()
-        return await self.reached(asyncio.Event().wait())  # type: ignore[arg-type,return-value]
-
-    async def status(self) -> Status:
-        if self.died.is_set():
-            raise Unanswered(self.name, "Status", "did not answer", 0.0)
-        return await super().status()
-
-
-def test_a_rollout_that_tells_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.timeouts.STATUS_INTERVAL", 0.02)
-    cast, _ = cast_of("rollout-0")
-    stopped = Stopped("rollout-1", cast.weights)
-    stopped.last = 2
-    cast.rollouts = [FakeRollout("rollout-0", cast.weights), stopped]
-
-    # Nobody publishes while the step waits for the group that it holds: only its silence tells.
-    folder = RunFolder(tmp_path, staleness=0, sections={"services": SERVICES, "deadlines": config.Deadlines(silence=1.0)})
-    folder.run(cast)
-    check_bounds(folder)
-    assert [(loss.name, loss.incarnation) for loss in folder.losses] == [("rollout-1", 0)]
-    assert "deadlines.silence" in folder.losses[0].reason
-
-
-class MortalReward(FakeReward):
-    """Dies as it is asked for the third time."""
-
-    asked = 0
-
-    async def score(self, request: ScoreRequest) -> Scores:
-        self.asked += 1
-        if self.asked == 3:
-            self.die("was killed")
-        return await super().score(request)
-
-
-def test_a_reward_that_dies_and_is_not_replaced_ends_the_run_by_name(tmp_path: Path) -> None:
     cast = Cast.make()
-    cast.reward = MortalReward()
-    fault = RunFolder(tmp_path, sections={"deadlines": config.Deadlines(start=0.2)}).fails(cast)
+    dies_at(cast.reward, "score", 3)
+    fault = RunFolder(tmp_path / "reward", sections=deadlines).fails(cast)
     assert fault.service == "reward"
     assert "reward-0: was killed" in fault.reason
 
@@ -355,22 +298,8 @@ def test_trainer_and_critic_go_back_together(tmp_path: Path, critic_dies: bool) 
     assert "goes back to a checkpoint with" in (troupe.trainers if critic_dies else troupe.critics)[0].gone
 
 
-class Asked(FakeRollout):
-    """Counts how often it was asked for each group."""
-
-    asked: Counter[int]
-
-    async def generate(self, request: GroupRequest) -> GeneratedGroup:
-        self.asked[request.group_id] += request.purpose != "probe"
-        return await super().generate(request)
-
-
 def test_generation_goes_on_to_the_bound_while_the_trainer_is_away(tmp_path: Path) -> None:
     folder, cast = RunFolder(tmp_path, steps=STEPS, sections=SAVED), Cast.make()
-    cast.rollouts = [Asked(f"rollout-{i}", cast.weights, LongTail(i)) for i in range(2)]
-    asked = Counter[int]()
-    for rollout in cast.rollouts:
-        rollout.asked = asked  # type: ignore[attr-defined]
     troupe = Troupe(cast, ("apply", 5))
     made, runs = list[dict[str, int]](), list[TrainingRun]()
 
@@ -389,22 +318,21 @@ def test_generation_goes_on_to_the_bound_while_the_trainer_is_away(tmp_path: Pat
     folder.run(cast, course)
     check_lineages(folder, troupe.trainers, 3)
     assert made[0]["generating"] == made[0]["generated"] == made[0]["admitted"] == 0
+    asked = Counter(request.group_id for rollout in cast.rollouts for request in rollout.requests)
     assert max(asked.values()) == 1  # what was made meanwhile was kept
     assert any(progress.phase == "recovering" and "was killed" in progress.detail for progress in folder.progress)
 
 
-class Slow(FakeRollout):
-    """What version 0.5 is to generate is under way for ever."""
-
-    async def _generate(self, request: GroupRequest) -> GeneratedGroup:
-        if self.version == PolicyVersion(0, 5):
-            await asyncio.Event().wait()
-        return await super()._generate(request)
-
-
 def test_a_group_that_is_being_generated_is_generated_by_the_next_lineage(tmp_path: Path) -> None:
+    """What version 0.5 is to generate is under way for ever."""
     folder, cast = RunFolder(tmp_path, steps=STEPS, sections=SAVED), Cast.prompt()
-    cast.rollouts = [Slow(f"rollout-{i}", cast.weights) for i in range(2)]
+
+    async def slow(_: GroupRequest) -> None:
+        if cast.rollouts[0].version == PolicyVersion(0, 5):
+            await asyncio.Event().wait()
+
+    for rollout in cast.rollouts:
+        around(rollout, "_generate", slow)
     troupe = Troupe(cast, ("apply", 5))
     folder.run(cast)
     check_lineages(folder, troupe.trainers, 3)
@@ -575,12 +503,12 @@ class Gated(FakeRollout):
 
     def __init__(self, cast: Cast):
         super().__init__("rollout-1", cast.weights)
-        self.gate, self.asked = asyncio.Event(), asyncio.Event()
+        self.gate, self.waits = asyncio.Event(), asyncio.Event()
         cast.rollouts[1] = self
 
     async def probed(self, request: GroupRequest) -> GeneratedGroup:
         if self.version == PolicyVersion(0, 3):
-            self.asked.set()
+            self.waits.set()
             await self.gate.wait()
         return await super().probed(request)
 
@@ -590,7 +518,7 @@ def test_an_update_waits_for_the_answers(tmp_path: Path) -> None:
     rollout = Gated(cast)
 
     async def course(run: TrainingRun) -> None:
-        await rollout.asked.wait()
+        await rollout.waits.wait()
         while ("accumulate", 3) not in cast.trainer.done:  # noqa: ASYNC110 - the run's own deadline ends it
             await asyncio.sleep(0)
         for _ in range(100):
@@ -612,18 +540,9 @@ def test_who_does_not_answer_in_time_is_counted_and_nothing_else(tmp_path: Path)
     assert (summary.steps, summary.mismatch["unanswered"], summary.mismatch_alarms) == (PROBED, 1, 0)
 
 
-class Dying(FakeRollout):
-    """Is lost as it is asked for its third probe."""
-
-    async def probed(self, request: GroupRequest) -> GeneratedGroup:
-        if len(self.probes) == 2:
-            self.die("was killed")
-        return await super().probed(request)
-
-
 def test_who_is_lost_meanwhile_is_counted_and_who_comes_instead_is_asked(tmp_path: Path) -> None:
     folder, cast = RunFolder(tmp_path, steps=PROBED), Cast.make()
-    cast.rollouts[1] = Dying("rollout-1", cast.weights)
+    dies_at(cast.rollouts[1], "probed", 3)
     newcomer = FakeRollout("rollout-1", cast.weights, incarnation=1)
 
     async def course(run: TrainingRun) -> None:

@@ -14,31 +14,27 @@ from msgspec.structs import replace
 
 from runtime import codec, config, run_files, timeouts
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageEstimator
-from runtime.commands import WeightsCommitted
 from runtime.coordinator.run import TrainingRun
 from runtime.errors import ServiceFault, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
-from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Mark, Phase
 from runtime.types import (
     GeneratedGroup,
     GroupRequest,
-    LogprobRequest,
     PolicyVersion,
     ScoreRequest,
     Scores,
-    StepResult,
 )
 from tests.loopback.model_fakes import STATE, FakeCritic, FakeTrainer
 from tests.loopback.pipeline_fakes import (
     Cast,
     FakeReference,
-    FakeReward,
     FakeRewardModel,
     FakeRollout,
     LongTail,
     RunFolder,
+    around,
     broken,
 )
 
@@ -87,41 +83,27 @@ def test_trainer_and_critic_are_given_the_same_in_the_same_order(tmp_path: Path,
 
 
 def test_both_update_at_the_same_time(tmp_path: Path) -> None:
-    meeting = [asyncio.Event(), asyncio.Event()]
+    cast, there = with_critic(Cast.make(), FakeCritic()), [asyncio.Event(), asyncio.Event()]
 
     async def meet(own: int) -> None:
-        meeting[own].set()
-        await asyncio.wait_for(meeting[1 - own].wait(), PATIENCE)
+        there[own].set()
+        await asyncio.wait_for(there[1 - own].wait(), PATIENCE)
 
-    class Trainer(FakeTrainer):
-        async def applied(self, step: int) -> StepResult:
-            await meet(0)
-            return await super().applied(step)
-
-    class Critic(FakeCritic):
-        async def applied(self, step: int) -> StepResult:
-            await meet(1)
-            return await super().applied(step)
-
-    cast = with_critic(Cast.make(), Critic())
-    cast.trainer = Trainer(cast.weights)
+    around(cast.trainer, "applied", lambda step: meet(0))
+    around(cast.critic, "applied", lambda step: meet(1))
     assert critic_folder(tmp_path, steps=1).run(cast).steps == 1
 
 
 def test_a_step_is_consumed_once_the_critic_has_applied_it_and_published_before(tmp_path: Path) -> None:
     published, gate = asyncio.Event(), asyncio.Event()
 
-    class Rollout(FakeRollout):
-        async def commit_weights(self, version: PolicyVersion, epoch: int) -> WeightsCommitted:
-            if version.step == 2:
-                published.set()
-            return await super().commit_weights(version, epoch)
+    async def publish(version: PolicyVersion, epoch: int) -> None:
+        if version.step == 2:
+            published.set()
 
-    class Critic(FakeCritic):
-        async def applied(self, step: int) -> StepResult:
-            if step == 1:
-                await gate.wait()
-            return await super().applied(step)
+    async def wait(step: int) -> None:
+        if step == 1:
+            await gate.wait()
 
     async def course(run: TrainingRun) -> None:
         await asyncio.wait_for(published.wait(), PATIENCE)
@@ -131,8 +113,9 @@ def test_a_step_is_consumed_once_the_critic_has_applied_it_and_published_before(
         assert ("apply", 2) not in cast.trainer.posted
         gate.set()
 
-    cast = with_critic(Cast.prompt(), Critic())
-    cast.rollouts = [Rollout(rollout.name, cast.weights) for rollout in cast.rollouts]
+    cast = with_critic(Cast.prompt(), around(FakeCritic(), "applied", wait))
+    for rollout in cast.rollouts:
+        around(rollout, "commit_weights", publish)
     assert critic_folder(tmp_path, steps=4).run(cast, course).steps == 4
 
 
@@ -143,15 +126,12 @@ def test_a_step_is_consumed_once_the_critic_has_applied_it_and_published_before(
 def test_a_step_of_several_updates_is_given_whole_each_group_with_its_update(
     tmp_path: Path, training: dict[str, int], expected: list[int]
 ) -> None:
+    """The last group of the step waits until the others have been there for a while."""
     gate = asyncio.Event()
 
-    class Rollout(FakeRollout):
-        """The last group of the step waits until the others have been there for a while."""
-
-        async def generate(self, request: GroupRequest) -> GeneratedGroup:
-            if request.group_id == 3:
-                await gate.wait()
-            return await super().generate(request)
+    async def wait(request: GroupRequest) -> None:
+        if request.group_id == 3:
+            await gate.wait()
 
     async def course(run: TrainingRun) -> None:
         while sum(group.state.phase == Phase.READY for group in run.buffer) < 3:  # noqa: ASYNC110 - the loop is turning
@@ -160,7 +140,8 @@ def test_a_step_of_several_updates_is_given_whole_each_group_with_its_update(
 
     settings = config.Training(steps=1, staleness=0, groups_per_step=4, **training)
     cast = with_critic(Cast.prompt(), FakeCritic())
-    cast.rollouts = [Rollout(rollout.name, cast.weights) for rollout in cast.rollouts]
+    for rollout in cast.rollouts:
+        around(rollout, "generate", wait)
     critic_folder(tmp_path, steps=1, sections={"training": settings}).run(cast, course)
     assert cast.trainer.posted.count(("accumulate", 0)) == 1
     assert [group.mini_batch for group in cast.trainer.batches[0]] == expected
@@ -197,14 +178,10 @@ def test_an_advantage_that_needs_values_needs_a_critic(tmp_path: Path, monkeypat
 
 
 def test_no_reference_is_asked_where_the_trainer_computes_it(tmp_path: Path) -> None:
-    class Reference(FakeReference):
-        async def logprobs(self, request: LogprobRequest) -> bytes:
-            raise AssertionError("nobody needs it")
-
     cast = Cast.prompt()
-    cast.reference = Reference()
     sections = {"reference": config.Reference(mode="adapter_off"), "lora": config.Lora()}
     RunFolder(tmp_path, steps=2, sections=sections).run(cast)
+    assert cast.reference.asked == []
     assert all(group.reference is None for batch in cast.trainer.batches.values() for group in batch)
 
 
@@ -265,16 +242,13 @@ def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path
 def test_a_checkpoint_that_one_fails_to_write_is_not_there(tmp_path: Path, who: str, error: Exception) -> None:
     """It writes that of step 2, and fails in that of step 4."""
     folder, cast = critic_folder(tmp_path, steps=9, sections=EVERY_TWO), with_critic(Cast.make())
-    model = getattr(cast, who)
-    write = model.write
 
-    async def fails(folder: Path) -> list[str]:
-        parts = await write(folder)
+    async def fails(parts: list[str], folder: Path) -> list[str]:
         if "step-00000004" in str(folder):
             raise error
         return parts
 
-    model.write = fails
+    around(getattr(cast, who), "write", after=fails)
     with pytest.raises(type(error)) as caught:
         folder.run(cast)
     assert caught.value is error
@@ -308,22 +282,20 @@ def test_a_disk_that_is_full_when_the_checkpoint_is_completed(
 def test_a_run_that_fails_while_it_saves_leaves_no_part_of_the_checkpoint(tmp_path: Path) -> None:
     writing = asyncio.Event()
 
-    class Critic(FakeCritic):
-        async def write(self, folder: Path) -> list[str]:
-            await super().write(folder)
-            writing.set()
-            await asyncio.Event().wait()
-            return []
+    async def hang(*_: Any) -> list[str]:
+        writing.set()
+        await asyncio.Event().wait()
+        return []
 
-    class Rollout(FakeRollout):
-        async def generate(self, request: GroupRequest) -> GeneratedGroup:
-            if request.group_id >= 10:
-                await writing.wait()
-                raise ServiceFault(self.name, "Generate", "connection lost")
-            return await super().generate(request)
+    async def fail(request: GroupRequest) -> None:
+        if request.group_id >= 10:
+            await writing.wait()
+            raise ServiceFault("rollout-0", "Generate", "connection lost")
 
-    folder, cast = critic_folder(tmp_path, sections=EVERY_TWO), with_critic(Cast.make(), Critic())
-    cast.rollouts = [Rollout(rollout.name, cast.weights) for rollout in cast.rollouts]
+    cast = with_critic(Cast.make(), around(FakeCritic(), "write", after=hang))
+    folder = critic_folder(tmp_path, sections=EVERY_TWO)
+    for rollout in cast.rollouts:
+        around(rollout, "generate", fail)
     assert folder.fails(cast).phase == "Generate"
     assert left(folder) == set()
 
@@ -339,19 +311,14 @@ def with_model(model: FakeRewardModel | None = None) -> Cast:
 
 
 def test_rules_and_model_are_summed_and_both_are_told_the_problem(tmp_path: Path) -> None:
-    asked: list[ScoreRequest] = []
-
-    class Model(FakeRewardModel):
-        async def score(self, request: ScoreRequest) -> Scores:
-            asked.append(request)
-            return await super().score(request)
-
     settings = config.Evaluation(before=True, after=False, max_new_tokens=8)
     folder = RunFolder(tmp_path, steps=4, eval_problems=5, sections={"evaluation": settings})
-    cast = with_model(Model(LongTail(9)))
+    cast = with_model()
     folder.run(cast)
-    assert {request.group_id < 0 for request in asked} == {True, False}
-    assert all(request.messages == [{"role": "user", "content": request.label}] for request in asked)
+    assert cast.reward_model is not None
+    for request in cast.reward_model.asked:
+        assert request.messages == [{"role": "user", "content": request.label}]
+    assert {request.group_id < 0 for request in cast.reward_model.asked} == {True, False}
     for batch in cast.trainer.batches.values():
         for group in batch:
             assert group.rewards.tolist() == [1.25, 1.25]
@@ -372,18 +339,9 @@ def test_both_are_asked_at_the_same_time(tmp_path: Path) -> None:
         there.setdefault((own, group), asyncio.Event()).set()
         await asyncio.wait_for(there.setdefault((other, group), asyncio.Event()).wait(), PATIENCE)
 
-    class Reward(FakeReward):
-        async def score(self, request: ScoreRequest) -> Scores:
-            await meet("rules", "model", request.group_id)
-            return await super().score(request)
-
-    class Model(FakeRewardModel):
-        async def score(self, request: ScoreRequest) -> Scores:
-            await meet("model", "rules", request.group_id)
-            return await super().score(request)
-
-    cast = with_model(Model())
-    cast.reward = Reward()
+    cast = with_model()
+    around(cast.reward, "score", lambda request: meet("rules", "model", request.group_id))
+    around(cast.reward_model, "score", lambda request: meet("model", "rules", request.group_id))
     assert RunFolder(tmp_path, steps=3).run(cast).steps == 3
 
 
@@ -399,92 +357,74 @@ def test_a_reward_model_alone_is_enough(tmp_path: Path) -> None:
 
 
 def test_what_the_model_cannot_score_is_masked(tmp_path: Path) -> None:
-    class Model(FakeRewardModel):
-        async def score(self, request: ScoreRequest) -> Scores:
-            scores = await super().score(request)
-            return replace(scores, valid=np.array([1, 0], np.uint8), errors={"model:not finite": 1})
+    async def mask(scores: Scores, request: ScoreRequest) -> Scores:
+        return replace(scores, valid=np.array([1, 0], np.uint8), errors={"model:not finite": 1})
 
-    folder, cast = RunFolder(tmp_path, steps=2), with_model(Model())
+    folder, cast = RunFolder(tmp_path, steps=2), with_model(around(FakeRewardModel(), "score", after=mask))
     folder.run(cast)
     for batch in cast.trainer.batches.values():
         assert all(group.valid.tolist() == [1, 0] and group.rewards.tolist() == [1.25, 0.0] for group in batch)
     for point in folder.points():
         assert (point["score/masked"], point["score/errors/model:not finite"]) == (4, 4)
-    with LedgerReader(tmp_path / "ledger") as reader:
-        assert all(row.scores.errors == {"model:not finite": 1} for row in reader.groups() if row.scores)
+    assert all(row.scores.errors == {"model:not finite": 1} for row in folder.groups() if row.scores)
 
 
 def test_what_a_former_life_left_without_scores_is_scored_with_its_own_problem(tmp_path: Path) -> None:
-    folder, asked = RunFolder(tmp_path, steps=6, sections={"checkpoint": config.Checkpoint(every=2)}), list[ScoreRequest]()
-    held = asyncio.Event()
+    folder, held = RunFolder(tmp_path, steps=6, sections={"checkpoint": config.Checkpoint(every=2)}), asyncio.Event()
 
-    class Never(FakeReward):
-        async def score(self, request: ScoreRequest) -> Scores:
-            if request.group_id == 17:
-                held.set()
-                await asyncio.wait_for(asyncio.Event().wait(), PATIENCE)
-            return await super().score(request)
+    async def never(request: ScoreRequest) -> None:
+        if request.group_id == 17:
+            held.set()
+            await asyncio.wait_for(asyncio.Event().wait(), PATIENCE)
 
-    class Asked(FakeReward):
-        async def score(self, request: ScoreRequest) -> Scores:
-            asked.append(request)
-            return await super().score(request)
-
-    class Trainer(FakeTrainer):
-        async def applied(self, step: int) -> StepResult:
-            if step == 3:
-                await asyncio.wait_for(held.wait(), PATIENCE)
-                raise ServiceFault(self.name, "Apply", "connection lost")
-            return await super().applied(step)
+    async def fail(step: int) -> None:
+        if step == 3:
+            await asyncio.wait_for(held.wait(), PATIENCE)
+            raise ServiceFault("trainer-0", "Apply", "connection lost")
 
     cast = Cast.make()
-    cast.reward, cast.trainer = Never(), Trainer(cast.weights)
+    around(cast.reward, "score", never)
+    around(cast.trainer, "applied", fail)
     assert folder.fails(cast).service == "trainer-0"
-    with LedgerReader(tmp_path / "ledger") as reader:
-        left = {row.group_id: row.label for row in reader.groups() if row.scores is None and row.phase == Phase.GENERATED}
+    left = {row.group_id: row.label for row in folder.groups(Phase.GENERATED) if row.scores is None}
     assert 17 in left
     again = Cast.make(50)
-    again.reward = Asked()
     folder.run(again, resume=str(folder.checkpoint(2)))
-    scored = {request.group_id: request for request in asked}
-    assert scored[17].label == left[17]
-    assert scored[17].messages == [{"role": "user", "content": left[17]}]
-    assert scored[17].extra == {"label": left[17]}
+    assert again.reward is not None
+    scored = {request.group_id: request for request in again.reward.asked}[17]
+    assert (scored.label, scored.extra) == (left[17], {"label": left[17]})
+    assert scored.messages == [{"role": "user", "content": left[17]}]
 
 
 def test_the_status_names_the_one_that_has_not_answered(tmp_path: Path) -> None:
     asked, gate = asyncio.Event(), asyncio.Event()
 
-    class Model(FakeRewardModel):
-        async def score(self, request: ScoreRequest) -> Scores:
-            asked.set()
-            await gate.wait()
-            return await super().score(request)
+    async def wait(_: ScoreRequest) -> None:
+        asked.set()
+        await gate.wait()
 
     async def course(run: TrainingRun) -> None:
         await asyncio.wait_for(asked.wait(), PATIENCE)
         for _ in range(20):  # the rules have answered by now
             await asyncio.sleep(0)
-        wait = run.buffer.oldest_wait()
-        assert wait is not None
-        assert (wait.phase, wait.service) == ("generated", "reward_model-0")
+        found = run.buffer.oldest_wait()
+        assert found is not None
+        assert (found.phase, found.service) == ("generated", "reward_model-0")
         gate.set()
 
     cast = Cast.prompt()
-    cast.reward_model = Model()
+    cast.reward_model = around(FakeRewardModel(), "score", wait)
     assert RunFolder(tmp_path, steps=2).run(cast, course).steps == 2
 
 
 def test_scores_of_both_decide_what_dynamic_sampling_keeps(tmp_path: Path) -> None:
     """The rules find all replies of a group alike; only the model tells those of even groups apart."""
 
-    class Model(FakeRewardModel):
-        async def score(self, request: ScoreRequest) -> Scores:
-            scores = await super().score(request)
-            return replace(scores, rewards=np.array([0.0, 1.0 - request.group_id % 2], np.float32))
+    async def tell(scores: Scores, request: ScoreRequest) -> Scores:
+        return replace(scores, rewards=np.array([0.0, 1.0 - request.group_id % 2], np.float32))
 
-    algorithm = config.Algorithm(kl_coefficient=0.1, dynamic_sampling=True)
-    folder, cast = RunFolder(tmp_path, steps=3, sections={"algorithm": algorithm}), with_model(Model())
+    sections = {"algorithm": config.Algorithm(kl_coefficient=0.1, dynamic_sampling=True)}
+    folder, cast = RunFolder(tmp_path, steps=3, sections=sections), with_model(around(FakeRewardModel(), "score", after=tell))
     folder.run(cast)
     assert {group.group_id % 2 for batch in cast.trainer.batches.values() for group in batch} == {0}
     assert folder.dropped()["no signal"] >= 6

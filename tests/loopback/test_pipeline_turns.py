@@ -34,7 +34,16 @@ from runtime.types import (
 )
 from tests.loopback.losable import ASKED
 from tests.loopback.model_fakes import FakeCritic, FakeModel, FakeTrainer
-from tests.loopback.pipeline_fakes import Cast, FakeReference, FakeReplica, FakeRollout, LongTail, RunFolder, check_books
+from tests.loopback.pipeline_fakes import (
+    Cast,
+    FakeReference,
+    FakeReplica,
+    FakeRollout,
+    LongTail,
+    RunFolder,
+    around,
+    check_books,
+)
 from tests.loopback.test_pipeline import SomeSignal, evaluations
 
 T = TypeVar("T")
@@ -298,35 +307,25 @@ def test_a_rollout_that_is_lost_in_any_phase_holds_up_nobody(
 
 
 def test_a_rollout_that_cannot_take_its_memory_is_lost_and_told(tmp_path: Path) -> None:
-    class Crowded(Sleeper):
-        async def move(self, level: Level, keeps: bool = False) -> None:
-            if level == Level.AWAKE:
-                raise ServiceFault(self.name, "wake", "out of memory")
-            await super().move(level, keeps)
+    async def crowded(level: Level, keeps: bool = False) -> None:
+        if level == Level.AWAKE:
+            raise ServiceFault("rollout-0", "wake", "out of memory")
 
     folder, cast = colocated(tmp_path, steps=2, staleness=0), cast_of()
-    crowded = Crowded("rollout-0", cast.weights)
-    crowded.devices = cast.trainer.devices  # type: ignore[attr-defined]
-    cast.rollouts[0] = crowded
+    around(cast.rollouts[0], "move", crowded)
     folder.run(cast)
-    assert crowded.gone == "rollout-0: wake: out of memory"
+    assert cast.rollouts[0].gone == "rollout-0: wake: out of memory"
     assert {group.phase for group in folder.groups()} == {Phase.RETIRED}
 
 
 def test_a_trainer_that_does_not_come_back_to_the_devices_ends_the_run(tmp_path: Path) -> None:
-    class Broken(LentTrainer):
-        def onload(self) -> Coroutine[Any, Any, None]:
-            if self.batches:
-                return self._post("onload", 0, self._fail)
-            return super().onload()
-
-        async def _fail(self) -> None:
-            raise ServiceFault(self.name, "Onload", "out of memory")
-
     folder, cast = colocated(tmp_path, steps=4, staleness=0), cast_of()
-    devices = cast.trainer.devices  # type: ignore[attr-defined]
-    cast.trainer = Broken(cast.weights)
-    cast.trainer.devices = devices
+
+    async def fail() -> None:
+        if cast.trainer.batches:
+            raise ServiceFault("trainer-0", "Onload", "out of memory")
+
+    around(cast.trainer, "onload", fail)
     fault = folder.fails(cast)
     assert (fault.service, fault.phase) == ("trainer-0", "Onload")
 
@@ -512,15 +511,20 @@ def test_what_a_lost_gateway_had_is_played_again_and_counted(tmp_path: Path) -> 
     assert [loss.name for loss in folder.losses] == ["gateway-1"]
 
 
-def test_a_gateway_that_does_not_take_the_news_is_lost(tmp_path: Path) -> None:
+def test_gateways_are_told_of_rollouts_that_are_lost_and_one_that_does_not_take_the_news_is_lost(tmp_path: Path) -> None:
     cast, folder = AgentCast.made(), AgentRun(tmp_path)
 
     async def refuse(*_: Any) -> None:
         cast.gateways[1].die("said nothing")
 
-    cast.gateways[1].use_peers = refuse  # type: ignore[method-assign]
-    folder.run(cast)
-    assert [loss.name for loss in folder.losses] == ["gateway-1"] and not cast.gateways[1].played
+    async def course(run: TrainingRun) -> None:
+        await cast.gateways[0].busy.wait()
+        cast.rollouts[0].die()
+
+    around(cast.gateways[1], "use_peers", refuse)
+    folder.run(cast, course)
+    assert cast.gateways[0].told[-1] == ("rollout-1",)
+    assert [loss.name for loss in folder.losses] == ["gateway-1", "rollout-0"] and not cast.gateways[1].played
 
 
 IDLE = {

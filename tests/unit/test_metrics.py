@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from runtime.config import Config, Critic, Run
 from runtime.coordinator import metrics_recorder
 from runtime.coordinator.admission.concurrency import Load
 from runtime.coordinator.metrics_recorder import COUNTED, BusyMeter
+from runtime.errors import Unanswered
 from runtime.status import Status
 from runtime.telemetry import metrics
 from runtime.telemetry.metric_names import mindspeed, ours, score_prefixes
@@ -372,17 +374,48 @@ GROWTH = {"preemptions_total": 2, "calls_total": 3}  # of those that have any
 
 
 class Telling:
-    """A process whose counters grow from look to look."""
+    """A process whose counters grow from look to look; from then on `silent`, it answers nothing."""
+
+    name, silent = "", False
 
     def __init__(self, role: str, gauges: dict[str, float]):
         self._role, self._gauges = role, dict(gauges)
 
     async def status(self) -> Status:
+        if self.silent:
+            raise Unanswered(self.name, "Status", "did not answer", 0.0)
         told = dict(self._gauges)
         for name, more in GROWTH.items():
             if told.get(name):
                 self._gauges[name] += more
         return Status(role=self._role, name=self._role, gauges=told)
+
+
+def test_a_rollout_that_tells_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first look that comes so many seconds after its last word."""
+    clock = itertools.count()
+    monkeypatch.setattr(metrics_recorder, "now", lambda: float(next(clock)))
+    monkeypatch.setattr(timeouts, "STATUS_INTERVAL", 0.0)
+    good, stopped, lost = Telling("rollout", OWN), Telling("rollout", OWN), asyncio.Event()
+    stopped.silent, said = True, list[tuple[object, str]]()
+
+    class Lossy:
+        def lose(self, rollout: object, reason: str) -> None:
+            said.append((rollout, reason))
+            pool.serving = (good,)
+            lost.set()
+
+    pool: Any = Pool(good, stopped)
+    pool.register = Lossy()
+
+    async def measured() -> None:
+        running = asyncio.create_task(BusyMeter(pool, silence=20.0).run(lambda load: None))
+        await asyncio.wait_for(lost.wait(), 10)
+        running.cancel()
+
+    asyncio.run(measured())
+    assert said == [(stopped, "told nothing for 20 s (deadlines.silence)")]
+    assert next(clock) > 20
 
 
 def test_a_step_whose_samples_could_not_be_scored_says_so_while_it_runs() -> None:
