@@ -253,17 +253,37 @@ def evaluations(folder: RunFolder) -> dict[int, dict[str, Any]]:
 
 
 def test_evaluations_before_and_after_are_pinned_to_one_version(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, steps=5, eval_problems=9, sections={"evaluation": config.Evaluation(max_new_tokens=8)})
-    summary = folder.run(Cast.make())
-    assert (summary.accuracy_before, summary.accuracy_after) == (1.0, 1.0)
+    settings = config.Evaluation(max_new_tokens=8, samples=6, k=[1, 4], temperature=1.0)
+    folder = RunFolder(tmp_path, steps=5, eval_problems=9, sections={"evaluation": settings})
+    cast = Cast.make()
+
+    async def grade(scores: Scores, request: ScoreRequest) -> Scores:
+        """The samples of a problem in turn: right, wrong, and no verdict; answers are the verdicts."""
+        if request.group_id < 0:
+            turns = np.arange(len(scores.valid)) % 3
+            scores.rules = {"gsm8k": np.where(turns == 2, np.nan, 1 - turns).astype(np.float32)}
+            scores.valid = (turns < 2).astype(np.uint8)
+            scores.errors = {"timeout": int((turns == 2).sum())}
+            scores.answers = ["right" if turn == 0 else "wrong" for turn in turns]
+        return scores
+
+    around(cast.reward, "score", after=grade)
+    summary = folder.run(cast)
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.5, 0.5)
     assert evaluations(folder).keys() == {0, 5}
     for step, point in evaluations(folder).items():
         assert (point["eval/version_oldest"], point["eval/version_newest"]) == (step, step)
-        assert (point["eval/samples"], point["eval/errors"]) == (9, 0)
-    assert [(result.step, result.sets[0].scored) for result in evaluation.read(tmp_path)] == [(0, 9), (5, 9)]
+        assert (point["eval/samples"], point["eval/errors"]) == (36, 18)
+        assert (point["eval/held_out/pass@4"], point["eval/held_out/maj@4"], point["eval/held_out/errors"]) == (1, 1, 18)
+    results = evaluation.read(tmp_path)
+    assert [result.step for result in results] == [0, 5]
+    for result in results:
+        (found,) = result.sets
+        assert (found.pass_at, found.maj_at, found.standard_error) == ({1: 0.5, 4: 1.0}, {4: 1.0}, 0.0)
+        assert (found.scored, found.errors) == (36, {"timeout": 18})
     for _, path in evaluation.folders(tmp_path):
         replies = list(generations.read(path / "held_out.jsonl"))
-        assert [reply.problem for reply in replies] == [f"held_out:{i}" for i in range(9)]
+        assert [(each.problem, each.sample) for each in replies] == [(f"held_out:{i}", j) for i in range(9) for j in range(6)]
 
 
 def test_checkpoints_come_every_k_steps_and_the_newest_and_the_best_stay(tmp_path: Path) -> None:
@@ -370,34 +390,6 @@ def test_steps_go_on_while_the_replies_of_an_evaluation_hang(tmp_path: Path) -> 
     replies = list(generations.read(evaluation.folder_for(tmp_path, 4) / "many.jsonl"))
     assert [(each.problem, each.sample) for each in replies] == [(f"many:{i}", j) for i in range(3) for j in range(50)]
     assert [each.reply.split()[0] for each in replies[:50]] == list(map(str, range(50)))  # each part began where it was to
-
-
-class Grading(FakeReward):
-    """Gives the samples of a problem in turn: right, wrong, and no verdict; answers are the verdicts."""
-
-    async def score(self, request: ScoreRequest) -> Scores:
-        scores = await super().score(request)
-        if request.group_id < 0:
-            turns = np.arange(len(scores.valid)) % 3
-            scores.rules = {"gsm8k": np.where(turns == 2, np.nan, 1 - turns).astype(np.float32)}
-            scores.valid = (turns < 2).astype(np.uint8)
-            scores.errors = {"timeout": int((turns == 2).sum())}
-            scores.answers = ["right" if turn == 0 else "wrong" for turn in turns]
-        return scores
-
-
-def test_figures_of_an_evaluation_before_training(tmp_path: Path) -> None:
-    settings = config.Evaluation(after=False, max_new_tokens=8, samples=6, k=[1, 4], temperature=1.0, sets=SETS[:1])
-    folder = RunFolder(tmp_path, steps=1, eval_problems=5, sections={"evaluation": settings})
-    cast = Cast.make()
-    cast.reward = Grading()
-    assert folder.run(cast).accuracy_before == 0.5
-    (result,) = evaluation.read(tmp_path)
-    (found,) = result.sets
-    assert (found.pass_at, found.maj_at, found.standard_error) == ({1: 0.5, 4: 1.0}, {4: 1.0}, 0.0)
-    assert (found.scored, found.errors) == (20, {"timeout": 10})
-    point = evaluations(folder)[0]
-    assert (point["eval/one/pass@4"], point["eval/one/maj@4"], point["eval/one/errors"], point["eval/errors"]) == (1, 1, 10, 10)
 
 
 def test_an_evaluation_that_is_cut_short_leaves_its_replies_and_no_results(tmp_path: Path) -> None:
@@ -529,17 +521,6 @@ def test_a_run_whose_prompts_have_no_signal_ends_in_order(tmp_path: Path) -> Non
     folder.run(cast, resume=str(folder.checkpoint(1)))
     check_books(folder, 12)
     check_prompts(folder)
-
-
-def test_a_run_that_was_stopped_goes_on_with_the_prompts_that_follow(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, steps=20)
-    cast, course = stopping(make()[0], 6)
-    steps = folder.run(cast, course).steps
-    before = {group.group_id for group in folder.groups(Phase.DROPPED)}
-    folder.run(make(50)[0], resume=str(folder.checkpoint(steps)))
-    check_books(folder, 20)
-    check_prompts(folder)
-    assert before <= {group.group_id for group in folder.groups(Phase.DROPPED)}
 
 
 @pytest.mark.parametrize("sampled", [True, False])

@@ -4,6 +4,7 @@ and what dynamic sampling drops is replaced."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from random import Random
 
 import numpy as np
@@ -11,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.coordinator import staleness
 from runtime.coordinator.admission.depth import LATE, PipelineDepth
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.group_pipeline import NO_SIGNAL, DynamicSampling
 from runtime.coordinator.pools import RolloutLoads
 from runtime.coordinator.register import Member
+from runtime.coordinator.staleness import OpenGroup, select
 from runtime.coordinator.takeover import TakenUp
 from runtime.errors import InvariantViolated
 from runtime.ledger.records import Change, Ticket
@@ -241,47 +242,6 @@ def test_oldest_wait_names_the_service_of_the_missing_mark() -> None:
     assert h.buffer.oldest_wait() is None
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_what_is_counted_is_what_is_there(seed: int) -> None:
-    """After any changes, in any order: the counts that are kept are those that a look at every group gives."""
-    chance, h, admitted = random.Random(seed), Harness(staleness=2, per_step=2), 0
-    buffer = h.buffer
-    for _ in range(800):
-        in_phase = {phase: [group for group in buffer if group.state.phase == phase] for phase in Phase}
-        choice = chance.choice(("dispatch", "dispatch", "generated", "scored", "scored", "lose", "drop", "take", "train"))
-        if choice == "dispatch" and buffer.capacity(99, 999):
-            waiting = buffer.waiting()
-            group_id = waiting[0].group_id if waiting else admitted
-            admitted += not waiting
-            h.dispatch(group_id)
-        elif choice == "generated" and in_phase[Phase.GENERATING]:
-            group = chance.choice(in_phase[Phase.GENERATING])
-            buffer.generated(generated(group.group_id, buffer.committed))
-        elif choice == "scored" and in_phase[Phase.GENERATED]:
-            buffer.scored(scores(chance.choice(in_phase[Phase.GENERATED]).group_id))
-        elif choice in ("lose", "drop") and (found := [group for group in buffer if group.taken is None and group.deadline]):
-            group = chance.choice(found)
-            buffer.lose(group.group_id) if choice == "lose" else buffer.drop(group.group_id, "by chance")
-        elif choice == "take":
-            buffer.take(buffer.step, whole=chance.random() < 0.5)
-        elif choice == "train" and buffer.step > buffer.committed:
-            h.train(buffer.committed)
-        ready = [group for group in buffer if group.state.phase == Phase.READY and group.taken is None]
-        generating = [group for group in buffer if group.state.phase == Phase.GENERATING]
-        opened = [group for group in buffer if group.deadline is not None and group.taken is None]
-        holding = sum(group.state.phase != Phase.ADMITTED for group in buffer)
-        filled = sum(group.taken == buffer.step for group in buffer)
-        of_step = [staleness.OpenGroup(g.deadline, g.group_id, g in ready) for g in opened if g.deadline is not None]
-        assert buffer.takeable == len(staleness.select(of_step, buffer.step, buffer.places, 2))
-        assert buffer.generating == len(generating)
-        assert ids(buffer.waiting()) == sorted(group.group_id for group in buffer if group.state.phase == Phase.ADMITTED)
-        missing = (9 - buffer.step) * 2 - filled - len(opened)
-        assert buffer.capacity(99, 9) == max(0, min(99 - len(generating), 3 * 2 - holding, missing))
-        counts = buffer.counts()
-        assert all(counts[phase.value] == sum(group.state.phase == phase for group in buffer) for phase in list(Phase)[:5])
-    assert buffer.committed > 2
-
-
 # ------------------------------------------------------------------------------------------------------ who is waited for
 
 
@@ -419,10 +379,10 @@ def test_the_metrics_are_of_the_groups_scored_since_the_step_before() -> None:
 @given(
     staleness=st.integers(0, 8),
     per_step=st.integers(1, 6),
-    steps=st.integers(1, 12),
+    steps=st.integers(1, 9),
     max_in_flight=st.sampled_from([1, 3, 100]),
-    signal=st.sampled_from([0.1, 0.5, 1.0]),
-    lost=st.sampled_from([0.0, 0.1, 0.5]),
+    signal=st.sampled_from([0.3, 1.0]),
+    lost=st.sampled_from([0.0, 0.01, 0.05]),
     whole=st.booleans(),
     seed=st.integers(0, 2**32),
 )
@@ -453,12 +413,14 @@ def test_every_step_is_filled_within_the_bound_whatever_is_slow_lost_or_dropped(
             if group % 4 == 0 and random.random() < 0.95:  # it is slow
                 return
             oldest = random.randint(begun.pop(group), buffer.committed)
-            if random.random() >= lost:
-                sieve.score(group, random.random() < signal, oldest)
-            elif random.random() < 0.5:
-                buffer.lose(group)
-            else:
-                buffer.drop(group, "by chance")
+            sieve.score(group, random.random() < signal, oldest)
+
+    def lose() -> None:
+        found = [group.group_id for group in buffer if group.taken is None and group.deadline is not None]
+        if found and random.random() < lost / 4:
+            group = random.choice(found)
+            begun.pop(group, None)
+            buffer.lose(group) if random.random() < 0.5 else buffer.drop(group, "by chance")
 
     def take() -> None:
         if buffer.step < min(steps, trained + 2):
@@ -475,10 +437,27 @@ def test_every_step_is_filled_within_the_bound_whatever_is_slow_lost_or_dropped(
             trained += 1
             buffer.commit(trained)
 
-    for _ in range(100_000):
+    def check() -> None:
+        """The counts that are kept are those that a look at every group gives."""
+        groups = list(buffer)
+        ready = [group for group in groups if group.state.phase == Phase.READY and group.taken is None]
+        opened = [group for group in groups if group.deadline is not None and group.taken is None]
+        of_step = [OpenGroup(group.deadline, group.group_id, group in ready) for group in opened if group.deadline is not None]
+        assert buffer.takeable == len(select(of_step, buffer.step, buffer.places, per_step))
+        counts = Counter(group.state.phase for group in groups)
+        assert buffer.generating == counts[Phase.GENERATING]
+        assert ids(buffer.waiting()) == sorted(group.group_id for group in groups if group.state.phase == Phase.ADMITTED)
+        missing = (steps - buffer.step) * per_step - sum(group.taken == buffer.step for group in groups) - len(opened)
+        room = (staleness + 1) * per_step - (len(groups) - counts[Phase.ADMITTED])
+        assert buffer.capacity(99, steps) == max(0, min(99 - counts[Phase.GENERATING], room, missing))
+        assert all(buffer.counts()[phase.value] == counts[phase] for phase in list(Phase)[:5])
+
+    for number in range(100_000):
         if trained == steps:
             break
-        random.choice((dispatch, finish, take, train))()
+        random.choice((dispatch, finish, lose, take, train))()
+        if number % 8 == 0:
+            check()
     counts = buffer.counts()
     assert (counts["retired"], len(buffer)) == (steps * per_step, 0)
     assert counts["dropped"] == admitted - steps * per_step

@@ -72,47 +72,25 @@ def figures(**changes: object) -> StepFigures:
 
 
 def test_a_step_has_every_name_that_applies() -> None:
-    assert step_metrics(figures()) == {
-        "timing/all": 0.5,
-        "timing/rollout": 0.4,
-        "timing/update": 0.2,
-        "prompt_length/mean": 15.0,
-        "prompt_length/max": 20.0,
-        "prompt_length/min": 10.0,
-        "response_length/mean": 5.0,
-        "response_length/max": 8.0,
-        "response_length/min": 2.0,
-        "response_length/clip_ratio": 0.25,
-        "score/masked": 1.0,
-        "score/mean": 0.5,
-        "score/max": 1.0,
-        "score/min": 0.0,
-        "accuracy_rewards/mean": pytest.approx(1 / 3),
-        "format_rewards/mean": 0.5,
-        "staleness/mean": 1.25,
-        "staleness/max": 2.0,
-        "staleness/histogram": {0: 1, 1: 1, 2: 2},
-        "e2e_tps": 40.0,
-        "update_tps": pytest.approx(100.0),
-        "rollout_tps": pytest.approx(50.0),
-        "actor/pg_loss": -0.1,
-        "actor/grad_norm": 0.3,
-        "queue/ready": 3.0,
-        "idle/trainer": 0.25,
-        "publication/seconds": 0.1,
-        "publication/pause_seconds": 0.01,
-        "publication/bytes": 1000.0,
-        "publication/aborts": 1.0,
-        "publication/epoch": 3.0,
-        **{f"publication/{phase}_seconds": 0.0 for phase in ("gather", "wait", "copy", "hash", "stage", "swap")},
-        "rollout/serving": 2.0,
-        "world_size": 4.0,
-        "global_batch_size": 2.0,
-        "n_samples_per_prompt": 2.0,
-        "incarnation": 0.0,
-        "samples": 4.0,
-        "tokens": 20.0,
+    expected: dict[str, dict[str, Any]] = {
+        "timing": {"all": 0.5, "rollout": 0.4, "update": 0.2},
+        "prompt_length": {"mean": 15.0, "max": 20.0, "min": 10.0},
+        "response_length": {"mean": 5.0, "max": 8.0, "min": 2.0, "clip_ratio": 0.25},
+        "score": {"masked": 1.0, "mean": 0.5, "max": 1.0, "min": 0.0},
+        "accuracy_rewards": {"mean": pytest.approx(1 / 3)},
+        "format_rewards": {"mean": 0.5},
+        "staleness": {"mean": 1.25, "max": 2.0, "histogram": {0: 1, 1: 1, 2: 2}},
+        "actor": {"pg_loss": -0.1, "grad_norm": 0.3},
+        "queue": {"ready": 3.0},
+        "idle": {"trainer": 0.25},
+        "publication": {"seconds": 0.1, "pause_seconds": 0.01, "bytes": 1000.0, "aborts": 1.0, "epoch": 3.0}
+        | {f"{phase}_seconds": 0.0 for phase in ("gather", "wait", "copy", "hash", "stage", "swap")},
+        "rollout": {"serving": 2.0},
     }
+    alone = {"e2e_tps": 40.0, "update_tps": pytest.approx(100.0), "rollout_tps": pytest.approx(50.0), "incarnation": 0.0}
+    sizes = {"world_size": 4.0, "global_batch_size": 2.0, "n_samples_per_prompt": 2.0, "samples": 4.0, "tokens": 20.0}
+    named = {f"{group}/{name}": value for group, values in expected.items() for name, value in values.items()}
+    assert step_metrics(figures()) == named | alone | sizes
 
 
 def test_throughput_follows_from_the_sizes_that_are_logged() -> None:
@@ -248,23 +226,12 @@ def test_each_environment_has_figures_of_its_own() -> None:
     ]
     rewards = ([1.0, 0.0], [9.0, 9.0], [0.5, 0.25], [0.5, 7.0], [1.0])
     scores = [scored(each, [1, 1][: len(each)] if each[-1] != 7.0 else [1, 0]) for each in rewards]
-    assert metrics.environment_metrics(groups, scores) == {
-        "environment/maze/reward": 0.5,
-        "environment/maze/episodes": 4.0,
-        "environment/maze/turns": 2.0,
-        "environment/maze/repeated": 3.0,
-        "environment/maze/left_out": 1.0,
-        "environment/maze/ended/completed": 2.0,
-        "environment/maze/ended/max_turns": 1.0,
-        "environment/maze/log/moves": 5.0,
-        "environment/maze/log/walls": 0.5,
-        "environment/shop/reward": 0.375,
-        "environment/shop/episodes": 2.0,
-        "environment/shop/turns": 2.0,
-        "environment/shop/repeated": 0.0,
-        "environment/shop/left_out": 0.0,
-        "environment/shop/ended/completed": 2.0,
-    }
+    maze = {"reward": 0.5, "episodes": 4.0, "turns": 2.0, "repeated": 3.0, "left_out": 1.0}
+    maze |= {"ended/completed": 2.0, "ended/max_turns": 1.0, "log/moves": 5.0, "log/walls": 0.5}
+    shop = {"reward": 0.375, "episodes": 2.0, "turns": 2.0, "repeated": 0.0, "left_out": 0.0, "ended/completed": 2.0}
+    expected = {f"environment/maze/{name}": value for name, value in maze.items()}
+    expected |= {f"environment/shop/{name}": value for name, value in shop.items()}
+    assert metrics.environment_metrics(groups, scores) == expected
     assert "environment/shop/reward" in step_metrics(figures(generated=groups, scores=scores))
     untrained = metrics.environment_metrics([played("maze", ["left out: slow"], [1])], [scored([1.0], [0])])
     assert "environment/maze/reward" not in untrained and untrained["environment/maze/left_out"] == 1.0
