@@ -39,15 +39,15 @@ from tests.loopback.pipeline_fakes import (
 
 @pytest.mark.parametrize(("staleness", "seed"), [(0, 0), (1, 1), (2, 0), (4, 1)])
 def test_a_run_with_long_tails_keeps_its_bound_and_loses_nothing(tmp_path: Path, staleness: int, seed: int) -> None:
-    folder, cast = RunFolder(tmp_path, steps=25, staleness=staleness), Cast.make(seed)
+    folder, cast = RunFolder(tmp_path, steps=16, staleness=staleness), Cast.make(seed)
     summary = folder.run(cast)
-    assert (summary.steps, summary.groups, summary.dropped) == (25, {"retired": 100, "dropped": 0}, {})
-    check_books(folder, 25)
-    check_order(cast.trainer, 0, 25)
+    assert (summary.steps, summary.groups, summary.dropped) == (16, {"retired": 64, "dropped": 0}, {})
+    check_books(folder, 16)
+    check_order(cast.trainer, 0, 16)
     # What the trainer was given is what the ledger says it trained on, and each group once.
     given = {step: sorted(group.group_id for group in batch) for step, batch in cast.trainer.batches.items()}
     rows = folder.groups(Phase.RETIRED)
-    assert given == {step: sorted(group.group_id for group in rows if group.step == step) for step in range(25)}
+    assert given == {step: sorted(group.group_id for group in rows if group.step == step) for step in range(16)}
     born = cast.generated_by()
     ages = Counter(step - born[group].step for step, batch in given.items() for group in batch)
     assert min(ages) >= 0
@@ -55,7 +55,7 @@ def test_a_run_with_long_tails_keeps_its_bound_and_loses_nothing(tmp_path: Path,
     if staleness >= 2:
         assert max(ages) >= 1
     assert summary.staleness_histogram == {age: 2 * number for age, number in sorted(ages.items())}  # two samples a group
-    assert folder.trained_problems() == folder.first_prompts(100)
+    assert folder.trained_problems() == folder.first_prompts(64)
     assert not any(name.startswith("dynamic_sampling") for point in folder.points() for name in point)
     for group in (group for batch in cast.trainer.batches.values() for group in batch):
         assert group.payload == b"payload %d" % group.group_id

@@ -409,7 +409,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def crashed(killed: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(killed, tmp_path / "ledger"))
+    return shutil.copytree(killed, tmp_path / "ledger")
 
 
 def test_after_kill_9_nothing_is_lost_and_nothing_trained_twice(crashed: Path) -> None:
