@@ -1,18 +1,24 @@
-"""How many episodes are played at once: what the rule does with what it is told, and with slots and tools that are modelled."""
+"""How many groups and episodes are under way at once: what the rules do with what they are told, and with slots, tools and
+pipelines that are modelled."""
 
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from itertools import count
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.coordinator.admission.concurrency import AFTER_CUT, LOOKS, START, TRIMMED, Concurrency, Load, concurrency_of
+from runtime.coordinator.admission.depth import FIRST, STEPS, MovingMoments, PipelineDepth, depth_of
+from runtime.coordinator.staleness import most_live
 from tests.unit.config_cases import Loading
 
 SIZE, SLOTS = 4, 64
@@ -33,18 +39,15 @@ def after(policy: Concurrency, *told: Load, groups: int | None = None) -> float:
     return policy.per_slot
 
 
-def test_it_begins_with_what_plain_replies_have() -> None:
+def test_it_begins_with_what_plain_replies_have_and_does_not_grow_where_something_else_bounds() -> None:
     policy = Concurrency(SIZE, FREE)
     assert policy.limit(SLOTS) == 2 * SLOTS // SIZE + 1
     assert after(policy, load()) == START, "slots are full, and as many wait as are to"
-
-
-def test_idle_for_ever_at_the_bound_it_stays_there() -> None:
-    policy = Concurrency(SIZE, 40)
-    idle = load(running=0, waiting=0)
-    after(policy, *[idle] * 1200)
-    assert policy.limit(SLOTS) == 40
-    assert policy.per_slot <= 2 * 40 * SIZE / SLOTS
+    assert after(policy, load(running=20, waiting=0), groups=policy.limit(SLOTS) - 1) == START
+    bounded = Concurrency(SIZE, 40)
+    after(bounded, *[load(running=0, waiting=0)] * 100)  # idle for ever
+    assert bounded.limit(SLOTS) == 40
+    assert bounded.per_slot <= 2 * 40 * SIZE / SLOTS
 
 
 @pytest.mark.parametrize(
@@ -67,11 +70,6 @@ def test_idle_for_ever_at_the_bound_it_stays_there() -> None:
 )
 def test_a_cycle_of_calls_changes_it_once(told: dict[str, float], expected: float) -> None:
     assert after(Concurrency(SIZE, FREE), load(**told)) == pytest.approx(expected, rel=0.04)
-
-
-def test_it_does_not_grow_where_something_else_bounds() -> None:
-    policy = Concurrency(SIZE, FREE)
-    assert after(policy, load(running=20, waiting=0), groups=policy.limit(SLOTS) - 1) == START
 
 
 def test_a_cut_is_made_at_once_and_waits_until_it_has_taken_effect() -> None:
@@ -98,11 +96,7 @@ def test_after_a_decrease_it_grows_by_an_eighth_but_where_half_of_the_slots_stan
     before = after(policy, load(waiting=2 * SLOTS), load())
     assert after(policy, load(running=36, waiting=0)) == pytest.approx(before * 1.125)
     assert after(policy, load(running=30, waiting=0)) == pytest.approx(2 * before * 1.125)
-
-
-def test_from_the_least_it_comes_back() -> None:
-    policy = Concurrency(SIZE, FREE)
-    for _ in range(100):
+    for _ in range(100):  # from the least it comes back
         policy.look(load(preempted=SLOTS), policy.limit(SLOTS))
     assert policy.limit(SLOTS) == 1
     after(policy, *[load(running=2, waiting=0)] * 2)
@@ -154,7 +148,6 @@ def test_whatever_it_is_told_a_group_is_played_and_the_bound_holds(told: list[tu
 # Closed loops. A generation takes a second on average, a tool `tool` seconds, both exponential; episodes have 4 to 12 turns.
 
 LOOK = 0.5  # seconds
-SECONDS = 3000.0
 
 
 class Model:
@@ -247,40 +240,30 @@ def controlled(tool: float, **rest: float) -> Model:
     return model
 
 
-def best(tool: float, slots: int) -> float:
-    """Calls a second of the best fixed number of groups, of those up to 24 episodes for each slot."""
-    rates = []
-    for share in (1, 2, 3, 4, 6, 8, 12, 16, 24):
-        model = Model(lambda slots, share=share: share * slots // SIZE, tool, slots)  # type: ignore[misc]
-        model.run(400.0)
-        rates.append(model.rate(300.0))
-    return max(rates)
-
-
-@pytest.mark.parametrize("slots", [16, 64])
-@pytest.mark.parametrize("tool", [0.0, 1.0, 10.0])
+@pytest.mark.parametrize(("slots", "tool"), [(16, 0.0), (16, 10.0), (64, 1.0)])
 def test_slots_are_as_full_as_with_the_best_fixed_number(tool: float, slots: int) -> None:
+    """With enough groups every slot is always busy, and serves a call a second."""
     model = controlled(tool, slots=slots)
     model.run(1000.0)
-    assert model.rate(500.0) >= 0.9 * best(tool, slots)
+    assert model.rate(500.0) >= 0.9 * slots
     settled = model.limits[-1000:]
     assert max(settled) <= 1.8 * min(settled), "it swings"
     assert max(settled) <= 2.5 * (1 + tool) * slots / SIZE * 1.5, "no more than keep the slots full, and a queue"
 
 
-@pytest.mark.parametrize("slots", [32, 128])
-def test_a_rollout_that_is_lost_or_comes_changes_the_limit_at_once(slots: int) -> None:
+def test_a_rollout_that_is_lost_or_comes_changes_the_limit_at_once() -> None:
     model = controlled(10.0)
-    model.run(1000.0)
-    model.slots = slots
-    model.run(400.0)
-    assert model.rate(200.0) >= 0.85 * slots
-    assert model.policy is not None
-    assert 0.6 <= model.limits[-1] / model.limits[1990] * SLOTS / slots <= 1.6
+    model.run(600.0)
+    for slots in (32, 64):
+        before, then = model.slots, model.limits[-1]
+        model.slots = slots
+        model.run(300.0)
+        assert model.rate(150.0) >= 0.85 * slots
+        assert 0.6 <= model.limits[-1] / then * before / slots <= 1.6
 
 
 def test_it_follows_tools_that_become_fast_and_slow_again() -> None:
-    model = controlled(10.0)
+    model = controlled(10.0, slots=16)
     model.run(600.0)
     slow = model.limits[-1]
     model._tool = 0.0
@@ -288,12 +271,101 @@ def test_it_follows_tools_that_become_fast_and_slow_again() -> None:
     assert model.limits[-1] <= slow / 3
     model._tool = 10.0
     model.run(800.0)
-    assert model.rate(200.0) >= 0.85 * SLOTS
+    assert model.rate(200.0) >= 0.85 * 16
 
 
 def test_where_the_room_is_scarce_it_stays_below_what_fills_it() -> None:
     """Room for a quarter of the slots, and queues that say nothing: use alone does."""
     model = controlled(10.0, room=16.0)
-    model.run(2000.0)
+    model.run(1500.0)
     use = model.rate(1000.0) / 16
     assert 0.5 <= use <= 0.85
+
+
+# -------------------------------------------------------------------------------------------------------- depth of the pipeline
+
+GROUPS, STALENESS = 8, 8
+BOUND = most_live(STALENESS, GROUPS)
+
+
+def depth_after(seconds: list[float], step: float, size: int = GROUPS, streams: bool = True) -> PipelineDepth:
+    depth = PipelineDepth(size, most_live(STALENESS, size), streams=streams)
+    for each in seconds:
+        depth.became_ready(each)
+    depth.stepped(step)
+    return depth
+
+
+def test_until_both_times_are_known_a_few_steps_groups_are_admitted() -> None:
+    depth = PipelineDepth(GROUPS, BOUND)
+    assert depth.target == FIRST * GROUPS
+    depth.stepped(1.0)
+    for _ in range(GROUPS - 1):
+        depth.became_ready(0.1)
+    assert depth.target == FIRST * GROUPS
+    depth.became_ready(0.1)
+    assert depth.target == 2 * GROUPS
+
+
+@pytest.mark.parametrize(
+    ("latency", "step", "expected"),
+    [
+        (0.1, 1.0, 2 * GROUPS),  # those that are trained, and those that the next step needs
+        (1.0, 1.0, 2 * GROUPS),
+        (1.5, 1.0, 20),
+        (3.0, 0.5, 7 * GROUPS),
+        (30.0, 1.0, BOUND),
+        (1.0, 0.0, FIRST * GROUPS),
+    ],
+)
+def test_as_many_as_become_ready_while_a_step_is_made(latency: float, step: float, expected: int) -> None:
+    assert depth_after([latency] * GROUPS, step).target == expected
+
+
+def test_a_batch_that_is_sent_whole_waits_for_its_slowest_group_and_one_in_parts_for_most() -> None:
+    seconds = [0.5, 1.5] * GROUPS
+    slowest = np.mean(seconds) + np.std(seconds) * math.sqrt(2 * math.log(GROUPS))
+    whole = depth_after(seconds, 1.0, streams=False)
+    assert whole.slowest == pytest.approx(slowest, rel=1e-12)
+    assert whole.target == round(GROUPS * (1 + slowest)) == 24
+    assert depth_after(seconds, 1.0).target == GROUPS * (1 + 1.5)
+    assert depth_after([0.5, 1.5], 1.0, size=1, streams=False).target == 2, "the largest of one number is the mean"
+
+
+def test_what_was_dropped_makes_the_next_one_late() -> None:
+    depth = PipelineDepth(GROUPS, BOUND)
+    for _ in range(GROUPS):
+        depth.dropped(1.0)
+        depth.dropped(1.0)
+        depth.became_ready(1.0)
+    depth.stepped(1.0)
+    assert depth.target == GROUPS * (1 + 3)
+
+
+def test_times_that_change_are_followed() -> None:
+    depth = depth_after([4.0] * GROUPS, 1.0)
+    assert depth.target == 5 * GROUPS
+    targets = []
+    for _ in range(6 * STEPS):
+        for _ in range(GROUPS):
+            depth.became_ready(0.5)
+        depth.stepped(1.0)
+        targets.append(depth.target)
+    assert targets[-1] == 2 * GROUPS
+    assert all(later <= earlier for earlier, later in itertools.pairwise(targets[STEPS:]))
+    moments, values = MovingMoments(20), np.random.default_rng(3).normal(5.0, 2.0, 20)
+    for value in values:  # those of the first numbers are plain ones
+        moments.add(float(value))
+    assert math.isclose(moments.mean, values.mean(), rel_tol=1e-12)  # 20 additions in float64
+    assert math.isclose(moments.variance, values.var(), rel_tol=1e-12)
+
+
+def test_where_the_bound_says_how_many(loading: Loading) -> None:
+    colocated = "{colocate: trainer}"
+    for overrides, measures in (((), True), (("training.depth=bound",), False), ((f"services.rollout={colocated}",), False)):
+        config = loading("run: {name: a}", *overrides)
+        depth, bound = depth_of(config), most_live(config.training.staleness, config.training.groups_per_step)
+        for _ in range(config.training.groups_per_step):
+            depth.became_ready(1.0)
+        depth.stepped(1.0)
+        assert (depth.target < bound) == measures
