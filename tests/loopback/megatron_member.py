@@ -46,7 +46,6 @@ OPTIMIZER: dict[str, Any] = {"learning_rate": 1e-3, "eps": 1e-2, "max_grad_norm"
 SECTIONS = {
     "algorithm": {"kl_coefficient": 0.1, "entropy_coefficient": 0.01},
     "optimizer": {**OPTIMIZER, "weight_decay": 0.1},
-    "training": {"max_tokens_per_microbatch": 40},
 }
 
 
@@ -61,6 +60,7 @@ class Layout(NamedTuple):
     expert: int = 1
     moe: Moe = Moe()
     lora: str = ""  # adapters on "all" layers, or on one; the reference is the policy without them
+    budget: int = 40  # tokens a micro-batch
 
     @property
     def name(self) -> str:
@@ -82,13 +82,14 @@ class Layout(NamedTuple):
             parallel=parallel,
             activation_checkpointing=self.sequence,  # in some of the layouts; it changes no number
         )
+        sections = SECTIONS | {"training": {"max_tokens_per_microbatch": self.budget}}
         if self.lora:
             lora = replace(LORA, target_modules=[] if self.lora == "all" else [self.lora])
-            return lora_config(str(folder / "policy"), lora, mode="adapter_off", dtype=self.dtype, trainer=settings, **SECTIONS)
+            return lora_config(str(folder / "policy"), lora, mode="adapter_off", dtype=self.dtype, trainer=settings, **sections)
         if role == "trainer":
-            config = make_config(str(folder / "policy"), dtype=self.dtype, trainer=settings, **SECTIONS)
+            config = make_config(str(folder / "policy"), dtype=self.dtype, trainer=settings, **sections)
             return replace(config, moe=self.moe)
-        config = make_config(str(folder / "policy"), dtype=self.dtype, **SECTIONS | {"algorithm": CRITIC})
+        config = make_config(str(folder / "policy"), dtype=self.dtype, **sections | {"algorithm": CRITIC})
         critic = Critic(path=str(folder / "critic"), optimizer=CriticOptimizer(**OPTIMIZER))
         return replace(config, critic=critic, services=replace(config.services, critic=settings))
 

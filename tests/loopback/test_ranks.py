@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from runtime.process import network
+from runtime.process import network, os_process
 from sluice import start
 
 DEADLINE = 60.0
@@ -38,6 +38,15 @@ sys.stdout.write(f"rank {rank} {os.environ['LOCAL_RANK']} {value.item():g} {sort
 sys.stdout.flush()
 dist.barrier()
 dist.destroy_process_group()
+"""
+# Says what it was given.
+TELLS = """
+import os, socket, sys
+from runtime.process import os_process
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", os_process.STORE_KEY)
+given = os.environ.get(os_process.STORE)
+listens = socket.socket(fileno=int(given)).getsockname() if given else None
+sys.stdout.write(f"{[os.environ[name] for name in names]} {listens}\\n")
 """
 # Rank 1 does what its argument says; the other waits for ever.
 ENDS = """
@@ -93,14 +102,16 @@ def test_an_address_that_a_stranger_planted_is_refused_by_name(tmp_path: Path, m
     assert "5e5e" not in errors
 
 
-def test_ranks_of_two_nodes_meet_at_the_address_that_they_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_two_nodes_are_given_one_address_at_which_rank_0_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with network.listen("127.0.0.1", None, 1) as free:
-        at = ("--at", network.host_port(*free.getsockname()[:2]))
-    monkeypatch.setenv("SLUICE_STORE_KEY", "5e" * 32)
-    with ranks(tmp_path, MEETS, here="1", at=at) as second, ranks(tmp_path, MEETS, here="0", at=at) as first:  # comes later
-        told = first.communicate(timeout=DEADLINE)[0] + second.communicate(timeout=DEADLINE)[0]
-    assert (first.returncode, second.returncode) == (0, 0)
-    assert told.splitlines() == ["rank 0 0 3 ['127.0.0.1']", "rank 1 0 3 []"]
+        host, port = free.getsockname()[:2]
+    monkeypatch.setenv(os_process.STORE_KEY, "5e" * 32)
+    for here, listens in (("1", None), ("0", (host, port))):
+        with ranks(tmp_path, TELLS, here=here, at=("--at", network.host_port(host, port))) as group:
+            told, errors = group.communicate(timeout=DEADLINE)
+        assert told == f"{[here, '0', '2', '1', host, str(port), '5e' * 32]} {listens}\n", errors
 
 
 @pytest.mark.parametrize(

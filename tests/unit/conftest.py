@@ -1,4 +1,4 @@
-"""What tests share: one tiny policy a file, and configurations."""
+"""What tests share: one tiny policy, and configurations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tests.unit.config_cases import Loading, model_folder
 from tests.unit.training_cases import make_policy
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny policy, to be read alone."""
     return make_policy(tmp_path_factory.mktemp("policy"))
 
 

@@ -46,14 +46,11 @@ CHECKS = {
         "tests/unit/test_train_torch.py::test_a_step_is_that_of_a_plain_loop[{}]", f"{_PLAIN}; the weights", _STEP_CLOSE
     ),
     "c": Check(
-        "tests/unit/test_train_wide.py::test_sequences_run_together_have_the_log_probabilities_of_each_alone[{}]",
+        "tests/unit/test_train_torch.py::test_sequences_run_together_have_the_log_probabilities_of_each_alone[{}]",
         "log-probabilities of packed or padded sequences, with transformers' model in float64, one sequence a pass",
         _nats(forward_terms(30)),
     ),
-    "d": Check("tests/unit/test_train_wide.py::test_a_step_is_that_of_a_plain_loop[{}]", _PLAIN, _STEP_CLOSE),
-    "e": Check(
-        "tests/loopback/test_train_families.py::test_two_ranks_are_one[{}]", f"FSDP2 on two ranks: {_ENGINES}", "rounding"
-    ),
+    "e": Check("tests/loopback/test_train_fsdp.py::test_two_ranks_are_one[{}]", f"FSDP2 on two ranks: {_ENGINES}", "rounding"),
     "f": Check(
         "tests/loopback/test_train_megatron.py::test_tensor_parallel_is_the_torch_engine", f"two ranks: {_ENGINES}", "rounding"
     ),
@@ -85,17 +82,17 @@ CHECKS = {
         "rounding",
     ),
     "p": Check(
-        "tests/unit/test_train_wide.py::test_trained_with_adapters_it_leaves_with_them_merged[{}]",
+        "tests/unit/test_train_torch.py::test_trained_with_adapters_it_leaves_with_them_merged[{}]",
         "log-probabilities with adapters after two steps on engine torch, with transformers' model of what is published",
         _nats(forward_terms(20, layers=4)),
     ),
     "q": Check(
-        "tests/unit/test_scorer_policy.py::test_values_equal_transformers[{}]",
+        "tests/unit/test_scorer.py::test_wide_families_equal_transformers[{}]",
         "log-probabilities of replies of a reference of engine torch, with transformers' model, one sequence a pass",
         _nats(forward_terms(42)),
     ),
     "r": Check("tests/system/test_megatron_layouts.py::test_adapters_are_engine_torchs[{}]", _ADAPTERS, "rounding"),
-    "s": Check("tests/loopback/test_megatron_lora.py::test_adapters_of_experts_are_engine_torchs", _ADAPTERS, "rounding"),
+    "s": Check("tests/loopback/test_train_megatron.py::test_adapters_of_experts_are_engine_torchs", _ADAPTERS, "rounding"),
     "t": Check(
         "tests/vllm/test_engine.py::test_adapters_that_come_alone_are_added_to_the_folders_weights",
         "log-probabilities of what vLLM sampled with adapters that came alone, with transformers' model of the sum",
@@ -231,7 +228,7 @@ def rows() -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
         served: Cell = UNSERVED.get(kind) or yes(**({"n": kind} if kind in ROLLED_OUT else {}))
         if isinstance(served, dict) and kind != "qwen3_next":
             served |= {"m": kind}
-        trained = yes(c=kind, **({"d": kind} if kind in STEPPED else {}), **({"e": kind} if kind == "qwen3_next" else {}))
+        trained = yes(c=kind, **({"a": kind} if kind in STEPPED else {}), **({"e": kind} if kind == "qwen3_next" else {}))
         yield title, kind, (trained, UNKNOWN, yes(q=kind), served, UNKNOWN, yes(p=kind))
 
 

@@ -1,53 +1,72 @@
-"""Algorithm functions against numbers worked by hand or in numpy, in float64, gradients included."""
+"""Policy losses, divergences, corrections and aggregations against plain Python, in float64, gradients included."""
 
 from __future__ import annotations
 
 import math
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
-from runtime.algorithms.advantages import group_norm, token_rewards
+from runtime.algorithms.covariance import (
+    beyond_second_moment,
+    clip_cov,
+    covariances,
+    drawn_within,
+    highest,
+    kl_cov,
+    largest,
+    m2po,
+)
 from runtime.algorithms.interfaces import (
     ADVANTAGES,
     AGGREGATIONS,
+    CORRECTIONS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
     AdvantageEstimator,
-    AdvantageInputs,
-    AdvantageOptions,
     AggregationOptions,
+    CorrectionOptions,
     LossInputs,
     LossOptions,
     PolicyLoss,
-    advantage,
+    StepTokens,
+    own_part,
     policy_loss,
 )
+from runtime.algorithms.interfaces import advantage as advantage_estimator
 from runtime.algorithms.losses import (
     AdaptiveKl,
     FixedKl,
     absolute,
+    cispo,
     clipped_surrogate,
+    clipped_value_loss,
     decoupled,
     dr_grpo,
+    gspo,
     importance_weighted,
+    interpolated_proximal,
     k1,
     k2,
     k3,
     k3_clamped,
     masked_sample,
     ppo,
+    sapo,
     seq_mean_token_mean,
     seq_mean_token_sum,
     token_logprobs,
     token_mean,
 )
+from runtime.algorithms.variants import dppo_kl, dppo_tv, gmpo, gpg, topr, unbounded_positive, vespo
 from runtime.errors import UserError
 
 pytestmark = pytest.mark.numeric
@@ -58,81 +77,6 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 def f64(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-class TestGroupNorm:
-    def test_two_groups_by_hand(self):
-        got = group_norm(f64(1, 0, 1, 0, 2, 4), torch.tensor([0, 0, 0, 0, 1, 1]))
-        first = 0.5 / (math.sqrt(1 / 3) + 1e-6)  # mean 1/2, variance (4 · 1/4) / 3
-        second = 1.0 / (math.sqrt(2) + 1e-6)  # mean 3, variance 2 / 1
-        torch.testing.assert_close(got, f64(first, -first, first, -first, -second, second), rtol=1e-14, atol=0)
-
-    def test_matches_numpy_whatever_the_order_of_rows(self):
-        rng = np.random.default_rng(0)
-        rewards, groups = rng.normal(size=24), rng.permutation(np.repeat(np.arange(4), 6))
-        expected = np.empty(24)
-        for group in range(4):
-            own = rewards[groups == group]
-            expected[groups == group] = (own - own.mean()) / (own.std(ddof=1) + 1e-6)
-        got = group_norm(torch.from_numpy(rewards), torch.from_numpy(groups))
-        np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12)
-
-    def test_options(self):
-        rewards, groups = f64(1, 0, 3, 7), torch.tensor([0, 0, 1, 1])
-        population = group_norm(rewards, groups, ddof=0, eps=0.0)
-        torch.testing.assert_close(population, f64(1, -1, -1, 1), rtol=1e-14, atol=0)
-        torch.testing.assert_close(group_norm(rewards, groups, scale="none"), f64(0.5, -0.5, -2, 2), rtol=1e-14, atol=0)
-        whole = rewards.numpy().std(ddof=1) + 1e-6
-        expected = f64(0.5, -0.5, -2, 2) / whole
-        torch.testing.assert_close(group_norm(rewards, groups, scale="batch"), expected, rtol=1e-13, atol=0)
-        with pytest.raises(ValueError, match="'group', 'batch' or 'none'"):
-            group_norm(rewards, groups, scale="row")
-
-    def test_equal_rewards_give_exactly_zero(self):
-        # The mean of ten times 0.1 is not 0.1 in floating point.
-        assert (
-            group_norm(torch.full((10,), 0.1, dtype=torch.float64), torch.zeros(10, dtype=torch.int64)).tolist() == [0.0] * 10
-        )
-
-    def test_group_of_one_keeps_its_reward(self):
-        torch.testing.assert_close(group_norm(f64(3.0), torch.tensor([0])), f64(3 / (1 + 1e-6)), rtol=1e-14, atol=0)
-
-    def test_invalid_samples_count_nowhere(self):
-        valid = torch.tensor([True, True, False, True])
-        got = group_norm(f64(1, 2, math.nan, 6), torch.zeros(4, dtype=torch.int64), valid)
-        expected = group_norm(f64(1, 2, 6), torch.zeros(3, dtype=torch.int64))
-        assert got[2] == 0
-        torch.testing.assert_close(got[valid], expected, rtol=1e-14, atol=0)
-
-    @settings(max_examples=50)
-    @given(st.lists(st.floats(-100, 100), min_size=2, max_size=16), st.floats(-50, 50), st.floats(0.5, 10))
-    def test_shift_leaves_and_scale_nearly_leaves_advantages(self, rewards: list[float], shift: float, scale: float):
-        groups = torch.zeros(len(rewards), dtype=torch.int64)
-        base = f64(*rewards)
-        plain = group_norm(base, groups)
-        assert abs(float(plain.sum())) < 1e-6
-        if float(base.std()) > 0.1:
-            torch.testing.assert_close(group_norm(base * scale + shift, groups), plain, rtol=1e-4, atol=1e-6)
-
-    def test_registered_estimator_is_per_sample_and_streamable(self):
-        estimator = ADVANTAGES.get("group_norm")
-        rewards, groups = f64(1, 0, 1), torch.zeros(3, dtype=torch.int64)
-        mask = torch.ones(3, 5, dtype=torch.float64)
-        inputs = AdvantageInputs(rewards, groups, torch.ones(3, dtype=torch.bool), mask, token_rewards(rewards, mask))
-        options = AdvantageOptions()
-        assert estimator.streams(options)
-        torch.testing.assert_close(estimator.compute(inputs, options), group_norm(rewards, groups)[:, None])
-
-    def test_every_option_reaches_the_registered_estimator(self):
-        estimator = ADVANTAGES.get("group_norm")
-        rewards, groups = f64(1, 0, 3, 7), torch.tensor([0, 0, 1, 1])
-        mask = torch.ones(4, 2, dtype=torch.float64)
-        inputs = AdvantageInputs(rewards, groups, torch.ones(4, dtype=torch.bool), mask, token_rewards(rewards, mask))
-        for scale in ("group", "batch", "none"):
-            options = AdvantageOptions(group_std=scale, ddof=0, eps=0.5)
-            expected = group_norm(rewards, groups, scale=scale, ddof=0, eps=0.5)[:, None]
-            torch.testing.assert_close(estimator.compute(inputs, options), expected, rtol=0, atol=0)
-            assert estimator.streams(options) == (scale != "batch")
 
 
 class TestKl:
@@ -161,9 +105,6 @@ class TestKl:
         exact = float((p * x).sum())
         for estimator in (k1, k3):
             assert float((p * estimator(x)).sum()) == pytest.approx(exact, rel=1e-12)
-
-    def test_k3_plain_has_no_clamp(self):
-        torch.testing.assert_close(k3(f64(-4.0, 30.0)), f64(math.exp(4) - 5, 29 + math.exp(-30)), rtol=1e-14, atol=0)
 
     def test_importance_weighted_k3_is_unbiased_off_policy_gradient_included(self):
         logits = f64(0.3, -0.2, 0.8).requires_grad_()
@@ -377,7 +318,7 @@ class TestRegistries:
         for registry in (ADVANTAGES, POLICY_LOSSES):
             monkeypatch.setattr(registry, "_entries", {})
 
-        @advantage("own", streamable=False, **({"needs_values": True} if needs_values else {}))
+        @advantage_estimator("own", streamable=False, **({"needs_values": True} if needs_values else {}))
         def estimate(inputs, options):
             return inputs.rewards
 
@@ -398,3 +339,464 @@ class TestRegistries:
             "assert 'group_norm' in ADVANTAGES; sys.exit('torch' in sys.modules)"
         )
         assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+
+
+# ------------------------------------------------------------------ corrections, losses of sequences and the value loss
+
+MASK = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.float64)
+
+
+def matrix(*rows: list[float]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def random_inputs(seed: int, spread: float = 0.5) -> LossInputs:
+    rng = np.random.default_rng(seed)
+    old = torch.from_numpy(rng.normal(-1.5, 0.5, (3, 4)))
+    logp = (old + torch.from_numpy(rng.normal(0, spread, (3, 4)))).requires_grad_()
+    behaviour = old + torch.from_numpy(rng.normal(0, spread, (3, 4)))
+    chosen = MASK * (torch.arange(4) == 2)  # of a loss that chooses
+    return LossInputs(logp, old, old, behaviour, torch.from_numpy(rng.normal(size=(3, 1))), MASK, chosen)
+
+
+def total(loss: torch.Tensor) -> torch.Tensor:
+    return (loss * MASK).sum()
+
+
+class TestGspo:
+    @pytest.mark.parametrize("seed", range(4))
+    def test_one_loss_a_row(self, seed: int):
+        inputs, options = random_inputs(seed), LossOptions(clip_low=0.1, clip_high=0.15)
+        outputs = gspo(inputs, options)
+        for i in range(2):
+            kept = [t for t in range(4) if MASK[i, t]]
+            s = math.exp(sum((inputs.logp[i, t] - inputs.old_logp[i, t]).item() for t in kept) / len(kept))
+            a = float(inputs.advantages[i])
+            expected = max(-s * a, -min(max(s, 0.9), 1.15) * a)
+            np.testing.assert_allclose(outputs.loss[i].detach().numpy(), [expected] * 4, rtol=1e-12)
+        assert outputs.loss.shape == MASK.shape
+
+    def test_gradient_of_a_row_is_shared_by_its_tokens(self):
+        inputs = random_inputs(0, 0.01)
+        outputs = gspo(inputs, LossOptions())
+        row_means = (outputs.loss * MASK).sum(1) / MASK.sum(1).clamp(min=1)
+        (gradient,) = torch.autograd.grad(row_means.sum(), inputs.logp)
+        for i, n in ((0, 3), (1, 2)):
+            s = float(((inputs.logp - inputs.old_logp) * MASK)[i].detach().sum() / n)
+            expected = -math.exp(s) * float(inputs.advantages[i]) / n
+            torch.testing.assert_close(gradient[i], expected * MASK[i], rtol=1e-12, atol=1e-15)
+
+
+class TestCispo:
+    def test_value_and_gradient(self):
+        logp, old = matrix([-1.0, -1.0, -1.0, -1.0]).requires_grad_(), matrix([-1.0, -1.5, -0.5, -1.1])
+        inputs = LossInputs(logp, old, old, old, matrix([2.0]), torch.ones(1, 4, dtype=torch.float64))
+        outputs = cispo(inputs, LossOptions(clip_low=0.2, clip_high=0.28))
+        weight = matrix([1.0, 1.28, 0.8, math.exp(0.1)])
+        torch.testing.assert_close(outputs.loss, -weight * 2.0 * logp, rtol=1e-14, atol=0)
+        assert outputs.metrics["actor/pg_clipfrac"].tolist() == [[0, 1, 1, 0]]
+        (gradient,) = torch.autograd.grad(outputs.loss.sum(), logp)  # no token loses it
+        torch.testing.assert_close(gradient, -2.0 * weight, rtol=1e-14, atol=0)
+
+    def test_no_lower_bound(self):
+        logp, old = matrix([-9.0]), matrix([-1.0])
+        inputs = LossInputs(logp, old, old, old, matrix([1.0]), torch.ones(1, 1, dtype=torch.float64))
+        assert cispo(inputs, LossOptions(clip_low=1.0)).loss.item() == pytest.approx(9 * math.exp(-8))
+
+
+class TestSapo:
+    def test_value(self):
+        logp, old = matrix([math.log(1.5), math.log(0.5)]), matrix([0.0, 0.0])
+        inputs = LossInputs(logp, old, old, old, matrix([0.2, -0.3]), torch.ones(1, 2, dtype=torch.float64))
+        got = sapo(inputs, LossOptions(tau_positive=1.0, tau_negative=2.0)).loss
+        expected = matrix([-4 / (1 + math.exp(-0.5)) * 0.2, 2 / (1 + math.exp(1.0)) * 0.3])
+        torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
+
+    def test_on_policy_gradient_is_the_policy_gradient(self):
+        old = matrix([-1.0, -2.0])
+        logp = old.clone().requires_grad_()
+        inputs = LossInputs(logp, old, old, old, matrix([2.0, -3.0]), torch.ones(1, 2, dtype=torch.float64))
+        (gradient,) = torch.autograd.grad(sapo(inputs, LossOptions(tau_positive=1.3, tau_negative=0.7)).loss.sum(), logp)
+        torch.testing.assert_close(gradient, matrix([-2.0, 3.0]), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICY_LOSSES) - {"cispo", "topr", "vespo"}))
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_are_those_of_finite_differences(name: str, seed: int):
+    inputs = random_inputs(seed)
+    compute = POLICY_LOSSES.get(name).compute
+    options = LossOptions(clip_low=0.1, clip_high=0.2, dual_clip=1.5)
+    assert torch.autograd.gradcheck(lambda logp: total(compute(replace(inputs, logp=logp), options).loss), (inputs.logp,))
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_rows_do_not_touch_each_other(name: str):
+    """What lets a step be cut into micro-batches: each row's loss and gradient are its own."""
+    inputs = random_inputs(5)
+    compute = POLICY_LOSSES.get(name).compute
+    (whole,) = torch.autograd.grad(total(compute(inputs, LossOptions()).loss), inputs.logp)
+    for row in range(3):
+        part = LossInputs(*(getattr(inputs, field)[row : row + 1] for field in inputs.__dataclass_fields__))
+        alone = (compute(part, LossOptions()).loss * part.mask).sum()
+        (gradient,) = torch.autograd.grad(alone, inputs.logp)
+        torch.testing.assert_close(gradient[row], whole[row], rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_float64_and_one_value_a_token(name: str):
+    outputs = POLICY_LOSSES.get(name).compute(random_inputs(1), LossOptions())
+    assert (outputs.loss.dtype, outputs.loss.shape) == (torch.float64, MASK.shape)
+    assert all(metric.dtype == torch.float64 and not metric.requires_grad for metric in outputs.metrics.values())
+
+
+def test_ppo_is_against_the_old_policy():
+    inputs = replace(random_inputs(2), proximal_logp=torch.zeros(3, 4), behaviour_logp=torch.zeros(3, 4))
+    ratio = (inputs.logp - inputs.old_logp).exp()
+    plain = torch.maximum(-ratio * inputs.advantages, -ratio.clamp(0.8, 1.28) * inputs.advantages)
+    torch.testing.assert_close(ppo(inputs, LossOptions()).loss, plain, rtol=1e-14, atol=0)
+
+
+class TestCorrections:
+    options = CorrectionOptions(cap=2.0, low=0.5, high=1.6)
+
+    @pytest.mark.parametrize("name", sorted(CORRECTIONS))
+    def test_what_is_at_a_bound_is_within_it(self, name: str):
+        options = CorrectionOptions(cap=1.0, low=1.0, high=1.0)
+        got = CORRECTIONS.get(name)(matrix([0.0, 0.0]), matrix([1.0, 1.0]), options)
+        assert (got.weight.unique().tolist(), bool(got.altered.any())) == ([1.0], False)
+
+    @pytest.mark.parametrize("name", sorted(CORRECTIONS))
+    @given(seed=st.integers(0, 2**32 - 1))
+    def test_against_plain_python(self, name: str, seed: int):
+        """Rows without a trained token among them. What is not trained has no say, however large its weight."""
+        rng = np.random.default_rng(seed)
+        mask = rng.random((3, 5)) < rng.choice([0.2, 0.6])
+        log_weight = np.where(mask, rng.normal(0, 1, (3, 5)), 50)
+        got = CORRECTIONS.get(name)(torch.from_numpy(log_weight), torch.from_numpy(mask.astype(np.float64)), self.options)
+        weight, altered = got.weight.expand(3, 5).numpy(), got.altered.expand(3, 5).numpy()
+        for i in range(3):
+            own = np.exp(log_weight[i, mask[i]])
+            whole, mean = np.full(len(own), own.prod()), np.full(len(own), own.prod() ** (1 / max(len(own), 1)))
+            within = {"icepop": (own >= 0.5) & (own <= 1.6), "geometric_mask": (mean >= 0.5) & (mean <= 1.6)}
+            expected = {
+                "token_tis": (own.clip(max=2.0), own > 2),
+                "icepop": (own * within["icepop"], ~within["icepop"]),
+                "sequence_tis": (whole.clip(max=2.0), whole > 2),
+                "geometric_mask": (within["geometric_mask"], ~within["geometric_mask"]),
+            }[name]
+            np.testing.assert_allclose(weight[i, mask[i]], expected[0], rtol=1e-11)
+            assert altered[i, mask[i]].tolist() == expected[1].tolist()
+            if not len(own) and got.weight.shape[1] == 1:
+                assert (got.weight[i].item(), got.altered[i].item()) == (1.0, False)
+
+    @pytest.mark.parametrize("name", sorted(CORRECTIONS))
+    def test_no_gradient_and_no_overflow(self, name: str):
+        log_weight = torch.full((1, 4), 800.0).requires_grad_()
+        got = CORRECTIONS.get(name)(log_weight, torch.ones(1, 4), CorrectionOptions())
+        assert not got.weight.requires_grad
+        assert bool(got.weight.isfinite().all())
+
+
+class TestValueLoss:
+    def test_by_hand(self):
+        values, old, returns = matrix([1.0, 1.0, 0.1, -1.0]), matrix([0.0, 0.9, 0.0, 0.0]), matrix([0.9, 2.0, 0.0, -0.9])
+        loss, clipped = clipped_value_loss(values, old, returns, 0.2)
+        torch.testing.assert_close(loss, matrix([0.5 * 0.49, 0.5, 0.005, 0.5 * 0.49]), rtol=1e-13, atol=0)
+        assert clipped.tolist() == [[True, False, False, True]]
+
+    def test_gradients(self):
+        rng = np.random.default_rng(0)
+        values = torch.from_numpy(rng.normal(size=(2, 5))).requires_grad_()
+        old, returns = (torch.from_numpy(rng.normal(size=(2, 5))) for _ in range(2))
+        assert torch.autograd.gradcheck(lambda v: clipped_value_loss(v, old, returns, 0.3)[0].sum(), (values,))
+
+
+class TestInterpolatedProximal:
+    def test_fresh_tokens_are_their_own_and_stale_ones_one_version_back(self):
+        logp, behaviour = matrix([-1.0] * 5).requires_grad_(), matrix([-3.0] * 5)
+        got = interpolated_proximal(logp, behaviour, torch.tensor([[0, 1, 2, 4, 3]]))
+        torch.testing.assert_close(got, matrix([-1.0, -3.0, -2.0, -1.5, -5 / 3]), rtol=1e-14, atol=0)
+        assert not got.requires_grad
+
+
+# ------------------------------------------------------------ losses beside PPO's clip, and the tokens that they choose
+
+MASK4 = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0]], dtype=torch.float64)
+
+
+def batch(seed: int, spread: float = 0.6) -> LossInputs:
+    """Rows of advantages of either sign, some of ratios far from 1, and one without a trained token."""
+    rng = np.random.default_rng(seed)
+    old = torch.from_numpy(-rng.exponential(1.0, (4, 4)) - 1e-3)
+    logp = (old + torch.from_numpy(rng.normal(0, spread, (4, 4)))).clamp(max=-1e-4).requires_grad_()
+    advantages = torch.tensor([[1.3], [-0.7], [-1.1], [0.4]], dtype=torch.float64)
+    chosen = torch.from_numpy((rng.random((4, 4)) < 0.4).astype(np.float64))
+    return LossInputs(logp, old, old, old - 0.1, advantages, MASK4, chosen)
+
+
+def tokens(inputs: LossInputs) -> list[tuple[int, int, float, float, float]]:
+    """Row, place, log-probability, old log-probability and advantage of each trained token."""
+    return [
+        (i, t, float(inputs.logp.detach()[i, t]), float(inputs.old_logp[i, t]), float(inputs.advantages[i, 0]))
+        for i in range(4)
+        for t in range(4)
+        if MASK4[i, t]
+    ]
+
+
+def assert_tokens(values: torch.Tensor, expected: dict[tuple[int, int], float]) -> None:
+    for (i, t), number in expected.items():
+        assert float(values.detach()[i, t]) == pytest.approx(number, rel=1e-11, abs=1e-14), (i, t)
+
+
+def gradient(loss: torch.Tensor, inputs: LossInputs) -> torch.Tensor:
+    (found,) = torch.autograd.grad((loss * MASK4).sum(), inputs.logp)
+    return found
+
+
+def surrogate(ratio: float, advantage: float, low: float = 0.9, high: float = 1.15) -> float:
+    return max(-ratio * advantage, -min(max(ratio, low), high) * advantage)
+
+
+CLIPPING = {"clip_low": 0.1, "clip_high": 0.15}
+# By loss: its options, and what it and its metrics are of a token, by its ratio r, its log-probability, its advantage a, and
+# whether it is chosen.
+FORMULAS: dict[str, tuple[Any, dict[str, float], dict[str, Any]]] = {
+    "gpg": (gpg, {}, {"": lambda r, logp, a, chosen: -a * logp}),
+    "unbounded_positive": (
+        unbounded_positive,
+        {**CLIPPING, "dual_clip": 1.2},
+        {
+            "": lambda r, logp, a, chosen: -a * logp if a > 0 else min(surrogate(r, a), -1.2 * a),
+            CLIPPED: lambda r, logp, a, chosen: a < 0 and r < 0.9,
+            LOWER: lambda r, logp, a, chosen: a < 0 and surrogate(r, a) > -1.2 * a,
+        },
+    ),
+    "clip_cov": (
+        clip_cov,
+        CLIPPING,
+        {
+            "": lambda r, logp, a, chosen: 0.0 if chosen else surrogate(r, a),
+            "actor/covariance_chosen": lambda r, logp, a, chosen: chosen,
+        },
+    ),
+    "kl_cov": (kl_cov, {"covariance_kl": 0.7}, {"": lambda r, logp, a, chosen: -r * a + 0.7 * chosen * abs(math.log(r))}),
+    "m2po": (m2po, {}, {"": lambda r, logp, a, chosen: 0.0 if chosen else -r * a}),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.parametrize("seed", range(4))
+def test_formulas_of_single_tokens(name: str, seed: int):
+    inputs, (loss, options, formulas) = batch(seed), FORMULAS[name]
+    outputs = loss(inputs, LossOptions(**options))
+    for part, formula in formulas.items():
+        expected = {
+            (i, t): float(formula(math.exp(logp - old), logp, advantage, bool(inputs.chosen[i, t])))
+            for i, t, logp, old, advantage in tokens(inputs)
+        }
+        assert_tokens(outputs.metrics[part] if part else outputs.loss, expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+class TestFormulas:
+    def test_gmpo_is_the_geometric_mean_of_clipped_ratios(self, seed: int):
+        inputs, low, high = batch(seed), 0.3, 0.2
+        outputs = gmpo(inputs, LossOptions(clip_low=low, clip_high=high))
+        expected, clipped = {}, {}
+        for i, t, logp, old, advantage in tokens(inputs):
+            clipped[i, t] = float(logp - old > high if advantage > 0 else logp - old < -low)
+            product, length = 1.0, 0
+            for j, _, other, other_old, _ in tokens(inputs):
+                if j == i:
+                    ratio = math.exp(other - other_old)
+                    product *= min(ratio, math.exp(high)) if advantage > 0 else max(ratio, math.exp(-low))
+                    length += 1
+            expected[i, t] = -advantage * product ** (1 / length)
+        assert_tokens(outputs.loss, expected)
+        assert_tokens(outputs.metrics["actor/pg_clipfrac"], clipped)
+        assert outputs.loss.shape == MASK4.shape
+
+    @pytest.mark.parametrize("loss", [dppo_tv, dppo_kl])
+    def test_dppo_leaves_out_what_moves_on_beyond_its_divergence(self, seed: int, loss):
+        inputs, low, high = batch(seed), 0.04, 0.06
+        outputs = loss(inputs, LossOptions(clip_low=low, clip_high=high))
+        expected, outside = {}, {}
+        for i, t, logp, old, advantage in tokens(inputs):
+            p, m = math.exp(logp), math.exp(old)
+            divergence = abs(p - m) if loss is dppo_tv else m * math.log(m / p) + (1 - m) * math.log((1 - m) / (1 - p))
+            away = p > m if advantage > 0 else p < m
+            outside[i, t] = float(away and divergence > (high if advantage > 0 else low))
+            expected[i, t] = 0.0 if outside[i, t] else -p / m * advantage
+        assert_tokens(outputs.loss, expected)
+        assert_tokens(outputs.metrics["actor/pg_clipfrac"], outside)
+        found = gradient(outputs.loss, inputs)
+        assert_tokens(found, expected)  # of -r A it is -r A
+
+    def test_vespo_weighs_samples_by_their_whole_ratio(self, seed: int):
+        inputs = batch(seed)
+        options = {"power_positive": 1.5, "decay_positive": 2.5, "power_negative": 2.2, "decay_negative": 1.7}
+        outputs = vespo(inputs, LossOptions(), **options)
+        weights, expected = {}, {}
+        for i, t, logp, _, advantage in tokens(inputs):
+            whole = math.exp(sum(other - old for j, _, other, old, _ in tokens(inputs) if j == i))
+            power, decay = (1.5, 2.5) if advantage > 0 else (2.2, 1.7)
+            weights[i, t] = whole**power * math.exp(decay * (1 - whole))
+            expected[i, t] = -weights[i, t] * advantage * logp
+        assert_tokens(outputs.loss, expected)
+        assert_tokens(outputs.metrics["actor/vespo_weight"], weights)
+        assert_tokens(
+            gradient(outputs.loss, inputs), {(i, t): -w * float(inputs.advantages[i, 0]) for (i, t), w in weights.items()}
+        )
+
+    def test_topr_weighs_bad_samples_by_their_whole_ratio(self, seed: int):
+        inputs, whole = batch(seed), [0.0] * 4
+        for i, _, logp, old, _ in tokens(inputs):
+            whole[i] += logp - old
+        weights = {(i, t): 1.0 if advantage > 0 else min(1.0, math.exp(whole[i])) for i, t, _, _, advantage in tokens(inputs)}
+        outputs = topr(inputs, LossOptions())
+        assert_tokens(outputs.metrics["actor/topr_weight"], weights)
+        slopes = {(i, t): -weight * float(inputs.advantages[i, 0]) for (i, t), weight in weights.items()}
+        assert_tokens(gradient(outputs.loss, inputs), slopes)
+
+
+@pytest.mark.parametrize("loss", [gmpo, gpg, unbounded_positive, dppo_tv, dppo_kl, vespo, topr, clip_cov, kl_cov, m2po])
+def test_on_policy_the_gradient_is_that_of_the_policy_gradient(loss):
+    inputs = batch(0)
+    inputs = replace(inputs, old_logp=inputs.logp.detach(), chosen=0 * MASK4)
+    share = 1 / MASK4.sum(1, keepdim=True).clamp(min=1) if loss is gmpo else 1.0  # a row's loss, on each of its tokens
+    found = gradient(loss(inputs, LossOptions()).loss * share, inputs)
+    torch.testing.assert_close(found, -inputs.advantages * MASK4 * share, rtol=1e-12, atol=1e-15)
+
+
+def test_vespo_stands_ratios_that_overflow():
+    inputs = batch(0)
+    for far in (400.0, -400.0):
+        outputs = vespo(replace(inputs, old_logp=inputs.logp.detach() - far), LossOptions())
+        assert (outputs.loss * MASK4).abs().sum() == 0
+
+
+def test_dppo_kl_leaves_out_what_has_become_certain():
+    ones = torch.zeros(4, 4, dtype=torch.float64)
+    inputs = replace(batch(0), logp=ones, old_logp=ones - 0.5)
+    outputs = dppo_kl(inputs, LossOptions(clip_high=1.0, clip_low=1.0))
+    expected = -math.exp(0.5) * inputs.advantages.clamp(max=0).expand(4, 4)
+    torch.testing.assert_close(outputs.loss, expected, rtol=1e-14, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------------ the choice of tokens
+
+
+def step(seed: int, count: int = 400) -> StepTokens:
+    rng = np.random.default_rng(seed)
+    advantages, logp, draws, moved = (
+        torch.from_numpy(each)
+        for each in (rng.normal(0.2, 2, count), -rng.exponential(1, count), rng.random(count), rng.normal(0, 0.3, count))
+    )
+    return StepTokens(advantages, logp, draws, logp + moved)
+
+
+def plain_covariances(one: StepTokens) -> np.ndarray:
+    advantages, logp = one.advantages.numpy(), one.logp.numpy()
+    return (advantages - advantages.sum() / len(advantages)) * (logp - logp.sum() / len(logp))
+
+
+def in_parts(one: StepTokens, cuts: list[int], choose) -> torch.Tensor:
+    """What `choose` gives for parts of `one`, each of which is asked with sums over all: each part asks for every sum,
+    in turns, so that they have to ask alike."""
+    import threading
+
+    bounds = [0, *cuts, len(one.logp)]
+    parts, found, sums, lock = len(bounds) - 1, {}, {}, threading.Barrier(len(bounds) - 1)
+
+    def run(index: int) -> None:
+        rounds = iter(range(10**6))
+
+        def batch_sum(part: torch.Tensor) -> torch.Tensor:
+            sums[number := next(rounds), index] = part
+            lock.wait(timeout=60)
+            return sum(sums[number, other] for other in range(parts))
+
+        own = slice(bounds[index], bounds[index + 1])
+        part = StepTokens(one.advantages[own], one.logp[own], one.draws[own], one.start[own])
+        found[index] = choose(part, batch_sum)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(parts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return torch.cat([found[index] for index in range(parts)])
+
+
+class TestChoice:
+    @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20), st.floats(0, 1))
+    def test_the_largest_and_their_equals(self, values: list[float], share: float):
+        got = largest(torch.tensor(values, dtype=torch.float64), share, own_part)
+        ordered = sorted((value + 0.0 for value in values), reverse=True)  # 0 for -0, which is not below it
+        wanted = max(1, int(share * len(values)))
+        assert got.sum() >= min(wanted, len(values))
+        if values:
+            last = ordered[wanted - 1]
+            chosen = [value for value, is_chosen in zip(values, got.tolist(), strict=True) if is_chosen]
+            assert all(value >= last for value in chosen)
+            assert last == 0 or sorted(chosen, reverse=True) == [value for value in ordered if value >= last]
+
+    def test_covariances_are_about_the_means_of_the_step(self):
+        one = step(0)
+        np.testing.assert_allclose(covariances(one, own_part).numpy(), plain_covariances(one), rtol=1e-12)
+
+    def test_kl_cov_takes_the_highest(self):
+        one, options = step(1), LossOptions(covariance_share=0.02)
+        got = highest(one, options, own_part).numpy()
+        assert got.sum() == 8
+        assert set(np.flatnonzero(got)) == set(np.argsort(plain_covariances(one))[-8:])
+
+    def test_clip_cov_draws_between_its_bounds(self):
+        one, options = step(2), LossOptions(covariance_share=0.02, covariance_low=0.5, covariance_high=1.5)
+        got, covariance = drawn_within(one, options, own_part).numpy(), plain_covariances(one)
+        within = np.flatnonzero((covariance > 0.5) & (covariance < 1.5))
+        assert len(within) > 8
+        assert set(np.flatnonzero(got)) == set(within[np.argsort(one.draws.numpy()[within])[-8:]])
+
+    def test_clip_cov_takes_no_more_than_there_are(self):
+        one, options = step(3), LossOptions(covariance_share=1.0, covariance_low=2.0, covariance_high=3.0)
+        covariance = plain_covariances(one)
+        assert np.array_equal(drawn_within(one, options, own_part).numpy(), (covariance > 2) & (covariance < 3))
+
+    def test_one_token_at_least_is_chosen_and_none_of_none(self):
+        assert highest(step(4), LossOptions(covariance_share=0.0), own_part).sum() == 1
+        assert len(highest(step(4, 0), LossOptions(), own_part)) == 0
+
+    @pytest.mark.parametrize("limit", [0.0, 0.01, 0.04, 0.2])
+    def test_m2po_takes_the_furthest_until_the_others_are_near_enough(self, limit: float):
+        one = step(6)
+        moments = (one.start - one.logp).square().numpy()
+        may_go = ((one.start - one.logp) * one.advantages > 0).numpy()
+        kept = np.ones(len(moments), bool)
+        for index in sorted(np.flatnonzero(may_go & (moments > limit)), key=lambda index: -moments[index]):
+            if moments[kept].mean() <= limit:
+                break
+            kept[index] = False
+        got = beyond_second_moment(one, LossOptions(m2_threshold=limit), own_part).numpy()
+        assert np.array_equal(got, ~kept)
+        assert got.any() == (moments.mean() > limit)
+
+    def test_m2po_keeps_what_goes_back(self):
+        one = step(7)
+        back = StepTokens((one.logp - one.start).sign(), one.logp, one.draws, one.start)
+        assert not beyond_second_moment(back, LossOptions(m2_threshold=0.0), own_part).any()
+
+    @pytest.mark.parametrize("cuts", [[150], [0, 399], [400]])
+    def test_parts_measure_the_second_moment_together(self, cuts: list[int]):
+        one, options = step(8), LossOptions()
+        got = in_parts(one, cuts, lambda part, batch_sum: beyond_second_moment(part, options, batch_sum))
+        assert torch.equal(got, beyond_second_moment(one, options, own_part)) and 0 < got.sum() < 200
+
+    @pytest.mark.parametrize("choose", [highest, drawn_within])
+    @pytest.mark.parametrize("cuts", [[150], [0, 399], [400]])
+    def test_parts_choose_together_what_the_whole_does(self, choose, cuts: list[int]):
+        one, options = step(5), LossOptions(covariance_share=0.03, covariance_low=0.5, covariance_high=4.0)
+        got = in_parts(one, cuts, lambda part, batch_sum: choose(part, options, batch_sum))
+        assert torch.equal(got, choose(one, options, own_part))
+        assert got.sum() == 12

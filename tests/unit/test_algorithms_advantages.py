@@ -1,13 +1,16 @@
-"""Advantages and returns against loops in plain Python, with masks that have gaps and rows that are fully masked."""
+"""Advantages, returns and evaluation against loops in plain Python, with gaps, masked rows, branches and rewards of turns."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
@@ -25,8 +28,8 @@ from runtime.algorithms.advantages import (
     value_targets,
     whiten,
 )
-from runtime.algorithms.evaluation import pass_at_k
-from runtime.algorithms.interfaces import ADVANTAGES, AdvantageInputs, AdvantageOptions
+from runtime.algorithms.evaluation import clustered_standard_error, maj_at_k, pass_at_k
+from runtime.algorithms.interfaces import ADVANTAGES, AdvantageInputs, AdvantageOptions, TurnRewards
 from runtime.algorithms.losses import k1
 
 pytestmark = pytest.mark.numeric
@@ -61,6 +64,75 @@ def plain_gae(rewards: list, values: list, mask: list, gamma: float, lam: float)
     return advantages, returns
 
 
+class TestGroupNorm:
+    def test_two_groups_by_hand(self):
+        got = group_norm(f64(1, 0, 1, 0, 2, 4), torch.tensor([0, 0, 0, 0, 1, 1]))
+        first = 0.5 / (math.sqrt(1 / 3) + 1e-6)  # mean 1/2, variance (4 · 1/4) / 3
+        second = 1.0 / (math.sqrt(2) + 1e-6)  # mean 3, variance 2 / 1
+        torch.testing.assert_close(got, f64(first, -first, first, -first, -second, second), rtol=1e-14, atol=0)
+
+    def test_matches_numpy_whatever_the_order_of_rows(self):
+        rng = np.random.default_rng(0)
+        rewards, groups = rng.normal(size=24), rng.permutation(np.repeat(np.arange(4), 6))
+        expected = np.empty(24)
+        for group in range(4):
+            own = rewards[groups == group]
+            expected[groups == group] = (own - own.mean()) / (own.std(ddof=1) + 1e-6)
+        got = group_norm(torch.from_numpy(rewards), torch.from_numpy(groups))
+        np.testing.assert_allclose(got.numpy(), expected, rtol=1e-12)
+
+    def test_options(self):
+        rewards, groups = f64(1, 0, 3, 7), torch.tensor([0, 0, 1, 1])
+        population = group_norm(rewards, groups, ddof=0, eps=0.0)
+        torch.testing.assert_close(population, f64(1, -1, -1, 1), rtol=1e-14, atol=0)
+        torch.testing.assert_close(group_norm(rewards, groups, scale="none"), f64(0.5, -0.5, -2, 2), rtol=1e-14, atol=0)
+        whole = rewards.numpy().std(ddof=1) + 1e-6
+        expected = f64(0.5, -0.5, -2, 2) / whole
+        torch.testing.assert_close(group_norm(rewards, groups, scale="batch"), expected, rtol=1e-13, atol=0)
+        with pytest.raises(ValueError, match="'group', 'batch' or 'none'"):
+            group_norm(rewards, groups, scale="row")
+
+    def test_equal_rewards_give_exactly_zero(self):
+        # The mean of ten times 0.1 is not 0.1 in floating point.
+        assert (
+            group_norm(torch.full((10,), 0.1, dtype=torch.float64), torch.zeros(10, dtype=torch.int64)).tolist() == [0.0] * 10
+        )
+
+    def test_group_of_one_keeps_its_reward(self):
+        for scale in ("group", "none"):
+            assert group_norm(f64(2.0), torch.tensor([0]), scale=scale, eps=0.0).tolist() == [2.0]
+        assert rloo(f64(2.0), torch.tensor([0])).tolist() == [2.0]
+        torch.testing.assert_close(group_norm(f64(3.0), torch.tensor([0])), f64(3 / (1 + 1e-6)), rtol=1e-14, atol=0)
+
+    def test_invalid_samples_count_nowhere(self):
+        valid = torch.tensor([True, True, False, True])
+        got = group_norm(f64(1, 2, math.nan, 6), torch.zeros(4, dtype=torch.int64), valid)
+        expected = group_norm(f64(1, 2, 6), torch.zeros(3, dtype=torch.int64))
+        assert got[2] == 0
+        torch.testing.assert_close(got[valid], expected, rtol=1e-14, atol=0)
+
+    @given(st.lists(st.floats(-100, 100), min_size=2, max_size=16), st.floats(-50, 50), st.floats(0.5, 10))
+    def test_shift_leaves_and_scale_nearly_leaves_advantages(self, rewards: list[float], shift: float, scale: float):
+        groups = torch.zeros(len(rewards), dtype=torch.int64)
+        base = f64(*rewards)
+        plain = group_norm(base, groups)
+        assert abs(float(plain.sum())) < 1e-6
+        if float(base.std()) > 0.1:
+            torch.testing.assert_close(group_norm(base * scale + shift, groups), plain, rtol=1e-4, atol=1e-6)
+
+    def test_every_option_reaches_the_registered_estimator(self):
+        estimator = ADVANTAGES.get("group_norm")
+        rewards, groups = f64(1, 0, 3, 7), torch.tensor([0, 0, 1, 1])
+        mask = torch.ones(4, 2, dtype=torch.float64)
+        inputs = AdvantageInputs(rewards, groups, torch.ones(4, dtype=torch.bool), mask, token_rewards(rewards, mask))
+        chosen = [{}, *({"scale": scale, "ddof": 0, "eps": 0.5} for scale in ("group", "batch", "none"))]
+        for values in chosen:
+            options = AdvantageOptions(**{"group_std" if name == "scale" else name: value for name, value in values.items()})
+            expected = group_norm(rewards, groups, **values)[:, None]
+            torch.testing.assert_close(estimator.compute(inputs, options), expected, rtol=0, atol=0)
+            assert estimator.streams(options) == (options.group_std != "batch")
+
+
 class TestTokenRewards:
     def test_reward_at_the_last_trained_token_less_penalties(self):
         mask = matrix([1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0])
@@ -71,11 +143,6 @@ class TestTokenRewards:
 
 
 class TestReturns:
-    def test_by_hand_with_a_gap(self):
-        rewards, mask = matrix([1, 100, 2, 4]), matrix([1, 0, 1, 1])
-        assert returns_to_go(rewards, mask, 0.5).tolist() == [[1 + 0.5 * (2 + 0.5 * 4), 0, 4, 4]]
-
-    @settings(max_examples=60)
     @given(batches(), st.floats(0, 1))
     def test_is_the_discounted_sum_of_later_masked_rewards(self, batch, gamma: float):
         rewards, _, mask = batch
@@ -86,15 +153,6 @@ class TestReturns:
 
 
 class TestGae:
-    def test_by_hand(self):
-        advantages, returns = token_gae(matrix([0, 0, 1]), matrix([0.5, 0.4, 0.2]), matrix([1, 1, 1]), gamma=0.9, lam=0.8)
-        last = 1 - 0.2
-        middle = 0.9 * 0.2 - 0.4 + 0.72 * last
-        first = 0.9 * 0.4 - 0.5 + 0.72 * middle
-        torch.testing.assert_close(advantages, matrix([first, middle, last]), rtol=1e-14, atol=0)
-        torch.testing.assert_close(returns, matrix([first + 0.5, middle + 0.4, 1.0]), rtol=1e-14, atol=0)
-
-    @settings(max_examples=60)
     @given(batches(), st.floats(0, 1), st.floats(0, 1))
     def test_tokens_outside_the_mask_are_as_if_not_there(self, batch, gamma: float, lam: float):
         rewards, values, mask = batch
@@ -133,7 +191,6 @@ class TestGae:
 
 
 class TestWhitening:
-    @settings(max_examples=60)
     @given(batches())
     def test_against_numpy(self, batch):
         values, _, mask = batch
@@ -328,12 +385,6 @@ class TestRegisteredEstimators:
         empty = advantage_inputs(f64(), torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.float64))
         assert len(estimator.compute(empty, AdvantageOptions())) == 0
 
-    def test_group_of_one_in_every_scale(self):
-        one = torch.tensor([0])
-        for scale in ("group", "none"):
-            assert group_norm(f64(2.0), one, scale=scale, eps=0.0).tolist() == [2.0]
-        assert rloo(f64(2.0), one).tolist() == [2.0]
-
 
 class TestShaping:
     def test_signal(self):
@@ -364,3 +415,265 @@ class TestPassAtK:
     def test_impossible_counts(self, case: tuple[int, int, int]):
         with pytest.raises(ValueError, match="1 <= k <= n"):
             pass_at_k(*case)
+
+
+# ------------------------------------------------------------------ episodes of several branches, with rewards of turns
+
+
+class Row(NamedTuple):
+    """A branch: whether each token is trained, and what turns earned, by their last token."""
+
+    mask: list[int]
+    turns: dict[int, float]
+
+
+class Episode(NamedTuple):
+    group: int
+    reward: float
+    valid: bool
+    rows: list[Row]
+
+
+def inputs_of(episodes: list[Episode], **more: Any) -> AdvantageInputs:
+    """As the trainer makes them."""
+    rows = [(episode, index, row) for episode in episodes for index, row in enumerate(episode.rows)]
+    width = max(len(row.mask) for _, _, row in rows)
+    mask = torch.tensor([[m * episode.valid for m in row.mask] + [0] * (width - len(row.mask)) for episode, _, row in rows])
+    turns = [
+        (at, token, value) for at, (episode, _, row) in enumerate(rows) for token, value in row.turns.items() if episode.valid
+    ]
+    where = [torch.tensor([turn[field] for turn in turns], dtype=torch.int64) for field in (0, 1)]
+    values = torch.tensor([value for _, _, value in turns], dtype=torch.float64)
+    rewards = torch.tensor([episode.reward if episode.valid else 0.0 for episode, _, _ in rows], dtype=torch.float64)
+    return AdvantageInputs(
+        rewards=rewards,
+        groups=torch.tensor([episode.group for episode, _, _ in rows]),
+        valid=torch.tensor([episode.valid for episode, _, _ in rows]),
+        mask=mask.double(),
+        token_rewards=mask.double(),  # of no use here
+        leads=torch.tensor([index == 0 for _, index, _ in rows]),
+        turns=TurnRewards(*where, values) if turns else None,
+        **more,
+    )
+
+
+@st.composite
+def episode_batches(draw: st.DrawFn, turns: bool = True) -> list[Episode]:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    share = draw(st.sampled_from([0.3, 0.8, 1.0]))
+    episodes = []
+    for group in range(draw(st.integers(1, 3))):
+        for _ in range(draw(st.integers(1, 4))):
+            rows = []
+            for _ in range(rng.integers(1, 4)):
+                mask = (rng.random(rng.integers(1, 10)) < 0.6).astype(int).tolist()
+                ends = [t for t, m in enumerate(mask) if m and not any(mask[t + 1 : t + 2])]
+                rows.append(Row(mask, {t: float(rng.normal()) for t in ends if turns and rng.random() < share}))
+            episodes.append(Episode(group, float(rng.normal()), bool(rng.random() < 0.8), rows))
+    return episodes
+
+
+# ---------------------------------------------------------------------------------------------- the same by plain loops
+
+
+def normalised(value: float, others: list[float], everything: list[list[float]], name: str, options: AdvantageOptions) -> float:
+    """`value`, one of those of a group; `others`: those of its other episodes; `everything`: of the group, and the batch."""
+    group, batch = everything
+    if name == "rloo":
+        return value - sum(others) / len(others) if others else value
+    mean = sum(group) / len(group) if len(group) > 1 else 0.0
+    if name != "group_norm" or options.group_std == "none":
+        return value - mean
+    if options.group_std == "batch":
+        centre = sum(batch) / len(batch)
+        return (value - mean) / (
+            math.sqrt(sum((x - centre) ** 2 for x in batch) / max(len(batch) - options.ddof, 1)) + options.eps
+        )
+    spread = math.sqrt(sum((x - mean) ** 2 for x in group) / (len(group) - options.ddof)) if len(group) > 1 else 1.0
+    return (value - mean) / (spread + options.eps)
+
+
+def turn_of(mask: list[int], token: int) -> int:
+    """Which run of trained tokens it is in, or the last one before it."""
+    return sum(m and not (t and mask[t - 1]) for t, m in enumerate(mask[: token + 1])) - 1
+
+
+def plain(episodes: list[Episode], name: str, options: AdvantageOptions) -> list[list[float]]:
+    """Of each row of each episode, a number for each token; 0 where it is not trained."""
+    counted = [episode for episode in episodes if episode.valid]
+    found = []
+    for episode in episodes:
+        same = [other for other in counted if other.group == episode.group]
+        others = [other for other in same if other is not episode]
+
+        def turns(of: list[Episode]) -> list[float]:
+            return [value for each in of for row in each.rows for value in row.turns.values()]
+
+        def rewards(of: list[Episode]) -> list[float]:
+            return [each.reward for each in of]
+
+        for row in episode.rows:
+            if not episode.valid:
+                found.append([0.0] * len(row.mask))
+                continue
+            whole = normalised(episode.reward, rewards(others), [rewards(same), rewards(counted)], name, options)
+            earned = {
+                token: normalised(value, turns(others), [turns(same), turns(counted)], name, options)
+                for token, value in row.turns.items()
+            }
+            numbers = []
+            for t, m in enumerate(row.mask):
+                later = [(turn_of(row.mask, token) - turn_of(row.mask, t), value) for token, value in earned.items()]
+                numbers.append(m * (whole + sum(options.turn_discount**far * value for far, value in later if far >= 0)))
+            found.append(numbers)
+    return found
+
+
+CASES: list[tuple[str, AdvantageOptions]] = [
+    ("group_norm", AdvantageOptions()),
+    ("group_norm", AdvantageOptions(group_std="none", turn_discount=0.7)),
+    ("group_norm", AdvantageOptions(group_std="batch", ddof=0, eps=1e-3, turn_discount=0.5)),
+    ("rloo", AdvantageOptions(turn_discount=0.9)),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@given(episode_batches())
+def test_an_episode_counts_once_and_its_turns_reach_the_tokens_before_them(
+    name: str, options: AdvantageOptions, episodes: list[Episode]
+):
+    got = ADVANTAGES.find(name).compute(inputs_of(episodes), options)
+    mask = inputs_of(episodes).mask
+    for row, expected in enumerate(plain(episodes, name, options)):
+        found = (got.expand_as(mask)[row] * mask[row]).numpy()[: len(expected)]
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@given(episode_batches())
+def test_the_baseline_is_whitened_with_turns_and_branches(episodes: list[Episode]):
+    options = AdvantageOptions(turn_discount=0.8)
+    got = ADVANTAGES.find("reinforce_plus_plus_baseline").compute(inputs_of(episodes), options).numpy()
+    rows = plain(episodes, "reinforce_plus_plus_baseline", options)
+    masks = [[m * episode.valid for m in row.mask] for episode in episodes for row in episode.rows]
+    kept = [x for numbers, mask in zip(rows, masks, strict=True) for x, m in zip(numbers, mask, strict=True) if m]
+    if len(kept) < 2:
+        return
+    mean, deviation = np.mean(kept), math.sqrt(np.var(kept, ddof=1) + 1e-8)
+    for row, (numbers, mask) in enumerate(zip(rows, masks, strict=True)):
+        expected = [m * (x - mean) / deviation for x, m in zip(numbers, mask, strict=True)]
+        np.testing.assert_allclose(got[row, : len(mask)], expected, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["group_norm", "rloo"])
+@given(episode_batches(turns=False), st.randoms())
+def test_more_branches_of_an_episode_change_nobody_s_advantage(name: str, episodes: list[Episode], chance: Any):
+    def values(of: list[Episode]) -> list[float]:
+        got = ADVANTAGES.find(name).compute(inputs_of(of), AdvantageOptions())
+        assert got.shape[1] == 1, "without rewards of turns a row has one advantage"
+        return got[inputs_of(of).leads, 0].tolist()
+
+    branched = [episode._replace(rows=episode.rows * chance.randint(1, 3)) for episode in episodes]
+    assert values(branched) == values(episodes)
+
+
+@pytest.mark.parametrize("estimator", sorted({name for name, _ in CASES} | {"reinforce_plus_plus_baseline", "opo", "gpg"}))
+def test_replies_are_episodes_of_one_row(estimator: str):
+    """Bit for bit, with and without the field that tells of episodes."""
+    rng = np.random.default_rng(3)
+    replies = [Episode(index // 3, float(rng.normal()), index != 4, [Row([1, 0, 1, 1], {})]) for index in range(9)]
+    told = inputs_of(replies)
+    compute: Callable[..., torch.Tensor] = ADVANTAGES.find(estimator).compute
+    untold = AdvantageInputs(told.rewards, told.groups, told.valid, told.mask, told.token_rewards)
+    assert torch.equal(compute(told, AdvantageOptions()), compute(untold, AdvantageOptions()))
+
+
+def test_a_single_reward_of_a_turn_keeps_its_value_and_equal_ones_are_worth_nothing():
+    """As an episode that is alone in its group, and as episodes of equal rewards."""
+    alone = [Episode(0, 1.0, True, [Row([1, 1], {1: 0.5})]), Episode(0, 1.0, True, [Row([1, 1], {})])]
+    equal = [Episode(0, 1.0, True, [Row([1, 0, 1], {0: 0.1, 2: 0.1})]), Episode(0, 1.0, True, [Row([1, 1, 1], {2: 0.1})])]
+    for name in ("group_norm", "rloo"):
+        got = ADVANTAGES.find(name).compute(inputs_of(alone), AdvantageOptions(eps=1e-12))
+        assert got.tolist() == [[pytest.approx(0.5)] * 2, [0.0, 0.0]]
+        assert not ADVANTAGES.find(name).compute(inputs_of(equal), AdvantageOptions()).any()
+
+
+def test_sums_over_the_batch_are_asked_for_as_often_where_no_turn_was_rewarded():
+    """Other parts may have some: each part takes part in each sum."""
+    counts = []
+    for turns in ({}, {1: 0.5}):
+        calls: list[torch.Tensor] = []
+
+        def batch_sum(part: torch.Tensor, calls: list[torch.Tensor] = calls) -> torch.Tensor:
+            calls.append(part)
+            return part
+
+        part = inputs_of([Episode(0, float(reward), True, [Row([1, 1], turns)]) for reward in range(3)], batch_sum=batch_sum)
+        ADVANTAGES.find("group_norm").compute(part, AdvantageOptions(group_std="batch"))
+        counts.append([call.shape for call in calls])
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", ["opo", "gpg"])
+def test_turns_are_less_the_mean_of_their_group(name: str):
+    """Of turns 0.5, 0.2 and 0.8; the rewards themselves tell nothing."""
+    episodes = [Episode(0, 1.0, True, [Row([1, 0, 1], {0: 0.5, 2: 0.2})]), Episode(0, 1.0, True, [Row([1, 1, 0], {1: 0.8})])]
+    got = ADVANTAGES.find(name).compute(inputs_of(episodes), AdvantageOptions(turn_discount=0.5))
+    scale = 1.0 if name == "opo" else 2.0  # samples over at least one of a group with signal
+    expected = [[0.5 * -0.3, -0.3, -0.3], [0.3, 0.3, 0.0]]
+    for row, numbers in enumerate(expected):
+        for token, number in enumerate(numbers):
+            if episodes[row].rows[0].mask[token]:
+                assert float(got[row, token]) == pytest.approx(scale * number, abs=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------------------- evaluation
+
+RIGHT = {"a"}
+
+
+def won_by(answers: tuple[str | None, ...]) -> str | None:
+    """The winner by looking at every prefix: the first answer to have the largest final count."""
+    counts = {answer: answers.count(answer) for answer in answers if answer is not None}
+    most = max(counts.values(), default=0)
+    for end in range(1, len(answers) + 1):
+        for answer, count in counts.items():
+            if count == most and answers[:end].count(answer) == most:
+                return answer
+    return None
+
+
+def test_the_majority_decides_and_a_tie_goes_to_the_first_to_reach_the_count() -> None:
+    for n in range(1, 6):
+        for answers in itertools.product(("a", "b", "c", None), repeat=n):
+            verdicts = [answer in RIGHT for answer in answers]
+            for k in range(1, n + 1):
+                assert maj_at_k(answers, verdicts, k) is (won_by(answers[:k]) in RIGHT), (answers, k)
+
+
+def test_nobody_votes() -> None:
+    assert maj_at_k([None, None], [True, True], 2) is False
+
+
+@pytest.mark.parametrize("case", [(["a"], [True], 2), (["a"], [True], 0), (["a"], [], 1), ([], [], 1)])
+def test_impossible_counts_of_votes(case: tuple[list[str | None], list[bool], int]) -> None:
+    with pytest.raises(ValueError, match="1 <= k <= n"):
+        maj_at_k(*case)
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=2, max_size=12))
+def test_the_error_is_the_sandwich_of_a_regression_on_a_constant(samples: list[list[bool]]) -> None:
+    """Cluster-robust variance (X'X)^-1 (sum over clusters of X'u u'X) (X'X)^-1, times N / (N - 1); X is a column of ones."""
+    values = np.array(samples, np.float64)
+    clusters = len(values)
+    residuals = values - values.mean()
+    meat = sum(float(np.ones(3) @ residuals[c]) ** 2 for c in range(clusters))
+    variance = meat / values.size**2 * clusters / (clusters - 1)
+    assert clustered_standard_error(values.mean(1).tolist()) == pytest.approx(np.sqrt(variance), rel=1e-12, abs=1e-15)
+
+
+def test_samples_of_one_problem_are_no_evidence_of_their_own() -> None:
+    alone = clustered_standard_error([0.0, 1.0, 1.0, 0.0])
+    assert alone == pytest.approx(np.std([0, 1, 1, 0], ddof=1) / 2)
+    assert clustered_standard_error([0.5] * 4) == 0.0
+    assert clustered_standard_error([0.5]) is None
+    assert clustered_standard_error([]) is None

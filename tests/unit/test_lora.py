@@ -7,10 +7,11 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from runtime import codec
 from runtime.config import Critic, Lora, Trainer
@@ -21,11 +22,11 @@ from runtime.models.adapters import merged
 from runtime.models.hf_weights import WeightFiles
 from runtime.trainer.megatron.core_checkpoint import CoreCheckpoint
 from runtime.trainer.step import policy_trainer
-from runtime.types import GroupPayload, Logprobs, TrainGroup
+from runtime.types import Logprobs, TrainGroup
 from tests.closeness import BFLOAT16, LOGITS, assert_close, forward_terms
 from tests.unit.lora_cases import LORA, adapter_tensors, assert_merged, lora_config, saved
-from tests.unit.test_train_torch import Oracle
 from tests.unit.training_cases import make_config, make_groups, make_policy
+from tests.unit.training_oracle import Oracle
 from tests.unit.training_steps import LOSS_TERMS, assert_metrics, assert_same, comparable, published, run_step, weights
 
 pytestmark = pytest.mark.numeric
@@ -36,9 +37,6 @@ STEPS = 3
 
 def peft_model(path: str, adapter: Path, **options: bool):
     """What other programs make of the base and a folder of adapters."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
     return PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager"), adapter, **options
     )
@@ -178,8 +176,6 @@ class TestOnDisk:
         assert_same(weights(first), weights(second))
 
     def test_peft_and_transformers_load_it(self, policy: str, tmp_path: Path):
-        from transformers import AutoModelForCausalLM
-
         engine = policy_trainer(lora_config(policy))
         for seed in range(2):
             run_step(engine, make_groups(seed))
@@ -247,29 +243,17 @@ class TestOnDisk:
 @torch.no_grad()
 def with_base_reference(groups: list[TrainGroup], path: str) -> list[TrainGroup]:
     """`groups` with the log-probabilities that the model of folder `path` gives, by stock transformers."""
-    model = Oracle(path).model
-    out = []
+    oracle, out = Oracle(path), []
     for group in groups:
-        payload = codec.decode(GroupPayload, group.payload)
-        parts = []
-        for sample in payload.samples:
-            ids = torch.from_numpy(np.concatenate([payload.prompt, sample.tokens]).astype(np.int64))
-            logp = torch.log_softmax(model(ids[None]).logits[0, len(payload.prompt) - 1 : -1] / 0.8, -1)
-            parts.append(logp.gather(1, ids[len(payload.prompt) :, None])[:, 0].float().numpy())
-        reference = codec.encode(Logprobs(group_id=group.group_id, values=np.concatenate(parts)))
-        out.append(replace(group, reference=reference))
+        values = torch.cat([row.logp for row in oracle.rows([group], 0.8)]).float().numpy()
+        out.append(replace(group, reference=codec.encode(Logprobs(group_id=group.group_id, values=values))))
     return out
 
 
 @pytest.mark.parametrize(
     ("algorithm", "epochs"),
-    [
-        ({}, 1),
-        ({"kl_placement": "reward", "kl": "k1"}, 1),
-        ({"kl_placement": "reward", "advantage": "reinforce_plus_plus"}, 1),
-        ({}, 2),
-    ],
-    ids=["loss", "reward", "whole batch", "several updates"],
+    [({"kl_placement": "reward", "kl": "k1"}, 1), ({"kl_placement": "reward", "advantage": "reinforce_plus_plus"}, 1), ({}, 2)],
+    ids=["reward", "whole batch", "loss, several updates"],
 )
 def test_the_reference_is_the_model_with_its_adapters_off(policy: str, algorithm: dict, epochs: int):
     sections = {

@@ -1,80 +1,54 @@
-"""A step of the training engine on one rank, against a plain loop over samples with a stock Hugging Face model."""
+"""Steps of the training engine on one rank, of every family, against plain loops over samples with transformers' model."""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from runtime import codec
 from runtime.config import Config, Trainer
 from runtime.errors import UserError
-from runtime.models import passes
+from runtime.models import experts, hf_config, passes
+from runtime.models.experts import join_experts, mixture, route
 from runtime.trainer import objective
-from runtime.trainer.step import policy_trainer
-from runtime.types import GroupPayload, Logprobs, PolicyVersion, TrainGroup
-from tests.closeness import LOGITS, STEP, assert_close, forward_terms
-from tests.unit.tiny_models import save_model
+from runtime.trainer.micro_batch import micro_batches
+from runtime.trainer.rows import Needs, decode_groups
+from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
+from runtime.types import GroupPayload, PolicyVersion, TrainGroup, ValueRequest
+from tests.closeness import BFLOAT16, LOGITS, STEP, assert_close, forward_terms
+from tests.unit.lora_cases import LORA, lora_config
+from tests.unit.test_train_updates import PPO
+from tests.unit.test_train_updates import settings as update_settings
+from tests.unit.tiny_models import WIDE, save_classifier, save_model
 from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
+from tests.unit.training_oracle import Oracle
 from tests.unit.training_steps import LOSS_TERMS, assert_metrics, assert_same, assert_updated, comparable, run_step, weights
 
 pytestmark = pytest.mark.numeric
 
 
-class Oracle:
-    """One step of GRPO written out: one sample a forward pass, stock attention, float64."""
-
-    def __init__(self, path: str):
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
-        for module in self.model.modules():
-            if type(module).__name__ in (
-                "DeepseekV3TopkRouter",
-                "Glm4MoeTopkRouter",
-            ):  # which computes in float32 whatever the model is of
-                module.register_forward_hook(lambda _module, _inputs, found: (found[0], found[1].double()))
-
-    def gradients(self, groups: list[TrainGroup], config: Config) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        algorithm, temperature = config.algorithm, config.sampling.temperature
-        policy, divergence, entropies = [], [], []
-        for group in groups:
-            payload = codec.decode(GroupPayload, group.payload)
-            rewards = group.rewards.astype(np.float64)
-            kept = rewards[group.valid == 1]
-            reference = torch.from_numpy(codec.decode(Logprobs, group.reference).values.copy()).double()
-            for i, sample in enumerate(payload.samples):
-                own, reference = reference[: len(sample.tokens)], reference[len(sample.tokens) :]
-                if not group.valid[i]:
-                    continue
-                advantage = (rewards[i] - kept.mean()) / (kept.std(ddof=1) + 1e-6)
-                ids = torch.from_numpy(np.concatenate([payload.prompt, sample.tokens]).astype(np.int64))
-                logits = self.model(ids[None]).logits[0, len(payload.prompt) - 1 : -1] / temperature
-                logp_all = torch.log(torch.softmax(logits, -1))
-                logp = logp_all[torch.arange(len(sample.tokens)), ids[len(payload.prompt) :]]
-                for t in np.flatnonzero(sample.loss_mask):
-                    behaviour = float(sample.logprobs[t])
-                    weight = min(math.exp(logp[t].item() - behaviour), algorithm.behaviour_weight_cap)
-                    policy.append(-weight * advantage * torch.exp(logp[t] - logp[t].detach()))
-                    x = logp[t] - own[t]
-                    divergence.append((torch.exp(-x) - 1 + x).clamp(max=10))
-                    entropies.append(-(logp_all[t].exp() * logp_all[t]).sum())
-        means = [torch.stack(values).mean() for values in (policy, divergence, entropies)]
-        loss = means[0] + algorithm.kl_coefficient * means[1] - algorithm.entropy_coefficient * means[2]
-        self.model.zero_grad()
-        loss.backward()
-        names = ("actor/pg_loss", "actor/kl_loss", "actor/entropy")
-        metrics = {name: mean.item() for name, mean in zip(names, means, strict=True)}
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
-        metrics["actor/grad_norm"] = math.sqrt(sum(float(g.square().sum()) for g in gradients.values() if g is not None))
-        return metrics, gradients
-
-
+PADDED = sorted(WIDE.keys() - set(hf_config.PACKED))
+STATE_SPACE = ["falcon_h1", "mamba2"]
+KNOWN = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma3", "gpt_oss", "deepseek_v3", "glm4_moe"]
+OTHERS = ["llama3_scaled", "llama_biased", "qwen2_yarn", "mixtral_sliding", "gemma3_capped"]
 SMOOTH = {"eps": 1e-2}  # Adam's first step divides by |g| + eps, which would make signs of the rounding of near-zero gradients
 
 
@@ -102,33 +76,6 @@ def test_a_step_is_that_of_a_plain_loop(tmp_path: Path, tied: bool):
         decayed = before[name].double() * (1 - 1e-3 * 0.1 * (gradient.ndim >= 2))
         predicted[name] = decayed - 1e-3 * gradient / (gradient.abs() + SMOOTH["eps"])
     assert_updated(weights(engine), predicted, config.training.optimizer)
-
-
-def test_the_split_over_calls_and_micro_batches_changes_nothing(policy: str):
-    groups = make_groups(1)
-    results = []
-    for budget, cuts in (
-        (8192, [groups]),
-        (8192, [[group] for group in groups]),
-        (1, [groups]),
-        (40, [groups[2:], groups[:2]]),
-    ):
-        training = {"max_tokens_per_microbatch": budget}
-        engine = policy_trainer(make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH, training=training))
-        results.append((comparable(run_step(engine, *cuts)), weights(engine)))
-    for metrics, after in results[1:]:
-        assert_metrics(metrics, results[0][0])
-        assert_updated(after, results[0][1], engine._config.training.optimizer)
-
-
-@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"])
-def test_every_aggregation_is_over_the_whole_step(policy: str, aggregation: str):
-    groups = make_groups(2)
-    metrics = []
-    for budget in (8192, 1):
-        config = make_config(policy, algorithm={"aggregation": aggregation}, training={"max_tokens_per_microbatch": budget})
-        metrics.append(comparable(run_step(policy_trainer(config), groups)))
-    assert_metrics(*metrics)
 
 
 @pytest.mark.parametrize("checkpointing", [True, "selective"])
@@ -180,28 +127,30 @@ def test_invalid_samples_weigh_nothing(policy: str):
     assert_same(weights(engines[0]), weights(engines[1]))
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family's tiny model, to be read alone."""
+    folder = tmp_path_factory.mktemp("families")
+
+    @cache
+    def save(family: str) -> Path:
+        save_model(folder / family, family)
+        return folder / family
+
+    return save
+
+
 @pytest.mark.parametrize(
-    "family",
-    [
-        "qwen3",
-        "qwen3_moe",
-        "llama3_scaled",
-        "llama_biased",
-        "qwen2_yarn",
-        "mistral",
-        "mixtral_sliding",
-        "gemma3",
-        "gemma3_capped",
-        "gpt_oss",
-        "deepseek_v3",
-        "glm4_moe",
-    ],
+    "family", [*sorted({*KNOWN, *OTHERS} - {"llama", "qwen2", "mixtral"}), *PADDED, "granite", "olmo3", "phi3"]
 )
-def test_other_families(tmp_path: Path, family: str):
-    save_model(tmp_path, family)
-    config = make_config(str(tmp_path), algorithm=LOSS_TERMS)
-    groups = make_groups(10)
-    expected, _ = Oracle(str(tmp_path)).gradients(groups, config)
+def test_other_families(saved: Callable[[str], Path], family: str):
+    config = make_config(str(saved(family)), algorithm=LOSS_TERMS, training={"max_tokens_per_microbatch": 60})
+    assert_plain(config, make_groups(10))
+
+
+def assert_plain(config: Config, groups: list[TrainGroup]) -> None:
+    """Losses, and the norm of the gradient over all weights, are those of a plain loop."""
+    expected, _ = Oracle(config.model.path).gradients(groups, config)
     got = comparable(run_step(policy_trainer(config), groups))
     assert_metrics({name: got[name] for name in expected}, expected)
 
@@ -215,11 +164,7 @@ def test_devices_without_grouped_attention(policy: str, monkeypatch: pytest.Monk
 
 def test_sliding_windows_are_kept(tmp_path: Path):
     path = make_policy(tmp_path, use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    config = make_config(path, algorithm=LOSS_TERMS)
-    groups = make_groups(7)
-    expected, _ = Oracle(path).gradients(groups, config)
-    got = comparable(run_step(policy_trainer(config), groups))
-    assert_metrics({name: got[name] for name in expected}, expected)
+    assert_plain(make_config(path, algorithm=LOSS_TERMS), make_groups(7))
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 32**0.5), ("bfloat16", 5.65625)])
@@ -264,20 +209,14 @@ def test_the_gap_to_the_rollout_is_that_of_the_tokens_of_the_version_being_train
     config = make_config(policy)
     engine, groups, gaps, others = policy_trainer(config), make_groups(3, (20, 24, 16), step=1, longest=16), [], 0
     run_step(engine, make_groups(2))
-    model = Oracle(policy).model
-    model.load_state_dict({name: tensor.double() for name, tensor in weights(engine).items()}, strict=False)
-    for group in groups:
-        payload = codec.decode(GroupPayload, group.payload)
-        for sample, valid in zip(payload.samples, group.valid, strict=True):
-            ids = torch.from_numpy(np.concatenate([payload.prompt, sample.tokens]).astype(np.int64))
-            with torch.no_grad():
-                logp = torch.log_softmax(model(ids[None]).logits[0, len(payload.prompt) - 1 : -1], -1)
-            own = logp[torch.arange(len(sample.tokens)), ids[len(payload.prompt) :]].numpy()
-            gap = np.abs(own - sample.logprobs)
-            steps = np.array([PolicyVersion.unpack(int(version)).step for version in sample.versions])
-            trained = sample.loss_mask.astype(bool) & bool(valid)
-            gaps += list(gap[trained & (steps == 1)])
-            others += int((trained & (steps != 1)).sum())
+    oracle = Oracle(policy)
+    oracle.model.load_state_dict({name: tensor.double() for name, tensor in weights(engine).items()}, strict=False)
+    for row in oracle.rows(groups):
+        gap = np.abs(row.logp.detach().numpy() - row.sample.logprobs)
+        steps = np.array([PolicyVersion.unpack(int(version)).step for version in row.sample.versions])
+        trained = row.sample.loss_mask.astype(bool) & bool(row.group.valid[row.index])
+        gaps += list(gap[trained & (steps == 1)])
+        others += int((trained & (steps != 1)).sum())
     metrics = comparable(run_step(engine, groups))
     assert (metrics["mismatch/tokens"], metrics["mismatch/tokens_of_other_versions"]) == (len(gaps), others)
     assert len(gaps) > 100 and others > 100
@@ -285,13 +224,6 @@ def test_the_gap_to_the_rollout_is_that_of_the_tokens_of_the_version_being_train
     assert_close(metrics["mismatch/max"], max(gaps), terms=forward_terms(22), scale=LOGITS)
     exact = sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1]
     assert exact * 2 ** (-1 / 16) * 0.9999 <= metrics["mismatch/abs_logprob_p99"] <= exact * 1.0001
-
-
-def test_learning_raises_the_log_probability_of_rewarded_tokens(policy: str):
-    groups = make_groups(9)
-    engine = policy_trainer(make_config(policy, algorithm={"loss": "ppo"}, optimizer={"learning_rate": 3e-3}))
-    losses = [comparable(run_step(engine, groups))["actor/pg_loss"] for _ in range(8)]
-    assert losses[-1] < losses[0] - 0.05
 
 
 def test_precision_of_compute_and_wire(policy: str, tmp_path: Path):
@@ -320,3 +252,292 @@ def test_a_sampled_padding_token_learns_as_any_other(tmp_path: Path):
         run_step(engine, groups)
         found.append(weights(engine))
     assert_same(*found)
+
+
+# -------------------------------------------------------------------------------- families that Sluice knows nothing of
+
+
+def logprobs(engine: ModelTrainer, groups: list[TrainGroup], budget: int) -> np.ndarray:
+    """float32 flat: of each trained token, by micro-batches of at most `budget` tokens; 0 elsewhere."""
+    rows, found = decode_groups(groups, VOCAB, Needs()), engine.backend
+    out = np.zeros(len(rows.tokens), np.float32)
+    batches = micro_batches(rows, rows.trained(), {}, budget, found.rank_info, found.packs)
+    with torch.no_grad():
+        for batch, numbers in found.infer(batches, lambda b, o: found.token_logprobs(o, b, 1.0, entropy_gradient=False)[0]):
+            out[batch.places] = numbers.numpy()
+    return out
+
+
+@cache
+def alone(path: Path) -> np.ndarray:
+    """Of transformers' model, one sequence a forward pass."""
+    return Oracle(str(path)).trained_logprobs(long_groups())
+
+
+def long_groups() -> list[TrainGroup]:
+    return make_groups(3, (5, 3, 4), longest=24)
+
+
+@pytest.mark.parametrize("family", sorted(WIDE))
+def test_sequences_run_together_have_the_log_probabilities_of_each_alone(saved: Callable[[str], Path], family: str) -> None:
+    engine = policy_trainer(make_config(str(saved(family))))
+    assert engine.backend.packs == (family in hf_config.PACKED)
+    expected = alone(saved(family))
+    assert np.abs(expected).max() > 1
+    for budget in (1 << 20, 60):
+        assert_close(logprobs(engine, long_groups(), budget), expected, terms=forward_terms(30), scale=LOGITS, what=family)
+
+
+def test_padding_is_told_and_counts_in_the_budget(saved: Callable[[str], Path]) -> None:
+    engine = policy_trainer(make_config(str(saved("lfm2"))))
+    rows = decode_groups(long_groups(), VOCAB, Needs())
+    made = list(micro_batches(rows, rows.trained(), {}, 60, engine.backend.rank_info, engine.backend.packs))
+    assert sorted(np.concatenate([batch.samples for batch in made])) == np.flatnonzero(rows.trained()).tolist()
+    for batch in made:
+        (cells,) = batch.packing.rows
+        fed = rows.prompt_length[rows.group[batch.samples]] + rows.length[batch.samples] - 1
+        assert cells.shape[1] == fed.max() and (batch.attended, batch.attended - batch.padding) == (cells.numel(), fed.sum())
+        assert batch.attended <= 60 or len(batch.samples) == 1
+    assert len(made) > 2
+
+
+def with_changed_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_weights_without_a_place_are_named(tmp_path: Path) -> None:
+    save_model(tmp_path, "qwen3_next")
+    extra = {f"model.layers.0.extra{index}.weight": torch.zeros(1) for index in range(3)}
+    with_changed_weights(
+        tmp_path, lambda tensors: tensors.update(extra, **{"mtp.norm.weight": torch.zeros(1)})
+    )  # which nobody asks for
+    with pytest.raises(UserError, match=r"^model\.path: .*: 3 weights have no place in the model: ") as caught:
+        policy_trainer(make_config(str(tmp_path)))
+    assert all(name in str(caught.value) for name in extra) and "mtp" not in str(caught.value)
+
+
+def test_weights_that_transformers_holds_under_other_names_are_named(tmp_path: Path) -> None:
+    """As a folder of the body alone has them, which transformers reads all the same."""
+    save_model(tmp_path, "granite")
+    names = load_file(tmp_path / "model.safetensors").keys()
+    with_changed_weights(
+        tmp_path, lambda tensors: [tensors.update({n.removeprefix("model."): tensors.pop(n)}) for n in list(tensors)]
+    )
+    with pytest.raises(UserError, match=rf"^model\.path: .* holds {len(names)} weights otherwise than the folder") as caught:
+        policy_trainer(make_config(str(tmp_path)))
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_dropout_of_any_kind_is_off(tmp_path: Path) -> None:
+    """Two passes give the same: the policy is the one that sampled."""
+    folder, groups = tmp_path, make_groups(3)
+    save_model(folder, "opt")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | {"dropout": 0.5, "attention_dropout": 0.5}))
+    engine = policy_trainer(make_config(str(folder)))
+    assert np.array_equal(*(logprobs(engine, groups, 1 << 20) for _ in range(2)))
+
+
+@pytest.mark.parametrize("family", STATE_SPACE)
+def test_layers_that_peft_refuses_are_told(saved: Callable[[str], Path], family: str) -> None:
+    with pytest.raises(UserError, match=r"^lora\.target_modules: .*Module 'out_proj' is incompatible with Mamba-based models"):
+        policy_trainer(lora_config(str(saved(family))))
+
+
+@pytest.mark.parametrize("family", [*KNOWN, *sorted(WIDE)])
+def test_trained_with_adapters_it_leaves_with_them_merged(saved: Callable[[str], Path], tmp_path: Path, family: str) -> None:
+    """What is published is what computes: transformers' model of it has the log-probabilities of the model with adapters."""
+    before = saved(family)
+    targets = ["in_proj"] if family in STATE_SPACE else []
+    engine = policy_trainer(lora_config(str(before), replace(LORA, target_modules=targets)))
+    for seed in range(2):
+        run_step(engine, make_groups(seed))
+    shutil.copytree(before, tmp_path / "after")
+    save_file(weights(engine), tmp_path / "after" / "model.safetensors", metadata={"format": "pt"})
+    after = alone(tmp_path / "after")
+    close = partial(assert_close, terms=forward_terms(20, layers=4), scale=LOGITS, what=family)
+    with pytest.raises(AssertionError, match="at most"):
+        close(alone(before), after)  # what the adapters learned is more than rounding
+    close(logprobs(engine, long_groups(), 60), after)
+
+
+def test_a_family_without_a_classifier_has_no_critic(saved: Callable[[str], Path]) -> None:
+    path = str(saved("olmo3"))
+    with pytest.raises(UserError, match=r"^critic\.path: .* cannot be loaded: Unrecognized configuration class"):
+        critic_trainer(update_settings(path, algorithm=PPO, critic=path))
+
+
+@pytest.mark.parametrize("family", ["opt", "phi3", "qwen3_next"])
+def test_a_critic_has_the_values_of_each_sequence_alone(tmp_path: Path, family: str) -> None:
+    model, groups = save_classifier(tmp_path, family), long_groups()
+    engine = critic_trainer(update_settings(str(tmp_path), algorithm=PPO, critic=str(tmp_path), max_tokens_per_microbatch=60))
+    assert engine.backend.packs == (family in hf_config.PACKED)
+    found = engine.values([ValueRequest(group_id=g.group_id, tokens=g.tokens, payload=g.payload) for g in groups])
+    for group, values in zip(groups, found, strict=True):
+        payload = codec.decode(GroupPayload, group.payload)
+        expected = []
+        for sample in payload.samples:
+            ids = torch.from_numpy(np.concatenate([payload.prompt, sample.tokens]).astype(np.int64))
+            with torch.no_grad():
+                scores = model.score(model.base_model(ids[None]).last_hidden_state)[0, len(payload.prompt) - 1 : -1, 0]
+            expected.append(scores.numpy() * sample.loss_mask)
+        wanted = np.concatenate(expected)
+        assert np.abs(wanted).max() > 0.1
+        assert_close(values.values, wanted, terms=forward_terms(30), scale=LOGITS)
+
+
+# -------------------------------------------------------------------------------- a mixture of experts computed at once
+
+HIDDEN, INNER = 8, 6
+
+
+def one_after_the_other(
+    x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    rows = []
+    for token, picks, shares in zip(x, chosen.tolist(), weights, strict=True):
+        row = torch.zeros_like(token)
+        for expert, share in zip(picks, shares, strict=True):
+            gate, up = (gate_up[expert] @ token).chunk(2)
+            row = row + share * (down[expert] @ (F.silu(gate) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.fixture(params=["grouped", "grouped, odd", "apart", "apart, no bags"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "grouped" and experts._grouped_mm is None:
+        pytest.skip("this torch has no grouped product")
+    if request.param == "apart, no bags":  # as on accelerators
+        monkeypatch.setattr(experts, "_BAGS", set())
+    return request.param
+
+
+@given(data=st.data(), tokens=st.integers(1, 12), count=st.integers(1, 6), normalized=st.booleans(), seed=st.integers(0, 99))
+def test_outputs_and_gradients_are_those_of_one_expert_after_the_other(
+    data: st.DataObject, tokens: int, count: int, normalized: bool, seed: int
+):
+    """In float64; experts without tokens are among them."""
+    torch.manual_seed(seed)
+    per_token = data.draw(st.integers(1, count))
+    inputs = [
+        torch.randn(size, dtype=torch.float64, requires_grad=True)
+        for size in ((tokens, HIDDEN), (tokens, count), (count, 2 * INNER, HIDDEN), (count, HIDDEN, INNER))
+    ]
+    results = []
+    for compute in (mixture, one_after_the_other):
+        x, logits, gate_up, down = inputs
+        weights = torch.softmax(logits, -1).topk(per_token).values
+        weights = weights / weights.sum(-1, keepdim=True) if normalized else weights
+        out = compute(x, weights, logits.topk(per_token).indices, gate_up, down)
+        results.append([out, *torch.autograd.grad(out.square().sum(), inputs, allow_unused=True)])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_way_computes_the_same(way: str, dtype: torch.dtype):
+    torch.manual_seed(0)
+    x, logits, inner = torch.randn(30, HIDDEN, dtype=dtype), torch.randn(30, 5), INNER if "odd" in way else 2 * INNER - 4
+    gate_up, down = torch.randn(5, 2 * inner, HIDDEN, dtype=dtype), torch.randn(5, HIDDEN, inner, dtype=dtype)
+    weights, chosen = route(logits, 2, normalized=True)
+    expected = one_after_the_other(x.double(), weights.double(), chosen, gate_up.double(), down.double())
+    given = (gate_up, down) if "grouped" in way else (list(gate_up), list(down))
+    unit = {"unit": BFLOAT16} if dtype == torch.bfloat16 else {}
+    with torch.inference_mode():
+        assert_close(mixture(x, weights, chosen, *given), expected, terms=HIDDEN + inner + 2, **unit)
+    assert_close(mixture(x, weights, chosen, *given), expected, terms=HIDDEN + inner + 2, **unit)
+
+
+SHAPE = {"hidden_size": HIDDEN, "num_experts_per_tok": 2}
+
+
+def block(**options: Any) -> torch.nn.Module:
+    torch.manual_seed(1)
+    shape = SHAPE | {"moe_intermediate_size": INNER, "num_experts": 16}
+    return Qwen3MoeSparseMoeBlock(transformers.Qwen3MoeConfig(**shape | options)).double()
+
+
+def mixtral_block() -> torch.nn.Module:
+    torch.manual_seed(1)
+    shape = SHAPE | {"intermediate_size": INNER, "num_local_experts": 16, "router_jitter_noise": 0.5}
+    return MixtralSparseMoeBlock(transformers.MixtralConfig(**shape)).double()
+
+
+def gpt_oss_block() -> torch.nn.Module:
+    torch.manual_seed(1)
+    shape = SHAPE | {"intermediate_size": INNER, "num_local_experts": 16}
+    made = GptOssMLP(transformers.GptOssConfig(**shape)).double()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=3.0)  # so that some gates and some of the others are clamped
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "terms"),  # the weights of experts are float32
+    [
+        (partial(block, norm_topk_prob=False), 16),
+        (partial(block, norm_topk_prob=True), 16),
+        (mixtral_block, 64),
+        (gpt_oss_block, 64),
+    ],
+    ids=["qwen3", "qwen3 normalized", "mixtral", "gpt_oss"],
+)
+def test_blocks_of_transformers_have_the_same_outputs_router_logits_and_gradients(make: Any, terms: int):
+    ours, theirs = make(), make().eval()  # without jitter
+    join_experts(ours)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    x, found = torch.randn(1, 9, HIDDEN, dtype=torch.float64), []  # 18 picks of 16 experts: some have none
+    for module in (ours, theirs):
+        given = x.clone().requires_grad_()
+        out, logits = module(given)
+        if make is gpt_oss_block:  # of which ours gives the chosen experts' alone
+            logits = out[..., :0]
+        (out.square().sum() + logits.square().sum()).backward()
+        gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+        found.append({"out": out, "logits": logits, "x": given.grad, **gradients})
+    assert make is gpt_oss_block or any(gradient is None for gradient in found[1].values())
+    for name, expected in found[1].items():
+        if expected is None:
+            assert found[0][name] is None or not found[0][name].any(), name
+        else:
+            assert_close(found[0][name], expected, terms=terms, what=name)
+
+
+def test_experts_are_computed_together(monkeypatch: pytest.MonkeyPatch):
+    """Not by the block's own forward pass."""
+    ours, called = block(), []
+    join_experts(ours)
+    monkeypatch.setattr(type(ours.experts[0]), "forward", lambda *_: called.append(1))
+    ours(torch.randn(1, 4, HIDDEN, dtype=torch.float64))
+    assert not called
+
+
+def test_an_adapter_in_one_expert_is_heeded():
+    class Doubled(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    ours, theirs = block(), block()
+    for module in (ours, theirs):
+        old, module.experts[7].down_proj = module.experts[7].down_proj, Doubled(INNER, HIDDEN, bias=False).double()
+        module.experts[7].down_proj.weight = old.weight
+    join_experts(ours)
+    x = torch.randn(1, 40, HIDDEN, dtype=torch.float64)
+    assert torch.equal(ours(x)[0], theirs(x)[0])
+
+
+def test_another_activation_is_left_to_the_block():
+    ours, theirs = block(hidden_act="gelu"), block(hidden_act="gelu")
+    join_experts(ours)
+    x = torch.randn(1, 5, HIDDEN, dtype=torch.float64)
+    assert torch.equal(ours(x)[0], theirs(x)[0])
+
+
+def test_gpt_oss_clamps() -> None:
+    """gate · σ(1.702 gate) · (other + 1), of at most 7, and of -7 to 7: in turn, one gate and one other."""
+    found = experts.clamped_swiglu(torch.tensor([[9.0, 9.0, -9.0, -9.0, 1.0, 2.0]], dtype=torch.float64))
+    sigma = [1 / (1 + math.exp(-1.702 * gate)) for gate in (7, -9, 1)]
+    assert found.tolist() == [pytest.approx([7 * sigma[0] * 8, -9 * sigma[1] * -6, sigma[2] * 3])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -11,16 +12,23 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from runtime import codec, config
+from runtime import codec, config, run_files
 from runtime.config import Config
 from runtime.errors import InvalidMessage, ServiceFault, UserError
+from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.telemetry import trained_tokens
+from runtime.telemetry.trained_tokens import TrainedTokenLog, TrainedTokens
+from runtime.trainer import rows as train_rows
+from runtime.trainer.micro_batch import MicroBatch, micro_batches
+from runtime.trainer.statistics import BINS_PER_OCTAVE, Reduced, StepStatistics
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
-from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest
-from tests.closeness import STEP, assert_close, forward_terms
+from runtime.types import GeneratedGroup, GroupPayload, StepResult, TrainGroup, ValueRequest
+from tests.closeness import LOGITS, STEP, assert_close, forward_terms
 from tests.unit import training_oracle as oracle
-from tests.unit.training_cases import make_config, make_groups
+from tests.unit.rollout_cases import drain, request
+from tests.unit.training_cases import VOCAB, make_config, make_groups, with_sets
 from tests.unit.training_steps import assert_metrics, assert_updated, comparable, run_step, weights
 
 pytestmark = pytest.mark.numeric
@@ -28,7 +36,7 @@ pytestmark = pytest.mark.numeric
 GROUPS = 4
 SMOOTH = {"eps": 1e-2, "learning_rate": 3e-3, "max_grad_norm": 0.5}
 PPO = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8}
-SEVERAL = [{"epochs": 2}, {"mini_batch_size": 2}, {"epochs": 3, "mini_batch_size": 1}]
+SEVERAL = [{"epochs": 2}, {"mini_batch_size": 2}, {"epochs": 2, "mini_batch_size": 1}]
 
 
 def settings(path: str, *, algorithm: dict[str, Any] | None = None, critic: str | None = None, **training: Any) -> Config:
@@ -61,8 +69,6 @@ def assert_equals(engine: ModelTrainer, model: torch.nn.Module, optimizer: Any, 
 @pytest.fixture(scope="module")
 def reward_model(policy: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """A reward model's folder, its head not 0."""
-    from transformers import AutoModelForSequenceClassification
-
     folder = tmp_path_factory.mktemp("reward-model")
     torch.manual_seed(5)
     model = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
@@ -72,18 +78,23 @@ def reward_model(policy: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def plain_policy(path: str, made: Config) -> oracle.PolicyLoop:
+    return oracle.PolicyLoop(AutoModelForCausalLM.from_pretrained(path), made, made.training.optimizer)
+
+
 class TestSeveralUpdates:
-    @pytest.mark.parametrize("training", [{}, *SEVERAL], ids=str)
-    @pytest.mark.parametrize("proximal", ["recomputed", "interpolated"])
+    @pytest.mark.parametrize(
+        ("training", "proximal"),
+        [({}, "interpolated"), (SEVERAL[0], "recomputed"), (SEVERAL[2], "interpolated")],
+        ids=str,
+    )
     def test_steps_are_those_of_a_plain_loop(self, policy: str, training: dict[str, int], proximal: str):
         """With samples that are up to two versions old, from the third step on."""
-        from transformers import AutoModelForCausalLM
-
         made = settings(policy, algorithm={"proximal": proximal, "clip_low": 0.02, "clip_high": 0.03}, **training)
         engine = policy_trainer(made)
-        plain = oracle.PolicyLoop(AutoModelForCausalLM.from_pretrained(policy), made, made.training.optimizer)
+        plain = plain_policy(policy, made)
         updates = 0
-        for step in range(4):
+        for step in range(3):
             groups = batch(step, made, step=max(0, step - 1))
             plain.norms.clear()
             result = run_step(engine, groups[:1], groups[1:])
@@ -91,19 +102,16 @@ class TestSeveralUpdates:
             updates += len(plain.norms)
             assert_close(result.metrics["actor/grad_norm"], np.mean(plain.norms), terms=updates * STEP)
         assert_equals(engine, plain.model, made.training.optimizer, updates)
-        assert engine.step == 4
+        assert engine.step == 3
 
-    @pytest.mark.parametrize("training", [{}, *SEVERAL], ids=str)
-    @pytest.mark.parametrize("most", [1 << 20, 7, 0])
+    @pytest.mark.parametrize(("training", "most"), [({}, 1 << 20), ({}, 7), (SEVERAL[0], 0), (SEVERAL[2], 1 << 20)], ids=str)
     def test_what_is_kept_of_tokens_are_the_numbers_of_a_plain_loop(
         self, policy: str, tmp_path: Path, training: dict[str, int], most: int
     ):
-        from transformers import AutoModelForCausalLM
-
         made = settings(policy, **training)
         made = replace(made, run=replace(made.run, dir=str(tmp_path)), mismatch=config.Mismatch(keep_tokens=most))
         engine = policy_trainer(made)
-        plain = oracle.PolicyLoop(AutoModelForCausalLM.from_pretrained(policy), made, made.training.optimizer)
+        plain = plain_policy(policy, made)
         groups = batch(0, made)
         run_step(engine, groups[:1], groups[1:])
         trained = oracle.tokens_of(groups, 0)
@@ -117,16 +125,13 @@ class TestSeveralUpdates:
             assert_close(each.logprob, expected, terms=forward_terms(20))
             assert_close(each.advantage, [advantages[place] for place in places], terms=STEP)
 
-    @pytest.mark.parametrize("training", [{}, SEVERAL[2]], ids=str)
-    @pytest.mark.parametrize("advantage", ["none", "group_norm"])
+    @pytest.mark.parametrize(("training", "advantage"), [({}, "group_norm"), (SEVERAL[1], "none")], ids=str)
     def test_distillation_is_that_of_a_plain_loop(self, policy: str, training: dict[str, int], advantage: str):
         """A token's advantage is its sample's by the rewards, or 0, less β · (log π − log teacher), as it was sampled."""
-        from transformers import AutoModelForCausalLM
-
         chosen = {"advantage": advantage, "kl": "k1", "kl_placement": "advantage", "kl_coefficient": 0.7}
         made = settings(policy, algorithm=chosen, **training)
         engine = policy_trainer(made)
-        plain = oracle.PolicyLoop(AutoModelForCausalLM.from_pretrained(policy), made, made.training.optimizer)
+        plain = plain_policy(policy, made)
         groups = batch(3, made)
         gaps, advantages = oracle.divergences(groups), oracle.group_norm(groups)
         rewarded = {key: value * (advantage != "none") for key, value in advantages.items()}
@@ -148,12 +153,6 @@ class TestSeveralUpdates:
                 assert 0 < sum(engine.phases.values()) - engine.phases["timing/adv"] < result.seconds
         engine.begin_step(2)
         assert engine.phases == {}
-
-    def test_one_step_makes_one_version_and_as_many_updates_as_are_asked_for(self, policy: str):
-        engine = policy_trainer(settings(policy, epochs=2, mini_batch_size=2))
-        run_step(engine, batch(0, engine._config))
-        assert engine.step == 1
-        assert {int(state["step"]) for state in engine.backend.optimizer.state.values()} == {4}
 
     def test_clipping_is_at_work_from_the_second_update_on(self, policy: str):
         narrow = {"clip_low": 1e-4, "clip_high": 1e-4}
@@ -177,12 +176,10 @@ class TestSeveralUpdates:
 class TestPpo:
     @pytest.mark.parametrize("training", [{}, {"epochs": 2, "mini_batch_size": 2}], ids=str)
     def test_policy_and_critic_step_as_plain_loops(self, policy: str, reward_model: str, training: dict[str, int]):
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
         made = settings(policy, algorithm=PPO, critic=reward_model, **training)
         assert made.critic is not None
         actor, critic = policy_trainer(made), critic_trainer(made)
-        plain_actor = oracle.PolicyLoop(AutoModelForCausalLM.from_pretrained(policy), made, made.training.optimizer)
+        plain_actor = plain_policy(policy, made)
         classifier = AutoModelForSequenceClassification.from_pretrained(reward_model)
         plain_critic = oracle.CriticLoop(classifier, made, made.critic.optimizer)
         for step in range(2):
@@ -205,8 +202,6 @@ class TestPpo:
         assert all(name.startswith("critic/") for name in metrics)
 
     def test_values_are_those_of_the_state_before_each_token(self, policy: str, reward_model: str):
-        from transformers import AutoModelForSequenceClassification
-
         made = settings(policy, algorithm=PPO, critic=reward_model)
         groups = batch(3, made)
         engine = critic_trainer(made)
@@ -241,8 +236,6 @@ class TestPpo:
         assert returns[0] != pytest.approx(returns[1], rel=1e-3)
 
     def test_a_checkpoint_resumes_bit_for_bit_and_is_a_classifier(self, policy: str, reward_model: str, tmp_path: Path):
-        from transformers import AutoModelForSequenceClassification
-
         made = settings(policy, algorithm=PPO, critic=reward_model)
         engine = critic_trainer(made)
         run_critic(engine, batch(0, made))
@@ -265,8 +258,6 @@ class TestPpo:
                 engine.accumulate(groups)
 
     def test_a_head_of_several_numbers_is_refused(self, policy: str, tmp_path: Path):
-        from transformers import AutoModelForSequenceClassification
-
         AutoModelForSequenceClassification.from_pretrained(policy, num_labels=3).save_pretrained(tmp_path)
         with pytest.raises(UserError, match=r"critic\.path: .* cannot be loaded: .*\[3, 32\]"):
             critic_trainer(settings(policy, algorithm=PPO, critic=str(tmp_path)))
@@ -312,3 +303,206 @@ class TestNotFinite:
         assert {int(each["step"]) for each in engine.backend.optimizer.state.values()} == ({1} if training else set())
         assert run_step(engine, batch(1, made)).metrics["skipped_updates"] == 0
         assert (tmp_path / "nonfinite" / "trainer-step-00000000.json").exists()
+
+
+# -------------------------------------------------------------------- what the sampler's filters left of the vocabulary
+
+FILTERS: list[dict[str, Any]] = [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {"top_p": 0.95, "top_k": 40}]
+
+
+def sampled(policy: str, **filters: Any) -> list[TrainGroup]:
+    """Groups that the rollout engine samples by this policy."""
+    engine = TorchRolloutEngine(policy, device=torch.device("cpu"), dtype=torch.float32, slots=5, max_model_len=64)
+    requests = [request(index, n=4, prompt=(5, 9, index), limit=12, temperature=0.8, **filters) for index in range(3)]
+
+    async def generate() -> list[GeneratedGroup]:
+        engine.submit(requests)
+        done = [group async for group in drain(engine)]
+        await engine.close()
+        return done
+
+    rng = np.random.default_rng(1)
+    return [
+        TrainGroup(
+            group_id=group.group_id,
+            tokens=60,
+            payload=group.payload,
+            rewards=rng.normal(size=4).astype(np.float32),
+            valid=np.ones(4, np.uint8),
+        )
+        for group in asyncio.run(generate())
+    ]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_the_trainer_has_the_sampler_s_log_probabilities(
+    policy: str, monkeypatch: pytest.MonkeyPatch, filters: dict[str, Any]
+) -> None:
+    """And would not have them without the sets. In several chunks of tokens."""
+    monkeypatch.setattr("runtime.trainer.head.CPU_CHUNK_ELEMENTS", 7 * VOCAB)
+    config = make_config(policy, sampling={"temperature": 0.8})
+    gaps = [
+        run_step(policy_trainer(config), sampled(policy, **filters, keep_sets=keep)).metrics["mismatch/max"]
+        for keep in (True, False)
+    ]
+    assert_close(gaps[0], 0.0, terms=forward_terms(20), scale=LOGITS / 0.8)
+    assert gaps[1] > 0.05
+
+
+def test_gradients_are_those_of_the_truncated_distribution(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of log-probabilities and entropies, against a model in float64 whose softmax is over the listed tokens alone."""
+    monkeypatch.setattr("runtime.trainer.head.CPU_CHUNK_ELEMENTS", 5 * VOCAB)
+    rng = np.random.default_rng(4)
+    groups = [with_sets(group, rng) for group in make_groups(2)]
+    engine = policy_trainer(make_config(policy))
+    backend = engine.backend
+    rows = train_rows.join([train_rows.decode_groups([group], VOCAB, engine.objective.needs) for group in groups])
+    weight = {"weight": rng.normal(size=len(rows.tokens)).astype(np.float32)}
+
+    def loss(batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        logp, entropy = backend.token_logprobs(outputs, batch, 0.7, entropy_gradient=True)
+        weights = batch.columns["weight"].flatten()[batch.cells]
+        return (weights * (logp + 0.3 * entropy)).sum()
+
+    total = sum(backend.run(micro_batches(rows, rows.trained(), weight, 90, backend.rank_info), loss, backward=True))
+
+    model = AutoModelForCausalLM.from_pretrained(policy).double()
+    expected = torch.zeros((), dtype=torch.float64)
+    place = 0
+    for group in groups:
+        payload = codec.decode(GroupPayload, group.payload)
+        for index, sample in enumerate(payload.samples):
+            assert sample.kept is not None
+            bits = np.unpackbits(sample.kept.bitmaps(np.arange(len(sample.tokens))), axis=1, bitorder="little")[:, :VOCAB]
+            ids = torch.from_numpy(np.concatenate([payload.prompt, sample.tokens]).astype(np.int64))
+            logits = model(ids[None]).logits[0, len(payload.prompt) - 1 : -1] / 0.7
+            for at in np.flatnonzero(sample.loss_mask * group.valid[index]):
+                listed = np.flatnonzero(bits[at])
+                p = torch.softmax(logits[at, listed], 0)
+                own = p[int(np.searchsorted(listed, sample.tokens[at]))].log()
+                expected = expected + float(weight["weight"][place + at]) * (own - 0.3 * (p * p.log()).sum())
+            place += len(sample.tokens)
+    expected.backward()
+    assert_close(float(total), expected.item(), terms=forward_terms(20) * len(rows.tokens), scale=LOGITS)
+    for found, parameter in zip(backend.gradients(), model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert_close(found, parameter.grad, terms=STEP)
+
+
+def test_a_token_that_its_set_has_not_is_refused(policy: str) -> None:
+    group = with_sets(make_groups(2)[0], np.random.default_rng(4))
+    payload = codec.decode(GroupPayload, group.payload)
+    assert payload.kept is not None
+    some = int(np.flatnonzero((payload.kept.sizes > 0) & (payload.kept.sizes < VOCAB))[0])
+    place = np.flatnonzero(payload.loss_mask.expand())[some]
+    bits = np.unpackbits(payload.kept.bitmaps(np.array([some]))[0], bitorder="little")[:VOCAB]
+    tokens = payload.tokens.copy()
+    tokens[place] = np.flatnonzero(bits == 0)[0]
+    with pytest.raises(InvalidMessage, match=rf"group 0: token {some} is not in its kept set"):
+        run_step(policy_trainer(make_config(policy)), [replace(group, payload=codec.encode(replace(payload, tokens=tokens)))])
+
+
+def test_parts_of_a_payload_keep_their_sets() -> None:
+    """Samples as they come out of a payload make the same payload again: masked tokens have the whole vocabulary."""
+    payload = codec.decode(GroupPayload, with_sets(make_groups(2)[0], np.random.default_rng(4)).payload)
+    again = GroupPayload.of(payload.group_id, payload.prompt, payload.samples)
+    assert codec.encode(again) == codec.encode(payload)
+
+
+# --------------------------------------------------------------------------------------- what is kept of trained tokens
+
+
+def some(step: int, count: int = 3) -> TrainedTokens:
+    numbers = np.arange(count)
+    return TrainedTokens(step, numbers, numbers + 1, numbers + 2, np.float32(numbers) - step, np.float32(numbers))
+
+
+def test_what_was_kept_of_a_step_is_read(tmp_path: Path) -> None:
+    for rank in range(2):
+        log = TrainedTokenLog(tmp_path, f"trainer-{rank}")
+        for step in range(5):
+            log.append(some(step))
+    found = list(trained_tokens.read(tmp_path, 3))
+    assert len(found) == 2
+    for each in found:
+        assert (each.step, each.group.tolist(), each.row.tolist(), each.position.tolist()) == (
+            3,
+            [0, 1, 2],
+            [1, 2, 3],
+            [2, 3, 4],
+        )
+        assert each.logprob.tolist() == [-3, -2, -1]
+    assert list(trained_tokens.read(tmp_path, 9)) == []
+    assert list(trained_tokens.read(tmp_path / "none", 0)) == []
+
+
+def test_the_newest_steps_are_kept_in_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trained_tokens, "MOST_BYTES", 4096)
+    log = TrainedTokenLog(tmp_path, "trainer-0")
+    for step in range(100):
+        log.append(some(step))
+        assert sum(path.stat().st_size for path in (tmp_path / run_files.TRAINED).iterdir()) <= 4096 + 16
+    kept = [step for step in range(100) if list(trained_tokens.read(tmp_path, step))]
+    assert kept == list(range(kept[0], 100))
+    assert 0 < kept[0] < 99
+
+
+def test_a_step_that_is_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    log = TrainedTokenLog(tmp_path, "trainer-0")
+    log.append(some(0))
+    log.append(some(1))
+    (path,) = (tmp_path / run_files.TRAINED).iterdir()
+    path.write_bytes(path.read_bytes()[:-5])
+    assert len(list(trained_tokens.read(tmp_path, 0))) == 1
+    assert list(trained_tokens.read(tmp_path, 1)) == []
+    again = TrainedTokenLog(tmp_path, "trainer-0")  # of the process that goes on
+    again.append(some(1))
+    again.append(some(2))
+    assert [len(list(trained_tokens.read(tmp_path, step))) for step in range(3)] == [1, 1, 1]
+
+
+def test_a_folder_that_cannot_be_written_costs_what_is_kept_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / run_files.TRAINED).write_text("")
+    log = TrainedTokenLog(tmp_path, "trainer-0")
+    log.append(some(0))
+    log.append(some(1))
+    assert caplog.text.count("no more log-probabilities of trained tokens are kept") == 1
+
+
+# ------------------------------------------------------------------------------------------------ quantiles that add up
+
+
+def reduced(values: np.ndarray, counted: np.ndarray) -> Reduced:
+    statistics = StepStatistics(torch.device("cpu"))
+    statistics.histogram("gap", torch.from_numpy(values), torch.from_numpy(counted))
+    return statistics.reduce(1)
+
+
+def exact(values: np.ndarray) -> float:
+    return float(np.sort(values)[math.ceil(0.99 * len(values)) - 1])
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 101, 5000])
+def test_the_99th_percentile_is_within_a_bin_of_the_exact_one(size: int) -> None:
+    rng = np.random.default_rng(size)
+    values = np.exp(rng.normal(-8, 4, size)).clip(2e-9, 200).astype(np.float32)
+    found = reduced(values, np.ones(size)).metrics()["gap_p99"]
+    assert exact(values) * 2 ** (-1 / BINS_PER_OCTAVE) * (1 - 1e-5) <= found <= exact(values)
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    rng = np.random.default_rng(0)
+    values, counted = np.exp(rng.normal(-8, 4, (60, 9))).astype(np.float32), rng.random((60, 9)) < 0.7
+    whole = reduced(values, counted)
+    parts = reduced(values[:1], counted[:1]) + reduced(values[1:37], counted[1:37]) + reduced(values[37:], counted[37:])
+    assert parts == whole
+    assert sum(whole.bins["gap"].values()) == counted.sum()
+    assert whole.metrics()["gap_p99"] <= exact(values[counted])
+
+
+def test_what_is_not_counted_has_no_say_and_the_ends_are_open() -> None:
+    values = np.array([0.0, 1e-12, 1e6, np.nan, 4.0], np.float32)
+    assert reduced(values, np.array([0, 0, 0, 0, 1])).metrics() == {"gap_p99": 4.0}
+    assert reduced(values, np.array([1, 1, 0, 0, 0])).metrics() == {"gap_p99": 0.0}
+    assert reduced(values, np.array([1, 1, 1, 1, 0])).metrics() == {"gap_p99": 256.0}
+    assert reduced(values, np.zeros(5)).metrics() == {}

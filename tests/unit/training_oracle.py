@@ -3,15 +3,112 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from runtime import codec
-from runtime.config import Config
-from runtime.types import GroupPayload, Logprobs, TrainGroup, Values
+from runtime.config import Algorithm, Config
+from runtime.types import GroupPayload, Logprobs, Sample, TrainGroup, Values
+
+
+class Row(NamedTuple):
+    """A branch of an episode, or a reply."""
+
+    group: TrainGroup
+    index: int  # the episode's, in its group
+    sample: Sample
+    reference: torch.Tensor  # float64 [T]
+    every_logp: torch.Tensor  # [T, vocabulary]
+    logp: torch.Tensor  # [T]
+
+
+class Oracle:
+    """One step written out: one sample a forward pass, stock attention, float64."""
+
+    def __init__(self, path: str):
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").double()
+        for module in self.model.modules():
+            if type(module).__name__ in ("DeepseekV3TopkRouter", "Glm4MoeTopkRouter"):  # float32 whatever the model is of
+                module.register_forward_hook(lambda _module, _inputs, found: (found[0], found[1].double()))
+
+    def rows(self, groups: Sequence[TrainGroup], temperature: float = 1.0) -> Iterator[Row]:
+        for group in groups:
+            payload = codec.decode(GroupPayload, group.payload)
+            known = np.zeros(len(payload.tokens)) if group.reference is None else codec.decode(Logprobs, group.reference).values
+            references = np.split(known.astype(np.float64), np.cumsum(payload.lengths)[:-1])
+            owners = np.repeat(np.arange(payload.n), payload.rows).tolist()
+            for index, sample, reference in zip(owners, payload.samples, references, strict=True):
+                ids = torch.from_numpy(np.concatenate([payload.prompt, sample.tokens]).astype(np.int64))
+                before = torch.arange(len(sample.tokens)) + len(payload.prompt) - 1
+                every_logp = torch.log_softmax(self.model(ids[None]).logits[0, before] / temperature, -1)
+                logp = every_logp.gather(1, ids[len(payload.prompt) :, None])[:, 0]
+                yield Row(group, index, sample, torch.from_numpy(reference), every_logp, logp)
+
+    @torch.no_grad()
+    def trained_logprobs(self, groups: Sequence[TrainGroup]) -> np.ndarray:
+        """Flat: of each trained token; 0 elsewhere."""
+        return np.concatenate(
+            [row.logp.numpy() * row.sample.loss_mask * row.group.valid[row.index] for row in self.rows(groups)]
+        )
+
+    def gradients(self, groups: Sequence[TrainGroup], config: Config) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        """What a step of GRPO reports, and the gradient by parameter."""
+        algorithm, sums = config.algorithm, _Sums(config.algorithm)
+        for row in self.rows(groups, config.sampling.temperature):
+            kept = np.flatnonzero(row.sample.loss_mask)
+            rewards, valid = row.group.rewards.astype(np.float64), row.group.valid
+            if not valid[row.index]:
+                continue
+            among = rewards[valid == 1]
+            advantage = (rewards[row.index] - among.mean()) / (among.std(ddof=1) + 1e-6)
+            logp, behaviour = row.logp[kept], torch.from_numpy(row.sample.logprobs.astype(np.float64)[kept])
+            start = logp.detach()
+            ratio = torch.exp(logp - (start if algorithm.loss == "decoupled" else behaviour))
+            clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+            loss = torch.maximum(-ratio * advantage, -clipped * advantage)
+            if algorithm.loss == "decoupled":
+                loss = torch.exp(start - behaviour).clamp(max=algorithm.behaviour_weight_cap) * loss
+            x = logp - row.reference[kept]
+            entropy = -(row.every_logp[kept].exp() * row.every_logp[kept]).sum(-1)
+            sums.add((id(row.group), row.index), loss, (torch.exp(-x) - 1 + x).clamp(max=10), entropy)
+        means = sums.means(sum(len(group.rewards) for group in groups))
+        loss = means[0] + algorithm.kl_coefficient * means[1] - algorithm.entropy_coefficient * means[2]
+        self.model.zero_grad()
+        loss.backward()
+        named = zip(("actor/pg_loss", "actor/kl_loss", "actor/entropy"), means, strict=True)
+        metrics = {name: mean.item() for name, mean in named if algorithm.kl_coefficient or name != "actor/kl_loss"}
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
+        metrics["actor/grad_norm"] = math.sqrt(sum(float(g.square().sum()) for g in gradients.values() if g is not None))
+        return metrics, gradients
+
+
+class _Sums:
+    """Aggregates loss, divergence and entropy of rows that are valid."""
+
+    def __init__(self, algorithm: Algorithm):
+        self._algorithm = algorithm
+        self._rows: dict[Any, list[torch.Tensor]] = {}  # by episode
+
+    def add(self, episode: Any, *values: torch.Tensor) -> None:
+        self._rows.setdefault(episode, []).append(torch.stack(values, 1))
+
+    def means(self, episodes: int) -> torch.Tensor:
+        """float64 [3]. `episodes`: all of the step, be they valid or not."""
+        rows = [row for of_one in self._rows.values() for row in of_one]
+        match self._algorithm.aggregation:
+            case "dr_grpo":
+                return torch.cat(rows).sum(0) / (self._algorithm.aggregation_norm * episodes)
+            case "seq_mean_token_mean":
+                return torch.stack([row.mean(0) for row in rows if len(row)]).mean(0)
+            case "episode_mean_token_mean":
+                whole = [torch.cat(of_one) for of_one in self._rows.values()]
+                return torch.stack([each.mean(0) for each in whole if len(each)]).mean(0)
+            case _:
+                return torch.cat(rows).mean(0)
 
 
 class Token(NamedTuple):
@@ -31,10 +128,13 @@ def tokens_of(groups: Sequence[TrainGroup], step: int) -> list[Token]:
     return out
 
 
-def per_sample(groups: Sequence[TrainGroup], run: Callable[[np.ndarray, np.ndarray], Any]) -> dict[tuple[int, int], Any]:
-    """`run(prompt, reply)` of every sample."""
+def per_sample(
+    groups: Sequence[TrainGroup], run: Callable[[np.ndarray, np.ndarray], Any], only: Container[tuple[int, int]] | None = None
+) -> dict[tuple[int, int], Any]:
+    """`run(prompt, reply)` of every sample, or of some."""
     payloads = [codec.decode(GroupPayload, group.payload) for group in groups]
-    return {(g, i): run(p.prompt, sample.tokens) for g, p in enumerate(payloads) for i, sample in enumerate(p.samples)}
+    samples = [(g, i, p.prompt, sample.tokens) for g, p in enumerate(payloads) for i, sample in enumerate(p.samples)]
+    return {(g, i): run(prompt, reply) for g, i, prompt, reply in samples if only is None or (g, i) in only}
 
 
 def flat_values(groups: Sequence[TrainGroup]) -> dict[tuple[int, int], np.ndarray]:
@@ -115,26 +215,24 @@ class Loop:
 
 
 class PolicyLoop(Loop):
-    def logprobs(self, groups: Sequence[TrainGroup]) -> dict[tuple[int, int], torch.Tensor]:
+    def logprobs(self, groups: Sequence[TrainGroup], only: Any = None) -> dict[tuple[int, int], torch.Tensor]:
         def run(prompt: np.ndarray, reply: np.ndarray) -> torch.Tensor:
             ids = torch.from_numpy(np.concatenate([prompt, reply]).astype(np.int64))
             logits = self.model(ids[None]).logits[0, len(prompt) - 1 : -1] / self.config.sampling.temperature
             return torch.log_softmax(logits, -1)[torch.arange(len(reply)), ids[len(prompt) :]]
 
-        return per_sample(groups, run)
+        return per_sample(groups, run, only)
 
     def step(self, groups: Sequence[TrainGroup], step: int, advantages: dict) -> None:
         """The decoupled loss, averaged over tokens."""
         algorithm = self.config.algorithm
-        start = {key: value.detach() for key, value in self.logprobs(groups).items()}
-        behaviour = {
-            (g, i): sample.logprobs
-            for g, group in enumerate(groups)
-            for i, sample in enumerate(codec.decode(GroupPayload, group.payload).samples)
-        }
+        with torch.no_grad():
+            start = self.logprobs(groups)
+        samples = (codec.decode(GroupPayload, group.payload).samples for group in groups)
+        behaviour = {(g, i): sample.logprobs for g, own in enumerate(samples) for i, sample in enumerate(own)}
 
         def loss(tokens: list[Token]) -> torch.Tensor:
-            logp, terms = self.logprobs(groups), []
+            logp, terms = self.logprobs(groups, {token.sample for token in tokens}), []
             for token in tokens:
                 new, old = logp[token.sample][token.t], float(behaviour[token.sample][token.t])
                 proximal = start[token.sample][token.t]
@@ -151,19 +249,19 @@ class PolicyLoop(Loop):
 
 
 class CriticLoop(Loop):
-    def values(self, groups: Sequence[TrainGroup]) -> dict[tuple[int, int], torch.Tensor]:
+    def values(self, groups: Sequence[TrainGroup], only: Any = None) -> dict[tuple[int, int], torch.Tensor]:
         def run(prompt: np.ndarray, reply: np.ndarray) -> torch.Tensor:
             ids = torch.from_numpy(np.concatenate([prompt, reply]).astype(np.int64))
             hidden = self.model.model(ids[None]).last_hidden_state[0]
             return self.model.score(hidden)[len(prompt) - 1 : -1, 0]
 
-        return per_sample(groups, run)
+        return per_sample(groups, run, only)
 
     def step(self, groups: Sequence[TrainGroup], step: int, returns: dict) -> None:
         recorded, clip = flat_values(groups), self.config.critic.value_clip or math.inf  # type: ignore[union-attr]
 
         def loss(tokens: list[Token]) -> torch.Tensor:
-            values, terms = self.values(groups), []
+            values, terms = self.values(groups, {token.sample for token in tokens}), []
             for token in tokens:
                 value, old = values[token.sample][token.t], recorded[token.sample][token.t]
                 near = old + (value - old).clamp(-clip, clip)
