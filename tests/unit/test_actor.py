@@ -1,14 +1,28 @@
-"""The actor's requests and its task: order, withdrawal, its own work."""
+"""The actor: the order of requests, withdrawal, its own task, its end, and one answer for each request."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from runtime.commands import Priority
+from runtime.errors import Cancelled, ServiceFault
 from services.model_service import Actor, Request
 from tests.unit.actor_desk import Desk, keeper, run, running, settle
+
+# ------------------------------------------------------------------------------------------------
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+# The actor's requests and its task: order, withdrawal, its own work.
 
 # ----------------------------------------------------------------------------------------------------- order
 
@@ -153,5 +167,161 @@ def test_an_engine_thread_learns_of_mail_and_returns_early() -> None:
             assert await asyncio.wait_for(actor.send("mail"), 30.0) == "mail"
         assert seen == [False, True]
         assert not actor.interrupted()
+
+    run(test())
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+# How an actor ends: stopped, or by an exception of its behaviour.
+
+# --------------------------------------------------------------------------------------------------------------- faults
+
+
+def test_an_exception_in_receive_fails_only_the_requests_that_it_had_and_left_open() -> None:
+    async def test() -> None:
+        async def serve(requests: Sequence[Request]) -> None:
+            requests[0].reply("answered before")
+            if requests[0].message == "bad":
+                raise ValueError("no good")
+            for request in requests[1:]:
+                request.reply()
+
+        actor = Actor("desk", Desk(serve), batch=2)
+        futures = [actor.send(name) for name in ("bad", "with it", "good", "as well")]
+        async with running(actor):
+            outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        assert outcomes[0] == "answered before"
+        assert isinstance(outcomes[1], ValueError)
+        assert outcomes[2:] == ["answered before", None]
+
+    run(test())
+
+
+def test_an_exception_in_advance_ends_the_actor_and_fails_every_request() -> None:
+    async def test() -> None:
+        class Broken(Desk):
+            async def advance(self, interrupted: Callable[[], bool]) -> None:
+                self.kept["answered"].reply("in time")
+                raise RuntimeError("the device is lost")
+
+        desk = Broken()
+        desk._serve = desk.keep
+        actor = Actor("engine", desk, batch=8)
+        answered, kept, withdrawn = (actor.send(name) for name in ("answered", "kept", "withdrawn"))
+        async with running(actor) as task:
+            await settle()
+            withdrawn.cancel()
+            desk.work = 1
+            last = actor.send("last")
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                await task
+            assert await answered == "in time"
+            for future in (kept, last):
+                with pytest.raises(RuntimeError, match="the device is lost"):
+                    await future
+            for priority in Priority:
+                with pytest.raises(ServiceFault, match="engine: receive: has ended: the device is lost"):
+                    actor.send("after", priority=priority)
+
+    run(test())
+
+
+def test_stop_fails_what_is_unanswered_and_nothing_is_taken_in_afterwards() -> None:
+    async def test() -> None:
+        desk = keeper()
+        actor = Actor("desk", desk)
+        async with running(actor):
+            kept = actor.send("kept")
+            await settle()
+            queued = actor.send("queued")
+        for future in (kept, queued):
+            with pytest.raises(Cancelled, match="desk was stopped"):
+                await future
+        assert desk.seen == [["kept"]]
+        for priority in Priority:  # nobody would ever answer it
+            with pytest.raises(ServiceFault, match="desk: receive: has ended: desk was stopped"):
+                actor.send("after", priority=priority)
+
+    run(test())
+
+
+# ------------------------------------------------------------------------------------------------
+
+
+# Whatever happens to an actor, every request is answered exactly once.
+
+operations = st.one_of(
+    st.tuples(st.just("data"), st.sampled_from(["keep", "reply", "raise"])),
+    st.tuples(st.just("control"), st.sampled_from(["keep", "reply", "raise"])),
+    st.tuples(st.sampled_from(["cancel", "answer", "fail", "twice"]), st.integers(0, 30)),
+    st.tuples(st.just("tick"), st.integers(1, 3)),
+    st.tuples(st.just("work"), st.booleans()),
+)
+
+
+class Clerk(Desk):
+    """Does with each request what its message says. Its own work may fail, once."""
+
+    def __init__(self) -> None:
+        super().__init__(self._handle)
+        self.handed: list[int] = []
+        self.breaks = False
+
+    async def _handle(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            number, how = request.message
+            assert not request.abandoned
+            self.handed.append(number)
+            self.kept[number] = request
+            if how == "reply":
+                request.reply(number)
+        if any(request.message[1] == "raise" for request in requests):
+            raise ValueError
+
+    async def advance(self, interrupted: Callable[[], bool]) -> None:
+        self.work -= 1
+        await asyncio.sleep(0)
+        if self.breaks:
+            raise RuntimeError
+
+
+@settings(max_examples=150)
+@given(st.lists(operations, max_size=40), st.integers(1, 3))
+def test_every_request_is_answered_exactly_once(script: list[tuple[str, Any]], batch: int) -> None:
+    async def test() -> None:
+        clerk = Clerk()
+        actor = Actor("clerk", clerk, batch=batch)
+        futures: list[asyncio.Future[Any]] = []
+        done: list[int] = []
+        async with running(actor):
+            await settle()
+            for what, how in script:
+                if what in ("data", "control"):
+                    message, number = (len(futures), how), len(futures)
+                    priority = Priority.DATA if what == "data" else Priority.CONTROL
+                    try:
+                        future = actor.send(message, priority=priority)
+                    except ServiceFault:  # it has ended
+                        continue
+                    future.add_done_callback(lambda _, number=number: done.append(number))
+                    futures.append(future)
+                elif what == "cancel" and how < len(futures):
+                    futures[how].cancel()
+                elif what in ("answer", "fail", "twice") and how in clerk.kept:
+                    for _ in range(2 if what == "twice" else 1):
+                        clerk.kept[how].fail(KeyError()) if what == "fail" else clerk.kept[how].reply(how)
+                elif what == "tick":
+                    for _ in range(how):
+                        await asyncio.sleep(0)
+                elif what == "work":
+                    clerk.work, clerk.breaks = 1, how
+        await settle()
+        assert sorted(done) == list(range(len(futures)))
+        assert len(clerk.handed) == len(set(clerk.handed))
+        for number, future in enumerate(futures):
+            if not future.cancelled() and future.exception() is None:
+                assert future.result() == number
 
     run(test())
