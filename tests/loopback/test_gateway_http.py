@@ -32,10 +32,8 @@ from services.gateway import own
 from tests.scripted_gateway import KEY, ScriptedBackend, ScriptedEpisode
 from tests.unit.template_cases import tiny_renderer
 
-# ------------------------------------------------------------------------------------------------
 
-
-# The HTTP side of a gateway over real sockets: who may ask what, bad input, streams, and what a hang-up withdraws.
+# ---- The HTTP side of a gateway over real sockets: who may ask what, bad input, streams, and what a hang-up withdraws
 
 MAX_BODY = 1 << 20
 PATIENCE = 60.0  # seconds for what another task has to do, on a busy machine
@@ -118,8 +116,7 @@ def events_of(text: str) -> list[tuple[str, Any]]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Who may ask
+# ---- Who may ask
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -195,8 +192,7 @@ def test_models_and_health() -> None:
     run(test)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Bad input
+# ---- Bad input
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -304,8 +300,7 @@ def test_a_fault_is_told_shortly_and_logged_once(stream: bool, caplog: pytest.Lo
     assert record.exc_info is not None and "a fault of the backend" in str(record.exc_info[1])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Streams and hang-ups
+# ---- Streams and hang-ups
 
 
 @pytest.mark.parametrize("path", STREAMED)
@@ -404,8 +399,7 @@ def test_calls_at_once_are_all_answered() -> None:
     run(test)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a call is
+# ---- What a call is
 
 
 def test_what_makes_a_request_the_same_call() -> None:
@@ -482,10 +476,7 @@ def test_connections_are_kept() -> None:
     run(test)
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# What a gateway is done with is freed at once: nothing of it waits until somebody looks for garbage.
+# ---- What a gateway is done with is freed at once: nothing of it waits until somebody looks for garbage
 
 GATEWAY_KEY, GATEWAY_MEMORY_PATIENCE = "the gateway's", 60.0
 

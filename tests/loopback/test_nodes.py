@@ -49,10 +49,8 @@ from services.rpc.server import Server
 from tests.loopback.line_views import Lines
 from tests.loopback.ranks import run_two
 
-# ------------------------------------------------------------------------------------------------
 
-
-# Nodes join a coordinator over gRPC, get their share, leave, come back, and are refused when they do not fit.
+# ---- Nodes join a coordinator over gRPC, get their share, leave, come back, and are refused when they do not fit
 
 PATIENCE = 60.0
 JOIN = contract.METHODS["Coordinator", "Join"]
@@ -409,10 +407,7 @@ def test_what_cannot_be_scaled_is_one_line(wanted: Scale, services: dict[str, An
     run(make(services=services), test)
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# A node's agent against a coordinator that comes, goes and refuses, over gRPC.
+# ---- A node's agent against a coordinator that comes, goes and refuses, over gRPC
 
 AGENT_PATIENCE = 100.0
 START = 1.0  # seconds for which a coordinator that is not there is tried
@@ -618,10 +613,7 @@ def test_what_a_node_executes_is_not_the_coordinators_to_say(tmp_path: Path, key
     run_of_agent(tmp_path, test)
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# The parts of a checkpoint on two nodes, each with a rank: what they give each other, and what they refuse.
+# ---- The parts of a checkpoint on two nodes, each with a rank: what they give each other, and what they refuse
 
 STREAM = StreamState(position=0, ordinal=0, returned=[], seed=0, shuffle=True, problems=1, fingerprint=0)
 NODES = ("a", "b")

@@ -30,10 +30,8 @@ from tests.loopback.session_peers import (
     unary,
 )
 
-# ------------------------------------------------------------------------------------------------
 
-
-# What a server offers over real gRPC beside plain session calls: unary calls, watches, health, reflection, its port.
+# ---- What a server offers over real gRPC beside plain session calls: unary calls, watches, health, reflection, its port
 
 # ---------------------------------------------------------------------------------------------- unary calls and streams
 
@@ -237,10 +235,7 @@ def test_an_address_of_ipv6_has_brackets() -> None:
     run(test())
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# The probe that containers run: its exit code is what they act on.
+# ---- The probe that containers run: its exit code is what they act on
 
 TLS = "one that has TLS answers with --run DIR or SLUICE_SECRET alone"
 

@@ -37,10 +37,8 @@ from tests.loopback.session_peers import (
     unary,
 )
 
-# ------------------------------------------------------------------------------------------------
 
-
-# Many calls on one session over real gRPC: each gets its own answer, in few frames, large bodies cut up.
+# ---- Many calls on one session over real gRPC: each gets its own answer, in few frames, large bodies cut up
 
 
 def test_many_calls_are_under_way_at_once_and_each_gets_its_own_answer() -> None:
@@ -150,10 +148,7 @@ def test_two_callers_do_not_get_each_others_answers() -> None:
     run(test())
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# A session's calls that are not answered in time: deadlines and withdrawal.
+# ---- A session's calls that are not answered in time: deadlines and withdrawal
 
 
 def test_a_deadline_names_service_and_method_and_withdraws_the_call() -> None:
@@ -250,9 +245,7 @@ def test_closing_the_session_fails_its_unary_calls_and_not_the_task_that_made_th
     run(test())
 
 
-# ------------------------------------------------------------------------------------------------
-
-
+# ----
 # What goes wrong between a session and its peer: frames that are not valid, errors that the peer raises, a peer that dies.
 
 # ---------------------------------------------------------------------------------------------------- what is not valid
@@ -468,10 +461,7 @@ def test_a_peer_that_is_stopped_is_silent_and_one_that_only_computes_is_not() ->
     run(test())
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# A call that comes again under its key is done once, and answered as before until its answer is acknowledged.
+# ---- A call that comes again under its key is done once, and answered as before until its answer is acknowledged
 
 
 def test_a_call_is_joined_while_it_is_under_way_and_answered_from_memory_after_it() -> None:

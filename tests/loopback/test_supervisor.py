@@ -26,10 +26,8 @@ from runtime.process.os_process import INCARNATION
 from sluice import start
 from tests.loopback.line_views import Lines
 
-# ------------------------------------------------------------------------------------------------
 
-
-# Processes in the place of those that die, with real processes that do little.
+# ---- Processes in the place of those that die, with real processes that do little
 
 DEADLINE = 60.0
 LIVES = "import time; time.sleep(600)"
@@ -387,9 +385,7 @@ def test_processors_that_are_not_there_are_the_users_to_mend(tmp_path: Path) -> 
     supervised(tmp_path, test)
 
 
-# ------------------------------------------------------------------------------------------------
-
-
+# ----
 # The logs of real processes: nothing is lost, whoever writes it and however busy the launcher is, and files stay small.
 
 NUMBERED = """

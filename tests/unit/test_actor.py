@@ -16,13 +16,8 @@ from runtime.errors import Cancelled, ServiceFault
 from services.model_service import Actor, Request
 from tests.unit.actor_desk import Desk, keeper, run, running, settle
 
-# ------------------------------------------------------------------------------------------------
 
-
-# ------------------------------------------------------------------------------------------------
-
-
-# The actor's requests and its task: order, withdrawal, its own work.
+# ---- The actor's requests and its task: order, withdrawal, its own work
 
 # ----------------------------------------------------------------------------------------------------- order
 
@@ -171,10 +166,7 @@ def test_an_engine_thread_learns_of_mail_and_returns_early() -> None:
     run(test())
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# How an actor ends: stopped, or by an exception of its behaviour.
+# ---- How an actor ends: stopped, or by an exception of its behaviour
 
 # --------------------------------------------------------------------------------------------------------------- faults
 
@@ -247,10 +239,7 @@ def test_stop_fails_what_is_unanswered_and_nothing_is_taken_in_afterwards() -> N
     run(test())
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# Whatever happens to an actor, every request is answered exactly once.
+# ---- Whatever happens to an actor, every request is answered exactly once
 
 operations = st.one_of(
     st.tuples(st.just("data"), st.sampled_from(["keep", "reply", "raise"])),

@@ -31,9 +31,8 @@ from tests.unit.test_quantized import quantised
 from tests.unit.tiny_models import save_model
 from tests.unit.training_steps import assert_same
 
-# ------------------------------------------------------------------------------------------------
 
-
+# ----
 # Adapters as they travel: what rollouts make of them, what is refused, which base is theirs, and how many bytes they are.
 
 RANK = 3
@@ -144,10 +143,7 @@ def test_the_engine_keeps_what_it_has_until_the_swap_and_alternates_between_two_
     asyncio.run(course())
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# Which adapters the ranks of a layout hold, by names and shapes, and what they take.
+# ---- Which adapters the ranks of a layout hold, by names and shapes, and what they take
 
 DENSE = family_for(MODEL)  # 6 layers, 48 wide, 12 heads of 4 and 4 of keys, an MLP of 40
 SPARSE = family_for(MODEL | EXPERTS)  # 4 experts of 8

@@ -36,10 +36,8 @@ from sluice.agents.trl_environment import methods_of, with_text
 from tests.unit import template_cases as cases
 from tests.unit.docs_blocks import read
 
-# ------------------------------------------------------------------------------------------------
 
-
-# Parts of the adapters that need neither a gateway nor the packages that they are for.
+# ---- Parts of the adapters that need neither a gateway nor the packages that they are for
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("GymnasiumText", "McpServer", "OpenEnvClient", "VerifiersTaskset")
@@ -128,9 +126,7 @@ def test_the_first_of_a_group_of_exceptions_is_told() -> None:
     assert repr(innermost(Group())) == "KeyError('x')"
 
 
-# ------------------------------------------------------------------------------------------------
-
-
+# ----
 # The HTTP client that agents are given: what it imports is there before workers are forked, on a machine without IPv4 too.
 
 pytest.importorskip("httpx", reason="needs httpx: make install-dev")
@@ -174,10 +170,7 @@ def test_what_a_client_needs_is_imported(code: str, said: str) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# A command as an agent: its arguments from a row, and its reward from what it printed.
+# ---- A command as an agent: its arguments from a row, and its reward from what it printed
 
 HOSTILE = """$(echo no) `echo no` "; echo no #' \\ {other}"""
 
@@ -267,10 +260,7 @@ def test_a_command_has_a_name() -> None:
         CommandAgent()
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# `sluice play`: which task it has played, and what it shows of it.
+# ---- `sluice play`: which task it has played, and what it shows of it
 
 
 @pytest.fixture
@@ -359,10 +349,7 @@ def test_what_is_no_override_is_still_a_mistake(rest: list[str], capsys: pytest.
     assert capsys.readouterr().err.startswith("error: ")
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# `sluice check-template`: forty conversations, how each goes on, and where and why one would be rendered anew.
+# ---- `sluice check-template`: forty conversations, how each goes on, and where and why one would be rendered anew
 
 
 def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:

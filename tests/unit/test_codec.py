@@ -21,10 +21,8 @@ from services.rpc import stream
 from services.rpc.generated import common_pb2
 from tests.unit.clock import run_by_clock
 
-# ------------------------------------------------------------------------------------------------
 
-
-# msgpack with arrays: what goes in comes out, and what is not a message is refused with the place of the fault.
+# ---- msgpack with arrays: what goes in comes out, and what is not a message is refused with the place of the fault
 
 DTYPES = ("<i4", "<f4", "|u1", "<i8", "<f8", "<u4")
 
@@ -209,10 +207,7 @@ def test_no_damaged_message_does_worse_than_InvalidMessage(data: st.DataObject) 
         codec.decode(Scores, bytes(message))
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# Sets of tokens as they travel: what is packed comes out again, whatever its size, and what does not fit is told.
+# ---- Sets of tokens as they travel: what is packed comes out again, whatever its size, and what does not fit is told
 
 VOCABULARY = 75  # not a multiple of 8
 
@@ -285,10 +280,7 @@ def test_what_does_not_fit_is_a_fault() -> None:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# How bodies become frames: cut up and joined, and when a frame leaves.
+# ---- How bodies become frames: cut up and joined, and when a frame leaves
 
 # --------------------------------------------------------------------------------------------------------------- bodies
 

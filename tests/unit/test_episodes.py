@@ -42,10 +42,8 @@ from tests.unit.reward_cases import make_branch, make_sample
 from tests.unit.template_cases import tiny_renderer
 from tests.unit.test_rewards_scorer import Bytes, score
 
-# ------------------------------------------------------------------------------------------------
 
-
-# The episodes of a gateway: tasks and who plays them, keys, repeats, deadlines, and the group that comes of them.
+# ---- The episodes of a gateway: tasks and who plays them, keys, repeats, deadlines, and the group that comes of them
 
 PATIENCE = 60.0
 KEY = "the gateway's"
@@ -379,10 +377,7 @@ def test_where_the_gateway_serves_calls_need_no_episode(renderer: TemplateRender
     run(renderer, scenario, serves=True)
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# What is read of an episode, who gives it its reward, and what an evaluation makes of that.
+# ---- What is read of an episode, who gives it its reward, and what an evaluation makes of that
 
 NAN = float("nan")
 ADDED = make_branch(("<sum>", True), ("tool: 5. Go on.", False), ("#### 5", True))

@@ -30,10 +30,8 @@ from runtime.process.progress import Beat, Work
 from runtime.telemetry import memory
 from runtime.telemetry.memory import Memory, PeakMemory
 
-# ------------------------------------------------------------------------------------------------
 
-
-# Lists of processors, and what is said of those that the machine has not.
+# ---- Lists of processors, and what is said of those that the machine has not
 
 CONFIG = Path("c.yaml")
 MACHINE = Machine(cpus=frozenset(range(8)))
@@ -92,10 +90,7 @@ def test_this_machine_has_some() -> None:
     assert this_machine().cpus
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# What is said of the memory of processes: real ones.
+# ---- What is said of the memory of processes: real ones
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
 
@@ -171,10 +166,7 @@ def test_what_the_allocator_holds_and_nobody_uses_is_given_back() -> None:
     assert int(done.stdout) > 96 << 20
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# What counts as a stall: the limits that a process learns, which rank is named, and what the agent hears.
+# ---- What counts as a stall: the limits that a process learns, which rank is named, and what the agent hears
 
 
 class Clock:
@@ -339,10 +331,7 @@ def test_what_is_no_beat_is_not_heeded_and_every_process_is_heard_of_many() -> N
     asyncio.run(tell())
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# Waits with a deadline: what they answer, and that a cancellation is never lost.
+# ---- Waits with a deadline: what they answer, and that a cancellation is never lost
 
 
 def test_it_says_whether_the_work_was_done_and_raises_what_it_raised() -> None:

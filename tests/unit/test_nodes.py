@@ -44,10 +44,8 @@ from runtime.process.network import (
 from runtime.status import Loss, Progress
 from tests.unit.test_shown import GLOO
 
-# ------------------------------------------------------------------------------------------------
 
-
-# Whom the coordinator admits as a node, and what each node is to run.
+# ---- Whom the coordinator admits as a node, and what each node is to run
 
 
 def make(**sections: Any) -> Config:
@@ -179,10 +177,7 @@ def test_what_a_node_executes_is_known_by_its_key_or_as_a_file_of_python() -> No
     assert {key.rpartition(".")[2] for key in found} == {"name", "python", "env", "jemalloc", "engine_args"}
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# What somebody gives on the command line of a node, or of `sluice scale`, and cannot be: one line that names it.
+# ---- What somebody gives on the command line of a node, or of `sluice scale`, and cannot be: one line that names it
 
 TWO_NODES = """
 run: {name: test}
@@ -252,10 +247,7 @@ def test_a_range_of_ports_is_told_by_what_is_wrong_in_it(tmp_path: Path, overrid
     assert refused.value.faults == [fault]
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# What a job does with the run's progress: it heeds all of it, and does not go on without.
+# ---- What a job does with the run's progress: it heeds all of it, and does not go on without
 
 DEADLINE = 60.0
 LOST = Loss(name="rollout-1", incarnation=0, reason=GLOO)
@@ -357,10 +349,7 @@ def test_a_job_that_cannot_watch_its_run_any_more_ends_with_the_reason(tmp_path:
             watched(tmp_path, view, monkeypatch, [endless])
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# Which address of this machine is meant, which device has it, and what is said of one that is not there.
+# ---- Which address of this machine is meant, which device has it, and what is said of one that is not there
 
 NOT_OURS = "198.51.100.7"  # of a block for documentation, RFC 5737
 

@@ -14,10 +14,8 @@ from sluice.agents.episode import DataError, InfrastructureError
 from sluice.agents.functions import Toolset
 from sluice.agents.schemas import described, function_schema, type_schema
 
-# ------------------------------------------------------------------------------------------------
 
-
-# What the model is told of a Python function that is a tool.
+# ---- What the model is told of a Python function that is a tool
 
 
 class Place(TypedDict, total=False):
@@ -109,10 +107,7 @@ def test_parameters_may_be_described_as_fields() -> None:
     assert described("") == ("", {})
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# Calls of tools: what the model is told of what they gave, and of what went wrong.
+# ---- Calls of tools: what the model is told of what they gave, and of what went wrong
 
 SECONDS = 30.0
 

@@ -51,10 +51,8 @@ from services.rpc.generated import (
     weights_pb2,
 )
 
-# ------------------------------------------------------------------------------------------------
 
-
-# Between protobuf and Sluice's own types: every method both ways, and messages that are damaged.
+# ---- Between protobuf and Sluice's own types: every method both ways, and messages that are damaged
 
 MODULES = (
     *(common_pb2, coordinator_pb2, critic_pb2, environment_pb2, gateway_pb2, reference_pb2),
@@ -557,10 +555,7 @@ def test_no_bytes_as_a_frame_do_worse_than_InvalidMessage(data: bytes) -> None:
             contract.frame_of(kind, b"\xff" + data)
 
 
-# ------------------------------------------------------------------------------------------------
-
-
-# An error arrives at the other end as what it was, or as the nearest that the other end knows.
+# ---- An error arrives at the other end as what it was, or as the nearest that the other end knows
 
 
 def over_the_wire(error: BaseException) -> Exception:
