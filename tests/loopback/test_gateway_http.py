@@ -32,7 +32,6 @@ from services.gateway import own
 from tests.scripted_gateway import KEY, ScriptedBackend, ScriptedEpisode
 from tests.unit.template_cases import tiny_renderer
 
-
 # ---- The HTTP side of a gateway over real sockets: who may ask what, bad input, streams, and what a hang-up withdraws
 
 MAX_BODY = 1 << 20

@@ -49,7 +49,6 @@ from services.rpc.server import Server
 from tests.loopback.line_views import Lines
 from tests.loopback.ranks import run_two
 
-
 # ---- Nodes join a coordinator over gRPC, get their share, leave, come back, and are refused when they do not fit
 
 PATIENCE = 60.0

@@ -30,7 +30,6 @@ from tests.loopback.session_peers import (
     unary,
 )
 
-
 # ---- What a server offers over real gRPC beside plain session calls: unary calls, watches, health, reflection, its port
 
 # ---------------------------------------------------------------------------------------------- unary calls and streams

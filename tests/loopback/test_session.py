@@ -37,7 +37,6 @@ from tests.loopback.session_peers import (
     unary,
 )
 
-
 # ---- Many calls on one session over real gRPC: each gets its own answer, in few frames, large bodies cut up
 
 

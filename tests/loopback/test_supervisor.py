@@ -26,7 +26,6 @@ from runtime.process.os_process import INCARNATION
 from sluice import start
 from tests.loopback.line_views import Lines
 
-
 # ---- Processes in the place of those that die, with real processes that do little
 
 DEADLINE = 60.0

@@ -16,7 +16,6 @@ from runtime.errors import Cancelled, ServiceFault
 from services.model_service import Actor, Request
 from tests.unit.actor_desk import Desk, keeper, run, running, settle
 
-
 # ---- The actor's requests and its task: order, withdrawal, its own work
 
 # ----------------------------------------------------------------------------------------------------- order

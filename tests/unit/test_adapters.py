@@ -31,7 +31,6 @@ from tests.unit.test_quantized import quantised
 from tests.unit.tiny_models import save_model
 from tests.unit.training_steps import assert_same
 
-
 # ----
 # Adapters as they travel: what rollouts make of them, what is refused, which base is theirs, and how many bytes they are.
 

@@ -36,7 +36,6 @@ from sluice.agents.trl_environment import methods_of, with_text
 from tests.unit import template_cases as cases
 from tests.unit.docs_blocks import read
 
-
 # ---- Parts of the adapters that need neither a gateway nor the packages that they are for
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,6 @@ from services.rpc import stream
 from services.rpc.generated import common_pb2
 from tests.unit.clock import run_by_clock
 
-
 # ---- msgpack with arrays: what goes in comes out, and what is not a message is refused with the place of the fault
 
 DTYPES = ("<i4", "<f4", "|u1", "<i8", "<f8", "<u4")

@@ -42,7 +42,6 @@ from tests.unit.reward_cases import make_branch, make_sample
 from tests.unit.template_cases import tiny_renderer
 from tests.unit.test_rewards_scorer import Bytes, score
 
-
 # ---- The episodes of a gateway: tasks and who plays them, keys, repeats, deadlines, and the group that comes of them
 
 PATIENCE = 60.0

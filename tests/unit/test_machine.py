@@ -30,7 +30,6 @@ from runtime.process.progress import Beat, Work
 from runtime.telemetry import memory
 from runtime.telemetry.memory import Memory, PeakMemory
 
-
 # ---- Lists of processors, and what is said of those that the machine has not
 
 CONFIG = Path("c.yaml")

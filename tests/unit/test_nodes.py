@@ -44,7 +44,6 @@ from runtime.process.network import (
 from runtime.status import Loss, Progress
 from tests.unit.test_shown import GLOO
 
-
 # ---- Whom the coordinator admits as a node, and what each node is to run
 
 

@@ -14,7 +14,6 @@ from sluice.agents.episode import DataError, InfrastructureError
 from sluice.agents.functions import Toolset
 from sluice.agents.schemas import described, function_schema, type_schema
 
-
 # ---- What the model is told of a Python function that is a tool
 
 

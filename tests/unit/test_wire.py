@@ -51,7 +51,6 @@ from services.rpc.generated import (
     weights_pb2,
 )
 
-
 # ---- Between protobuf and Sluice's own types: every method both ways, and messages that are damaged
 
 MODULES = (
