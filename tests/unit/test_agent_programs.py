@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,8 @@ class Machine:
     def _own(self) -> None: ...
 
 
-def test_the_public_methods_are_tools() -> None:
+def test_the_public_methods_are_tools_and_what_reset_says_is_put_behind_the_task() -> None:
     assert [method.__name__ for method in methods_of(Machine())] == ["push"]
-
-
-def test_what_reset_says_is_put_behind_the_task() -> None:
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
     assert with_text(asked, " y") == [asked[0], {"role": "user", "content": "x y"}]
     assert with_text(asked, None) == asked and asked[1]["content"] == "x"
@@ -127,8 +125,6 @@ def test_the_first_of_a_group_of_exceptions_is_told() -> None:
 
 # ----
 # The HTTP client that agents are given: what it imports is there before workers are forked, on a machine without IPv4 too.
-
-pytest.importorskip("httpx", reason="needs httpx: make install-dev")
 
 FIRST_REQUEST = """
 import asyncio, socket, sys
@@ -164,6 +160,7 @@ print(clients.http_client() is not None)
 
 @pytest.mark.parametrize(("code", "said"), [(FIRST_REQUEST, "[]"), (WITHOUT_IPV4, "True")], ids=["first request", "no IPv4"])
 def test_what_a_client_needs_is_imported(code: str, said: str) -> None:
+    pytest.importorskip("httpx", reason="needs httpx: make install-dev")
     command, env = [sys.executable, "-c", code], {**os.environ, "NO_PROXY": "127.0.0.1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
@@ -200,6 +197,10 @@ def test_columns_are_filled_into_arguments() -> None:
         "${HOME} {}",
     ]
     assert filled(["python", "python"], row) == [sys.executable, "python"]
+    line = """{ echo ${HOME}; awk '{print}' "{a,b}"; }"""
+    assert filled([line], {"question": "x"}) == ["sh", "-c", line]  # the shell's own braces stay
+    with pytest.raises(ValueError, match="names no program"):
+        CommandAgent()
 
 
 @pytest.mark.parametrize("line", ["printf %s {question}", "cat <<END\n{question}\nEND", "echo `printf %s {question}`"])
@@ -208,11 +209,6 @@ def test_the_shell_never_runs_what_a_row_says(line: str) -> None:
     env = {"SLUICE_ROW_question": HOSTILE, "PATH": "/usr/bin:/bin"}
     told = subprocess.run(filled([line], row), env=env, capture_output=True, text=True, timeout=60, check=True).stdout
     assert HOSTILE.split()[-1] in told and told.strip().strip('"') == HOSTILE
-
-
-def test_a_line_for_the_shell_keeps_its_own_braces() -> None:
-    line = """{ echo ${HOME}; awk '{print}' "{a,b}"; }"""
-    assert filled([line], {"question": "x"}) == ["sh", "-c", line]
 
 
 @pytest.mark.parametrize("line", ["echo '{question}'", 'echo "is {question}"'])
@@ -252,11 +248,6 @@ def test_what_a_program_is_told_of_the_gateway() -> None:
         "SLUICE_ROW_question": "x",
     }
     assert variables({"question": "x"}, episode)["SLUICE_TASK"] == '{"question": "x"}'
-
-
-def test_a_command_has_a_name() -> None:
-    with pytest.raises(ValueError, match="names no program"):
-        CommandAgent()
 
 
 # ---- `sluice play`: which task it has played, and what it shows of it
@@ -351,14 +342,23 @@ def test_what_is_no_override_is_still_a_mistake(rest: list[str], capsys: pytest.
 # ---- `sluice check-template`: forty conversations, how each goes on, and where and why one would be rendered anew
 
 
-def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
-    """The exit code, and what is printed on a wide terminal."""
+COUNTS = "40 conversations: {} go on token for token, {} would be rendered anew, {} are refused"
+Checked = Callable[[Path], tuple[int, str]]
+
+
+@pytest.fixture
+def checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Checked:
+    """Gives the exit code, and what is printed on a wide terminal."""
     monkeypatch.setenv("COLUMNS", "240")
-    with pytest.raises(SystemExit) as end:
-        cli.main(["check-template", str(folder)])
-    assert isinstance(end.value.code, int)
-    shown = capsys.readouterr()
-    return end.value.code, shown.out + shown.err
+
+    def check(folder: Path) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["check-template", str(folder)])
+        assert isinstance(end.value.code, int)
+        shown = capsys.readouterr()
+        return end.value.code, shown.out + shown.err
+
+    return check
 
 
 def row(shown: str, name: str) -> list[str]:
@@ -380,54 +380,43 @@ def test_forty_conversations_have_what_agents_do() -> None:
         assert probe.with_tools or not made
 
 
-def test_all_go_on_by_a_template_that_only_appends(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+REFUSED = "messages 3, 5: not a prefix: the template renders messages otherwise when others follow"
+
+
+@pytest.mark.parametrize(
+    ("template", "code", "counts", "name", "told"),
+    [
+        (cases.HERMES, 0, (40, 0, 0), "six calls", ["six calls", "difference x 6", ""]),
+        (cases.JSON, 0, (38, 0, 2), "two calls at once", "message 4: messages: "),  # what it refuses is no fork
+        (cases.FORGETFUL, 1, (0, 40, 0), "thinking once", REFUSED),
+    ],
+    ids=["appends", "refuses", "forks"],
+)
+def test_each_conversation_goes_on_or_is_told_where_and_why_not(
+    tmp_path: Path, checked: Checked, template: str, code: int, counts: tuple[int, int, int], name: str, told: str | list[str]
 ) -> None:
-    code, shown = run(cases.folder_of(tmp_path, cases.HERMES), capsys, monkeypatch)
-    assert code == 0
-    assert shown.splitlines()[-1] == "40 conversations: 40 go on token for token, 0 would be rendered anew, 0 are refused"
-    assert row(shown, "six calls") == ["six calls", "difference x 6", ""]
+    found, shown = checked(cases.folder_of(tmp_path, template))
+    assert found == code
+    assert shown.splitlines()[-1] == COUNTS.format(*counts)
+    cells = row(shown, name)
+    assert cells == told if isinstance(told, list) else cells[2].startswith(told)
 
 
-def test_what_a_template_refuses_is_no_fork(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, shown = run(cases.folder_of(tmp_path, cases.JSON), capsys, monkeypatch)
-    assert code == 0
-    assert shown.splitlines()[-1] == "40 conversations: 38 go on token for token, 0 would be rendered anew, 2 are refused"
-    assert row(shown, "two calls at once")[2].startswith("message 4: messages: ")
-
-
-def test_where_one_forks_it_says_where_and_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, shown = run(cases.folder_of(tmp_path, cases.FORGETFUL), capsys, monkeypatch)
-    assert code == 1
-    assert shown.splitlines()[-1] == "40 conversations: 0 go on token for token, 40 would be rendered anew, 0 are refused"
-    assert row(shown, "thinking once")[2] == (
-        "messages 3, 5: not a prefix: the template renders messages otherwise when others follow"
-    )
-
-
-def test_a_family_goes_on_by_renderers_but_where_it_leaves_out_what_was_reasoned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_goes_on_by_renderers_but_where_it_leaves_out_what_was_reasoned(tmp_path: Path, checked: Checked) -> None:
     pytest.importorskip("renderers", reason="needs renderers (make install-dev, Python 3.11 or newer)")
-    code, shown = run(cases.qwen3(tmp_path), capsys, monkeypatch)
+    code, shown = checked(cases.qwen3(tmp_path))
     assert code == 1
-    assert shown.splitlines()[-1] == "40 conversations: 37 go on token for token, 3 would be rendered anew, 0 are refused"
+    assert shown.splitlines()[-1] == COUNTS.format(37, 3, 0)
     assert row(shown, "thinking between calls")[1:] == ["renderers x 2", ""]
     assert row(shown, "a question after a call")[1:] == ["renderers x 2, difference x 1", ""]
     assert "not a prefix" in row(shown, "thinking")[2]
 
 
 @pytest.mark.parametrize("kind", ["missing", "no template"])
-def test_a_folder_that_is_no_model_s_is_the_user_s_to_mend(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_a_folder_that_is_no_model_s_is_the_user_s_to_mend(tmp_path: Path, checked: Checked, kind: str) -> None:
     folder = tmp_path / "model"
     if kind == "no template":
         cases.folder_of(folder, "")
         (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    code, shown = run(folder, capsys, monkeypatch)
+    code, shown = checked(folder)
     assert code == 2 and str(folder) in shown and len(shown.splitlines()) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -19,6 +19,7 @@ from runtime.errors import InvalidMessage
 from runtime.types import GroupPayload, Sample, Scores
 from services.rpc import stream
 from services.rpc.generated import common_pb2
+from tests.coroutines import driven_by
 from tests.unit.clock import run_by_clock
 
 # ---- msgpack with arrays: what goes in comes out, and what is not a message is refused with the place of the fault
@@ -34,7 +35,6 @@ def extension(code: int, data: bytes) -> bytes:
     return msgspec.msgpack.encode({"values": msgspec.msgpack.Ext(code, data)})
 
 
-@settings(max_examples=60)
 @given(st.sampled_from(DTYPES).flatmap(lambda dtype: arrays.arrays(dtype, st.integers(0, 40))))
 def test_an_array_arrives_bit_for_bit(values: np.ndarray) -> None:
     decoded = codec.decode(Box, codec.encode(Box(values))).values
@@ -189,7 +189,6 @@ def test_text_that_is_not_utf8_is_refused() -> None:
         codec.decode(dict[str, int], b"\x81\xa1\xff\x01")
 
 
-@settings(max_examples=150)
 @given(st.binary(max_size=40))
 def test_no_bytes_do_worse_than_InvalidMessage(data: bytes) -> None:
     for type_ in (Scores, GroupPayload, dict[str, np.ndarray]):
@@ -197,7 +196,6 @@ def test_no_bytes_do_worse_than_InvalidMessage(data: bytes) -> None:
             codec.decode(type_, data)
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_no_damaged_message_does_worse_than_InvalidMessage(data: st.DataObject) -> None:
     message = bytearray(codec.encode(Scores(group_id=1, rewards=np.ones(3, np.float32), valid=np.ones(3, np.uint8))))
@@ -281,8 +279,6 @@ def test_what_does_not_fit_is_a_fault() -> None:
 
 # ---- How bodies become frames: cut up and joined, and when a frame leaves
 
-# --------------------------------------------------------------------------------------------------------------- bodies
-
 
 @pytest.mark.parametrize(("size", "chunks"), [(0, 1), (1, 1), (stream.CHUNK, 1), (stream.CHUNK + 1, 2), (3 * stream.CHUNK, 3)])
 def test_a_body_is_cut_up_and_joined(size: int, chunks: int) -> None:
@@ -349,27 +345,6 @@ def test_a_stream_has_a_budget_of_unfinished_bytes(monkeypatch: pytest.MonkeyPat
         joiner.add(5, bytes(1), True)
 
 
-def test_the_streams_of_a_service_share_one_too_and_a_stream_that_ends_gives_back_its_part(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stream, "HELD_IN_ALL", 10)
-    held = stream.Held()
-    one, other = stream.Joiner(held), stream.Joiner(held)
-    one.add(1, bytes(6), True)
-    with pytest.raises(errors.InvalidMessage, match=r"^unfinished messages of more than 10 bytes, over all streams$"):
-        other.add(1, bytes(6), True)
-    other.close()
-    one.add(2, bytes(4), True)
-    one.close()
-    assert held.size == 0
-    other.add(1, bytes(10), True)
-    assert other.add(1, b"", False) == bytes(10)
-    assert held.size == 0
-
-
-# --------------------------------------------------------------------------------------------------------------- frames
-
-
 def call(id_: int, size: int = 0) -> tuple[common_pb2.Call, bytes]:
     return common_pb2.Call(id=id_), bytes(size)
 
@@ -379,95 +354,78 @@ def ids(calls: list[Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [0, 127, 128, 1 << 14, 1 << 21])
-def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
+@driven_by(run_by_clock)
+async def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
     bodies = [np.random.default_rng(number).bytes(size) for number in range(3)]
-
-    async def test() -> None:
-        outbox = stream.Outbox()
-        for number, body in enumerate(bodies):
-            outbox.put(common_pb2.Reply(id=number), [memoryview(body)[:9], memoryview(body)[9:]] if number else body)
-        messages = await outbox.frame()
-        frame = common_pb2.ReplyFrame.FromString(stream.frame(common_pb2.ReplyFrame(schema=7), "replies", messages))
-        whole = [common_pb2.Reply(id=number, body=body) for number, body in enumerate(bodies)][: len(messages)]
-        assert frame == common_pb2.ReplyFrame(schema=7, replies=whole)
-
-    run_by_clock(test())
+    outbox = stream.Outbox()
+    for number, body in enumerate(bodies):
+        outbox.put(common_pb2.Reply(id=number), [memoryview(body)[:9], memoryview(body)[9:]] if number else body)
+    messages = await outbox.frame()
+    frame = common_pb2.ReplyFrame.FromString(stream.frame(common_pb2.ReplyFrame(schema=7), "replies", messages))
+    whole = [common_pb2.Reply(id=number, body=body) for number, body in enumerate(bodies)][: len(messages)]
+    assert frame == common_pb2.ReplyFrame(schema=7, replies=whole)
 
 
-def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
+@driven_by(run_by_clock)
+async def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 0.05)
-
-    async def test() -> None:
-        loop, outbox = asyncio.get_running_loop(), stream.Outbox()
-        before = loop.time()
-        outbox.put(*call(1))
-        loop.call_later(0.01, outbox.put, *call(2))
-        assert ids(await outbox.frame()) == [1, 2]
-        assert loop.time() - before == pytest.approx(0.05)
-        outbox.put(*call(3))
-        before = loop.time()
-        assert ids(await outbox.frame()) == [3]
-        assert loop.time() - before == pytest.approx(0.05)
-
-    run_by_clock(test())
+    loop, outbox = asyncio.get_running_loop(), stream.Outbox()
+    before = loop.time()
+    outbox.put(*call(1))
+    loop.call_later(0.01, outbox.put, *call(2))
+    assert ids(await outbox.frame()) == [1, 2]
+    assert loop.time() - before == pytest.approx(0.05)
+    outbox.put(*call(3))
+    before = loop.time()
+    assert ids(await outbox.frame()) == [3]
+    assert loop.time() - before == pytest.approx(0.05)
 
 
-def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@driven_by(run_by_clock)
+async def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
-
-    async def test() -> None:
-        outbox = stream.Outbox()
-        outbox.put(*call(1))
-        frame = asyncio.create_task(outbox.frame())
-        await asyncio.sleep(0)
-        outbox.put(*call(2), urgent=True)
-        assert ids(await frame) == [1, 2]
-        outbox.put(*call(3))  # the urgency is over
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(outbox.frame(), 0.02)
-
-    run_by_clock(test())
+    outbox = stream.Outbox()
+    outbox.put(*call(1))
+    frame = asyncio.create_task(outbox.frame())
+    await asyncio.sleep(0)
+    outbox.put(*call(2), urgent=True)
+    assert ids(await frame) == [1, 2]
+    outbox.put(*call(3))  # the urgency is over
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(outbox.frame(), 0.02)
 
 
-def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        outbox = stream.Outbox()
-        for number in range(5):
-            outbox.put(*call(number, stream.CHUNK))
-        assert ids(await outbox.frame()) == [0, 1, 2, 3]
-        monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
-        assert ids(await outbox.frame()) == [4]
-
-    run_by_clock(test())
-
-
-def test_as_many_messages_as_fill_a_frame_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@driven_by(run_by_clock)
+async def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = stream.Outbox()
+    for number in range(5):
+        outbox.put(*call(number, stream.CHUNK))
+    assert ids(await outbox.frame()) == [0, 1, 2, 3]
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
-
-    async def test() -> None:
-        outbox = stream.Outbox()
-        for number in range(stream.COMPANY + 1):
-            outbox.put(*call(number))
-        assert ids(await outbox.frame()) == list(range(stream.COMPANY))
-        assert ids(await outbox.frame()) == [stream.COMPANY]
-
-    run_by_clock(test())
+    assert ids(await outbox.frame()) == [4]
 
 
-def test_a_closed_outbox_gives_what_it_has_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@driven_by(run_by_clock)
+async def test_as_many_messages_as_fill_a_frame_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
+    outbox = stream.Outbox()
+    for number in range(stream.COMPANY + 1):
+        outbox.put(*call(number))
+    assert ids(await outbox.frame()) == list(range(stream.COMPANY))
+    assert ids(await outbox.frame()) == [stream.COMPANY]
 
-    async def test() -> None:
-        outbox = stream.Outbox()
-        outbox.put(*call(1))
-        outbox.close()
-        assert ids(await outbox.frame()) == [1]
-        assert await outbox.frame() == []
-        assert await outbox.frame() == []
-        waiting = stream.Outbox()
-        frame = asyncio.create_task(waiting.frame())
-        await asyncio.sleep(0)
-        waiting.close()
-        assert await frame == []
 
-    run_by_clock(test())
+@driven_by(run_by_clock)
+async def test_a_closed_outbox_gives_what_it_has_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
+    outbox = stream.Outbox()
+    outbox.put(*call(1))
+    outbox.close()
+    assert ids(await outbox.frame()) == [1]
+    assert await outbox.frame() == []
+    assert await outbox.frame() == []
+    waiting = stream.Outbox()
+    frame = asyncio.create_task(waiting.frame())
+    await asyncio.sleep(0)
+    waiting.close()
+    assert await frame == []

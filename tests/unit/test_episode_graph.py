@@ -514,11 +514,11 @@ def try_histories(renderer: TemplateRenderer, graph: Any, examples: int) -> None
 
 
 def test_whatever_a_client_does_the_tokens_are_those_of_the_engine(renderer: TemplateRenderer) -> None:
-    try_histories(renderer, EpisodeGraph, 300)
+    try_histories(renderer, EpisodeGraph, 100)
 
 
 def test_whatever_a_client_does_where_thoughts_are_left_out(tmp_path: Path) -> None:
-    try_histories(TemplateRenderer(Tokenizer(str(cases.qwen3(tmp_path)))), EpisodeGraph, 100)
+    try_histories(TemplateRenderer(Tokenizer(str(cases.qwen3(tmp_path)))), EpisodeGraph, 40)
 
 
 PLANTED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ from runtime.types import (
     ScoreRequest,
     Scores,
 )
+from tests.coroutines import handed
 from tests.unit.reward_cases import make_branch, make_sample
 from tests.unit.template_cases import tiny_renderer
 from tests.unit.test_rewards_scorer import Bytes, score
@@ -98,6 +100,9 @@ def run(renderer: TemplateRenderer, scenario: Callable[[Episodes, ScriptedPolicy
     asyncio.run(asyncio.wait_for(whole(), PATIENCE))
 
 
+scenario = functools.partial(handed, run, needs=("renderer",), first=2)
+
+
 async def opened(episodes: Episodes) -> GatewayEpisode:
     begun = await episodes.begin(KEY)
     return episodes.episode(begun.id, begun.key)
@@ -113,50 +118,53 @@ async def refusal(work: Awaitable[Any]) -> int:
     return refused.value.status
 
 
-def test_a_groups_episodes_are_played_and_become_its_payload(renderer: TemplateRenderer) -> None:
-    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        playing = asyncio.ensure_future(episodes.play(request()))
-        await asyncio.sleep(0)
-        assert episodes.waiting == 2
-        begun = [await episodes.begin(KEY) for _ in range(2)]
-        assert [each.task for each in begun] == [request().task] * 2
-        first, second = (episodes.episode(each.id, each.key) for each in begun)
-        said = await episodes.call(first, call())
-        await episodes.call(first, call(*HELLO, said.replies[0].message, Message("user", "and?")))
-        await episodes.call(second, call())
-        episodes.reward(first, 1.0)
-        episodes.reward(second, 0.25, "call-3")
-        await episodes.end(first, "completed")
-        assert not playing.done()
-        await episodes.end(second, "max_turns")
-        group: GeneratedGroup = await playing
-        payload = codec.decode(GroupPayload, group.payload)
-        assert (group.group_id, group.rewards, payload.rows.tolist()) == (7, [1.0, 0.0], [1, 1])
-        assert (group.oldest, group.newest) == (PolicyVersion(0, 1), PolicyVersion(0, 3))
-        assert payload.prompt.tolist() == renderer.render(HELLO, ())
-        assert [int(sample.loss_mask.sum()) for sample in payload.samples] == [2 + 3, 4]
-        assert [(turn.row, turn.value) for turn in payload.turn_rewards] == [(1, 0.25)]
-        assert episodes.counts["ended_completed"] == episodes.counts["ended_max_turns"] == 1
-
-    run(renderer, scenario)
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[TracedSpan]:
+    """The spans of a test."""
+    found: list[TracedSpan] = []
+    monkeypatch.setattr(spans.log, "add", lambda *span, **more: found.append(TracedSpan(*span, **more)))
+    return found
 
 
-def test_what_a_program_plays_is_a_span_from_its_beginning_to_its_end(
-    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+@scenario()
+async def test_a_groups_episodes_are_played_and_become_its_payload(
+    episodes: Episodes, policy: ScriptedPolicy, renderer: TemplateRenderer
 ) -> None:
-    told: list[TracedSpan] = []
-    monkeypatch.setattr(spans.log, "add", lambda *span, **more: told.append(TracedSpan(*span, **more)))
+    playing = asyncio.ensure_future(episodes.play(request()))
+    await asyncio.sleep(0)
+    assert episodes.waiting == 2
+    begun = [await episodes.begin(KEY) for _ in range(2)]
+    assert [each.task for each in begun] == [request().task] * 2
+    first, second = (episodes.episode(each.id, each.key) for each in begun)
+    said = await episodes.call(first, call())
+    await episodes.call(first, call(*HELLO, said.replies[0].message, Message("user", "and?")))
+    await episodes.call(second, call())
+    episodes.reward(first, 1.0)
+    episodes.reward(second, 0.25, "call-3")
+    await episodes.end(first, "completed")
+    assert not playing.done()
+    await episodes.end(second, "max_turns")
+    group: GeneratedGroup = await playing
+    payload = codec.decode(GroupPayload, group.payload)
+    assert (group.group_id, group.rewards, payload.rows.tolist()) == (7, [1.0, 0.0], [1, 1])
+    assert (group.oldest, group.newest) == (PolicyVersion(0, 1), PolicyVersion(0, 3))
+    assert payload.prompt.tolist() == renderer.render(HELLO, ())
+    assert [int(sample.loss_mask.sum()) for sample in payload.samples] == [2 + 3, 4]
+    assert [(turn.row, turn.value) for turn in payload.turn_rewards] == [(1, 0.25)]
+    assert episodes.counts["ended_completed"] == episodes.counts["ended_max_turns"] == 1
 
-    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        playing = asyncio.ensure_future(episodes.play(request()))
-        await asyncio.sleep(0)
-        for _ in range(2):
-            episode = await opened(episodes)
-            await episodes.call(episode, call())
-            await episodes.end(episode)
-        await playing
 
-    run(renderer, scenario)
+@scenario()
+async def test_what_a_program_plays_is_a_span_from_its_beginning_to_its_end(
+    episodes: Episodes, policy: ScriptedPolicy, told: list[TracedSpan]
+) -> None:
+    playing = asyncio.ensure_future(episodes.play(request()))
+    await asyncio.sleep(0)
+    for _ in range(2):
+        episode = await opened(episodes)
+        await episodes.call(episode, call())
+        await episodes.end(episode)
+    await playing
     assert [(span.name, span.line, span.group, span.detail) for span in told] == [
         (name, spans.EPISODES, 7, detail)
         for index in range(2)
@@ -166,25 +174,20 @@ def test_what_a_program_plays_is_a_span_from_its_beginning_to_its_end(
         assert ran.start <= asked.start <= asked.end <= ran.end
 
 
-def test_the_tools_that_a_reply_calls_are_a_span_until_the_next_call(
-    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+@scenario()
+async def test_the_tools_that_a_reply_calls_are_a_span_until_the_next_call(
+    episodes: Episodes, policy: ScriptedPolicy, told: list[TracedSpan]
 ) -> None:
-    told: list[TracedSpan] = []
-    monkeypatch.setattr(spans.log, "add", lambda *span, **more: told.append(TracedSpan(*span, **more)))
-
-    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        playing = asyncio.ensure_future(episodes.play(request(n=1)))
-        episode = await opened(episodes)
-        policy.tools = ("search", "add", "search", "made up " * 1000)
-        await episodes.call(episode, call(tools=("search", "add")))
-        policy.tools = ()
-        await episodes.call(episode, call(*HELLO, Message("user", "again")))
-        policy.tools = ("answer",)
-        await episodes.call(episode, call(*HELLO, Message("user", "at last"), tools=("answer",)))
-        await episodes.end(episode)
-        await playing
-
-    run(renderer, scenario)
+    playing = asyncio.ensure_future(episodes.play(request(n=1)))
+    episode = await opened(episodes)
+    policy.tools = ("search", "add", "search", "made up " * 1000)
+    await episodes.call(episode, call(tools=("search", "add")))
+    policy.tools = ()
+    await episodes.call(episode, call(*HELLO, Message("user", "again")))
+    policy.tools = ("answer",)
+    await episodes.call(episode, call(*HELLO, Message("user", "at last"), tools=("answer",)))
+    await episodes.end(episode)
+    await playing
     assert [(span.name, span.detail) for span in told] == [
         (spans.POLICY, "0 "),
         (spans.TOOL, "0 a program: search, add, unknown"),
@@ -196,184 +199,173 @@ def test_the_tools_that_a_reply_calls_are_a_span_until_the_next_call(
     assert told[0].end <= told[1].start <= told[1].end <= told[2].end
 
 
-def test_keys_give_access_to_one_episode_and_die_with_it(renderer: TemplateRenderer) -> None:
-    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        playing = asyncio.ensure_future(episodes.play(request()))
-        assert await refusal(episodes.begin("another")) == 401
-        one, other = [await episodes.begin(KEY, PATIENCE) for _ in range(2)]
-        assert one.key != other.key and len(one.key) > 20
-        assert episodes.episode("", one.key) is episodes.episode(one.id, one.key)
-        assert episodes.episode(one.key, "whatever a program sends") is episodes.episode(one.id, one.key)
+@scenario()
+async def test_keys_give_access_to_one_episode_and_die_with_it(episodes: Episodes, policy: ScriptedPolicy) -> None:
+    playing = asyncio.ensure_future(episodes.play(request()))
+    assert await refusal(episodes.begin("another")) == 401
+    one, other = [await episodes.begin(KEY, PATIENCE) for _ in range(2)]
+    assert one.key != other.key and len(one.key) > 20
+    assert episodes.episode("", one.key) is episodes.episode(one.id, one.key)
+    assert episodes.episode(one.key, "whatever a program sends") is episodes.episode(one.id, one.key)
 
-        def status(id: str, key: str) -> int:
-            with pytest.raises(Refused) as refused:
-                episodes.episode(id, key)
-            return refused.value.status
+    def status(id: str, key: str) -> int:
+        with pytest.raises(Refused) as refused:
+            episodes.episode(id, key)
+        return refused.value.status
 
-        assert [status(one.id, other.key), status(one.id, ""), status("", KEY), status("none", one.key)] == [401, 401, 401, 404]
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
-        assert [status(one.id, one.key), status(one.key, ""), status("", other.key)] == [404, 404, 401]
-
-    run(renderer, scenario)
+    assert [status(one.id, other.key), status(one.id, ""), status("", KEY), status("none", one.key)] == [401, 401, 401, 404]
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
+    assert [status(one.id, one.key), status(one.key, ""), status("", other.key)] == [404, 404, 401]
 
 
 @pytest.mark.parametrize(("repeats", "again"), [("key:a", False), ("body:a", True), ("", True)])
-def test_a_repeated_request_is_answered_once(renderer: TemplateRenderer, repeats: str, again: bool) -> None:
+@scenario()
+async def test_a_repeated_request_is_answered_once(
+    episodes: Episodes, policy: ScriptedPolicy, repeats: str, again: bool
+) -> None:
     """`again`: one that comes after the answer is another call."""
+    playing = asyncio.ensure_future(episodes.play(request()))
+    await asyncio.sleep(0)
+    episode = await opened(episodes)
+    policy.gate.clear()
+    calling = [asyncio.ensure_future(episodes.call(episode, call(repeats=repeats))) for _ in range(2)]
+    await policy.began.get()
+    policy.gate.set()
+    answers = await asyncio.gather(*calling)
+    same = bool(repeats)
+    assert (answers[0] is answers[1], policy.calls, len(episode.graph.nodes)) == (same, 2 - same, 2 - same)
+    await episodes.call(episode, call(repeats=repeats))
+    assert policy.calls == 2 - same + again
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
 
-    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        playing = asyncio.ensure_future(episodes.play(request()))
+
+@scenario()
+async def test_a_client_that_hangs_up_withdraws_its_call_and_leaves_the_episode(
+    episodes: Episodes, policy: ScriptedPolicy
+) -> None:
+    playing = asyncio.ensure_future(episodes.play(request()))
+    await asyncio.sleep(0)
+    episode = await opened(episodes)
+    policy.gate.clear()
+    hung_up, patient = (asyncio.ensure_future(episodes.call(episode, call(repeats="body:a"))) for _ in range(2))
+    await policy.began.get()
+    hung_up.cancel()
+    await asyncio.gather(hung_up, return_exceptions=True)
+    policy.gate.set()
+    assert (await patient).id == "call-1"  # somebody else still waited
+    policy.gate.clear()
+    alone = asyncio.ensure_future(episodes.call(episode, call(repeats="body:b")))
+    await policy.began.get()
+    alone.cancel()
+    await asyncio.gather(alone, return_exceptions=True)
+    for _ in range(5):  # the call's task is told
         await asyncio.sleep(0)
-        episode = await opened(episodes)
-        policy.gate.clear()
-        calling = [asyncio.ensure_future(episodes.call(episode, call(repeats=repeats))) for _ in range(2)]
-        await policy.began.get()
-        policy.gate.set()
-        answers = await asyncio.gather(*calling)
-        same = bool(repeats)
-        assert (answers[0] is answers[1], policy.calls, len(episode.graph.nodes)) == (same, 2 - same, 2 - same)
-        await episodes.call(episode, call(repeats=repeats))
-        assert policy.calls == 2 - same + again
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
-
-    run(renderer, scenario)
+    assert not episodes.counts["under_way"]
+    policy.gate.set()
+    assert len(episode.graph.nodes) == 1 and not episode.over
+    await episodes.call(episode, call())
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
 
 
-def test_a_client_that_hangs_up_withdraws_its_call_and_leaves_the_episode(renderer: TemplateRenderer) -> None:
-    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        playing = asyncio.ensure_future(episodes.play(request()))
+@scenario()
+async def test_what_an_environment_lost_is_played_again_from_the_task_on(episodes: Episodes, policy: ScriptedPolicy) -> None:
+    groups: list[Playing] = []
+
+    async def stay_away(group: Playing, index: int) -> None:
+        groups.append(group)
+
+    episodes.players = stay_away
+    playing = asyncio.ensure_future(episodes.play(request(environment="game")))
+    for _ in range(5):
         await asyncio.sleep(0)
-        episode = await opened(episodes)
-        policy.gate.clear()
-        hung_up, patient = (asyncio.ensure_future(episodes.call(episode, call(repeats="body:a"))) for _ in range(2))
-        await policy.began.get()
-        hung_up.cancel()
-        await asyncio.gather(hung_up, return_exceptions=True)
-        policy.gate.set()
-        assert (await patient).id == "call-1"  # somebody else still waited
-        policy.gate.clear()
-        alone = asyncio.ensure_future(episodes.call(episode, call(repeats="body:b")))
-        await policy.began.get()
-        alone.cancel()
-        await asyncio.gather(alone, return_exceptions=True)
-        for _ in range(5):  # the call's task is told
-            await asyncio.sleep(0)
-        assert not episodes.counts["under_way"]
-        policy.gate.set()
-        assert len(episode.graph.nodes) == 1 and not episode.over
+    assert episodes.waiting == 0 and await refusal(episodes.begin(KEY)) == 429  # it is nobody else's
+    lost, kept = (episodes.open_one(groups[0], index) for index in range(2))
+    assert episodes.episode(lost.id, lost.key) is lost
+    await episodes.call(lost, call())
+    policy.gate.clear()
+    under_way = asyncio.ensure_future(episodes.call(lost, call()))
+    await policy.began.get()
+    await policy.began.get()
+    episodes.play_again(lost, "it was lost")
+    assert await refusal(under_way) == 404
+    policy.gate.set()
+    assert (episodes.open, episodes.counts["played_again"]) == (1, 1)
+    again = episodes.open_one(groups[0], lost.index)
+    assert (again.seed, again.graph.nodes) == (lost.seed, [])
+    for episode in (again, kept):
         await episodes.call(episode, call())
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
-
-    run(renderer, scenario)
-
-
-def test_what_an_environment_lost_is_played_again_from_the_task_on(renderer: TemplateRenderer) -> None:
-    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        groups: list[Playing] = []
-
-        async def stay_away(group: Playing, index: int) -> None:
-            groups.append(group)
-
-        episodes.players = stay_away
-        playing = asyncio.ensure_future(episodes.play(request(environment="game")))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert episodes.waiting == 0 and await refusal(episodes.begin(KEY)) == 429  # it is nobody else's
-        lost, kept = (episodes.open_one(groups[0], index) for index in range(2))
-        assert episodes.episode(lost.id, lost.key) is lost
-        await episodes.call(lost, call())
-        policy.gate.clear()
-        under_way = asyncio.ensure_future(episodes.call(lost, call()))
-        await policy.began.get()
-        await policy.began.get()
-        episodes.play_again(lost, "it was lost")
-        assert await refusal(under_way) == 404
-        policy.gate.set()
-        assert (episodes.open, episodes.counts["played_again"]) == (1, 1)
-        again = episodes.open_one(groups[0], lost.index)
-        assert (again.seed, again.graph.nodes) == (lost.seed, [])
-        for episode in (again, kept):
-            await episodes.call(episode, call())
-            episodes.close_one(episode, "completed")
-        group = await playing
-        payload = codec.decode(GroupPayload, group.payload)
-        assert payload.rows.tolist() == [1, 1] and payload.tokens.size
-        assert group.outcomes is not None and group.outcomes.repeated == {"it was lost": 1}
-
-    run(renderer, scenario)
+        episodes.close_one(episode, "completed")
+    group = await playing
+    payload = codec.decode(GroupPayload, group.payload)
+    assert payload.rows.tolist() == [1, 1] and payload.tokens.size
+    assert group.outcomes is not None and group.outcomes.repeated == {"it was lost": 1}
 
 
-def test_an_episode_that_is_never_ended_is_closed_at_its_deadline_with_what_is_there(renderer: TemplateRenderer) -> None:
-    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        playing = asyncio.ensure_future(episodes.play(request()))
-        await asyncio.sleep(0)
-        first, second = await opened(episodes), await opened(episodes)
-        await episodes.call(first, call())
-        policy.gate.clear()
-        under_way = asyncio.ensure_future(episodes.call(second, call()))
-        group = await playing
-        assert await refusal(under_way) == 404
-        payload = codec.decode(GroupPayload, group.payload)
-        assert [int(sample.loss_mask.sum()) for sample in payload.samples] == [2, 0]
-        assert np.isnan(group.rewards).tolist() == [True, True]
-        assert episodes.counts["ended_timeout"] == 2
-
-    run(renderer, scenario, seconds=0.2)
-
-
-def test_a_task_that_nobody_asks_for_is_told_at_the_deadline(renderer: TemplateRenderer) -> None:
-    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        playing = asyncio.ensure_future(episodes.play(request()))
-        await asyncio.sleep(0)
-        await opened(episodes)
-        with pytest.raises(DeadlineExceeded, match=r"gateway-0: Play: no program has asked for 1 of 2 episodes of group 7"):
-            await playing
-        assert (episodes.waiting, episodes.open) == (0, 0)
-
-    run(renderer, scenario, seconds=0.2)
+@scenario(seconds=0.2)
+async def test_an_episode_that_is_never_ended_is_closed_at_its_deadline_with_what_is_there(
+    episodes: Episodes, policy: ScriptedPolicy
+) -> None:
+    playing = asyncio.ensure_future(episodes.play(request()))
+    await asyncio.sleep(0)
+    first, second = await opened(episodes), await opened(episodes)
+    await episodes.call(first, call())
+    policy.gate.clear()
+    under_way = asyncio.ensure_future(episodes.call(second, call()))
+    group = await playing
+    assert await refusal(under_way) == 404
+    payload = codec.decode(GroupPayload, group.payload)
+    assert [int(sample.loss_mask.sum()) for sample in payload.samples] == [2, 0]
+    assert np.isnan(group.rewards).tolist() == [True, True]
+    assert episodes.counts["ended_timeout"] == 2
 
 
-def test_a_group_in_which_the_policy_says_nothing_is_of_the_version_that_counts(renderer: TemplateRenderer) -> None:
-    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        playing = asyncio.ensure_future(episodes.play(request(n=1)))
-        await asyncio.sleep(0)
-        await episodes.end(await opened(episodes), "")
-        group = await playing
-        assert (group.oldest, group.newest, group.rewards) == (PolicyVersion(0, 4), PolicyVersion(0, 4), [])
-
-    run(renderer, scenario, rewarded=True)
-
-
-def test_what_is_too_much_and_what_is_not_known_is_refused(renderer: TemplateRenderer) -> None:
-    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        assert await refusal(episodes.begin(KEY)) == 429  # no task
-        playing = asyncio.ensure_future(episodes.play(request()))
-        await asyncio.sleep(0)
-        episode = await opened(episodes)
-        assert await refusal(episodes.begin(KEY)) == 429  # one at once
-        assert await refusal(episodes.end(episode, "bored")) == 400
-        for value, completion, expected in ((float("nan"), "", 400), (float("inf"), "call-1", 400), (1.0, "call-9", 404)):
-            with pytest.raises(Refused) as refused:
-                episodes.reward(episode, value, completion)
-            assert refused.value.status == expected
-        await episodes.end(episode, "completed")
-        assert await refusal(episodes.call(episode, call())) == 404
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
-
-    run(renderer, scenario, most=1)
+@scenario(seconds=0.2)
+async def test_a_task_that_nobody_asks_for_is_told_at_the_deadline(episodes: Episodes, policy: ScriptedPolicy) -> None:
+    playing = asyncio.ensure_future(episodes.play(request()))
+    await asyncio.sleep(0)
+    await opened(episodes)
+    with pytest.raises(DeadlineExceeded, match=r"gateway-0: Play: no program has asked for 1 of 2 episodes of group 7"):
+        await playing
+    assert (episodes.waiting, episodes.open) == (0, 0)
 
 
-def test_where_the_gateway_serves_calls_need_no_episode(renderer: TemplateRenderer) -> None:
-    async def scenario(episodes: Episodes, policy: ScriptedPolicy) -> None:
-        assert not episodes.episode("", KEY).graph.nodes and not episodes.open
-        own = await opened(episodes)
-        assert own.group is None and (await episodes.call(own, call())).id == "call-1"
+@scenario(rewarded=True)
+async def test_a_group_in_which_the_policy_says_nothing_is_of_the_version_that_counts(
+    episodes: Episodes, policy: ScriptedPolicy
+) -> None:
+    playing = asyncio.ensure_future(episodes.play(request(n=1)))
+    await asyncio.sleep(0)
+    await episodes.end(await opened(episodes), "")
+    group = await playing
+    assert (group.oldest, group.newest, group.rewards) == (PolicyVersion(0, 4), PolicyVersion(0, 4), [])
 
-    run(renderer, scenario, serves=True)
+
+@scenario(most=1)
+async def test_what_is_too_much_and_what_is_not_known_is_refused(episodes: Episodes, policy: ScriptedPolicy) -> None:
+    assert await refusal(episodes.begin(KEY)) == 429  # no task
+    playing = asyncio.ensure_future(episodes.play(request()))
+    await asyncio.sleep(0)
+    episode = await opened(episodes)
+    assert await refusal(episodes.begin(KEY)) == 429  # one at once
+    assert await refusal(episodes.end(episode, "bored")) == 400
+    for value, completion, expected in ((float("nan"), "", 400), (float("inf"), "call-1", 400), (1.0, "call-9", 404)):
+        with pytest.raises(Refused) as refused:
+            episodes.reward(episode, value, completion)
+        assert refused.value.status == expected
+    await episodes.end(episode, "completed")
+    assert await refusal(episodes.call(episode, call())) == 404
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
+
+
+@scenario(serves=True)
+async def test_where_the_gateway_serves_calls_need_no_episode(episodes: Episodes, policy: ScriptedPolicy) -> None:
+    assert not episodes.episode("", KEY).graph.nodes and not episodes.open
+    own = await opened(episodes)
+    assert own.group is None and (await episodes.call(own, call())).id == "call-1"
 
 
 # ---- What is read of an episode, who gives it its reward, and what an evaluation makes of that
@@ -504,9 +496,6 @@ def test_a_reward_model_of_its_own_reads_all_that_was_said(policy: str) -> None:
     scorer = ModelScorer(config.RewardModel(path=policy, input="text"), policy, model, fail=False)
     scorer.score([request_of(EPISODES[1:3], messages=[{"role": "user", "content": "2+3="}])])
     assert [b"<sum>tool: 5. Go on.It is 6bye" in model.read[0], b"#### 5" in model.read[1]] == [True, True]
-
-
-# ---------------------------------------------------------------------------------------------- by whoever plays
 
 
 def test_who_plays_gives_a_column_and_where_it_gives_nothing_the_episode_is_masked() -> None:

@@ -123,10 +123,6 @@ def test_what_is_no_token_is_nobodys(token: str) -> None:
         assert Keys(name=party, secret=SECRET).caller(token) == ""
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Certificates.
-
-
 def test_the_runs_own_name_the_process_and_ask_no_clock() -> None:
     made = certificates.issued(keys.authority(SECRET), "rollout-0/3")
     found, authority = (x509.load_pem_x509_certificate(pem) for pem in (made.own, made.ca))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,13 @@ from launcher.node.topology import coordinator_spec, service_specs
 from runtime import codec, timeouts
 from runtime.cluster.nodes import Launch
 from runtime.config import Config, Deadlines
-from runtime.process import progress
+from runtime.errors import ServiceFault
+from runtime.process import disk, platform, progress
 from runtime.process.aio import done_within
 from runtime.process.progress import Beat, Work
 from runtime.telemetry import memory
 from runtime.telemetry.memory import Memory, PeakMemory
+from tests.coroutines import driven_by
 
 # ---- Lists of processors, and what is said of those that the machine has not
 
@@ -40,16 +44,13 @@ def make(**services: Any) -> Config:
     return msgspec.convert({"run": {"name": "a"}, "services": services}, Config)
 
 
-def test_numbers_and_ranges_in_any_order() -> None:
-    assert cpus.parse("32, 0-3,2") == (0, 1, 2, 3, 32)
-
-
 @given(st.sets(st.integers(0, 300), min_size=1))
 def test_what_is_shown_is_read_back(some: set[int]) -> None:
     assert set(cpus.parse(cpus.shown(some))) == some
 
 
-def test_runs_are_shown_as_ranges() -> None:
+def test_numbers_and_runs_in_any_order() -> None:
+    assert cpus.parse("32, 0-3,2") == (0, 1, 2, 3, 32)
     assert cpus.shown([5, 0, 1, 2, 7]) == "0-2,5,7"
 
 
@@ -77,6 +78,7 @@ def test_there_are_no_more_threads_than_processors_unless_asked_for() -> None:
 
 
 def test_what_the_machine_has_not_is_refused() -> None:
+    assert this_machine().cpus
     config = make(trainer={"cpus": "6-9"}, rollout=[{"cpus": "x"}], reward={"cpus": "0-7"})
     found = dict(line.split(": ", 1) for line in faults(config, MACHINE))
     assert found == {
@@ -85,17 +87,14 @@ def test_what_the_machine_has_not_is_refused() -> None:
     }
 
 
-def test_this_machine_has_some() -> None:
-    assert this_machine().cpus
-
-
 # ---- What is said of the memory of processes: real ones
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
+MEASURED = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's smaps_rollup")
 
 CHILD = "import sys; held = b'x' * (48 << 20); print('ready', flush=True); sys.stdin.read()"
 
 
+@MEASURED
 def test_the_most_of_each_process_outlives_it() -> None:
     names: dict[int, str] = {}
     peak = PeakMemory("launcher")
@@ -115,6 +114,7 @@ def test_the_most_of_each_process_outlives_it() -> None:
     assert peak.by_process["launcher"].rss_bytes >= 8 << 20  # no Python process has less
 
 
+@MEASURED
 def test_what_a_child_started_is_accounted_to_it() -> None:
     within = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], stdin=sys.stdin)"
     names: dict[int, str] = {}
@@ -131,6 +131,7 @@ SHARER = "import mmap, sys; f = open(sys.argv[1], 'rb'); m = mmap.mmap(f.fileno(
 SHARER += "sum(m[i] for i in range(0, len(m), 4096)); print('ready', flush=True); sys.stdin.read()"
 
 
+@MEASURED
 def test_shared_pages_count_once(tmp_path: Path) -> None:
     size = 64 << 20
     (tmp_path / "shared").write_bytes(bytes(size))
@@ -142,27 +143,21 @@ def test_shared_pages_count_once(tmp_path: Path) -> None:
         assert size <= memory.of([child.pid for child in children]).pss_bytes < size * 3 // 2
 
 
-TRIMMED = """
-import ctypes, os
-from runtime.process import platform
-from runtime.telemetry import memory
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-held = [libc.malloc(1 << 14) for _ in range(1 << 13)]  # 128 MiB, in pieces that lie one after the other
-for each in held:
-    ctypes.memset(each, 1, 1 << 14)
-for each in held[:-1]:  # the last one keeps the heap from shrinking
-    libc.free(each)
-before = memory.of([os.getpid()]).rss_bytes
-platform.trim()
-print(before - memory.of([os.getpid()]).rss_bytes)
-"""
-
-
+@MEASURED
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 def test_what_the_allocator_holds_and_nobody_uses_is_given_back() -> None:
-    done = subprocess.run([sys.executable, "-c", TRIMMED], check=True, capture_output=True, text=True)
-    assert int(done.stdout) > 96 << 20
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    held = [libc.malloc(1 << 14) for _ in range(1 << 12)]  # 64 MiB, in pieces that lie one after the other
+    for each in held:
+        ctypes.memset(each, 1, 1 << 14)
+    for each in held[:-1]:  # the last one keeps the heap from shrinking
+        libc.free(each)
+    before = memory.of([os.getpid()]).rss_bytes
+    platform.trim()
+    given_back = before - memory.of([os.getpid()]).rss_bytes
+    libc.free(held[-1])
+    assert given_back > 48 << 20
 
 
 # ---- What counts as a stall: the limits that a process learns, which rank is named, and what the agent hears
@@ -281,87 +276,114 @@ async def heard_of(name: str, beats: Beats, rank: int = 0) -> None:
     raise AssertionError(f"nothing came from {name}")
 
 
-def test_the_agent_hears_beats_and_forgets_those_of_a_former_process() -> None:
+@driven_by(asyncio.run)
+async def test_the_agent_hears_beats_and_forgets_those_of_a_former_process() -> None:
     beats = Beats()
     work = Work(Deadlines(stall={"decode": 5.0}))
     work.begin("engine", "decode")
-
-    async def tell() -> None:
-        beats.open()
-        try:
-            agent, name = beats.variable("rollout-0").split()
-            beats.began(name, 1)
-            telling = asyncio.create_task(work.tell(agent, name, 3))
-            await heard_of(name, beats, 3)
-            telling.cancel()
-            ((rank, told),) = beats.of("rollout-0").items()  # and no more what was started, which may be another process
-            assert rank == 3
-            assert (told.beat.phase, told.beat.limit, told.pid) == ("decode", 5.0, os.getpid())
-            before = told.when
-            beats.forgive(7.0)
-            assert told.when == before + 7.0
-            beats.variable("rollout-0")
-            assert not beats.of("rollout-0")
-        finally:
-            beats.close()
-
-    asyncio.run(tell())
+    beats.open()
+    try:
+        agent, name = beats.variable("rollout-0").split()
+        beats.began(name, 1)
+        telling = asyncio.create_task(work.tell(agent, name, 3))
+        await heard_of(name, beats, 3)
+        telling.cancel()
+        ((rank, told),) = beats.of("rollout-0").items()  # and no more what was started, which may be another process
+        assert rank == 3
+        assert (told.beat.phase, told.beat.limit, told.pid) == ("decode", 5.0, os.getpid())
+        before = told.when
+        beats.forgive(7.0)
+        assert told.when == before + 7.0
+        beats.variable("rollout-0")
+        assert not beats.of("rollout-0")
+    finally:
+        beats.close()
 
 
-def test_what_is_no_beat_is_not_heeded_and_every_process_is_heard_of_many() -> None:
+@driven_by(asyncio.run)
+async def test_what_is_no_beat_is_not_heeded_and_every_process_is_heard_of_many() -> None:
     """More than a socket holds for who does not read it."""
     beats = Beats()
     address = "\0" + beats.variable("rollout-0").partition(" ")[0]
     names = [f"rollout-{number}" for number in range(40)]
-
-    async def tell() -> None:
-        beats.open()
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-                stranger.sendto(b"\xff nonsense", address)
-                for name in names:
-                    stranger.sendto(codec.encode(Beat(name, 0, 10.0)), address)
-                    await asyncio.sleep(0)
-            await heard_of(names[-1], beats)
-            assert all(set(beats.of(name)) == {0} for name in names)
-        finally:
-            beats.close()
-
-    asyncio.run(tell())
+    beats.open()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+            stranger.sendto(b"\xff nonsense", address)
+            for name in names:
+                stranger.sendto(codec.encode(Beat(name, 0, 10.0)), address)
+                await asyncio.sleep(0)
+        await heard_of(names[-1], beats)
+        assert all(set(beats.of(name)) == {0} for name in names)
+    finally:
+        beats.close()
 
 
 # ---- Waits with a deadline: what they answer, and that a cancellation is never lost
 
 
-def test_it_says_whether_the_work_was_done_and_raises_what_it_raised() -> None:
+@driven_by(asyncio.run)
+async def test_it_says_whether_the_work_was_done_and_raises_what_it_raised() -> None:
     async def fails() -> None:
         raise ValueError("no")
 
-    async def main() -> None:
-        event = asyncio.Event()
-        assert not await done_within(event.wait(), 0.0)
-        asyncio.get_running_loop().call_soon(event.set)
-        assert await done_within(event.wait(), 100.0)
-        with pytest.raises(ValueError, match="no"):
-            await done_within(fails(), 100.0)
-
-    asyncio.run(main())
+    event = asyncio.Event()
+    assert not await done_within(event.wait(), 0.0)
+    asyncio.get_running_loop().call_soon(event.set)
+    assert await done_within(event.wait(), 100.0)
+    with pytest.raises(ValueError, match="no"):
+        await done_within(fails(), 100.0)
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_cancellation_that_comes_as_the_work_ends_is_not_lost(turns: int) -> None:
+@driven_by(asyncio.run)
+async def test_a_cancellation_that_comes_as_the_work_ends_is_not_lost(turns: int) -> None:
     """asyncio.wait_for of Python 3.11 and before answers as if nobody had cancelled, after one or two of these turns."""
-
-    async def main() -> None:
-        event = asyncio.Event()
-        waiting = asyncio.create_task(done_within(event.wait(), 100.0))
+    event = asyncio.Event()
+    waiting = asyncio.create_task(done_within(event.wait(), 100.0))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    event.set()
+    for _ in range(turns):
         await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        event.set()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        if waiting.cancel():  # else it had answered before
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
+    if waiting.cancel():  # else it had answered before
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
-    asyncio.run(main())
+
+# ---- Writing where there is no room for now
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "DISK_RETRY", 0.0)
+
+
+def failing(*errors: int) -> Callable[[], str]:
+    """Fails with each, one after the other; then writes."""
+    left = list(errors)
+
+    def work() -> str:
+        if left:
+            raise OSError(left.pop(0), "no")
+        return "written"
+
+    return work
+
+
+def waited(work: Callable[[], str]) -> tuple[str, list[str]]:
+    said: list[str] = []
+    return asyncio.run(disk.done(work, Path("/run/a"), said.append)), said
+
+
+@pytest.mark.parametrize("passing", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE])
+def test_what_passes_is_waited_for_and_told_once(passing: int) -> None:
+    assert waited(failing(passing, passing)) == ("written", ["waits until there is room for /run/a: no"])
+    assert disk.until_done(failing(passing, passing), Path("/run/a")) == "written"
+
+
+def test_what_does_not_pass_is_a_fault() -> None:
+    with pytest.raises(ServiceFault, match="/run/a"):
+        waited(failing(errno.ENOSPC, errno.EACCES))
+    with pytest.raises(ServiceFault, match="/run/a"):
+        disk.until_done(failing(errno.EACCES), Path("/run/a"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import io
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -130,11 +131,13 @@ def test_what_two_nodes_do_not_have_alike_is_a_line_for_each_path() -> None:
     ]
 
 
+OVER_TWO = make(services={"trainer": {"processes": 4}, "rollout": {"replicas": 2}})
+PLACED = place(OVER_TWO, [NodeOffer("a", 3), NodeOffer("b", 3)])
+THERE = {"a": node("a", devices=3), "b": node("b", address="10.0.0.2", devices=3)}
+
+
 def test_a_group_over_two_nodes_meets_at_the_first_and_a_replica_keeps_its_incarnation() -> None:
-    config = make(services={"trainer": {"processes": 4}, "rollout": {"replicas": 2}})
-    there = {"a": node("a", devices=3), "b": node("b", address="10.0.0.2", devices=3)}
-    placed = place(config, [NodeOffer("a", 3), NodeOffer("b", 3)])
-    told = launches(config, placed, there, {"rollout-0": 2, "trainer-0": 1}, b"secret")
+    told = launches(OVER_TWO, PLACED, THERE, {"rollout-0": 2, "trainer-0": 1}, b"secret")
     first, second = ({launch.name: launch for launch in told[name]} for name in ("a", "b"))
     assert (first["trainer-0"].ranks, first["trainer-0"].devices, first["trainer-0"].incarnation) == ([0, 1, 2], [0, 1, 2], 1)
     meeting = first["trainer-0"].rendezvous
@@ -144,12 +147,9 @@ def test_a_group_over_two_nodes_meets_at_the_first_and_a_replica_keeps_its_incar
 
 
 def test_each_incarnation_of_a_group_has_a_key_that_nobody_foretells_and_no_log_shows() -> None:
-    config = make(services={"trainer": {"processes": 4}, "rollout": {"replicas": 2}})
-    there = {"a": node("a", devices=3), "b": node("b", address="10.0.0.2", devices=3)}
-    placed = place(config, [NodeOffer("a", 3), NodeOffer("b", 3)])
     keys = []
     for incarnation, secret in ((0, b"one"), (1, b"one"), (0, b"other"), (0, b"one")):
-        told = launches(config, placed, there, {"trainer-0": incarnation}, secret)
+        told = launches(OVER_TWO, PLACED, THERE, {"trainer-0": incarnation}, secret)
         (meeting,) = {launch.rendezvous for each in told.values() for launch in each if launch.role == "trainer"}
         assert meeting is not None and len(meeting.key) == 32 and repr(meeting.key) not in repr(told)
         keys.append(meeting.key)
@@ -157,10 +157,9 @@ def test_each_incarnation_of_a_group_has_a_key_that_nobody_foretells_and_no_log_
 
 
 def test_a_group_waits_for_all_its_nodes_and_a_replica_for_its_own() -> None:
-    config = make(services={"trainer": {"processes": 4}, "rollout": {"replicas": 2}})
-    placed = place(config, [NodeOffer("a", 3), NodeOffer("b", 3)])
-    assert [launch.role for launch in launches(config, placed, {"a": node("a")}, {}, b"")["a"]] == ["reward"]
-    assert {launch.name for launch in launches(config, placed, {"b": node("b")}, {}, b"")["b"]} == {"rollout-0", "rollout-1"}
+    assert [launch.role for launch in launches(OVER_TWO, PLACED, {"a": node("a")}, {}, b"")["a"]] == ["reward"]
+    of_b = launches(OVER_TWO, PLACED, {"b": node("b")}, {}, b"")["b"]
+    assert {launch.name for launch in of_b} == {"rollout-0", "rollout-1"}
 
 
 def test_what_a_node_executes_is_known_by_its_key_or_as_a_file_of_python() -> None:
@@ -186,14 +185,10 @@ services: {coordinator: {host: 192.0.2.77, port: 7000}}
 """
 
 
-def make_of_node_options(**sections: Any) -> Config:
-    return msgspec.convert({"run": {"name": "test"}, **sections}, Config)
-
-
 @pytest.mark.parametrize("devices", [-1, 1_000_000])
 def test_a_number_of_devices_that_there_is_not(devices: int) -> None:
     with pytest.raises(UserError, match=f"^--devices: {devices}, but this machine has [0-9]+; must be from 0 to that$"):
-        LocalNode.of(make_of_node_options(), devices=devices)
+        LocalNode.of(make(), devices=devices)
 
 
 def test_a_node_whose_name_the_configuration_does_not_have_asks_nobody(tmp_path: Path) -> None:
@@ -206,22 +201,11 @@ def test_a_node_whose_name_the_configuration_does_not_have_asks_nobody(tmp_path:
 
 def test_an_address_is_told_by_the_option_that_gave_it() -> None:
     with pytest.raises(UserError, match=r"^--address: '203.0.113.9' is not an address of this machine"):
-        on_this_machine(make_of_node_options(), "203.0.113.9")
+        on_this_machine(make(), "203.0.113.9")
     with pytest.raises(UserError, match=r"^--address: '127.0.0.1' gives this node 127.0.0.1, by which no other is reached"):
-        on_this_machine(make_of_node_options(cluster={"min_nodes": 2}), "127.0.0.1")
+        on_this_machine(make(cluster={"min_nodes": 2}), "127.0.0.1")
     with pytest.raises(UserError, match=r"^network.interface: 'lo0nowhere' is neither"):
-        on_this_machine(make_of_node_options(network={"interface": "lo0nowhere"}))
-
-
-@pytest.mark.parametrize("run", ["host", "host:", "host:x", "host:0", "host:65536", ":7000", "::1:7000"])
-def test_what_is_neither_a_folder_nor_an_address(run: str) -> None:
-    with pytest.raises(UserError, match=f"^scale: '{run}' is neither a run's folder nor host:port or .IPv6.:port$"):
-        address_of(run, "scale")
-
-
-@pytest.mark.parametrize("run", ["host:1", "10.0.0.1:65535", "[::1]:7000"])
-def test_an_address_is_taken_as_it_is(run: str) -> None:
-    assert address_of(run, "scale") == run
+        on_this_machine(make(network={"interface": "lo0nowhere"}))
 
 
 @pytest.mark.parametrize("wanted", ["rollout", "rollout=", "rollout=-1", "rollout=two", "trainer=2"])
@@ -385,13 +369,16 @@ def test_loopback_is_of_ipv6_where_there_is_no_other(own: set[str], address: str
 @pytest.mark.parametrize("text", ["host:1", "10.1.0.7:65535", "[::1]:7077", "[fd00:1::2]:7077"])
 def test_what_has_host_and_port(text: str) -> None:
     assert is_host_port(text)
+    assert address_of(text, "scale") == text
 
 
 @pytest.mark.parametrize(
-    "text", ["host", ":1", "host:0", "host:65536", "host:x", "::1", "::1:7077", "[::1]", "[::1:7077", "[host]:1"]
+    "text", ["host", "host:", ":1", "host:0", "host:65536", "host:x", "::1", "::1:7077", "[::1]", "[::1:7077", "[host]:1"]
 )
 def test_what_has_not(text: str) -> None:
     assert not is_host_port(text)
+    with pytest.raises(UserError, match=f"^scale: '{re.escape(text)}' is neither a run's folder nor host:port or .IPv6.:port$"):
+        address_of(text, "scale")
 
 
 def test_a_device_by_its_name() -> None:
@@ -443,25 +430,11 @@ def test_torch_is_told_the_device_and_on_loopback_gloo_alone() -> None:
     assert transport_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": loopback_device()}
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("127.0.0.1", True),
-        ("127.1.2.3", True),
-        ("127.0.0.0/8", True),
-        ("::1", True),
-        ("localhost", True),
-        ("lo", True),
-        ("10.0.0.1", False),
-        ("10.0.0.0/8", False),
-        ("fd00::1", False),
-        ("eth0", False),
-        ("node-1", False),
-        ("auto", False),
-    ],
-)
-def test_what_is_loopback_by_how_it_is_written(value: str, expected: bool) -> None:
-    assert is_loopback(value) is expected
+def test_what_is_loopback_by_how_it_is_written() -> None:
+    for value in ("127.0.0.1", "127.1.2.3", "127.0.0.0/8", "::1", "localhost", "lo"):
+        assert is_loopback(value)
+    for value in ("10.0.0.1", "10.0.0.0/8", "fd00::1", "eth0", "node-1", "auto"):
+        assert not is_loopback(value)
 
 
 def test_what_can_be_bound_here() -> None:
