@@ -134,43 +134,36 @@ async def test_an_episode_is_found_by_its_path_and_by_its_key(served: Served, pa
     assert (len(episode.calls), len(other.calls)) == (4, 0)
 
 
-@handed(run, loose=True)
-async def test_who_serves_a_model_asks_without_an_episode(served: Served) -> None:
-    assert (await served.post("/v1/chat/completions", CHAT, KEY)).status == 200
-    assert (await served.post("/v1/chat/completions", CHAT, "another")).status == 401
+TASK = EpisodeTask(messages=[{"role": "user", "content": "2 + 3"}], label="5", source="sums", extra={"level": 2})
 
 
-def test_an_episode_begins_is_rewarded_and_ends() -> None:
-    task = EpisodeTask(messages=[{"role": "user", "content": "2 + 3"}], label="5", source="sums", extra={"level": 2})
-
-    async def test(served: Served) -> None:
-        assert (await served.post("/v1/episodes", b"no JSON", "another")).status == 401  # before anything is read
-        begun = (await served.post("/v1/episodes", b"", KEY)).json
-        told = {"messages": task.messages, "label": "5", "source": "sums", "extra": {"level": 2}, "environment": ""}
-        assert begun["task"] == told
-        episode, key = served.backend.episodes[begun["id"]], begun["key"]
-        answer = (await served.post(f"{begun['base']}/v1/chat/completions", CHAT, key)).json
-        path = f"/v1/episodes/{begun['id']}"
-        for body, status in (
-            ({"reward": 1}, 200),
-            ({"reward": -0.5, "completion_id": answer["id"]}, 200),
-            ({"reward": 1, "completion_id": "nobody's"}, 404),
-            ({"reward": "much"}, 400),
-            ({}, 400),
-        ):
-            assert (await served.post(f"{path}/reward", body, key)).status == status
-        assert episode.rewards == [(1.0, ""), (-0.5, answer["id"])]
-        assert (await served.post(f"{path}/end", {}, KEY)).status == 401
-        assert (await served.post(f"{path}/end", {"stop_reason": "completed"}, key)).status == 200
-        assert episode.ended == "completed"
-        assert (await served.post(f"{begun['base']}/v1/chat/completions", CHAT, key)).status == 404
-        assert (await served.post("/v1/chat/completions", CHAT, key)).status == 401
-        none = await served.post("/v1/episodes", {"wait": 0.25}, KEY)
-        assert (none.status, none.headers["Retry-After"]) == (429, "1")
-        assert "0.25 s" in none.json["error"]["message"]
-        assert (await served.post("/v1/episodes", {"wait": -1}, KEY)).status == 400
-
-    run(test, tasks=[task])
+@handed(run, tasks=[TASK])
+async def test_an_episode_begins_is_rewarded_and_ends(served: Served) -> None:
+    assert (await served.post("/v1/episodes", b"no JSON", "another")).status == 401  # before anything is read
+    begun = (await served.post("/v1/episodes", b"", KEY)).json
+    told = {"messages": TASK.messages, "label": "5", "source": "sums", "extra": {"level": 2}, "environment": ""}
+    assert begun["task"] == told
+    episode, key = served.backend.episodes[begun["id"]], begun["key"]
+    answer = (await served.post(f"{begun['base']}/v1/chat/completions", CHAT, key)).json
+    path = f"/v1/episodes/{begun['id']}"
+    for body, status in (
+        ({"reward": 1}, 200),
+        ({"reward": -0.5, "completion_id": answer["id"]}, 200),
+        ({"reward": 1, "completion_id": "nobody's"}, 404),
+        ({"reward": "much"}, 400),
+        ({}, 400),
+    ):
+        assert (await served.post(f"{path}/reward", body, key)).status == status
+    assert episode.rewards == [(1.0, ""), (-0.5, answer["id"])]
+    assert (await served.post(f"{path}/end", {}, KEY)).status == 401
+    assert (await served.post(f"{path}/end", {"stop_reason": "completed"}, key)).status == 200
+    assert episode.ended == "completed"
+    assert (await served.post(f"{begun['base']}/v1/chat/completions", CHAT, key)).status == 404
+    assert (await served.post("/v1/chat/completions", CHAT, key)).status == 401
+    none = await served.post("/v1/episodes", {"wait": 0.25}, KEY)
+    assert (none.status, none.headers["Retry-After"]) == (429, "1")
+    assert "0.25 s" in none.json["error"]["message"]
+    assert (await served.post("/v1/episodes", {"wait": -1}, KEY)).status == 400
 
 
 @handed(run)
@@ -267,15 +260,13 @@ async def test_a_body_that_does_not_come(served: Served, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_fault_is_told_shortly_and_logged_once(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
-    async def test(served: Served) -> None:
-        body = {"messages": [{"role": "user", "content": "fail 500"}], "stream": stream}
-        answer = await served.post("/v1/chat/completions", body, (await served.begin()).key)
-        assert answer.status == 500
-        assert answer.json["error"]["message"] == "the gateway failed; its log says how"
-
-    with caplog.at_level(logging.WARNING):
-        run(test)
+@handed(run)
+async def test_a_fault_is_told_shortly_and_logged_once(served: Served, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    body = {"messages": [{"role": "user", "content": "fail 500"}], "stream": stream}
+    answer = await served.post("/v1/chat/completions", body, (await served.begin()).key)
+    assert answer.status == 500
+    assert answer.json["error"]["message"] == "the gateway failed; its log says how"
     (record,) = caplog.records
     assert record.getMessage() == "gateway: POST /v1/chat/completions failed"
     assert record.exc_info is not None and "a fault of the backend" in str(record.exc_info[1])
@@ -328,26 +319,26 @@ async def test_a_silent_stream_is_kept_up_and_may_still_fail(
 
 
 @pytest.mark.parametrize("words", [0, 1])
-def test_a_client_that_hangs_up_withdraws_its_call_and_not_the_episode(words: int, caplog: pytest.LogCaptureFixture) -> None:
-    async def test(served: Served) -> None:
-        backend, episode = served.backend, await served.begin()
-        for stream in (False, True):
-            backend.hold_after = words
-            backend.hold.clear()
-            backend.withdrawn.clear()
-            backend.under_way.clear()
-            reader, writer = await served.open("/v1/chat/completions", {**CHAT, "stream": stream}, episode.key)
-            await backend.under_way.wait()
-            if stream and words:
-                await reader.readuntil(b"hello")
-            writer.close()
-            await backend.withdrawn.wait()
-            backend.hold.set()
-            assert (await served.post("/v1/chat/completions", CHAT, episode.key)).status == 200
-        assert len(backend.cancelled) == 2 and episode.ended is None
-
-    with caplog.at_level(logging.WARNING):
-        run(test)
+@handed(run)
+async def test_a_client_that_hangs_up_withdraws_its_call_and_not_the_episode(
+    served: Served, words: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    backend, episode = served.backend, await served.begin()
+    for stream in (False, True):
+        backend.hold_after = words
+        backend.hold.clear()
+        backend.withdrawn.clear()
+        backend.under_way.clear()
+        reader, writer = await served.open("/v1/chat/completions", {**CHAT, "stream": stream}, episode.key)
+        await backend.under_way.wait()
+        if stream and words:
+            await reader.readuntil(b"hello")
+        writer.close()
+        await backend.withdrawn.wait()
+        backend.hold.set()
+        assert (await served.post("/v1/chat/completions", CHAT, episode.key)).status == 200
+    assert len(backend.cancelled) == 2 and episode.ended is None
     assert caplog.records == []
 
 
@@ -467,14 +458,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> TemplateRenderer:
 
 def episodes_of(renderer: TemplateRenderer, answer: Any) -> Episodes:
     made = Episodes(
-        model="m",
-        renderer=renderer,
-        answer=answer,
-        most=16,
-        seconds=PATIENCE,
-        name="gateway-0",
-        serves=False,
-        rewarded=False,
+        model="m", renderer=renderer, answer=answer, most=16, seconds=PATIENCE, name="gateway-0", serves=False, rewarded=False
     )
     made.key = GATEWAY_KEY
     return made

@@ -120,12 +120,6 @@ async def registered(folder: Path, **sections: Any) -> AsyncIterator[tuple[Servi
             await session.close()
 
 
-async def serving_status(address: str) -> str:
-    async with Channel(address) as channel:
-        reply = await health_pb2_grpc.HealthStub(channel.grpc).Check(health_pb2.HealthCheckRequest(service="sluice.v1.Reward"))
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
-
-
 async def until_serving(address: str) -> None:
     """Registration comes first, health a moment later: `Watch` tells of the change."""
     async with Channel(address) as channel:
@@ -149,7 +143,6 @@ async def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: P
         assert registration.pid == service.process.pid
         assert registration.seconds.keys() == {"interpreter", "imports", "load"}
         await until_serving(registration.address)
-        assert await serving_status(registration.address) == "SERVING"
 
         request = score_request("so #### 7", "so #### 8")
         over_the_stream: Scores = await session.call("Score", request, END)

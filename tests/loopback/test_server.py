@@ -149,12 +149,18 @@ async def test_a_proxy_for_http_is_passed_by(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @driven_by(run)
-async def test_a_port_that_is_taken_is_the_users_to_mend() -> None:
+async def test_an_address_of_ipv6_has_brackets_and_a_port_that_is_taken_is_the_users_to_mend() -> None:
     async with serving(echo) as address:
         port = int(address.rpartition(":")[2])
         with pytest.raises(errors.UserError, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use") as taken:
             Server({"Reference": {"Logprobs": echo}}, {}).bind("127.0.0.1", port)
         assert "\n" not in str(taken.value)
+    server = Server({"Reference": {"Logprobs": echo}}, {})
+    try:
+        assert server.bind("::1", 0).startswith("[::1]:")
+    finally:
+        await server.start()
+        await server.stop(0)
 
 
 @driven_by(run)
@@ -194,16 +200,6 @@ async def test_a_range_of_ports_is_taken_port_by_port_until_none_is_left() -> No
         for server in servers:
             await server.start()  # one that is only bound keeps its port when it is stopped
             await server.stop(0)
-
-
-@driven_by(run)
-async def test_an_address_of_ipv6_has_brackets() -> None:
-    server = Server({"Reference": {"Logprobs": echo}}, {})
-    try:
-        assert server.bind("::1", 0).startswith("[::1]:")
-    finally:
-        await server.start()
-        await server.stop(0)
 
 
 # ---- The probe that containers run: its exit code is what they act on

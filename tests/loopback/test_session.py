@@ -219,7 +219,7 @@ async def test_closing_the_session_fails_its_unary_calls_and_not_the_task_that_m
 
 
 @driven_by(run)
-async def test_frames_of_another_schema_are_refused_and_nothing_is_done() -> None:
+async def test_frames_of_another_schema_are_refused_and_nothing_is_done_and_answers_end_the_session() -> None:
     peer = Peer(ready=True)
     async with serving(peer.logprobs) as address, raw_stream(address) as rpc:
         await rpc.write(frame(logprobs(1, b"a"), schema=1))
@@ -229,9 +229,6 @@ async def test_frames_of_another_schema_are_refused_and_nothing_is_done() -> Non
         assert "schema 1 is not supported; this process speaks" in (refused.value.details() or "")
         assert peer.seen == []
 
-
-@driven_by(run)
-async def test_answers_of_another_schema_end_the_session() -> None:
     async def serve(received: Any, context: Any) -> AsyncIterator[common_pb2.ReplyFrame]:
         async for _ in received:
             yield common_pb2.ReplyFrame(schema=9)
@@ -286,10 +283,7 @@ async def test_what_the_peer_raises_is_raised_here_over_the_stream_and_unary(err
         raise error
 
     async with serving(handler) as address, connected(address) as session:
-        for waiting in (
-            session.post(LOGPROBS, request(), PATIENCE),
-            unary(address, request()),
-        ):
+        for waiting in (session.post(LOGPROBS, request(), PATIENCE), unary(address, request())):
             with pytest.raises(type(error)) as raised:
                 await waiting
             assert type(raised.value) is type(error)
@@ -461,7 +455,7 @@ async def test_a_session_acknowledges_what_it_is_told_to_and_what_it_withdrew(mo
 
 
 @driven_by(run)
-async def test_a_call_that_was_withdrawn_is_done_anew() -> None:
+async def test_a_call_that_was_withdrawn_is_done_anew_and_one_that_has_a_key_outlives_its_stream() -> None:
     peer = Peer()
     async with serving(peer.logprobs) as address, raw_stream(address) as rpc:
         await rpc.write(frame(logprobs(7, b"a", key="k")))
@@ -471,10 +465,6 @@ async def test_a_call_that_was_withdrawn_is_done_anew() -> None:
         peer.gate.set()
         await rpc.write(frame(logprobs(8, b"a", key="k")))
         assert [answer(one) for one in await replies(rpc, 1)] == [b"a!"]
-
-
-@driven_by(run)
-async def test_a_call_that_has_a_key_outlives_its_stream() -> None:
     peer = Peer()
     async with serving(peer.logprobs) as address:
         async with raw_stream(address) as rpc:

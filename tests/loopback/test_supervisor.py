@@ -89,11 +89,14 @@ def test_a_reference_becomes_a_variable_of_the_process_alone(tmp_path: Path, mon
 
 
 @handed(supervised, needs=("tmp_path",))
-async def test_a_variable_that_is_not_there_is_said_before_the_process_is_started(supervisor: Supervisor) -> None:
+async def test_what_cannot_be_started_is_said_before(supervisor: Supervisor) -> None:
     env = {"HF_TOKEN": FromEnvironment(variable="NOT_SET_ANYWHERE")}
     said = r"services\.trainer\.env\.HF_TOKEN: \{from: NOT_SET_ANYWHERE\}: this machine's environment has no NOT_SET_ANYWHERE"
     with pytest.raises(UserError, match=said):
         await supervisor.start(replace(spec("trainer-0", LIVES), env=env))
+    assert supervisor.children == []
+    with pytest.raises(UserError, match=r"services\.bound\.cpus: this machine gives none of 1023"):
+        await supervisor.start(replace(spec("bound-0", LIVES), cpus=(1023,)))
     assert supervisor.children == []
 
 
@@ -329,13 +332,6 @@ async def test_a_process_runs_on_its_own_processors_alone(supervisor: Supervisor
     assert sorted(os.sched_getaffinity(0)) == all_of_them
 
 
-@handed(supervised, needs=("tmp_path",))
-async def test_processors_that_are_not_there_are_the_users_to_mend(supervisor: Supervisor) -> None:
-    with pytest.raises(UserError, match=r"services\.bound\.cpus: this machine gives none of 1023"):
-        await supervisor.start(replace(spec("bound-0", LIVES), cpus=(1023,)))
-    assert supervisor.children == []
-
-
 # ----
 # The logs of real processes: nothing is lost, whoever writes it and however busy the launcher is, and files stay small.
 
@@ -380,19 +376,13 @@ def test_what_python_and_c_write_is_in_order_over_files_of_whole_lines(tmp_path:
     assert "".join(texts).splitlines() == [f"line {number}" for number in range(3000)]
 
 
-def test_only_so_many_older_files_are_kept_and_none_of_another_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keep", "names"), [(2, ["role-0.log.2", "role-0.log.1", "role-0.log"]), (0, ["role-0.log"])])
+def test_only_so_many_older_files_are_kept_and_none_of_another_run(tmp_path: Path, keep: int, names: list[str]) -> None:
     (tmp_path / "role-0.log.7").write_text("of a run before\n")
-    supervised(tmp_path, one(spec("role-0", NUMBERED, "3000")), Logs(max_bytes=4096, keep=2))
-    found = files(tmp_path)
-    assert [path.name for path in found] == ["role-0.log.2", "role-0.log.1", "role-0.log"]
-    lines = "".join(path.read_text() for path in found).splitlines()
+    supervised(tmp_path, one(spec("role-0", NUMBERED, "3000")), Logs(max_bytes=4096, keep=keep))
+    assert {path.name for path in tmp_path.iterdir()} == set(names)
+    lines = "".join((tmp_path / name).read_text() for name in names).splitlines()
     assert lines == [f"line {number}" for number in range(3000 - len(lines), 3000)]
-
-
-def test_with_none_kept_the_one_file_starts_anew(tmp_path: Path) -> None:
-    supervised(tmp_path, one(spec("role-0", NUMBERED, "3000")), Logs(max_bytes=4096, keep=0))
-    assert [path.name for path in tmp_path.iterdir()] == ["role-0.log"]
-    assert (tmp_path / "role-0.log").read_text().endswith("line 2999\n")
 
 
 def test_a_line_longer_than_a_file_is_cut(tmp_path: Path) -> None:

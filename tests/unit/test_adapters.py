@@ -164,7 +164,7 @@ def test_all_layers_but_routers_embedding_and_head() -> None:
     assert found[f"{PREFIX}model.layers.0.self_attn.k_proj.lora_B.weight"] == (16, RANK)
 
 
-def test_a_rank_has_all_of_what_it_shares_and_a_part_of_what_is_cut() -> None:
+def test_a_rank_has_a_part_of_what_is_cut_and_experts_have_their_own() -> None:
     assert shapes(DENSE, ["v_proj", "q_proj", "down_proj"], Layout(tensor=2), tensor_rank=1) == {
         "self_attention.linear_qkv.adapter.down.0": (RANK, 48),
         "self_attention.linear_qkv.adapter.up.0": (24, RANK),
@@ -173,9 +173,6 @@ def test_a_rank_has_all_of_what_it_shares_and_a_part_of_what_is_cut() -> None:
         "mlp.linear_fc2.adapter.down.0": (RANK, 20),
         "mlp.linear_fc2.adapter.up.0": (48, RANK),
     }
-
-
-def test_experts_have_their_own() -> None:
     found = AdapterTable(SPARSE, RANK, ["up_proj"], Layout()).parameters(Layout(expert=2), expert_rank=1)
     assert all(each.expert for each in found)
     names = [name.removeprefix(f"{PREFIX}model.layers.0.mlp.experts.") for each in found[:4] for name in [each.sources[0].name]]

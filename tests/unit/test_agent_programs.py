@@ -101,12 +101,17 @@ def test_the_public_methods_are_tools_and_what_reset_says_is_put_behind_the_task
         with_text(asked[:1], None)
 
 
-def test_titles_of_a_schema_go_and_properties_of_that_name_stay() -> None:
+def test_titles_of_a_schema_go_and_the_first_of_a_group_of_exceptions_is_told() -> None:
     schema = {
         "title": "Args",
         "properties": {"title": {"title": "Title", "type": "string"}, "many": {"anyOf": [{"title": "A"}]}},
     }
     assert untitled(schema) == {"properties": {"title": {"type": "string"}, "many": {"anyOf": [{}]}}}
+
+    class Group(Exception):
+        exceptions = (KeyError("x"),)
+
+    assert repr(innermost(Group())) == "KeyError('x')"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -114,13 +119,6 @@ def test_the_guide_has_the_examples_as_they_are(name: str) -> None:
     page = ROOT / "docs" / "guides" / "environments.md"
     assert (ROOT / "configs" / "agents" / name).read_text() in [block.text for block in read(page)]
     assert f"`configs/agents/{name}`" in page.read_text()
-
-
-def test_the_first_of_a_group_of_exceptions_is_told() -> None:
-    class Group(Exception):
-        exceptions = (KeyError("x"),)
-
-    assert repr(innermost(Group())) == "KeyError('x')"
 
 
 # ----

@@ -49,12 +49,9 @@ def test_an_array_on_the_wire_is_its_dtypes_number_and_its_bytes(index: int, dty
     assert codec.encode(Box(values)) == extension(1, bytes([index]) + values.tobytes())
 
 
-def test_a_view_with_gaps_is_packed() -> None:
+def test_a_view_with_gaps_is_packed_and_what_arrives_is_a_read_only_view_into_the_message() -> None:
     values = np.arange(10, dtype=np.int32)[::3]
     np.testing.assert_array_equal(codec.decode(Box, codec.encode(Box(values))).values, [0, 3, 6, 9])
-
-
-def test_an_array_is_a_read_only_view_into_the_message() -> None:
     data = codec.encode(Box(np.arange(1000, dtype=np.int64)))
     decoded = codec.decode(Box, data).values
     assert not decoded.flags.writeable
@@ -159,9 +156,11 @@ def test_an_array_of_another_shape_or_dtype_is_not_encoded(values: np.ndarray) -
         codec.encode(Box(values))
 
 
-def test_a_foreign_object_is_not_encoded() -> None:
+def test_a_foreign_object_is_not_encoded_and_text_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(TypeError, match="cannot encode object"):
         codec.encode([object()])
+    with pytest.raises(InvalidMessage, match="utf-8"):
+        codec.decode(dict[str, int], b"\x81\xa1\xff\x01")
 
 
 @pytest.mark.parametrize(
@@ -182,11 +181,6 @@ def test_a_foreign_object_is_not_encoded() -> None:
 def test_what_is_not_the_message_is_refused(data: bytes, fault: str) -> None:
     with pytest.raises(InvalidMessage, match=fault):
         codec.decode(Box, data)
-
-
-def test_text_that_is_not_utf8_is_refused() -> None:
-    with pytest.raises(InvalidMessage, match="utf-8"):
-        codec.decode(dict[str, int], b"\x81\xa1\xff\x01")
 
 
 @given(st.binary(max_size=40))
@@ -292,7 +286,7 @@ def test_a_body_is_cut_up_and_joined(size: int, chunks: int) -> None:
     assert joined[-1] == body
 
 
-def test_bodies_of_several_calls_may_interleave() -> None:
+def test_bodies_of_several_calls_may_interleave_and_a_forgotten_one_leaves_nothing() -> None:
     joiner = stream.Joiner()
     assert joiner.add(1, b"a", True) is None
     assert joiner.add(2, b"x", True) is None
@@ -300,9 +294,6 @@ def test_bodies_of_several_calls_may_interleave() -> None:
     assert joiner.add(2, b"y", False) == b"xy"
     assert joiner.add(1, b"b", False) == b"ab"
     assert joiner.add(1, b"again", False) == b"again"
-
-
-def test_a_forgotten_body_leaves_nothing() -> None:
     joiner = stream.Joiner()
     joiner.add(1, b"a", True)
     joiner.forget(1)

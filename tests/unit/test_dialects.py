@@ -79,10 +79,13 @@ def test_sampling_as_it_is_asked_for(route: str, fields: dict[str, Any], expecte
     assert {name: getattr(call, name) for name in expected} == expected
 
 
-def test_no_limit_of_the_most_likely() -> None:
+def test_no_limit_of_the_most_likely_and_the_newer_limit_of_tokens() -> None:
     for top_k in (0, -1):
         assert [ask(route, top_k=top_k).call.top_k for route in (CHAT, COMPLETIONS, MESSAGES)] == [0, 0, 0]
         assert ask(GENERATE, sampling_params={"top_k": top_k}).call.top_k == 0
+    assert ask(CHAT, max_completion_tokens=4).call.max_tokens == 4
+    assert ask(CHAT, max_completion_tokens=4, max_tokens=4).call.max_tokens == 4
+    assert str(refused(CHAT, max_completion_tokens=4, max_tokens=5)) == "max_tokens: 5 is not max_completion_tokens, which is 4"
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -91,12 +94,6 @@ def test_what_is_not_said_is_left_to_the_run(route: str) -> None:
     assert (call.temperature, call.top_p, call.top_k, call.min_p, call.seed) == (None,) * 5
     assert (call.n, call.stop, call.tools, call.tool_choice) == (1, (), (), "auto")
     assert call.max_tokens == (9 if route == MESSAGES else None)
-
-
-def test_the_newer_limit_of_tokens() -> None:
-    assert ask(CHAT, max_completion_tokens=4).call.max_tokens == 4
-    assert ask(CHAT, max_completion_tokens=4, max_tokens=4).call.max_tokens == 4
-    assert str(refused(CHAT, max_completion_tokens=4, max_tokens=5)) == "max_tokens: 5 is not max_completion_tokens, which is 4"
 
 
 def test_prompts_of_completions() -> None:
@@ -339,16 +336,13 @@ def test_tools_and_the_choice_of_them(route: str, choice: Any, ours: str) -> Non
         assert str(refused(route, tools=[TOOLS[route]], tool_choice=other)) == 'tool_choice: "subtract" is not "add"'
 
 
-def test_calls_one_at_a_time() -> None:
+def test_calls_one_at_a_time_and_what_a_tool_runner_of_anthropics_is_told() -> None:
     for route in (CHAT, RESPONSES):
         assert not ask(route, parallel_tool_calls=False).call.parallel_tool_calls
     assert not ask(MESSAGES, tool_choice={"type": "auto", "disable_parallel_tool_use": True}).call.parallel_tool_calls
     for choice in ("some", {"type": "allowed_tools", "mode": "auto", "tools": []}, {"type": "function"}):
         assert refused(CHAT, tool_choice=choice).param.startswith("tool_choice")
     assert refused(MESSAGES, tool_choice={"type": "tool"}).param == "tool_choice.name"
-
-
-def test_a_tool_runner_of_anthropics_is_told_to_send_whole_conversations() -> None:
     error = refused(MESSAGES, thread={"type": "create"})
     assert error_body(error, anthropic=True)["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
@@ -359,13 +353,7 @@ def test_a_tool_runner_of_anthropics_is_told_to_send_whole_conversations() -> No
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 arguments = st.dictionaries(texts, st.none() | st.booleans() | st.integers(-(2**53), 2**53) | texts, max_size=3)
 tool_calls = st.builds(ToolCall, st.uuids().map(str), st.just("add"), arguments.map(lambda given: json.dumps(given)))
-replied = st.builds(
-    Message,
-    st.just("assistant"),
-    texts,
-    st.lists(tool_calls, max_size=3).map(tuple),
-    reasoning=texts,
-)
+replied = st.builds(Message, st.just("assistant"), texts, st.lists(tool_calls, max_size=3).map(tuple), reasoning=texts)
 
 
 def completion_of(*messages: Message, end: str = "", stop: str = "") -> Completion:

@@ -384,21 +384,13 @@ def request_of(episodes: Sequence[Sequence[Sample]], prompt: str = "2+3=", **mor
 
 
 EPISODES = [[ADDED], [ADDED, BRANCH], [REPLY], [UNPLAYED]]
-READ = [
-    ("#### 5", "<sum>tool: 5. Go on.#### 5"),
-    ("It is 6", "<sum>tool: 5. Go on.It is 6bye"),
-    ("#### 5", ""),
-    ("", "asked"),
-]
+READ = [("#### 5", "<sum>tool: 5. Go on.#### 5"), ("It is 6", "<sum>tool: 5. Go on.It is 6bye"), ("#### 5", ""), ("", "asked")]
 
 
-def test_the_text_is_the_last_turn_and_the_conversation_lies_beside_it() -> None:
+def test_the_text_is_the_last_turn_with_the_conversation_beside_it_and_a_reply_is_its_whole_self() -> None:
+    """Also one without a token."""
     payload = codec.decode(GroupPayload, request_of(EPISODES).payload)
     assert [(each.text, each.conversation) for each in read_replies(payload, Bytes())] == READ
-
-
-def test_a_reply_is_its_whole_self() -> None:
-    """Also one without a token."""
     for reply in (REPLY, make_sample(list(b""))):
         assert np.array_equal(last_turn(reply), reply.tokens)
 
@@ -434,16 +426,13 @@ def by_rules(tmp_path: Path, request: ScoreRequest) -> dict[str, list[float]]:
     return dict(zip(kinds, (values.tolist() for values in scores.rules.values()), strict=True))
 
 
-def test_rules_grade_the_last_answer_or_the_whole_conversation(tmp_path: Path) -> None:
+def test_rules_grade_the_last_answer_or_the_whole_conversation_and_are_told_replies_as_they_were(tmp_path: Path) -> None:
     assert by_rules(tmp_path, request_of(EPISODES)) == {
         "answered": [1.0, 0.0, 1.0, 0.0],
         "used": [1.0, 1.0, 0.0, 0.0],
         "length": [len(ADDED.tokens), -1.0, 6.0, 5.0],
         "together": [len(text) + 100.0 * len(said) for text, said in READ],
     }
-
-
-def test_replies_are_told_as_they_were(tmp_path: Path) -> None:
     found = by_rules(tmp_path, request_of([[REPLY], [make_sample(list(b"tool"))]]))
     assert found == {"answered": [1.0, 0.0], "used": [0.0, 1.0], "length": [6.0, 4.0], "together": [6.0, 4.0]}
 
@@ -550,12 +539,9 @@ def test_evaluations_are_judged_by_the_first_rule_else_by_who_plays() -> None:
     assert judge(gateway=config.Gateway(), rewards=config.Rewards(environment=0.0)) is None
 
 
-def test_a_group_that_nobody_gives_a_reward_ends_the_run() -> None:
+def test_a_group_that_nobody_gives_a_reward_ends_the_run_unless_none_is_looked_at() -> None:
     with pytest.raises(InvariantViolated, match="group 7: nobody gives it a reward"):
         summed([], 1.0)
-
-
-def test_where_no_reward_is_looked_at_it_is_0_and_one_that_there_is_stays() -> None:
     for rules, rewards in (((), [0.0, 0.0, 0.0]), ((2.0, 3.0, 4.0), [2.0, 3.0, 4.0])):
         roles: Any = SimpleNamespace(scorers={"rule_reward": Replicas(rules), "reward_model": Replicas()})
         scores = asyncio.run(RewardScoring(roles, 1.0, unrewarded=3).score(request_of([[REPLY]]), [], 0))

@@ -76,12 +76,6 @@ def test_a_file_that_is_no_secret(tmp_path: Path, text: str, mode: int, said: st
         keys.known(tmp_path)
 
 
-def test_who_has_no_secret_has_no_keys_where_they_are_needed() -> None:
-    with pytest.raises(Forbidden, match=r"operator: the run's secret is not known here: neither by \.secret"):
-        keys.holder(LOOPBACK, keys.OPERATOR, None)
-    assert keys.holder(replace(LOOPBACK, security="none"), keys.OPERATOR, None) is None
-
-
 def test_a_process_takes_its_keys_out_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = keys.holder(LOOPBACK, keys.node_agent("a"), SECRET)
     assert agent is not None
@@ -94,9 +88,12 @@ def test_a_process_takes_its_keys_out_of_its_environment(monkeypatch: pytest.Mon
         keys.given(LOOPBACK, "trainer-1")
 
 
-def test_nothing_of_a_key_is_shown() -> None:
+def test_nothing_of_a_key_is_shown_and_who_has_no_secret_has_none() -> None:
     found = keys.holder(ELSEWHERE, keys.COORDINATOR, SECRET)
     assert repr(found) == "Keys(coordinator)" and repr(found.certificates) == "Certificates(...)"  # type: ignore[union-attr]
+    with pytest.raises(Forbidden, match=r"operator: the run's secret is not known here: neither by \.secret"):
+        keys.holder(LOOPBACK, keys.OPERATOR, None)
+    assert keys.holder(replace(LOOPBACK, security="none"), keys.OPERATOR, None) is None
 
 
 @pytest.mark.parametrize("name", ["a", "a/b", "ü ñ", "coordinator", "x:y"])

@@ -222,13 +222,10 @@ def heard(rank: int, phase: str = "forward", seconds: float = 0.0, when: float =
     return Heard(Beat("trainer-0", rank, 10.0, phase, "", seconds, 10.0 if phase else 0.0, collectives), 0, when)
 
 
-def test_a_process_that_goes_on_has_not_stalled() -> None:
+def test_who_goes_on_has_not_stalled_but_a_silent_event_loop_and_a_long_phase_have() -> None:
     assert stalled({}, 100.0) is None
     assert stalled({0: heard(0, seconds=9.9)}, 109.9) is None  # nothing is added to what it told: it may be past it
     assert stalled({0: heard(0, "", when=91.0)}, 100.0) is None
-
-
-def test_a_silent_event_loop_and_a_long_phase_have_stalled() -> None:
     silent = stalled({0: heard(0, "", when=89.0)}, 100.0)
     assert silent == (0, "its event loop has not run for 11.0 s (deadlines.stall.loop: 10 s)")
     assert stalled({0: heard(0, seconds=10.5)}, 100.0) == (
@@ -261,9 +258,6 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
     assert rank == 0  # the other was given nothing to do
     rank, _ = stalled({0: waits, 1: heard(1, when=80.0, dp=58)}, 100.0) or (9, "")
     assert rank == 1  # it is stopped
-
-
-def test_counts_of_groups_that_a_rank_is_not_in_are_not_compared() -> None:
     ranks = {0: heard(0, seconds=11.0, all=5, first=900), 1: heard(1, seconds=2.0, all=5, second=3)}
     assert (stalled(ranks, 100.0) or (9, ""))[0] == 0
 

@@ -30,8 +30,8 @@ from launcher.view import View
 from runtime import config
 from runtime.cluster.nodes import NodePaths, NodeRegistration, Rendezvous, Roster, code, launches, path_faults
 from runtime.cluster.placement import NodeOffer, place
-from runtime.config import Config, Run, loading
-from runtime.errors import ConfigError, UserError
+from runtime.config import Config, Run
+from runtime.errors import UserError
 from runtime.process import network
 from runtime.process.network import (
     candidates,
@@ -68,16 +68,13 @@ def roster(*names: str, **cluster: Any) -> Roster:
 NAMED = [{"name": "a", "devices": 8, "supernode": "s"}, {"name": "b"}]
 
 
-def test_named_nodes_are_waited_for_and_filled_in_the_configurations_order() -> None:
+def test_named_nodes_are_waited_for_in_the_configurations_order_and_with_auto_whoever_comes() -> None:
     assert roster(nodes=NAMED).missing == ["a", "b"]
     assert roster("b", nodes=NAMED).missing == ["a"]
     assert roster("b", nodes=NAMED, min_nodes=1).missing == []
     both = roster("b", "a", nodes=NAMED)
     assert both.missing == []
     assert both.offers == [NodeOffer("a", 8, "s"), NodeOffer("b", 8)]
-
-
-def test_with_auto_it_is_whoever_comes_in_that_order() -> None:
     assert roster().missing == ["1 of 1 nodes"]
     assert roster("z", min_nodes=3).missing == ["2 of 3 nodes"]
     assert roster("z", "a", min_nodes=2).offers == [NodeOffer("z", 8), NodeOffer("a", 8)]
@@ -212,22 +209,6 @@ def test_an_address_is_told_by_the_option_that_gave_it() -> None:
 def test_what_cannot_be_scaled_asks_nobody(wanted: str) -> None:
     with pytest.raises(UserError, match=f"^scale: '{wanted}' is not rollout=N"):
         asyncio.run(scale("127.0.0.1:9", wanted))
-
-
-@pytest.mark.parametrize(
-    ("override", "fault"),
-    [
-        ("network.port_range=[7000]", "network.port_range: has 1 items, not 2"),
-        ("network.port_range=[0,70000]", "network.port_range.1: 70000 is not an integer >= 0 and <= 65535"),
-        ("network.port_range=7000", "network.port_range: 7000 is not a list or null"),
-    ],
-)
-def test_a_range_of_ports_is_told_by_what_is_wrong_in_it(tmp_path: Path, override: str, fault: str) -> None:
-    path = tmp_path / "two.yaml"
-    path.write_text(TWO_NODES)
-    with pytest.raises(ConfigError) as refused:
-        loading.load(path, [override])
-    assert refused.value.faults == [fault]
 
 
 # ---- What a job does with the run's progress: it heeds all of it, and does not go on without
@@ -381,13 +362,10 @@ def test_what_has_not(text: str) -> None:
         address_of(text, "scale")
 
 
-def test_a_device_by_its_name() -> None:
+def test_a_device_by_its_name_and_auto_is_the_address_from_which_the_other_is_reached() -> None:
     assert own_address(loopback_device()) == "127.0.0.1"
     device, address = outer()
     assert own_address(device) == address
-
-
-def test_auto_is_the_address_from_which_the_other_is_reached() -> None:
     assert own_address("auto", "127.0.0.1") == own_address("auto", "localhost") == "127.0.0.1"
     _, address = outer()
     assert own_address("auto", address) == address
@@ -410,16 +388,13 @@ def test_what_is_not_there_is_one_line_that_says_what_is(interface: str, towards
     assert "\n" not in str(caught.value)
 
 
-def test_the_device_of_an_address() -> None:
+def test_the_device_of_an_address_is_what_torch_is_told_and_on_loopback_gloo_alone() -> None:
     device, address = outer()
     assert interface_of(address) == device
     assert interface_of("127.0.0.1") == interface_of("127.5.5.5") == loopback_device()
     for unknown in (NOT_OURS, "localhost"):
         with pytest.raises(UserError, match=f"network.interface: '{unknown}' is not an address"):
             interface_of(unknown)
-
-
-def test_torch_is_told_the_device_and_on_loopback_gloo_alone() -> None:
     device, address = outer()
     assert transport_variables(address) == {
         "GLOO_SOCKET_IFNAME": device,
@@ -430,14 +405,11 @@ def test_torch_is_told_the_device_and_on_loopback_gloo_alone() -> None:
     assert transport_variables("127.0.0.1") == {"GLOO_SOCKET_IFNAME": loopback_device()}
 
 
-def test_what_is_loopback_by_how_it_is_written() -> None:
+def test_what_is_loopback_by_how_it_is_written_and_what_can_be_bound_here() -> None:
     for value in ("127.0.0.1", "127.1.2.3", "127.0.0.0/8", "::1", "localhost", "lo"):
         assert is_loopback(value)
     for value in ("10.0.0.1", "10.0.0.0/8", "fd00::1", "eth0", "node-1", "auto"):
         assert not is_loopback(value)
-
-
-def test_what_can_be_bound_here() -> None:
     assert is_own("127.0.0.1")
     assert is_own("localhost")
     for other in (NOT_OURS, "0.0.0.0", "a name"):

@@ -275,7 +275,7 @@ def test_the_phases_and_the_calls_of_an_episode_are_spans(renderer: TemplateRend
     found = sorted(told, key=lambda span: span.start)
     phase = "0 environment game"
     assert [(span.name, span.detail) for span in found] == 2 * [
-        *(("setup", phase), ("run", phase), (spans.POLICY, "0 rollout-3"), ("score", phase)),
+        *(("setup", phase), ("run", phase), (spans.POLICY, "0 rollout-3"), ("score", phase))
     ]
     assert {(span.line, span.group) for span in found} == {(spans.EPISODES, 7)}
     setup, run, policy, score = found[:4]

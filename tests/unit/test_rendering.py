@@ -63,16 +63,13 @@ def test_arguments_that_are_no_json_stay_text() -> None:
     assert call == {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{2"}}
 
 
-def test_tools_that_a_template_does_not_know_are_refused_by_name(folder: Path) -> None:
+def test_tools_that_a_template_does_not_know_are_refused_by_name_and_what_it_refuses_with_its_words(folder: Path) -> None:
     by = renderer(folder, cases.PLAIN)
     assert not by.takes_tools
     for messages, tools, param in ([[ASKED], [ADD], "tools"], [[ASKED, CALLING, TOLD], [], "messages"]):
         with pytest.raises(Refused, match=f"^{param}: ") as refused:
             by.render(messages, tools)
         assert (refused.value.status, refused.value.param) == (400, param)
-
-
-def test_what_the_template_refuses_is_answered_with_its_words(folder: Path) -> None:
     by = renderer(folder, cases.JSON)
     with pytest.raises(Refused, match="one call at a time") as refused:
         by.render([ASKED, replace(CALLING, tool_calls=CALLING.tool_calls * 2)], [ADD])
@@ -248,7 +245,7 @@ def test_a_forced_call_begins_and_the_model_goes_on(folder: Path, template: str)
     assert by.forced("auto", [ADD]) == by.forced("none", [ADD]) == []
 
 
-def test_a_choice_of_no_tool_is_refused(folder: Path) -> None:
+def test_a_choice_of_no_tool_is_refused_and_a_forced_call_is_not_reasoned(folder: Path) -> None:
     by = renderer(folder, cases.HERMES)
     for choice, tools, message in (
         ("function:mul", [ADD, LOOK], "tool_choice: 'mul' is not one of add, look_up"),
@@ -257,9 +254,6 @@ def test_a_choice_of_no_tool_is_refused(folder: Path) -> None:
         with pytest.raises(Refused, match=message) as refused:
             by.forced(choice, tools)
         assert (refused.value.status, refused.value.param) == (400, "tool_choice")
-
-
-def test_a_forced_call_is_not_reasoned(folder: Path) -> None:
     opened = cases.HERMES.replace("<|assistant|>{% endif %}", "<|assistant|><think>\n{% endif %}")
     by = renderer(folder, opened)
     forced = by.forced("function:add", [ADD])
@@ -359,16 +353,14 @@ def test_a_family_that_renders_otherwise_than_the_template_is_not_taken(
     assert len(caplog.records) == 1 and "renders 'one call" in caplog.text
 
 
-def test_without_the_package_the_template_is_taken(
+def test_without_the_package_or_its_tokens_the_template_is_taken(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    model = cases.folder_of(folder / "tiny", cases.PLAIN, model_type="qwen3")
+    assert type(renderer_of(Tokenizer(str(model)), "auto", model)) is TemplateRenderer
+    caplog.clear()
     monkeypatch.setitem(sys.modules, "renderers", None)
     model = cases.qwen3(folder / "without")
     with caplog.at_level(logging.WARNING, "sluice"):
         assert type(renderer_of(Tokenizer(str(model)), "auto", model)) is TemplateRenderer
     assert len(caplog.records) == 1 and "continued by the chat template" in caplog.text
-
-
-def test_a_family_whose_tokens_are_not_there_is_not_taken(folder: Path) -> None:
-    model = cases.folder_of(folder / "tiny", cases.PLAIN, model_type="qwen3")
-    assert type(renderer_of(Tokenizer(str(model)), "auto", model)) is TemplateRenderer

@@ -24,15 +24,7 @@ from runtime.cluster import nodes
 from runtime.commands import Priority
 from runtime.environments.messages import EpisodeEvent, EpisodeRequest
 from runtime.rewards.remote_messages import RemoteResult, RemoteScoreReply, RemoteScoreRequest
-from runtime.types import (
-    SCHEMA_VERSION,
-    GeneratedGroup,
-    LogprobRequest,
-    PolicyVersion,
-    ScoreRequest,
-    TrainGroup,
-    ValueRequest,
-)
+from runtime.types import SCHEMA_VERSION, GeneratedGroup, LogprobRequest, PolicyVersion, ScoreRequest, TrainGroup, ValueRequest
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from services.rpc import contract, stream, wire_errors
 from services.rpc.generated import (
@@ -57,30 +49,18 @@ MODULES = (
 )
 
 VERSION = PolicyVersion(3, 1 << 20)
-ADDRESS = GroupAddress(
-    epoch=4,
-    host="10.0.0.7",
-    port=65535,
-    rank=2,
-    world_size=9,
-    backend="gloo",
-    timeout=12.5,
-    names=("trainer-0", "trainer-2", "rollout-0"),
-    senders=2,
-    key=bytes(range(32)),
-)
 # What a field narrower than Sluice's own would not take, by its name.
-LARGE = {"group_id": 1 << 40, "seed": (1 << 63) - 1, "step": 1 << 20, "nbytes": 1 << 40, "port": 65535, "tokens": 1 << 31}
-LARGE |= {"pid": 4_000_000}
+LARGE = {"group_id": -(1 << 40), "seed": (1 << 63) - 1, "step": 1 << 20, "bytes": 1 << 40, "bucket_bytes": 1 << 36}
+LARGE |= {"port": 65535, "tokens": 1 << 31, "pid": 4_000_000}
 
 
-def example(kind: Any, numbers: Iterator[int], name: str = "") -> Any:
+def example(kind: Any, numbers: Iterator[int], name: str = "", default: Any = None) -> Any:
     """A value of this type: no field has its default, and no two have the same number or text."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return inside[-1]
+        return next(one for one in inside if one != default)
     if origin in (Union, UnionType):
-        return example(next(one for one in inside if one is not type(None)), numbers, name)
+        return example(next(one for one in inside if one is not type(None)), numbers, name, default)
     if origin is list or (origin is tuple and inside[-1] is ...):
         return origin(example(inside[0], numbers, name) for _ in range(2))
     if origin is tuple:
@@ -88,14 +68,20 @@ def example(kind: Any, numbers: Iterator[int], name: str = "") -> Any:
     if origin is dict:
         return {example(str, numbers): example(inside[1], numbers) for _ in range(2)}
     number = next(numbers)
-    plain = {int: LARGE.get(name, number), float: number + 0.5, str: f"é{number}", bytes: b"\xff\0%d" % number, bool: True}
+    plain = {
+        int: LARGE.get(name, number),
+        float: number + 0.5,
+        str: f"é{number}",
+        bytes: b"\xff\0%d" % number,
+        bool: default is not True,
+    }
     plain |= {Any: {"é": [number, None]}, type(None): None, np.ndarray: np.array([number, np.nan], np.float32)}
     if kind in plain:
         return plain[kind]
     if issubclass(kind, Enum):
         return list(kind)[-1]
-    fields = get_type_hints(kind)
-    return kind(**{field: example(fields[field], numbers, field) for field in inspect.signature(kind).parameters})
+    hints, fields = get_type_hints(kind), inspect.signature(kind).parameters
+    return kind(**{name: example(hints[name], numbers, name, field.default) for name, field in fields.items()})
 
 
 SIDES = [
@@ -103,7 +89,7 @@ SIDES = [
     for (service, name), method in contract.METHODS.items()
     for direction, side in (("request", method.request), ("reply", method.reply))
 ]
-RUN = example(EpisodeRequest, itertools.count(1))
+RUN, ADDRESS = (example(kind, itertools.count(1)) for kind in (EpisodeRequest, GroupAddress))
 
 
 def trained(payload: bytes) -> TrainGroup:
@@ -192,13 +178,7 @@ BULK = [
 
 def generated(payload: bytes) -> GeneratedGroup:
     return GeneratedGroup(
-        group_id=1,
-        prompt_tokens=1,
-        response_tokens=[1],
-        truncated=0,
-        oldest=VERSION,
-        newest=VERSION,
-        payload=payload,
+        group_id=1, prompt_tokens=1, response_tokens=[1], truncated=0, oldest=VERSION, newest=VERSION, payload=payload
     )
 
 
@@ -342,10 +322,12 @@ class Hung(errors.DeadlineExceeded):
     """An error that only one side knows."""
 
 
-def test_an_error_that_the_other_end_does_not_know_arrives_as_the_nearest_that_it_does() -> None:
+def test_an_error_that_the_other_end_does_not_know_arrives_as_the_nearest_and_one_that_is_not_utf8() -> None:
     arrived = over_the_wire(Hung("trainer-0", "step", "rank 3 is silent", 30.0))
     assert type(arrived) is errors.DeadlineExceeded
     assert str(arrived) == "trainer-0: step: rank 3 is silent (deadline 30 s)"
+    for error in (ValueError("no file \udcff"), errors.ServiceFault("a", "b", "no file \udcff")):
+        assert "no file ?" in str(over_the_wire(error))
 
 
 @pytest.mark.parametrize(
@@ -368,8 +350,3 @@ def test_an_unknown_kind_is_a_fault_of_the_service(kind: str) -> None:
     arrived = wire_errors.error_from_wire(common_pb2.Error(kind=kind, message="m"), "reward-0", "Score")
     assert type(arrived) is errors.ServiceFault
     assert (arrived.service, arrived.phase) == ("reward-0", "Score")
-
-
-def test_an_error_that_is_not_utf8_arrives() -> None:
-    for error in (ValueError("no file \udcff"), errors.ServiceFault("a", "b", "no file \udcff")):
-        assert "no file ?" in str(over_the_wire(error))
