@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.request
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sluice.agents import Episode, InfrastructureError
 from sluice.agents.functions import Toolset
-from tests.agents.conftest import Gateway
+from tests.agents.conftest import PATIENCE, Gateway, posted
 
 TOOL_SECONDS = 30.0
-PATIENCE = 120.0  # seconds for an answer, on a busy machine
 
 
 class RecordingChannel:
@@ -53,10 +50,3 @@ async def played(gateway: Gateway, agent: Any, data: Mapping[str, Any], tool_sec
         await tools.close()
         await asyncio.to_thread(posted, gateway.url, f"/v1/episodes/{begun['id']}/end", {}, begun["key"])
     return PlayedEpisode(reward, episode.stop_reason, channel.news)
-
-
-def posted(url: str, path: str, body: Mapping[str, Any], key: str) -> Any:
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-        return json.load(answer)

@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv" / "bin" / "python"
+PATIENCE = 120.0  # seconds for an answer, on a busy machine
 MISSING = any(importlib.util.find_spec(name) is None for name in ("openai", "anthropic", "agents", "minisweagent"))
 collect_ignore_glob = ["test_*.py"] * MISSING
 
@@ -65,6 +66,13 @@ def gateway() -> Iterator[Gateway]:
             process.wait()
 
 
+def posted(url: str, path: str, body: Mapping[str, Any], key: str) -> Any:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return json.load(answer)
+
+
 @pytest.fixture
 def scripted(gateway: Gateway) -> None:
     if not gateway.scripted:
@@ -75,10 +83,7 @@ def scripted(gateway: Gateway) -> None:
 def post(gateway: Gateway) -> Callable[..., Any]:
     def send(path: str, body: dict[str, Any], key: str = gateway.key) -> Any:
         """The answer of one of the gateway's own routes."""
-        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        request = urllib.request.Request(gateway.url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
+        return posted(gateway.url, path, body, key)
 
     return send
 
@@ -89,3 +94,11 @@ def episode(gateway: Gateway, post: Callable[..., Any]) -> Iterator[Episode]:
     begun = post("/v1/episodes", {"wait": 60})
     yield Episode(gateway.url + begun["base"], begun["key"], begun["id"])
     post(f"/v1/episodes/{begun['id']}/end", {"stop_reason": "completed"}, begun["key"])
+
+
+@pytest.fixture
+def verifiers_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it keeps in the home folder, elsewhere."""
+    runtime = pytest.importorskip("verifiers.v1.runtimes.subprocess")
+    monkeypatch.setattr(runtime, "CACHE_DIR", tmp_path / "cache")
+    monkeypatch.syspath_prepend(str(ROOT / "configs" / "agents"))

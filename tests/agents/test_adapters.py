@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -23,8 +24,8 @@ from sluice.agents import (
     TrlEnvironment,
     VerifiersTaskset,
 )
-from tests.agents.adapters import PATIENCE, play, played
-from tests.agents.conftest import ROOT, Gateway
+from tests.agents.adapters import play, played
+from tests.agents.conftest import PATIENCE, ROOT, Gateway
 from tests.agents.servers import mcp_time, openenv_echo
 from tests.system.runs import eventually
 
@@ -95,14 +96,10 @@ def told(data: dict[str, Any], messages: list[dict[str, Any]]) -> float:
 
 @pytest.mark.parametrize("way", ["stdio", "streamable HTTP"])
 def test_the_tools_of_mcp_server_time(gateway: Gateway, way: str, tmp_path: Path) -> None:
-    if way == "stdio":
-        server = McpServer("python", "-m", "mcp_server_time", only=["convert_time"])
-        assert play(gateway, ToolAgent([server], reward=told), {"prompt": TIME_TASK}).reward == 1.0
-        return
-    with mcp_time(tmp_path) as url:
-        assert (
-            play(gateway, ToolAgent([McpServer(url, only=["convert_time"])], reward=told), {"prompt": TIME_TASK}).reward == 1.0
-        )
+    with mcp_time(tmp_path) if way != "stdio" else contextlib.nullcontext() as url:
+        command = ["python", "-m", "mcp_server_time"] if url is None else [url]
+        agent = ToolAgent([McpServer(*command, only=["convert_time"])], reward=told)
+        assert play(gateway, agent, {"prompt": TIME_TASK}).reward == 1.0
 
 
 def test_episodes_of_a_process_may_share_a_server_and_get_another_when_it_has_died(gateway: Gateway) -> None:
@@ -261,14 +258,6 @@ def test_openenvs_own_environment(gateway: Gateway, tmp_path: Path) -> None:
         assert play(gateway, agent, {}).stop_reason == "parse_error"
     with pytest.raises(InfrastructureError, match="OpenEnv's server"):
         play(gateway, agent, {})
-
-
-@pytest.fixture
-def verifiers_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What it keeps in the home folder, elsewhere."""
-    runtime = pytest.importorskip("verifiers.v1.runtimes.subprocess")
-    monkeypatch.setattr(runtime, "CACHE_DIR", tmp_path / "cache")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 @pytest.mark.usefixtures("verifiers_home")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sluice.agents import CommandAgent, GymnasiumText, McpServer, OpenEnvClient, ToolAgent, TrlEnvironment, VerifiersTaskset
+from sluice.agents import GymnasiumText, McpServer, OpenEnvClient, ToolAgent, VerifiersTaskset
 from tests.agents.adapters import play
 from tests.agents.conftest import PYTHON, ROOT, Gateway
 from tests.agents.servers import openenv_echo
@@ -38,38 +37,10 @@ def characters(data: dict[str, Any], messages: list[dict[str, Any]]) -> float:
     return float(len(messages[-1]["content"] or ""))
 
 
-class Counted:
-    """Of TRL's kind: what it earned is how often it was reset."""
-
-    resets = 0
-
-    def reset(self, **row: Any) -> str:
-        self.resets += 1
-        return " Call press."
-
-    def press(self) -> str:
-        """Press."""
-        return "pressed"
-
-    def get_reward(self) -> float:
-        return float(self.resets)
-
-
-def test_a_shell_script(served: Gateway) -> None:
-    found = play(
-        served, CommandAgent("sh", str(EXAMPLES / "ask.sh"), "{question}", "{answer}"), {"question": "2+3=", "answer": "5"}
-    )
-    assert found == (0.0, "", [])
-
-
 def test_tools_of_a_server(served: Gateway) -> None:
     agent = ToolAgent([McpServer("python", str(EXAMPLES / "lookup_server.py"))], reward=characters, turns=2)
     found = play(served, agent, {"prompt": "What is ab7?"})
     assert found.reward >= 0 and found.stop_reason in ("", "max_turns", "max_tokens")
-
-
-def test_trl(served: Gateway) -> None:
-    assert play(served, TrlEnvironment(Counted, turns=2), {"prompt": "Go on."}).reward == 1.0
 
 
 def test_gymnasium(served: Gateway) -> None:
@@ -84,13 +55,6 @@ def test_gymnasium(served: Gateway) -> None:
     assert (found.reward, found.stop_reason) == (None, "context_overflow")
     # How many replies fill the conversation is chance: a random model ends one after some hundreds of tokens, or thousands.
     assert found.news == [{"reward": 0.0, "turn": turn} for turn in range(len(found.news))] and found.news
-
-
-@pytest.fixture
-def verifiers_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    runtime = pytest.importorskip("verifiers.v1.runtimes.subprocess")
-    monkeypatch.setattr(runtime, "CACHE_DIR", tmp_path / "cache")
-    monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
 @pytest.mark.usefixtures("verifiers_home")
@@ -112,13 +76,6 @@ def test_openenv_and_verifiers_own_taskset_of_it(served: Gateway, tmp_path: Path
         player = {"max_turns": 1, "sampling": {"temperature": 0.0}}
         found = play(served, VerifiersTaskset("openenv", taskset={"base_url": url}, player=player), {"task": 0})
         assert 0 < found.reward <= 1.0 and found.stop_reason == "max_turns"
-
-
-@pytest.mark.usefixtures("verifiers_home")
-def test_a_taskset_of_verifiers(served: Gateway) -> None:
-    found = play(served, VerifiersTaskset("sums_taskset"), {"task": 5})
-    assert (found.reward, found.stop_reason) == (0.0, "")
-    assert found.news[0]["log"]["characters"] > 0 and math.isfinite(found.reward)
 
 
 @pytest.mark.usefixtures("verifiers_home")

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,12 +37,11 @@ from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
 from openai import AsyncOpenAI, OpenAI
 
-from tests.agents.conftest import PYTHON, ROOT, Episode
+from tests.agents.conftest import PATIENCE, PYTHON, ROOT, Episode, posted
 from tests.system.runs import START, Live, check_gone, sluice, started, steps, write_config
 
 pytestmark = pytest.mark.timeout(400)
 
-PATIENCE = 120.0  # seconds for an answer, on a busy machine
 REWARDS = (0.0, 1.0)  # of a group's episodes
 MODEL = "gpt-6"  # one model is served, by whatever name
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
@@ -71,18 +71,12 @@ class TrainingRun:
         self.live, self.url, self.key = live, url, key
         self.groups = 0  # that were begun
 
-    def post(self, path: str, body: dict[str, Any], key: str) -> Any:
-        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-            return json.load(answer)
-
     def begin(self) -> dict[str, Any]:
         """The next task's episode, which there is once the step before is done."""
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
-                begun: dict[str, Any] = self.post("/v1/episodes", {"wait": 60}, self.key)
+                begun: dict[str, Any] = posted(self.url, "/v1/episodes", {"wait": 60}, self.key)
             except urllib.error.HTTPError as refused:
                 with refused:
                     if refused.code != HTTPStatus.TOO_MANY_REQUESTS or time.monotonic() > deadline:
@@ -101,8 +95,8 @@ class TrainingRun:
             ]
         finally:
             for each, reward in zip(group, REWARDS, strict=True):
-                self.post(f"/v1/episodes/{each['id']}/reward", {"reward": reward}, each["key"])
-                self.post(f"/v1/episodes/{each['id']}/end", {"stop_reason": "completed"}, each["key"])
+                posted(self.url, f"/v1/episodes/{each['id']}/reward", {"reward": reward}, each["key"])
+                posted(self.url, f"/v1/episodes/{each['id']}/end", {"stop_reason": "completed"}, each["key"])
 
     def trained(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The step of the newest group: its metrics, and its episodes by the ledger."""
@@ -282,14 +276,6 @@ def anthropic(episode: Episode, question: str, streamed: bool) -> Played:
     return Played(turns)
 
 
-def anthropic_whole(episode: Episode, question: str) -> Played:
-    return anthropic(episode, question, streamed=False)
-
-
-def anthropic_streamed(episode: Episode, question: str) -> Played:
-    return anthropic(episode, question, streamed=True)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Agents
 
@@ -324,27 +310,11 @@ def openai_agents(episode: Episode, question: str, model: Any, streamed: bool) -
     return Played(turns)
 
 
-def agents_by_chat(episode: Episode, question: str) -> Played:
-    return openai_agents(episode, question, OpenAIChatCompletionsModel, streamed=False)
-
-
-def agents_by_streamed_chat(episode: Episode, question: str) -> Played:
-    return openai_agents(episode, question, OpenAIChatCompletionsModel, streamed=True)
-
-
-def agents_by_responses(episode: Episode, question: str) -> Played:
-    return openai_agents(episode, question, OpenAIResponsesModel, streamed=False)
-
-
-def agents_by_streamed_responses(episode: Episode, question: str) -> Played:
-    return openai_agents(episode, question, OpenAIResponsesModel, streamed=True)
-
-
-def mini_swe_agent(episode: Episode, question: str, name: str, url: str) -> Played:
+def mini_swe_agent(episode: Episode, question: str, name: str, path: str) -> Played:
     """With the prompts that it comes with. A reply without a call it leaves out of its history, which is a new branch."""
     config = get_config_from_spec("mini.yaml")
     own = config["model"] | {"cost_tracking": "ignore_errors"}
-    own["model_kwargs"] |= {"api_base": url, "api_key": episode.key, "timeout": PATIENCE}
+    own["model_kwargs"] |= {"api_base": episode.url + path, "api_key": episode.key, "timeout": PATIENCE}
     templates = {key: config["agent"][key] for key in ("system_template", "instance_template")}
     environment = LocalEnvironment(**config["environment"])
     agent = DefaultAgent(LitellmModel(model_name=name, **own), environment, step_limit=4, **templates)
@@ -360,39 +330,31 @@ def mini_swe_agent(episode: Episode, question: str, name: str, url: str) -> Play
     return Played(turns, 1 + forks)
 
 
-def mini_swe_agent_by_chat(episode: Episode, question: str) -> Played:
-    return mini_swe_agent(episode, question, "openai/policy", f"{episode.url}/v1")
-
-
-def mini_swe_agent_by_messages(episode: Episode, question: str) -> Played:
-    return mini_swe_agent(episode, question, "anthropic/policy", episode.url)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        openai_whole,
-        openai_streamed,
-        openai_async,
-        openai_responses,
-        anthropic_whole,
-        anthropic_streamed,
-        agents_by_chat,
-        agents_by_streamed_chat,
-        agents_by_responses,
-        agents_by_streamed_responses,
-        mini_swe_agent_by_chat,
-        mini_swe_agent_by_messages,
-    ],
-)
+PROGRAMS: dict[str, Callable[[Episode, str], Played]] = {
+    "openai whole": openai_whole,
+    "openai streamed": openai_streamed,
+    "openai async": openai_async,
+    "openai responses": openai_responses,
+    "anthropic whole": partial(anthropic, streamed=False),
+    "anthropic streamed": partial(anthropic, streamed=True),
+    "agents chat": partial(openai_agents, model=OpenAIChatCompletionsModel, streamed=False),
+    "agents chat streamed": partial(openai_agents, model=OpenAIChatCompletionsModel, streamed=True),
+    "agents responses": partial(openai_agents, model=OpenAIResponsesModel, streamed=False),
+    "agents responses streamed": partial(openai_agents, model=OpenAIResponsesModel, streamed=True),
+    "mini-swe-agent chat": partial(mini_swe_agent, name="openai/policy", path="/v1"),
+    "mini-swe-agent messages": partial(mini_swe_agent, name="anthropic/policy", path=""),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_step_is_trained_on_what_a_program_was_told(
-    run: TrainingRun, program: Callable[[Episode, str], Played], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: TrainingRun, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where agents work
-    played = run.play(program)
+    played = run.play(PROGRAMS[name])
     point, trained = run.trained()
     assert math.isfinite(point["actor/pg_loss"]) and point["actor/grad_norm"] > 0
     # The trainer computed each token's log-probability behind the tokens of its branch, and the rollout told it behind what it
@@ -404,5 +366,5 @@ def test_a_step_is_trained_on_what_a_program_was_told(
         assert found == sorted((turn.prompt, turn.reply) for turn in told.turns)
         if told.turns[0].logprobs is not None:
             assert sorted(turn["logprobs"] for turn in each["turns"]) == sorted(turn.logprobs or [] for turn in told.turns)
-    if program is not openai_async:
+    if name != "openai async":
         assert sum(turn.calls for each in played for turn in each.turns) > 0

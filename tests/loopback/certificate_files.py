@@ -28,11 +28,7 @@ class Authority:
 
 
 def certificate(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
-    since: datetime.datetime,
-    until: datetime.datetime,
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, since: datetime.datetime, until: datetime.datetime
 ) -> x509.CertificateBuilder:
     named = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
     return named.serial_number(x509.random_serial_number()).not_valid_before(since).not_valid_after(until)

@@ -1,4 +1,4 @@
-"""What `test_fork_server` has forked: it tells what it is, in a line of JSON, and ends as it is told.
+"""What `test_process` has forked: it tells what it is, in a line of JSON, and ends as it is told.
 
 `python -m tests.loopback.forked_program CODE`: with that exit code, or "wait": not by itself.
 """

@@ -43,11 +43,13 @@ async def echo(message: LogprobRequest) -> bytes:
 
 
 class Peer:
-    """Handlers of the reference role that note what they get, and answer when `gate` is set."""
+    """Handlers of the reference role that note what they get, and answer when `gate` is set: at once where `ready`."""
 
-    def __init__(self) -> None:
+    def __init__(self, ready: bool = False) -> None:
         self.seen: list[bytes] = []
         self.gate = asyncio.Event()
+        if ready:
+            self.gate.set()
         self.arrived = asyncio.Event()
         self.withdrawn = asyncio.Event()
 
@@ -63,15 +65,21 @@ class Peer:
 
 
 @asynccontextmanager
-async def serving(handler: Handler, **others: Mapping[str, Handler]) -> AsyncIterator[str]:
-    """A server of the reference role with one handler; yields its address."""
-    server = Server({"Reference": {"Logprobs": handler}, **others}, {})
+async def started(server: Server) -> AsyncIterator[str]:
+    """Its address while it serves."""
     address = server.bind("127.0.0.1", 0)
     await server.start()
     try:
         yield address
     finally:
         await server.stop(0)
+
+
+@asynccontextmanager
+async def serving(handler: Handler, **others: Mapping[str, Handler]) -> AsyncIterator[str]:
+    """A server of the reference role with one handler; yields its address."""
+    async with started(Server({"Reference": {"Logprobs": handler}, **others}, {})) as address:
+        yield address
 
 
 @asynccontextmanager

@@ -1,27 +1,39 @@
-"""The HTTP side of a gateway over real sockets: who may ask what, bad input, streams, and what a hang-up withdraws."""
+"""The HTTP side of a gateway over real sockets: rights, bad input, streams, hang-ups, and memory that is freed."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
 import aiohttp
+import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from runtime import timeouts
+from runtime import codec, timeouts
 from runtime.gateway import http
-from runtime.gateway.conversation import Message
+from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
 from runtime.gateway.dialects import chat
-from runtime.types import EpisodeTask
+from runtime.gateway.episode import GatewayEpisode
+from runtime.gateway.episodes import Episodes
+from runtime.gateway.http import runner
+from runtime.gateway.rendering import TemplateRenderer
+from runtime.types import EpisodeTask, GroupPayload, PlayRequest, Sample, SamplingParams
+from services.gateway import own
+from tests.coroutines import driven_by, handed, within
 from tests.scripted_gateway import KEY, ScriptedBackend, ScriptedEpisode
+from tests.unit.template_cases import tiny_renderer
+
+# ---- The HTTP side of a gateway over real sockets: who may ask what, bad input, streams, and what a hang-up withdraws
 
 MAX_BODY = 1 << 20
 PATIENCE = 60.0  # seconds for what another task has to do, on a busy machine
@@ -104,263 +116,229 @@ def events_of(text: str) -> list[tuple[str, Any]]:
     return found
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Who may ask
+# ---- Who may ask
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_an_episode_is_found_by_its_path_and_by_its_key(path: str) -> None:
-    async def test(served: Served) -> None:
-        episode, other = await served.begin(), await served.begin()
-        for prefix in ("", f"/episodes/{episode.id}"):
-            assert (await served.post(prefix + path, BODIES[path], episode.key)).status == 200
-            assert (await served.post(prefix + path, BODIES[path], **{"x-api-key": episode.key})).status == 200
-            assert (await served.post(prefix + path, BODIES[path])).status == 401
-            assert (await served.post(prefix + path, BODIES[path], "another")).status == 401
-            assert (await served.post(prefix + path, BODIES[path], KEY)).status == 401
-        assert (await served.post(f"/episodes/{other.id}{path}", BODIES[path], episode.key)).status == 401
-        assert (await served.post(f"/episodes/nobody{path}", BODIES[path], episode.key)).status == 404
-        assert (len(episode.calls), len(other.calls)) == (4, 0)
-
-    run(test)
+@handed(run)
+async def test_an_episode_is_found_by_its_path_and_by_its_key(served: Served, path: str) -> None:
+    episode, other = await served.begin(), await served.begin()
+    for prefix in ("", f"/episodes/{episode.id}"):
+        assert (await served.post(prefix + path, BODIES[path], episode.key)).status == 200
+        assert (await served.post(prefix + path, BODIES[path], **{"x-api-key": episode.key})).status == 200
+        assert (await served.post(prefix + path, BODIES[path])).status == 401
+        assert (await served.post(prefix + path, BODIES[path], "another")).status == 401
+        assert (await served.post(prefix + path, BODIES[path], KEY)).status == 401
+    assert (await served.post(f"/episodes/{other.id}{path}", BODIES[path], episode.key)).status == 401
+    assert (await served.post(f"/episodes/nobody{path}", BODIES[path], episode.key)).status == 404
+    assert (len(episode.calls), len(other.calls)) == (4, 0)
 
 
-def test_who_serves_a_model_asks_without_an_episode() -> None:
-    async def test(served: Served) -> None:
-        assert (await served.post("/v1/chat/completions", CHAT, KEY)).status == 200
-        assert (await served.post("/v1/chat/completions", CHAT, "another")).status == 401
-
-    run(test, loose=True)
+TASK = EpisodeTask(messages=[{"role": "user", "content": "2 + 3"}], label="5", source="sums", extra={"level": 2})
 
 
-def test_an_episode_begins_is_rewarded_and_ends() -> None:
-    task = EpisodeTask(messages=[{"role": "user", "content": "2 + 3"}], label="5", source="sums", extra={"level": 2})
-
-    async def test(served: Served) -> None:
-        assert (await served.post("/v1/episodes", b"no JSON", "another")).status == 401  # before anything is read
-        begun = (await served.post("/v1/episodes", b"", KEY)).json
-        told = {"messages": task.messages, "label": "5", "source": "sums", "extra": {"level": 2}, "environment": ""}
-        assert begun["task"] == told
-        episode, key = served.backend.episodes[begun["id"]], begun["key"]
-        answer = (await served.post(f"{begun['base']}/v1/chat/completions", CHAT, key)).json
-        path = f"/v1/episodes/{begun['id']}"
-        for body, status in (
-            ({"reward": 1}, 200),
-            ({"reward": -0.5, "completion_id": answer["id"]}, 200),
-            ({"reward": 1, "completion_id": "nobody's"}, 404),
-            ({"reward": "much"}, 400),
-            ({}, 400),
-        ):
-            assert (await served.post(f"{path}/reward", body, key)).status == status
-        assert episode.rewards == [(1.0, ""), (-0.5, answer["id"])]
-        assert (await served.post(f"{path}/end", {}, KEY)).status == 401
-        assert (await served.post(f"{path}/end", {"stop_reason": "completed"}, key)).status == 200
-        assert episode.ended == "completed"
-        assert (await served.post(f"{begun['base']}/v1/chat/completions", CHAT, key)).status == 404
-        assert (await served.post("/v1/chat/completions", CHAT, key)).status == 401
-        none = await served.post("/v1/episodes", {"wait": 0.25}, KEY)
-        assert (none.status, none.headers["Retry-After"]) == (429, "1")
-        assert "0.25 s" in none.json["error"]["message"]
-        assert (await served.post("/v1/episodes", {"wait": -1}, KEY)).status == 400
-
-    run(test, tasks=[task])
+@handed(run, tasks=[TASK])
+async def test_an_episode_begins_is_rewarded_and_ends(served: Served) -> None:
+    assert (await served.post("/v1/episodes", b"no JSON", "another")).status == 401  # before anything is read
+    begun = (await served.post("/v1/episodes", b"", KEY)).json
+    told = {"messages": TASK.messages, "label": "5", "source": "sums", "extra": {"level": 2}, "environment": ""}
+    assert begun["task"] == told
+    episode, key = served.backend.episodes[begun["id"]], begun["key"]
+    answer = (await served.post(f"{begun['base']}/v1/chat/completions", CHAT, key)).json
+    path = f"/v1/episodes/{begun['id']}"
+    for body, status in (
+        ({"reward": 1}, 200),
+        ({"reward": -0.5, "completion_id": answer["id"]}, 200),
+        ({"reward": 1, "completion_id": "nobody's"}, 404),
+        ({"reward": "much"}, 400),
+        ({}, 400),
+    ):
+        assert (await served.post(f"{path}/reward", body, key)).status == status
+    assert episode.rewards == [(1.0, ""), (-0.5, answer["id"])]
+    assert (await served.post(f"{path}/end", {}, KEY)).status == 401
+    assert (await served.post(f"{path}/end", {"stop_reason": "completed"}, key)).status == 200
+    assert episode.ended == "completed"
+    assert (await served.post(f"{begun['base']}/v1/chat/completions", CHAT, key)).status == 404
+    assert (await served.post("/v1/chat/completions", CHAT, key)).status == 401
+    none = await served.post("/v1/episodes", {"wait": 0.25}, KEY)
+    assert (none.status, none.headers["Retry-After"]) == (429, "1")
+    assert "0.25 s" in none.json["error"]["message"]
+    assert (await served.post("/v1/episodes", {"wait": -1}, KEY)).status == 400
 
 
-def test_models_and_health() -> None:
-    async def test(served: Served) -> None:
-        episode = await served.begin()
-        async with served.session.get(served.url + "/health") as answer:
-            assert (answer.status, await answer.json()) == (200, {"status": "ok"})
-        async with served.session.get(served.url + "/v1/models") as answer:
-            assert answer.status == 401
-        for path in ("/v1/models", f"/episodes/{episode.id}/v1/models"):
-            async with served.session.get(served.url + path, headers={"x-api-key": episode.key}) as answer:
-                assert [model["id"] for model in (await answer.json())["data"]] == ["scripted"]
-                assert answer.headers["Server"] == "sluice"
-
-    run(test)
+@handed(run)
+async def test_models_and_health(served: Served) -> None:
+    episode = await served.begin()
+    async with served.session.get(served.url + "/health") as answer:
+        assert (answer.status, await answer.json()) == (200, {"status": "ok"})
+    async with served.session.get(served.url + "/v1/models") as answer:
+        assert answer.status == 401
+    for path in ("/v1/models", f"/episodes/{episode.id}/v1/models"):
+        async with served.session.get(served.url + path, headers={"x-api-key": episode.key}) as answer:
+            assert [model["id"] for model in (await answer.json())["data"]] == ["scripted"]
+            assert answer.headers["Server"] == "sluice"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Bad input
+# ---- Bad input
 
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"\xff"', b"[" * 100_000, b"null", b'{"a": NaN}'])
-def test_what_is_no_json_object_is_refused(path: str, body: bytes) -> None:
-    async def test(served: Served) -> None:
-        answer = await served.post(path, body, (await served.begin()).key)
-        assert answer.status == 400
-        assert answer.json["error"]["type"] == "invalid_request_error" and "\n" not in answer.json["error"]["message"]
-
-    run(test)
+@handed(run)
+async def test_what_is_no_json_object_is_refused(served: Served, path: str, body: bytes) -> None:
+    answer = await served.post(path, body, (await served.begin()).key)
+    assert answer.status == 400
+    assert answer.json["error"]["type"] == "invalid_request_error" and "\n" not in answer.json["error"]["message"]
 
 
-def test_an_error_has_the_shape_of_the_api_that_was_asked() -> None:
-    async def test(served: Served) -> None:
-        key = (await served.begin()).key
-        openai = (await served.post("/v1/chat/completions", {**CHAT, "logit_bias": {"1": 2}}, key)).json
-        assert openai["error"].pop("message") == 'logit_bias: {"1":2} is not implemented; {} or null is'
-        assert openai == {"error": {"type": "invalid_request_error", "param": "logit_bias", "code": None}}
-        anthropic = (await served.post("/v1/messages", {"max_tokens": 8, **CHAT, "container": "c"}, key)).json
-        assert anthropic["error"].pop("message") == 'container: "c" is not implemented'
-        assert anthropic == {"type": "error", "error": {"type": "invalid_request_error"}}
-        for path, headers, anthropics in (("/v1/nothing", {}, False), ("/v1/nothing", {"anthropic-version": "1"}, True)):
-            nothing = await served.post(path, {}, key, **headers)
-            assert (nothing.status, "type" in nothing.json) == (404, anthropics)
-        elsewhere = (await served.post("/chat/completions", CHAT, key)).json
-        assert elsewhere["error"]["message"] == "POST /chat/completions: Not Found; paths of the API begin with /v1"
-        async with served.session.get(served.url + "/v1/messages") as wrong:
-            assert (wrong.status, (await wrong.json())["error"]["type"]) == (405, "invalid_request_error")
-
-    run(test)
+@handed(run)
+async def test_an_error_has_the_shape_of_the_api_that_was_asked(served: Served) -> None:
+    key = (await served.begin()).key
+    openai = (await served.post("/v1/chat/completions", {**CHAT, "logit_bias": {"1": 2}}, key)).json
+    assert openai["error"].pop("message") == 'logit_bias: {"1":2} is not implemented; {} or null is'
+    assert openai == {"error": {"type": "invalid_request_error", "param": "logit_bias", "code": None}}
+    anthropic = (await served.post("/v1/messages", {"max_tokens": 8, **CHAT, "container": "c"}, key)).json
+    assert anthropic["error"].pop("message") == 'container: "c" is not implemented'
+    assert anthropic == {"type": "error", "error": {"type": "invalid_request_error"}}
+    for path, headers, anthropics in (("/v1/nothing", {}, False), ("/v1/nothing", {"anthropic-version": "1"}, True)):
+        nothing = await served.post(path, {}, key, **headers)
+        assert (nothing.status, "type" in nothing.json) == (404, anthropics)
+    elsewhere = (await served.post("/chat/completions", CHAT, key)).json
+    assert elsewhere["error"]["message"] == "POST /chat/completions: Not Found; paths of the API begin with /v1"
+    async with served.session.get(served.url + "/v1/messages") as wrong:
+        assert (wrong.status, (await wrong.json())["error"]["type"]) == (405, "invalid_request_error")
 
 
 @pytest.mark.parametrize("path", STREAMED)
 @pytest.mark.parametrize(("status", "after"), [(408, None), (429, "1"), (503, "1")])
-def test_what_the_backend_refuses(path: str, status: int, after: str | None) -> None:
-    async def test(served: Served) -> None:
-        key = (await served.begin()).key
-        body = json.loads(json.dumps(BODIES[path]).replace("say hello there", f"fail {status}"))
-        for stream in (False, True):
-            answer = await served.post(path, {**body, "stream": stream}, key)
-            assert (answer.status, answer.headers.get("Retry-After")) == (status, after)
-            assert answer.json["error"]["message"] == "the script says so"
-
-    run(test)
+@handed(run)
+async def test_what_the_backend_refuses(served: Served, path: str, status: int, after: str | None) -> None:
+    key = (await served.begin()).key
+    body = json.loads(json.dumps(BODIES[path]).replace("say hello there", f"fail {status}"))
+    for stream in (False, True):
+        answer = await served.post(path, {**body, "stream": stream}, key)
+        assert (answer.status, answer.headers.get("Retry-After")) == (status, after)
+        assert answer.json["error"]["message"] == "the script says so"
 
 
-def test_a_context_that_is_too_long() -> None:
-    async def test(served: Served) -> None:
-        body = {"messages": [{"role": "user", "content": "word " * 5000}]}
-        error = (await served.post("/v1/chat/completions", body, (await served.begin()).key)).json["error"]
-        assert error["code"] == "context_length_exceeded"
-        assert "4096" in error["message"] and "5001" in error["message"]  # the fake counts the space at the end
-
-    run(test)
+@handed(run)
+async def test_a_context_that_is_too_long(served: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "word " * 5000}]}
+    error = (await served.post("/v1/chat/completions", body, (await served.begin()).key)).json["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "4096" in error["message"] and "5001" in error["message"]  # the fake counts the space at the end
 
 
-def test_a_body_that_is_too_large_is_not_read() -> None:
-    async def test(served: Served) -> None:
-        key = (await served.begin()).key
+@handed(run)
+async def test_a_body_that_is_too_large_is_not_read(served: Served) -> None:
+    key = (await served.begin()).key
 
-        async def chunks(size: int) -> AsyncIterator[bytes]:
-            text = json.dumps({"messages": [{"role": "user", "content": ""}]}).encode()
-            yield text[:-4] + b"x" * (size - len(text))
-            yield text[-4:]
+    async def chunks(size: int) -> AsyncIterator[bytes]:
+        text = json.dumps({"messages": [{"role": "user", "content": ""}]}).encode()
+        yield text[:-4] + b"x" * (size - len(text))
+        yield text[-4:]
 
-        headers = {"Authorization": f"Bearer {key}"}
-        for size, status in ((MAX_BODY, 200), (MAX_BODY + 1, 413)):
-            async with served.session.post(served.url + "/v1/chat/completions", data=chunks(size), headers=headers) as answer:
-                assert answer.status == status
-        reader, writer = await asyncio.open_connection(served.host, served.port)
-        writer.write(f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY + 1}\r\n\r\n".encode())
-        assert b" 413 " in await reader.readline()  # of a body of which nothing was sent
-        writer.close()
-
-    run(test)
+    headers = {"Authorization": f"Bearer {key}"}
+    for size, status in ((MAX_BODY, 200), (MAX_BODY + 1, 413)):
+        async with served.session.post(served.url + "/v1/chat/completions", data=chunks(size), headers=headers) as answer:
+            assert answer.status == status
+    reader, writer = await asyncio.open_connection(served.host, served.port)
+    writer.write(f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: {MAX_BODY + 1}\r\n\r\n".encode())
+    assert b" 413 " in await reader.readline()  # of a body of which nothing was sent
+    writer.close()
 
 
-def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+@handed(run)
+async def test_a_body_that_does_not_come(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "REQUEST_BODY", 0.01)
-
-    async def test(served: Served) -> None:
-        key = (await served.begin()).key
-        reader, writer = await asyncio.open_connection(served.host, served.port)
-        head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\nContent-Length: 10\r\n\r\n"
-        writer.write(head.encode())
-        assert b" 408 " in await reader.readline()
-        writer.close()
-
-    run(test)
+    key = (await served.begin()).key
+    reader, writer = await asyncio.open_connection(served.host, served.port)
+    head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\nContent-Length: 10\r\n\r\n"
+    writer.write(head.encode())
+    assert b" 408 " in await reader.readline()
+    writer.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_fault_is_told_shortly_and_logged_once(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
-    async def test(served: Served) -> None:
-        body = {"messages": [{"role": "user", "content": "fail 500"}], "stream": stream}
-        answer = await served.post("/v1/chat/completions", body, (await served.begin()).key)
-        assert answer.status == 500
-        assert answer.json["error"]["message"] == "the gateway failed; its log says how"
-
-    with caplog.at_level(logging.WARNING):
-        run(test)
+@handed(run)
+async def test_a_fault_is_told_shortly_and_logged_once(served: Served, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    body = {"messages": [{"role": "user", "content": "fail 500"}], "stream": stream}
+    answer = await served.post("/v1/chat/completions", body, (await served.begin()).key)
+    assert answer.status == 500
+    assert answer.json["error"]["message"] == "the gateway failed; its log says how"
     (record,) = caplog.records
     assert record.getMessage() == "gateway: POST /v1/chat/completions failed"
     assert record.exc_info is not None and "a fault of the backend" in str(record.exc_info[1])
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Streams and hang-ups
+# ---- Streams and hang-ups
 
 
 @pytest.mark.parametrize("path", STREAMED)
-def test_a_stream_says_each_word_when_it_is_known(path: str) -> None:
-    async def test(served: Served) -> None:
-        backend, key = served.backend, (await served.begin()).key
-        backend.hold_after = 1
-        backend.hold.clear()
-        headers = {"Authorization": f"Bearer {key}"}
-        async with served.session.post(served.url + path, json={**BODIES[path], "stream": True}, headers=headers) as answer:
-            assert answer.content_type == "text/event-stream"
-            early = b""
-            while b"hello" not in early:  # the call is held before its second word
-                early += await answer.content.readany()
-            assert b"there" not in early
-            backend.hold.set()
-            assert b" there" in await answer.content.read()
-
-    run(test)
+@handed(run)
+async def test_a_stream_says_each_word_when_it_is_known(served: Served, path: str) -> None:
+    backend, key = served.backend, (await served.begin()).key
+    backend.hold_after = 1
+    backend.hold.clear()
+    headers = {"Authorization": f"Bearer {key}"}
+    async with served.session.post(served.url + path, json={**BODIES[path], "stream": True}, headers=headers) as answer:
+        assert answer.content_type == "text/event-stream"
+        early = b""
+        while b"hello" not in early:  # the call is held before its second word
+            early += await answer.content.readany()
+        assert b"there" not in early
+        backend.hold.set()
+        assert b" there" in await answer.content.read()
 
 
 @pytest.mark.parametrize("path", STREAMED)
-def test_a_silent_stream_is_kept_up_and_may_still_fail(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@handed(run)
+async def test_a_silent_stream_is_kept_up_and_may_still_fail(
+    served: Served, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(timeouts, "STREAM_SILENCE", 0.01)
-
-    async def test(served: Served) -> None:
-        backend, key = served.backend, (await served.begin()).key
-        for script in ("say hello there", "fail 408", "fail 500"):
-            backend.hold.clear()
-            body = json.loads(json.dumps(BODIES[path]).replace("say hello there", script))
-            headers = {"Authorization": f"Bearer {key}"}
-            async with served.session.post(served.url + path, json={**body, "stream": True}, headers=headers) as answer:
-                text = await answer.content.readuntil(b"\n\n")
-                backend.hold.set()
-                text += await answer.content.read()
-            events = events_of(text.decode())
-            assert events[0] in ((":", ""), ("ping", {"type": "ping"}))
-            assert answer.status == 200
-            last, data = events[-1]
-            if script != "say hello there":
-                said = {"fail 408": "the script says so", "fail 500": "the gateway failed; its log says how"}[script]
-                assert (last, data["error"]["message"]) == ("error", said)
-            else:
-                assert "error" not in [name for name, _ in events] and len(events) > 2
-
-    run(test)
+    backend, key = served.backend, (await served.begin()).key
+    for script in ("say hello there", "fail 408", "fail 500"):
+        backend.hold.clear()
+        body = json.loads(json.dumps(BODIES[path]).replace("say hello there", script))
+        headers = {"Authorization": f"Bearer {key}"}
+        async with served.session.post(served.url + path, json={**body, "stream": True}, headers=headers) as answer:
+            text = await answer.content.readuntil(b"\n\n")
+            backend.hold.set()
+            text += await answer.content.read()
+        events = events_of(text.decode())
+        assert events[0] in ((":", ""), ("ping", {"type": "ping"}))
+        assert answer.status == 200
+        last, data = events[-1]
+        if script != "say hello there":
+            said = {"fail 408": "the script says so", "fail 500": "the gateway failed; its log says how"}[script]
+            assert (last, data["error"]["message"]) == ("error", said)
+        else:
+            assert "error" not in [name for name, _ in events] and len(events) > 2
 
 
 @pytest.mark.parametrize("words", [0, 1])
-def test_a_client_that_hangs_up_withdraws_its_call_and_not_the_episode(words: int, caplog: pytest.LogCaptureFixture) -> None:
-    async def test(served: Served) -> None:
-        backend, episode = served.backend, await served.begin()
-        for stream in (False, True):
-            backend.hold_after = words
-            backend.hold.clear()
-            backend.withdrawn.clear()
-            backend.under_way.clear()
-            reader, writer = await served.open("/v1/chat/completions", {**CHAT, "stream": stream}, episode.key)
-            await backend.under_way.wait()
-            if stream and words:
-                await reader.readuntil(b"hello")
-            writer.close()
-            await backend.withdrawn.wait()
-            backend.hold.set()
-            assert (await served.post("/v1/chat/completions", CHAT, episode.key)).status == 200
-        assert len(backend.cancelled) == 2 and episode.ended is None
-
-    with caplog.at_level(logging.WARNING):
-        run(test)
+@handed(run)
+async def test_a_client_that_hangs_up_withdraws_its_call_and_not_the_episode(
+    served: Served, words: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    backend, episode = served.backend, await served.begin()
+    for stream in (False, True):
+        backend.hold_after = words
+        backend.hold.clear()
+        backend.withdrawn.clear()
+        backend.under_way.clear()
+        reader, writer = await served.open("/v1/chat/completions", {**CHAT, "stream": stream}, episode.key)
+        await backend.under_way.wait()
+        if stream and words:
+            await reader.readuntil(b"hello")
+        writer.close()
+        await backend.withdrawn.wait()
+        backend.hold.set()
+        assert (await served.post("/v1/chat/completions", CHAT, episode.key)).status == 200
+    assert len(backend.cancelled) == 2 and episode.ended is None
     assert caplog.records == []
 
 
@@ -378,58 +356,51 @@ def test_a_write_to_a_client_that_has_hung_up_is_no_fault(caplog: pytest.LogCapt
     assert caplog.records == []
 
 
-def test_calls_at_once_are_all_answered() -> None:
-    async def test(served: Served) -> None:
-        episode = await served.begin()
-        bodies = [{"messages": [{"role": "user", "content": f"say {number}"}], "stream": number % 2} for number in range(20)]
-        bodies = [{**body, "stream": bool(body["stream"])} for body in bodies]
-        answers = await asyncio.gather(*(served.post("/v1/chat/completions", body, episode.key) for body in bodies))
-        for number, answer in enumerate(answers):
-            assert answer.status == 200 and f'"{number}"' in answer.text
-
-    run(test)
+@handed(run)
+async def test_calls_at_once_are_all_answered(served: Served) -> None:
+    episode = await served.begin()
+    bodies = [{"messages": [{"role": "user", "content": f"say {number}"}], "stream": number % 2} for number in range(20)]
+    bodies = [{**body, "stream": bool(body["stream"])} for body in bodies]
+    answers = await asyncio.gather(*(served.post("/v1/chat/completions", body, episode.key) for body in bodies))
+    for number, answer in enumerate(answers):
+        assert answer.status == 200 and f'"{number}"' in answer.text
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a call is
+# ---- What a call is
 
 
-def test_what_makes_a_request_the_same_call() -> None:
-    async def test(served: Served) -> None:
-        episode = await served.begin()
-        path, key = "/v1/chat/completions", episode.key
-        await served.post(path, CHAT, key)
-        await served.post(path, CHAT, key, **{"x-stainless-retry-count": "1"})
-        await served.post(path, {**CHAT, "n": 2}, key)
-        await served.post(path, {"max_tokens": 8, **CHAT}, key)
-        await served.post("/v1/messages", {"max_tokens": 8, **CHAT}, key)
-        await served.post(path, CHAT, key, **{"Idempotency-Key": "mine"})
-        await served.post(path, {**CHAT, "n": 2}, key, **{"Idempotency-Key": "mine"})
-        first, again, other, chats, messages, *named = [call.repeats for call in episode.calls]
-        assert first == again and first.startswith("body:")
-        assert len({first, other, chats, messages}) == 4
-        assert named == ["key:mine", "key:mine"]
-
-    run(test)
+@handed(run)
+async def test_what_makes_a_request_the_same_call(served: Served) -> None:
+    episode = await served.begin()
+    path, key = "/v1/chat/completions", episode.key
+    await served.post(path, CHAT, key)
+    await served.post(path, CHAT, key, **{"x-stainless-retry-count": "1"})
+    await served.post(path, {**CHAT, "n": 2}, key)
+    await served.post(path, {"max_tokens": 8, **CHAT}, key)
+    await served.post("/v1/messages", {"max_tokens": 8, **CHAT}, key)
+    await served.post(path, CHAT, key, **{"Idempotency-Key": "mine"})
+    await served.post(path, {**CHAT, "n": 2}, key, **{"Idempotency-Key": "mine"})
+    first, again, other, chats, messages, *named = [call.repeats for call in episode.calls]
+    assert first == again and first.startswith("body:")
+    assert len({first, other, chats, messages}) == 4
+    assert named == ["key:mine", "key:mine"]
 
 
-def test_a_response_goes_on_with_the_conversation_of_a_former_one() -> None:
-    async def test(served: Served) -> None:
-        episode, other = await served.begin(), await served.begin()
-        first = (await served.post("/v1/responses", {"input": "say one", "instructions": "old"}, episode.key)).json
-        body = {"input": "say two", "instructions": "new", "previous_response_id": first["id"]}
-        await served.post("/v1/responses", body, episode.key)
-        await served.post("/v1/responses", {"input": "say two", "previous_response_id": first["id"]}, episode.key)
-        one, two = Message("user", "say one"), Message("user", "say two")
-        said = Message("assistant", "one")
-        assert [call.messages for call in episode.calls[1:]] == [
-            (Message("system", "new"), one, said, two),
-            (Message("system", "old"), one, said, two),
-        ]
-        lost = await served.post("/v1/responses", body, other.key)
-        assert (lost.status, lost.json["error"]["param"]) == (404, "previous_response_id")
-
-    run(test)
+@handed(run)
+async def test_a_response_goes_on_with_the_conversation_of_a_former_one(served: Served) -> None:
+    episode, other = await served.begin(), await served.begin()
+    first = (await served.post("/v1/responses", {"input": "say one", "instructions": "old"}, episode.key)).json
+    body = {"input": "say two", "instructions": "new", "previous_response_id": first["id"]}
+    await served.post("/v1/responses", body, episode.key)
+    await served.post("/v1/responses", {"input": "say two", "previous_response_id": first["id"]}, episode.key)
+    one, two = Message("user", "say one"), Message("user", "say two")
+    said = Message("assistant", "one")
+    assert [call.messages for call in episode.calls[1:]] == [
+        (Message("system", "new"), one, said, two),
+        (Message("system", "old"), one, said, two),
+    ]
+    lost = await served.post("/v1/responses", body, other.key)
+    assert (lost.status, lost.json["error"]["param"]) == (404, "previous_response_id")
 
 
 def test_a_large_body_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,15 +425,123 @@ def test_a_large_body_is_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> No
     assert threads == [True, False]
 
 
-def test_connections_are_kept() -> None:
-    async def test(served: Served) -> None:
-        episode = await served.begin()
-        reader, writer = await served.open("/v1/chat/completions", CHAT, episode.key)
-        await reader.readuntil(b"total_tokens")
-        head = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: {episode.key}\r\nConnection: close\r\n\r\n"
-        writer.write(head.encode())
-        rest = await reader.read()
-        assert b"HTTP/1.1 200 OK" in rest and b"Access-Control" not in rest
-        writer.close()
+@handed(run)
+async def test_connections_are_kept(served: Served) -> None:
+    episode = await served.begin()
+    reader, writer = await served.open("/v1/chat/completions", CHAT, episode.key)
+    await reader.readuntil(b"total_tokens")
+    head = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nx-api-key: {episode.key}\r\nConnection: close\r\n\r\n"
+    writer.write(head.encode())
+    rest = await reader.read()
+    assert b"HTTP/1.1 200 OK" in rest and b"Access-Control" not in rest
+    writer.close()
 
-    run(test)
+
+# ---- What a gateway is done with is freed at once: nothing of it waits until somebody looks for garbage
+
+GATEWAY_KEY = "the gateway's"
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> TemplateRenderer:
+    return tiny_renderer(tmp_path_factory.mktemp("model"))
+
+
+def episodes_of(renderer: TemplateRenderer, answer: Any) -> Episodes:
+    made = Episodes(
+        model="m", renderer=renderer, answer=answer, most=16, seconds=PATIENCE, name="gateway-0", serves=False, rewarded=False
+    )
+    made.key = GATEWAY_KEY
+    return made
+
+
+def requests() -> int:
+    """That there are in this process: others than a test's own, too."""
+    return sum(isinstance(each, web.Request) for each in gc.get_objects())
+
+
+def played(episodes: Episodes, n: int) -> asyncio.Future[Any]:
+    task, sampling = EpisodeTask(messages=[{"role": "user", "content": "hello"}]), SamplingParams(max_new_tokens=8)
+    return asyncio.ensure_future(episodes.play(PlayRequest(group_id=7, task=task, n=n, seed=3, sampling=sampling)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@driven_by(within(PATIENCE))
+async def test_a_request_that_is_refused(renderer: TemplateRenderer, uncollected: None, stream: bool) -> None:
+    async def refuse(episode: GatewayEpisode, call: PolicyCall, told: Any) -> Completion:
+        await asyncio.sleep(0)
+        raise Refused(400, "too long")
+
+    episodes, before = episodes_of(renderer, refuse), requests()
+    playing = played(episodes, 1)
+    begun = await episodes.begin(GATEWAY_KEY, PATIENCE)
+    served = runner(episodes, 1 << 20)
+    await served.setup()
+    await web.TCPSite(served, "127.0.0.1", 0).start()
+    host, port = served.addresses[0]
+    headers = {"Authorization": f"Bearer {begun.key}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for number in range(5):
+            body = {"messages": [{"role": "user", "content": f"{number}?"}], "stream": stream}
+            async with session.post(f"http://{host}:{port}/v1/chat/completions", json=body) as answer:
+                assert answer.status == 400
+                await answer.read()
+    await served.cleanup()
+    await asyncio.sleep(0)
+    await episodes.end(episodes.episode(begun.id, begun.key))
+    await playing
+    assert requests() <= before
+
+
+def test_the_message_that_a_reply_came_in() -> None:
+    one = np.ones(2, np.uint8)
+    sample = Sample(
+        tokens=np.array([5, 6], np.int32),
+        loss_mask=one,
+        logprobs=np.array([-1, -2], np.float32),
+        versions=np.zeros(2, np.int64),
+        finish_reason="stop",
+    )
+    message = codec.encode(GroupPayload.of(1, np.arange(1000, dtype=np.int32), [sample]))
+    (found,) = (own(each) for each in codec.decode(GroupPayload, message).samples)
+    assert found.tokens.tolist() == [5, 6] and found.logprobs.tolist() == [-1, -2]
+    assert found.tokens.base is None and found.logprobs.base is None
+
+
+@driven_by(within(PATIENCE))
+async def test_an_episode_that_is_over(renderer: TemplateRenderer, uncollected: None) -> None:
+    async def answer(episode: GatewayEpisode, call: PolicyCall, told: Any) -> Completion:
+        extension = episode.graph.extend(call)
+        tokens = np.array([*b"yes", *renderer.stop_ids[:1]], np.int32)
+        logprobs, message = np.zeros(4, np.float32), Message("assistant", "yes")
+        reply = PolicyReply(message, tokens, logprobs, np.zeros(4, np.int64), "stop")
+        episode.graph.add(extension, f"c{episode.calls}", [reply])
+        return Completion(id="c", created=0.0, model="m", prompt=extension.prompt, replies=(reply,))
+
+    episodes = episodes_of(renderer, answer)
+    playing = played(episodes, 2)
+    kept: list[weakref.ref[Any]] = []
+    for _ in range(2):
+        begun = await episodes.begin(GATEWAY_KEY, PATIENCE)
+        episode = episodes.episode(begun.id, begun.key)
+        said = (Message("user", "1?"),)
+        for number in range(3):
+            completion = await episodes.call(episode, PolicyCall(messages=said, repeats=f"body:{number}"))
+            said = (*said, completion.replies[0].message, Message("user", f"{number}?"))
+        kept += [weakref.ref(each) for each in (episode, episode.graph, *(node.given for node in episode.graph.nodes))]
+        await episodes.end(episode, "completed")
+        del episode
+    group = await playing
+    assert group.response_tokens and len(kept) == 2 * (2 + 3)
+    del playing
+    await asyncio.sleep(0)
+    assert [each() for each in kept] == [None] * len(kept)

@@ -93,7 +93,4 @@ def test_a_wrong_variable_is_one_line_that_names_it(start: Start, name: str, val
 
 def test_a_missing_configuration_is_told(start: Start) -> None:
     ended = start()
-    assert (ended.returncode, ended.stderr) == (
-        2,
-        "error: CONFIG: not given; bash launcher/node.sh CONFIG [key=value ...]\n",
-    )
+    assert (ended.returncode, ended.stderr) == (2, "error: CONFIG: not given; bash launcher/node.sh CONFIG [key=value ...]\n")

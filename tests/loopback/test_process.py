@@ -6,26 +6,34 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from msgspec import structs
 
-from runtime.config import Config, Deadlines, Model, Network, Rewards, Rule, Run, loading
-from runtime.errors import ServiceFault, Unreachable, UserError
+from launcher.node.fork_server import ForkedProcess, ForkServer
+from launcher.node.supervisor import Supervisor
+from launcher.node.topology import ProcessSpec
+from runtime.config import Config, Deadlines, Model, Network, Restarts, Rewards, Rule, Run, loading
+from runtime.errors import Unreachable, UserError
 from runtime.models.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
 from runtime.status import Registration, Status, Stop
 from runtime.types import ScoreRequest, Scores
 from services.rpc import contract
-from services.rpc.server import OPTIONS, Server
+from services.rpc.server import Server
 from services.rpc.session import Channel, Session
+from sluice import start
+from tests.coroutines import driven_by
+from tests.loopback.line_views import Lines
+from tests.loopback.session_peers import run
+from tests.loopback.session_peers import started as serves
 from tests.unit.reward_cases import make_request
 
 ROOT = Path(__file__).parents[2]
@@ -33,34 +41,18 @@ START = 60.0  # seconds from the start of a process until it has registered, on 
 END = 40.0  # seconds until a process that was told to stop is gone
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    async def within() -> None:
-        await asyncio.wait_for(test, START + END)
+@asynccontextmanager
+async def coordinating(refusal: Exception | None = None) -> AsyncIterator[tuple[str, asyncio.Queue[Registration]]]:
+    """The address of a coordinator, and what registers with it. With `refusal`, it raises that instead."""
+    registrations: asyncio.Queue[Registration] = asyncio.Queue()
 
-    asyncio.run(within())
+    async def register(registration: Registration) -> None:
+        if refusal is not None:
+            raise refusal
+        registrations.put_nowait(registration)
 
-
-class Coordinator:
-    """Takes registrations. With `refusal`, it raises that instead."""
-
-    def __init__(self, refusal: Exception | None = None) -> None:
-        self.registrations: asyncio.Queue[Registration] = asyncio.Queue()
-        self.address = ""
-        self._refusal = refusal
-
-    async def register(self, registration: Registration) -> None:
-        if self._refusal is not None:
-            raise self._refusal
-        self.registrations.put_nowait(registration)
-
-    async def __aenter__(self) -> Coordinator:
-        self._server = Server({"Coordinator": {"Register": self.register}}, {})
-        self.address = self._server.bind("127.0.0.1", 0)
-        await self._server.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._server.stop(0)
+    async with serves(Server({"Coordinator": {"Register": register}}, {})) as address:
+        yield address, registrations
 
 
 def write_config(folder: Path, **sections: Any) -> Path:
@@ -81,17 +73,8 @@ def write_config(folder: Path, **sections: Any) -> Path:
 
 
 def command(config: Path, coordinator: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "services.reward",
-        "--config",
-        str(config),
-        "--name",
-        "reward-0",
-        "--coordinator",
-        coordinator,
-    ]
+    words = ("services.reward", "--config", str(config), "--name", "reward-0", "--coordinator", coordinator)
+    return [sys.executable, "-m", *words]
 
 
 class Service:
@@ -127,20 +110,14 @@ async def started(config: Path, coordinator: str) -> AsyncIterator[Service]:
 @asynccontextmanager
 async def registered(folder: Path, **sections: Any) -> AsyncIterator[tuple[Service, Registration, Session]]:
     """A process that has registered, and a session to it."""
-    async with Coordinator() as coordinator, started(write_config(folder, **sections), coordinator.address) as service:
-        registration = await asyncio.wait_for(coordinator.registrations.get(), START)
+    async with coordinating() as (address, found), started(write_config(folder, **sections), address) as service:
+        registration = await asyncio.wait_for(found.get(), START)
         session = Session(registration.address, "reward-0", "Reward")
         try:
             await session.open(END)
             yield service, registration, session
         finally:
             await session.close()
-
-
-async def serving_status(address: str) -> str:
-    async with Channel(address) as channel:
-        reply = await health_pb2_grpc.HealthStub(channel.grpc).Check(health_pb2.HealthCheckRequest(service="sluice.v1.Reward"))
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
 
 
 async def until_serving(address: str) -> None:
@@ -151,11 +128,6 @@ async def until_serving(address: str) -> None:
                 return
 
 
-def reflected(address: str) -> set[str]:
-    with grpc.insecure_channel(address, options=OPTIONS) as channel:
-        return set(ProtoReflectionDescriptorDatabase(channel).get_services())
-
-
 SCORE = contract.METHODS["Reward", "Score"]
 
 
@@ -164,43 +136,39 @@ def score_request(*texts: str, group_id: int = 5) -> ScoreRequest:
     return make_request(group_id, [0], [tokenizer.encode(text + END_OF_TURN).ids for text in texts], label="7")
 
 
-def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with registered(tmp_path) as (service, registration, session):
-            assert (registration.role, registration.name, registration.rank) == ("reward", "reward-0", 0)
-            assert registration.pid == service.process.pid
-            assert registration.seconds.keys() == {"interpreter", "imports", "load"}
-            await until_serving(registration.address)
-            assert await serving_status(registration.address) == "SERVING"
-            services = await asyncio.to_thread(reflected, registration.address)
-            assert services >= {"sluice.v1.Reward", "sluice.v1.Process", "grpc.health.v1.Health"}
+@driven_by(run)
+async def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -> None:
+    async with registered(tmp_path) as (service, registration, session):
+        assert (registration.role, registration.name, registration.rank) == ("reward", "reward-0", 0)
+        assert registration.pid == service.process.pid
+        assert registration.seconds.keys() == {"interpreter", "imports", "load"}
+        await until_serving(registration.address)
 
-            request = score_request("so #### 7", "so #### 8")
-            over_the_stream: Scores = await session.call("Score", request, END)
-            unary: Scores = await session.unary("Reward", "Score", request)
-            for scores in (over_the_stream, unary):
-                assert scores.group_id == 5
-                assert scores.rewards.tolist() == [2.0, 0.0]
-                assert scores.valid.tolist() == [1, 1]
+        request = score_request("so #### 7", "so #### 8")
+        over_the_stream: Scores = await session.call("Score", request, END)
+        unary: Scores = await session.unary("Reward", "Score", request)
+        for scores in (over_the_stream, unary):
+            assert scores.group_id == 5
+            assert scores.rewards.tolist() == [2.0, 0.0]
+            assert scores.valid.tolist() == [1, 1]
 
-            status: Status = await session.unary("Process", "Status")
-            assert (status.role, status.name, status.state) == ("reward", "reward-0", "ready")
-            assert (status.pid, status.address) == (service.process.pid, registration.address)
-            assert (status.calls.answered, status.calls.open) == (2, 0)
-            assert status.gauges["groups_total"] == 2
-            assert status.rates["groups"] > 0
-            assert status.uptime_seconds > 0
+        status: Status = await session.unary("Process", "Status")
+        assert (status.role, status.name, status.state) == ("reward", "reward-0", "ready")
+        assert (status.pid, status.address) == (service.process.pid, registration.address)
+        assert (status.calls.answered, status.calls.open) == (2, 0)
+        assert status.gauges["groups_total"] == 2
+        assert status.rates["groups"] > 0
+        assert status.uptime_seconds > 0
 
-            await session.unary("Process", "Stop", Stop(drain_seconds=1.0))
-            assert await service.ended() == 0
-            with pytest.raises(Unreachable, match="reward-0"):
-                await session.call("Score", request, 5.0)
-            assert "Traceback" not in service.log
-
-    run(test())
+        await session.unary("Process", "Stop", Stop(drain_seconds=1.0))
+        assert await service.ended() == 0
+        with pytest.raises(Unreachable, match="reward-0"):
+            await session.call("Score", request, 5.0)
+        assert "Traceback" not in service.log
 
 
-SEES = """
+OWN = """
+import os, time
 from runtime.rewards.rules import group_rule, rule
 
 def screen(text, label, context):
@@ -208,6 +176,8 @@ def screen(text, label, context):
 
 @rule("sees", screen=screen)
 def sees(text, label, context):
+    while text == "slow" and not os.path.exists("FOLDER/go"):
+        time.sleep(0.01)
     return context.extra["year"] + len(context.prompt[0]["content"])
 
 @group_rule("distinct")
@@ -220,127 +190,59 @@ async def distinct(texts, label, context):
 """
 
 
-def test_a_users_rules_see_prompt_and_extra_and_the_whole_group(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(SEES)
+@driven_by(run)
+async def test_a_users_rules_see_the_whole_group_and_a_process_that_is_terminated_ends_in_order(tmp_path: Path) -> None:
+    """A group is answered when it is scored, whatever came with it."""
+    (tmp_path / "own.py").write_text(OWN.replace("FOLDER", str(tmp_path)))
     rules = [Rule(name=f"{tmp_path}/own.py:sees"), Rule(name=f"{tmp_path}/own.py:distinct", wrong=-1.0)]
 
-    async def test() -> None:
-        async with registered(tmp_path, rewards=Rewards(rules=rules, workers=1)) as (_, _, session):
-            request = structs.replace(
-                score_request("a", "screened", "a"),
-                messages=[{"role": "user", "content": "2+3="}],
-                extra={"year": 2024},
-            )
-            scores: Scores = await session.call("Score", request, END)
-            assert scores.rules["sees"].tolist() == [2028.0, 4.0, 2028.0]
-            assert scores.rules["distinct"].tolist() == [-1.0, 1.0, -1.0]
-            assert (scores.valid.tolist(), scores.errors) == ([1, 1, 1], {})
-            failed: Scores = await session.call("Score", structs.replace(request, group_id=6, label="short"), END)
-            assert (failed.valid.tolist(), failed.errors) == ([0, 0, 0], {"exception:ValueError": 3})
+    def request(*texts: str, group_id: int = 5) -> ScoreRequest:
+        messages = [{"role": "user", "content": "2+3="}]
+        return structs.replace(score_request(*texts, group_id=group_id), messages=messages, extra={"year": 2024})
 
-    run(test())
-
-
-def test_a_group_rule_that_fails_names_itself_and_the_group(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(SEES)
-    rewards = Rewards(rules=[Rule(name=f"{tmp_path}/own.py:distinct")], workers=1, on_error="fail")
-
-    async def test() -> None:
-        async with registered(tmp_path, rewards=rewards) as (_, _, session):
-            with pytest.raises(ServiceFault, match=r"rule distinct.*exception:AssertionError on sample 0 of group 5"):
-                await session.call("Score", score_request("a", "b"), END)
-
-    run(test())
+    async with registered(tmp_path, rewards=Rewards(rules=rules, workers=2, timeout=60.0)) as (service, registration, session):
+        await until_serving(registration.address)
+        scores: Scores = await session.call("Score", request("a", "screened", "a"), END)
+        assert scores.rules["sees"].tolist() == [2028.0, 4.0, 2028.0]
+        assert scores.rules["distinct"].tolist() == [-1.0, 1.0, -1.0]
+        assert (scores.valid.tolist(), scores.errors) == ([1, 1, 1], {})
+        short = structs.replace(request("a", "screened", "a"), group_id=6, label="short")
+        failed: Scores = await session.call("Score", short, END)
+        assert (failed.valid.tolist(), failed.errors) == ([0, 0, 0], {"exception:ValueError": 3})
+        slow, quick = (
+            asyncio.ensure_future(session.call("Score", request(text, group_id=number), 60.0))
+            for number, text in enumerate(("slow", "quick"))
+        )
+        assert (await quick).rules["sees"].tolist() == [2028.0]
+        assert not slow.done()
+        (tmp_path / "go").touch()
+        assert (await slow).rules["sees"].tolist() == [2028.0]
+        before = len(service.log)  # with the traceback of the rule
+        service.process.terminate()
+        assert await service.ended() == 0
+        assert "Traceback" not in service.log[before:]
 
 
-PATIENT = """
-import os, time
-from runtime.rewards.rules import rule
-
-@rule("patient")
-def patient(text, label, context):
-    while text == "slow" and not os.path.exists("FOLDER/go"):
-        time.sleep(0.01)
-    return True
-"""
-
-
-def test_a_group_is_answered_when_it_is_scored_whatever_came_with_it(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(PATIENT.replace("FOLDER", str(tmp_path)))
-    rewards = Rewards(rules=[Rule(name=f"{tmp_path}/own.py:patient")], workers=2, timeout=60.0)
-
-    async def test() -> None:
-        async with registered(tmp_path, rewards=rewards) as (_, _, session):
-            slow, quick = (
-                asyncio.ensure_future(session.call("Score", score_request(text, group_id=number), 60.0))
-                for number, text in enumerate(("slow", "quick"))
-            )
-            assert (await quick).rewards.tolist() == [1.0]
-            assert not slow.done()
-            (tmp_path / "go").touch()
-            assert (await slow).rewards.tolist() == [1.0]
-
-    run(test())
-
-
-def test_a_process_that_is_terminated_ends_in_order(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with registered(tmp_path) as (service, registration, _):
-            await until_serving(registration.address)
-            service.process.terminate()
-            assert await service.ended() == 0
-            assert "Traceback" not in service.log
-
-    run(test())
-
-
-def test_a_process_that_is_killed_fails_the_calls_under_way(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with registered(tmp_path) as (service, registration, session):
-            await until_serving(registration.address)
-            os.kill(service.process.pid, signal.SIGSTOP)  # so that it cannot answer first
-            calls = [session.post(SCORE, score_request("1", group_id=number), 60.0) for number in range(3)]
-            service.process.kill()
-            for outcome in await asyncio.gather(*calls, return_exceptions=True):
-                assert type(outcome) is Unreachable
-                assert (outcome.service, outcome.phase) == ("reward-0", "Score")
-
-    run(test())
-
-
-def refused(config: Path, refusal: Exception | None = None) -> tuple[int, list[str]]:
-    """Exit code and log lines of a process that is not to come up."""
-    out: list[Any] = []
-
-    async def test() -> None:
-        async with Coordinator(refusal) as coordinator, started(config, coordinator.address) as service:
-            code = await asyncio.wait_for(service.process.wait(), START)
-            assert coordinator.registrations.empty()
-            out.extend((code, service.log.splitlines()))
-
-    run(test())
-    return out[0], out[1]
-
-
-def test_a_bad_configuration_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    config = write_config(tmp_path)
-    config.write_text(config.read_text() + "surprise: 1\n")
-    code, lines = refused(config)
-    assert code == 2
-    assert len(lines) == 1
-    assert lines[0].startswith("error: surprise")
-
-
-def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    code, lines = refused(write_config(tmp_path, model=Model(path=str(tmp_path / "nowhere"))))
-    assert code == 2
-    assert lines == [f"error: model.path: {tmp_path / 'nowhere'} has no tokenizer.json"]
-
-
-def test_a_process_that_the_coordinator_does_not_know_says_so_and_ends(tmp_path: Path) -> None:
-    code, lines = refused(write_config(tmp_path), UserError("reward-0 (rank 0) is not in this run's topology"))
-    assert code == 2
-    assert lines[-1] == "error: reward-0 (rank 0) is not in this run's topology"
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("configuration", "error: surprise: "),
+        ("model", "error: model.path: FOLDER/nowhere has no tokenizer.json"),
+        ("registration", "error: reward-0 (rank 0) is not in this run's topology"),
+    ],
+)
+@driven_by(run)
+async def test_what_its_user_has_to_mend_is_one_line_and_exit_code_2(tmp_path: Path, what: str, said: str) -> None:
+    config = write_config(tmp_path, **({"model": Model(path=str(tmp_path / "nowhere"))} if what == "model" else {}))
+    if what == "configuration":
+        config.write_text(config.read_text() + "surprise: 1\n")
+    refusal = UserError("reward-0 (rank 0) is not in this run's topology") if what == "registration" else None
+    async with coordinating(refusal) as (address, found), started(config, address) as service:
+        assert await asyncio.wait_for(service.process.wait(), START) == 2
+        assert found.empty()
+        lines = service.log.splitlines()
+    assert lines[-1].startswith(said.replace("FOLDER", str(tmp_path)))
+    assert len(lines) == 1 or what == "registration"
 
 
 PARENT = """
@@ -352,39 +254,105 @@ child.wait()
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the kernel kills orphans on Linux only")
-def test_a_process_dies_with_its_parent(tmp_path: Path) -> None:
-    async def test() -> None:
-        loop, gone = asyncio.get_running_loop(), asyncio.Event()
-        async with Coordinator() as coordinator:
-            arguments = json.dumps(command(write_config(tmp_path), coordinator.address))
-            parent = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-c",
-                PARENT,
-                arguments,
-                cwd=ROOT,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-            )
-            descriptor = None
-            try:
-                assert parent.stdout is not None
-                child = int(await asyncio.wait_for(parent.stdout.readline(), START))
-                descriptor = os.pidfd_open(child)  # stays this very process, whatever becomes of its number
-                loop.add_reader(descriptor, gone.set)
-                registration = await asyncio.wait_for(coordinator.registrations.get(), START)
-                assert registration.pid == child
-                assert not gone.is_set()
-                parent.kill()
-                await asyncio.wait_for(gone.wait(), END)
-            finally:
-                if descriptor is not None:
-                    loop.remove_reader(descriptor)
-                    with suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                    os.close(descriptor)
+@driven_by(run)
+async def test_a_process_dies_with_its_parent_and_the_calls_under_way_fail(tmp_path: Path) -> None:
+    loop, gone = asyncio.get_running_loop(), asyncio.Event()
+    async with coordinating() as (address, found):
+        arguments = json.dumps(command(write_config(tmp_path), address))
+        quiet = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.DEVNULL}
+        parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, arguments, cwd=ROOT, **quiet)
+        descriptor = session = None
+        try:
+            assert parent.stdout is not None
+            child = int(await asyncio.wait_for(parent.stdout.readline(), START))
+            descriptor = os.pidfd_open(child)  # stays this very process, whatever becomes of its number
+            loop.add_reader(descriptor, gone.set)
+            registration = await asyncio.wait_for(found.get(), START)
+            assert registration.pid == child
+            session = Session(registration.address, "reward-0", "Reward")
+            await session.open(END)
+            assert not gone.is_set()
+            signal.pidfd_send_signal(descriptor, signal.SIGSTOP)  # so that it cannot answer first
+            calls = [session.post(SCORE, score_request("1", group_id=number), 60.0) for number in range(3)]
+            parent.kill()
+            await asyncio.wait_for(gone.wait(), END)
+            for outcome in await asyncio.gather(*calls, return_exceptions=True):
+                assert type(outcome) is Unreachable
+                assert (outcome.service, outcome.phase) == ("reward-0", "Score")
+        finally:
+            if session is not None:
+                await session.close()
+            if descriptor is not None:
+                loop.remove_reader(descriptor)
                 with suppress(ProcessLookupError):
-                    parent.kill()
-                await parent.wait()
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                os.close(descriptor)
+            with suppress(ProcessLookupError):
+                parent.kill()
+            await parent.wait()
 
-    run(test())
+
+# ---- Processes that are forked from one that has imported what they need
+
+PROGRAM = "tests.loopback.forked_program"
+AGENT = f"""
+import asyncio, os, sys
+from launcher.node.fork_server import ForkServer
+
+async def main():
+    forked = await ForkServer(["rollout"]).fork({start.command(PROGRAM, "wait")}, {{**os.environ, "OMP_NUM_THREADS": "1"}}, 2)
+    print(forked.pid, flush=True)
+    os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+
+
+def forked(name: str, how: str, threads: int = 1) -> ProcessSpec:
+    env = {"MINE": "own", "OMP_NUM_THREADS": str(threads)}
+    return ProcessSpec(name=name, role="rollout", command=start.command(PROGRAM, how), env=env, forked=True)
+
+
+@driven_by(run)
+async def test_what_is_forked_is_as_a_process_that_was_started_and_is_forked_again_when_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOT_MINE", "as this one has it")
+    said: list[str] = []
+    supervisor = Supervisor(tmp_path, Lines(said), fork_server=ForkServer(["rollout"]))
+    try:
+        first = await supervisor.start(forked("rollout-0", "wait"))
+        supervisor.enable_restarts({"rollout-0": Restarts(backoff=0.0)})
+        failing = asyncio.create_task(supervisor.first_failure())
+        os.kill(first.pid, signal.SIGKILL)
+        assert await first.process.wait() == -signal.SIGKILL
+        while not (again := [child for child in supervisor.children if child.incarnation == 1]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert isinstance(again[0].process, ForkedProcess)
+        failing.cancel()
+        assert said == ["rollout-0: run: was killed by SIGKILL; started again in 0 s"]
+        child = await supervisor.start(forked("rollout-1", "3", threads=2))
+        assert await child.process.wait() == 3
+        while not (lines := child.output.tail().splitlines()):  # noqa: ASYNC110 - the test's own deadline ends it
+            await asyncio.sleep(0.01)
+        assert isinstance(child.process, ForkedProcess)
+        assert json.loads(lines[0]) == {
+            "parent": os.getpid(),
+            "session": child.pid,
+            "modules": ["torch"],
+            "environment": {"MINE": "own", "OMP_NUM_THREADS": "2", "NOT_MINE": "as this one has it"},
+            "threads": 2,
+            "command": [*start.command(PROGRAM, "3")],
+            "input": "",
+        }
+        assert "exit code 3" in str(child.fault())
+    finally:
+        await supervisor.end_all(0.0)
+    assert not [one for one in psutil.Process().children() if PROGRAM in one.cmdline()]
+
+
+def test_what_is_forked_ends_with_the_agent() -> None:
+    agent = subprocess.Popen((sys.executable, "-c", AGENT), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    said, _ = agent.communicate(timeout=START + END)  # its standard error is open as long as what was forked lives
+    assert agent.returncode == -signal.SIGKILL
+    assert int(said) > 0

@@ -27,7 +27,9 @@ from runtime.types import GroupRequest, SamplingParams
 from services.rpc import contract
 from services.rpc.server import Server
 from services.rpc.session import Channel, Session, call
+from tests.coroutines import driven_by
 from tests.loopback.certificate_files import Authority, write_certificates
+from tests.loopback.session_peers import run, started
 
 PATIENCE = 30.0
 SHORT = 0.5  # seconds, of what cannot come about
@@ -76,12 +78,8 @@ async def served(own: Keys | None, service: str = "") -> AsyncIterator[tuple[str
         return {name: handler(name) for of, name in contract.METHODS if of == owner}
 
     server = Server({owner: handlers_of(owner) for owner in ("Process", service) if owner}, {}, keys=own)
-    address = server.bind("127.0.0.1", 0)
-    await server.start()
-    try:
+    async with started(server) as address:
         yield address, asked
-    finally:
-        await server.stop(0)
 
 
 async def refusal(channel: Channel, path: str) -> str:
@@ -114,23 +112,20 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("party", SERVED)
-def test_every_caller_at_every_method(party: str) -> None:
+@driven_by(run)
+async def test_every_caller_at_every_method(party: str) -> None:
     own, service, called = SERVED[party]
     names = [f"{owner}/{name}" for owner, name in contract.METHODS if owner in ("Process", service)]
     if party != "coordinator":
         names.append(f"{service}/Session")
-
-    async def test() -> None:
-        async with served(own, service) as (address, asked):
-            for who, caller in CALLERS.items():
-                async with Channel(address, caller, called) as channel:
-                    for name in names:
-                        before = len(asked)
-                        told = await refusal(channel, f"/sluice.v1.{name}")
-                        assert (who in ALLOWED.get(name, {"coordinator"})) is not bool(told), (who, name, told)
-                        assert not told or len(asked) == before, (who, name)
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    async with served(own, service) as (address, asked):
+        for who, caller in CALLERS.items():
+            async with Channel(address, caller, called) as channel:
+                for name in names:
+                    before = len(asked)
+                    told = await refusal(channel, f"/sluice.v1.{name}")
+                    assert (who in ALLOWED.get(name, {"coordinator"})) is not bool(told), (who, name, told)
+                    assert not told or len(asked) == before, (who, name)
 
 
 STRANGERS = {
@@ -143,41 +138,37 @@ STRANGERS = {
 
 @pytest.mark.parametrize("stranger", STRANGERS)
 @pytest.mark.parametrize("party", ["coordinator", "rollout"])
-def test_a_stranger_at_every_method(party: str, stranger: str) -> None:
+@driven_by(run)
+async def test_a_stranger_at_every_method(party: str, stranger: str) -> None:
     own, service, called = SERVED[party]
-
-    async def test() -> None:
-        async with served(own, service) as (address, asked), Channel(address, STRANGERS[stranger], called) as channel:
-            names = [f"{owner}/{name}" for owner, name in contract.METHODS if owner in ("Process", service)]
-            for name in (*names, f"{service}/Session", f"{service}/Unknown"):
-                if (stranger, name) != ("the process of its name before", "Coordinator/Register"):
-                    assert await refusal(channel, f"/sluice.v1.{name}"), name
-            assert await refusal(channel, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-            assert not await refusal(channel, "/grpc.health.v1.Health/Check")
-            assert not asked
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    async with served(own, service) as (address, asked), Channel(address, STRANGERS[stranger], called) as channel:
+        names = [f"{owner}/{name}" for owner, name in contract.METHODS if owner in ("Process", service)]
+        for name in (*names, f"{service}/Session", f"{service}/Unknown"):
+            if (stranger, name) != ("the process of its name before", "Coordinator/Register"):
+                assert await refusal(channel, f"/sluice.v1.{name}"), name
+        assert await refusal(channel, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        assert not await refusal(channel, "/grpc.health.v1.Health/Check")
+        assert not asked
 
 
-def test_a_token_shown_to_one_is_of_no_use_with_another() -> None:
-    async def test() -> None:
-        async with served(CALLERS["trainer"], "Trainer") as (address, _):
-            for called in ("rollout-0/0", "trainer-0/1", "coordinator"):
-                async with Channel(address, CALLERS["coordinator"], called) as channel:
-                    assert await refusal(channel, "/sluice.v1.Trainer/Export")
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+@driven_by(run)
+async def test_a_token_shown_to_one_is_of_no_use_with_another() -> None:
+    async with served(CALLERS["trainer"], "Trainer") as (address, _):
+        for called in ("rollout-0/0", "trainer-0/1", "coordinator"):
+            async with Channel(address, CALLERS["coordinator"], called) as channel:
+                assert await refusal(channel, "/sluice.v1.Trainer/Export")
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_a_gateway_calls_the_rollout_that_the_coordinator_names_and_generates_alone(tls: bool) -> None:
+@driven_by(run)
+async def test_a_gateway_calls_the_rollout_that_the_coordinator_names_and_generates_alone(tls: bool) -> None:
     gateway, another = of_process("gateway-0", 1, tls), of_process("reward-0", 1, tls)
     coordinator = holder(keys.COORDINATOR)
     token = coordinator.token_of("gateway-0/1", "rollout-0/3")
     prompt = np.array([1, 2], np.int32)
     generate = GroupRequest(group_id=-5, prompt=prompt, n=1, seed=1, sampling=SamplingParams(max_new_tokens=1))
 
-    async def told(own: Keys, shown: str) -> list[str]:
+    async def told(address: str, own: Keys, shown: str) -> list[str]:
         """What the session answers to a call for replies, and to one of the coordinator's."""
         session = Session(address, "rollout-0", "Rollout", keys=own, incarnation=3, token=shown)
         answers = []
@@ -191,21 +182,16 @@ def test_a_gateway_calls_the_rollout_that_the_coordinator_names_and_generates_al
             await session.close()
         return answers
 
-    async def test() -> None:
-        nonlocal address
-        async with served(of_process("rollout-0", 3, tls), "Rollout") as (address, asked):
-            assert await told(gateway, token) == ["asked", "gateway-0/1 may not call /sluice.v1.Rollout/Move"]
-            assert asked == ["Generate"]
-            for own, shown in (
-                (gateway, ""),  # its own key says who it is to the coordinator alone
-                (gateway, coordinator.token_of("gateway-0/1", "rollout-0/2")),
-                (another, coordinator.token_of("reward-0/1", "rollout-0/3")),
-            ):
-                assert all("may not call" in each or "needs a key" in each for each in await told(own, shown)), shown
-            assert asked == ["Generate"]
-
-    address = ""
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    async with served(of_process("rollout-0", 3, tls), "Rollout") as (address, asked):
+        assert await told(address, gateway, token) == ["asked", "gateway-0/1 may not call /sluice.v1.Rollout/Move"]
+        assert asked == ["Generate"]
+        for own, shown in (
+            (gateway, ""),  # its own key says who it is to the coordinator alone
+            (gateway, coordinator.token_of("gateway-0/1", "rollout-0/2")),
+            (another, coordinator.token_of("reward-0/1", "rollout-0/3")),
+        ):
+            assert all("may not call" in each or "needs a key" in each for each in await told(address, own, shown)), shown
+        assert asked == ["Generate"]
 
 
 REGISTRATION = Registration(role="rollout", name="rollout-0", address="127.0.0.1:1", pid=1, host="a")
@@ -222,33 +208,28 @@ REGISTRATION = Registration(role="rollout", name="rollout-0", address="127.0.0.1
         (CALLERS["agent"], "ReportDeath", Death(node="b", name="rollout-0"), "agent/a may not speak for agent/b"),
     ],
 )
-def test_everybody_speaks_for_themselves(caller: Keys, method: str, said: Any, refused: str) -> None:
-    async def test() -> None:
-        async with served(CALLERS["coordinator"], "Coordinator") as (address, _), Channel(address, caller) as channel:
-            with pytest.raises(errors.Forbidden if refused else errors.InvalidMessage, match=refused or "asked"):
-                await call(channel, "coordinator", contract.METHODS["Coordinator", method], said)
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+@driven_by(run)
+async def test_everybody_speaks_for_themselves(caller: Keys, method: str, said: Any, refused: str) -> None:
+    async with served(CALLERS["coordinator"], "Coordinator") as (address, _), Channel(address, caller) as channel:
+        with pytest.raises(errors.Forbidden if refused else errors.InvalidMessage, match=refused or "asked"):
+            await call(channel, "coordinator", contract.METHODS["Coordinator", method], said)
 
 
-def test_nothing_of_a_stranger_is_read() -> None:
+@driven_by(run)
+async def test_nothing_of_a_stranger_is_read() -> None:
     """A body of more than the server takes would be refused as it is read."""
     huge = bytes(65 << 20)
-
-    async def test() -> None:
-        async with served(CALLERS["rollout"], "Rollout") as (address, _):
-            for own, code in (
-                (None, grpc.StatusCode.UNAUTHENTICATED),
-                (CALLERS["coordinator"], grpc.StatusCode.RESOURCE_EXHAUSTED),
-            ):
-                async with Channel(address, own, "rollout-0/0") as channel:
-                    with pytest.raises(grpc.aio.AioRpcError) as refused:
-                        options = [("grpc.max_send_message_length", -1)]
-                        async with grpc.aio.insecure_channel(address, options=options) as large:
-                            await large.unary_unary("/sluice.v1.Rollout/Generate")(huge, metadata=channel.metadata)
-                    assert refused.value.code() is code
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    async with served(CALLERS["rollout"], "Rollout") as (address, _):
+        for own, code in (
+            (None, grpc.StatusCode.UNAUTHENTICATED),
+            (CALLERS["coordinator"], grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ):
+            async with Channel(address, own, "rollout-0/0") as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    options = [("grpc.max_send_message_length", -1)]
+                    async with grpc.aio.insecure_channel(address, options=options) as large:
+                        await large.unary_unary("/sluice.v1.Rollout/Generate")(huge, metadata=channel.metadata)
+                assert refused.value.code() is code
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -261,96 +242,74 @@ async def status_of(address: str, caller: Keys | None, called: str = "rollout-0/
         await call(channel, "rollout-0", contract.METHODS["Process", "Status"])
 
 
-def test_with_tls_each_end_knows_the_other() -> None:
-    async def test() -> None:
-        async with served(of_process("rollout-0", 3, tls=True)) as (address, asked):
-            with pytest.raises(errors.InvalidMessage, match="asked"):
-                await status_of(address, holder(keys.COORDINATOR, tls=True), "rollout-0/3")
-            assert asked == ["Status"]
-            for told, caller, called in (
-                ("certificates do not fit", holder(keys.COORDINATOR, ANOTHER, tls=True), "rollout-0/3"),
-                ("another process of the run", holder(keys.COORDINATOR, tls=True), "rollout-0/2"),
-                ("another process of the run", holder(keys.COORDINATOR, tls=True), "trainer-0/3"),
-                ("wants TLS", holder(keys.COORDINATOR), "rollout-0/3"),
-            ):
-                with pytest.raises(errors.DeadlineExceeded, match=told):
-                    await status_of(address, caller, called, SHORT)
-            assert asked == ["Status"]
-        async with served(of_process("rollout-0")) as (address, _):
-            with pytest.raises(errors.DeadlineExceeded, match="does not speak TLS"):
-                await status_of(address, holder(keys.COORDINATOR, tls=True), "rollout-0/0", SHORT)
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+@driven_by(run)
+async def test_with_tls_each_end_knows_the_other() -> None:
+    async with served(of_process("rollout-0", 3, tls=True)) as (address, asked):
+        with pytest.raises(errors.InvalidMessage, match="asked"):
+            await status_of(address, holder(keys.COORDINATOR, tls=True), "rollout-0/3")
+        assert asked == ["Status"]
+        for told, caller, called in (
+            ("certificates do not fit", holder(keys.COORDINATOR, ANOTHER, tls=True), "rollout-0/3"),
+            ("another process of the run", holder(keys.COORDINATOR, tls=True), "rollout-0/2"),
+            ("another process of the run", holder(keys.COORDINATOR, tls=True), "trainer-0/3"),
+            ("wants TLS", holder(keys.COORDINATOR), "rollout-0/3"),
+        ):
+            with pytest.raises(errors.DeadlineExceeded, match=told):
+                await status_of(address, caller, called, SHORT)
+        assert asked == ["Status"]
+    async with served(of_process("rollout-0")) as (address, _):
+        with pytest.raises(errors.DeadlineExceeded, match="does not speak TLS"):
+            await status_of(address, holder(keys.COORDINATOR, tls=True), "rollout-0/0", SHORT)
 
 
-def test_a_session_over_tls() -> None:
-    async def test() -> None:
-        async with served(of_process("rollout-0", 3, tls=True), "Rollout") as (address, asked):
-            session = Session(address, "rollout-0", "Rollout", keys=holder(keys.COORDINATOR, tls=True), incarnation=3)
-            await session.open(PATIENCE)
-            with pytest.raises(errors.InvalidMessage, match="asked"):
-                await session.call("Move", Move(level=0), PATIENCE)
-            await session.close()
-            assert asked == ["Move"]
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
-
-
-def test_certificates_of_ones_own_are_renewed_while_connections_stay(tmp_path: Path) -> None:
+@driven_by(run)
+async def test_certificates_of_ones_own_are_renewed_while_connections_stay(tmp_path: Path) -> None:
     """Another authority's: the strictest renewal there is."""
     files = write_certificates(tmp_path / "node", "127.0.0.1")
     caller, own = (replace(each, files=files) for each in (CALLERS["coordinator"], CALLERS["rollout"]))
     former = write_certificates(tmp_path / "former", "127.0.0.1")
-
-    async def test() -> None:
-        async with served(own) as (address, asked), Channel(address, caller, "rollout-0/0") as connected:
-            status = contract.METHODS["Process", "Status"]
-            with pytest.raises(errors.InvalidMessage, match="asked"):
-                await call(connected, "rollout-0", status)
-            await asyncio.to_thread(shutil.copytree, tmp_path / "node", tmp_path / "former", dirs_exist_ok=True)
-            write_certificates(tmp_path / "node", "127.0.0.1")
-            with pytest.raises(errors.InvalidMessage, match="asked"):
-                await call(connected, "rollout-0", status)
-            with pytest.raises(errors.InvalidMessage, match="asked"):
-                await status_of(address, caller)
-            with pytest.raises(errors.DeadlineExceeded, match="certificates do not fit"):
-                await status_of(address, replace(caller, files=former), timeout=SHORT)
-            assert asked == ["Status"] * 3
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    async with served(own) as (address, asked), Channel(address, caller, "rollout-0/0") as connected:
+        status = contract.METHODS["Process", "Status"]
+        with pytest.raises(errors.InvalidMessage, match="asked"):
+            await call(connected, "rollout-0", status)
+        await asyncio.to_thread(shutil.copytree, tmp_path / "node", tmp_path / "former", dirs_exist_ok=True)
+        write_certificates(tmp_path / "node", "127.0.0.1")
+        with pytest.raises(errors.InvalidMessage, match="asked"):
+            await call(connected, "rollout-0", status)
+        with pytest.raises(errors.InvalidMessage, match="asked"):
+            await status_of(address, caller)
+        with pytest.raises(errors.DeadlineExceeded, match="certificates do not fit"):
+            await status_of(address, replace(caller, files=former), timeout=SHORT)
+        assert asked == ["Status"] * 3
 
 
-def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
+@driven_by(run)
+async def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
     authority = Authority()
     here = write_certificates(tmp_path / "here", "127.0.0.1", authority)
     elsewhere = write_certificates(tmp_path / "elsewhere", "127.0.0.7", authority)
-
-    async def test() -> None:
-        async with served(replace(CALLERS["rollout"], files=elsewhere)) as (address, asked):
-            with pytest.raises(errors.DeadlineExceeded, match="its certificate is not for this address"):
-                await status_of(address, replace(CALLERS["coordinator"], files=here), timeout=SHORT)
-            assert not asked
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    async with served(replace(CALLERS["rollout"], files=elsewhere)) as (address, asked):
+        with pytest.raises(errors.DeadlineExceeded, match="its certificate is not for this address"):
+            await status_of(address, replace(CALLERS["coordinator"], files=here), timeout=SHORT)
+        assert not asked
 
 
-def test_what_lies_between_and_ends_tls_is_named() -> None:
+@driven_by(run)
+async def test_what_lies_between_and_ends_tls_is_named() -> None:
     async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(16)  # the beginning of the client's word
         writer.close()
 
-    async def test() -> None:
-        proxy = await asyncio.start_server(cut, "127.0.0.1", 0)
-        host, port = proxy.sockets[0].getsockname()
-        with pytest.raises(errors.DeadlineExceeded, match=rf"no connection to {host}:{port}: "):
-            await status_of(f"{host}:{port}", holder(keys.COORDINATOR, tls=True), timeout=SHORT)
-        proxy.close()
-        await proxy.wait_closed()
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    proxy = await asyncio.start_server(cut, "127.0.0.1", 0)
+    host, port = proxy.sockets[0].getsockname()
+    with pytest.raises(errors.DeadlineExceeded, match=rf"no connection to {host}:{port}: "):
+        await status_of(f"{host}:{port}", holder(keys.COORDINATOR, tls=True), timeout=SHORT)
+    proxy.close()
+    await proxy.wait_closed()
 
 
-def test_tls_is_of_version_1_3() -> None:
+@driven_by(run)
+async def test_tls_is_of_version_1_3() -> None:
     own = holder(keys.COORDINATOR, tls=True).certificates
     assert own is not None
 
@@ -365,9 +324,6 @@ def test_tls_is_of_version_1_3() -> None:
         with plain, context.wrap_socket(plain, server_hostname="0.rollout-0.sluice") as tls:
             return tls.version()
 
-    async def test() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            async with served(of_process("rollout-0", tls=True)) as (address, _):
-                assert await asyncio.to_thread(negotiated, address, Path(folder)) == "TLSv1.3"
-
-    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+    with tempfile.TemporaryDirectory() as folder:
+        async with served(of_process("rollout-0", tls=True)) as (address, _):
+            assert await asyncio.to_thread(negotiated, address, Path(folder)) == "TLSv1.3"

@@ -1,20 +1,28 @@
-"""msgpack with arrays: what goes in comes out, and what is not a message is refused with the place of the fault."""
+"""Messages as bytes: msgpack with arrays, sets of tokens, and frames of a stream."""
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from runtime import codec
-from runtime.columns import Runs
+from runtime import codec, errors, timeouts
+from runtime.columns import KeptSets, Runs, encode_set
 from runtime.errors import InvalidMessage
 from runtime.types import GroupPayload, Sample, Scores
+from services.rpc import stream
+from services.rpc.generated import common_pb2
+from tests.coroutines import driven_by
+from tests.unit.clock import run_by_clock
+
+# ---- msgpack with arrays: what goes in comes out, and what is not a message is refused with the place of the fault
 
 DTYPES = ("<i4", "<f4", "|u1", "<i8", "<f8", "<u4")
 
@@ -27,7 +35,6 @@ def extension(code: int, data: bytes) -> bytes:
     return msgspec.msgpack.encode({"values": msgspec.msgpack.Ext(code, data)})
 
 
-@settings(max_examples=60)
 @given(st.sampled_from(DTYPES).flatmap(lambda dtype: arrays.arrays(dtype, st.integers(0, 40))))
 def test_an_array_arrives_bit_for_bit(values: np.ndarray) -> None:
     decoded = codec.decode(Box, codec.encode(Box(values))).values
@@ -42,12 +49,9 @@ def test_an_array_on_the_wire_is_its_dtypes_number_and_its_bytes(index: int, dty
     assert codec.encode(Box(values)) == extension(1, bytes([index]) + values.tobytes())
 
 
-def test_a_view_with_gaps_is_packed() -> None:
+def test_a_view_with_gaps_is_packed_and_what_arrives_is_a_read_only_view_into_the_message() -> None:
     values = np.arange(10, dtype=np.int32)[::3]
     np.testing.assert_array_equal(codec.decode(Box, codec.encode(Box(values))).values, [0, 3, 6, 9])
-
-
-def test_an_array_is_a_read_only_view_into_the_message() -> None:
     data = codec.encode(Box(np.arange(1000, dtype=np.int64)))
     decoded = codec.decode(Box, data).values
     assert not decoded.flags.writeable
@@ -152,9 +156,11 @@ def test_an_array_of_another_shape_or_dtype_is_not_encoded(values: np.ndarray) -
         codec.encode(Box(values))
 
 
-def test_a_foreign_object_is_not_encoded() -> None:
+def test_a_foreign_object_is_not_encoded_and_text_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(TypeError, match="cannot encode object"):
         codec.encode([object()])
+    with pytest.raises(InvalidMessage, match="utf-8"):
+        codec.decode(dict[str, int], b"\x81\xa1\xff\x01")
 
 
 @pytest.mark.parametrize(
@@ -177,12 +183,6 @@ def test_what_is_not_the_message_is_refused(data: bytes, fault: str) -> None:
         codec.decode(Box, data)
 
 
-def test_text_that_is_not_utf8_is_refused() -> None:
-    with pytest.raises(InvalidMessage, match="utf-8"):
-        codec.decode(dict[str, int], b"\x81\xa1\xff\x01")
-
-
-@settings(max_examples=150)
 @given(st.binary(max_size=40))
 def test_no_bytes_do_worse_than_InvalidMessage(data: bytes) -> None:
     for type_ in (Scores, GroupPayload, dict[str, np.ndarray]):
@@ -190,10 +190,233 @@ def test_no_bytes_do_worse_than_InvalidMessage(data: bytes) -> None:
             codec.decode(type_, data)
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_no_damaged_message_does_worse_than_InvalidMessage(data: st.DataObject) -> None:
     message = bytearray(codec.encode(Scores(group_id=1, rewards=np.ones(3, np.float32), valid=np.ones(3, np.uint8))))
     message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
     with suppress(InvalidMessage):
         codec.decode(Scores, bytes(message))
+
+
+# ---- Sets of tokens as they travel: what is packed comes out again, whatever its size, and what does not fit is told
+
+VOCABULARY = 75  # not a multiple of 8
+
+
+def made(sizes: list[int], vocabulary: int = VOCABULARY) -> tuple[KeptSets, np.ndarray, np.ndarray]:
+    """Sets of random tokens, the masks that they are [n, vocabulary], and a token of each."""
+    rng = np.random.default_rng(3)
+    ids = [rng.permutation(vocabulary)[:size].astype(np.int32) for size in sizes]
+    masks = np.zeros((len(ids), vocabulary), bool)
+    for mask, each in zip(masks, ids, strict=True):
+        mask[each] = True
+    tokens = np.array([each[-1] for each in ids], np.int32)
+    return KeptSets.of([encode_set(each, vocabulary) for each in ids], vocabulary), masks, tokens
+
+
+def unpacked(sets: KeptSets, which: np.ndarray) -> np.ndarray:
+    return np.unpackbits(sets.bitmaps(which), axis=1, bitorder="little")[:, : sets.vocabulary] != 0
+
+
+SIZES = [1, 2, 3, VOCABULARY, 40, 74, 1, 2]
+
+
+def test_sets_of_all_sizes_come_out_as_they_were() -> None:
+    sets, masks, tokens = made(SIZES)
+    read = codec.decode(KeptSets, codec.encode(sets))
+    assert (unpacked(read, np.arange(len(SIZES))) == masks).all()
+    some = np.array([7, 3, 5, 0])
+    assert (unpacked(read, some) == masks[some]).all()
+    assert read.fault(tokens, VOCABULARY) == ""
+
+
+def test_a_set_takes_four_bytes_a_token_or_a_bit_a_token_of_the_vocabulary_and_nothing_where_it_is_all() -> None:
+    vocabulary = 1 << 15
+    for size, nbytes in ((1, 4), (1023, 4092), (1024, 4096), (20000, 4096), (vocabulary, 0)):
+        assert len(made([size], vocabulary)[0].data) == nbytes
+
+
+def test_parts_of_sets_join_to_what_they_were() -> None:
+    sets, masks, _ = made(SIZES)
+    parts = [sets.part(slice(0, 3)), None, sets.part(slice(3, None))]
+    joined = KeptSets.joined(parts, [3, 2, 5])
+    assert joined is not None
+    found = unpacked(joined, np.arange(10))
+    assert found[3:5].all()
+    assert (np.delete(found, [3, 4], 0) == masks).all()
+    assert KeptSets.joined([None, None], [3, 2]) is None
+
+
+def test_sets_are_spread_among_tokens_that_were_not_drawn() -> None:
+    sets, masks, _ = made([1, 40])
+    spread = sets.spread(np.array([False, True, False, True]))
+    assert (unpacked(spread, np.array([1, 3])) == masks).all()
+    assert unpacked(spread, np.array([0, 2])).all()
+
+
+@pytest.mark.parametrize("size", [2, 40])
+def test_a_token_outside_of_its_set_is_a_fault(size: int) -> None:
+    sets, masks, tokens = made([3, size, 3])
+    tokens[1] = np.flatnonzero(~masks[1])[0]
+    assert sets.fault(tokens, VOCABULARY) == "token 1 is not in its kept set"
+
+
+def test_what_does_not_fit_is_a_fault() -> None:
+    sets, _, tokens = made([3, 2])
+    assert "the vocabulary has 80" in sets.fault(tokens, 80)
+    assert "not 1 in" in sets.fault(tokens[:1], VOCABULARY)
+    assert "in 19 bytes" in KeptSets(VOCABULARY, sets.sizes, sets.data[:-1]).fault(tokens, VOCABULARY)
+    assert "outside of 0..74" in KeptSets.of([encode_set(np.array([3, 75], np.int32), VOCABULARY)], VOCABULARY).fault(
+        np.array([3], np.int32), VOCABULARY
+    )
+
+
+# ---- How bodies become frames: cut up and joined, and when a frame leaves
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(0, 1), (1, 1), (stream.CHUNK, 1), (stream.CHUNK + 1, 2), (3 * stream.CHUNK, 3)])
+def test_a_body_is_cut_up_and_joined(size: int, chunks: int) -> None:
+    body = np.random.default_rng(0).bytes(size)
+    pieces = [(b"".join(chunk), more) for chunk, more in stream.split([body[: size // 3], body[size // 3 :]])]
+    assert [more for _, more in pieces] == [True] * (chunks - 1) + [False]
+    assert all(len(chunk) <= stream.CHUNK for chunk, _ in pieces)
+    joiner = stream.Joiner()
+    joined = [joiner.add(1, chunk, more) for chunk, more in pieces]
+    assert joined[:-1] == [None] * (chunks - 1)
+    assert joined[-1] == body
+
+
+def test_bodies_of_several_calls_may_interleave_and_a_forgotten_one_leaves_nothing() -> None:
+    joiner = stream.Joiner()
+    assert joiner.add(1, b"a", True) is None
+    assert joiner.add(2, b"x", True) is None
+    assert joiner.add(3, b"whole", False) == b"whole"
+    assert joiner.add(2, b"y", False) == b"xy"
+    assert joiner.add(1, b"b", False) == b"ab"
+    assert joiner.add(1, b"again", False) == b"again"
+    joiner = stream.Joiner()
+    joiner.add(1, b"a", True)
+    joiner.forget(1)
+    joiner.forget(2)
+    assert joiner.add(1, b"b", False) == b"b"
+
+
+def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "LARGEST", 10)
+    joiner = stream.Joiner()
+    joiner.add(1, bytes(6), True)
+    joiner.add(2, bytes(6), True)
+    with pytest.raises(errors.InvalidMessage, match="more than 10 bytes"):
+        joiner.add(1, bytes(6), True)
+    assert joiner.add(2, bytes(4), False) == bytes(10)
+
+
+def test_a_stream_leaves_few_bodies_unfinished() -> None:
+    joiner = stream.Joiner()
+    for number in range(stream.UNFINISHED):
+        joiner.add(number, b"a", True)
+    assert joiner.add(0, b"b", False) == b"ab"
+    assert joiner.add(9, b"whole", False) == b"whole"
+    joiner.add(10, b"a", True)
+    with pytest.raises(errors.InvalidMessage, match=f"^more than {stream.UNFINISHED} unfinished messages$"):
+        joiner.add(11, b"a", True)
+
+
+def test_a_stream_has_a_budget_of_unfinished_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "HELD", 10)
+    joiner = stream.Joiner()
+    joiner.add(1, bytes(6), True)
+    assert joiner.add(3, bytes(100), False) == bytes(100)  # what is whole at once is not held
+    joiner.add(2, bytes(4), True)
+    joiner.forget(1)
+    joiner.add(3, bytes(6), True)
+    assert joiner.add(3, b"", False) == bytes(6)
+    joiner.add(4, bytes(6), True)
+    with pytest.raises(errors.InvalidMessage, match=r"^unfinished messages of more than 10 bytes$"):
+        joiner.add(5, bytes(1), True)
+
+
+def call(id_: int, size: int = 0) -> tuple[common_pb2.Call, bytes]:
+    return common_pb2.Call(id=id_), bytes(size)
+
+
+def ids(calls: list[Any]) -> list[int]:
+    return [getattr(call, "head", call).id for call in calls]
+
+
+@pytest.mark.parametrize("size", [0, 127, 128, 1 << 14, 1 << 21])
+@driven_by(run_by_clock)
+async def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
+    bodies = [np.random.default_rng(number).bytes(size) for number in range(3)]
+    outbox = stream.Outbox()
+    for number, body in enumerate(bodies):
+        outbox.put(common_pb2.Reply(id=number), [memoryview(body)[:9], memoryview(body)[9:]] if number else body)
+    messages = await outbox.frame()
+    frame = common_pb2.ReplyFrame.FromString(stream.frame(common_pb2.ReplyFrame(schema=7), "replies", messages))
+    whole = [common_pb2.Reply(id=number, body=body) for number, body in enumerate(bodies)][: len(messages)]
+    assert frame == common_pb2.ReplyFrame(schema=7, replies=whole)
+
+
+@driven_by(run_by_clock)
+async def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "FRAME_WINDOW", 0.05)
+    loop, outbox = asyncio.get_running_loop(), stream.Outbox()
+    before = loop.time()
+    outbox.put(*call(1))
+    loop.call_later(0.01, outbox.put, *call(2))
+    assert ids(await outbox.frame()) == [1, 2]
+    assert loop.time() - before == pytest.approx(0.05)
+    outbox.put(*call(3))
+    before = loop.time()
+    assert ids(await outbox.frame()) == [3]
+    assert loop.time() - before == pytest.approx(0.05)
+
+
+@driven_by(run_by_clock)
+async def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
+    outbox = stream.Outbox()
+    outbox.put(*call(1))
+    frame = asyncio.create_task(outbox.frame())
+    await asyncio.sleep(0)
+    outbox.put(*call(2), urgent=True)
+    assert ids(await frame) == [1, 2]
+    outbox.put(*call(3))  # the urgency is over
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(outbox.frame(), 0.02)
+
+
+@driven_by(run_by_clock)
+async def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = stream.Outbox()
+    for number in range(5):
+        outbox.put(*call(number, stream.CHUNK))
+    assert ids(await outbox.frame()) == [0, 1, 2, 3]
+    monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
+    assert ids(await outbox.frame()) == [4]
+
+
+@driven_by(run_by_clock)
+async def test_as_many_messages_as_fill_a_frame_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
+    outbox = stream.Outbox()
+    for number in range(stream.COMPANY + 1):
+        outbox.put(*call(number))
+    assert ids(await outbox.frame()) == list(range(stream.COMPANY))
+    assert ids(await outbox.frame()) == [stream.COMPANY]
+
+
+@driven_by(run_by_clock)
+async def test_a_closed_outbox_gives_what_it_has_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
+    outbox = stream.Outbox()
+    outbox.put(*call(1))
+    outbox.close()
+    assert ids(await outbox.frame()) == [1]
+    assert await outbox.frame() == []
+    assert await outbox.frame() == []
+    waiting = stream.Outbox()
+    frame = asyncio.create_task(waiting.frame())
+    await asyncio.sleep(0)
+    waiting.close()
+    assert await frame == []

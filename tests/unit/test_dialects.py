@@ -60,33 +60,32 @@ def test_what_stock_clients_send_is_taken(recorded: dict[str, Any]) -> None:
     assert asked.stream == recorded["body"].get("stream", False)
 
 
-def test_sampling_as_it_is_asked_for() -> None:
-    common = {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "min_p": 0.1,
-        "seed": 3,
-        "n": 2,
-        "max_tokens": 5,
-        "stop": ["a", "b"],
-    }
-    expected = {**common, "stop": ("a", "b")}
-    for route in (CHAT, COMPLETIONS):
-        call = ask(route, **common).call
-        assert {name: getattr(call, name) for name in expected} == expected
-    call = ask(GENERATE, sampling_params={**common, "stop_token_ids": [4]}).call
-    assert {name: getattr(call, name) for name in expected} == expected and call.stop_token_ids == (4,)
-    call = ask(MESSAGES, temperature=0.5, top_p=0.9, top_k=7, stop_sequences=["a", "b"]).call
-    assert (call.temperature, call.top_p, call.top_k, call.stop, call.max_tokens) == (0.5, 0.9, 7, ("a", "b"), 9)
-    call = ask(RESPONSES, temperature=0.5, top_p=0.9, max_output_tokens=5).call
-    assert (call.temperature, call.top_p, call.max_tokens) == (0.5, 0.9, 5)
+COMMON = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3, "n": 2, "max_tokens": 5, "stop": ["a", "b"]}
+SOME: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9}
+STOP: dict[str, Any] = {"stop": ("a", "b")}
 
 
-def test_no_limit_of_the_most_likely() -> None:
+@pytest.mark.parametrize(
+    ("route", "fields", "expected"),
+    [
+        *((route, COMMON, {**COMMON, **STOP}) for route in (CHAT, COMPLETIONS)),
+        (GENERATE, {"sampling_params": {**COMMON, "stop_token_ids": [4]}}, {**COMMON, **STOP, "stop_token_ids": (4,)}),
+        (MESSAGES, {**SOME, "top_k": 7, "stop_sequences": ["a", "b"]}, {**SOME, **STOP, "top_k": 7, "max_tokens": 9}),
+        (RESPONSES, {**SOME, "max_output_tokens": 5}, {**SOME, "max_tokens": 5}),
+    ],
+)
+def test_sampling_as_it_is_asked_for(route: str, fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    call = ask(route, **fields).call
+    assert {name: getattr(call, name) for name in expected} == expected
+
+
+def test_no_limit_of_the_most_likely_and_the_newer_limit_of_tokens() -> None:
     for top_k in (0, -1):
         assert [ask(route, top_k=top_k).call.top_k for route in (CHAT, COMPLETIONS, MESSAGES)] == [0, 0, 0]
         assert ask(GENERATE, sampling_params={"top_k": top_k}).call.top_k == 0
+    assert ask(CHAT, max_completion_tokens=4).call.max_tokens == 4
+    assert ask(CHAT, max_completion_tokens=4, max_tokens=4).call.max_tokens == 4
+    assert str(refused(CHAT, max_completion_tokens=4, max_tokens=5)) == "max_tokens: 5 is not max_completion_tokens, which is 4"
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -95,12 +94,6 @@ def test_what_is_not_said_is_left_to_the_run(route: str) -> None:
     assert (call.temperature, call.top_p, call.top_k, call.min_p, call.seed) == (None,) * 5
     assert (call.n, call.stop, call.tools, call.tool_choice) == (1, (), (), "auto")
     assert call.max_tokens == (9 if route == MESSAGES else None)
-
-
-def test_the_newer_limit_of_tokens() -> None:
-    assert ask(CHAT, max_completion_tokens=4).call.max_tokens == 4
-    assert ask(CHAT, max_completion_tokens=4, max_tokens=4).call.max_tokens == 4
-    assert str(refused(CHAT, max_completion_tokens=4, max_tokens=5)) == "max_tokens: 5 is not max_completion_tokens, which is 4"
 
 
 def test_prompts_of_completions() -> None:
@@ -112,76 +105,28 @@ def test_prompts_of_completions() -> None:
         assert refused(COMPLETIONS, prompt=several).param.startswith("prompt")
 
 
-UNUSED = {
-    CHAT: {
-        "model": "m",
-        "user": "u",
-        "store": True,
-        "metadata": {"a": "b"},
-        "service_tier": "flex",
-        "safety_identifier": "s",
-        "prompt_cache_key": "k",
-        "prompt_cache_retention": "24h",
-        "prompt_cache_options": {"mode": "explicit"},
-    },
-    MESSAGES: {
-        "model": "m",
-        "metadata": {"user_id": "u"},
-        "service_tier": "auto",
-        "cache_control": {"type": "ephemeral"},
-        "inference_geo": "eu",
-        "user_profile_id": "p",
-        "workspace_id": "w",
-    },
+UNUSED: dict[str, dict[str, Any]] = {
+    CHAT: {"model": "m", "user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "safety_identifier": "s"}
+    | {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit"}},
+    MESSAGES: {"model": "m", "metadata": {"user_id": "u"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}}
+    | {"inference_geo": "eu", "user_profile_id": "p", "workspace_id": "w"},
     GENERATE: {"model": "m", "cache_salt": "s", "assistant_tokens_mask": [1], "token_offsets": [[0, 1]], "stream_options": {}},
 }
-UNUSED[RESPONSES] = {
-    **UNUSED[CHAT],
-    "stream_options": {"include_obfuscation": False},
-    "include": ["reasoning.encrypted_content"],
-}
-UNUSED[COMPLETIONS] = UNUSED[CHAT]
+HIDDEN = {"stream_options": {"include_obfuscation": False}, "include": ["reasoning.encrypted_content"]}
+UNUSED |= {RESPONSES: UNUSED[CHAT] | HIDDEN, COMPLETIONS: UNUSED[CHAT]}
+PENALTIES = {"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
 NEUTRAL: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {
-        "frequency_penalty": 0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "logit_bias": {},
-        "best_of": 1,
-        "echo": False,
-        "suffix": "",
-    },
-    CHAT: {
-        "frequency_penalty": 0,
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1.0,
-        "logit_bias": {},
-        "top_logprobs": 0,
-        "response_format": {"type": "text"},
-        "modalities": ["text"],
-        "verbosity": "medium",
-    },
-    RESPONSES: {
-        "background": False,
-        "context_management": [],
-        "top_logprobs": 0,
-        "truncation": "disabled",
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
-        "reasoning": {"effort": None},
-        "include": [],
-    },
+    COMPLETIONS: {**PENALTIES, "best_of": 1, "echo": False, "suffix": ""},
+    CHAT: PENALTIES | {"top_logprobs": 0, "response_format": {"type": "text"}, "modalities": ["text"], "verbosity": "medium"},
+    RESPONSES: {"background": False, "context_management": [], "top_logprobs": 0, "truncation": "disabled", "include": []}
+    | {"text": {"format": {"type": "text"}, "verbosity": "medium"}, "reasoning": {"effort": None}},
     MESSAGES: {"mcp_servers": [], "output_config": {}, "speed": "standard", "thinking": {"type": "disabled"}},
     GENERATE: {"stream": False, "priority": 0, "content_parts": [], "features": None},
 }
 ANOTHER = {
     CHAT: (
-        *(
-            {"frequency_penalty": 0.1},
-            {"presence_penalty": -1},
-            {"logit_bias": {"5": 1}},
-            {"top_logprobs": 2},
-            {"functions": []},
-        ),
+        *({"frequency_penalty": 0.1}, {"presence_penalty": -1}, {"logit_bias": {"5": 1}}, {"top_logprobs": 2}),
+        *({"functions": []},),
         *({"response_format": {"type": "json_object"}}, {"modalities": ["text", "audio"]}, {"reasoning_effort": "low"}),
         *({"function_call": "auto"}, {"prediction": {}}, {"web_search_options": {}}, {"audio": {}}, {"moderation": {}}),
     ),
@@ -215,6 +160,18 @@ def test_sampling_parameters_of_the_token_route() -> None:
         assert refused(GENERATE, sampling_params={name: value}).param == f"sampling_params.{name}"
 
 
+def said(*content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*content]}]}
+
+
+IMAGE = {"type": "image", "source": {}}
+NO_VISION = 'is not "text": the model reads text alone, no vision and no audio'
+WIZARD = {"role": "wizard", "content": "x"}
+NO_WIZARD = 'role: "wizard" is not "system" or "developer" or "user" or "assistant"'
+NO_SPEAKER = 'is not "user" or "assistant" or "system"'
+NO_ITEM = 'is not "message" or "function_call" or "function_call_output" or "reasoning"'
+
+
 @pytest.mark.parametrize(
     ("route", "fields", "line"),
     [
@@ -227,56 +184,23 @@ def test_sampling_parameters_of_the_token_route() -> None:
         (CHAT, {"messages": []}, "messages: [] is not a conversation"),
         (CHAT, {"messages": None}, "messages: is missing"),
         (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role: is missing"),
-        (
-            CHAT,
-            {"messages": [*HELLO, {"role": "wizard", "content": "x"}]},
-            'messages[1].role: "wizard" is not "system" or "developer" or "user" or "assistant" or "tool"',
-        ),
+        (CHAT, {"messages": [*HELLO, WIZARD]}, f'messages[1].{NO_WIZARD} or "tool"'),
         (CHAT, {"messages": [{**HELLO[0], "colour": 1}]}, "messages[0].colour: is not implemented"),
         (CHAT, {"messages": [{"role": "assistant", "refusal": "no"}]}, 'messages[0].refusal: "no": expected null, got str'),
         (CHAT, {"stream_options": {"include_all": True}}, "stream_options.include_all: is not implemented"),
         (CHAT, {"stop": [""]}, 'stop[0]: "": expected str of length >= 1'),
-        (
-            CHAT,
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            'messages[0].content[0].type: "image_url" is not "text": the model reads text alone, no vision and no audio',
-        ),
+        (CHAT, said({"type": "image_url", "image_url": {}}), f'messages[0].content[0].type: "image_url" {NO_VISION}'),
         (MESSAGES, {"max_tokens": None}, "max_tokens: is missing"),
+        (MESSAGES, said({"type": "text", "text": "a"}, IMAGE), f'messages[0].content[1].type: "image" {NO_VISION}'),
+        (MESSAGES, {"messages": [{**WIZARD, "role": "tool"}]}, f'messages[0].role: "tool" {NO_SPEAKER}'),
+        (MESSAGES, {"thinking": {"type": "enabled"}}, 'thinking.type: "enabled" is not "disabled" or "adaptive"'),
+        (MESSAGES, {"tools": [{"type": "search", "name": "w"}]}, 'tools[0].type: "search" is not "custom"'),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "i"}]}, f'input[0].type: "item_reference" {NO_ITEM}'),
         (
-            MESSAGES,
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "source": {}}]}]},
-            'messages[0].content[1].type: "image" is not "text": the model reads text alone, no vision and no audio',
-        ),
-        (
-            MESSAGES,
-            {"messages": [{"role": "tool", "content": "x"}]},
-            'messages[0].role: "tool" is not "user" or "assistant" or "system"',
-        ),
-        (
-            MESSAGES,
-            {"thinking": {"type": "enabled", "budget_tokens": 2000}},
-            'thinking.type: "enabled" is not "disabled" or "adaptive"',
-        ),
-        (
-            MESSAGES,
-            {"tools": [{"type": "web_search_20250305", "name": "w"}]},
-            'tools[0].type: "web_search_20250305" is not "custom"',
-        ),
-        (
-            RESPONSES,
-            {"input": [{"type": "item_reference", "id": "i"}]},
-            'input[0].type: "item_reference" is not "message" or "function_call" or "function_call_output" or "reasoning"',
-        ),
-        (
-            RESPONSES,
-            {"text": {"format": {"type": "json_schema"}}},
+            *(RESPONSES, {"text": {"format": {"type": "json_schema"}}}),
             'text.format: {"type":"json_schema"} is not implemented; {"type":"text"} or null is',
         ),
-        (
-            RESPONSES,
-            {"input": [{"role": "wizard", "content": "x"}]},
-            'input[0].role: "wizard" is not "system" or "developer" or "user" or "assistant"',
-        ),
+        (RESPONSES, {"input": [WIZARD]}, f"input[0].{NO_WIZARD}"),
         (RESPONSES, {"reasoning": {"effort": "low"}}, 'reasoning.effort: "low" is not implemented'),
         (RESPONSES, {"tools": [{"type": "web_search"}]}, 'tools[0].type: "web_search" is not "function"'),
         (GENERATE, {"token_ids": []}, "token_ids: []: expected array of length >= 1"),
@@ -288,27 +212,24 @@ def test_a_mistake_gets_one_line(route: str, fields: dict[str, Any], line: str) 
     assert str(refused(route, **fields)) == line
 
 
+def text(said: str, kind: str = "text", **more: Any) -> dict[str, Any]:
+    return {"type": kind, "text": said, **more}
+
+
+def function(arguments: str, **more: Any) -> dict[str, Any]:
+    return {"name": "add", "arguments": arguments, **more}
+
+
 def test_a_conversation_in_the_words_of_chat_completions() -> None:
+    called = {"id": "c1", "type": "function", "function": function('{"a": 1}', parsed_arguments={"a": 1}), "index": 0}
+    calling = [called, {"id": "c2", "function": function("")}]
     messages = [
         {"role": "developer", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "Ann"},
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "hm",
-            "parsed": None,  # which helpers of OpenAI's client add, as they do `parsed_arguments`
-            "tool_calls": [
-                {
-                    "id": "c1",
-                    "type": "function",
-                    "function": {"name": "add", "arguments": '{"a": 1}', "parsed_arguments": {"a": 1}},
-                    "index": 0,
-                },
-                {"id": "c2", "function": {"name": "add", "arguments": ""}},
-            ],
-        },
+        {"role": "user", "content": [text("one"), text("two")], "name": "Ann"},
+        # `parsed` is what helpers of OpenAI's client add, as they do `parsed_arguments`
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "parsed": None, "tool_calls": calling},
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
-        {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "2"}]},
+        {"role": "tool", "tool_call_id": "c2", "content": [text("2")]},
     ]
     calls = (ToolCall("c1", "add", '{"a": 1}'), ToolCall("c2", "add", ""))
     assert ask(CHAT, messages=messages).call.messages == (
@@ -324,35 +245,20 @@ def test_a_conversation_in_the_words_of_chat_completions() -> None:
 
 def test_a_conversation_in_the_words_of_messages() -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
+    used = {"type": "tool_use", "name": "add"}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "1"}
+    replied = [
+        *({"type": "thinking", "thinking": "hm", "signature": "s"}, text("two", citations=None)),
+        *({**used, "id": "c1", "input": {"b": 1, "a": "ü"}, **cached}, {**used, "id": "c2", "input": {}}),
+    ]
+    wrong = {**result, "tool_use_id": "c2", "content": [text("2", **cached)], "is_error": True}
     messages = [
         {"role": "user", "content": "one"},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "hm", "signature": "s"},
-                {"type": "text", "text": "two", "citations": None},
-                {"type": "tool_use", "id": "c1", "name": "add", "input": {"b": 1, "a": "ü"}, **cached},
-                {"type": "tool_use", "id": "c2", "name": "add", "input": {}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "zero"},
-                {"type": "tool_result", "tool_use_id": "c1", "content": "1"},
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "c2",
-                    "content": [{"type": "text", "text": "2", **cached}],
-                    "is_error": True,
-                },
-                {"type": "text", "text": "three"},
-                {"type": "text", "text": "four"},
-            ],
-        },
+        {"role": "assistant", "content": replied},
+        {"role": "user", "content": [text("zero"), result, wrong, text("three"), text("four")]},
         {"role": "assistant", "content": "five"},
     ]
-    system = [{"type": "text", "text": "be"}, {"type": "text", "text": "brief", **cached}]
+    system = [text("be"), text("brief", **cached)]
     calls = (ToolCall("c1", "add", '{"b":1,"a":"ü"}'), ToolCall("c2", "add", "{}"))
     assert ask(MESSAGES, system=system, messages=messages).call.messages == (
         Message("system", "be\nbrief"),
@@ -364,31 +270,27 @@ def test_a_conversation_in_the_words_of_messages() -> None:
         Message("user", "three\nfour"),
         Message("assistant", "five"),
     )
-    image = [{"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "image", "source": {}}]}]
-    assert "no vision" in str(refused(MESSAGES, messages=[{"role": "user", "content": image}]))
-    misplaced = [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "c"}]}]
+    assert "no vision" in str(refused(MESSAGES, **said({**result, "content": [IMAGE]})))
+    misplaced = [{"role": "assistant", "content": [result]}]
     assert refused(MESSAGES, messages=misplaced).param == "messages[0].content[0].type"
 
 
 def test_a_conversation_in_the_words_of_responses() -> None:
+    called, output = {"type": "function_call", **function("{}")}, {"type": "function_call_output"}
+    reply = {"type": "message", "role": "assistant"}
     items = [
         {"role": "developer", "content": "be brief"},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "one"}]},
-        {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {
-            "type": "message",
-            "role": "assistant",
-            "content": [{"type": "output_text", "text": "two", "annotations": []}],
-            "id": "m",
-        },
-        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}', "id": "f", "status": "completed"},
-        {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c1", "output": "1"},
-        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "2"}]},
-        {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "so"}]},
-        {"type": "function_call", "call_id": "c3", "name": "add", "arguments": "{}"},
-        {"type": "message", "role": "assistant", "content": "three"},
-        {"type": "message", "role": "assistant", "content": "four"},
+        {"type": "message", "role": "user", "content": [text("one", "input_text")]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [text("hm", "reasoning_text")]},
+        {**reply, "content": [text("two", "output_text", annotations=[])], "id": "m"},
+        {**called, "call_id": "c1", "arguments": '{"a": 1}', "id": "f", "status": "completed"},
+        {**called, "call_id": "c2"},
+        {**output, "call_id": "c1", "output": "1"},
+        {**output, "call_id": "c2", "output": [text("2", "input_text")]},
+        {"type": "reasoning", "id": "r", "summary": [text("so", "summary_text")]},
+        {**called, "call_id": "c3"},
+        {**reply, "content": "three"},
+        {**reply, "content": "four"},
     ]
     calls = (ToolCall("c1", "add", '{"a": 1}'), ToolCall("c2", "add", "{}"))
     asked = ask(RESPONSES, input=items, instructions="in short")
@@ -434,16 +336,13 @@ def test_tools_and_the_choice_of_them(route: str, choice: Any, ours: str) -> Non
         assert str(refused(route, tools=[TOOLS[route]], tool_choice=other)) == 'tool_choice: "subtract" is not "add"'
 
 
-def test_calls_one_at_a_time() -> None:
+def test_calls_one_at_a_time_and_what_a_tool_runner_of_anthropics_is_told() -> None:
     for route in (CHAT, RESPONSES):
         assert not ask(route, parallel_tool_calls=False).call.parallel_tool_calls
     assert not ask(MESSAGES, tool_choice={"type": "auto", "disable_parallel_tool_use": True}).call.parallel_tool_calls
     for choice in ("some", {"type": "allowed_tools", "mode": "auto", "tools": []}, {"type": "function"}):
         assert refused(CHAT, tool_choice=choice).param.startswith("tool_choice")
     assert refused(MESSAGES, tool_choice={"type": "tool"}).param == "tool_choice.name"
-
-
-def test_a_tool_runner_of_anthropics_is_told_to_send_whole_conversations() -> None:
     error = refused(MESSAGES, thread={"type": "create"})
     assert error_body(error, anthropic=True)["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
@@ -454,13 +353,7 @@ def test_a_tool_runner_of_anthropics_is_told_to_send_whole_conversations() -> No
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 arguments = st.dictionaries(texts, st.none() | st.booleans() | st.integers(-(2**53), 2**53) | texts, max_size=3)
 tool_calls = st.builds(ToolCall, st.uuids().map(str), st.just("add"), arguments.map(lambda given: json.dumps(given)))
-replied = st.builds(
-    Message,
-    st.just("assistant"),
-    texts,
-    st.lists(tool_calls, max_size=3).map(tuple),
-    reasoning=texts,
-)
+replied = st.builds(Message, st.just("assistant"), texts, st.lists(tool_calls, max_size=3).map(tuple), reasoning=texts)
 
 
 def completion_of(*messages: Message, end: str = "", stop: str = "") -> Completion:

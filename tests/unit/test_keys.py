@@ -76,12 +76,6 @@ def test_a_file_that_is_no_secret(tmp_path: Path, text: str, mode: int, said: st
         keys.known(tmp_path)
 
 
-def test_who_has_no_secret_has_no_keys_where_they_are_needed() -> None:
-    with pytest.raises(Forbidden, match=r"operator: the run's secret is not known here: neither by \.secret"):
-        keys.holder(LOOPBACK, keys.OPERATOR, None)
-    assert keys.holder(replace(LOOPBACK, security="none"), keys.OPERATOR, None) is None
-
-
 def test_a_process_takes_its_keys_out_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = keys.holder(LOOPBACK, keys.node_agent("a"), SECRET)
     assert agent is not None
@@ -94,9 +88,12 @@ def test_a_process_takes_its_keys_out_of_its_environment(monkeypatch: pytest.Mon
         keys.given(LOOPBACK, "trainer-1")
 
 
-def test_nothing_of_a_key_is_shown() -> None:
+def test_nothing_of_a_key_is_shown_and_who_has_no_secret_has_none() -> None:
     found = keys.holder(ELSEWHERE, keys.COORDINATOR, SECRET)
     assert repr(found) == "Keys(coordinator)" and repr(found.certificates) == "Certificates(...)"  # type: ignore[union-attr]
+    with pytest.raises(Forbidden, match=r"operator: the run's secret is not known here: neither by \.secret"):
+        keys.holder(LOOPBACK, keys.OPERATOR, None)
+    assert keys.holder(replace(LOOPBACK, security="none"), keys.OPERATOR, None) is None
 
 
 @pytest.mark.parametrize("name", ["a", "a/b", "ü ñ", "coordinator", "x:y"])
@@ -121,10 +118,6 @@ def test_a_process_is_of_its_role_and_of_no_other_kind() -> None:
 def test_what_is_no_token_is_nobodys(token: str) -> None:
     for party in (keys.COORDINATOR, "rollout-0/0"):
         assert Keys(name=party, secret=SECRET).caller(token) == ""
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Certificates.
 
 
 def test_the_runs_own_name_the_process_and_ask_no_clock() -> None:

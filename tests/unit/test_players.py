@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -143,6 +144,27 @@ def generated(renderer: TemplateRenderer, *ports: ScriptedEnvironment, n: int = 
     return found
 
 
+def acted(
+    renderer: TemplateRenderer, act: Callable[..., AsyncGenerator[EpisodeEvent, None]], n: int = 1, **settings: Any
+) -> GeneratedGroup:
+    """As `generated`, by one environment whose act knows the gateway, too."""
+
+    async def scenario(played: Played) -> GeneratedGroup:
+        played.players.use({"game": [ScriptedEnvironment("environment-0", partial(act, played))]})
+        return await played.group(n)
+
+    found: GeneratedGroup = play(renderer, [], scenario, **settings)
+    return found
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[TracedSpan]:
+    """The spans of a test."""
+    found: list[TracedSpan] = []
+    monkeypatch.setattr(spans.log, "add", lambda *span, **more: found.append(TracedSpan(*span, **more)))
+    return found
+
+
 def reasons(group: GeneratedGroup) -> list[str]:
     assert group.outcomes is not None
     return group.outcomes.reasons
@@ -163,15 +185,6 @@ def test_an_agent_is_told_its_task_whole_and_its_seed_is_its_own(renderer: Templ
     assert len({asked.seed for asked in port.asked}) == 2
     assert all(asked.base_url == f"http://gateway/episodes/{asked.id}" for asked in port.asked)
     assert port.asked[0].purpose == "train"
-
-
-def test_infrastructure_is_tried_again_elsewhere_from_the_same_seed(renderer: TemplateRenderer) -> None:
-    broken = ScriptedEnvironment("environment-0", ending(INFRASTRUCTURE))
-    whole = ScriptedEnvironment("environment-1", ending(EpisodeEnd(reward=1.0)))
-    group = generated(renderer, broken, whole, n=1)
-    assert group.rewards == [1.0]
-    assert [asked.seed for asked in broken.asked] == [asked.seed for asked in whole.asked]
-    assert group.outcomes is not None and group.outcomes.repeated == {"the database is down": 1}
 
 
 @pytest.mark.parametrize("retries", [0, 1, 3])
@@ -231,49 +244,38 @@ def test_what_an_agent_may_not_tell_is_a_failure(renderer: TemplateRenderer, eve
 
 
 def test_rewards_of_turns_branches_and_figures_arrive(renderer: TemplateRenderer) -> None:
-    async def scenario(played: Played) -> GeneratedGroup:
-        async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
-            yield EpisodeEvent(phase="run")
-            episode = played.episodes.episode(request.id, request.api_key)
-            await played.episodes.call(episode, call())
-            yield EpisodeEvent(reward=0.5, turn=0)
-            yield EpisodeEvent(log={"moves": 3.0})
-            yield EpisodeEvent(log={"moves": 5.0})
-            yield EpisodeEvent(end=EpisodeEnd(reward=2.0))
+    async def act(played: Played, port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        yield EpisodeEvent(phase="run")
+        await played.episodes.call(played.episodes.episode(request.id, request.api_key), call())
+        yield EpisodeEvent(reward=0.5, turn=0)
+        yield EpisodeEvent(log={"moves": 3.0})
+        yield EpisodeEvent(log={"moves": 5.0})
+        yield EpisodeEvent(end=EpisodeEnd(reward=2.0))
 
-        played.players.use({"game": [ScriptedEnvironment("environment-0", act)]})
-        return await played.group(2)
-
-    group = play(renderer, [], scenario)
+    group = acted(renderer, act, 2)
     assert group.rewards == [2.0, 2.0]
     assert group.outcomes is not None
     assert (group.outcomes.turns, group.outcomes.log) == ([1, 1], {"moves": (2, 10.0)})
 
 
-def test_the_phases_and_the_calls_of_an_episode_are_spans(renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_phases_and_the_calls_of_an_episode_are_spans(renderer: TemplateRenderer, told: list[TracedSpan]) -> None:
     """The second try of what fails first; a phase that is none is told of nowhere."""
 
-    async def scenario(played: Played) -> GeneratedGroup:
-        async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
-            yield EpisodeEvent(phase="setup")
-            yield EpisodeEvent(phase="dancing")
-            yield EpisodeEvent(phase="run")
-            episode = played.episodes.episode(request.id, request.api_key)
-            episode.rollout = "rollout-3"
-            await played.episodes.call(episode, call())
-            yield EpisodeEvent(phase="score")
-            yield EpisodeEvent(end=EpisodeEnd(failure="" if len(port.asked) > 1 else "infrastructure", reward=1.0))
+    async def act(played: Played, port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        yield EpisodeEvent(phase="setup")
+        yield EpisodeEvent(phase="dancing")
+        yield EpisodeEvent(phase="run")
+        episode = played.episodes.episode(request.id, request.api_key)
+        episode.rollout = "rollout-3"
+        await played.episodes.call(episode, call())
+        yield EpisodeEvent(phase="score")
+        yield EpisodeEvent(end=EpisodeEnd(failure="" if len(port.asked) > 1 else "infrastructure", reward=1.0))
 
-        played.players.use({"game": [ScriptedEnvironment("environment-0", act)]})
-        return await played.group(1)
-
-    told: list[TracedSpan] = []
-    monkeypatch.setattr(spans.log, "add", lambda *span, **more: told.append(TracedSpan(*span, **more)))
-    play(renderer, [], scenario)
+    acted(renderer, act)
     found = sorted(told, key=lambda span: span.start)
     phase = "0 environment game"
     assert [(span.name, span.detail) for span in found] == 2 * [
-        *(("setup", phase), ("run", phase), (spans.POLICY, "0 rollout-3"), ("score", phase)),
+        *(("setup", phase), ("run", phase), (spans.POLICY, "0 rollout-3"), ("score", phase))
     ]
     assert {(span.line, span.group) for span in found} == {(spans.EPISODES, 7)}
     setup, run, policy, score = found[:4]
@@ -281,57 +283,54 @@ def test_the_phases_and_the_calls_of_an_episode_are_spans(renderer: TemplateRend
 
 
 def test_an_episode_whose_player_tells_of_no_phase_runs_from_its_first_call_on(
-    renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
+    renderer: TemplateRenderer, told: list[TracedSpan]
 ) -> None:
-    async def scenario(played: Played) -> GeneratedGroup:
-        async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
-            await played.episodes.call(played.episodes.episode(request.id, request.api_key), call())
-            yield EpisodeEvent(end=EpisodeEnd(reward=1.0))
+    async def act(played: Played, port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+        await played.episodes.call(played.episodes.episode(request.id, request.api_key), call())
+        yield EpisodeEvent(end=EpisodeEnd(reward=1.0))
 
-        played.players.use({"game": [ScriptedEnvironment("environment-0", act)]})
-        return await played.group(1)
-
-    told: list[TracedSpan] = []
-    monkeypatch.setattr(spans.log, "add", lambda *span, **more: told.append(TracedSpan(*span, **more)))
-    play(renderer, [], scenario)
+    acted(renderer, act)
     assert [span.name for span in told] == [spans.POLICY, "run"]
 
 
 def test_a_call_has_its_own_time(renderer: TemplateRenderer) -> None:
-    async def scenario(played: Played) -> None:
-        async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
-            yield EpisodeEvent(phase="run")
-            played.policy.gate.clear()
-            with pytest.raises(Refused, match=r"no answer within 0\.02 s \(budgets\.call\)") as refused:
-                await played.episodes.call(played.episodes.episode(request.id, request.api_key), call())
-            assert refused.value.status == 408
-            yield EpisodeEvent(end=EpisodeEnd(reward=0.5))
-
-        played.players.use({"game": [ScriptedEnvironment("environment-0", act)]})
-        assert (await played.group(1)).rewards == [0.5]
-
-    play(renderer, [], scenario, budgets=Budgets(call=0.02))
-
-
-def test_a_process_that_is_lost_costs_a_repeat(renderer: TemplateRenderer) -> None:
-    async def lost(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+    async def act(played: Played, port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
         yield EpisodeEvent(phase="run")
-        raise Unreachable(port.name, "Run", "the connection is lost")
+        played.policy.gate.clear()
+        with pytest.raises(Refused, match=r"no answer within 0\.02 s \(budgets\.call\)") as refused:
+            await played.episodes.call(played.episodes.episode(request.id, request.api_key), call())
+        assert refused.value.status == 408
+        yield EpisodeEvent(end=EpisodeEnd(reward=0.5))
 
-    group = generated(renderer, ScriptedEnvironment("a", lost), ScriptedEnvironment("b", ending(EpisodeEnd(reward=1.0))), n=1)
+    assert acted(renderer, act, budgets=Budgets(call=0.02)).rewards == [0.5]
+
+
+async def lost(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
+    yield EpisodeEvent(phase="run")
+    raise Unreachable(port.name, "Run", "the connection is lost")
+
+
+@pytest.mark.parametrize(
+    ("act", "why"), [(ending(INFRASTRUCTURE), "the database is down"), (lost, "environment-0: the connection is lost")]
+)
+def test_infrastructure_is_tried_again_elsewhere_from_the_same_seed(renderer: TemplateRenderer, act: Act, why: str) -> None:
+    broken = ScriptedEnvironment("environment-0", act)
+    whole = ScriptedEnvironment("environment-1", ending(EpisodeEnd(reward=1.0)))
+    group = generated(renderer, broken, whole, n=1)
     assert group.rewards == [1.0]
-    assert group.outcomes is not None and group.outcomes.repeated == {"a: the connection is lost": 1}
+    assert [asked.seed for asked in broken.asked] == [asked.seed for asked in whole.asked]
+    assert group.outcomes is not None and group.outcomes.repeated == {why: 1}
 
 
 def test_a_lost_process_is_one_failure_however_many_it_played_and_nobody_asks_it_before_it_answers(
     renderer: TemplateRenderer,
 ) -> None:
-    lost = asyncio.Event()
+    gone = asyncio.Event()
 
     async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
         yield EpisodeEvent(phase="run")
         if len(port.asked) <= 8:
-            await lost.wait()
+            await gone.wait()
             raise Unreachable(port.name, "Run", "the connection is lost")
         yield EpisodeEvent(end=EpisodeEnd(reward=1.0))
 
@@ -340,7 +339,7 @@ def test_a_lost_process_is_one_failure_however_many_it_played_and_nobody_asks_it
         group = played.group(8)
         await settle()
         assert len(port.asked) == 8
-        lost.set()
+        gone.set()
         await settle()
         assert len(port.asked) == 8 and played.players.counts["failures"] == 1
         port.answers.set()
@@ -353,7 +352,7 @@ def test_a_lost_process_is_one_failure_however_many_it_played_and_nobody_asks_it
 def test_another_in_the_place_of_a_lost_process_is_asked_at_once(renderer: TemplateRenderer) -> None:
     async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
         yield EpisodeEvent(phase="run")
-        await lost.wait()
+        await gone.wait()
         raise Unreachable(port.name, "Run", "it serves no more")
 
     async def scenario(played: Played) -> None:
@@ -361,26 +360,20 @@ def test_another_in_the_place_of_a_lost_process_is_asked_at_once(renderer: Templ
         await settle()
         assert len(before.asked) == 4
         played.players.use({"game": [after]})
-        lost.set()
+        gone.set()
         assert (await group).rewards == [1.0] * 4 and not played.players.counts["failures"]
 
-    lost = asyncio.Event()
+    gone = asyncio.Event()
     before, after = ScriptedEnvironment("a", act), ScriptedEnvironment("a", ending(EpisodeEnd(reward=1.0)))
     play(renderer, [before], scenario, retries=1)
 
 
-def test_a_lost_process_that_answers_no_more_ends_the_run(renderer: TemplateRenderer) -> None:
-    async def act(port: ScriptedEnvironment, request: EpisodeRequest) -> AsyncGenerator[EpisodeEvent, None]:
-        yield EpisodeEvent(phase="run")
-        raise Unreachable(port.name, "Run", "the connection is lost")
-
+@pytest.mark.parametrize("ports", [[ScriptedEnvironment("a", lost)], []], ids=["lost and silent", "none"])
+def test_where_no_process_of_the_environment_answers_the_run_ends(
+    renderer: TemplateRenderer, ports: list[ScriptedEnvironment]
+) -> None:
     with pytest.raises(ServiceFault, match=r"services\.environment\.game: play: no process of it serves"):
-        generated(renderer, ScriptedEnvironment("a", act), n=1)
-
-
-def test_without_a_process_of_the_environment_nobody_waits_for_ever(renderer: TemplateRenderer) -> None:
-    with pytest.raises(ServiceFault, match=r"services\.environment\.game: play: no process of it serves"):
-        generated(renderer, n=1)
+        generated(renderer, *ports, n=1)
 
 
 def test_a_group_has_an_end_whatever_its_policy_is(renderer: TemplateRenderer) -> None:
@@ -394,9 +387,6 @@ def test_a_group_has_an_end_whatever_its_policy_is(renderer: TemplateRenderer) -
     assert len(ports[0].left) == 1
     group = generated(renderer, ScriptedEnvironment("a", silent), n=1, seconds=0.05)
     assert reasons(group) == ["left out: never begun"]
-
-
-# ------------------------------------------------------------------------------------------------- who is late
 
 
 @pytest.mark.parametrize(

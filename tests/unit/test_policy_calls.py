@@ -20,6 +20,7 @@ from runtime.gateway.episode import GatewayEpisode, Playing
 from runtime.gateway.graph import payload_of
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import EpisodeTask, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
+from tests.coroutines import handed
 from tests.unit.template_cases import HERMES, folder_of
 
 PATIENCE = 60.0
@@ -126,163 +127,143 @@ def run(renderer: TemplateRenderer, scenario: Callable[[Desk], Awaitable[None]],
     asyncio.run(asyncio.wait_for(whole(), PATIENCE))
 
 
-def test_a_reply_is_asked_for_once_and_kept_as_it_was_sampled(renderer: TemplateRenderer) -> None:
-    async def scenario(desk: Desk) -> None:
-        said = desk.say("hi there")
-        completion = await desk.ask()
-        (reply,) = completion.replies
-        (request,) = desk.port.requests
-        assert (reply.message.content, reply.end, reply.tokens.tolist()) == ("hi there", "stop", said)
-        assert request.prompt.tolist() == completion.prompt.tolist() == renderer.render(HELLO, ())
-        assert (request.n, request.keep, request.purpose) == (1, True, "eval")
-        (node,) = desk.episode.graph.nodes
-        assert node.tokens().tolist() == [*completion.prompt.tolist(), *said]
-        assert node.reply.logprobs.tolist() == reply.logprobs.tolist() == [-1.0 - at for at in range(len(said))]
-        # the next call goes where the first went, and needs no older version than counts
-        desk.say("bye")
-        await desk.ask(*HELLO, reply.message, Message("user", "and?"))
-        assert (desk.port.kept, desk.port.least) == (["", "rollout-1"], [PolicyVersion(0, 4)] * 2)
-        assert desk.port.requests[1].seed != request.seed
-        assert node.followed and not desk.episode.graph.forks
-
-    run(renderer, scenario)
+@handed(run, needs=("renderer",))
+async def test_a_reply_is_asked_for_once_and_kept_as_it_was_sampled(desk: Desk, renderer: TemplateRenderer) -> None:
+    said = desk.say("hi there")
+    completion = await desk.ask()
+    (reply,) = completion.replies
+    (request,) = desk.port.requests
+    assert (reply.message.content, reply.end, reply.tokens.tolist()) == ("hi there", "stop", said)
+    assert request.prompt.tolist() == completion.prompt.tolist() == renderer.render(HELLO, ())
+    assert (request.n, request.keep, request.purpose) == (1, True, "eval")
+    (node,) = desk.episode.graph.nodes
+    assert node.tokens().tolist() == [*completion.prompt.tolist(), *said]
+    assert node.reply.logprobs.tolist() == reply.logprobs.tolist() == [-1.0 - at for at in range(len(said))]
+    # the next call goes where the first went, and needs no older version than counts
+    desk.say("bye")
+    await desk.ask(*HELLO, reply.message, Message("user", "and?"))
+    assert (desk.port.kept, desk.port.least) == (["", "rollout-1"], [PolicyVersion(0, 4)] * 2)
+    assert desk.port.requests[1].seed != request.seed
+    assert node.followed and not desk.episode.graph.forks
 
 
-def test_a_reply_that_is_read_along_comes_in_pieces_that_go_on(renderer: TemplateRenderer) -> None:
+@handed(run, needs=("renderer",))
+async def test_a_reply_that_is_read_along_comes_in_pieces_that_go_on(desk: Desk) -> None:
     text = "".join(f"{number}, " for number in range(60)) + "end"
-
-    async def scenario(desk: Desk) -> None:
-        said, told = desk.say(text), list[str]()
-        completion = await desk.ask(told=lambda id, index, so_far: told.append(so_far))
-        (reply,), requests = completion.replies, desk.port.requests
-        assert reply.tokens.tolist() == said and reply.message.content == told[-1] == text
-        assert len(told) == len(requests) > len(PIECES) - 1
-        assert all(after.startswith(before) for before, after in itertools.pairwise(told))
-        whole = [*completion.prompt.tolist(), *said]
-        for size, request in zip(np.cumsum([0, *PIECES]), requests, strict=False):
-            assert request.prompt.tolist() == whole[: len(completion.prompt) + size]
-        assert len({request.seed for request in requests}) == len(requests)
-        (node,) = desk.episode.graph.nodes
-        assert node.reply.logprobs.tolist() == [-1.0 - at for at in range(len(said))]
-        versions = [PolicyVersion.unpack(int(version)).step for version in node.reply.versions]
-        assert versions == sorted(versions) and set(versions) == set(range(1, len(requests) + 1))
-
-    run(renderer, scenario)
+    said, told = desk.say(text), list[str]()
+    completion = await desk.ask(told=lambda id, index, so_far: told.append(so_far))
+    (reply,), requests = completion.replies, desk.port.requests
+    assert reply.tokens.tolist() == said and reply.message.content == told[-1] == text
+    assert len(told) == len(requests) > len(PIECES) - 1
+    assert all(after.startswith(before) for before, after in itertools.pairwise(told))
+    whole = [*completion.prompt.tolist(), *said]
+    for size, request in zip(np.cumsum([0, *PIECES]), requests, strict=False):
+        assert request.prompt.tolist() == whole[: len(completion.prompt) + size]
+    assert len({request.seed for request in requests}) == len(requests)
+    (node,) = desk.episode.graph.nodes
+    assert node.reply.logprobs.tolist() == [-1.0 - at for at in range(len(said))]
+    versions = [PolicyVersion.unpack(int(version)).step for version in node.reply.versions]
+    assert versions == sorted(versions) and set(versions) == set(range(1, len(requests) + 1))
 
 
 @pytest.mark.parametrize("place", [3, 14, 40])  # within a piece, and over the border of two
-def test_a_stop_text_ends_a_reply_with_the_token_that_completes_it(renderer: TemplateRenderer, place: int) -> None:
-    async def scenario(desk: Desk) -> None:
-        said, told = desk.say("x" * place + "STOP and more"), list[str]()
-        completion = await desk.ask(stop=("never", "STOP"), told=lambda id, index, text: told.append(text))
-        (reply,) = completion.replies
-        assert (reply.message.content, reply.stop, reply.end) == ("x" * place, "STOP", "stop")
-        assert reply.tokens.tolist() == said[: place + 4]
-        assert all(("x" * place).startswith(text) for text in told)
-        assert desk.episode.graph.nodes[0].reply.tokens.tolist() == reply.tokens.tolist()
-
-    run(renderer, scenario)
+@handed(run, needs=("renderer",))
+async def test_a_stop_text_ends_a_reply_with_the_token_that_completes_it(desk: Desk, place: int) -> None:
+    said, told = desk.say("x" * place + "STOP and more"), list[str]()
+    completion = await desk.ask(stop=("never", "STOP"), told=lambda id, index, text: told.append(text))
+    (reply,) = completion.replies
+    assert (reply.message.content, reply.stop, reply.end) == ("x" * place, "STOP", "stop")
+    assert reply.tokens.tolist() == said[: place + 4]
+    assert all(("x" * place).startswith(text) for text in told)
+    assert desk.episode.graph.nodes[0].reply.tokens.tolist() == reply.tokens.tolist()
 
 
 @pytest.mark.parametrize("told", [None, lambda id, index, text: None], ids=["at once", "in pieces"])
-def test_an_episode_has_the_experts_of_all_that_was_fed(renderer: TemplateRenderer, told: Any) -> None:
+@handed(run, needs=("renderer",))
+async def test_an_episode_has_the_experts_of_all_that_was_fed(desk: Desk, told: Any) -> None:
     """Each token once, whether it was given, sampled in pieces, or the last of a reply, which the next request feeds. What was
     cut off behind a stop text is not there. A reply that nobody went on from, and one of another conversation, have theirs."""
-
-    async def scenario(desk: Desk) -> None:
-        assert desk.episode.request is not None
-        desk.episode.request = replace(desk.episode.request, sampling=replace(RUN, experts_from=0))
-        history = HELLO
-        for turn in range(3):
-            desk.say(f"{turn} " * 30 + "STOP and more")
-            completion = await desk.ask(*history, stop=("STOP",), told=told)
-            history = (*history, completion.replies[0].message, Message("user", f"and {turn}?"))
-            if turn == 1:
-                desk.say("no")
-                await desk.ask(*history, told=told)
-        desk.say("another")
-        await desk.ask(Message("user", "else"), told=told)
-        begins = [each.sampling.experts_from for each in desk.port.requests]
-        assert begins[0] == 0 and max(begins) > 60
-        branches = desk.episode.graph.branches()
-        assert len(branches) == 3
-        for branch in branches:
-            assert branch.experts is not None
-            assert branch.experts.data.tolist() == list(range(len(branch.tokens) - 1))
-        payload, _ = payload_of(1, [desk.episode.graph], np.arange(3, dtype=np.int32))
-        assert payload.experts is not None
-        for row, own in zip(payload.samples, payload.experts.by_row(payload.lengths.tolist()), strict=True):
-            assert own.data.tolist() == list(range(len(payload.prompt) + len(row.tokens) - 1))
-
-    run(renderer, scenario)
+    assert desk.episode.request is not None
+    desk.episode.request = replace(desk.episode.request, sampling=replace(RUN, experts_from=0))
+    history = HELLO
+    for turn in range(3):
+        desk.say(f"{turn} " * 30 + "STOP and more")
+        completion = await desk.ask(*history, stop=("STOP",), told=told)
+        history = (*history, completion.replies[0].message, Message("user", f"and {turn}?"))
+        if turn == 1:
+            desk.say("no")
+            await desk.ask(*history, told=told)
+    desk.say("another")
+    await desk.ask(Message("user", "else"), told=told)
+    begins = [each.sampling.experts_from for each in desk.port.requests]
+    assert begins[0] == 0 and max(begins) > 60
+    branches = desk.episode.graph.branches()
+    assert len(branches) == 3
+    for branch in branches:
+        assert branch.experts is not None
+        assert branch.experts.data.tolist() == list(range(len(branch.tokens) - 1))
+    payload, _ = payload_of(1, [desk.episode.graph], np.arange(3, dtype=np.int32))
+    assert payload.experts is not None
+    for row, own in zip(payload.samples, payload.experts.by_row(payload.lengths.tolist()), strict=True):
+        assert own.data.tolist() == list(range(len(payload.prompt) + len(row.tokens) - 1))
 
 
-def test_where_calls_come_one_at_a_time_the_first_ends_the_reply(renderer: TemplateRenderer) -> None:
-    async def scenario(desk: Desk) -> None:
-        said = desk.say(CALL + CALL)
-        both = await desk.ask(tools=(TOOL,))
-        assert [len(reply.message.tool_calls) for reply in both.replies] == [2]
-        desk.port.say(said)
-        one = await desk.ask(tools=(TOOL,), parallel_tool_calls=False)
-        (reply,) = one.replies
-        assert (len(reply.message.tool_calls), reply.end, reply.stop) == (1, "tool_calls", CALL[-len("</tool_call>") :])
-        assert reply.tokens.tolist() == renderer.encode(CALL)
-
-    run(renderer, scenario)
+@handed(run, needs=("renderer",))
+async def test_where_calls_come_one_at_a_time_the_first_ends_the_reply(desk: Desk, renderer: TemplateRenderer) -> None:
+    said = desk.say(CALL + CALL)
+    both = await desk.ask(tools=(TOOL,))
+    assert [len(reply.message.tool_calls) for reply in both.replies] == [2]
+    desk.port.say(said)
+    one = await desk.ask(tools=(TOOL,), parallel_tool_calls=False)
+    (reply,) = one.replies
+    assert (len(reply.message.tool_calls), reply.end, reply.stop) == (1, "tool_calls", CALL[-len("</tool_call>") :])
+    assert reply.tokens.tolist() == renderer.encode(CALL)
 
 
-def test_several_replies_draw_on_streams_of_their_own(renderer: TemplateRenderer) -> None:
-    async def scenario(desk: Desk) -> None:
-        for told in (None, lambda id, index, text: None):
-            desk.port.requests.clear()
-            desk.say("hi")
-            completion = await desk.ask(n=3, told=told)
-            streams = [(each.first, each.n) for each in desk.port.requests]
-            assert sorted(streams) == ([(0, 3)] if told is None else [(0, 1), (1, 1), (2, 1)])
-            assert [reply.logprobs[0] for reply in completion.replies] == [-1.0, -1001.0, -2001.0]
-
-    run(renderer, scenario)
+@handed(run, needs=("renderer",))
+async def test_several_replies_draw_on_streams_of_their_own(desk: Desk) -> None:
+    for told in (None, lambda id, index, text: None):
+        desk.port.requests.clear()
+        desk.say("hi")
+        completion = await desk.ask(n=3, told=told)
+        streams = [(each.first, each.n) for each in desk.port.requests]
+        assert sorted(streams) == ([(0, 3)] if told is None else [(0, 1), (1, 1), (2, 1)])
+        assert [reply.logprobs[0] for reply in completion.replies] == [-1.0, -1001.0, -2001.0]
 
 
-def test_a_conversation_that_is_too_long_is_told_both_lengths(renderer: TemplateRenderer) -> None:
-    async def scenario(desk: Desk) -> None:
-        room = CONTEXT - len(renderer.render((Message("user", ""),), ()))
-        refused = await desk.refused(Message("user", "x" * room))
-        assert (refused.status, refused.param, refused.code) == (400, "messages", "context_length_exceeded")
-        assert f"{CONTEXT} tokens" in str(refused) and f"messages have {CONTEXT}" in str(refused)
-        assert not desk.port.requests
-        desk.say("many words", ended=False)
-        completion = await desk.ask(Message("user", "x" * (room - 3)), max_tokens=100)
-        assert (completion.replies[0].message.content, completion.replies[0].end) == ("man", "length")
-
-    run(renderer, scenario)
+@handed(run, needs=("renderer",))
+async def test_a_conversation_that_is_too_long_is_told_both_lengths(desk: Desk, renderer: TemplateRenderer) -> None:
+    room = CONTEXT - len(renderer.render((Message("user", ""),), ()))
+    refused = await desk.refused(Message("user", "x" * room))
+    assert (refused.status, refused.param, refused.code) == (400, "messages", "context_length_exceeded")
+    assert f"{CONTEXT} tokens" in str(refused) and f"messages have {CONTEXT}" in str(refused)
+    assert not desk.port.requests
+    desk.say("many words", ended=False)
+    completion = await desk.ask(Message("user", "x" * (room - 3)), max_tokens=100)
+    assert (completion.replies[0].message.content, completion.replies[0].end) == ("man", "length")
 
 
-def test_a_run_samples_as_it_does_and_counts_who_asks_otherwise(renderer: TemplateRenderer) -> None:
-    async def scenario(desk: Desk) -> None:
-        for wish in ({}, {"temperature": 0.7}, {"temperature": 0.2, "top_p": 0.5, "top_k": 3, "min_p": 0.1}):
-            desk.say("hi")
-            await desk.ask(max_tokens=20, stop_token_ids=(9,), **wish)
-        expected = replace(RUN, max_new_tokens=20, stop_token_ids=(*renderer.stop_ids, 9))
-        assert [each.sampling for each in desk.port.requests] == [expected] * 3
-        assert desk.calls.counts["overridden"] == 1
-
-    run(renderer, scenario)
+@handed(run, needs=("renderer",))
+async def test_a_run_samples_as_it_does_and_counts_who_asks_otherwise(desk: Desk, renderer: TemplateRenderer) -> None:
+    for wish in ({}, {"temperature": 0.7}, {"temperature": 0.2, "top_p": 0.5, "top_k": 3, "min_p": 0.1}):
+        desk.say("hi")
+        await desk.ask(max_tokens=20, stop_token_ids=(9,), **wish)
+    expected = replace(RUN, max_new_tokens=20, stop_token_ids=(*renderer.stop_ids, 9))
+    assert [each.sampling for each in desk.port.requests] == [expected] * 3
+    assert desk.calls.counts["overridden"] == 1
 
 
-def test_where_there_is_no_run_a_call_samples_as_it_says(renderer: TemplateRenderer) -> None:
-    async def scenario(desk: Desk) -> None:
-        wish: dict[str, Any] = {"temperature": 0.2, "top_p": 0.5, "top_k": 3, "min_p": 0.1}
-        for seed in (8, 8, None):
-            desk.episode = GatewayEpisode(renderer)
-            desk.say("hi")
-            await desk.ask(max_tokens=20, seed=seed, **wish)
-        first, again, other = desk.port.requests
-        assert first.sampling == SamplingParams(max_new_tokens=20, stop_token_ids=renderer.stop_ids, **wish)
-        assert first.seed == again.seed != other.seed
-        assert desk.calls.counts["overridden"] == 0
-
-    run(renderer, scenario, sampling=None)
+@handed(run, needs=("renderer",), sampling=None)
+async def test_where_there_is_no_run_a_call_samples_as_it_says(desk: Desk, renderer: TemplateRenderer) -> None:
+    wish: dict[str, Any] = {"temperature": 0.2, "top_p": 0.5, "top_k": 3, "min_p": 0.1}
+    for seed in (8, 8, None):
+        desk.episode = GatewayEpisode(renderer)
+        desk.say("hi")
+        await desk.ask(max_tokens=20, seed=seed, **wish)
+    first, again, other = desk.port.requests
+    assert first.sampling == SamplingParams(max_new_tokens=20, stop_token_ids=renderer.stop_ids, **wish)
+    assert first.seed == again.seed != other.seed
+    assert desk.calls.counts["overridden"] == 0
 
 
 @pytest.mark.parametrize(
@@ -293,51 +274,45 @@ def test_where_there_is_no_run_a_call_samples_as_it_says(renderer: TemplateRende
         (Unreachable("rollout", "Generate", "none is there"), 503, "no rollout serves: none is there"),
     ],
 )
-def test_what_becomes_of_the_rollouts_faults(renderer: TemplateRenderer, fault: Exception, status: int, words: str) -> None:
-    async def scenario(desk: Desk) -> None:
-        desk.port.fault = fault
-        for told in (None, lambda id, index, text: None):
-            refused = await desk.refused(told=told)
-            assert refused.status == status and words in str(refused) and "group" not in str(refused)
-            assert (refused.retry_after is not None) == (status == 503)
-        assert not desk.episode.graph.nodes
-
-    run(renderer, scenario)
+@handed(run, needs=("renderer",))
+async def test_what_becomes_of_the_rollouts_faults(desk: Desk, fault: Exception, status: int, words: str) -> None:
+    desk.port.fault = fault
+    for told in (None, lambda id, index, text: None):
+        refused = await desk.refused(told=told)
+        assert refused.status == status and words in str(refused) and "group" not in str(refused)
+        assert (refused.retry_after is not None) == (status == 503)
+    assert not desk.episode.graph.nodes
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_call_that_is_withdrawn_leaves_nothing_in_the_graph(renderer: TemplateRenderer, streamed: bool) -> None:
-    async def scenario(desk: Desk) -> None:
-        desk.port.gate.clear()
-        asked = asyncio.ensure_future(desk.ask(n=2, told=(lambda id, index, text: None) if streamed else None))
-        while len(desk.port.requests) < (2 if streamed else 1):
-            desk.port.asked.clear()
-            await desk.port.asked.wait()
-        asked.cancel()
-        await asyncio.wait([asked])
-        assert asked.cancelled() and desk.port.cancelled == len(desk.port.requests)
-        assert not desk.episode.graph.nodes
-        desk.port.gate.set()
-        desk.say("hi")
-        await desk.ask()
-        assert len(desk.episode.graph.nodes) == 1 and not desk.episode.graph.forks
-
-    run(renderer, scenario)
+@handed(run, needs=("renderer",))
+async def test_a_call_that_is_withdrawn_leaves_nothing_in_the_graph(desk: Desk, streamed: bool) -> None:
+    desk.port.gate.clear()
+    asked = asyncio.ensure_future(desk.ask(n=2, told=(lambda id, index, text: None) if streamed else None))
+    while len(desk.port.requests) < (2 if streamed else 1):
+        desk.port.asked.clear()
+        await desk.port.asked.wait()
+    asked.cancel()
+    await asyncio.wait([asked])
+    assert asked.cancelled() and desk.port.cancelled == len(desk.port.requests)
+    assert not desk.episode.graph.nodes
+    desk.port.gate.set()
+    desk.say("hi")
+    await desk.ask()
+    assert len(desk.episode.graph.nodes) == 1 and not desk.episode.graph.forks
 
 
-def test_two_calls_at_once_in_one_branch_fork(renderer: TemplateRenderer) -> None:
-    async def scenario(desk: Desk) -> None:
-        desk.say("hi")
-        first = await desk.ask()
-        behind = (*HELLO, first.replies[0].message, Message("user", "and?"))
-        desk.say("so")
-        both = await asyncio.gather(desk.ask(*behind), desk.ask(*behind))
-        (root,) = [node for node in desk.episode.graph.nodes if node.parent is None]
-        children = [node for node in desk.episode.graph.nodes if node.parent is root]
-        assert len(children) == 2 and desk.episode.graph.forks == {"two calls from one message": 1}
-        for completion, node in zip(both, children, strict=True):
-            assert node.tokens().tolist() == [*completion.prompt.tolist(), *completion.replies[0].tokens.tolist()]
-        rows = desk.episode.graph.branches()
-        assert [int(row.loss_mask.sum()) for row in rows] == [len("hi") + 1 + len("so") + 1, len("so") + 1]
-
-    run(renderer, scenario)
+@handed(run, needs=("renderer",))
+async def test_two_calls_at_once_in_one_branch_fork(desk: Desk) -> None:
+    desk.say("hi")
+    first = await desk.ask()
+    behind = (*HELLO, first.replies[0].message, Message("user", "and?"))
+    desk.say("so")
+    both = await asyncio.gather(desk.ask(*behind), desk.ask(*behind))
+    (root,) = [node for node in desk.episode.graph.nodes if node.parent is None]
+    children = [node for node in desk.episode.graph.nodes if node.parent is root]
+    assert len(children) == 2 and desk.episode.graph.forks == {"two calls from one message": 1}
+    for completion, node in zip(both, children, strict=True):
+        assert node.tokens().tolist() == [*completion.prompt.tolist(), *completion.replies[0].tokens.tolist()]
+    rows = desk.episode.graph.branches()
+    assert [int(row.loss_mask.sum()) for row in rows] == [len("hi") + 1 + len("so") + 1, len("so") + 1]

@@ -48,9 +48,6 @@ def text_of(by: TemplateRenderer, ids: list[int]) -> str:
     return by.tokenizer.decode(ids, skip_special=False)
 
 
-# Rendering
-
-
 def test_a_prompt_is_what_the_template_renders_with_tools_and_arguments_as_hugging_face_has_them(folder: Path) -> None:
     by = renderer(folder, cases.HERMES)
     assert text_of(by, by.render([ASKED, CALLING, TOLD], [ADD])) == (
@@ -66,37 +63,23 @@ def test_arguments_that_are_no_json_stay_text() -> None:
     assert call == {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{2"}}
 
 
-def test_tools_that_a_template_does_not_know_are_refused_by_name(folder: Path) -> None:
+def test_tools_that_a_template_does_not_know_are_refused_by_name_and_what_it_refuses_with_its_words(folder: Path) -> None:
     by = renderer(folder, cases.PLAIN)
     assert not by.takes_tools
     for messages, tools, param in ([[ASKED], [ADD], "tools"], [[ASKED, CALLING, TOLD], [], "messages"]):
         with pytest.raises(Refused, match=f"^{param}: ") as refused:
             by.render(messages, tools)
         assert (refused.value.status, refused.value.param) == (400, param)
-
-
-def test_what_the_template_refuses_is_answered_with_its_words(folder: Path) -> None:
     by = renderer(folder, cases.JSON)
     with pytest.raises(Refused, match="one call at a time") as refused:
         by.render([ASKED, replace(CALLING, tool_calls=CALLING.tool_calls * 2)], [ADD])
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
-@pytest.mark.parametrize(
-    ("template", "form", "takes"),
-    [
-        (cases.HERMES, "hermes", True),
-        (cases.JSON, "json", True),
-        (cases.PLAIN, "none", False),
-        (cases.THINKING, "hermes", True),
-    ],
-)
-def test_how_calls_are_written_is_read_off_the_template(folder: Path, template: str, form: str, takes: bool) -> None:
-    by = renderer(folder, template)
-    assert (by.form, by.takes_tools) == (form, takes)
-
-
-def test_how_calls_are_written_can_be_said(folder: Path) -> None:
+def test_how_calls_are_written_is_read_off_the_template_or_said(folder: Path) -> None:
+    for template, form in ((cases.HERMES, "hermes"), (cases.JSON, "json"), (cases.PLAIN, "none"), (cases.THINKING, "hermes")):
+        by = renderer(folder, template)
+        assert (by.form, by.takes_tools) == (form, form != "none")
     assert renderer(folder, cases.HERMES, "json").form == "json"
     assert not renderer(folder, cases.HERMES, "none").takes_tools
     assert not renderer(folder, cases.PLAIN, "hermes").takes_tools  # it would not tell the model of tools
@@ -107,7 +90,12 @@ def test_a_reply_ends_with_the_model_s_tokens_and_with_the_template_s(folder: Pa
     assert renderer(folder, cases.ENDLESS, eos="<|endoftext|>").stop_ids == (OTHER_END,)
 
 
-# Going on
+def bridged(
+    by: TemplateRenderer, history: list[Message], reply: np.ndarray, new: list[Message], tools: Any = (), ended: bool = True
+) -> tuple[list[int], Any]:
+    """The tokens of a history that ends with this reply, and what is put behind them for what is new."""
+    before = np.concatenate([np.array(by.render(history[:-1], tools), np.int32), reply])
+    return before.tolist(), by.bridge(before, len(reply), ended, history, new, tools)
 
 
 @pytest.mark.parametrize("template", [cases.HERMES, cases.PLAIN, cases.JSON])
@@ -116,35 +104,28 @@ def test_what_is_put_behind_a_reply_makes_the_prompt_that_the_template_would_ren
     folder: Path, template: str, ended: bool
 ) -> None:
     by, history, new = renderer(folder, template), [ASKED, Message("assistant", "It is 5.")], [Message("user", "加一？")]
-    reply = said(by, "It is 5.", END if ended else None)
-    before = np.concatenate([np.array(by.render(history[:1], ()), np.int32), reply])
-    added = by.bridge(before, len(reply), ended, history, new, ())
-    assert isinstance(added, list)
-    assert [*before.tolist(), *added] == by.render([*history, *new], ())
+    before, added = bridged(by, history, said(by, "It is 5.", END if ended else None), new, ended=ended)
+    assert isinstance(added, list) and [*before, *added] == by.render([*history, *new], ())
 
 
 def test_a_reply_stays_as_the_model_wrote_it_where_the_template_would_write_it_otherwise(folder: Path) -> None:
     by = renderer(folder, cases.HERMES)
     written = said(by, '<tool_call>{"name":"add","arguments":{"a":2}}</tool_call>')  # without the template's white space
-    before = np.concatenate([np.array(by.render([ASKED], [ADD]), np.int32), written])
-    added = by.bridge(before, len(written), True, [ASKED, CALLING], [TOLD], [ADD])
+    _, added = bridged(by, [ASKED, CALLING], written, [TOLD], [ADD])
     assert isinstance(added, list)
     assert text_of(by, added) == "<|user|><tool_response>5</tool_response><|im_end|><|assistant|>"
 
 
 def test_several_replies_may_follow_one_that_nobody_sampled(folder: Path) -> None:
     by = renderer(folder, cases.HERMES)
-    reply = said(by, "a")
-    before = np.concatenate([np.array(by.render([ASKED], ()), np.int32), reply])
     new = [Message("user", "b"), Message("assistant", "c"), Message("user", "d")]
-    added = by.bridge(before, len(reply), True, [ASKED, Message("assistant", "a")], new, ())
+    _, added = bridged(by, [ASKED, Message("assistant", "a")], said(by, "a"), new)
     assert isinstance(added, list)
     assert text_of(by, added) == "<|user|>b<|im_end|><|assistant|>c<|im_end|><|user|>d<|im_end|><|assistant|>"
 
 
 def reason(by: TemplateRenderer, reply: np.ndarray, ended: bool, message: Message) -> str | list[int]:
-    before = np.concatenate([np.array(by.render([ASKED], ()), np.int32), reply])
-    return by.bridge(before, len(reply), ended, [ASKED, message], [Message("user", "And?")], ())
+    return bridged(by, [ASKED, message], reply, [Message("user", "And?")], ended=ended)[1]
 
 
 def test_what_cannot_be_proved_has_its_reason(folder: Path) -> None:
@@ -175,10 +156,8 @@ def test_a_named_prompt_type_goes_on_as_well(folder: Path) -> None:
     cases.folder_of(folder / "slots", cases.PLAIN, own=[AddedToken("<|im_start|>", special=True, normalized=False)])
     by = TemplateRenderer(Tokenizer(str(folder / "slots"), prompt_type="qwen"))
     history, new = [ASKED, Message("assistant", "5")], [Message("user", "And?")]
-    reply = said(by, "5")
-    before = np.concatenate([np.array(by.render(history[:1], ()), np.int32), reply])
-    added = by.bridge(before, len(reply), True, history, new, ())
-    assert isinstance(added, list) and [*before.tolist(), *added] == by.render([*history, *new], ())
+    before, added = bridged(by, history, said(by, "5"), new)
+    assert isinstance(added, list) and [*before, *added] == by.render([*history, *new], ())
 
 
 # Replies as messages
@@ -227,11 +206,8 @@ def test_a_reply_of_json_is_a_call(folder: Path) -> None:
         assert read(by, text) == (text, [])
 
 
-def test_without_tools_nothing_is_a_call(folder: Path) -> None:
+def test_without_tools_nothing_is_a_call_and_special_tokens_are_no_text(folder: Path) -> None:
     assert read(renderer(folder, cases.HERMES), call("{}"), tools=()) == (call("{}"), [])
-
-
-def test_special_tokens_are_no_text(folder: Path) -> None:
     assert read(renderer(folder, cases.HERMES), "a<|user|>b") == ("ab", [])
 
 
@@ -269,7 +245,7 @@ def test_a_forced_call_begins_and_the_model_goes_on(folder: Path, template: str)
     assert by.forced("auto", [ADD]) == by.forced("none", [ADD]) == []
 
 
-def test_a_choice_of_no_tool_is_refused(folder: Path) -> None:
+def test_a_choice_of_no_tool_is_refused_and_a_forced_call_is_not_reasoned(folder: Path) -> None:
     by = renderer(folder, cases.HERMES)
     for choice, tools, message in (
         ("function:mul", [ADD, LOOK], "tool_choice: 'mul' is not one of add, look_up"),
@@ -278,31 +254,18 @@ def test_a_choice_of_no_tool_is_refused(folder: Path) -> None:
         with pytest.raises(Refused, match=message) as refused:
             by.forced(choice, tools)
         assert (refused.value.status, refused.value.param) == (400, "tool_choice")
-
-
-def test_a_forced_call_is_not_reasoned(folder: Path) -> None:
     opened = cases.HERMES.replace("<|assistant|>{% endif %}", "<|assistant|><think>\n{% endif %}")
     by = renderer(folder, opened)
     forced = by.forced("function:add", [ADD])
     assert read(by, " {}}", forced=tuple(forced)) == ("", [("add", "{}")])
 
 
-PIECES = [
-    *cases.THINKING_TOKENS[:2],
-    "<think>",
-    "</think>",
-    '{"name": "add", ',
-    '"arguments": {}}',
-    "\n",
-    " ",
-    "<",
-    "é🙂",
-    "a",
-    "{",
-]
+PIECES = [*cases.THINKING_TOKENS[:2], "<think>", "</think>", '{"name": "add", ', '"arguments": {}}']
+KEPT: dict[str, TemplateRenderer] = {}
+PIECES += ["\n", " ", "<", "é🙂", "a", "{"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(
     template=st.sampled_from([cases.HERMES, cases.JSON, cases.OPENED, cases.THINKING]),
     pieces=st.lists(st.one_of(st.sampled_from(PIECES), st.binary(max_size=3)), max_size=12),
@@ -314,7 +277,9 @@ PIECES = [
 def test_what_is_visible_only_grows_and_begins_the_text(
     folder: Path, template: str, pieces: list[str | bytes], tools: tuple[Tool, ...]
 ) -> None:
-    by = _kept(folder, template)
+    if template not in KEPT:
+        KEPT[template] = renderer(folder, template)
+    by = KEPT[template]
     tokens = [id for piece in pieces for id in (list(piece) if isinstance(piece, bytes) else by.encode(piece))]
     content = by.parse((), tokens, tools).content
     before = ""
@@ -323,15 +288,6 @@ def test_what_is_visible_only_grows_and_begins_the_text(
         assert now.startswith(before)
         before = now
     assert content.startswith(before)
-
-
-_RENDERERS: dict[str, TemplateRenderer] = {}
-
-
-def _kept(folder: Path, template: str) -> TemplateRenderer:
-    if template not in _RENDERERS:
-        _RENDERERS[template] = renderer(folder, template)
-    return _RENDERERS[template]
 
 
 def test_text_is_visible_as_soon_as_it_is_settled(folder: Path) -> None:
@@ -364,15 +320,12 @@ def test_a_family_is_taken_where_it_renders_as_the_template_does(folder: Path) -
     assert isinstance(by, FamilyRenderer)
     # Between calls of tools what was reasoned stays, which the template too leaves there.
     reply = said(by, "<think>\nAdd.\n</think>\n\n" + call('{"a": 2}'))
-    before = np.concatenate([np.array(by.render([ASKED], [ADD]), np.int32), reply])
     answered = replace(CALLING, reasoning="Add.")
-    added = by.bridge(before, len(reply), True, [ASKED, answered], [TOLD], [ADD])
-    assert isinstance(added, list)
-    assert [*before.tolist(), *added] == by.render([ASKED, answered, TOLD], [ADD])
+    before, added = bridged(by, [ASKED, answered], reply, [TOLD], [ADD])
+    assert isinstance(added, list) and [*before, *added] == by.render([ASKED, answered, TOLD], [ADD])
     # A reply that was cut off while it reasoned is ended as the family ends it.
     cut = said(by, "<think>\nAdd", None)
-    before = np.concatenate([np.array(by.render([ASKED], [ADD]), np.int32), cut])
-    added = by.bridge(before, len(cut), False, [ASKED, Message("assistant", reasoning="Add")], [TOLD], [ADD])
+    _, added = bridged(by, [ASKED, Message("assistant", reasoning="Add")], cut, [TOLD], [ADD], ended=False)
     assert isinstance(added, list) and text_of(by, added).startswith("</think><|im_end|>\n<|im_start|>user\n<tool_response>")
 
 
@@ -382,11 +335,9 @@ def test_what_a_family_says_of_other_tokens_than_those_that_are_there_is_not_tak
             return SimpleNamespace(token_ids=[*before, END, 65])
 
     by = FamilyRenderer(cases.tokenizer_of(folder / "other", cases.HERMES), "auto", Forgetful())
-    reply = said(by, "5")
-    before = np.concatenate([np.array(by.render([ASKED], ()), np.int32), reply])
     history, new = [ASKED, Message("assistant", "5")], [Message("user", "And?")]
-    added = by.bridge(before, len(reply), True, history, new, ())
-    assert isinstance(added, list) and [*before.tolist(), *added] == by.render([*history, *new], ())
+    before, added = bridged(by, history, said(by, "5"), new)
+    assert isinstance(added, list) and [*before, *added] == by.render([*history, *new], ())
 
 
 @pytest.mark.parametrize("change", [("# Tools", "# tools"), ("'\\n<tool_response>\\n'", "'\\n<tool_response>'")])
@@ -402,16 +353,14 @@ def test_a_family_that_renders_otherwise_than_the_template_is_not_taken(
     assert len(caplog.records) == 1 and "renders 'one call" in caplog.text
 
 
-def test_without_the_package_the_template_is_taken(
+def test_without_the_package_or_its_tokens_the_template_is_taken(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    model = cases.folder_of(folder / "tiny", cases.PLAIN, model_type="qwen3")
+    assert type(renderer_of(Tokenizer(str(model)), "auto", model)) is TemplateRenderer
+    caplog.clear()
     monkeypatch.setitem(sys.modules, "renderers", None)
     model = cases.qwen3(folder / "without")
     with caplog.at_level(logging.WARNING, "sluice"):
         assert type(renderer_of(Tokenizer(str(model)), "auto", model)) is TemplateRenderer
     assert len(caplog.records) == 1 and "continued by the chat template" in caplog.text
-
-
-def test_a_family_whose_tokens_are_not_there_is_not_taken(folder: Path) -> None:
-    model = cases.folder_of(folder / "tiny", cases.PLAIN, model_type="qwen3")
-    assert type(renderer_of(Tokenizer(str(model)), "auto", model)) is TemplateRenderer

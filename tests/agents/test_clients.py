@@ -1,27 +1,31 @@
-"""OpenAI's Python package, with nothing but its base URL and key changed."""
+"""OpenAI's and Anthropic's Python packages, and agents, with nothing but their base URL and key changed."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import os
 from typing import Any
 
+import anthropic
 import openai
 import pytest
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, RunConfig, Runner, function_tool
+from anthropic import Anthropic
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.environments.local import LocalEnvironment
+from minisweagent.models.litellm_model import LitellmModel
 from openai import AsyncOpenAI, OpenAI
-from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
+from openai.types.chat import ChatCompletion
 
 from tests.agents.conftest import Episode
 
 MODEL = "gpt-6"  # one model is served, by whatever name
-ADD = {
-    "name": "add",
-    "description": "Adds two numbers.",
-    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
-}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+ADD = {"name": "add", "description": "Adds two numbers.", "parameters": SCHEMA}
 TOOLS: list[Any] = [{"type": "function", "function": ADD}]
 RESPONSES_TOOLS: list[Any] = [{"type": "function", "strict": True, **ADD}]
+ANTHROPIC_TOOLS: list[Any] = [{"name": "add", "description": "Adds two numbers.", "input_schema": SCHEMA}]
 SUMS = """Use the tool.
 think which numbers
 say adding
@@ -31,25 +35,16 @@ call add {"a": 4, "b": 5}
 say 5 and 9"""
 
 
-@pytest.fixture
-def client(episode: Episode) -> OpenAI:
-    return OpenAI(base_url=f"{episode.url}/v1", api_key=episode.key, max_retries=0)
-
-
-def user(text: str) -> list[ChatCompletionMessageParam]:
+def user(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
-def test_a_chat_completion_whole(client: OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=user("say hello there"), logprobs=True, max_tokens=8, n=2)
-    assert [choice.index for choice in answer.choices] == [0, 1]
-    for choice in answer.choices:
-        assert choice.message.role == "assistant" and choice.message.content is not None
-        assert choice.finish_reason in ("stop", "length")
-        assert choice.logprobs is not None and choice.logprobs.content
-        assert all(token.logprob <= 0 for token in choice.logprobs.content)
-    assert answer.usage is not None and answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert answer.usage.completion_tokens == sum(len(choice.logprobs.content) for choice in answer.choices)  # type: ignore
+# ---- OpenAI's package
+
+
+@pytest.fixture
+def client(episode: Episode) -> OpenAI:
+    return OpenAI(base_url=f"{episode.url}/v1", api_key=episode.key, max_retries=0)
 
 
 def test_a_stream_says_what_the_whole_answer_does(client: OpenAI, scripted: None) -> None:
@@ -106,25 +101,6 @@ def test_streamed_tools(client: OpenAI, scripted: None) -> None:
     assert ours[1:] == theirs[1:]
     assert [one["content"] for one in (ours[0], theirs[0])] == ["adding"] * 2
     assert [one["reasoning_content"] for one in (ours[0], theirs[0])] == ["which numbers"] * 2
-
-
-def test_async(episode: Episode) -> None:
-    async def both() -> None:
-        async with AsyncOpenAI(base_url=f"{episode.url}/v1", api_key=episode.key, max_retries=0) as client:
-            one, two = await asyncio.gather(
-                client.chat.completions.create(model=MODEL, messages=user("say one"), max_tokens=4),
-                client.responses.create(model=MODEL, input="say two", max_output_tokens=4),
-            )
-            assert one.choices[0].message.content is not None and two.status in ("completed", "incomplete")
-            stream = await client.chat.completions.create(model=MODEL, messages=user("say one"), stream=True, max_tokens=4)
-            assert [chunk async for chunk in stream][-1].choices[0].finish_reason is not None
-
-    asyncio.run(both())
-
-
-def test_a_key_alone_names_the_episode(episode: Episode) -> None:
-    client = OpenAI(base_url=episode.url.partition("/episodes/")[0] + "/v1", api_key=episode.key, max_retries=0)
-    assert client.chat.completions.create(model=MODEL, messages=user("say hi"), max_tokens=4).choices
 
 
 def test_responses_with_tools_by_hand(client: OpenAI, scripted: None) -> None:
@@ -213,7 +189,132 @@ def test_errors_of_the_backend_have_their_classes(client: OpenAI, scripted: None
     assert large.value.status_code == 413
 
 
-def test_a_reward_for_a_completion(client: OpenAI, episode: Episode, post: Callable[..., Any]) -> None:
-    chunks = list(client.chat.completions.create(model=MODEL, messages=user("say hi"), stream=True, max_tokens=4))
-    post(f"/v1/episodes/{episode.id}/reward", {"reward": 0.5, "completion_id": chunks[0].id}, episode.key)
-    post(f"/v1/episodes/{episode.id}/reward", {"reward": 1}, episode.key)
+# ---- Anthropic's package
+
+
+@pytest.fixture
+def claude(episode: Episode) -> Anthropic:
+    return Anthropic(base_url=episode.url, api_key=episode.key, max_retries=0)
+
+
+def test_a_stop_sequence(claude: Anthropic, scripted: None) -> None:
+    message = claude.messages.create(model=MODEL, max_tokens=8, stop_sequences=["three"], messages=user("say one two three"))
+    assert (message.stop_reason, message.stop_sequence, message.content[0].text) == (  # type: ignore[union-attr]
+        "stop_sequence",
+        "three",
+        "one two ",
+    )
+
+
+def test_a_stream_of_anthropics_says_what_the_whole_answer_does(claude: Anthropic, scripted: None) -> None:
+    with claude.messages.stream(model=MODEL, max_tokens=64, messages=user(SUMS), tools=ANTHROPIC_TOOLS) as stream:
+        texts = list(stream.text_stream)
+        streamed = stream.get_final_message()
+    whole = claude.messages.create(model=MODEL, max_tokens=64, messages=user(SUMS), tools=ANTHROPIC_TOOLS)
+    assert "".join(texts) == "adding"
+    kinds = [block.type for block in streamed.content]
+    assert sorted(kinds) == sorted(block.type for block in whole.content) == ["text", "thinking", "tool_use", "tool_use"]
+    calls = [[block.input for block in message.content if block.type == "tool_use"] for message in (streamed, whole)]
+    assert calls == [[{"a": 2, "b": 3}, {"a": 4, "b": 5}]] * 2
+    assert streamed.stop_reason == whole.stop_reason == "tool_use"
+    assert streamed.usage.input_tokens == whole.usage.input_tokens
+
+
+def test_tools_and_their_results(claude: Anthropic, scripted: None) -> None:
+    messages = user(SUMS)
+    first = claude.messages.create(
+        model=MODEL, max_tokens=64, messages=messages, tools=ANTHROPIC_TOOLS, tool_choice={"type": "any"}
+    )
+    results: list[Any] = []
+    for block in first.content:
+        if block.type == "tool_use":
+            content = str(int(block.input["a"]) + int(block.input["b"]))  # type: ignore[arg-type,call-overload]
+            results.append({"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": content}]})
+    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+    second = claude.messages.create(model=MODEL, max_tokens=64, messages=messages, tools=ANTHROPIC_TOOLS)
+    assert [block.text for block in second.content if block.type == "text"] == ["5 and 9"]
+    assert second.stop_reason == "end_turn"
+
+
+def test_the_tool_runner(claude: Anthropic, scripted: None) -> None:
+    @anthropic.beta_tool
+    def add(a: int, b: int) -> str:
+        """Adds two numbers.
+
+        Args:
+            a: one
+            b: another
+        """
+        return str(a + b)
+
+    runner = claude.beta.messages.tool_runner(model=MODEL, max_tokens=64, tools=[add], messages=user(SUMS))  # type: ignore
+    assert [block.text for block in runner.until_done().content if block.type == "text"] == ["5 and 9"]
+
+
+def test_models_of_anthropics(claude: Anthropic) -> None:
+    (model,) = claude.models.list()
+    assert model.id and model.display_name
+
+
+def test_errors_of_anthropics_have_their_classes(claude: Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r"thinking\.type") as refused:
+        claude.messages.create(
+            model=MODEL, max_tokens=2000, messages=user("hi"), thinking={"type": "enabled", "budget_tokens": 1024}
+        )
+    assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    with pytest.raises(anthropic.AuthenticationError):
+        claude.with_options(api_key="another").messages.create(model=MODEL, max_tokens=8, messages=user("hi"))
+    with pytest.raises(anthropic.NotFoundError):
+        claude.get("/v1/nothing", cast_to=object)
+
+
+# ---- Agents that know nothing of training
+
+QUIET = RunConfig(tracing_disabled=True)
+
+
+@function_tool
+def add(a: int, b: int) -> str:
+    """Adds two numbers."""
+    return str(a + b)
+
+
+@pytest.mark.parametrize("model", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_openai_agents(episode: Episode, model: Any, streamed: bool, scripted: None) -> None:
+    async def run() -> tuple[str, list[Any]]:
+        async with AsyncOpenAI(base_url=f"{episode.url}/v1", api_key=episode.key, max_retries=0) as client:
+            agent = Agent(name="Adder", instructions="Add.", model=model("gpt-4o", client), tools=[add])
+            if not streamed:
+                result: Any = await Runner.run(agent, SUMS, run_config=QUIET)
+            else:
+                result = Runner.run_streamed(agent, SUMS, run_config=QUIET)
+                async for _ in result.stream_events():
+                    pass
+            return result.final_output, result.new_items
+
+    final, items = asyncio.run(run())
+    assert final == "5 and 9"
+    assert [item.output for item in items if item.type == "tool_call_output_item"] == ["5", "9"]
+
+
+TASK = """Say hello.
+think where am I
+say I look first.
+call bash {"command": "echo hello-$((40 + 2))"}
+---
+say Done.
+call bash {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo hello"}"""
+
+
+@pytest.mark.parametrize(("name", "path"), [("openai/policy", "/v1"), ("anthropic/policy", "")])
+def test_mini_swe_agent(episode: Episode, tmp_path: Any, scripted: None, name: str, path: str) -> None:
+    own: Any = {"model_kwargs": {"api_base": episode.url + path, "api_key": episode.key}, "cost_tracking": "ignore_errors"}
+    templates = {"system_template": "You use a shell.", "instance_template": "{{task}}"}
+    environment = LocalEnvironment(cwd=str(tmp_path), env=dict(os.environ))
+    agent = DefaultAgent(LitellmModel(model_name=name, **own), environment, step_limit=4, **templates)
+    info = agent.run(TASK)
+    assert (info["exit_status"], info["submission"].strip()) == ("Submitted", "hello")
+    if path:
+        observations = [message["content"] for message in agent.messages if message["role"] == "tool"]
+        assert "hello-42" in observations[0]
