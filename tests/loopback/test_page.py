@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shutil
-import socket
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +17,12 @@ import pytest
 from aiohttp import ClientSession, CookieJar, web
 from yarl import URL
 
-from benchmarks.recorded_run import BEGAN, PROMPT, STEP, record, reply_of, reward_of, write_spans
+from benchmarks.recorded_run import BEGAN, PROMPT, STEP, record, reply_of, reward_of
 from launcher.commands.report import report
 from launcher.page.server import THIS, PageGuard, Pages, application
 from runtime import run_files
 from runtime.errors import UserError
-from runtime.ledger.reader import DATABASE, LedgerReader
-from runtime.process.spans import PUBLICATION, SpanHeader, TracedSpan
+from runtime.ledger.reader import DATABASE
 
 STEPS, GROUPS, SAMPLES = 6, 2, 3
 EPOCHS, LOST = (1, 1, 2, 2), (0, 0, 1, 2)  # of four steps
@@ -187,47 +183,6 @@ def test_every_other_view_answers(run: Path) -> None:
     assert len(decoded["slices"]) == STEPS
 
 
-def test_a_process_that_was_down_and_the_epochs_are_lanes(tmp_path: Path) -> None:
-    run = record(tmp_path / "run", 4)
-    again = BEGAN + 4 * STEP + 10.0
-    write_spans(run, SpanHeader("rollout-0", 0, 1, 2, "host"), [TracedSpan("decode", again, again + 1.0, "engine")])
-    points = [json.loads(line) for line in (run / run_files.METRICS).read_text().splitlines()]
-    told = [
-        point | {"publication/epoch": epoch, "rollout/lost": lost}
-        for point, epoch, lost in zip(points, EPOCHS, LOST, strict=True)
-    ]
-    (run / run_files.METRICS).write_text("".join(json.dumps(point) + "\n" for point in told))
-    lanes = {(lane["process"], lane["line"]): lane["slices"] for lane in asked(run, "lanes")["lanes"]}
-    ((name, start, end, *_, detail, _),) = lanes["rollout-0", "starts"]
-    assert (name, start, end, detail) == ("down", 4 * STEP, 4 * STEP + 10.0, "start 1")
-    assert [(name, start, end, detail) for name, start, end, _, _, detail, _ in lanes[" epochs", ""]] == [
-        ("epoch 1", STEP, 2 * STEP, ""),
-        ("epoch 2", 2 * STEP, 3 * STEP, "lost: 1"),
-        ("epoch 2", 3 * STEP, 4 * STEP, "lost: 2"),
-    ]
-
-
-def test_rollouts_of_which_one_has_other_bytes_are_told(tmp_path: Path) -> None:
-    run = record(tmp_path / "run", 2)
-    at = BEGAN + 2 * STEP
-    for rollout, checksum in (("rollout-0", "epoch 1: aa"), ("rollout-1", "epoch 1: bb"), ("rollout-2", "epoch 2: cc")):
-        spans = [TracedSpan(name, at, at, PUBLICATION, step=2, detail=checksum) for name in ("verified", "swap")]
-        write_spans(run, SpanHeader(rollout, 0, 7, 1, "host"), spans)
-    found = asked(run, "weights")
-    assert [each["checksum"] for each in found["replicas"]] == ["epoch 1: aa", "epoch 1: bb", "epoch 2: cc"]
-    assert found["disagree"] == ["rollout-0", "rollout-1"]
-
-
-def test_a_process_that_is_there_tells_its_memory(tmp_path: Path) -> None:
-    run = record(tmp_path / "run", 1)
-    for host, process in ((socket.gethostname(), "python"), (socket.gethostname(), "other"), ("elsewhere", "python")):
-        write_spans(run, SpanHeader(process, 0, len(host), os.getpid(), host), [])
-    found = {(each["process"], each["host"]): each for each in asked(run, "processes")["processes"]}
-    here = found["python", socket.gethostname()]
-    assert here["rss"] > 1 << 20 and here["used"] > 0 and 1 <= here["cores"] <= (os.cpu_count() or 1)
-    assert "rss" not in found["other", socket.gethostname()] and "rss" not in found["python", "elsewhere"]
-
-
 def test_text_of_a_model_is_data(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 1, replies=HOSTILE)
     found = asked(run, "group?id=0")
@@ -294,32 +249,10 @@ def test_a_folder_of_runs_is_a_list(tmp_path: Path) -> None:
     assert second["waited"] == {"seconds": pytest.approx(STEP), "most": "generate rollout-0 50%"}
 
 
-def test_a_copy_that_nobody_may_write_is_read(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    with LedgerReader(run / run_files.LEDGER) as reader:
-        counts = reader.counts()
-    assert counts["retired"] == STEPS * GROUPS
-    assert len(asked(copy, "why")["steps"]) == STEPS
-
-
 def test_where_there_is_no_run_a_line_says_so(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(UserError, match="neither a run's folder nor a folder of runs"):
             Pages(folder)
-
-
-def test_two_pages_on_one_port(run: Path) -> None:
-    command = [sys.executable, "-m", "launcher.cli", "page", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
-        try:
-            assert first.stdout is not None
-            port = first.stdout.readline().strip().rstrip("/").rpartition(":")[2]
-            second = subprocess.run([*command, "--port", port], capture_output=True, text=True, timeout=60, check=False)
-            assert second.returncode == 2
-            assert second.stderr.startswith(f"error: --port: 127.0.0.1:{port}: ")
-        finally:
-            first.kill()
 
 
 # ------------------------------------------------------------------------------------------------ the report in a real browser

@@ -61,14 +61,6 @@ def serving(config: Config, told: Told, test: Callable[[Get], Awaitable[None]], 
     asyncio.run(within())
 
 
-def test_nothing_is_served_unless_it_is_asked_for() -> None:
-    async def within() -> None:
-        async with exposed(made(None), Told()) as address:
-            assert address == ""
-
-    asyncio.run(within())
-
-
 def test_a_process_is_looked_at_when_somebody_asks_and_only_then() -> None:
     told = Told()
 
@@ -110,16 +102,6 @@ def test_who_has_not_the_token_learns_nothing(given: str, monkeypatch: pytest.Mo
         assert (await get("/metrics", Authorization="Bearer token"))[0] == 200
 
     serving(made({"token": {"from": "SCRAPED"}}), told, test, leads=True)
-
-
-def test_a_token_that_is_not_there_is_told() -> None:
-    async def within() -> None:
-        async with exposed(made({"token": {"from": "NOT_THERE"}}), Told()):
-            pytest.fail("it serves")
-
-    with pytest.raises(UserError) as refused:
-        asyncio.run(within())
-    assert str(refused.value) == "metrics.prometheus.token: {from: NOT_THERE}: this machine's environment has no NOT_THERE"
 
 
 def test_the_event_loop_goes_on_while_the_text_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

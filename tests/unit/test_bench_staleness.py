@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import math
 import statistics
@@ -15,16 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
 
 from benchmarks.intervals import wilson
-from benchmarks.staleness import bench, runs
-from benchmarks.staleness.bench import QUICK, StalenessReport, StalenessSettings, measure, render
-from benchmarks.staleness.figure import curve
+from benchmarks.staleness import runs
+from benchmarks.staleness.bench import StalenessReport, StalenessSettings, measure
 from benchmarks.staleness.report import report
-from benchmarks.staleness.runs import CONFIG, EvaluationPoint, RunOutcome, StalenessTrial, outcome, overrides, plan, train
-from launcher.cli import main
-from launcher.node.supervisor import Child, Supervisor
+from benchmarks.staleness.runs import CONFIG, EvaluationPoint, RunOutcome, StalenessTrial, outcome, overrides, plan
 from runtime import run_files
 from runtime.config import loading
 from runtime.errors import SluiceError, UserError
@@ -82,23 +77,6 @@ def run(folder: Path, start: Any, settings: StalenessSettings = SMALL) -> Stalen
 
 
 # ------------------------------------------------------------------------------------------------ the plan
-
-
-def test_the_plan_is_every_cell_with_every_seed() -> None:
-    trials = plan(StalenessSettings())
-    assert len(set(trials)) == len({trial.name for trial in trials}) == 5 * (2 * 3 * 3 + 6)
-    assert [trial.seed for trial in trials] == [seed for seed in range(1, 6) for _ in range(24)]
-    assert {(trial.rate, trial.bound) for trial in trials if trial.variant in runs.OTHERS} == {(3e-4, 8)}
-    assert [trial.name for trial in plan(QUICK)] == [f"lr0.0001-eta{b}-{x}-seed1" for b in (0, 2, 8) for x in runs.VARIANTS]
-    assert StalenessSettings().problems * StalenessSettings().seeds >= 4000
-
-
-def test_a_variant_is_a_configuration(tmp_path: Path) -> None:
-    for variant in (*runs.VARIANTS, *runs.OTHERS):
-        changes = overrides(StalenessTrial(3e-4, 8, variant, 1), StalenessSettings(), tmp_path)
-        config = loading.resolve(loading.load(CONFIG, changes))
-        assert (config.training.staleness, config.training.optimizer.learning_rate) == (8, 3e-4)
-        assert config.training.lr_staleness_power == (0.5 if variant in ("default", "naive, by staleness") else 0)
 
 
 def test_a_run_is_the_quickstart_but_for_what_is_compared(tmp_path: Path) -> None:
@@ -185,45 +163,6 @@ def test_a_failed_run_is_named_and_the_others_are_made(tmp_path: Path) -> None:
     assert again.made == ["lr0.0001-eta0-naive-seed1"]
 
 
-def test_three_failures_end_the_bench_and_a_run_that_ends_early_is_one(tmp_path: Path) -> None:
-    first = Runs(eta0_naive_seed1=failing, eta0_default_seed1=failing, eta2_decoupled_seed1=failing)
-    with pytest.raises(SluiceError, match="3 of 6 runs failed, 2 are finished"):
-        run(tmp_path, first)
-    assert first.made == NAMES[:5]
-
-    async def start(trial: StalenessTrial, settings: StalenessSettings, folder: Path) -> None:
-        write(trial, settings, folder, steps=2)
-
-    with pytest.raises(SluiceError, match=r"(\S+-seed1): ended before its last step \(log: .*\1.log\)"):
-        run(tmp_path, start)
-
-
-def test_a_refused_configuration_is_named_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tmp_path / "quickstart.yaml"
-    config.write_text("run: {name: x}\ntrainig: {}\n")
-    monkeypatch.setattr(runs, "CONFIG", config)
-    with pytest.raises(SluiceError, match="unknown key") as caught:
-        asyncio.run(train(StalenessTrial(1e-4, 0, "naive", 1), SMALL, tmp_path))
-    log = tmp_path / "logs" / "lr0.0001-eta0-naive-seed1.log"
-    assert str(caught.value).startswith("lr0.0001-eta0-naive-seed1: ") and str(caught.value).endswith(f"(log: {log})")
-    assert "trainig" in log.read_text()
-
-
-def test_a_run_that_is_late_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    children: list[Child] = []
-    end_all = Supervisor.end_all
-
-    async def ended(supervisor: Supervisor, grace: float) -> None:
-        children.extend(supervisor.children)
-        await end_all(supervisor, grace)
-
-    monkeypatch.setattr(Supervisor, "end_all", ended)
-    monkeypatch.setattr(runs.start, "command", lambda *_: ("sleep", "100"))
-    with pytest.raises(SluiceError, match=r"did not end within 0.1 s \(log: .*lr0.0001-eta2-naive-seed1.log\)"):
-        asyncio.run(train(StalenessTrial(1e-4, 2, "naive", 1), replace(SMALL, deadline=0.1), tmp_path))
-    assert [child.running for child in children] == [False]
-
-
 # ------------------------------------------------------------------------------------------------ the report
 
 
@@ -273,20 +212,6 @@ def test_what_a_run_left_is_read_back(tmp_path: Path) -> None:
     assert (read.staleness_mean, read.staleness_max, read.rl_seconds) == (1.5, 2, 20.0)
 
 
-def printed(made: StalenessReport) -> str:
-    text = io.StringIO()
-    Console(width=160, file=text).print(*render(made))
-    return text.getvalue()
-
-
-def test_the_table_tells_both_intervals(tmp_path: Path) -> None:
-    text = printed(run(tmp_path, Runs(), replace(SMALL, seeds=2, bounds=(2,))))
-    row = next(line for line in text.splitlines() if "decoupled" in line and " 2 " in line.partition("decoupled")[0])
-    cells = [cell.strip() for cell in row.split("│")[1:-1]]
-    assert cells == ["0.0001", "2", "decoupled", "91.5%", "85.1% to 97.9%", "86.8% to 94.6%", "4 (2 of 2)", "1.50", "15"]
-    assert "+0.0 to +0.0" in text
-
-
 def test_the_figure_and_the_report_are_written(tmp_path: Path) -> None:
     settings = StalenessSettings(seeds=1, bounds=(4,), others=())
     for trial in plan(settings):
@@ -298,36 +223,4 @@ def test_the_figure_and_the_report_are_written(tmp_path: Path) -> None:
     assert msgspec.json.decode((tmp_path / "staleness.json").read_bytes(), type=StalenessReport) == made
 
 
-def test_a_curve_stands_on_what_all_runs_evaluated() -> None:
-    points = [EvaluationPoint(0, 0, 0, 0.5), EvaluationPoint(25, 25, 35, 0.6), EvaluationPoint(50, 50, 60, 0.7)]
-    whole = RunOutcome(1, 1, 2, points, 0, 0, 0)
-    gap = RunOutcome(2, 1, 2, [EvaluationPoint(0, 0, 0, 0.4), EvaluationPoint(50, 50, 54, 0.9)], 0, 0, 0)
-    steps, accuracies = curve([whole, gap])
-    assert steps.tolist() == [0.0, 53.5]
-    assert accuracies.tolist() == [[0.5, 0.7], [0.4, 0.9]]
-
-
 # ------------------------------------------------------------------------------------------------ the command
-
-
-def test_the_command_prints_and_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    made = run(tmp_path, Runs())
-    asked: list[tuple[Path, StalenessSettings]] = []
-
-    async def measured(folder: Path, settings: StalenessSettings, *_: object) -> StalenessReport:
-        asked.append((folder, settings))
-        return made
-
-    monkeypatch.setattr(bench, "measure", measured)
-    for options in ([], ["--quick"]):
-        with pytest.raises(SystemExit) as ended:
-            main(["bench", "staleness", "--json", str(tmp_path / "out.json"), *options])
-        assert ended.value.code == 0
-    assert asked == [(Path("runs/.cache/bench/staleness/bound"), settings) for settings in (StalenessSettings(), QUICK)]
-    said = capsys.readouterr().out
-    assert "Final accuracy" in said and "one seed" in said and "4 (1 of 1)" in said
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert written["bench"] == "staleness" and len(written["cells"]) == 6

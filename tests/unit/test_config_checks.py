@@ -185,35 +185,24 @@ def test_functions_and_rules_of_ones_own(sound: dict[str, Any], tmp_path: Path) 
     assert fault == "rewards.rules.0.name: '/no/yours.py' is not a file"
 
 
-def test_a_tracker_without_its_package(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_a_package_says_how_to_install_it(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = msgspec.convert(sound | {"trackers": [{"name": "jsonl"}, {"name": "wandb"}]}, Config)
-    assert semantic_faults(config, available_bytes=1 << 40) == [
-        "trackers.1.name: wandb needs a package: pip install 'sluice-rl[wandb]'"
-    ]
-
-
-@pytest.mark.parametrize(("platform", "how"), [("", "run make install-vllm"), ("ascend", "install vllm-ascend")])
-def test_how_vllm_is_installed_depends_on_the_machine(
-    sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch, platform: str, how: str
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (fault,) = checked(sound, services={"platform": platform, "rollout": {"engine": "vllm"}})
-    assert fault.startswith(f"services.rollout.engine: vllm is not installed here; {how}, and name its interpreter in ")
+    told = "trackers.1.name: wandb needs a package: pip install 'sluice-rl[wandb]'"
+    assert semantic_faults(config, available_bytes=1 << 40) == [told]
+    for platform, how in (("", "run make install-vllm"), ("ascend", "install vllm-ascend")):
+        (fault,) = checked(sound, services={"platform": platform, "rollout": {"engine": "vllm"}})
+        assert fault.startswith(f"services.rollout.engine: vllm is not installed here; {how}, and name its interpreter in ")
 
 
 def test_moments_of_8_bits_need_a_package(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.config.checks._has", lambda package: package != "torchao")
     small = {"optimizer": {"name": "adamw_8bit"}}
+    critic = {"algorithm": {"advantage": "gae"}, "critic": small}
     needs = "adamw_8bit needs a package: pip install 'sluice-rl[torchao]'"
     assert checked(sound, training=small) == [f"training.optimizer.name: {needs}"]
-    critic = {"algorithm": {"advantage": "gae"}, "critic": small}
     assert checked(sound, **critic) == [f"critic.optimizer.name: {needs}"]
-    elsewhere = {"critic": {"python": sys.executable}}
-    assert checked(sound, **critic, services=elsewhere) == []
-    monkeypatch.undo()
-    monkeypatch.setattr("runtime.config.checks._has", lambda package: True)
-    assert checked(sound, training=small) == []
+    assert checked(sound, **critic, services={"critic": {"python": sys.executable}}) == []
 
 
 # ------------------------------------------------------------------------------------------------ how weights travel
@@ -246,27 +235,25 @@ def test_weights_travel_by_a_shared_folder(
     assert checked(sound, publication=settings) == [f"publication.folder: '{folder}' cannot be written"]
 
 
-@pytest.mark.parametrize(
-    ("declared", "model", "wire", "told"),
-    [
-        ({"dtype": None, "torch_dtype": None}, "auto", "auto", "float32 (the policy's own)"),
-        ({"dtype": None, "torch_dtype": "bfloat16"}, "auto", "auto", ""),
-        ({"dtype": "float16"}, "auto", "auto", ""),
-        ({"dtype": "bfloat16"}, "float32", "auto", "float32 (the policy's own)"),
-        ({"dtype": "bfloat16"}, "auto", "float32", "float32"),
-        ({}, "float32", "bfloat16", ""),
-    ],
-)
-def test_deltas_of_float32_would_be_whole_versions(
-    sound: dict[str, Any], declared: dict[str, str | None], model: str, wire: str, told: str
-) -> None:
+DELTAS = """
+declared: {dtype: null, torch_dtype: null}, model: auto, wire: auto => float32 (the policy's own)
+declared: {dtype: null, torch_dtype: bfloat16}, model: auto, wire: auto => none
+declared: {dtype: float16}, model: auto, wire: auto => none
+declared: {dtype: bfloat16}, model: float32, wire: auto => float32 (the policy's own)
+declared: {dtype: bfloat16}, model: auto, wire: float32 => float32
+declared: {}, model: float32, wire: bfloat16 => none
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), cases(DELTAS))
+def test_deltas_of_float32_would_be_whole_versions(sound: dict[str, Any], given: dict[str, Any], told: str) -> None:
     path = Path(sound["model"]["path"]) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | declared))
-    faults = checked(sound, model={"dtype": model}, publication={"encoding": "delta", "dtype": wire})
-    assert faults == [
-        f"publication.dtype: {told} changes in nearly every element, and encoding delta would send it all; must be bfloat16"
-    ] * bool(told)
-    assert checked(sound, model={"dtype": model}, publication={"dtype": wire}) == []
+    path.write_text(json.dumps(json.loads(path.read_text()) | given["declared"]))
+    model = {"dtype": given["model"]}
+    faults = checked(sound, model=model, publication={"encoding": "delta", "dtype": given["wire"]})
+    changes = "changes in nearly every element, and encoding delta would send it all; must be bfloat16"
+    assert faults == [f"publication.dtype: {told} {changes}"] * (told != "none")
+    assert checked(sound, model=model, publication={"dtype": given["wire"]}) == []
 
 
 # ------------------------------------------------------------------------------------------------ roles on others' devices
@@ -283,23 +270,17 @@ def colocation(**sections: Any) -> list[str]:
     return list(colocation_faults(made(**WITH_ALL | sections), trains=True))
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_everything_may_lie_on_the_trainers_devices(staleness: int) -> None:
-    services = {role: {"colocate": "trainer"} for role in ("rollout", "reference", "critic", "reward_model")}
-    assert colocation(services=services, training={"staleness": staleness}) == []
-    config = made(**WITH_ALL, services=services)
-    assert (takes_turns(config), reference_takes_part(config), alternates(config)) == (True, True, False)
-    assert accelerators(config) == 1
-    services["critic"]["offload_train_optimizer"] = True  # type: ignore[assignment]
+def test_who_takes_turns_with_the_trainer() -> None:
+    services: dict[str, Any] = {role: {"colocate": "trainer"} for role in ("rollout", "reference", "critic", "reward_model")}
+    apart = {"reference": {"colocate": "rollout"}, "critic": {"colocate": "trainer"}}
+    for given, staleness in ((services, 0), (services, 1), (apart, 4)):
+        assert colocation(services=given, training={"staleness": staleness}) == []
+    for given, turns, devices in ((services, (True, True, False), 1), (apart, (False, False, False), 2)):
+        config = made(**WITH_ALL, services=given)
+        assert (takes_turns(config), reference_takes_part(config), alternates(config)) == turns
+        assert accelerators(config) == devices
+    services["critic"]["offload_train_optimizer"] = True
     assert alternates(made(**WITH_ALL, services=services))
-
-
-def test_who_lies_on_others_takes_no_turns() -> None:
-    services = {"reference": {"colocate": "rollout"}, "critic": {"colocate": "trainer"}}
-    assert colocation(services=services, training={"staleness": 4}) == []
-    config = made(**WITH_ALL, services=services)
-    assert (takes_turns(config), reference_takes_part(config), alternates(config)) == (False, False, False)
-    assert accelerators(config) == 2
 
 
 COLOCATED = """
@@ -371,13 +352,6 @@ def test_one_node_may_be_on_loopback_and_several_need_addresses_that_others_reac
         assert fault.startswith(f"services.coordinator.host: '{host}' is loopback; on several nodes it must be the address")
 
 
-@pytest.mark.parametrize(("security", "used"), [("auto", True), ("tls", True), ("token", False), ("none", False)])
-def test_certificates_that_are_not_used_are_told(security: str, used: bool) -> None:
-    told = addresses(network={"security": security, "tls": {"ca": "a", "certificate": "b", "key": "c"}})
-    fault = f"network.tls: is not used with network.security {security}; must be left out, or that be tls or auto"
-    assert told == ([] if used else [fault])
-
-
 NETWORK = """
 cluster: {nodes: []} => cluster.nodes: empty; must be auto, or name at least one node
 cluster: {nodes: [{name: a}, {name: a}]} => cluster.nodes.1.name: 'a' is that of another node; must be its own
@@ -427,21 +401,27 @@ def test_a_range_holds_what_listens_at_once() -> None:
         assert fault.endswith(f"has fewer ports than the run needs, {needed}")
 
 
-@pytest.mark.parametrize(
-    ("network", "refused"),
-    [
-        ({}, False),
-        ({"interface": "::1"}, False),
-        ({"interface": "10.1.0.0/16"}, True),
-        ({"interface": "10.1.0.7", "security": "token"}, True),
-        ({"interface": "10.1.0.7", "security": "none"}, False),
-    ],
-)
-def test_off_this_machine_metrics_are_for_who_has_the_token(network: dict[str, Any], refused: bool) -> None:
-    told = addresses(network=network, metrics={"prometheus": {}})
-    assert [fault.partition(";")[0] for fault in told] == ["metrics.prometheus.token: missing"] * refused
-    assert addresses(network=network, metrics={"prometheus": {"token": {"from": "SCRAPED"}}}) == []
-    assert addresses(network=network) == []
+METRICS = """
+network: {} => none
+network: {interface: '::1'} => none
+network: {interface: 10.1.0.0/16} => metrics.prometheus.token: missing
+network: {interface: 10.1.0.7, security: token} => metrics.prometheus.token: missing
+network: {interface: 10.1.0.7, security: none} => none
+"""
+UNUSED = "network.tls: is not used with network.security {}; must be left out, or that be tls or auto"
+
+
+@pytest.mark.parametrize(("sections", "fault"), cases(METRICS))
+def test_off_this_machine_metrics_are_for_who_has_the_token(sections: dict[str, Any], fault: str) -> None:
+    told = addresses(**sections, metrics={"prometheus": {}})
+    assert [each.partition(";")[0] for each in told] == [fault] * (fault != "none")
+    assert addresses(**sections, metrics={"prometheus": {"token": {"from": "SCRAPED"}}}) == []
+    assert addresses(**sections) == []
+
+
+def test_certificates_that_are_not_used_are_told() -> None:
+    for security, told in {"auto": [], "tls": [], "token": [UNUSED.format("token")], "none": [UNUSED.format("none")]}.items():
+        assert addresses(network={"security": security, "tls": {"ca": "a", "certificate": "b", "key": "c"}}) == told
 
 
 # ------------------------------------------------------------------------------------------------ models and their engines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import msgspec
 import pytest
 import torch
 
-from launcher import cli
 from launcher.node import local_node
 from launcher.node.local_node import LocalNode
 from launcher.node.machine import Machine
@@ -24,10 +22,9 @@ from runtime.config.loading import load, resolve
 from runtime.config.model_checks import megatron_faults, memory_of_ranks, spread_models
 from runtime.errors import UserError
 from runtime.models.limits import kv_cache_bytes
-from runtime.models.tiny_model import write_tokenizer
 from runtime.process import platform
 from runtime.trainer.rank import TrainRank, make_rank
-from tests.unit.config_cases import EXPERTS, MODEL, cases, checked, model_folder
+from tests.unit.config_cases import EXPERTS, MODEL, cases, checked, configured
 from tests.unit.model_dimensions import CONFIGS
 
 CPUS, GPUS = Machine(), Machine(kind="cuda", devices=tuple("01234567"))
@@ -84,65 +81,13 @@ def test_micro_batches_that_no_rank_can_hold_are_refused_with_what_is_allowed(so
     assert held(sound, **without_limit, gateway={"context": 1024}) > held(sound, **without_limit)
 
 
-def test_weights_that_no_rank_can_hold_are_refused(sound: dict[str, Any]) -> None:
-    vllm = {"services": SPREAD["services"] | {"rollout": {"engine": "vllm", "python": sys.executable}}}
-    (fault,) = checked(sound, 1000, **vllm)
-    assert fault.startswith("services.trainer.processes: 1 of them need 0.0 GB each without any activations, and have 0.0 GB")
-
-
-@pytest.mark.parametrize(
-    ("machine", "sections", "known"),
-    [
-        (CPUS, {}, True),
-        (GPUS, {}, False),
-        (CPUS, {"cluster": {"nodes": [{"name": "node0", "devices": 8}]}}, False),
-        (CPUS, {"cluster": {"nodes": [{"name": "node0"}]}}, True),
-        (CPUS, {"cluster": {"min_nodes": 2}}, False),
-        (CPUS, {"services": {"rollout": {"devices": [0]}}}, False),
-    ],
-)
-def test_memory_is_known_where_all_is_on_the_cpus_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine, sections: dict[str, Any], known: bool
-) -> None:
+def test_memory_is_known_where_all_is_on_the_cpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_node.psutil, "virtual_memory", lambda: SimpleNamespace(available=7))
-    config = msgspec.convert({"run": {"name": "a"}, **sections}, Config)
-    assert LocalNode("node0", machine).memory(config) == (7 if known else None)
-
-
-def validated(capsys: pytest.CaptureFixture[str], folder: Path, *overrides: str) -> tuple[int, str]:
-    """Of the example in docs/guides/verl-and-trl.md with embedded rollouts, and a description in place of the model."""
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "verl-and-trl.md").read_text(encoding="utf-8")
-    (example,) = (found for found in re.findall(r"```yaml\n(run: .*?)```", page, re.DOTALL) if "sets:" in found)
-    folder.mkdir()
-    (folder / "run.yaml").write_text(example)
-    (folder / "rows.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
-    (folder / "other.jsonl").write_text('{"prompt": "1+2", "answer": "3"}\n')
-    model = model_folder(folder / "model")
-    write_tokenizer(model)
-    (model / "config.json").write_text(json.dumps(CONFIGS["qwen25_7b"] | {"max_position_embeddings": 32768}))
-    named = {"model.path": model, "data.train": folder / "rows.jsonl", "evaluation.sets.0.path": folder / "other.jsonl"}
-    given = ["services.rollout={slots: 16}", *(f"{key}={value}" for key, value in named.items()), *overrides]
-    with pytest.raises(SystemExit) as end:
-        cli.main(["validate", str(folder / "run.yaml"), *given])
-    said = capsys.readouterr()
-    assert isinstance(end.value.code, int)
-    return end.value.code, said.out + said.err
-
-
-def test_memory_is_compared_where_it_is_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, said = validated(capsys, tmp_path / "unknown")
-    assert code == 0, said
-    # bfloat16, as on a device: 57,344 bytes a token.
-    slots = (16 + 1) * (2048 + 20480) * 57_344
-    assert f"services.rollout: about {slots / 1e9:.1f} GB of KV cache a replica" in said
-    assert "How much memory the devices have is not known here: each process compares when it starts" in said
-    monkeypatch.setattr(LocalNode, "memory", lambda self, config: 64 << 30)
-    code, said = validated(capsys, tmp_path / "known")
-    assert code == 2
-    assert "services.trainer.processes: 4 of them need" in said
-    assert "cluster.nodes says so" in said
+    elsewhere = "cluster: {nodes: [{name: a, devices: 8}]}", "cluster: {min_nodes: 2}", "services: {rollout: {devices: [0]}}"
+    for machine, known, unknown in ((CPUS, ("", "cluster: {nodes: [{name: a}]}"), elsewhere), (GPUS, (), ("",))):
+        for sections in (*known, *unknown):
+            config = msgspec.convert({"run": {"name": "a"}, **configured(sections)}, Config)
+            assert LocalNode("node0", machine).memory(config) == (7 if sections in known else None)
 
 
 def test_a_rank_that_its_device_cannot_hold_is_refused_before_it_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -177,14 +122,10 @@ def services(processes: int, role: str = "trainer", **parallel: Any) -> dict[str
 
 LAYOUTS = """
 processes: 1 => none
-processes: 8 => none
 processes: 2, tensor: 2, sequence: true => none
 processes: 12, tensor: 4, pipeline: 3 => none
-processes: 24, tensor: 2, pipeline: 6 => none
-processes: 24, tensor: 2, pipeline: 2, context: 3 => none
 processes: 24, tensor: 2, pipeline: 2, context: 3, data: 2 => none
 processes: 4, pipeline: 4, layers_per_stage: [1, 2, 2, 1] => none
-processes: 2, pipeline: 2, layers_per_stage: [2, 4] => none
 processes: 3, tensor: 2 => processes: 3 is not a multiple of parallel.tensor 2 x context 1 x pipeline 1
 processes: 2, context: 2, pipeline: 2 => processes: 2 is not a multiple of parallel.tensor 1 x context 2 x pipeline 2
 processes: 4, tensor: 2, data: 3
@@ -197,7 +138,6 @@ processes: 2, pipeline: 2, layers_per_stage: [2, 3]
 processes: 4, pipeline: 4, layers_per_stage: [1, 1, 3, 1]
   => parallel.layers_per_stage: [1, 1, 3, 1]: all but the first and the last number must be equal
 processes: 2, expert: 2 => parallel: expert parallel is 2; must be 1 for a model without experts
-experts: true, processes: 1 => none
 experts: true, processes: 8, expert: 2 => none
 experts: true, processes: 16, tensor: 2, pipeline: 2, expert: 4, sequence: true => none
 experts: true, processes: 4, tensor: 2, expert: 4, sequence: true
@@ -272,27 +212,21 @@ def test_what_it_does_not_do() -> None:
     assert fault.startswith("services.trainer.parallel: is for engine megatron")
 
 
-@pytest.mark.parametrize(
-    ("targets", "layout", "fault"),
-    [
-        ([], {"tensor": 2}, ""),
-        (["q_proj", "layers.4.mlp.up_proj"], {"pipeline": 2}, ""),
-        (
-            ["query"],
-            {"tensor": 2},
-            "lora.target_modules: 'query' is no linear layer of the model; must be among down_proj, gate_",
-        ),
-        (
-            ["layers.4.mlp.up_proj"],
-            {"pipeline": 2},
-            "lora.target_modules: ['layers.4.mlp.up_proj'] leaves ranks of pipeline stage 0",
-        ),
-    ],
-)
-def test_every_rank_has_adapters(targets: list[str], layout: dict[str, Any], fault: str) -> None:
-    found = faults(lora={"target_modules": targets}, **services(2, **layout))
-    assert [fault] == [each[: len(fault)] for each in found] if fault else not found
-    assert not faults(role="critic", lora={"target_modules": targets}, **services(2, "critic", **layout))
+ADAPTERS = """
+targets: [], tensor: 2 => none
+targets: [q_proj, layers.4.mlp.up_proj], pipeline: 2 => none
+targets: [query], tensor: 2 => lora.target_modules: 'query' is no linear layer of the model; must be among down_proj, gate_
+targets: [layers.4.mlp.up_proj], pipeline: 2
+  => lora.target_modules: ['layers.4.mlp.up_proj'] leaves ranks of pipeline stage 0
+"""
+
+
+@pytest.mark.parametrize(("layout", "fault"), cases(ADAPTERS))
+def test_every_rank_has_adapters(layout: dict[str, Any], fault: str) -> None:
+    lora, parallel = {"target_modules": layout["targets"]}, {key: layout[key] for key in layout if key != "targets"}
+    found = faults(lora=lora, **services(2, **parallel))
+    assert [each[: len(fault)] for each in found] == [fault] * (fault != "none")
+    assert not faults(role="critic", lora=lora, **services(2, "critic", **parallel))
 
 
 def test_all_experts_have_adapters_or_none() -> None:

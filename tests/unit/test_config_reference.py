@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from launcher import config_reference
-from launcher.config_reference import purpose, schema
-from launcher.mindspeed.keys import TABLE
+from launcher.config_reference import schema
 from runtime import run_files
 from runtime.config import UNIT, Config
 from tests.unit.source_tree import ROOT
@@ -54,12 +53,6 @@ def test_every_key_has_a_meaning() -> None:
     assert [key.path for key in KEYS if not is_told(key)] == []
 
 
-def test_every_section_has_a_purpose() -> None:
-    for part in config_reference.parts():
-        assert part.purpose.endswith((".", ".)")), part.path
-    assert purpose(Config).startswith("A run's configuration.")
-
-
 def test_what_a_meaning_names_exists() -> None:
     """A dotted path that begins with a section is a key or a section, so that none outlives a change of its name."""
     top = {section.partition(".")[0].removesuffix("[]") for section in SECTIONS if section}
@@ -67,13 +60,6 @@ def test_what_a_meaning_names_exists() -> None:
     named = [(key.path, said) for key in KEYS for said in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?=[`:=])", key.meaning)]
     assert [(path, said) for path, said in named if said.partition(".")[0] in top and said not in plain] == []
     assert named
-
-
-def test_what_mindspeed_rl_s_keys_decide_exists() -> None:
-    ours = {path for keys in TABLE.sections.values() for key in keys.values() for path in key.to}
-    assert sorted(ours - PATHS) == []
-    (row,) = [line for line in config_reference.page().splitlines() if line.startswith("| `sampling.group_size` |")]
-    assert "`rl_config.n_samples_per_prompt`" in row
 
 
 def test_units_are_those_of_the_names() -> None:

@@ -97,26 +97,6 @@ def test_python_runs(block: Block, workplace: Workplace, monkeypatch: pytest.Mon
             assert " is not installed: " in str(error)
 
 
-@pytest.mark.parametrize(
-    ("shown", "said"),
-    [
-        ("sluice train my.yaml traning.steps=5", "traning: unknown key"),
-        ("sluice train configs/none.yaml", "not in the repository"),
-        ("cd a && python -m services.none", "services.none"),
-        ("make all", "all"),
-        ("docker run --rm sluice:cuda accept --device tpu", "^2$"),
-        ("sluice train my.yaml sampling.group_size=1", "needs at least 2"),
-        ("sluice serve tiny:qwen2 gateway.contexts=5", "gateway.contexts: unknown key"),
-        ("kubctl get pods", "kubctl is none of"),
-        ("training.stepps=5", "stepps"),
-    ],
-)
-def test_a_wrong_command_is_found(shown: str, said: str, workplace: Workplace) -> None:
-    with pytest.raises((AssertionError, ConfigError, SystemExit), match=said):
-        for words in commands(shown):
-            run(words, workplace)
-
-
 def test_blocks_and_commands_are_told_apart() -> None:
     page = "```\na \\\n  b 'c d' | e > f   # g\n```\n1. x\n\n   ```yaml\n   a: 1\n   ```\n"
     first, second = split(page, "p")

@@ -211,23 +211,6 @@ def test_replies_of_evaluations_are_chosen_by_step_reward_and_number(
         rows_of(capsys, evaluated / "none", eval=True)
 
 
-def test_all_branches_of_an_evaluated_episode_are_shown(
-    evaluated: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
-    (file,) = evaluation.folder_for(evaluated, 20).glob("*.jsonl")
-    first, *_ = generations.read(file)
-    transcript = Transcript(file)
-    transcript.add(0, [structs.replace(first, earlier=["before"], outcome="max_turns")])
-    transcript.close()
-    (row,) = rows_of(capsys, evaluated, eval=True, step="20")
-    assert (row["sample"], row["branch"], row["earlier"], row["outcome"]) == (0, 1, ["before"], "max_turns")
-    samples.run(options(evaluated, jsonl=False, eval=True, step="20"))
-    out = capsys.readouterr().out
-    assert [line.split()[1:4:2] for line in out.splitlines() if line.startswith("│")] == [["0.0", "before"], ["0.1", "5"]]
-    assert "episode 0: max_turns" in out
-
-
 def test_what_can_choose_nothing_is_refused_and_nothing_chosen_is_said(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,12 +41,6 @@ def test_a_sample_takes_as_much_work_with_forty_rollouts_as_with_five(tmp_path: 
     assert calls(40, tmp_path) <= 1.1 * calls(5, tmp_path)
 
 
-def test_figures_are_told_apart_from_the_models(tmp_path: Path) -> None:
-    found = scale_trial.measure(2, 20)
-    assert found.samples == 18 * 16
-    assert 0 < found.coordinator_seconds < found.seconds
-
-
 def test_data_without_replies_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--data: .* holds no data/qwen_math_cot_100/math_cot_100.jsonl"):
         scale._reply_lengths(tmp_path / scale.REPLIES)

@@ -3,14 +3,13 @@ shown as they are, whatever is in them, and never an order to the terminal."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import re
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,20 +23,16 @@ from rich.console import Console
 from launcher import cli
 from launcher.accept.checks import CHECKS, AcceptReport, CheckOutcome, placement
 from launcher.accept.checks import render as verdict
-from launcher.commands import samples, scale, simulate
+from launcher.commands import samples
 from launcher.commands.status import UNREACHABLE
 from launcher.commands.status import render as status_tables
 from launcher.view import View
-from runtime.cluster.nodes import Scaled
 from runtime.config import Config
 from runtime.config.loading import load, resolve
-from runtime.errors import ServiceFault, UserError
-from runtime.evaluation import table
-from runtime.evaluation.results import EvaluationResult, Lengths, SetResult
+from runtime.errors import ServiceFault
 from runtime.models import tiny_model
 from runtime.process.command_line import CommandParser
 from runtime.status import CallStats, Progress, Status
-from runtime.telemetry import summary
 from runtime.telemetry.shown import shown
 from runtime.types import PolicyVersion
 from services import health_check
@@ -114,30 +109,7 @@ def of_samples(text: str) -> list[object]:
     return [samples._table([samples.SampleRow(group=0, sample=0, step=1, logprob=0.0, **given, **rest)])]
 
 
-def of_a_summary(text: str) -> list[object]:
-    rest: dict[str, Any] = {"accuracy_before": None, "accuracy_after": None, "startup": {}, "peak_pss_bytes": 0}
-    rest |= {"rl_seconds": 1.0, "total_seconds": 1.0, "startup_processes": {}, "groups": {"dropped": 1}, "dropped": {text: 1}}
-    return [summary.render(summary.Totals().summary(stop_reason=text, **rest))]
-
-
-def of_an_evaluation(text: str) -> list[object]:
-    lengths, version = Lengths(mean=1.0, median=1.0, p95=1.0, max=1, truncated=0.0), PolicyVersion()
-    counts: dict[str, Any] = {"problems": 1, "samples": 1, "scored": 1, "pass_at": {1: 1.0}, "maj_at": {}}
-    found = SetResult(name=text, path="", standard_error=None, lengths=lengths, errors={text: 1}, notes=[text], **counts)
-    rest: dict[str, Any] = {"accuracy": 1.0, "seconds": 1.0, "oldest": version, "newest": version}
-    return [table.render([EvaluationResult(model="", step=1, sets=[found], **rest)])]
-
-
-def of_a_simulation(text: str) -> list[object]:
-    prediction = mock.Mock(roles=[mock.Mock(role=text, processes=1, busy=0.5, waits=text)])
-    seen = prediction.observed
-    seen.samples_per_second, seen.staleness = 1.0, 0.0
-    seen.idle, seen.seconds = {"trainer": 0.0, "rollout": 0.0}, {"step": 1.0}
-    rows = [simulate.Row(text, prediction), simulate.Row("other", None, text)]
-    return [simulate._roles(prediction), simulate._table(rows)]
-
-
-@pytest.mark.parametrize("made", [of_status, of_samples, of_a_summary, of_an_evaluation, of_a_simulation])
+@pytest.mark.parametrize("made", [of_status, of_samples])
 @given(text=TEXTS)
 def test_tables(made: Callable[[str], list[object]], text: str) -> None:
     check(text, printed(lambda console: console.print(*made(text))))
@@ -157,26 +129,6 @@ def test_mistakes_faults_and_what_a_health_check_is_told(text: str) -> None:
             health_check.main(["localhost:1"])
     check(text, output.getvalue())
     assert output.getvalue().count(shown(text)) >= 3
-
-
-@given(TEXTS)
-def test_what_was_scaled(text: str) -> None:
-    async def answer(*_: object) -> Scaled:
-        return Scaled(started=[text])
-
-    with mock.patch.object(scale.session, "call", answer), redirect_stdout(io.StringIO()) as output:
-        scale.run(argparse.Namespace(run="localhost:1", wanted="rollout=1"))
-    check(text, output.getvalue())
-
-
-@pytest.mark.parametrize(("error", "code"), [(UserError(f"{GLOO} {HOSTILE}"), 2), (ServiceFault("a", "b", GLOO + HOSTILE), 1)])
-def test_errors(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    def work() -> int:
-        raise error
-
-    assert cli.run_and_report(work) == code
-    output = capsys.readouterr().err
-    assert not FORBIDDEN.search(output) and GLOO in output and "\\x1b]52" in output
 
 
 # ------------------------------------------------------------------------------------------------ where output is no terminal
@@ -205,7 +157,7 @@ def test_what_goes_on_unchanged_is_one_line(told: list[Any], lines: list[str]) -
 
 def test_a_status_is_whole_at_80_columns_and_names_what_does_not_answer() -> None:
     calls = CallStats(open=17, answered=123456, failed=2, seconds=0.25)
-    rates = {"tokens": 123456.0, "samples": 312.0, "steps": 0.25, "swaps": 0.0, "busy_seconds": 0.633, "idle_seconds": 0.1}
+    rates = {"tokens": 123456.0, "samples": 312.0, "swaps": 0.0, "busy_seconds": 0.633}
     place: dict[str, Any] = {"pid": 1234567, "address": "10.20.30.41:40001", "version": PolicyVersion(2, 1234)}
     coordinator = Status(role="coordinator", name="coordinator", state="ready", detail="training: step 12 of 200", pid=4000)
     rollout = Status(role="rollout", name="rollout-0", state="generating", calls=calls, rates=rates, **place)
@@ -214,15 +166,11 @@ def test_a_status_is_whole_at_80_columns_and_names_what_does_not_answer() -> Non
     Console(file=out, width=80).print(status_tables([coordinator, rollout, lost], [0, 3, 0]))
     lines = out.getvalue().splitlines()
     cells = [cell.strip() for line in lines if line.startswith("│") for cell in line.split("│")]
-    expected = ("rollout-0", "generating", "2.1234", "3", "1234567", "10.20.30.41:40001", "17", "123456", "2")
-    assert {*expected} <= {*cells}
+    assert {"rollout-0", "generating", "2.1234", "3", "1234567", "10.20.30.41:40001", "17", "123456", "2"} <= {*cells}
     told = " ".join(" ".join(cells).split())
-    assert "busy 63%, samples 312/s, steps 0.25/s," in told  # by name
-    assert "tokens 123,456/s" in told and "swaps" not in told  # what was not done is left out
-    assert not any("…" in line for line in lines)
-    assert lines[0].strip() == "training: step 12 of 200"
-    assert sum(line.startswith("│ trainer-0") for line in lines) == 1  # nothing is known of its work
-    assert lines[-1].strip() == "trainer-0: no [answer] within 5 s"
+    assert "busy 63%, samples 312/s," in told and "tokens 123,456/s" in told  # by name
+    assert "swaps" not in told and "…" not in out.getvalue()  # what was not done is left out
+    assert (lines[0].strip(), lines[-1].strip()) == ("training: step 12 of 200", "trainer-0: no [answer] within 5 s")
 
 
 # ------------------------------------------------------------------------------------------------ arguments
@@ -275,16 +223,12 @@ def test_a_file_of_ones_own_imports_its_neighbour_and_registers_what_is_named(
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "neighbour_alone.py").write_text("def neighbour_score(*_): return 1.0\n")
-    (tmp_path / "calls.py").write_text(
-        "from neighbour_alone import neighbour_score\nfrom sluice import rule\n"
-        "@rule('calls_alone')\ndef calls(*_): return neighbour_score()\n"
-    )
-
+    rule = "@rule('calls_alone')\ndef calls(*_): return neighbour_score()\n"
+    (tmp_path / "calls.py").write_text(f"from neighbour_alone import neighbour_score\nfrom sluice import rule\n{rule}")
     assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/calls.py:calls_alone"]) == 0
-    capsys.readouterr()
     assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/neighbour_alone.py:neighbour_score"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"unknown name 'neighbour_score'; no decorator in {tmp_path}/neighbour_alone.py registers it")
+    said = f"unknown name 'neighbour_score'; no decorator in {tmp_path}/neighbour_alone.py registers it\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_validate_reads_the_tokenizer_with_its_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,22 +309,13 @@ def test_the_verdict_of_accept_is_that_of_all_checks() -> None:
         about: dict[str, Any] = {"machine": {}, "versions": {"torch": "2.10.0"}, "variables": {}, "tool": "smi"}
         return AcceptReport(device="npu", began="now", outcomes=list(outcomes), **about)
 
+    whole = report(*(CheckOutcome(check=check, result="passed") for check in CHECKS))
+    assert whole.passed and "now. Passed." in verdict(whole)
+    assert "now. Not all checks were made." in verdict(report(CheckOutcome(check="platform", result="passed")))
     figures = {"backend": "hccl", "MB_per_second": 1234.56}
-    for outcomes, said, passed in (
-        ([CheckOutcome(check=check, result="passed") for check in CHECKS], "Passed", True),
-        ([CheckOutcome(check="platform", result="passed")], "Not all checks were made", True),
-        ([CheckOutcome(check="platform", result="failed", detail="no NPU\nat all")], "**Failed**", False),
-    ):
-        made = report(*outcomes)
-        assert made.passed is passed
-        assert f"now. {said}." in verdict(made)
-    text = verdict(
-        report(
-            CheckOutcome(check="publication", result="passed", seconds=1.25, figures=figures),
-            CheckOutcome(check="rollout", result="failed", detail="RuntimeError: it broke"),
-        )
-    )
+    passed = CheckOutcome(check="publication", result="passed", seconds=1.25, figures=figures)
+    failed = report(passed, CheckOutcome(check="rollout", result="failed", detail="RuntimeError: it broke"))
+    text = verdict(failed)
+    assert not failed.passed and "now. **Failed**." in text
     assert "| publication | passed | 1.2 | backend hccl, MB_per_second 1235 |" in text
     assert "## rollout: failed\n\n```\nRuntimeError: it broke\n```" in text
-    assert "| torch | 2.10.0 |" in text
-    assert text.endswith("## Devices\n\n```\nsmi\n```\n")

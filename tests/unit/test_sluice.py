@@ -103,16 +103,3 @@ def test_what_a_process_spawns_is_ours_too_and_what_the_folder_has_besides_is_fo
     (tmp_path / "json.py").write_text("raise SystemExit('not the json of Python')\n")
     (tmp_path / "own_module.py").write_text("import json\nprint('own')\n")
     assert ran(start.command("own_module"), tmp_path, tmp_path / "elsewhere") == "own\n"
-
-
-def test_only_a_project_that_hides_ours_comes_last_on_the_path(tmp_path: Path) -> None:
-    """Another environment's libraries stay before the working folder, though an installation of Sluice lies among them."""
-    for name in ("project/runtime/__init__.py", "environment/runtime/__init__.py", "environment/sluice/start.py", "plain/a"):
-        (tmp_path / name).parent.mkdir(parents=True)
-        (tmp_path / name).touch()
-    (tmp_path / "working").mkdir()
-    (tmp_path / "working" / "shows.py").write_text("import sys\nprint(*sys.path, sep='\\n')\n")
-    path = [tmp_path / name for name in ("project", "environment", "plain")]
-    lines = ran(start.command("shows"), tmp_path / "working", *path).splitlines()
-    shown = [Path(line).name for line in lines if Path(line).parent == tmp_path]
-    assert shown == ["environment", "plain", "working", "project"]

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,19 +128,6 @@ def test_every_span_of_these_steps_is_a_slice_and_no_other() -> None:
     ]
     path = [(one["name"], one["ts"] - 1.5e6, one["dur"]) for one in made() if one["ph"] == "X" and not one["pid"]]
     assert path == [("generate rollout-0", 0.0, 4.0e6), (f"train {TRAINER}", 4.0e6, 6.0e6)]
-
-
-def test_no_two_slices_of_a_thread_overlap_and_each_thread_has_a_name() -> None:
-    found = made()
-    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for one in found:
-        if one["ph"] == "X":
-            threads.setdefault((one["pid"], one["tid"]), []).append((one["ts"], one["ts"] + one["dur"]))
-    for slices in threads.values():
-        assert all(a[1] <= b[0] or b[1] <= a[0] for a, b in combinations(slices, 2))
-    assert set(threads) == {(one["pid"], one["tid"]) for one in found if one["name"] == "thread_name"}
-    names = {one["args"]["name"] for one in found if one["name"] == "process_name"}
-    assert names == {"steps", *SPANS}
 
 
 def test_arrows_lead_a_group_from_its_generation_to_the_step_that_trains_on_it() -> None:
