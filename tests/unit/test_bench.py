@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -65,9 +66,6 @@ def loop(config: Config) -> PlainLoop:
     return PlainLoop(config)
 
 
-# ---------------------------------------------------------------------------------------------- the plain loop
-
-
 def test_plain_generation_follows_the_model(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy replies are the argmax of transformers' own forward pass, with prompts of different lengths side by side."""
     monkeypatch.setattr(PlainLoop, "_sample", lambda self, logits: logits.argmax(-1))
@@ -101,17 +99,11 @@ def test_plain_gradient_is_grpos(loop: PlainLoop, monkeypatch: pytest.MonkeyPatc
         assert_close(got, clipped, terms=STEP, scale=float(clipped.norm()))
 
 
-# ---------------------------------------------------------------------------------------------- the measures
-
-
 def test_every_measure_counts_what_was_done(config: Config) -> None:
     bench = Bench(replace(config, training=replace(config.training, groups_per_step=2)))
     for what in ("decode", "generate", "reference", "train", "plain", "plain decode", *DRAFT_WAYS[:2]):
         measured = bench.measures[what](0.001)
-        assert measured.seconds >= 0.001
-        assert measured.count == int(measured.count) > 0, what
-    tokens = [count for batch in bench._batches for group in batch for count in group.response_tokens]
-    assert 8 < sum(tokens) / len(tokens) < 24, "15 on average"
+        assert measured.seconds >= 0.001 and measured.count == int(measured.count) > 0, what
 
 
 def test_a_worker_answers_and_ends_with_its_block(config: Config) -> None:
@@ -135,13 +127,18 @@ def test_ratios_are_of_totals_and_drafts_are_compared_pair_by_pair() -> None:
 
 def test_the_train_report_is_made_of_its_parts(config: Config) -> None:
     windows = [
-        train.SteadyWindow(steps=10, seconds=1.0, cpu={"trainer-0": 1.0, "reward-0": 0.4}, wake_ups={"trainer-0": 640}),
-        train.SteadyWindow(steps=10, seconds=3.0, cpu={"trainer-0": 2.0, "reward-0": 0.4}, wake_ups={"trainer-0": 1280}),
+        train.SteadyWindow(
+            steps=10, seconds=1.0, cpu={"trainer-0": 1.0, "reward-0": 0.4}, wake_ups={"trainer-0": 640, "reward-0": 0}
+        ),
+        train.SteadyWindow(
+            steps=10, seconds=3.0, cpu={"trainer-0": 2.0, "reward-0": 0.4}, wake_ups={"trainer-0": 1280, "reward-0": 0}
+        ),
     ]
     alone = {"train": [Measured(320, 0.5)] * 2, "generate": [Measured(320, 0.4)] * 2, "reference": [Measured(320, 0.2)] * 2}
     plain = [Measured(100, 1.0)] * 2
     trl = {1: [Measured(320, 4.0)] * 2, 2: [Measured(640, 10.0), Measured(640, 6.0)]}
-    report = train._report(config, windows, plain, [(Measured(80, 1.0), Measured(80, 1.0))] * 2, alone, trl)
+    pairs = [(Measured(80, 1.0), Measured(80, 1.0))] * 2
+    report = train._report(config, windows, plain, pairs, alone, trl)
     assert (report.samples_per_step, report.pipeline) == (64, pytest.approx(64 * 20 / 4.0))
     assert report.step_seconds == pytest.approx({"train": 0.1, "generate": 0.08, "reference": 0.04})
     assert report.bound == pytest.approx(64 / 0.12)
@@ -157,10 +154,7 @@ def test_the_train_report_is_made_of_its_parts(config: Config) -> None:
     assert over_plain == pytest.approx([4.0, 4 / 3])
     assert over_trl == pytest.approx([8.0, 2.0])
     assert (report.trl, report.pipeline_over_trl) == ({1: 80.0, 2: 80.0}, pytest.approx(4.0))
-    assert "TRL is left out" in printed([train.render(train._report(config, windows, plain, [], alone, {}))[0]])[1]
-
-
-# ---------------------------------------------------------------------------------------------- TRL
+    assert "TRL is left out" in printed([train.render(train._report(config, windows, plain, pairs, alone, {}))[0]])[1]
 
 
 def test_a_bench_that_is_terminated_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +169,6 @@ def test_a_bench_that_is_terminated_ends_in_order(tmp_path: Path, monkeypatch: p
         command.run("engine", command.Options())
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-# ------------------------------------------------------------------------------------------------ engines
 
 
 def told(monkeypatch: pytest.MonkeyPatch, count: float, seconds: Callable[[str, Config], float]) -> None:
@@ -215,9 +206,6 @@ def test_the_engines_take_turns_and_the_report_pairs_them(tmp_path: Path, monkey
     monkeypatch.setattr(model_checks, "_installed", lambda: False)
     with pytest.raises(UserError, match=r"bench engines: .*megatron needs a package: pip install"):
         asyncio.run(engines.measure(tmp_path, EnginesSettings()))
-
-
-# ------------------------------------------------------------------------------------------------ packing
 
 
 TINY = PackingSettings(
@@ -270,9 +258,6 @@ def test_waste_by_hand():
     assert waste(UNSORTED, [[GroupLengths(1, [1, 9]), GroupLengths(1, [1])]], 20).linear == pytest.approx(8 / (20 + 2))
 
 
-# ------------------------------------------------------------------------------------------------ learning
-
-
 def _trials(seconds: list[float | None]) -> list[LearningTrial]:
     return [LearningTrial(seed, [], None if took is None else 10 * seed, took) for seed, took in enumerate(seconds, 1)]
 
@@ -296,21 +281,16 @@ def test_the_report_has_medians_and_ratios() -> None:
     assert reached == [(10, 4.5), (None, None)]
 
 
-# ---------------------------------------------------------------------------------------------- the plain loop
-
-
 # ------------------------------------------------------------------------------------------------ intervals
 
 
-@pytest.mark.parametrize(
-    ("successes", "trials", "low", "high"),
-    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
-)
-def test_wilson_agrees_with_published_intervals(successes: int, trials: int, low: float, high: float) -> None:
+def test_wilson_agrees_with_published_intervals() -> None:
     """Newcombe, Statistics in Medicine 17 (1998), table I, method 3; the mirror image by symmetry."""
-    got, mirrored = wilson(successes, trials), wilson(trials - successes, trials)
-    assert (got.low, got.high) == pytest.approx((low, high), abs=5e-5)
-    assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((low, high), abs=5e-5)
+    table = {(81, 263): (0.2553, 0.3662), (15, 148): (0.0624, 0.1605), (0, 20): (0.0, 0.1611), (1, 29): (0.0061, 0.1718)}
+    for (successes, trials), published in table.items():
+        got, mirrored = wilson(successes, trials), wilson(trials - successes, trials)
+        assert (got.low, got.high) == pytest.approx(published, abs=5e-5)
+        assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx(published, abs=5e-5)
 
 
 def test_t_quantiles_agree_with_tables() -> None:
@@ -318,9 +298,6 @@ def test_t_quantiles_agree_with_tables() -> None:
     assert {freedom: t_quantile(0.95, freedom) for freedom in table} == pytest.approx(table, abs=6e-5)
     assert t_quantile(0.99, 4) == pytest.approx(4.6041, abs=6e-5)
     assert t_quantile(0.5, 1) == pytest.approx(1.0, abs=1e-12)
-
-
-# ------------------------------------------------------------------------------------------------ publication
 
 
 @pytest.mark.parametrize(
@@ -383,18 +360,12 @@ def printed(tables: Sequence[Table]) -> tuple[list[str], str]:
     return lines, " ".join(lines)
 
 
-# ------------------------------------------------------------------------------------------------ all
-
-
 def _compares(*found: Compared) -> Callable[[], tuple[Any, Any]]:
     return lambda: (SimpleNamespace(compared=lambda report: report), list(found))
 
 
 def _raises(error: Exception) -> Callable[[], tuple[Any, Any]]:
-    def bench() -> tuple[Any, Any]:
-        raise error
-
-    return bench
+    return mock.Mock(side_effect=error)
 
 
 def test_one_that_fails_does_not_keep_the_others_from_running() -> None:

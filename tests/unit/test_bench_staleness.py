@@ -76,9 +76,6 @@ def run(folder: Path, start: Any, settings: StalenessSettings = SMALL) -> Stalen
     return asyncio.run(measure(folder, settings, start=start))
 
 
-# ------------------------------------------------------------------------------------------------ the plan
-
-
 def test_a_run_is_the_quickstart_but_for_what_is_compared(tmp_path: Path) -> None:
     folder = tmp_path / "a: [b] #c"
     config = loading.load(CONFIG, overrides(StalenessTrial(1e-4, 4, "naive", 3), StalenessSettings(), folder))
@@ -95,9 +92,6 @@ def test_a_run_is_the_quickstart_but_for_what_is_compared(tmp_path: Path) -> Non
     other = loading.load(CONFIG, overrides(StalenessTrial(1e-4, 4, "decoupled", 3), StalenessSettings(), folder))
     assert replace(other, run=config.run, algorithm=config.algorithm) == config
     assert replace(other.algorithm, loss="ppo") == config.algorithm
-
-
-# ------------------------------------------------------------------------------------------------ what is run again
 
 
 def test_an_interrupted_bench_goes_on_and_finished_runs_are_kept(tmp_path: Path) -> None:
@@ -143,9 +137,6 @@ def test_only_a_whole_run_with_the_same_settings_counts(tmp_path: Path, monkeypa
     assert found() is None, "another quickstart"
 
 
-# ------------------------------------------------------------------------------------------------ failures
-
-
 def failing(trial: StalenessTrial) -> None:
     raise SluiceError(f"{trial.name}: coordinator: died (log: logs/{trial.name}.log)")
 
@@ -161,9 +152,6 @@ def test_a_failed_run_is_named_and_the_others_are_made(tmp_path: Path) -> None:
     again = Runs()
     run(tmp_path, again)
     assert again.made == ["lr0.0001-eta0-naive-seed1"]
-
-
-# ------------------------------------------------------------------------------------------------ the report
 
 
 def ended(seed: int, correct: int, reached: int | None, mean: float = 1.5) -> RunOutcome:

@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from launcher import run_folder
@@ -78,29 +77,25 @@ def test_a_folder_under_way_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [run_files.MODEL, run_files.CHECKPOINTS, run_files.CONFIG])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, name: str, overwrite: bool) -> None:
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     (tmp_path / name / "mine").touch()
-    with pytest.raises(UserError, match=f"is no run's folder, and a run would replace '{name}' in it"):
-        run_folder.prepare(tmp_path, Run(name="a", resume="auto", overwrite=overwrite))
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=f"is no run's folder, and a run would replace '{name}' in it"):
+            taken(tmp_path, resume="auto", overwrite=overwrite)
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted([name, "mine"])
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"model": config.Model(path="RUN/model")},
-        {"data": config.Data(train="RUN/evaluations/a.jsonl")},
-        {"critic": config.Critic(path="RUN/checkpoints/step-00000001")},
-    ],
-    ids=["model", "data", "critic"],
-)
-def test_a_new_run_does_not_remove_what_it_is_to_read(tmp_path: Path, sections: dict[str, Any]) -> None:
+@pytest.mark.parametrize("section", ["model", "data", "critic"])
+def test_a_new_run_does_not_remove_what_it_is_to_read(tmp_path: Path, section: str) -> None:
     (tmp_path / run_files.MODEL).mkdir()
-    text = msgspec.json.encode(chosen(tmp_path, overwrite=True, **sections))
+    reads = {
+        "model": config.Model(path=f"{tmp_path}/model"),
+        "data": config.Data(train=f"{tmp_path}/evaluations/a.jsonl"),
+        "critic": config.Critic(path=f"{tmp_path}/checkpoints/step-00000001"),
+    }
     with pytest.raises(UserError, match="lies in what a new run in"):
-        run_folder.begin(tmp_path, msgspec.json.decode(text.replace(b"RUN", str(tmp_path).encode()), type=config.Config))
+        run_folder.begin(tmp_path, chosen(tmp_path, overwrite=True, **{section: reads[section]}))
     assert (tmp_path / run_files.MODEL).is_dir()
 
 

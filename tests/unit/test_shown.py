@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from launcher import cli
-from launcher.accept.checks import CHECKS, AcceptReport, CheckOutcome, placement
-from launcher.accept.checks import render as verdict
+from launcher.accept.checks import placement
 from launcher.commands import samples
 from launcher.commands.status import UNREACHABLE
 from launcher.commands.status import render as status_tables
@@ -182,25 +181,22 @@ def ended(arguments: list[str]) -> int | str | None:
     return end.value.code or 0
 
 
-@pytest.mark.parametrize(
-    ("command", "named"),
-    [
-        ("train", "the following arguments are required: config; see sluice train --help$"),
-        ("render slurm", "the following arguments are required: config; see sluice render slurm --help$"),
-        ("data prepare", "the following arguments are required: config; see sluice data prepare --help$"),
-        ("", "the following arguments are required: COMMAND"),
-        ("trian", r"argument COMMAND: invalid choice: 'trian' \(choose from '?quickstart'?, '?train'?, "),
-        ("bench nothing", r"argument name: invalid choice: 'nothing' \(choose from '?all'?, "),
-        ("samples runs/a --limit few", "argument --limit: invalid int value: 'few'"),
-        ("status runs/a --wach", "unrecognized arguments: --wach"),
-    ],
-)
-def test_a_mistake_is_one_line_that_names_argument_and_value(
-    command: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+MISTAKES = {
+    "train": "the following arguments are required: config; see sluice train --help$",
+    "render slurm": "the following arguments are required: config; see sluice render slurm --help$",
+    "": "the following arguments are required: COMMAND",
+    "trian": r"argument COMMAND: invalid choice: 'trian' \(choose from '?quickstart'?, '?train'?, ",
+    "bench nothing": r"argument name: invalid choice: 'nothing' \(choose from '?all'?, ",
+    "samples runs/a --limit few": "argument --limit: invalid int value: 'few'",
+    "status runs/a --wach": "unrecognized arguments: --wach",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_line_that_names_argument_and_value(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(command.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(f"error: .*{named}", line)
+    assert re.match(f"error: .*{MISTAKES[command]}", line)
 
 
 def test_validate_finds_what_files_of_ones_own_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +242,6 @@ def test_validate_reads_the_tokenizer_with_its_template(tmp_path: Path, capsys: 
 
 
 def test_validate_names_the_defaults_that_were_others(capsys: pytest.CaptureFixture[str]) -> None:
-
     assert ended(["validate", str(QUICKSTART), "training.depth=bound"]) == 0
     assert "version 0.1" not in capsys.readouterr().out
     assert ended(["validate", str(QUICKSTART), "--since", "0.1", "training.depth=bound"]) == 0
@@ -302,20 +297,3 @@ def test_a_single_accelerator_publishes_over_gloo_and_several_are_kept_apart() -
     assert two[:2] == ["services.rollout.replicas=1", "services.rollout.devices=[1]"]
     assert placement("npu", 16)[:2] == ["services.rollout.replicas=2", "services.rollout.devices=[1, 2]"]
     assert "publication.backend=gloo" not in two and "publication.transport=collective" in two
-
-
-def test_the_verdict_of_accept_is_that_of_all_checks() -> None:
-    def report(*outcomes: CheckOutcome) -> AcceptReport:
-        about: dict[str, Any] = {"machine": {}, "versions": {"torch": "2.10.0"}, "variables": {}, "tool": "smi"}
-        return AcceptReport(device="npu", began="now", outcomes=list(outcomes), **about)
-
-    whole = report(*(CheckOutcome(check=check, result="passed") for check in CHECKS))
-    assert whole.passed and "now. Passed." in verdict(whole)
-    assert "now. Not all checks were made." in verdict(report(CheckOutcome(check="platform", result="passed")))
-    figures = {"backend": "hccl", "MB_per_second": 1234.56}
-    passed = CheckOutcome(check="publication", result="passed", seconds=1.25, figures=figures)
-    failed = report(passed, CheckOutcome(check="rollout", result="failed", detail="RuntimeError: it broke"))
-    text = verdict(failed)
-    assert not failed.passed and "now. **Failed**." in text
-    assert "| publication | passed | 1.2 | backend hccl, MB_per_second 1235 |" in text
-    assert "## rollout: failed\n\n```\nRuntimeError: it broke\n```" in text

@@ -25,9 +25,6 @@ from runtime.errors import UserError
 from runtime.process.spans import CALLS, EPISODES, SpanFile, SpanHeader, TracedSpan
 from runtime.telemetry.critical_path import TRAINER, PathPart, StepPath
 
-# ------------------------------------------------------------------------------------------ trace_cases
-
-
 Event = dict[str, Any]
 FIELDS = {
     "X": {"ts", "dur", "cat", "args"},
@@ -78,9 +75,6 @@ def _check_nested(slices: Sequence[Event]) -> None:
             open_until.pop()
         assert not open_until or one["ts"] + one["dur"] <= open_until[-1] + 0.2, one
         open_until.append(one["ts"] + one["dur"])
-
-
-# ------------------------------------------------------------------------------------------ trace
 
 
 STEPS = [
@@ -141,9 +135,6 @@ def test_arrows_lead_a_group_from_its_generation_to_the_step_that_trains_on_it()
         ("f", 1, "command"),
     ]
     check_trace(found)
-
-
-# ------------------------------------------------------------------------------------------------ OpenTelemetry
 
 
 NEXT = StepPath(5, 110.0, 120.0, [2], parts=[PathPart("admit", 110.0, 120.0, "", 2)])

@@ -30,9 +30,6 @@ from runtime.telemetry.report.record import read_jsonl
 from runtime.telemetry.summary import Summary, Totals, render
 from runtime.telemetry.trackers import Backend, Trackers
 
-# ------------------------------------------------------------------------------------------ trackers
-
-
 POINTS: list[tuple[int, Metrics]] = [
     (1, {"score/mean": 0.5, "staleness/histogram": {0: 3, 2: 1}}),
     (2, {"score/mean": math.nan, "staleness/histogram": {}, "actor/lr": 1e-6}),
@@ -88,9 +85,6 @@ def open_gate(fake: Fake) -> Fake:
     return fake
 
 
-# --- JSON lines ---
-
-
 def test_json_lines_are_flushed_step_by_step(tmp_path: Path) -> None:
     run([Tracker(name="jsonl"), Tracker(name="tensorboard")], tmp_path / "run")
     first, second = (json.loads(line) for line in (tmp_path / "run" / run_files.METRICS).read_text().splitlines())
@@ -128,9 +122,6 @@ def test_other_trackers_get_mindspeeds_names_where_the_configuration_says_so(tmp
     assert b"dapo/" not in written and b"rollout_tps" not in written
 
 
-# --- TensorBoard ---
-
-
 def unmasked(crc: int) -> int:
     rotated = (crc - 0xA282EAD8) & 0xFFFFFFFF
     return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
@@ -157,9 +148,6 @@ def test_tensorboard_itself_reads_the_file(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in found.Scalars("a/b")] == [(7, 3.5), (300, 150.0)]
     value = found.Histograms("h")[1].histogram_value
     assert (value.min, value.max, value.num, value.sum, value.bucket) == (1, 3, 6, 14, [2, 0, 4])
-
-
-# --- W&B, SwanLab and MLflow ---
 
 
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,9 +226,6 @@ def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match=r"pip install 'sluice-rl\[swanlab\]'"):
         Trackers(settings(Tracker(name="jsonl"), Tracker(name="swanlab")), tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-# --- slow and broken ones ---
 
 
 def test_a_slow_tracker_holds_back_the_caller_but_not_the_loop(fake: Fake, tmp_path: Path) -> None:
@@ -364,9 +349,6 @@ def test_metrics_wait_for_room_and_are_whole_then(
     assert not failures
     assert all(json.loads(line) for line in path.read_text().splitlines())
     assert re.search(rf"waits until \d+ bytes can be written to {re.escape(str(path))}: Input/output error", caplog.text)
-
-
-# ------------------------------------------------------------------------------------------ summary
 
 
 TIMING = {"timing/all": 1.0, "timing/update": 0.8, "timing/rollout": 1.0, "timing/non_overlap_adv": 0.1}
