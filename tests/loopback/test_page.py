@@ -128,19 +128,6 @@ def test_the_critical_paths_are_those_of_the_ledger_and_the_spans(run: Path) -> 
     assert asked(run, "why?from=900")["steps"] == []
 
 
-def test_groups_are_counted_by_state_over_time(run: Path) -> None:
-    found = asked(run, "occupancy")
-    assert found["start"] == BEGAN
-    assert found["bound"] == 2 * GROUPS
-    for seconds, *counts in zip(found["seconds"], *found["states"].values(), strict=True):
-        within = seconds % STEP
-        state = "generating" if within < 2 else "generated" if within < 2.5 else "ready" if within < 3.5 else "consumed"
-        edge = min(abs(within - each) for each in (0.0, 2.0, 2.5, 3.5, STEP))
-        if edge > 1e-3:  # else the moment is where the state changes
-            assert dict(zip(found["states"], counts, strict=True))[state] == GROUPS
-            assert sum(counts) == GROUPS
-
-
 def test_samples_are_found_by_what_is_asked_for(run: Path) -> None:
     everything = asked(run, "samples")
     ids = list(range(STEPS * GROUPS))

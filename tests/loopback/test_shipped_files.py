@@ -38,7 +38,7 @@ def stages() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda", "ascend"])
 def test_images_run_as_an_ordinary_user_and_have_what_the_package_links_to_before_it_is_installed(stage: str) -> None:
-    """runtime/presets and others are links to configs: without it, pip leaves them out without a word. Health is asked by gRPC."""
+    """runtime/presets and others are links to configs: without it, pip leaves them out without a word."""
     instructions = stages()[stage]
     assert [line for line in instructions if line.startswith("USER ")][-1] == "USER 1000:1000"
     (check,) = [line for line in instructions if line.startswith("HEALTHCHECK ")]

@@ -21,16 +21,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import (
-    command,
-    engine,
-    engines,
-    every,
-    learning,
-    packing,
-    train,
-    worker,
-)
+from benchmarks import command, engine, engines, every, learning, packing, train, worker
 from benchmarks.compared import Compared
 from benchmarks.drafts_trial import DRAFT_WAYS
 from benchmarks.engines import LOAD, PASSES, SAVE, EnginesSettings
@@ -41,13 +32,10 @@ from benchmarks.packing import PackingSettings, PackingShape, packing_config, wa
 from benchmarks.packing_trial import PACKED, SORTED, UNSORTED, WAYS
 from benchmarks.plain_loop import PlainLoop
 from benchmarks.publication import bench as publishing
-from benchmarks.publication import pauses
 from benchmarks.publication import ways as plain
 from benchmarks.publication.changes import Changes
 from benchmarks.publication.in_run import InRun
-from benchmarks.publication.pauses import Held, PauseWindow
 from benchmarks.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures
-from benchmarks.rollout import Pauses
 from benchmarks.worker import Bench, Measured, Worker
 from launcher.accept.random_groups import GroupLengths
 from runtime.config import Config, Run, model_checks
@@ -315,24 +303,6 @@ def test_t_quantiles_agree_with_tables() -> None:
 def test_an_option_that_a_bench_cannot_take_is_refused(name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         command.run(name, command.Options(**options))
-
-
-def test_tokens_are_lost_by_the_rate_without_transfers() -> None:
-    """100 tokens a second without; 4 s with lose 100. Receiving took 0.5 CPU seconds beyond the quiet ones' in its threads, and
-    0.24 on the event loop beyond the 0.15 of 300 quiet tokens; generation makes 200 tokens in 1.6 CPU seconds."""
-    quiet = PauseWindow(seconds=2.0, tokens=200.0, engine=1.5, loop=0.1, others=0.1)
-    busy = PauseWindow(seconds=4.0, tokens=300.0, engine=2.5, loop=0.39, others=0.7)
-    held = Held("tiny", 3.0, 0.5, Pauses(0.01, 0.02, 5), quiet, busy)
-    assert held.lost == pytest.approx(100.0)
-    assert held.receiving == pytest.approx(0.74)
-    assert held.worth == pytest.approx(92.5)
-    lines, _ = printed(pauses.render([held]))
-    assert "tiny 3.0 10.0 20.0 5 500 4.0%" in lines
-    assert "tiny 100 75 20.0 18.5 1.08" in lines
-    window = PauseWindow(1.0, 10.0, 0.5, 0.2, 0.1)
-    began, now = {"now": 5.0, "tokens": 7.0, "engine": 1.0}, {"now": 7.0, "tokens": 37.0, "engine": 2.0}
-    window.add(began | {"loop": 4.0, "others": 2.0}, now | {"loop": 4.5, "others": 2.5})
-    assert window == PauseWindow(3.0, 40.0, 1.5, 0.7, 0.6)
 
 
 def test_what_is_compared_is_what_was_measured_in_the_same_round() -> None:

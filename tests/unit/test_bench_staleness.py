@@ -76,24 +76,6 @@ def run(folder: Path, start: Any, settings: StalenessSettings = SMALL) -> Stalen
     return asyncio.run(measure(folder, settings, start=start))
 
 
-def test_a_run_is_the_quickstart_but_for_what_is_compared(tmp_path: Path) -> None:
-    folder = tmp_path / "a: [b] #c"
-    config = loading.load(CONFIG, overrides(StalenessTrial(1e-4, 4, "naive", 3), StalenessSettings(), folder))
-    assert (config.algorithm.loss, config.algorithm.correction, config.training.staleness) == ("ppo", "none", 4)
-    assert (config.run.seed, config.run.dir) == (3, str(folder / "lr0.0001-eta4-naive-seed3"))
-    assert config.warmup is not None
-    assert (config.warmup.seed, config.warmup.eval_problems, config.warmup.cache) == (3, 820, str(folder))
-    assert (config.training.steps, config.evaluation.problems, config.evaluation.after) == (200, 0, True)
-    quickstart = loading.load(CONFIG, ())
-    for section in ("sampling", "rewards", "services", "publication"):
-        assert getattr(config, section) == getattr(quickstart, section)
-    as_it_is = {"staleness": 2, "depth": "auto", "lr_staleness_power": 0.5}
-    assert replace(config.training, **as_it_is) == quickstart.training
-    other = loading.load(CONFIG, overrides(StalenessTrial(1e-4, 4, "decoupled", 3), StalenessSettings(), folder))
-    assert replace(other, run=config.run, algorithm=config.algorithm) == config
-    assert replace(other.algorithm, loss="ppo") == config.algorithm
-
-
 def test_an_interrupted_bench_goes_on_and_finished_runs_are_kept(tmp_path: Path) -> None:
     def interrupted(trial: StalenessTrial) -> None:
         raise asyncio.CancelledError

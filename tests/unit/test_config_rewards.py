@@ -272,7 +272,7 @@ def test_of_several_each_place_names_one_that_there_is(agent: str) -> None:
 
 def test_a_name_is_a_word_and_rows_cannot_name_one_where_there_is_none(agent: str) -> None:
     told = "services.environment.a b: a name must consist of letters, digits, _ and -"
-    assert refused({"a b": {"run": agent}, "two-turns_2": {"run": agent}}) == [told]
+    assert (refused({"a b": {"run": agent}}), refused({"two-turns_2": {"run": agent}})) == ([told], [])
     (fault,) = refused({}, data={"environment": "game"})
     assert fault == "data.environment: 'game' is not one of services.environment: there is none"
 

@@ -161,32 +161,21 @@ def test_what_is_refused_can_be_left_out_knowingly(folder: Path, tmp_path: Path,
     assert "0 refused, 2 left out" in output.read_text()
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ("is_pairwise_dataset: true", "model.qwen25_7b.is_pairwise_dataset"),
-        ("mm_model: qwen2vl", "model.qwen25_7b.mm_model"),
-        ("stage: ray_dpo", "megatron_training.stage"),
-    ],
-)
+@pytest.mark.parametrize("change", ["is_pairwise_dataset: true", "mm_model: qwen2vl"])
 def test_what_says_what_is_trained_cannot_be_left_out(
-    change: str, key: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, name = folder / "grpo_qwen25_7b.yaml", key.rpartition(".")[2]
-    if name == "stage":
-        changed(file, ("stage: ray_grpo", change))
-    else:
-        changed(folder / "model" / "qwen25_7b.yaml", ("qwen25_7b:\n", f"qwen25_7b:\n  {change}\n"))
+    file, name = folder / "grpo_qwen25_7b.yaml", change.partition(":")[0]
+    changed(folder / "model" / "qwen25_7b.yaml", ("qwen25_7b:\n", f"qwen25_7b:\n  {change}\n"))
     changed(file, ("top_p: 1.0", "top_p: 0.9"))
-    output = tmp_path / "ours.yaml"
+    output, key = tmp_path / "ours.yaml", f"model.qwen25_7b.{name}"
     assert run("import-mindspeed", file, "--output", output) == 2
     lines = capsys.readouterr().err.splitlines()
     assert any(line.startswith(f"error: {key}: ") and ": refused: " in line for line in lines)
     assert lines[-1] == "error: --without top_p leaves out what may be left out"
     assert run("import-mindspeed", file, "--output", output, "--without", f"{name},top_p") == 2
     said = f"error: --without {name}: {key} says what is trained, and cannot be left out"
-    assert capsys.readouterr().err.splitlines() == [said]
-    assert not output.exists()
+    assert capsys.readouterr().err.splitlines() == [said] and not output.exists()
 
 
 BAD = r"""
@@ -235,15 +224,6 @@ def test_a_mistake_is_a_line_and_nothing_is_written(
     assert part in lines[0] and all(each.startswith("error: ") for each in lines)
     assert len(lines) == 1 + hinted or name.startswith("r1_zero"), told.err
     assert told.out == "" and not output.exists() and not report.exists()
-
-
-def test_several_mistakes_are_told_at_once(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ("gamma: 1.0", "gama: 1.0"), ("min_p: 0.0", "min_p: 0.1"), ("epochs: 1", "epochs: some")
-    file = changed(folder / "grpo_qwen25_7b.yaml", *changes)
-    assert run("import-mindspeed", file, "--output", tmp_path / "ours.yaml") == 2
-    told = capsys.readouterr().err
-    parts = "rl_config.gama: unknown key", "rl_config.epochs: some is not", "sampling_config.min_p: 0.1: refused: "
-    assert len(told.splitlines()) == 4 and all(part in told for part in (*parts, "--without min_p"))
 
 
 def test_files_that_cannot_be_read_or_written(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -473,18 +453,13 @@ def test_the_report_says_which_key_decided_and_what_was_carried_over() -> None:
     assert row(got, "model.m.weight_decay").outcome == "ignored"
     carried = {each.path: each.ours for each in made().carried}
     assert carried["rl_config.init_kl_coef"] == ("algorithm.kl_coefficient=0.01",)
-    assert carried["megatron_training.weight_decay"] == ("training.optimizer.weight_decay=0.01",)
     assert not {"rl_config.gamma", "megatron_training.adam_beta1"} & carried.keys()  # these are ours too
-    fixed = made(rl_config={"kl_ctrl_type": "fixed", "kl_target": 0.2})
-    assert row(fixed, "rl_config.kl_target").reason == "of an adaptive coefficient"
     keys = {"sampling_config.top_p": 1, "sampling_config.top_k": 0, "sampling_config.min_p": 0, "torchair_graph": False}
     off = made(generate_config=keys, rl_config={"multi_turn_enable": False, "partial_rollout_max_split": 1}).rows
     assert len([each for each in off if each.reason.startswith("off there too")]) == 6
     critic = {"lr": 1e-5, "lr_decay_style": "constant", "weight_decay": 0}
     ours = made(critic_config=critic, rl_config={"adv_estimator": "gae", "cliprange_value": 0.2})
     assert ours.raw["critic"] == {}, "a critic whose settings are ours is there all the same"
-    told = row(made(rl_config={"filter_groups_enable": True}), "rl_config.filter_groups_enable")
-    assert told.reason.startswith("of ray_dapo, ") and told.outcome == "ignored"
     adaptive = {"kl_ctrl_type": "adaptive", "kl_target": 0.2, "kl_horizon": 500}
     assert "it stays init_kl_coef" in row(made(rl_config=adaptive), "rl_config.kl_target").reason
     left = made(("init_kl_coef", "rl_config.clip-ratio"), rl_config={"init_kl_coef": 0.5, "clip_ratio": 0.4})

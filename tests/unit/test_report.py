@@ -58,7 +58,6 @@ class Elements(HTMLParser):
         self.addresses: list[str] = []
         self.policy = ""
         self.words: list[str] = []
-        self._script: str | None = None
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -67,18 +66,13 @@ class Elements(HTMLParser):
         if named.get("http-equiv") == "Content-Security-Policy":
             self.policy = str(named["content"])
         if tag == "script":
-            self._script = named.get("type") or "text/javascript"
-            self.scripts.append((self._script, ""))
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "script":
-            self._script = None
+            self.scripts.append((named.get("type") or "text/javascript", ""))
 
     def handle_data(self, data: str) -> None:
-        if self._script is None:
-            self.words.append(data)
-        else:
+        if self.cdata_elem == "script":
             self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
+        else:
+            self.words.append(data)
 
     @property
     def text(self) -> str:

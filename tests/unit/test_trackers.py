@@ -16,9 +16,6 @@ from typing import Any, Literal
 import pytest
 from rich.console import Console
 
-from launcher import cli
-from launcher.node.local_node import LocalNode
-from launcher.node.machine import Machine
 from runtime import run_files, timeouts
 from runtime.config import Config, Critic, FromEnvironment, MetricNames, Rollout, Run, Services, Tracker, Training
 from runtime.errors import DeadlineExceeded, UserError
@@ -459,17 +456,3 @@ def test_the_gap_of_all_steps_is_weighted_by_tokens() -> None:
     assert found.mismatch == pytest.approx(expected | {"tokens_of_other_versions": 21})
     assert "mean 2.0e-01, max 5.0e-01 nats, 37.50% over 0.1  (40 tokens in 2 of 3 steps)" in text_of(found)
     assert "rollouts and trainer were not compared" in text_of(summary())
-
-
-def test_an_alarm_is_the_last_word_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    told = iter((summary(), summary(mismatch_alarm="rollout-1, version 0.3: 1 nats", mismatch_alarms=5)))
-
-    async def trained(*_: Any) -> Summary:
-        return next(told)
-
-    monkeypatch.setattr("launcher.commands.train.train", trained)
-    config, here = Config(run=Run(name="test", dir="nowhere")), LocalNode("node0", Machine())
-    assert cli.run_training(config, here) == 0
-    assert capsys.readouterr().err == ""
-    assert cli.run_training(config, here) == 0
-    assert capsys.readouterr().err == "alarm: rollout-1, version 0.3: 1 nats (5 probes were over the limit)\n"
