@@ -197,19 +197,35 @@ def test_the_warm_ups_model_is_checked_too() -> None:
     assert told == ["services.trainer.parallel: pipeline parallel is 2; must divide the layers (3), or give layers per stage"]
 
 
-def test_what_it_does_not_do() -> None:
-    whole = services(2, tensor=2)
-    (fault,) = faults(services={"trainer": whole["services"]["trainer"] | {"cpu_offload": True}})
-    assert fault == "services.trainer.cpu_offload: is engine torch's; must be false for engine megatron"
-    (fault,) = faults(training={"optimizer": {"name": "muon"}}, **whole)
-    assert fault == "training.optimizer.name: muon is engine torch's; must be adamw for engine megatron"
-    own = {"critic": {"optimizer": {"name": "adamw_8bit"}}, "services": {"critic": whole["services"]["trainer"]}}
-    (fault,) = faults(role="critic", **own)
-    assert fault == "critic.optimizer.name: adamw_8bit is engine torch's; must be adamw for engine megatron"
-    (fault,) = faults(MODEL | {"model_type": "deepseek_v2"}, **whole)
-    assert "model_type 'deepseek_v2' has no mapping to megatron-core" in fault
-    (fault,) = faults(services={"trainer": {"processes": 2, "parallel": {"tensor": 2}}})
-    assert fault.startswith("services.trainer.parallel: is for engine megatron")
+ENGINES = """
+services: {trainer: {engine: megatron, cpu_offload: true}}
+  => services.trainer.cpu_offload: is engine torch's; must be false for engine megatron
+training: {optimizer: {name: muon}}, services: {trainer: {engine: megatron}}
+  => training.optimizer.name: muon is engine torch's; must be adamw for engine megatron
+role: critic, critic: {optimizer: {name: adamw_8bit}}, services: {critic: {engine: megatron}}
+  => critic.optimizer.name: adamw_8bit is engine torch's; must be adamw for engine megatron
+services: {trainer: {processes: 2, parallel: {tensor: 2}}} => services.trainer.parallel: is for engine megatron
+checkpoint: {async_save: true} => checkpoint.async_save: 
+services: {trainer: {overlap: false, offload_train_grad: true, offload_train_param: true}} => services.trainer.overlap: 
+services: {trainer: {engine: megatron, overlap: false, offload_train_param: true}}, checkpoint: {async_save: true} => none
+role: critic, critic: {}, services: {critic: {engine: torch, offload_train_param: true}}
+  => services.critic.offload_train_param: true leaves it no weights to compute values with
+role: critic, critic: {}, services: {critic: {engine: megatron, offload_train_param: true}}
+  => services.critic.offload_train_param: true leaves it no weights to compute values with
+services: {trainer: {cpu_offload: true, offload_train_grad: true}} => services.trainer.offload_train_grad: 
+services: {trainer: {cpu_offload: true, offload_train_param: true}} => services.trainer.offload_train_param: 
+services: {trainer: {engine: megatron}}, platform: true
+  => services.trainer.engine: megatron needs Megatron-LM and MindSpeed: install them (docs/guides/ascend.md)
+"""
+
+
+@pytest.mark.parametrize(("sections", "fault"), cases(ENGINES))
+def test_what_is_one_engines_alone(sections: dict[str, Any], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sections.pop("platform", False):
+        monkeypatch.setattr(model_checks, "_installed", lambda: False)
+        sections["services"]["platform"] = "ascend"
+    found = faults(**sections)
+    assert [each[: len(fault.strip())] for each in found] == [fault.strip()] * (fault != "none")
 
 
 ADAPTERS = """
@@ -238,42 +254,28 @@ def test_all_experts_have_adapters_or_none() -> None:
     )
 
 
-def test_what_is_for_it_alone() -> None:
-    away = {"offload_train_grad": True, "offload_train_param": True}
-    asked = {"services": {"trainer": {"overlap": False, **away}}, "checkpoint": {"async_save": True}}
-    assert [fault.partition(": ")[0] for fault in faults(**asked)] == ["checkpoint.async_save", "services.trainer.overlap"]
-    asked["services"]["trainer"]["engine"] = "megatron"
-    assert faults(**asked) == []
-    for engine in ("torch", "megatron"):
-        (fault,) = faults(role="critic", critic={}, services={"critic": {"engine": engine, **away}})
-        assert fault.startswith("services.critic.offload_train_param: true leaves it no weights to compute values with")
-    there = [f"services.trainer.offload_train_{kind}" for kind in ("grad", "param")]
-    found = faults(services={"trainer": {"cpu_offload": True, **away}})
-    assert [fault.partition(":")[0] for fault in found] == there
-
-
 def test_without_the_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_checks, "_installed", lambda: False)
     (fault,) = faults(**services(1))
     assert fault == "services.trainer.engine: megatron needs a package: pip install 'sluice-rl[megatron]'"
     elsewhere = services(1)
-    elsewhere["services"]["platform"] = "ascend"
-    (fault,) = faults(**elsewhere)
-    assert fault == "services.trainer.engine: megatron needs Megatron-LM and MindSpeed: install them (docs/guides/ascend.md)"
     elsewhere["services"]["trainer"]["python"] = "/other/python"  # whose packages are not this process's
     assert faults(**elsewhere) == []
 
 
-def test_the_first_rank_of_each_block_is_given_data() -> None:
-    def leaders(**settings: Any) -> list[int]:
-        return list(data_leaders(msgspec.convert(settings, Trainer)))
+LEADERS = """
+processes: 1 => [0]
+processes: 3 => [0, 1, 2]
+processes: 2, parallel: {tensor: 2} => [0]
+processes: 8, parallel: {tensor: 2, pipeline: 2} => [0, 2]
+processes: 6, parallel: {pipeline: 2} => [0, 1, 2]
+processes: 16, parallel: {tensor: 2, context: 2, pipeline: 2} => [0, 4]
+"""
 
-    assert leaders() == [0]
-    assert leaders(processes=3) == [0, 1, 2]
-    assert leaders(processes=2, parallel={"tensor": 2}) == [0]
-    assert leaders(processes=8, parallel={"tensor": 2, "pipeline": 2}) == [0, 2]
-    assert leaders(processes=6, parallel={"pipeline": 2}) == [0, 1, 2]
-    assert leaders(processes=16, parallel={"tensor": 2, "context": 2, "pipeline": 2}) == [0, 4]
+
+@pytest.mark.parametrize(("settings", "leaders"), cases(LEADERS))
+def test_the_first_rank_of_each_block_is_given_data(settings: dict[str, Any], leaders: str) -> None:
+    assert str(list(data_leaders(msgspec.convert(settings, Trainer)))) == leaders
 
 
 def test_processes_that_are_left_out_are_as_many_as_the_layout_has_places(tmp_path: Path) -> None:

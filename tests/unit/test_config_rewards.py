@@ -141,17 +141,6 @@ def test_an_evaluation_needs_a_rule(policy: Path, tmp_path: Path) -> None:
     assert faults(policy, rewards, evaluation={"before": True}) == []  # there is nothing to evaluate on
 
 
-def test_only_the_services_that_give_rewards_are_started(policy: Path) -> None:
-    def roles(**rewards: Any) -> list[str]:
-        config = make(policy, rewards=rewards, services={"reward_model": {"replicas": 2}})
-        return [instance.name for instance in instances(config) if instance.role.startswith("reward")]
-
-    assert roles(rules=[RULE]) == ["reward-0"]
-    assert roles(remote=[REMOTE]) == ["reward-0"]
-    assert roles(model={"path": "x"}) == ["reward_model-0", "reward_model-1"]
-    assert roles(rules=[RULE], model={"path": "x"}) == ["reward-0", "reward_model-0", "reward_model-1"]
-
-
 # ------------------------------------------------------------------------------------------------ who plays
 
 

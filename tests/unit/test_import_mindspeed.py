@@ -248,8 +248,7 @@ def test_files_that_cannot_be_read_or_written(folder: Path, tmp_path: Path, caps
     before = sorted(tmp_path.rglob("*"))
     for part, arguments in cases.items():
         assert run("import-mindspeed", *arguments) == 2
-        told = capsys.readouterr().err
-        assert part in told, told
+        assert part in capsys.readouterr().err
         assert sorted(tmp_path.rglob("*")) == before
     assert there.read_text() == "mine"
 
@@ -325,7 +324,6 @@ megatron_training: {handler_name: R1AlpacaStyleInstructionHandler, map_keys: {pr
   => data.handler: r1, data.prompt_key: q, data.query_key: '', data.label_key: a, data.system_key: ''
 megatron_training: {dataset_additional_keys: [labels, level]} => data.additional_keys: [level]
 megatron_training: {no_shared_storage: true} => cluster.shared_folder: false
-generate_config: {sampling_config.max_tokens: 2048} => sampling.max_new_tokens: 2048
 older: true => rewards.rules: [{name: r1_zero_acc}]
 older: true, algorithm: {verifier_function: [step]} => rewards.rules: [{name: step}]
 older: true, reward: {verifier: false, load: orm}, resource_pool: {actor_rollout: [4], reward: [2, 1], ref: [2]}
@@ -340,24 +338,16 @@ megatron_training: {stage: ray_ppo}, rl_config: {adv_estimator: gae, use_kl_in_r
   => algorithm.kl_placement: reward, algorithm.kl_coefficient: 0.01, services.reference.colocate: trainer
 megatron_training: {stage: ray_ppo}, rl_config: {adv_estimator: gae}, critic_config: {lr: 1e-5}
   => algorithm.kl_placement: null, algorithm.kl_coefficient: null, services.reference.colocate: null
-megatron_training: {stage: ray_grpo}, rl_config: {adv_estimator: gae, use_kl_in_reward: true}, critic_config: {lr: 1e-5}
-  => algorithm.kl_placement: null, algorithm.kl_coefficient: 0.01
-megatron_training: {stage: ray_dapo} => algorithm.kl_placement: null, algorithm.kl_coefficient: null
-rl_config: {mini_batch_size: 32} => training.mini_batch_size: null, training.groups_per_step: 32
 rl_config: {mini_batch_size: 8} => training.mini_batch_size: 8
 older: true, actor_rollout_ref.actor_rollout: {ppo_mini_batch_size: 16, n_samples_per_prompt: 4} => training.mini_batch_size: 4
 older: true, actor_rollout_ref.actor_rollout: {ppo_mini_batch_size: 64, n_samples_per_prompt: 4}
   => training.mini_batch_size: null
-rl_config: {} => training.max_tokens_per_microbatch: 2048
 rl_config: {use_dynamic_bsz: true, max_packing_token_size: 9000} => training.max_tokens_per_microbatch: 4096
 rl_config: {use_dynamic_bsz: true, max_packing_token_size: 9000, update_max_packing_token_size: 7000}
   => training.max_tokens_per_microbatch: 7000
 rl_config: {max_tokens_to_oom: 12000, use_dynamic_bsz: true} => training.max_tokens_per_microbatch: 12000
-actor_config: {max_tokens_to_oom: 12000}, rl_config: {use_dynamic_bsz: true} => training.max_tokens_per_microbatch: 12000
 older: true, actor_rollout_ref.actor_rollout: {micro_batch_size: 2, max_tokens_to_oom: 1000000}
   => training.max_tokens_per_microbatch: 2048
-rl_config: {use_dynamic_bsz: true, max_packing_token_size: 9000, ref_forward_micro_batch_size: 3}
-  => services.reference.max_tokens_per_microbatch: 4096
 rl_config: {use_dynamic_bsz: true, ref_max_packing_token_size: 7000, ref_forward_micro_batch_size: 3}
   => services.reference.max_tokens_per_microbatch: 7000
 rl_config: {n_samples_per_prompt: 4}
@@ -468,6 +458,11 @@ def test_the_report_says_which_key_decided_and_what_was_carried_over() -> None:
 
 
 ADVISED = """
+profiler_config: {integrated: {profile: true, stage: actor_generate, profile_step_start: 2, profile_step_end: 5}}
+  => profiler_config.integrated: sluice profile RUN --role rollout --steps 3 
+profiler_config: {integrated: {profile: true, profile_ranks: [0, 3]}}
+  => profiler_config.integrated: --process trainer-0 --steps 1 and sluice profile RUN --process trainer-3 --steps 1 
+profiler_config: {integrated: {profile: false, stage: actor_generate}} => profiler_config.integrated
 rl_config: {mini_batch_size: 64, n_samples_per_prompt: 8, actor_resource.num_npus: 2}
   => meant as samples: training.mini_batch_size=8
 rl_config: {mini_batch_size: 128} => meant as samples
@@ -487,23 +482,6 @@ def test_what_is_advised(changes: dict[str, Any], said: str) -> None:
     about, _, part = said.partition(": ")
     advised = [line for line in made(**changes).advice if about in line]
     assert len(advised) == bool(part) and all(part in line for line in advised)
-
-
-@pytest.mark.parametrize(
-    ("asked", "command"),
-    [
-        ({"profile_step_start": 2, "profile_step_end": 5}, "sluice profile RUN --role trainer --steps 3 "),
-        ({"stage": "actor_generate", "profile_step_start": 2}, "sluice profile RUN --role rollout "),
-        ({"profile_ranks": [0, 3]}, "--process trainer-0 --steps 1 and sluice profile RUN --process trainer-3 --steps 1 "),
-    ],
-)
-def test_a_profile_is_answered_with_the_command_that_makes_one(asked: dict[str, Any], command: str) -> None:
-    got, path = made(profiler_config={"integrated": {"profile": True, **asked}}), "profiler_config.integrated"
-    (line,) = (line for line in got.advice if path in line)
-    assert command in line and command in row(got, path).reason
-    assert ("step before the one that is 2 there" in line) == ("profile_step_start" in asked)
-    off = made(profiler_config={"integrated": {"profile": False, **asked}})
-    assert not [line for line in off.advice if path in line]
 
 
 # ------------------------------------------------------------------------------------------------ the table of keys

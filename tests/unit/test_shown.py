@@ -31,9 +31,8 @@ from runtime.config.loading import load, resolve
 from runtime.errors import ServiceFault
 from runtime.models import tiny_model
 from runtime.process.command_line import CommandParser
-from runtime.status import CallStats, Progress, Status
+from runtime.status import Progress, Status
 from runtime.telemetry.shown import shown
-from runtime.types import PolicyVersion
 from services import health_check
 from tests.unit.source_tree import ROOT
 
@@ -154,24 +153,6 @@ def test_what_goes_on_unchanged_is_one_line(told: list[Any], lines: list[str]) -
     assert [line.strip() for line in out.getvalue().splitlines()] == lines
 
 
-def test_a_status_is_whole_at_80_columns_and_names_what_does_not_answer() -> None:
-    calls = CallStats(open=17, answered=123456, failed=2, seconds=0.25)
-    rates = {"tokens": 123456.0, "samples": 312.0, "swaps": 0.0, "busy_seconds": 0.633}
-    place: dict[str, Any] = {"pid": 1234567, "address": "10.20.30.41:40001", "version": PolicyVersion(2, 1234)}
-    coordinator = Status(role="coordinator", name="coordinator", state="ready", detail="training: step 12 of 200", pid=4000)
-    rollout = Status(role="rollout", name="rollout-0", state="generating", calls=calls, rates=rates, **place)
-    lost = Status(role="trainer", name="trainer-0", state=UNREACHABLE, detail="no [answer] within 5 s", pid=7, address="a:1")
-    out = io.StringIO()
-    Console(file=out, width=80).print(status_tables([coordinator, rollout, lost], [0, 3, 0]))
-    lines = out.getvalue().splitlines()
-    cells = [cell.strip() for line in lines if line.startswith("│") for cell in line.split("│")]
-    assert {"rollout-0", "generating", "2.1234", "3", "1234567", "10.20.30.41:40001", "17", "123456", "2"} <= {*cells}
-    told = " ".join(" ".join(cells).split())
-    assert "busy 63%, samples 312/s," in told and "tokens 123,456/s" in told  # by name
-    assert "swaps" not in told and "…" not in out.getvalue()  # what was not done is left out
-    assert (lines[0].strip(), lines[-1].strip()) == ("training: step 12 of 200", "trainer-0: no [answer] within 5 s")
-
-
 # ------------------------------------------------------------------------------------------------ arguments
 
 
@@ -272,22 +253,6 @@ def test_the_quickstart_trains_its_own_configuration_and_says_what_to_look_at(
         assert "my runs/first" in map(str, vars(options).values()) or options.write == Path("my.yaml")
     assert ended(["--version"]) == 0
     assert capsys.readouterr().out == f"sluice {version('sluice-rl')}\n"
-
-
-def test_the_quickstarts_file_is_written_once_and_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert ended(["quickstart", "--write", "my.yaml", "training.steps=3"]) == 2
-    assert not Path("my.yaml").exists()
-    assert ended(["quickstart", "--write", "my.yaml"]) == 0
-    assert Path("my.yaml").read_bytes() == QUICKSTART.read_bytes()
-    assert [ended(["quickstart", "--write", name]) for name in ("my.yaml", "there/my.yaml")] == [2, 2]
-    assert capsys.readouterr().err.splitlines() == [
-        "error: --write: training.steps=3 would not be in the file; must be without overrides",
-        "error: --write: 'my.yaml': file exists; must be a new file in a folder that exists",
-        "error: --write: 'there/my.yaml': no such file or directory; must be a new file in a folder that exists",
-    ]
 
 
 def test_a_single_accelerator_publishes_over_gloo_and_several_are_kept_apart() -> None:
