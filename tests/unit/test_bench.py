@@ -8,11 +8,12 @@ import math
 import os
 import signal
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import command, engine, every, learning, packing, train, worker
+from benchmarks import command, engine, every, learning, packing, scale, scale_trial, train, worker
 from benchmarks.compared import Compared
 from benchmarks.drafts_trial import DRAFT_WAYS
 from benchmarks.inputs import bench_config
@@ -46,7 +47,9 @@ from launcher.accept.random_groups import GroupLengths
 from runtime import run_files
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault, SluiceError, UserError
+from runtime.simulation.simulate import Simulation
 from runtime.telemetry.summary import Totals
+from services.rpc.client import ContractDeadlines
 from tests.closeness import STEP, assert_close
 
 
@@ -496,16 +499,36 @@ def test_the_figures_of_a_cell(tmp_path: Path) -> None:
     assert gain.interval.high - gain.mean == pytest.approx(4.302653 * statistics.stdev([80, 30, 10]) / math.sqrt(3) / 820)
 
 
-def test_what_a_run_left_is_read_back(tmp_path: Path) -> None:
-    trial = StalenessTrial(1e-4, 2, "decoupled", 2)
-    write(trial, SMALL, tmp_path)
-    read = outcome(trial, SMALL, tmp_path)
-    assert read is not None
-    assert (read.seed, read.correct, read.problems) == (2, 92, 100)
-    assert [(p.step, p.oldest, p.newest) for p in read.curve] == [(0, 0, 1), (2, 2, 3), (4, 4, 4)]
-    assert [p.accuracy for p in read.curve] == pytest.approx([0.52, 0.72, 0.92])
-    assert (read.steps_to(0.7), read.steps_to(0.9), read.steps_to(0.95)) == (3, 4, None)
-    assert (read.staleness_mean, read.staleness_max, read.rl_seconds) == (1.5, 2, 20.0)
-
-
 # ------------------------------------------------------------------------------------------------ the command
+
+
+STEPS = 3
+
+
+def calls(replicas: int, folder: Path) -> float:
+    """Of the coordinator's functions, for each sample."""
+    found = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal found
+        name = frame.f_code.co_filename
+        found += event == "call" and name.startswith(scale_trial.RUNTIME) and not name.startswith(scale_trial.MODELS)
+
+    config = scale_trial.configured(replicas, STEPS, str(folder / str(replicas)))
+    simulation = Simulation(config, scale_trial.costs(replicas), ContractDeadlines(config))
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        simulation.run()
+    finally:
+        sys.setprofile(before)
+    return found / (STEPS * scale_trial.GROUPS * scale_trial.SIZE * replicas)
+
+
+def test_a_sample_takes_as_much_work_with_forty_rollouts_as_with_five(tmp_path: Path) -> None:
+    assert calls(40, tmp_path) <= 1.1 * calls(5, tmp_path)
+
+
+def test_data_without_replies_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--data: .* holds no data/qwen_math_cot_100/math_cot_100.jsonl"):
+        scale._reply_lengths(tmp_path / scale.REPLIES)

@@ -1,4 +1,4 @@
-"""A run's folder: no earlier run is lost unasked; `sluice samples` over its ledger: what is shown, and what became of groups."""
+"""A run's folder: no earlier run is lost unasked; `sluice samples` over a ledger: what is shown, and what became of groups."""
 
 from __future__ import annotations
 
