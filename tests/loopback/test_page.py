@@ -213,14 +213,7 @@ def test_a_run_that_was_killed_and_one_of_another_version(tmp_path: Path) -> Non
         database.execute("PRAGMA user_version = 99")
     database.close()
     assert "the ledger is of format 99" in asked(run, "why")["verdict"]
-
-    async def use(client: ClientSession, address: str) -> tuple[int, Any]:
-        async with client.get(f"{address}/api/run/{THIS}/occupancy") as answer:
-            return answer.status, await answer.json()
-
-    status, told = served(run, use)
-    assert status == 404
-    assert "format 99" in told["error"]
+    assert statuses(run, [f"/api/run/{THIS}/occupancy"]) == [404]
 
 
 def test_a_folder_of_runs_is_a_list(tmp_path: Path) -> None:

@@ -38,15 +38,14 @@ from benchmarks.publication import ways as plain
 from benchmarks.publication.changes import Changes
 from benchmarks.publication.in_run import InRun
 from benchmarks.publication.transfers import MemoryPasses, Sized, Transfers, TransportFigures
-from benchmarks.staleness import runs
 from benchmarks.staleness.bench import StalenessReport, StalenessSettings, measure
 from benchmarks.staleness.report import report
-from benchmarks.staleness.runs import CONFIG, EvaluationPoint, RunOutcome, StalenessTrial, outcome, overrides, plan
+from benchmarks.staleness.runs import CONFIG, EvaluationPoint, RunOutcome, StalenessTrial, overrides, plan
 from benchmarks.worker import Bench, Measured, Worker
 from launcher.accept.random_groups import GroupLengths
 from runtime import run_files
 from runtime.config import Config, loading
-from runtime.errors import ServiceFault, SluiceError, UserError
+from runtime.errors import ServiceFault, UserError
 from runtime.simulation.simulate import Simulation
 from runtime.telemetry.summary import Totals
 from services.rpc.client import ContractDeadlines
@@ -420,49 +419,6 @@ def test_an_interrupted_bench_goes_on_and_finished_runs_are_kept(tmp_path: Path)
     assert not list(tmp_path.glob("*/ledger")), "what is bulky goes"
     assert run(tmp_path, third) == made
     assert third.made == []
-
-
-def test_only_a_whole_run_with_the_same_settings_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = plan(SMALL)[5]
-    run_dir = tmp_path / trial.name
-
-    def found(settings: StalenessSettings = SMALL, **written: Any) -> RunOutcome | None:
-        if written:
-            write(trial, settings, tmp_path, **written)
-        return outcome(trial, settings, tmp_path)
-
-    for name in (run_files.CONFIG, run_files.SUMMARY, run_files.METRICS):
-        assert found(steps=None) is not None
-        (run_dir / name).unlink()
-        assert found() is None, name
-    assert found(steps=2) is None, "stopped early"
-    assert found(steps=None) is not None
-    assert found(replace(SMALL, steps=6)) is None
-    lines = (run_dir / run_files.METRICS).read_text().splitlines(keepends=True)
-    (run_dir / run_files.METRICS).write_text("".join(lines[:-1]))
-    assert found() is None, "not evaluated"
-    write(trial, SMALL, tmp_path)
-    changed = tmp_path / "quickstart.yaml"
-    changed.write_text(CONFIG.read_text().replace("warmup_steps: 10", "warmup_steps: 20"))
-    monkeypatch.setattr(runs, "CONFIG", changed)
-    assert found() is None, "another quickstart"
-
-
-def failing(trial: StalenessTrial) -> None:
-    raise SluiceError(f"{trial.name}: coordinator: died (log: logs/{trial.name}.log)")
-
-
-def test_a_failed_run_is_named_and_the_others_are_made(tmp_path: Path) -> None:
-    first = Runs(eta0_naive_seed1=failing)
-    with pytest.raises(SluiceError, match="1 of 6 runs failed, 5 are finished and kept") as caught:
-        run(tmp_path, first)
-    assert str(caught.value).splitlines()[1:] == [
-        "lr0.0001-eta0-naive-seed1: coordinator: died (log: logs/lr0.0001-eta0-naive-seed1.log)"
-    ]
-    assert not isinstance(caught.value, UserError), "the exit code is 1"
-    again = Runs()
-    run(tmp_path, again)
-    assert again.made == ["lr0.0001-eta0-naive-seed1"]
 
 
 def ended(seed: int, correct: int, reached: int | None, mean: float = 1.5) -> RunOutcome:

@@ -196,9 +196,6 @@ def test_moments_of_8_bits_need_a_package(sound: dict[str, Any], monkeypatch: py
     assert checked(sound, **critic, services={"critic": {"python": sys.executable}}) == []
 
 
-# ------------------------------------------------------------------------------------------------ how weights travel
-
-
 REMOVED = """
 staging: inplace => publication.staging: no longer a key: there is one way now, what shadow was; leave the key out
 overlap: false
@@ -242,9 +239,6 @@ def test_deltas_of_float32_would_be_whole_versions(sound: dict[str, Any], given:
     changes = "changes in nearly every element, and encoding delta would send it all; must be bfloat16"
     assert faults == [f"publication.dtype: {told} {changes}"] * (told != "none")
     assert checked(sound, model=model, publication={"dtype": given["wire"]}) == []
-
-
-# ------------------------------------------------------------------------------------------------ roles on others' devices
 
 
 WITH_ALL = {"algorithm": {"kl_coefficient": 0.1}, "critic": {}, "training": {"staleness": 1}}
@@ -313,9 +307,6 @@ def test_what_does_not_go_together_is_told_in_one_line(sections: dict[str, Any],
 def test_a_cycle_is_told_on_both_sides() -> None:
     found = colocation(services={"reference": {"colocate": "critic"}, "critic": {"colocate": "reference"}})
     assert [fault.partition(":")[0] for fault in found] == ["services.reference.colocate", "services.critic.colocate"]
-
-
-# ------------------------------------------------------------------------------------------------ the network between nodes
 
 
 TWO_NODES = {"nodes": [{"name": "a"}, {"name": "b"}]}
@@ -414,9 +405,6 @@ def test_certificates_that_are_not_used_are_told() -> None:
         assert addresses(network={"security": security, "tls": {"ca": "a", "certificate": "b", "key": "c"}}) == told
 
 
-# ------------------------------------------------------------------------------------------------ models and their engines
-
-
 DECODED = f"must be one of {', '.join(FAMILIES)}"
 DIVERGING = {"algorithm": {"kl_coefficient": 0.1}}
 VLLM: dict[str, Any] = {"rollout": {"engine": "vllm", "python": sys.executable}}
@@ -500,9 +488,6 @@ def test_weights_in_float8_are_for_the_embedded_engines(sound: dict[str, Any], t
     other = {"path": str(model_folder(tmp_path / "other", quantization_config=float8))}
     said = "services.rollout.engine: vllm: model.path is quantised, what is published is not; must be torch, or another folder"
     assert (checked(sound, model=other), checked(sound, model=other, services=VLLM)) == ([], [said])
-
-
-# ------------------------------------------------------------------------------------------------ experts
 
 
 ALL = {"replay": "routing", "aux_loss": 0.01, "z_loss": 0.001}

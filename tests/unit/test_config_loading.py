@@ -245,9 +245,6 @@ def test_resolve_fills_derived_values_once_they_are_known(loading: Loading) -> N
     assert (kept.run.dir, kept.evaluation.max_new_tokens, kept.model.reference) == ("d", 5, "r")
 
 
-# ------------------------------------------------------------------------------------------------ presets of the algorithm
-
-
 def test_a_preset_fills_what_the_user_leaves_out(loading: Loading, tmp_path: Path) -> None:
     config = loading(RUN + "algorithm: {preset: dr_grpo, clip_low: 0.1}", "algorithm.clip_high=0.28").algorithm
     assert (config.preset, config.group_std, config.aggregation) == ("dr_grpo", "none", "dr_grpo")
@@ -290,9 +287,6 @@ def test_faults_of_presets_name_their_file(loading: Loading, tmp_path: Path) -> 
     ]
     (fault,) = faults_of(loading, RUN, "algorithm.preset=5")
     assert fault == "algorithm.preset: 5 is not a string; put it in quotes"
-
-
-# ------------------------------------------------------------------------------------------------ secrets
 
 
 VALUE = "s3cr3t-value"

@@ -77,9 +77,6 @@ def changed(file: Path, *changes: tuple[str, str]) -> Path:
     return file
 
 
-# ------------------------------------------------------------------------------------------------ whole files
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_file_and_the_report_are_those_expected(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -264,9 +261,6 @@ def test_each_command_says_of_the_others_file_whose_it_is(tmp_path: Path, capsys
     theirs.write_text("megatron_training: {train_iters: 1}\n")
     assert run("validate", theirs) == 2
     assert "sluice import-mindspeed makes a configuration of it" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------------ single keys
 
 
 BASE: dict[str, dict[str, Any]] = {
@@ -482,9 +476,6 @@ def test_what_is_advised(changes: dict[str, Any], said: str) -> None:
     about, _, part = said.partition(": ")
     advised = [line for line in made(**changes).advice if about in line]
     assert len(advised) == bool(part) and all(part in line for line in advised)
-
-
-# ------------------------------------------------------------------------------------------------ the table of keys
 
 
 # Names and defaults of its configuration classes, of April 2026; "?" is a default that follows from another.

@@ -100,9 +100,6 @@ def test_the_command_writes_files_that_say_where_they_are_from_and_spares_what_w
     assert paths[0].read_text() == "mine"
 
 
-# ------------------------------------------------------------------------------------------------ files
-
-
 @pytest.mark.parametrize("name", PLANS)
 def test_what_is_rendered_is_what_was_read_and_kept(name: str) -> None:
     assert rendered(name) == (KEPT / f"{name}.txt").read_text(), "read the difference, then python -m tests.unit.render_cases"
@@ -120,9 +117,6 @@ def test_services_of_compose_share_out_the_machines_devices_and_come_back_only_w
     resources = [service["deploy"]["resources"]["reservations"]["devices"] for service in services(CUDA).values()]
     assert [each[0]["device_ids"] for each in resources] == [["0", "1"], ["2", "3"], ["4", "5"]]
     assert {service["restart"] for service in services(CUDA).values()} == {"on-failure:3"}
-
-
-# ------------------------------------------------------------------------------------------------ Prometheus and Grafana
 
 
 FILES = {"prometheus.yaml", "alerts.yaml", "grafana.json"}

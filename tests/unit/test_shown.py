@@ -129,9 +129,6 @@ def test_mistakes_faults_and_what_a_health_check_is_told(text: str) -> None:
     assert output.getvalue().count(shown(text)) >= 3
 
 
-# ------------------------------------------------------------------------------------------------ where output is no terminal
-
-
 WAITING = [Progress(phase="starting", detail=detail) for detail in ("", "waits for b", "waits for b", "waits for c", "")]
 PHASES = ["starting", *(Progress(phase="training", done=done, total=2) for done in (0, 0, 1)), "starting"]
 ALARMS = [Progress(phase="training", done=1, total=2, alarm=alarm) for alarm in ("", "it differs", "it differs")]
@@ -151,9 +148,6 @@ def test_what_goes_on_unchanged_is_one_line(told: list[Any], lines: list[str]) -
         for each in told:
             view.phase(each) if isinstance(each, str) else view.progress(each)
     assert [line.strip() for line in out.getvalue().splitlines()] == lines
-
-
-# ------------------------------------------------------------------------------------------------ arguments
 
 
 def ended(arguments: list[str]) -> int | str | None:
@@ -229,9 +223,6 @@ def test_validate_names_the_defaults_that_were_others(capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert "training.lr_staleness_power: 0.5 by default; version 0.1 did what 0.0 does\n" in said
     assert said.count("version 0.1 did") == 3  # the quickstart says itself how often it saves
-
-
-# ------------------------------------------------------------------------------------------------ quickstart and accept
 
 
 def test_the_quickstart_trains_its_own_configuration_and_says_what_to_look_at(
