@@ -88,13 +88,6 @@ def test_a_command_of_the_wheel_needs_no_clone(built: Path, tmp_path: Path) -> N
     assert sluice("quickstart", "--write", "my.yaml").splitlines() == ["written: my.yaml", "next: sluice train my.yaml"]
     assert (tmp_path / "my.yaml").read_bytes() == (ROOT / "configs" / "quickstart.yaml").read_bytes()
     assert "my.yaml: valid" in sluice("validate", "my.yaml", "algorithm.preset=dapo", "data.prompt_type=qwen")
-    assert "bench startup: the benchmarks are not installed" in refused(built, tmp_path, "bench", "startup")
-
-
-def refused(built: Path, cwd: Path, *arguments: str) -> str:
-    """What a command of the wheel says that ends with exit code 2."""
-    env = {**os.environ, "PYTHONPATH": str(built / "wheel")}
-    command = [sys.executable, "-m", "sluice", *arguments]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 2
-    return done.stderr
+    command, env = [sys.executable, "-m", "sluice", "bench", "startup"], {**os.environ, "PYTHONPATH": str(built / "wheel")}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2 and "bench startup: the benchmarks are not installed" in done.stderr

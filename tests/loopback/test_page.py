@@ -1,32 +1,36 @@
-"""The page over HTTP: who may ask, and that every view says what the run's files hold."""
+"""Over HTTP: the page, whose views say what the files of a run hold, and what a process serves for Prometheus."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import shutil
 import socket
 import sqlite3
 import subprocess
-import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import aiohttp
+import msgspec
 import pytest
 from aiohttp import ClientSession, CookieJar, web
 from yarl import URL
 
-from benchmarks.recorded_run import BEGAN, PROMPT, STEP, record, reply_of, reward_of, write_spans
+from benchmarks.recorded_run import BEGAN, PROMPT, STEP, record, reply_of, reward_of
 from launcher.commands.report import report
 from launcher.page.server import THIS, PageGuard, Pages, application
-from runtime import run_files
+from runtime import run_files, timeouts
+from runtime.config import Config
 from runtime.errors import UserError
-from runtime.ledger.reader import DATABASE, LedgerReader
-from runtime.process.spans import PUBLICATION, SpanHeader, TracedSpan
+from runtime.ledger.reader import DATABASE
+from runtime.status import Progress, Registration, RunFigures, Status
+from runtime.telemetry import prometheus
+from services.process import exposed
 
 STEPS, GROUPS, SAMPLES = 6, 2, 3
 EPOCHS, LOST = (1, 1, 2, 2), (0, 0, 1, 2)  # of four steps
@@ -132,19 +136,6 @@ def test_the_critical_paths_are_those_of_the_ledger_and_the_spans(run: Path) -> 
     assert asked(run, "why?from=900")["steps"] == []
 
 
-def test_groups_are_counted_by_state_over_time(run: Path) -> None:
-    found = asked(run, "occupancy")
-    assert found["start"] == BEGAN
-    assert found["bound"] == 2 * GROUPS
-    for seconds, *counts in zip(found["seconds"], *found["states"].values(), strict=True):
-        within = seconds % STEP
-        state = "generating" if within < 2 else "generated" if within < 2.5 else "ready" if within < 3.5 else "consumed"
-        edge = min(abs(within - each) for each in (0.0, 2.0, 2.5, 3.5, STEP))
-        if edge > 1e-3:  # else the moment is where the state changes
-            assert dict(zip(found["states"], counts, strict=True))[state] == GROUPS
-            assert sum(counts) == GROUPS
-
-
 def test_samples_are_found_by_what_is_asked_for(run: Path) -> None:
     everything = asked(run, "samples")
     ids = list(range(STEPS * GROUPS))
@@ -187,47 +178,6 @@ def test_every_other_view_answers(run: Path) -> None:
     assert len(decoded["slices"]) == STEPS
 
 
-def test_a_process_that_was_down_and_the_epochs_are_lanes(tmp_path: Path) -> None:
-    run = record(tmp_path / "run", 4)
-    again = BEGAN + 4 * STEP + 10.0
-    write_spans(run, SpanHeader("rollout-0", 0, 1, 2, "host"), [TracedSpan("decode", again, again + 1.0, "engine")])
-    points = [json.loads(line) for line in (run / run_files.METRICS).read_text().splitlines()]
-    told = [
-        point | {"publication/epoch": epoch, "rollout/lost": lost}
-        for point, epoch, lost in zip(points, EPOCHS, LOST, strict=True)
-    ]
-    (run / run_files.METRICS).write_text("".join(json.dumps(point) + "\n" for point in told))
-    lanes = {(lane["process"], lane["line"]): lane["slices"] for lane in asked(run, "lanes")["lanes"]}
-    ((name, start, end, *_, detail, _),) = lanes["rollout-0", "starts"]
-    assert (name, start, end, detail) == ("down", 4 * STEP, 4 * STEP + 10.0, "start 1")
-    assert [(name, start, end, detail) for name, start, end, _, _, detail, _ in lanes[" epochs", ""]] == [
-        ("epoch 1", STEP, 2 * STEP, ""),
-        ("epoch 2", 2 * STEP, 3 * STEP, "lost: 1"),
-        ("epoch 2", 3 * STEP, 4 * STEP, "lost: 2"),
-    ]
-
-
-def test_rollouts_of_which_one_has_other_bytes_are_told(tmp_path: Path) -> None:
-    run = record(tmp_path / "run", 2)
-    at = BEGAN + 2 * STEP
-    for rollout, checksum in (("rollout-0", "epoch 1: aa"), ("rollout-1", "epoch 1: bb"), ("rollout-2", "epoch 2: cc")):
-        spans = [TracedSpan(name, at, at, PUBLICATION, step=2, detail=checksum) for name in ("verified", "swap")]
-        write_spans(run, SpanHeader(rollout, 0, 7, 1, "host"), spans)
-    found = asked(run, "weights")
-    assert [each["checksum"] for each in found["replicas"]] == ["epoch 1: aa", "epoch 1: bb", "epoch 2: cc"]
-    assert found["disagree"] == ["rollout-0", "rollout-1"]
-
-
-def test_a_process_that_is_there_tells_its_memory(tmp_path: Path) -> None:
-    run = record(tmp_path / "run", 1)
-    for host, process in ((socket.gethostname(), "python"), (socket.gethostname(), "other"), ("elsewhere", "python")):
-        write_spans(run, SpanHeader(process, 0, len(host), os.getpid(), host), [])
-    found = {(each["process"], each["host"]): each for each in asked(run, "processes")["processes"]}
-    here = found["python", socket.gethostname()]
-    assert here["rss"] > 1 << 20 and here["used"] > 0 and 1 <= here["cores"] <= (os.cpu_count() or 1)
-    assert "rss" not in found["other", socket.gethostname()] and "rss" not in found["python", "elsewhere"]
-
-
 def test_text_of_a_model_is_data(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 1, replies=HOSTILE)
     found = asked(run, "group?id=0")
@@ -263,23 +213,14 @@ def test_a_run_that_was_killed_and_one_of_another_version(tmp_path: Path) -> Non
         database.execute("PRAGMA user_version = 99")
     database.close()
     assert "the ledger is of format 99" in asked(run, "why")["verdict"]
-
-    async def use(client: ClientSession, address: str) -> tuple[int, Any]:
-        async with client.get(f"{address}/api/run/{THIS}/occupancy") as answer:
-            return answer.status, await answer.json()
-
-    status, told = served(run, use)
-    assert status == 404
-    assert "format 99" in told["error"]
+    assert statuses(run, [f"/api/run/{THIS}/occupancy"]) == [404]
 
 
 def test_a_folder_of_runs_is_a_list(tmp_path: Path) -> None:
-    for name in ("b", "a"):
-        record(tmp_path / name, 2)
+    for name, steps in {"b": 2, "a": 2, "c": 1, "d": 1}.items():
+        record(tmp_path / name, steps)
     (tmp_path / "a" / run_files.METRICS).write_text("nonsense\n")
-    record(tmp_path / "c", 1)
     (tmp_path / "c" / run_files.LEDGER / DATABASE).write_bytes(b"")
-    record(tmp_path / "d", 1)
     (tmp_path / "d" / run_files.LEDGER / DATABASE).write_bytes(b"no database " * 100)
     (tmp_path / "notes").mkdir()
 
@@ -294,32 +235,10 @@ def test_a_folder_of_runs_is_a_list(tmp_path: Path) -> None:
     assert second["waited"] == {"seconds": pytest.approx(STEP), "most": "generate rollout-0 50%"}
 
 
-def test_a_copy_that_nobody_may_write_is_read(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    with LedgerReader(run / run_files.LEDGER) as reader:
-        counts = reader.counts()
-    assert counts["retired"] == STEPS * GROUPS
-    assert len(asked(copy, "why")["steps"]) == STEPS
-
-
 def test_where_there_is_no_run_a_line_says_so(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(UserError, match="neither a run's folder nor a folder of runs"):
             Pages(folder)
-
-
-def test_two_pages_on_one_port(run: Path) -> None:
-    command = [sys.executable, "-m", "launcher.cli", "page", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
-        try:
-            assert first.stdout is not None
-            port = first.stdout.readline().strip().rstrip("/").rpartition(":")[2]
-            second = subprocess.run([*command, "--port", port], capture_output=True, text=True, timeout=60, check=False)
-            assert second.returncode == 2
-            assert second.stderr.startswith(f"error: --port: 127.0.0.1:{port}: ")
-        finally:
-            first.kill()
 
 
 # ------------------------------------------------------------------------------------------------ the report in a real browser
@@ -349,3 +268,127 @@ def test_a_report_is_drawn_without_a_complaint(tmp_path: Path) -> None:
     drawn = [classes for classes in re.findall(r'<div class="([^"]*)"', done.stdout) if "js-plotly-plot" in classes.split()]
     assert len(drawn) == page.read_text(encoding="utf-8").count('<script type="application/json">') == 4
     assert re.search(r'class="legendtext"[^>]*>&lt;b&gt;<', done.stdout)
+
+
+PATIENCE = 60.0  # seconds for what another task has to do, on a busy machine
+Get = Callable[..., Awaitable[tuple[int, str]]]
+
+
+def made(prometheus: dict[str, Any] | None, **network: Any) -> Config:
+    raw = {"run": {"name": "a run"}, "metrics": {"prometheus": prometheus}, "network": network}
+    return msgspec.convert(raw, Config)
+
+
+class Told:
+    """A process that counts how often it is asked."""
+
+    def __init__(self, role: str = "rollout") -> None:
+        self.role, self.asked, self.leads = role, 0, False
+        self.address = ""
+
+    def status(self) -> Status:
+        self.asked += 1
+        return Status(role=self.role, name=self.role, state="ready", metrics=self.address)
+
+    def figures(self) -> RunFigures | None:
+        if not self.leads:
+            return None
+        other = Registration(role="reward", name="reward-0", address="", pid=1, host="", metrics="127.0.0.1:9")
+        counts: dict[str, dict[str, int]] = {"rollouts": {}, "lost": {}, "restarts": {}}
+        return RunFigures(progress=Progress(), processes=[other], staleness=2, folder="/", **counts)
+
+
+def serving(config: Config, told: Told, test: Callable[[Get], Awaitable[None]], leads: bool = False) -> None:
+    async def within() -> None:
+        told.leads = leads
+        async with exposed(config, told, leads) as told.address, aiohttp.ClientSession() as http:
+
+            async def get(path: str, **headers: str) -> tuple[int, str]:
+                async with http.get(f"http://{told.address}{path}", headers=headers) as answer:
+                    return answer.status, await answer.text()
+
+            await asyncio.wait_for(test(get), PATIENCE)
+
+    asyncio.run(within())
+
+
+def test_a_process_is_looked_at_when_somebody_asks_and_only_then() -> None:
+    told = Told()
+
+    async def test(get: Get) -> None:
+        assert told.asked == 0
+        code, written = await get("/metrics")
+        assert code == 200 and 'sluice_process_state{process="rollout",role="rollout",run="a run",state="ready"} 1.0' in written
+        assert told.asked == 1
+        assert (await get("/sd"))[0] == (await get("/"))[0] == 404
+
+    serving(made({}), told, test)
+    assert told.address.startswith("127.0.0.1:")
+
+
+def test_the_coordinator_says_where_all_serve() -> None:
+    told = Told("coordinator")
+
+    async def test(get: Get) -> None:
+        named = msgspec.json.decode((await get("/sd"))[1])
+        assert [(each["targets"], each["labels"]["process"]) for each in named] == [
+            ([told.address], "coordinator"),
+            (["127.0.0.1:9"], "reward-0"),
+        ]
+        assert "sluice_run_step" in (await get("/metrics"))[1]
+
+    serving(made({}), told, test, leads=True)
+
+
+def test_who_has_not_the_token_learns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRAPED", "token")
+    told = Told("coordinator")
+
+    async def test(get: Get) -> None:
+        for given in ("", "Bearer", "Bearer other", "Bearer ätoken", "token"):
+            for path in ("/metrics", "/sd", "/other"):
+                code, body = await get(path, **({"Authorization": given} if given else {}))
+                assert code == 401 and "a run" not in body
+        assert told.asked == 0
+        assert (await get("/metrics", Authorization="Bearer token"))[0] == 200
+
+    serving(made({"token": {"from": "SCRAPED"}}), told, test, leads=True)
+
+
+def test_the_event_loop_goes_on_while_the_text_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what takes for ever is given up, without a second thread for the next who asks."""
+    over, began, threads = threading.Event(), threading.Event(), set()
+
+    def text(*_: object) -> bytes:
+        threads.add(threading.current_thread().name)
+        began.set()
+        over.wait(PATIENCE)
+        return b""
+
+    monkeypatch.setattr(prometheus, "text", text)
+    monkeypatch.setattr(timeouts, "SCRAPE", 0.05)
+
+    async def test(get: Get) -> None:
+        try:
+            assert [(await get("/metrics"))[0] for _ in range(2)] == [503, 503]
+            assert began.is_set()
+        finally:
+            over.set()
+
+    serving(made({}), Told(), test)
+    assert len(threads) == 1 and threading.main_thread().name not in threads
+
+
+def test_a_port_that_is_taken_is_one_line_with_its_key() -> None:
+    async def within(config: Config, leads: bool) -> str:
+        async with exposed(config, Told(), leads) as address:
+            return address
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError) as refused:
+            asyncio.run(within(made({"port": port}), True))
+        assert str(refused.value) == f"metrics.prometheus.port: cannot listen on 127.0.0.1:{port}: Address already in use"
+        assert asyncio.run(within(made({"port": port}), False)) != f"127.0.0.1:{port}"  # it is the coordinator's alone
+        with pytest.raises(UserError, match=f"network.port_range: all ports from {port} to {port} are in use"):
+            asyncio.run(within(made({}, port_range=[port, port]), False))

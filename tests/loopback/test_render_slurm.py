@@ -127,15 +127,11 @@ def test_one_node_needs_no_step(submit: Callable[..., subprocess.Popen[str]], tm
 
 
 def test_slurm_is_asked_for_the_nodes_and_their_devices(tmp_path: Path) -> None:
-    def asked(name: str) -> set[str]:
-        return {line for line in render(PLANS[name])["sluice.sbatch"].splitlines() if line.startswith("#SBATCH")}
-
-    assert {"#SBATCH --nodes=3", "#SBATCH --gres=gpu:8", "#SBATCH --no-kill", "#SBATCH --signal=B:TERM@120"} <= asked("cuda")
-    assert {"#SBATCH --nodes=2", "#SBATCH --gres=npu:8", "#SBATCH --nodelist=n1,n2"} <= asked("named")
-    script = render(PLANS["named"])["sluice.sbatch"]
-    assert all(f"/usr/local/Ascend/{name}/set_env.sh" in script for name in ("ascend-toolkit", "cann", "nnal/atb"))
-    assert not any("--gres" in line for line in asked("one"))
-    assert reloaded(render(PLANS["cuda"])["config.yaml"], tmp_path).cluster.min_nodes == 3
+    """tests/unit/render has the whole of one script."""
+    script = render(PLANS["cuda"])
+    assert {"#SBATCH --nodes=3", "#SBATCH --gres=gpu:8"} <= set(script["sluice.sbatch"].splitlines())
+    assert "--gres" not in render(PLANS["one"])["sluice.sbatch"]
+    assert reloaded(script["config.yaml"], tmp_path).cluster.min_nodes == 3
 
 
 def test_nodes_that_one_script_cannot_ask_for_are_refused() -> None:

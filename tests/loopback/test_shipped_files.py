@@ -19,12 +19,8 @@ def lint(*command: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts_pass_shellcheck(script: str) -> None:
-    assert lint(str(TOOLS / "shellcheck"), script) == (0, "")
-
-
-def test_the_dockerfile_passes_hadolint() -> None:
+def test_scripts_pass_shellcheck_and_the_dockerfile_hadolint() -> None:
+    assert lint(str(TOOLS / "shellcheck"), *SCRIPTS) == (0, "")
     assert lint(str(TOOLS / "hadolint"), "--no-color", "Dockerfile") == (0, "")
 
 
@@ -41,22 +37,14 @@ def stages() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("stage", ["cpu", "cuda", "ascend"])
-def test_images_run_as_an_ordinary_user_and_are_asked_by_grpc(stage: str) -> None:
-    instructions = stages()[stage]
-    users = [line for line in instructions if line.startswith("USER ")]
-    assert users[-1] == "USER 1000:1000"
-    (check,) = [line for line in instructions if line.startswith("HEALTHCHECK ")]
-    assert "sluice.health_check" in check
-
-
-@pytest.mark.parametrize("stage", ["cpu", "cuda", "ascend"])
-def test_images_have_what_the_package_links_to_before_it_is_installed(stage: str) -> None:
+def test_images_run_as_an_ordinary_user_and_have_what_the_package_links_to_before_it_is_installed(stage: str) -> None:
     """runtime/presets and others are links to configs: without it, pip leaves them out without a word."""
     instructions = stages()[stage]
-    installs = next(
-        index for index, line in enumerate(instructions) if line.startswith("RUN") and 'constraints.txt ".[' in line
-    )
-    assert "COPY configs configs" in instructions[:installs]
+    assert [line for line in instructions if line.startswith("USER ")][-1] == "USER 1000:1000"
+    (check,) = [line for line in instructions if line.startswith("HEALTHCHECK ")]
+    assert "sluice.health_check" in check
+    installs = [index for index, line in enumerate(instructions) if line.startswith("RUN") and 'constraints.txt ".[' in line]
+    assert "COPY configs configs" in instructions[: installs[0]]
 
 
 def wanted(node: object) -> set[tuple[str, str]]:

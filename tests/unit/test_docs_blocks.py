@@ -6,25 +6,40 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
+import psutil
 import pytest
 
-from launcher import cli
+from launcher import cli, config_reference
 from launcher.commands import quickstart, serve
 from launcher.commands.validate import validate
 from launcher.node import __main__ as node
+from launcher.node import local_node
+from launcher.node.machine import Machine, this_machine
+from launcher.registered_names import known_names
 from launcher.render import command as render
-from runtime.config import Config
+from runtime import registry, run_files
+from runtime.algorithms import interfaces
+from runtime.cluster.topology import processes, teachers
+from runtime.config import Config, model_checks
 from runtime.config.loading import load
-from runtime.config.yaml_text import dump
+from runtime.config.yaml_text import dump, read_value
+from runtime.data import prepare_settings
+from runtime.data.handlers import HANDLERS
 from runtime.errors import ConfigError
-from tests.unit.docs_blocks import KINDS, PAGES, ROOT, Block, blocks, commands, inline, own_files, read, split
-from tests.unit.docs_workplace import BASE, Workplace
+from runtime.models.tiny_model import write_tokenizer
+from runtime.registry import Registry
+from runtime.rewards.rules import RULES
+from tests.unit.docs_blocks import KINDS, PAGES, ROOT, Block, blocks, commands, inline, own_files, read
+from tests.unit.model_dimensions import CONFIGS
+from tests.unit.zh_pages import GENERATED
 
 # Programs whose arguments nothing here knows.
 OTHERS = (
@@ -97,35 +112,6 @@ def test_python_runs(block: Block, workplace: Workplace, monkeypatch: pytest.Mon
             assert " is not installed: " in str(error)
 
 
-@pytest.mark.parametrize(
-    ("shown", "said"),
-    [
-        ("sluice train my.yaml traning.steps=5", "traning: unknown key"),
-        ("sluice train configs/none.yaml", "not in the repository"),
-        ("cd a && python -m services.none", "services.none"),
-        ("make all", "all"),
-        ("docker run --rm sluice:cuda accept --device tpu", "^2$"),
-        ("sluice train my.yaml sampling.group_size=1", "needs at least 2"),
-        ("sluice serve tiny:qwen2 gateway.contexts=5", "gateway.contexts: unknown key"),
-        ("kubctl get pods", "kubctl is none of"),
-        ("training.stepps=5", "stepps"),
-    ],
-)
-def test_a_wrong_command_is_found(shown: str, said: str, workplace: Workplace) -> None:
-    with pytest.raises((AssertionError, ConfigError, SystemExit), match=said):
-        for words in commands(shown):
-            run(words, workplace)
-
-
-def test_blocks_and_commands_are_told_apart() -> None:
-    page = "```\na \\\n  b 'c d' | e > f   # g\n```\n1. x\n\n   ```yaml\n   a: 1\n   ```\n"
-    first, second = split(page, "p")
-    assert commands(first.text) == [["a", "b", "c d"], ["e"]]
-    assert (second.kind, str(second)) == ("yaml", "p:7")
-    with pytest.raises(ValueError, match="p:1: the block does not end"):
-        split("```", "p")
-
-
 def test_commands_in_the_text_are_there() -> None:
     """`sluice COMMAND` with its options, also as a synopsis; `make TARGET`, `python -m MODULE`."""
     wrong: list[str] = []
@@ -143,7 +129,7 @@ def test_commands_in_the_text_are_there() -> None:
 
 
 def test_settings_in_the_text_are_taken(tmp_path: Path) -> None:
-    """`section.key: value` and `section.key=value`; test_docs_links.py has the keys that stand alone."""
+    """`section.key: value` and `section.key=value`; keys that stand alone are held to the reference below."""
     (tmp_path / "base.yaml").write_text(dump(BASE), encoding="utf-8")
     pages = {code: page for page in PAGES for code in inline(page) if code not in SHAPES}
     settings = {code: re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?:=|: ?)(.+)", code) for code in pages}
@@ -286,3 +272,206 @@ def exists(name: str) -> bool:
         return all(exists(name.replace(braces[0], each)) for each in braces[1].split(","))
     pattern = re.sub(r"\b[A-Z_]{3,}\b", "*", name).rstrip("/")
     return name in own_files() or any(ROOT.glob(pattern)) or any(f"/{path}".endswith(f"/{name}") for path in files())
+
+
+# What a fragment is merged over. It lacks nothing, and has nothing that a fragment could contradict.
+BASE: dict[str, Any] = {
+    "run": {"name": "base"},
+    "model": {"path": "/models/Qwen2.5-7B"},
+    "data": {"train": "data/train.jsonl", "handler": "gsm8k"},
+    "rewards": {"rules": [{"name": "gsm8k"}]},
+}
+_REGISTRIES: list[Registry[Any]] = [
+    *(RULES, HANDLERS, interfaces.ADVANTAGES, interfaces.POLICY_LOSSES),
+    *(interfaces.CORRECTIONS, interfaces.AGGREGATIONS, interfaces.KL_ESTIMATORS),
+]
+known_names()  # registers what is built in
+_BUILT_IN = [(each, dict(each._entries)) for each in _REGISTRIES]
+_ABSOLUTE = re.compile(r"(?<![\w.:/~*])/(?=[a-z]+/)")
+
+
+class Workplace:
+    """`folder` becomes the working directory until the test ends."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
+        self._folder = folder
+        patch.chdir(folder)
+        patch.setattr(model_checks, "_installed", lambda: True)
+        cpus = this_machine().cpus
+        machine = Machine(kind="cuda", devices=tuple(map(str, range(64))), cpus=cpus)
+        patch.setattr(local_node, "this_machine", lambda: machine)
+        # As of an accelerator: the embedded engine's cache is there, not in this host's memory.
+        patch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 << 30))
+        patch.setattr(registry, "_execute", cache(registry._execute.__wrapped__))
+        for each, entries in _BUILT_IN:
+            patch.setattr(each, "_entries", dict(entries))  # what is registered here is gone afterwards
+        patch.setitem(sys.modules, "my_reward", SimpleNamespace(compute_score=lambda *_: 0.0))  # the reader's function for verl
+        (folder / "configs").symlink_to(ROOT / "configs")
+        for name, text in own_files().items():
+            self._file(Path(name)).write_text(text, encoding="utf-8")
+
+    def validate(self, config: str, overrides: Sequence[str] = ()) -> None:
+        """As `sluice validate` of a file with the text `config`, whole or a fragment. Raises ConfigError, UserError."""
+        path = self._shown(config)
+        validate(path, self.supplied(path, overrides))
+
+    def _shown(self, config: str) -> Path:
+        given = read_value(self._here(config))
+        assert isinstance(given, dict), "not a mapping"
+        whole = given if "run" in given else _merged(read_value(self._here(dump(BASE))), given)
+        path = self._folder / "shown.yaml"
+        path.write_text(dump(whole), encoding="utf-8")
+        return path
+
+    def file(self, name: str) -> Path:
+        """What a command calls so: a configuration of this repository, one that a page shows, else any of the reader's own."""
+        if name.startswith("configs/"):
+            assert (ROOT / name).is_file(), f"{name} is not in the repository"
+            return Path(name)
+        return self._shown(own_files().get(name, dump(BASE)))
+
+    def supplied(self, path: Path, overrides: Sequence[str]) -> list[str]:
+        """The overrides, with paths below this folder; the files that they and the configuration name are there."""
+        here = [self._here(override) for override in overrides]
+        self._supply(load(path, here))
+        return here
+
+    def prepare(self, path: Path, overrides: Sequence[str]) -> None:
+        """As the beginning of `sluice data prepare`: the file of options is of its schema, and has what it names."""
+        options = {key: read_value(value) for key, _, value in (here.partition("=") for here in map(self._here, overrides))}
+        options = read_value(path.read_text(encoding="utf-8")) | options
+        for name in options["input"] if isinstance(options["input"], list) else [options["input"]]:
+            self._file(Path(name)).write_text("{}\n")
+        _model(options["tokenizer_name_or_path"])
+        prepare_settings.load(path, [self._here(override) for override in overrides])
+
+    def _here(self, text: str) -> str:
+        return _ABSOLUTE.sub(f"{self._folder}/", text)
+
+    def _supply(self, config: Config) -> None:
+        """Make what the configuration names."""
+        for name in _data(config):
+            if not Path(name).exists():
+                self._file(Path(name)).write_text("{}\n")
+        reward = config.rewards.model
+        others = {config.model.reference, config.critic.path if config.critic else ""}
+        models = {config.model.path, *others, *teachers(config).values()}
+        for name in models:
+            _model(name)
+        if reward:
+            _model(reward.path, architectures=["Qwen2ForSequenceClassification"], id2label={"0": "score"})
+        interpreters = {process.python for process in processes(config).values()}
+        for name in interpreters:
+            if name and not Path(name).exists():
+                python = self._file(Path(name))
+                python.touch()
+                python.chmod(0o755)
+
+    def _file(self, path: Path) -> Path:
+        path = self._folder / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+def _data(config: Config) -> Iterator[str]:
+    train = config.data.train
+    yield from [train] if isinstance(train, str) else (source.path for source in train)
+    yield config.data.eval
+    yield from (entry.path for entry in config.evaluation.sets)
+
+
+def _model(name: str, **described: Any) -> None:
+    """A folder with a model's description and a tokenizer alone: of the sizes that its name says, else of Qwen2.5-1.5B's."""
+    folder = Path(name)
+    if not name or name.startswith("tiny:") or folder.exists():
+        return
+    key = folder.name.lower().replace("qwen2.5", "qwen25").removesuffix("-instruct").replace("-", "_")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(
+        json.dumps(CONFIGS.get(key, CONFIGS["qwen25_1.5b"]) | {"torch_dtype": "bfloat16"} | described)
+    )
+    write_tokenizer(folder)
+    (folder / "model.safetensors").touch()
+
+
+def _merged(base: dict[Any, Any], over: dict[Any, Any]) -> dict[Any, Any]:
+    both = {
+        key: _merged(base[key], over[key]) for key in over if isinstance(base.get(key), dict) and isinstance(over[key], dict)
+    }
+    return base | over | both
+
+
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`")
+LINK = re.compile(r"\]\(\s*<?([^()\s>]+)>?\s*\)")
+HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$", re.MULTILINE)
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+DASHES = re.compile(r"\|( *:?-+:? *\|)+")
+NAMED = re.compile(r"<a (?:id|name)=\"([^\"]+)\"")
+
+
+def links(text: str) -> Iterator[str]:
+    """What a page links to within the repository."""
+    found = LINK.findall(CODE.sub("`", FENCE.sub("", text)))
+    yield from (link for link in found if not re.match(r"[a-z]+:", link))
+
+
+def anchors(text: str) -> set[str]:
+    """The names of a page's headings, as GitHub makes them: small letters, no punctuation, the second of a name `-1`."""
+    found: set[str] = set(NAMED.findall(text))
+    for heading in HEADING.findall(FENCE.sub("", text)):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        times = sum(1 for one in found if re.fullmatch(rf"{re.escape(name)}(-\d+)?", one))
+        found.add(f"{name}-{times}" if times else name)
+    return found
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    return anchors(page.read_text(encoding="utf-8"))
+
+
+def dead(page: Path, text: str) -> Iterator[str]:
+    """The links of a page that lead nowhere."""
+    for link in links(text):
+        path, _, anchor = unquote(link).partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if target != page and not target.exists():
+            yield f"{link}: no such file"
+        elif anchor and anchor not in (anchors_of(target) if target != page else anchors(text)):
+            yield f"{link}: no such heading"
+
+
+def torn(text: str) -> Iterator[str]:
+    """Lines for which no reader shows a table: a head without dashes below it, a row of another number of cells."""
+    for table in TABLE.findall(FENCE.sub("", text)):
+        head, *rest = [re.sub(r"\\\|", "", line).count("|") for line in table.splitlines()]
+        if not DASHES.fullmatch(table.partition("\n")[2].partition("\n")[0]):
+            yield table.partition("\n")[0]
+        yield from (line for line, cells in zip(table.splitlines()[1:], rest, strict=True) if cells != head)
+
+
+def test_every_link_leads_somewhere_and_every_table_is_one() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert (list(dead(page, text)), list(torn(text))) == ([], []), page
+
+
+def test_keys_that_are_named_exist() -> None:
+    """A dotted name in code that begins with a section of the configuration is one of its keys, or a section.
+
+    The tables that are generated have MindSpeed-RL's names too; test_rules looks at ours in them. In the tables of
+    the page on verl and TRL the first column is theirs.
+    """
+    parts = list(config_reference.parts())
+    plain = {path.replace("[]", "") for part in parts for path in (part.path, *(key.path for key in part.keys))}
+    sections = {path.partition(".")[0] for path in plain}
+    others = ("model.embed_tokens.", "model.norm.", "model.safetensors", run_files.METRICS, "metrics.png")  # tensors, and files
+    for page in (each for each in PAGES if each.name != "configuration-reference.md"):
+        text = GENERATED.sub("", page.read_text(encoding="utf-8"))
+        if page.name == "verl-and-trl.md":
+            text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+        named = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?=[`:=])", text))
+        wrong = {name for name in named - plain if name.partition(".")[0] in sections}
+        assert {name for name in wrong if not name.startswith(others)} == set(), page

@@ -26,7 +26,6 @@ from launcher.importing.settings import FileEntry, Read, TranslatedKey
 from launcher.importing.translation import Translation
 from launcher.mindspeed.keys import TABLE
 from launcher.mindspeed.layout import ASCEND
-from launcher.mindspeed.reading import read
 from launcher.mindspeed.translate import translate
 from launcher.node.local_node import LocalNode
 from runtime.config import Config, loading, model_checks
@@ -78,9 +77,6 @@ def changed(file: Path, *changes: tuple[str, str]) -> Path:
     return file
 
 
-# ------------------------------------------------------------------------------------------------ whole files
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_the_file_and_the_report_are_those_expected(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -115,15 +111,13 @@ def test_the_file_and_the_report_are_those_expected(
     assert run("validate", output, *named, "trackers=[{name: jsonl}]") == 0  # the package of the other need not be installed
 
 
-@pytest.mark.parametrize("name", ["grpo_qwen25_7b", "r1_zero_qwen25_7b"])
-def test_dashes_and_underscores_are_alike(name: str, folder: Path, tmp_path: Path) -> None:
-    file = folder / f"{name}.yaml"
-    text = re.sub(
-        r"^( *)([a-z][\w]*):", lambda match: match[1] + match[2].replace("_", "-") + ":", file.read_text(), flags=re.M
-    )
+def test_dashes_and_underscores_are_alike(folder: Path, tmp_path: Path) -> None:
+    file = folder / "grpo_qwen25_7b.yaml"
+    dashed = r"^( *)([a-z][\w]*):", lambda match: match[1] + match[2].replace("_", "-") + ":"
+    text = re.sub(*dashed, file.read_text(), flags=re.M)
     assert "seq-length:" in text
     file.write_text(text)
-    assert imported(file, tmp_path) == load(EXPECTED / f"{name}.yaml")
+    assert imported(file, tmp_path) == load(EXPECTED / "grpo_qwen25_7b.yaml")
 
 
 def test_models_may_lie_elsewhere(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,73 +158,45 @@ def test_what_is_refused_can_be_left_out_knowingly(folder: Path, tmp_path: Path,
     assert "0 refused, 2 left out" in output.read_text()
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ("is_pairwise_dataset: true", "model.qwen25_7b.is_pairwise_dataset"),
-        ("mm_model: qwen2vl", "model.qwen25_7b.mm_model"),
-        ("stage: ray_dpo", "megatron_training.stage"),
-    ],
-)
+@pytest.mark.parametrize("change", ["is_pairwise_dataset: true", "mm_model: qwen2vl"])
 def test_what_says_what_is_trained_cannot_be_left_out(
-    change: str, key: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    change: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, name = folder / "grpo_qwen25_7b.yaml", key.rpartition(".")[2]
-    if name == "stage":
-        changed(file, ("stage: ray_grpo", change))
-    else:
-        changed(folder / "model" / "qwen25_7b.yaml", ("qwen25_7b:\n", f"qwen25_7b:\n  {change}\n"))
+    file, name = folder / "grpo_qwen25_7b.yaml", change.partition(":")[0]
+    changed(folder / "model" / "qwen25_7b.yaml", ("qwen25_7b:\n", f"qwen25_7b:\n  {change}\n"))
     changed(file, ("top_p: 1.0", "top_p: 0.9"))
-    output = tmp_path / "ours.yaml"
+    output, key = tmp_path / "ours.yaml", f"model.qwen25_7b.{name}"
     assert run("import-mindspeed", file, "--output", output) == 2
     lines = capsys.readouterr().err.splitlines()
     assert any(line.startswith(f"error: {key}: ") and ": refused: " in line for line in lines)
     assert lines[-1] == "error: --without top_p leaves out what may be left out"
     assert run("import-mindspeed", file, "--output", output, "--without", f"{name},top_p") == 2
     said = f"error: --without {name}: {key} says what is trained, and cannot be left out"
-    assert capsys.readouterr().err.splitlines() == [said]
-    assert not output.exists()
-
-
-@pytest.mark.parametrize("name", ["ppo_qwen25_32b"])
-def test_left_out_the_devices_are_shared_as_by_default_there(name: str, folder: Path, tmp_path: Path) -> None:
-    file = changed(folder / f"{name}.yaml", ("use_integrated_worker: true", "use_integrated_worker: false"))
-    assert imported(file, tmp_path, "--without", "use_integrated_worker") == load(EXPECTED / f"{name}.yaml")
+    assert capsys.readouterr().err.splitlines() == [said] and not output.exists()
 
 
 BAD = r"""
 gamma: 1.0 => gama: 1.0 => rl_config.gama: unknown key; nearest is gamma
-  min_lr: 0 =>   temperature: 0.7 => actor_config.temperature: unknown key; actor_rollout_ref.actor_rollout has
 rl_config: => rl_confg: => rl_confg: unknown section; nearest is rl_config
 train_iters: 500 => train_iters: many => megatron_training.train_iters: many is not a whole number
-use_integrated_worker: true => use_integrated_worker: 1 => use_integrated_worker: 1 is not true or false
-lr: 1e-6 => lr: [1] => actor_config.lr: [1] is not a number
     num_npus: 16 =>     npus: 16 => rl_config.actor_resource.npus: unknown key; nearest is actor_resource.num_npus
-actor_resource:\n    num_npus: 16 => actor_resource: 16 => rl_config.actor_resource: 16 is not a mapping
 mini_batch_size: 32 => mini_batch_size: 12 => rl_config.mini_batch_size: 12: does not divide the 32 prompts of a step
-num_npus: 16 => num_npus: 18 => rl_config.actor_resource.num_npus: 18: is not a multiple of tensor 2 x pipeline 2
 num_npus: 16 => num_npus: 12 => num_npus: 12: makes 3 data-parallel blocks, among which the 32 prompts
-tensor_model_parallel_size: 2 => tensor_model_parallel_size: 0 => tensor_model_parallel_size: 0: must be at least 1
 infer_tensor_parallel_size: 2 => infer_tensor_parallel_size: 3 => infer_tensor_parallel_size: 3: does not divide
 seq_length: 4096 => seq_length: 2048 => megatron_training.seq_length: 2048: leaves no room for a reply behind
 [1.0, 0.2] => [1.0] => rl_config.verifier_weight: has 1 weights for the 2 of verifier_function
 math_17k_acc => math_17_acc => math_17_acc is no verifier; nearest is math_17k_acc. MindSpeed-RL passes over it
 kl_penalty: low_var_kl => kl_penalty: full => rl_config.kl_penalty: full: refused: must be one of kl, abs, mse,
-adv_estimator: group_norm => adv_estimator: rloo => adv_estimator: rloo: refused: must be group_norm or gae
-lr_decay_style: constant => lr_decay_style: inverse-square-root => lr_decay_style: inverse-square-root: refused:
-stage: ray_grpo => stage: ray_online_dpo => megatron_training.stage: ray_online_dpo: refused:
 init_kl_coef: 0.001 => init_kl_coef: -1.0 => rl_config.init_kl_coef: algorithm.kl_coefficient: -1.0 is not a finite
 model: qwen25_7b\n  stage => model: qwen3_8b\n  stage => megatron_training.model: qwen3_8b is no model of `defaults`
       - qwen25_7b =>       - qwen9 => defaults: model qwen9: there is no 
   - model:\n      - qwen25_7b =>   - trainer: x => defaults: {trainer: x}: only
 ./Qwen2.5-7B => ${oc.env:HOME}/Qwen => tokenizer_name_or_path: ${oc.env:HOME}/Qwen: is not resolved here
 seed: 1 => seed: 1\n  max_tokens_to_oom: 1\n  max-tokens-to-oom: 2 => max_tokens_to_oom: occurs twice, with dashes
-seed: 1 => seed: 1\n  seed: 2 => key 'seed' occurs twice
 rl_config: => algorithm: {}\nrl_config: => has sections of both formats, megatron_training and algorithm
 """
 OLDER_BAD = r"""
 [6, 8] => [6, 6] => resource_pool.actor_rollout: 12 devices, but num_gpus_for_train 8 + num_gpus_for_infer 6 are 14
-[6, 8] => [6, some] => resource_pool.actor_rollout: [6, 'some']: is not a list of numbers of devices
 num_gpus_for_infer: 6 => num_gpus_for_infer: 7 => [6, 8] => [7, 8] => num_gpus_for_infer: 7: is not a multiple of
 verifier: true => verifier: false => reward: [] => reward: [2] =>   load: ./ckpt/orm\n =>  => which no section
 do_sample: true => do_sample: false => actor_rollout_ref.actor_rollout.do_sample: false: refused: replies are always
@@ -247,32 +213,14 @@ def test_a_mistake_is_a_line_and_nothing_is_written(
 ) -> None:
     *changes, part = (each.replace("\\n", "\n") for each in line.split(" => "))
     file, output, report = folder / f"{name}.yaml", tmp_path / "ours.yaml", tmp_path / "report.md"
-    assert (
-        run(
-            "import-mindspeed",
-            changed(file, *zip(changes[::2], changes[1::2], strict=True)),
-            "--output",
-            output,
-            "--report",
-            report,
-        )
-        == 2
-    )
+    changed(file, *zip(changes[::2], changes[1::2], strict=True))
+    assert run("import-mindspeed", file, "--output", output, "--report", report) == 2
     told = capsys.readouterr()
     lines = told.err.splitlines()
     hinted = any(": refused: " in each for each in lines) and ".stage: " not in part
     assert part in lines[0] and all(each.startswith("error: ") for each in lines)
     assert len(lines) == 1 + hinted or name.startswith("r1_zero"), told.err
     assert told.out == "" and not output.exists() and not report.exists()
-
-
-def test_several_mistakes_are_told_at_once(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ("gamma: 1.0", "gama: 1.0"), ("min_p: 0.0", "min_p: 0.1"), ("epochs: 1", "epochs: some")
-    file = changed(folder / "grpo_qwen25_7b.yaml", *changes)
-    assert run("import-mindspeed", file, "--output", tmp_path / "ours.yaml") == 2
-    told = capsys.readouterr().err
-    parts = "rl_config.gama: unknown key", "rl_config.epochs: some is not", "sampling_config.min_p: 0.1: refused: "
-    assert len(told.splitlines()) == 4 and all(part in told for part in (*parts, "--without min_p"))
 
 
 def test_files_that_cannot_be_read_or_written(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,8 +245,7 @@ def test_files_that_cannot_be_read_or_written(folder: Path, tmp_path: Path, caps
     before = sorted(tmp_path.rglob("*"))
     for part, arguments in cases.items():
         assert run("import-mindspeed", *arguments) == 2
-        told = capsys.readouterr().err
-        assert part in told, told
+        assert part in capsys.readouterr().err
         assert sorted(tmp_path.rglob("*")) == before
     assert there.read_text() == "mine"
 
@@ -314,9 +261,6 @@ def test_each_command_says_of_the_others_file_whose_it_is(tmp_path: Path, capsys
     theirs.write_text("megatron_training: {train_iters: 1}\n")
     assert run("validate", theirs) == 2
     assert "sluice import-mindspeed makes a configuration of it" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------------------ single keys
 
 
 BASE: dict[str, dict[str, Any]] = {
@@ -367,18 +311,13 @@ def refused(**changes: Mapping[str, Any]) -> list[str]:
 
 
 TRANSLATED = """
-megatron_training: {data_path: ./a/data} => data.train: ./a/data.parquet
 megatron_training: {data_path: ./a/data.jsonl} => data.train: ./a/data.jsonl
 megatron_training: {data_path: '2,./a,0.5,./b.json'}
   => data.train: [{path: ./a.parquet, weight: 2.0}, {path: ./b.json, weight: 0.5}]
-megatron_training: {data_path: [./a, ./b]} => data.train: [{path: ./a.parquet}, {path: ./b.parquet}]
 megatron_training: {handler_name: R1AlpacaStyleInstructionHandler, map_keys: {prompt: q, query: '', response: a, system: ''}}
   => data.handler: r1, data.prompt_key: q, data.query_key: '', data.label_key: a, data.system_key: ''
 megatron_training: {dataset_additional_keys: [labels, level]} => data.additional_keys: [level]
 megatron_training: {no_shared_storage: true} => cluster.shared_folder: false
-megatron_training: {seq_length: 4096} => sampling.max_new_tokens: 3584, cluster.shared_folder: null
-generate_config: {sampling_config.max_tokens: 2048} => sampling.max_new_tokens: 2048
-rl_config: {verifier_function: [acc]} => rewards.rules: [{name: acc}]
 older: true => rewards.rules: [{name: r1_zero_acc}]
 older: true, algorithm: {verifier_function: [step]} => rewards.rules: [{name: step}]
 older: true, reward: {verifier: false, load: orm}, resource_pool: {actor_rollout: [4], reward: [2, 1], ref: [2]}
@@ -386,8 +325,6 @@ older: true, reward: {verifier: false, load: orm}, resource_pool: {actor_rollout
 rl_config: {init_kl_coef: 0.01}
   => training.optimizer.schedule: linear, training.optimizer.weight_decay: 0.01, algorithm.clip_high: 0.2
 rl_config: {kl_penalty: kl} => algorithm.kl: k1
-rl_config: {kl_penalty: abs} => algorithm.kl: abs
-rl_config: {kl_penalty: mse} => algorithm.kl: k2
 rl_config: {kl_penalty: low_var_kl} => algorithm.kl: null
 megatron_training: {stage: ray_grpo}
   => algorithm.kl_placement: null, algorithm.kl_coefficient: 0.01, rewards.rules: [{name: base_acc}]
@@ -395,36 +332,18 @@ megatron_training: {stage: ray_ppo}, rl_config: {adv_estimator: gae, use_kl_in_r
   => algorithm.kl_placement: reward, algorithm.kl_coefficient: 0.01, services.reference.colocate: trainer
 megatron_training: {stage: ray_ppo}, rl_config: {adv_estimator: gae}, critic_config: {lr: 1e-5}
   => algorithm.kl_placement: null, algorithm.kl_coefficient: null, services.reference.colocate: null
-megatron_training: {stage: ray_ppo}, rl_config: {use_kl_in_reward: true}, critic_config: {lr: 1e-5}
-  => algorithm.kl_placement: null, algorithm.kl_coefficient: null
-megatron_training: {stage: ray_grpo}, rl_config: {adv_estimator: gae, use_kl_in_reward: true}, critic_config: {lr: 1e-5}
-  => algorithm.kl_placement: null, algorithm.kl_coefficient: 0.01
-megatron_training: {stage: ray_dapo} => algorithm.kl_placement: null, algorithm.kl_coefficient: null
-rl_config: {mini_batch_size: 32} => training.mini_batch_size: null, training.groups_per_step: 32
 rl_config: {mini_batch_size: 8} => training.mini_batch_size: 8
-rl_config: {mini_batch_size: 128} => training.mini_batch_size: null
-older: true, actor_rollout_ref.actor_rollout: {ppo_mini_batch_size: 4, n_samples_per_prompt: 4} => training.mini_batch_size: 4
 older: true, actor_rollout_ref.actor_rollout: {ppo_mini_batch_size: 16, n_samples_per_prompt: 4} => training.mini_batch_size: 4
 older: true, actor_rollout_ref.actor_rollout: {ppo_mini_batch_size: 64, n_samples_per_prompt: 4}
   => training.mini_batch_size: null
-rl_config: {} => training.max_tokens_per_microbatch: 2048
-rl_config: {use_dynamic_bsz: true} => training.max_tokens_per_microbatch: 4096
 rl_config: {use_dynamic_bsz: true, max_packing_token_size: 9000} => training.max_tokens_per_microbatch: 4096
 rl_config: {use_dynamic_bsz: true, max_packing_token_size: 9000, update_max_packing_token_size: 7000}
   => training.max_tokens_per_microbatch: 7000
-rl_config: {update_max_packing_token_size: 7000} => training.max_tokens_per_microbatch: 2048
-rl_config: {max_tokens_to_oom: 1000000} => training.max_tokens_per_microbatch: 2048
-generate_config: {max_tokens_to_oom: 1000000} => training.max_tokens_per_microbatch: 2048
 rl_config: {max_tokens_to_oom: 12000, use_dynamic_bsz: true} => training.max_tokens_per_microbatch: 12000
-actor_config: {max_tokens_to_oom: 12000}, rl_config: {use_dynamic_bsz: true} => training.max_tokens_per_microbatch: 12000
 older: true, actor_rollout_ref.actor_rollout: {micro_batch_size: 2, max_tokens_to_oom: 1000000}
   => training.max_tokens_per_microbatch: 2048
-rl_config: {use_dynamic_bsz: true, max_packing_token_size: 9000, ref_forward_micro_batch_size: 3}
-  => services.reference.max_tokens_per_microbatch: 4096
 rl_config: {use_dynamic_bsz: true, ref_max_packing_token_size: 7000, ref_forward_micro_batch_size: 3}
   => services.reference.max_tokens_per_microbatch: 7000
-rl_config: {max_packing_token_size: 9000, ref_forward_micro_batch_size: 3}
-  => services.reference.max_tokens_per_microbatch: 3072
 rl_config: {n_samples_per_prompt: 4}
   => services.rollout.colocate: trainer, services.reference: {colocate: trainer, processes: 8, engine: megatron}
 rl_config: {use_integrated_worker: false, blocking: false, reference_resource.num_npus: 4},
@@ -433,9 +352,6 @@ rl_config: {use_integrated_worker: false, blocking: false, reference_resource.nu
   services.rollout.colocate: trainer, training.staleness: 0
 actor_config: {pipeline_model_parallel_size: 4, num_layer_list: '9,10,10,7'}
   => services.trainer.parallel: {pipeline: 4, layers_per_stage: [9, 10, 10, 7]}
-actor_config: {pipeline_model_parallel_size: 4, num_layer_list: [9, 9, 9, 9]} => services.trainer.parallel: {pipeline: 4}
-actor_config: {pipeline_model_parallel_size: 4, num_layers: 40, noop_layers: '3,39'}
-  => services.trainer.parallel: {pipeline: 4, layers_per_stage: [9, 10, 10, 9]}
 actor_config: {pipeline_model_parallel_size: 4, num_layers: 40, noop_layers: '3,13,23,33'}
   => services.trainer.parallel: {pipeline: 4}
 actor_config: {pipeline_model_parallel_size: 4, num_layer_list: '10,10,10,10', noop_layers: '0,1'}
@@ -444,18 +360,15 @@ actor_config: {lora_target_modules: [linear_qkv, linear_fc2], lora_r: 128, lora_
   megatron_training: {tensor_model_parallel_size: 4}, rl_config: {share_backbone: true}
   => lora: {rank: 128, alpha: 64.0, target_modules: [q_proj, k_proj, v_proj, down_proj]}, reference.mode: adapter_off,
   services.trainer: {processes: 8, engine: megatron, parallel: {tensor: 4}}
-rl_config: {use_tensorboard: true} => trackers: null
 rl_config: {use_tensorboard: false} => trackers: [{name: jsonl}]
 rl_config: {use_wandb: true, use_tensorboard: false} => trackers: [{name: jsonl}, {name: wandb, mode: online}]
 rl_config: {use_swanlab: true, swanlab_mode: local, swanlab_project: p, use_tensorboard: false}
   => trackers: [{name: jsonl}, {name: swanlab, mode: offline, project: p}]
 older: true, algorithm: {kl_ctrl.type: adaptive, kl_ctrl.target_kl: 0.2, kl_ctrl.horizon: 500, kl_ctrl.kl_coef: 0.1}
   => algorithm.kl_target: 0.2, algorithm.kl_horizon: 500
-rl_config: {kl_ctrl_type: fixed, kl_target: 0.2} => algorithm.kl_target: null
 generate_config: {infer_tensor_parallel_size: 4, infer_expert_parallel_size: 4}
   => services.rollout.engine_args.enable_expert_parallel: true
 rl_config: {partial_rollout_max_split: 4} => training.partial_rollouts: true, training.staleness: 3
-rl_config: {partial_rollout_max_split: 1} => training.partial_rollouts: null
 megatron_training: {stage: ray_ppo}, actor_config: {load: a, tensor_model_parallel_size: 2},
   critic_config: {lr: 5e-6, load: a, tensor_model_parallel_size: 4, sequence_parallel: true, adam_beta2: 0.9},
   rl_config: {adv_estimator: gae, lam: 0.9, cliprange_value: 0.3, critic_resource.num_npus: 4},
@@ -491,45 +404,31 @@ def test_what_is_made_of_a_key(theirs: dict[str, Any], ours: str) -> None:
     assert {path: at(got, path) for path in wanted} == wanted
 
 
-@pytest.mark.parametrize(
-    ("section", "name", "value", "reason"),
-    [
-        ("megatron_training", "dpo_loss_type", "hinge", "DPO"),
-        ("megatron_training", "refer_model_iter", 2, "DPO"),
-        ("megatron_training", "vocab_extra_ids", 2, "tokenizer.json"),
-        ("megatron_training", "attention_mask_type", "full", "causal"),
-        ("megatron_training", "cp_attention_mask_type", "full", "causal"),
-        ("msprobe_config", "msprobe", True, "mismatch"),
-    ],
-)
-def test_what_asks_for_what_sluice_does_not_do_is_refused(section: str, name: str, value: Any, reason: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s){section}.{name}.*{reason}"):
-        made(**{section: {name: value}})
-    off = TABLE.find(section, name)[1].default  # type: ignore[index]
-    made(**{section: {name: off}})
-    made(**{section: {name: value}}, without=(name,))
+REFUSED = """
+megatron_training: {dpo_loss_type: hinge} => DPO
+megatron_training: {vocab_extra_ids: 2} => tokenizer.json
+megatron_training: {cp_attention_mask_type: full} => causal
+msprobe_config: {msprobe: true} => mismatch
+"""
+IMPOSSIBLE = """
+actor_config: {pipeline_model_parallel_size: 4, num_layer_list: '9,8,9,10'} => the same number of layers
+actor_config: {pipeline_model_parallel_size: 4, num_layer_list: '9,8'} => has 2 stages
+generate_config: {sampling_config.top_k: 20} => training samples from the whole distribution
+generate_config: {infer_expert_parallel_size: 8} => at most that
+rl_config: {overlong_buffer_enable: true, overlong_buffer: 128, rollout_max_tokens: 2048}
+  => rl_config.rollout_max_tokens: 2048: is not how long a reply may be, 512
+rl_config: {overlong_buffer_enable: true, overlong_buffer: 512, rollout_max_tokens: 512} => must be below the 512 tokens
+"""
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"actor_config": {"pipeline_model_parallel_size": 4, "num_layer_list": "9,8,9,10"}}, "the same number of layers"),
-        ({"actor_config": {"pipeline_model_parallel_size": 4, "num_layer_list": "9,8"}}, "has 2 stages"),
-        ({"generate_config": {"sampling_config.top_k": 20}}, "training samples from the whole distribution"),
-        ({"generate_config": {"infer_expert_parallel_size": 8}}, "at most that"),
-        (
-            {"rl_config": {"overlong_buffer_enable": True, "overlong_buffer": 128, "rollout_max_tokens": 2048}},
-            "rl_config.rollout_max_tokens: 2048: is not how long a reply may be, 512",
-        ),
-        (
-            {"rl_config": {"overlong_buffer_enable": True, "overlong_buffer": 512, "rollout_max_tokens": 512}},
-            "must be below the 512 tokens",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
-    (fault, *_) = refused(**changes)
-    assert said in fault
+@pytest.mark.parametrize(("changes", "said"), cases(REFUSED + IMPOSSIBLE))
+def test_what_sluice_does_not_do_and_what_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
+    assert said in refused(**changes)[0]
+    if said in REFUSED:
+        ((section, keys),) = changes.items()
+        (name,) = keys
+        made(**{section: {name: TABLE.find(section, name)[1].default}})  # type: ignore[index]
+        made(**changes, without=(name,))
 
 
 def test_the_report_says_which_key_decided_and_what_was_carried_over() -> None:
@@ -538,18 +437,13 @@ def test_the_report_says_which_key_decided_and_what_was_carried_over() -> None:
     assert row(got, "model.m.weight_decay").outcome == "ignored"
     carried = {each.path: each.ours for each in made().carried}
     assert carried["rl_config.init_kl_coef"] == ("algorithm.kl_coefficient=0.01",)
-    assert carried["megatron_training.weight_decay"] == ("training.optimizer.weight_decay=0.01",)
     assert not {"rl_config.gamma", "megatron_training.adam_beta1"} & carried.keys()  # these are ours too
-    fixed = made(rl_config={"kl_ctrl_type": "fixed", "kl_target": 0.2})
-    assert row(fixed, "rl_config.kl_target").reason == "of an adaptive coefficient"
     keys = {"sampling_config.top_p": 1, "sampling_config.top_k": 0, "sampling_config.min_p": 0, "torchair_graph": False}
     off = made(generate_config=keys, rl_config={"multi_turn_enable": False, "partial_rollout_max_split": 1}).rows
     assert len([each for each in off if each.reason.startswith("off there too")]) == 6
     critic = {"lr": 1e-5, "lr_decay_style": "constant", "weight_decay": 0}
     ours = made(critic_config=critic, rl_config={"adv_estimator": "gae", "cliprange_value": 0.2})
     assert ours.raw["critic"] == {}, "a critic whose settings are ours is there all the same"
-    told = row(made(rl_config={"filter_groups_enable": True}), "rl_config.filter_groups_enable")
-    assert told.reason.startswith("of ray_dapo, ") and told.outcome == "ignored"
     adaptive = {"kl_ctrl_type": "adaptive", "kl_target": 0.2, "kl_horizon": 500}
     assert "it stays init_kl_coef" in row(made(rl_config=adaptive), "rl_config.kl_target").reason
     left = made(("init_kl_coef", "rl_config.clip-ratio"), rl_config={"init_kl_coef": 0.5, "clip_ratio": 0.4})
@@ -557,61 +451,33 @@ def test_the_report_says_which_key_decided_and_what_was_carried_over() -> None:
     assert row(left, "rl_config.clip_ratio").outcome == "left out"
 
 
-ADVISED = [
-    (
-        {"rl_config": {"mini_batch_size": 64, "n_samples_per_prompt": 8, "actor_resource.num_npus": 2}},
-        "meant as samples",
-        "training.mini_batch_size=8",
-    ),
-    ({"rl_config": {"mini_batch_size": 128}}, "meant as samples", ""),
-    ({"rl_config": {"max_tokens_to_oom": 12000, "use_dynamic_bsz": True}}, "takes as much memory", "2048"),
-    ({"rl_config": {"use_dynamic_bsz": True}}, "takes as much memory", ""),
-    ({}, "sampling_config.top_k is 50", "as the file has none"),
-    ({"generate_config": {"sampling_config.top_k": -1}}, "sampling_config.top_k is 50", ""),
-    ({"rl_config": {"actor_resource.num_npus": 32}}, "services.coordinator.host and port", "services.coordinator"),
-    (
-        {"rl_config": {"actor_resource.num_npus": 32}, "megatron_training": {"no_shared_storage": True}},
-        "services.coordinator.host and port",
-        "SLUICE_SECRET",
-    ),
-    ({"rl_config": {"actor_resource.num_npus": 16}}, "services.coordinator.host and port", ""),
-]
+ADVISED = """
+profiler_config: {integrated: {profile: true, profile_step_start: 2, profile_step_end: 5}}
+  => profiler_config.integrated: sluice profile RUN --role trainer --steps 3
+profiler_config: {integrated: {profile: true, stage: actor_generate, profile_step_start: 2}}
+  => profiler_config.integrated: sluice profile RUN --role rollout
+profiler_config: {integrated: {profile: true, profile_ranks: [0, 3]}}
+  => profiler_config.integrated: --process trainer-0 --steps 1 and sluice profile RUN --process trainer-3 --steps 1
+profiler_config: {integrated: {profile: false, stage: actor_generate}} => profiler_config.integrated
+rl_config: {mini_batch_size: 64, n_samples_per_prompt: 8, actor_resource.num_npus: 2}
+  => meant as samples: training.mini_batch_size=8
+rl_config: {mini_batch_size: 128} => meant as samples
+rl_config: {max_tokens_to_oom: 12000, use_dynamic_bsz: true} => takes as much memory: 2048
+rl_config: {use_dynamic_bsz: true} => takes as much memory
+model: {} => sampling_config.top_k is 50: as the file has none
+generate_config: {sampling_config.top_k: -1} => sampling_config.top_k is 50
+rl_config: {actor_resource.num_npus: 32}, megatron_training: {no_shared_storage: true}
+  => services.coordinator.host and port: SLUICE_SECRET
+rl_config: {actor_resource.num_npus: 16} => services.coordinator.host and port
+"""
 
 
-@pytest.mark.parametrize(("changes", "about", "said"), ADVISED)
-def test_what_is_advised(changes: dict[str, Any], about: str, said: str) -> None:
+@pytest.mark.parametrize(("changes", "said"), cases(ADVISED))
+def test_what_is_advised(changes: dict[str, Any], said: str) -> None:
+    """What the advice is about, and a part of it; nothing where there is none."""
+    about, _, part = said.partition(": ")
     advised = [line for line in made(**changes).advice if about in line]
-    assert len(advised) == bool(said) and all(said in line for line in advised)
-
-
-@pytest.mark.parametrize(
-    ("asked", "command"),
-    [
-        ({}, "sluice profile RUN --role trainer --steps 1"),
-        ({"profile_step_start": 2, "profile_step_end": 5}, "sluice profile RUN --role trainer --steps 3 "),
-        ({"stage": "actor_generate", "profile_step_start": 2}, "sluice profile RUN --role rollout "),
-        ({"stage": "reference_compute_log_prob"}, "sluice profile RUN --role reference "),
-        ({"profile_ranks": [0, 3]}, "--process trainer-0 --steps 1 and sluice profile RUN --process trainer-3 --steps 1 "),
-    ],
-)
-def test_a_profile_is_answered_with_the_command_that_makes_one(asked: dict[str, Any], command: str) -> None:
-    got, path = made(profiler_config={"integrated": {"profile": True, **asked}}), "profiler_config.integrated"
-    (line,) = (line for line in got.advice if path in line)
-    assert command in line and command in row(got, path).reason
-    assert ("step before the one that is 2 there" in line) == ("profile_step_start" in asked)
-    off = made(profiler_config={"integrated": {"profile": False, **asked}})
-    assert not [line for line in off.advice if path in line]
-
-
-def test_a_layout_that_is_left_out_is_that_of_their_default() -> None:
-    base = {"adv_estimator": "gae", "actor_resource.num_npus": 4}
-    default = made(rl_config=base, critic_config={"lr": 1e-5})
-    for name, value in (("use_integrated_worker", False), ("colocate_all_models", True)):
-        assert made((name,), rl_config=base | {name: value}, critic_config={"lr": 1e-5}).raw == default.raw
-    assert {at(default, f"services.{role}.colocate") for role in ("rollout", "reference", "critic")} == {"trainer"}
-
-
-# ------------------------------------------------------------------------------------------------ the table of keys
+    assert len(advised) == bool(part) and all(part in line for line in advised)
 
 
 # Names and defaults of its configuration classes, of April 2026; "?" is a default that follows from another.
@@ -653,12 +519,6 @@ def test_a_key_has_one_outcome_and_a_reason() -> None:
                 assert key.fault(b"x") != "" and key.fault(key.default) == "", told
             if key.refused:
                 assert key.asks_for_nothing(key.default) and not key.asks_for_nothing("something else"), told
-
-
-def test_every_key_of_the_example_files_is_in_the_table() -> None:
-    for file in sorted(FILES.glob("*.yaml")):
-        for entry in read(file).entries:
-            assert TABLE.find(entry.section, entry.name) is not None, entry.path
 
 
 def test_the_guide_has_the_table_the_options_and_configurations_of_the_schema() -> None:

@@ -15,7 +15,7 @@ from launcher.render import compose, kubernetes, monitoring, slurm
 from launcher.render.plan import Plan, label, shared_folder
 from runtime.errors import ConfigError
 from tests.unit.config_cases import cases
-from tests.unit.render_cases import auto, listed, made, reloaded
+from tests.unit.render_cases import CUDA, KEPT, PLANS, auto, listed, made, reloaded, rendered
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,14 +100,9 @@ def test_the_command_writes_files_that_say_where_they_are_from_and_spares_what_w
     assert paths[0].read_text() == "mine"
 
 
-# ------------------------------------------------------------------------------------------------ Compose
-
-
-PLANS = {
-    "one": made(),
-    "cuda": made("cuda", 2, **auto(3)),
-    "named": made("npu", **listed(trains=2, generates=1), run={"name": "x", "resume": "auto"}),
-}
+@pytest.mark.parametrize("name", PLANS)
+def test_what_is_rendered_is_what_was_read_and_kept(name: str) -> None:
+    assert rendered(name) == (KEPT / f"{name}.txt").read_text(), "read the difference, then python -m tests.unit.render_cases"
 
 
 def services(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -115,50 +110,13 @@ def services(plan: Plan) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_every_node_is_a_service_that_reaches_the_first(plan: Plan, tmp_path: Path) -> None:
-    config = reloaded(compose.render(plan)["config.yaml"], tmp_path)
-    first = next(iter(services(plan)))
-    assert config.services.coordinator.host == first
-    assert len(services(plan)) == len(plan.nodes)
-    for name, service in services(plan).items():
-        assert service["hostname"] == name == service["command"][service["command"].index("--name") + 1]
-        _, *command, folder, address = service["healthcheck"]["test"]
-        assert command == ["python3", "-m", "sluice.health_check", "--run"] and address == f"{first}:29400"
-        assert folder == f"/home/sluice/{config.run.dir}"
-        assert service["user"] == "1000:1000"
-        assert service["volumes"][0] == {"type": "volume", "source": "shared", "target": "/home/sluice/runs"}
-
-
-def test_variables_that_the_configuration_reads_are_the_shells() -> None:
-    plan = made(**auto(2), services={"trainer": {"env": {"B": {"from": "HF_TOKEN"}, "A": "x"}}})
-    assert [service["environment"] for service in services(plan).values()] == [["HF_TOKEN"], ["HF_TOKEN"]]
-    assert not any("environment" in service for service in services(PLANS["one"]).values())
-
-
-def test_nodes_share_out_the_machines_devices() -> None:
-    reserved = [
-        service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
-        for service in services(PLANS["cuda"]).values()
-    ]
-    assert reserved == [["0", "1"], ["2", "3"], ["4", "5"]]
-    trains, generates = services(PLANS["named"]).values()
-    assert trains["devices"][:2] == ["/dev/davinci0:/dev/davinci0", "/dev/davinci1:/dev/davinci1"]
-    assert generates["devices"][:2] == ["/dev/davinci2:/dev/davinci2", "/dev/davinci_manager:/dev/davinci_manager"]
-    assert generates["command"][generates["command"].index("--devices") + 1] == "1"
-    assert trains["entrypoint"] == ["with-cann", "torchrun"]
-
-
-def test_the_coordinators_node_is_stopped_first_and_comes_back_only_where_the_run_resumes() -> None:
-    """Compose stops a service before those that it depends on."""
-    first, *others = services(PLANS["cuda"]).values()
-    assert first["depends_on"] == ["node-1", "node-2"]
-    assert not any("depends_on" in other for other in (*others, services(PLANS["one"])["node-0"]))
-    assert [service["restart"] for service in (first, *others)] == ["no", "on-failure:3", "on-failure:3"]
-    assert [service["restart"] for service in services(PLANS["named"]).values()] == ["on-failure:3", "on-failure:3"]
-
-
-# ------------------------------------------------------------------------------------------------ Prometheus and Grafana
+def test_services_of_compose_share_out_the_machines_devices_and_come_back_only_where_the_run_resumes(tmp_path: Path) -> None:
+    (alone,) = services(made()).values()
+    assert not {"environment", "depends_on", "deploy", "devices"} & alone.keys() and "--devices" not in alone["command"]
+    assert reloaded(compose.render(CUDA)["config.yaml"], tmp_path).services.coordinator.host == next(iter(services(CUDA)))
+    resources = [service["deploy"]["resources"]["reservations"]["devices"] for service in services(CUDA).values()]
+    assert [each[0]["device_ids"] for each in resources] == [["0", "1"], ["2", "3"], ["4", "5"]]
+    assert {service["restart"] for service in services(CUDA).values()} == {"on-failure:3"}
 
 
 FILES = {"prometheus.yaml", "alerts.yaml", "grafana.json"}
@@ -181,11 +139,6 @@ def test_nothing_is_written_for_a_prometheus_that_finds_nothing(target: Any) -> 
     assert target.render(made(**auto(2), **TOKEN)).keys() >= FILES
 
 
-def manifest(plan: Plan, kind: str) -> Any:
-    (found,) = (each for each in yaml.safe_load_all(kubernetes.render(plan)["sluice.yaml"]) if each["kind"] == kind)
-    return found
-
-
 @pytest.mark.parametrize(("given", "port"), [(0, 28400), (9500, 9500)])
 def test_the_coordinator_serves_where_prometheus_looks(given: int, port: int, tmp_path: Path) -> None:
     plan = made(**auto(2), metrics={"prometheus": {"port": given, "token": {"from": "SCRAPED"}}})
@@ -193,35 +146,14 @@ def test_the_coordinator_serves_where_prometheus_looks(given: int, port: int, tm
     config = reloaded(files["config.yaml"], tmp_path)
     assert config.metrics.prometheus is not None and config.metrics.prometheus.port == port
     assert url(files) == f"http://{config.services.coordinator.host}:{port}/sd"
-    host = reloaded(manifest(plan, "ConfigMap")["data"]["config.yaml"], tmp_path).services.coordinator.host
-    assert url(kubernetes.render(plan)) == f"http://{host}:{port}/sd"
-    open_to_all = made(network={"security": "none"}, metrics={"prometheus": {"port": 1}}).config
-    assert url(monitoring.render(open_to_all, "fd00::1")) == "http://[fd00::1]:1/sd"
-
-
-def test_a_token_is_read_from_a_file_and_every_node_is_given_its_variable() -> None:
-    plan = made(**TOKEN)
-    assert plan.variables == ["SCRAPED"]
-    found = job(compose.render(plan))
     expected = {"type": "Bearer", "credentials_file": "sluice.token"}
-    assert found["authorization"] == found["http_sd_configs"][0]["authorization"] == expected
-    open_to_all = made(network={"security": "none"}, metrics={"prometheus": {}})
-    assert "authorization" not in job(compose.render(open_to_all)) and open_to_all.variables == []
-
-
-def test_pods_let_prometheus_in_where_it_has_something_to_read() -> None:
-    ranged = made(**TOKEN, network={"port_range": [20000, 21000]})
-    for plan, others, ports in (
-        (made(), 0, []),
-        (made(**TOKEN), 1, [None]),
-        (ranged, 1, [[{"port": 20000, "endPort": 21000}, {"port": 28400}]]),
-    ):
-        policy = manifest(plan, "NetworkPolicy")["spec"]
-        own, *scraped = policy["ingress"]
-        assert own == {"from": [{"podSelector": policy["podSelector"]}]}
-        selectors = [each["podSelector"]["matchLabels"] for rule in scraped for each in rule["from"]]
-        assert selectors == [{"app.kubernetes.io/name": "prometheus"}] * others
-        assert [rule.get("ports") for rule in scraped] == ports
+    assert job(files)["authorization"] == job(files)["http_sd_configs"][0]["authorization"] == expected
+    (configured,) = (each for each in yaml.safe_load_all(kubernetes.render(plan)["sluice.yaml"]) if each["kind"] == "ConfigMap")
+    host = reloaded(configured["data"]["config.yaml"], tmp_path).services.coordinator.host
+    assert url(kubernetes.render(plan)) == f"http://{host}:{port}/sd"
+    open_to_all = made(network={"security": "none"}, metrics={"prometheus": {"port": 1}})
+    files = monitoring.render(open_to_all.config, "fd00::1")
+    assert url(files) == "http://[fd00::1]:1/sd" and "authorization" not in job(files) and open_to_all.variables == []
 
 
 def test_alarms_and_panels_are_whole_and_in_the_guide() -> None:

@@ -6,21 +6,27 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+import sluice
 from launcher import config_reference
-from runtime.config import Config, Run, loading
+from launcher.config_reference import schema
+from runtime import run_files
+from runtime.config import UNIT, Config, Run, loading
 from services.rpc import contract
+from sluice import start
 from tests.unit import import_diagram, timeouts_page
 from tests.unit.source_tree import (
     FILES,
@@ -37,29 +43,17 @@ from tests.unit.source_tree import (
 )
 
 PURE = (
-    "runtime/algorithms/",
-    "runtime/data/order.py",
+    *("runtime/algorithms/", "runtime/data/order.py", "runtime/models/families/", "runtime/models/rope.py"),
     *(f"runtime/rewards/{name}.py" for name in ("accuracy", "extraction", "format", "numeric", "rules")),
-    "runtime/models/families/",
-    "runtime/models/rope.py",
-    "runtime/weights/plain_pickle.py",
-    "runtime/telemetry/report/lineages.py",
-    "runtime/telemetry/report/thinning.py",
-    "runtime/weights/plan.py",
-    "runtime/ledger/states.py",
-    "runtime/coordinator/staleness.py",
-    "runtime/coordinator/weight_sync_protocol.py",
-    "runtime/coordinator/register.py",
-    "runtime/coordinator/device_schedule.py",
+    *("runtime/telemetry/report/lineages.py", "runtime/telemetry/report/thinning.py", "runtime/ledger/states.py"),
+    *("runtime/weights/plain_pickle.py", "runtime/weights/plan.py"),
+    *(f"runtime/coordinator/{name}.py" for name in ("staleness", "weight_sync_protocol", "register", "device_schedule")),
 )
-
-
 IMPURE = {  # what reads a clock, the system or the configuration
     *("asyncio", "concurrent", "contextvars", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random"),
     *("select", "shutil", "signal", "socket", "sqlite3", "subprocess", "sys", "tempfile", "threading", "time"),
     *("runtime.config", "runtime.config.checks", "runtime.config.loading", "runtime.process.platform"),
 }
-
 
 OPTIONAL = {  # what only some machines have, and the files and folders that may name it
     "vllm": {"runtime/rollout/vllm/shim.py", "runtime/rollout/vllm/worker.py"},
@@ -68,12 +62,9 @@ OPTIONAL = {  # what only some machines have, and the files and folders that may
     "torch_npu": {"runtime/process/platform.py"},
 }
 
-
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
-
 TRANSLATORS = {"services/rpc/contract.py"}
-
 
 START = ("sluice", "sluice.start")  # of `from sluice import start`: how a process of ours is started, which all may know
 
@@ -215,21 +206,19 @@ def test_each_class_has_a_name_of_its_own() -> None:
 CALLABLES = 8  # constructor parameters and fields that are callables: no more than today; pass an object with a method
 
 
-def callables() -> list[str]:
+def callables() -> Iterator[str]:
     """`file:class.name` of each parameter of `__init__`, and each field of a class, that is annotated as a Callable."""
-    found = []
     for file, node in classes():
         named = [(ast.unparse(one.target), one.annotation) for one in node.body if isinstance(one, ast.AnnAssign)]
         for one in node.body:
             if isinstance(one, ast.FunctionDef) and one.name == "__init__":
                 arguments = (*one.args.posonlyargs, *one.args.args, *one.args.kwonlyargs)
                 named += [(each.arg, each.annotation) for each in arguments if each.annotation is not None]
-        found += [f"{file}:{node.name}.{name}" for name, kind in named if "Callable" in ast.unparse(kind)]
-    return found
+        yield from (f"{file}:{node.name}.{name}" for name, kind in named if "Callable" in ast.unparse(kind))
 
 
 def test_callables_are_passed_to_few_constructors() -> None:
-    assert len(callables()) <= CALLABLES, callables()
+    assert len(found := list(callables())) <= CALLABLES, found
 
 
 # ------------------------------------------------------------------------------------------------ what stays light
@@ -239,13 +228,9 @@ HEAVY = ("torch", "transformers", "vllm", "megatron")
 
 def loaded(code: str, *more: str) -> list[str]:
     """The heavy packages, and `more` modules, that a fresh interpreter has after `code`."""
-    report = (
-        f"\nimport json, sys\nsys.stdout.write('\\n' + json.dumps([name for name in {HEAVY + more} if name in sys.modules]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code + report], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    report = f"\nimport json, sys\nprint('\\n' + json.dumps([name for name in {HEAVY + more} if name in sys.modules]))"
+    command = [sys.executable, "-c", code + report]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     found: list[str] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -279,13 +264,6 @@ def test_nothing_heavy_is_loaded() -> None:
     assert loaded(ROLES, "plotly", "launcher.config_reference") == []
     assert loaded(COMMANDS) == []
     assert loaded("import sys, types; sys.modules['torch'] = types.ModuleType('torch')") == ["torch"], "the check can fail"
-
-
-def test_the_command_line_answers_help() -> None:
-    command = [sys.executable, "-m", "launcher.cli", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0
-    assert "usage: sluice" in done.stdout
 
 
 # ------------------------------------------------------------------------------------------------ pages made from the source
@@ -331,12 +309,9 @@ def test_a_word_is_in_the_code_where_the_glossary_says_and_earlier_names_are_not
 
 ELSEWHERE = {"simulation", "generated"}  # seconds of a virtual clock; no code of ours
 
-
 WAITS = {"wait_for", "wait", "sleep", "stop", "join", "call_later", "settimeout", "poll", "timedelta", "done_within"}
 
-
 NAMED = re.compile(r"_?[A-Z_]*(TIMEOUT|GRACE|POLL|RETRY|DELAY|PATIENCE|REFRESH|BACKOFF|STALLED|LOOK)(, _?[A-Z_]+)* = [\d.]+")
-
 
 SAID = re.compile(r"timeout\w*[:=]\d|^_?[A-Z_, ]+ = [\d., ]+  # .*\bseconds (between|that .* waits)")
 
@@ -358,26 +333,22 @@ def test_no_module_has_a_timeout_of_its_own() -> None:
     assert [f"{file}:{line}" for file in files for line in own_waits(text(file), nodes(file))] == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0",
-        "INTERVAL = 5.0  # seconds between two lines",
-        "SHORT = {'RES_OPTIONS': 'timeout:1 attempts:1'}",
-        "time.sleep(0.05)",
-        "LOOKS = 0.05; time.sleep(LOOKS)",
-        "left = max(give_up - time.monotonic(), 0.1)",
-        "call(timeout=max(1.5, left))",
-        "work.wait(timedelta(seconds=0.001))",
-        "loop.call_later(WAIT, print); WAIT = 2.0",
-        "OPTIONS = (('grpc.max_reconnect_backoff_ms', 1000),)",
-    ],
-)
-def test_a_wait_of_its_own_is_found(line: str) -> None:
-    assert set(waits(line)) == {1}
+WAITING = """
+FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0
+INTERVAL = 5.0  # seconds between two lines
+SHORT = {'RES_OPTIONS': 'timeout:1 attempts:1'}
+time.sleep(0.05)
+LOOKS = 0.05; time.sleep(LOOKS)
+left = max(give_up - time.monotonic(), 0.1)
+call(timeout=max(1.5, left))
+work.wait(timedelta(seconds=0.001))
+loop.call_later(WAIT, print); WAIT = 2.0
+OPTIONS = (('grpc.max_reconnect_backoff_ms', 1000),)
+"""
 
 
-def test_a_number_that_is_no_wait_is_not_found() -> None:
+def test_a_wait_of_its_own_is_found_and_a_number_that_is_none_is_not() -> None:
+    assert [set(waits(line)) for line in WAITING.strip().splitlines()] == [{1}] * 10
     assert waits("PARTS = 5; x = max(1.5, y); z = a / max(time.time() - b, 1e-3)") == []
     assert waits("time.sleep(timeouts.POLL); a.wait(timeout=seconds / 2); b = ('a_ms', int(s * 1000))") == []
 
@@ -488,19 +459,9 @@ def test_every_file_and_module_that_is_named_exists() -> None:
 
 
 def test_a_file_that_is_not_there_is_found() -> None:
-    text = (
-        '"""`critic.py`, `services/critic.py`, `runtime.weights.group.TRANSPORTS`, `runtime.weights.rendezvous.TRANSPORTS`"""'
-    )
-    text += "\n# runtime.nowhere.x, step.py, runtime.trainer.step\n"
-    assert missing(ROOT / "runtime/trainer/x.py", of_code(text, ast.walk(ast.parse(text)))) == [
-        "critic.py",
-        "runtime.nowhere.x",
-        "runtime.weights.group.TRANSPORTS",
-    ]
-    assert missing(ROOT / "CONTRIBUTING.md", "`critic.py` `turns.py` 'runtime.coordinator.turns*'") == [
-        "turns.py",
-        "runtime.coordinator.turns",
-    ]
+    code = "`critic.py` `services/critic.py` runtime.weights.group.TRANSPORTS runtime.weights.rendezvous.TRANSPORTS step.py"
+    assert missing(ROOT / "runtime/trainer/x.py", code) == ["critic.py", "runtime.weights.group.TRANSPORTS"]
+    assert missing(ROOT / "CONTRIBUTING.md", "`critic.py` 'runtime.coordinator.turns*'") == ["runtime.coordinator.turns"]
 
 
 def reads(parsed: Iterable[ast.AST]) -> Iterator[str]:
@@ -550,3 +511,148 @@ def test_processes_of_ours_are_started_by_start() -> None:
     benches = [path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").rglob("*.py")]
     sources = [*benches, *(file for file in FILES if not file.startswith("sluice/"))]
     assert [file for file in sources if by_module.search(text(file))] == []
+
+
+OURS = re.compile(r"^\s*(?:from|import) (?:runtime|services|launcher)\b.*", re.MULTILINE)
+
+
+def test_every_name_is_there() -> None:
+    assert {*sluice.__all__, "__version__"} == set(dir(sluice))
+    for name in dir(sluice):
+        assert getattr(sluice, name) is not None
+    with pytest.raises(AttributeError, match="'sluice' has no attribute 'rules'"):
+        _ = sluice.rules
+
+
+def test_what_a_type_checker_sees_is_what_is_imported() -> None:
+    tree = ast.parse(Path(sluice.__file__).read_text())
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {(node.module, one.name) for node in typed.body if isinstance(node, ast.ImportFrom) for one in node.names}
+    found = {(module, name) for module, names in sluice._MODULES.items() for name in names}
+    assert seen - {("pathlib", "Path")} == found
+    declared = (ROOT / "pyproject.toml").read_text()
+    for package in {"sluice", *(module.partition(".")[0] for module, _ in found)}:  # or it takes every name for Any
+        assert (ROOT / package / "py.typed").is_file(), package
+        assert re.search(rf'^{package} = \[[^\]]*"py\.typed"', declared, re.MULTILINE), package
+
+
+def test_the_pages_import_sluice_alone() -> None:
+    pages = [ROOT / "README.md", ROOT / "README.zh.md", *(ROOT / "docs").rglob("*.md")]
+    found = {
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in pages
+        if "adr" not in page.parts
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        for line in OURS.findall(block)
+    }
+    found |= {str(path) for path in (ROOT / "configs").glob("*.py") if OURS.search(path.read_text())}
+    assert found == set()
+
+
+def ran(command: Sequence[str], folder: Path, *path: Path) -> str:
+    """What it prints in that folder, with PYTHONPATH; it ends well and complains of nothing."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_a_process_is_ours_where_the_project_has_packages_of_those_names(tmp_path: Path) -> None:
+    """They are in the working folder, and on PYTHONPATH."""
+    for name in start.PACKAGES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the package of the project')\n")
+    for name in start.PACKAGES:
+        ran(start.command(f"{name}.__init__", python=sys.executable), tmp_path, tmp_path)
+
+
+SPAWNS = """
+import multiprocessing
+
+
+def work():
+    from runtime.errors import UserError
+
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=work)
+    child.start()
+    child.join(50)
+    raise SystemExit(child.exitcode)
+"""
+
+
+def test_what_a_process_spawns_is_ours_too_and_what_the_folder_has_besides_is_found_last(tmp_path: Path) -> None:
+    """As vLLM starts its engine: anew, and with the path of the process alone. The project is on PYTHONPATH."""
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "__init__.py").write_text("raise SystemExit('the package of the project')\n")
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    ran(start.command("spawns"), tmp_path, tmp_path, ROOT)
+    (tmp_path / "json.py").write_text("raise SystemExit('not the json of Python')\n")
+    (tmp_path / "own_module.py").write_text("import json\nprint('own')\n")
+    assert ran(start.command("own_module"), tmp_path, tmp_path / "elsewhere") == "own\n"
+
+
+PAGE = ROOT / "docs" / "configuration-reference.md"
+KEYS = [key for part in config_reference.parts() for key in part.keys]
+PATHS = {key.path for key in KEYS}
+SECTIONS = {part.path for part in config_reference.parts()}
+
+
+def test_the_page_is_what_the_schema_says() -> None:
+    assert PAGE.read_text(encoding="utf-8") == config_reference.page(), f"run `{config_reference.COMMAND}`"
+
+
+def leaves(value: Any, path: str = "") -> Iterator[str]:
+    """The dotted paths of whatever is no mapping with keys, of a configuration as plain data."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from leaves(inner, f"{path}.{name}" if path else name)
+    else:
+        yield path
+
+
+def test_every_key_of_a_configuration_is_there_once() -> None:
+    whole = {"run": {"name": "a"}, "warmup": {}, "critic": {}, "lora": {}, "data": {"curriculum": {}}}
+    config = msgspec.convert(whole | {"rewards": {"model": {"path": "m"}}}, Config)
+    assert set(leaves(msgspec.to_builtins(config))) - {"trackers"} <= PATHS
+    assert len(PATHS) == len(KEYS) > 300
+    assert {f"rewards.rules[].{name}" for name in ("name", "weight", "correct", "wrong")} <= PATHS
+    assert {"data.train[].weight", "cluster.nodes[].supernode", "trackers[].mode", "evaluation.sets[].k"} <= PATHS
+    assert {"services.environment.NAME.run", "services.environment.NAME.budgets.call"} <= PATHS
+    assert not any("rollout[]" in path for path in PATHS)  # a list of fleets has the keys of one
+
+
+def test_every_key_has_a_meaning() -> None:
+    def is_told(key: config_reference.ReferenceKey) -> bool:
+        begins = key.meaning[:1]
+        return bool(key.type) and key.meaning.endswith(".") and (not begins.islower() or begins in "ηβλ")
+
+    assert [key.path for key in KEYS if not is_told(key)] == []
+
+
+def test_what_a_meaning_names_exists() -> None:
+    """A dotted path that begins with a section is a key or a section, so that none outlives a change of its name."""
+    top = {section.partition(".")[0].removesuffix("[]") for section in SECTIONS if section}
+    plain = {path.replace("[]", "") for path in PATHS | SECTIONS} | {run_files.METRICS}
+    named = [(key.path, said) for key in KEYS for said in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?=[`:=])", key.meaning)]
+    assert [(path, said) for path, said in named if said.partition(".")[0] in top and said not in plain] == []
+    assert named
+
+
+def test_the_schema_describes_every_key_with_its_unit() -> None:
+    found = schema()
+    assert json.loads(json.dumps(found))["$ref"] == "#/$defs/Config"
+    definitions = found["$defs"]
+    assert definitions["Run"]["additionalProperties"] is False
+    staleness = definitions["Training"]["properties"]["staleness"]
+    assert (staleness["minimum"], staleness["default"], staleness[UNIT]) == (0, 2, "versions")
+    assert staleness["description"].startswith("η: the most versions")
+    assert definitions["Training"]["description"].startswith("The steps of a run.")
+    silent = [
+        f"{name}.{field}"
+        for name, definition in definitions.items()
+        for field, said in definition["properties"].items()
+        if '"$ref"' not in json.dumps(said) and not said.get("description")
+    ]
+    assert silent == []

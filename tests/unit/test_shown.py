@@ -3,14 +3,13 @@ shown as they are, whatever is in them, and never an order to the terminal."""
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import re
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import redirect_stderr, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,24 +21,18 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from launcher import cli
-from launcher.accept.checks import CHECKS, AcceptReport, CheckOutcome, placement
-from launcher.accept.checks import render as verdict
-from launcher.commands import samples, scale, simulate
+from launcher.accept.checks import placement
+from launcher.commands import samples
 from launcher.commands.status import UNREACHABLE
 from launcher.commands.status import render as status_tables
 from launcher.view import View
-from runtime.cluster.nodes import Scaled
 from runtime.config import Config
 from runtime.config.loading import load, resolve
-from runtime.errors import ServiceFault, UserError
-from runtime.evaluation import table
-from runtime.evaluation.results import EvaluationResult, Lengths, SetResult
+from runtime.errors import ServiceFault
 from runtime.models import tiny_model
 from runtime.process.command_line import CommandParser
-from runtime.status import CallStats, Progress, Status
-from runtime.telemetry import summary
+from runtime.status import Progress, Status
 from runtime.telemetry.shown import shown
-from runtime.types import PolicyVersion
 from services import health_check
 from tests.unit.source_tree import ROOT
 
@@ -114,30 +107,7 @@ def of_samples(text: str) -> list[object]:
     return [samples._table([samples.SampleRow(group=0, sample=0, step=1, logprob=0.0, **given, **rest)])]
 
 
-def of_a_summary(text: str) -> list[object]:
-    rest: dict[str, Any] = {"accuracy_before": None, "accuracy_after": None, "startup": {}, "peak_pss_bytes": 0}
-    rest |= {"rl_seconds": 1.0, "total_seconds": 1.0, "startup_processes": {}, "groups": {"dropped": 1}, "dropped": {text: 1}}
-    return [summary.render(summary.Totals().summary(stop_reason=text, **rest))]
-
-
-def of_an_evaluation(text: str) -> list[object]:
-    lengths, version = Lengths(mean=1.0, median=1.0, p95=1.0, max=1, truncated=0.0), PolicyVersion()
-    counts: dict[str, Any] = {"problems": 1, "samples": 1, "scored": 1, "pass_at": {1: 1.0}, "maj_at": {}}
-    found = SetResult(name=text, path="", standard_error=None, lengths=lengths, errors={text: 1}, notes=[text], **counts)
-    rest: dict[str, Any] = {"accuracy": 1.0, "seconds": 1.0, "oldest": version, "newest": version}
-    return [table.render([EvaluationResult(model="", step=1, sets=[found], **rest)])]
-
-
-def of_a_simulation(text: str) -> list[object]:
-    prediction = mock.Mock(roles=[mock.Mock(role=text, processes=1, busy=0.5, waits=text)])
-    seen = prediction.observed
-    seen.samples_per_second, seen.staleness = 1.0, 0.0
-    seen.idle, seen.seconds = {"trainer": 0.0, "rollout": 0.0}, {"step": 1.0}
-    rows = [simulate.Row(text, prediction), simulate.Row("other", None, text)]
-    return [simulate._roles(prediction), simulate._table(rows)]
-
-
-@pytest.mark.parametrize("made", [of_status, of_samples, of_a_summary, of_an_evaluation, of_a_simulation])
+@pytest.mark.parametrize("made", [of_status, of_samples])
 @given(text=TEXTS)
 def test_tables(made: Callable[[str], list[object]], text: str) -> None:
     check(text, printed(lambda console: console.print(*made(text))))
@@ -157,29 +127,6 @@ def test_mistakes_faults_and_what_a_health_check_is_told(text: str) -> None:
             health_check.main(["localhost:1"])
     check(text, output.getvalue())
     assert output.getvalue().count(shown(text)) >= 3
-
-
-@given(TEXTS)
-def test_what_was_scaled(text: str) -> None:
-    async def answer(*_: object) -> Scaled:
-        return Scaled(started=[text])
-
-    with mock.patch.object(scale.session, "call", answer), redirect_stdout(io.StringIO()) as output:
-        scale.run(argparse.Namespace(run="localhost:1", wanted="rollout=1"))
-    check(text, output.getvalue())
-
-
-@pytest.mark.parametrize(("error", "code"), [(UserError(f"{GLOO} {HOSTILE}"), 2), (ServiceFault("a", "b", GLOO + HOSTILE), 1)])
-def test_errors(error: Exception, code: int, capsys: pytest.CaptureFixture[str]) -> None:
-    def work() -> int:
-        raise error
-
-    assert cli.run_and_report(work) == code
-    output = capsys.readouterr().err
-    assert not FORBIDDEN.search(output) and GLOO in output and "\\x1b]52" in output
-
-
-# ------------------------------------------------------------------------------------------------ where output is no terminal
 
 
 WAITING = [Progress(phase="starting", detail=detail) for detail in ("", "waits for b", "waits for b", "waits for c", "")]
@@ -203,56 +150,28 @@ def test_what_goes_on_unchanged_is_one_line(told: list[Any], lines: list[str]) -
     assert [line.strip() for line in out.getvalue().splitlines()] == lines
 
 
-def test_a_status_is_whole_at_80_columns_and_names_what_does_not_answer() -> None:
-    calls = CallStats(open=17, answered=123456, failed=2, seconds=0.25)
-    rates = {"tokens": 123456.0, "samples": 312.0, "steps": 0.25, "swaps": 0.0, "busy_seconds": 0.633, "idle_seconds": 0.1}
-    place: dict[str, Any] = {"pid": 1234567, "address": "10.20.30.41:40001", "version": PolicyVersion(2, 1234)}
-    coordinator = Status(role="coordinator", name="coordinator", state="ready", detail="training: step 12 of 200", pid=4000)
-    rollout = Status(role="rollout", name="rollout-0", state="generating", calls=calls, rates=rates, **place)
-    lost = Status(role="trainer", name="trainer-0", state=UNREACHABLE, detail="no [answer] within 5 s", pid=7, address="a:1")
-    out = io.StringIO()
-    Console(file=out, width=80).print(status_tables([coordinator, rollout, lost], [0, 3, 0]))
-    lines = out.getvalue().splitlines()
-    cells = [cell.strip() for line in lines if line.startswith("│") for cell in line.split("│")]
-    expected = ("rollout-0", "generating", "2.1234", "3", "1234567", "10.20.30.41:40001", "17", "123456", "2")
-    assert {*expected} <= {*cells}
-    told = " ".join(" ".join(cells).split())
-    assert "busy 63%, samples 312/s, steps 0.25/s," in told  # by name
-    assert "tokens 123,456/s" in told and "swaps" not in told  # what was not done is left out
-    assert not any("…" in line for line in lines)
-    assert lines[0].strip() == "training: step 12 of 200"
-    assert sum(line.startswith("│ trainer-0") for line in lines) == 1  # nothing is known of its work
-    assert lines[-1].strip() == "trainer-0: no [answer] within 5 s"
-
-
-# ------------------------------------------------------------------------------------------------ arguments
-
-
 def ended(arguments: list[str]) -> int | str | None:
     with pytest.raises(SystemExit) as end:
         cli.main(arguments)
     return end.value.code or 0
 
 
-@pytest.mark.parametrize(
-    ("command", "named"),
-    [
-        ("train", "the following arguments are required: config; see sluice train --help$"),
-        ("render slurm", "the following arguments are required: config; see sluice render slurm --help$"),
-        ("data prepare", "the following arguments are required: config; see sluice data prepare --help$"),
-        ("", "the following arguments are required: COMMAND"),
-        ("trian", r"argument COMMAND: invalid choice: 'trian' \(choose from '?quickstart'?, '?train'?, "),
-        ("bench nothing", r"argument name: invalid choice: 'nothing' \(choose from '?all'?, "),
-        ("samples runs/a --limit few", "argument --limit: invalid int value: 'few'"),
-        ("status runs/a --wach", "unrecognized arguments: --wach"),
-    ],
-)
-def test_a_mistake_is_one_line_that_names_argument_and_value(
-    command: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+MISTAKES = {
+    "train": "the following arguments are required: config; see sluice train --help$",
+    "render slurm": "the following arguments are required: config; see sluice render slurm --help$",
+    "": "the following arguments are required: COMMAND",
+    "trian": r"argument COMMAND: invalid choice: 'trian' \(choose from '?quickstart'?, '?train'?, ",
+    "bench nothing": r"argument name: invalid choice: 'nothing' \(choose from '?all'?, ",
+    "samples runs/a --limit few": "argument --limit: invalid int value: 'few'",
+    "status runs/a --wach": "unrecognized arguments: --wach",
+}
+
+
+@pytest.mark.parametrize("command", MISTAKES)
+def test_a_mistake_is_one_line_that_names_argument_and_value(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(command.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.match(f"error: .*{named}", line)
+    assert re.match(f"error: .*{MISTAKES[command]}", line)
 
 
 def test_validate_finds_what_files_of_ones_own_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,16 +194,12 @@ def test_a_file_of_ones_own_imports_its_neighbour_and_registers_what_is_named(
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "neighbour_alone.py").write_text("def neighbour_score(*_): return 1.0\n")
-    (tmp_path / "calls.py").write_text(
-        "from neighbour_alone import neighbour_score\nfrom sluice import rule\n"
-        "@rule('calls_alone')\ndef calls(*_): return neighbour_score()\n"
-    )
-
+    rule = "@rule('calls_alone')\ndef calls(*_): return neighbour_score()\n"
+    (tmp_path / "calls.py").write_text(f"from neighbour_alone import neighbour_score\nfrom sluice import rule\n{rule}")
     assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/calls.py:calls_alone"]) == 0
-    capsys.readouterr()
     assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/neighbour_alone.py:neighbour_score"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"unknown name 'neighbour_score'; no decorator in {tmp_path}/neighbour_alone.py registers it")
+    said = f"unknown name 'neighbour_score'; no decorator in {tmp_path}/neighbour_alone.py registers it\n"
+    assert capsys.readouterr().err.endswith(said)
 
 
 def test_validate_reads_the_tokenizer_with_its_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,16 +217,12 @@ def test_validate_reads_the_tokenizer_with_its_template(tmp_path: Path, capsys: 
 
 
 def test_validate_names_the_defaults_that_were_others(capsys: pytest.CaptureFixture[str]) -> None:
-
     assert ended(["validate", str(QUICKSTART), "training.depth=bound"]) == 0
     assert "version 0.1" not in capsys.readouterr().out
     assert ended(["validate", str(QUICKSTART), "--since", "0.1", "training.depth=bound"]) == 0
     said = capsys.readouterr().out
     assert "training.lr_staleness_power: 0.5 by default; version 0.1 did what 0.0 does\n" in said
     assert said.count("version 0.1 did") == 3  # the quickstart says itself how often it saves
-
-
-# ------------------------------------------------------------------------------------------------ quickstart and accept
 
 
 def test_the_quickstart_trains_its_own_configuration_and_says_what_to_look_at(
@@ -335,22 +246,6 @@ def test_the_quickstart_trains_its_own_configuration_and_says_what_to_look_at(
     assert capsys.readouterr().out == f"sluice {version('sluice-rl')}\n"
 
 
-def test_the_quickstarts_file_is_written_once_and_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert ended(["quickstart", "--write", "my.yaml", "training.steps=3"]) == 2
-    assert not Path("my.yaml").exists()
-    assert ended(["quickstart", "--write", "my.yaml"]) == 0
-    assert Path("my.yaml").read_bytes() == QUICKSTART.read_bytes()
-    assert [ended(["quickstart", "--write", name]) for name in ("my.yaml", "there/my.yaml")] == [2, 2]
-    assert capsys.readouterr().err.splitlines() == [
-        "error: --write: training.steps=3 would not be in the file; must be without overrides",
-        "error: --write: 'my.yaml': file exists; must be a new file in a folder that exists",
-        "error: --write: 'there/my.yaml': no such file or directory; must be a new file in a folder that exists",
-    ]
-
-
 def test_a_single_accelerator_publishes_over_gloo_and_several_are_kept_apart() -> None:
     assert placement("cpu", 1) == ["publication.backend=gloo"]
     assert {"publication.backend=gloo", "services.rollout.colocate=trainer"} < set(placement("npu", 1))
@@ -358,29 +253,3 @@ def test_a_single_accelerator_publishes_over_gloo_and_several_are_kept_apart() -
     assert two[:2] == ["services.rollout.replicas=1", "services.rollout.devices=[1]"]
     assert placement("npu", 16)[:2] == ["services.rollout.replicas=2", "services.rollout.devices=[1, 2]"]
     assert "publication.backend=gloo" not in two and "publication.transport=collective" in two
-
-
-def test_the_verdict_of_accept_is_that_of_all_checks() -> None:
-    def report(*outcomes: CheckOutcome) -> AcceptReport:
-        about: dict[str, Any] = {"machine": {}, "versions": {"torch": "2.10.0"}, "variables": {}, "tool": "smi"}
-        return AcceptReport(device="npu", began="now", outcomes=list(outcomes), **about)
-
-    figures = {"backend": "hccl", "MB_per_second": 1234.56}
-    for outcomes, said, passed in (
-        ([CheckOutcome(check=check, result="passed") for check in CHECKS], "Passed", True),
-        ([CheckOutcome(check="platform", result="passed")], "Not all checks were made", True),
-        ([CheckOutcome(check="platform", result="failed", detail="no NPU\nat all")], "**Failed**", False),
-    ):
-        made = report(*outcomes)
-        assert made.passed is passed
-        assert f"now. {said}." in verdict(made)
-    text = verdict(
-        report(
-            CheckOutcome(check="publication", result="passed", seconds=1.25, figures=figures),
-            CheckOutcome(check="rollout", result="failed", detail="RuntimeError: it broke"),
-        )
-    )
-    assert "| publication | passed | 1.2 | backend hccl, MB_per_second 1235 |" in text
-    assert "## rollout: failed\n\n```\nRuntimeError: it broke\n```" in text
-    assert "| torch | 2.10.0 |" in text
-    assert text.endswith("## Devices\n\n```\nsmi\n```\n")
