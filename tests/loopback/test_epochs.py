@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -484,20 +485,55 @@ async def test_whoever_serves_sends_the_version_as_often_as_somebody_comes(
         assert len(sends) == 1
 
 
-@pytest.mark.parametrize("why", ["what it has changed in its memory", "it keeps nothing"])
+@pytest.mark.parametrize("why", ["what it has changed in its memory", "it keeps nothing", "it dies"])
 @on_a_loop
 async def test_the_trainer_brings_it_where_the_peer_cannot(why: str) -> None:
     async with stage() as here:
         await here.publish(1)
-        receiver = here.rollouts[0].service.weights.staging.receiver
-        if why == "it keeps nothing":
+        peer, lost = here.rollouts[0], why == "it dies"
+        receiver, begin = peer.service.weights.staging.receiver, peer.begin
+
+        def dies(command: Any) -> Any:
+            if isinstance(command, ResendWeights):
+                peer.cut()
+            return begin(command)
+
+        if lost:
+            peer.begin = dies
+        elif why == "it keeps nothing":
             receiver.held = None
         else:
             receiver.held._set.buffers[1][0] ^= 1
         sends = counted(here)
         await here.newcomer()
         assert sends == [ResendWeights(PolicyVersion(0, 1), here.publisher.group.epoch.number)]
-        assert len(here.pool.serving) == 3  # whoever refuses is not lost
+        assert len(here.pool.serving) == 3 - lost  # whoever refuses is not lost
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["a byte changes", "it raises"])
+@on_a_loop
+async def test_a_reception_that_goes_wrong_costs_an_attempt_and_no_member(raises: bool) -> None:
+    async with stage(COLLECTIVE) as here:
+        await here.publish(1)
+        group = here.rollouts[1].service.weights.group
+        receive, left = group.receive, [1]
+
+        def spoiled(index: int, buffer: torch.Tensor, *root: int) -> Any:
+            transfer = receive(index, buffer, *root)
+
+            def wait(timeout: float) -> None:
+                transfer.wait(timeout)
+                if left and raises:
+                    raise RuntimeError(f"bucket {left.pop()} is lost")
+                if left:
+                    buffer[left.pop()] ^= 1
+
+            return SimpleNamespace(wait=wait)
+
+        group.receive = spoiled
+        assert (await here.publish(2)).aborts == 1
+        assert not here.pool.register.units(ROLLOUT, UnitState.LOST)
+        assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]
 
 
 class At(Losable):

@@ -19,24 +19,9 @@ from runtime.errors import ServiceFault, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.states import Mark, Phase
-from runtime.types import (
-    GeneratedGroup,
-    GroupRequest,
-    PolicyVersion,
-    ScoreRequest,
-    Scores,
-)
+from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, ScoreRequest, Scores
 from tests.loopback.model_fakes import STATE, FakeCritic, FakeTrainer
-from tests.loopback.pipeline_fakes import (
-    Cast,
-    FakeReference,
-    FakeRewardModel,
-    FakeRollout,
-    LongTail,
-    RunFolder,
-    around,
-    broken,
-)
+from tests.loopback.pipeline_fakes import Cast, FakeReference, FakeRewardModel, FakeRollout, LongTail, RunFolder, around, broken
 
 PATIENCE = 60.0  # seconds for something that is to happen
 OWN = ("send_weights", "export")  # the trainer's commands that a critic has not
@@ -233,10 +218,7 @@ def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("who", "error"),
-    [
-        ("trainer", ServiceFault("the-one", "Save", "connection lost")),
-        ("critic", UserError("/run: no space left on device")),
-    ],
+    [("trainer", ServiceFault("the-one", "Save", "connection lost")), ("critic", UserError("/run: no space left on device"))],
     ids=str,
 )
 def test_a_checkpoint_that_one_fails_to_write_is_not_there(tmp_path: Path, who: str, error: Exception) -> None:

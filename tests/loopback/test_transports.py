@@ -544,10 +544,7 @@ def failing(code: int, name: str) -> Callable[..., None]:
     return fail
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [(errno.ENOSPC, UserError), (errno.EACCES, UserError), (errno.EIO, ServiceFault)],
-)
+@pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, UserError), (errno.EACCES, UserError), (errno.EIO, ServiceFault)])
 def test_a_write_that_fails_names_folder_and_bucket(
     groups: list[WeightGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[SluiceError]
 ) -> None:

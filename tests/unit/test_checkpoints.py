@@ -379,14 +379,8 @@ REACHED = {"coordinator": {"host": "10.0.0.1", "port": 7000}}
     ("sections", "line"),
     [
         ({}, ""),
-        (
-            {"publication": {"transport": "files", "folder": "/tmp/w"}},
-            f"publication.folder: {REFUSED}",
-        ),
-        (
-            {"services": {"coordinator": REACHED["coordinator"] | {"standby": "b"}}},
-            f"services.coordinator.standby: {REFUSED}",
-        ),
+        ({"publication": {"transport": "files", "folder": "/tmp/w"}}, f"publication.folder: {REFUSED}"),
+        ({"services": {"coordinator": REACHED["coordinator"] | {"standby": "b"}}}, f"services.coordinator.standby: {REFUSED}"),
         (
             {"cluster": TWO, "checkpoint": {"gather": True}},
             "checkpoint.gather: true, but with cluster.shared_folder all is in one folder; must be false",

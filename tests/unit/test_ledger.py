@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import itertools
 import os
 import random
 import re
 import shutil
-import signal
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -136,8 +134,6 @@ def test_retention_deletes_the_oldest_retired_segments_only_and_no_number_is_use
     assert again.segment == 5
     again.close()
 
-
-# -----------------------------------------------------------------------------------------------------------------------------
 
 # -------------------------------------------------------------------------------------------------------------- reading
 
@@ -373,43 +369,29 @@ def test_a_change_of_an_unknown_group_and_a_second_coordinator_are_refused(tmp_p
 # ---------------------------------------------------------------------------------------------------------------- after a crash
 
 
-async def until_the_crash(folder: Path) -> None:
-    ledger = await LedgerWriter.open(folder, 300)
-    buffer = buffer_on(ledger)
-    make_ready(buffer, 0, 1, 2, 3, 4, 5)
-    train(buffer, 0)
-    train(buffer, 1)
-    assert ids(buffer.take(2)) == [4, 5]
-    await ledger.trained(3)
-    buffer.consume(2)
-    make_ready(buffer, 6, 7, 8)
-    buffer.admit(ticket(9))
-    buffer.dispatch(9, "rollout-0")
-    buffer.admit(ticket(10))
-    buffer.take(3)
-    await ledger.flush()
-    buffer.commit(3)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a coordinator leaves that was killed at step 2, whose groups were consumed; those of step 3 were taken."""
-    folder = tmp_path_factory.mktemp("killed")
-    child = os.fork()
-    if not child:
-        try:
-            gc.disable()  # what earlier tests left would wait for threads that a child does not have
-            asyncio.run(until_the_crash(folder))
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    return folder
-
-
 @pytest.fixture
-def crashed(killed: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(killed, tmp_path / "ledger")
+def crashed(tmp_path: Path) -> Path:
+    """What a coordinator leaves that was killed at step 2, whose groups were consumed; those of step 3 were taken."""
+
+    async def until_the_crash(ledger: LedgerWriter) -> None:
+        buffer = buffer_on(ledger)
+        make_ready(buffer, 0, 1, 2, 3, 4, 5)
+        train(buffer, 0)
+        train(buffer, 1)
+        assert ids(buffer.take(2)) == [4, 5]
+        await ledger.trained(3)
+        buffer.consume(2)
+        make_ready(buffer, 6, 7, 8)
+        buffer.admit(ticket(9))
+        buffer.dispatch(9, "rollout-0")
+        buffer.admit(ticket(10))
+        buffer.take(3)
+        await ledger.flush()
+        buffer.commit(3)
+        shutil.copytree(ledger.folder, tmp_path / "ledger", ignore=shutil.ignore_patterns("*-shm", "*.lock"))
+
+    with_ledger(tmp_path / "alive", until_the_crash, segment_bytes=300)
+    return tmp_path / "ledger"
 
 
 def test_after_kill_9_nothing_is_lost_and_nothing_trained_twice(crashed: Path) -> None:
@@ -470,17 +452,15 @@ def test_a_coordinator_that_takes_over_goes_on_after_the_step_that_was_over_last
 
 def test_what_waits_for_the_ledger_is_called_once_it_is_written(tmp_path: Path) -> None:
     async def run(ledger: LedgerWriter) -> None:
-        called: list[str] = []
-        ledger.then(lambda: called.append("nothing to write"))
-        assert called == ["nothing to write"]
-        buffer = buffer_on(ledger)
-        make_ready(buffer, 0)
-        ledger.then(lambda: called.append("first"))
-        make_ready(buffer, 1)
-        ledger.then(lambda: called.append("second"))
-        assert called == ["nothing to write"]
+        called, buffer = list[int](), buffer_on(ledger)
+        ledger.then(lambda: called.append(0))
+        assert called == [0], "there is nothing to write"
+        for number in (1, 2):
+            make_ready(buffer, number)
+            ledger.then(lambda number=number: called.append(number))
+        assert called == [0]
         await ledger.flush()
-        assert called == ["nothing to write", "first", "second"]
+        assert called == [0, 1, 2]
 
     with_ledger(tmp_path, run)
 

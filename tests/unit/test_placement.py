@@ -163,11 +163,7 @@ def test_replicas_share_the_devices_that_their_role_names_in_order() -> None:
 def test_the_table_names_all_who_share_a_device_and_all_who_have_none() -> None:
     services = {"trainer": {}, "rollout": {"colocate": "trainer"}, "reward": {"replicas": 2}}
     placed = place(make(services=services), nodes(2))
-    assert table(placed, nodes(2)) == [
-        ("n0", "0", "trainer-0, rollout-0"),
-        ("n0", "1", ""),
-        ("n0", "-", "reward-0, reward-1"),
-    ]
+    assert table(placed, nodes(2)) == [("n0", "0", "trainer-0, rollout-0"), ("n0", "1", ""), ("n0", "-", "reward-0, reward-1")]
 
 
 TENSOR_2 = {"engine": "megatron", "processes": 2, "parallel": {"tensor": 2}, "placement": "spread"}
@@ -202,16 +198,8 @@ OF_TRAINER = "0 of node n0 is that of trainer-0; must be another, or services.{0
             (1, 1),
             "rollout.colocate: rollout-0 would have devices of two nodes of trainer's",
         ),
-        (
-            {"trainer": {"devices": [0]}, "critic": {"devices": [0]}},
-            (4,),
-            f"critic.devices: {OF_TRAINER.format('critic')}",
-        ),
-        (
-            {"trainer": {"devices": [0]}, "rollout": {"devices": [0]}},
-            (2,),
-            f"rollout.devices: {OF_TRAINER.format('rollout')}",
-        ),
+        ({"trainer": {"devices": [0]}, "critic": {"devices": [0]}}, (4,), f"critic.devices: {OF_TRAINER.format('critic')}"),
+        ({"trainer": {"devices": [0]}, "rollout": {"devices": [0]}}, (2,), f"rollout.devices: {OF_TRAINER.format('rollout')}"),
         (
             {"rollout": {"devices": [2]}},
             (2, 2),

@@ -30,10 +30,7 @@ from runtime.coordinator.register import (
     apply,
     member_of,
 )
-from runtime.coordinator.weight_sync_protocol import (
-    Epoch,
-    Membership,
-)
+from runtime.coordinator.weight_sync_protocol import Epoch, Membership
 from runtime.errors import InvariantViolated, UserError
 from runtime.types import PolicyVersion
 
