@@ -460,7 +460,6 @@ class RunFolder:
         return [HeldOut(each, _prompts(each.name, self.eval_problems)) for each in named]
 
     # ------------------------------------------------------------------------------------------ what it left
-
     def groups(self, *phases: Phase) -> list[GroupRow]:
         with LedgerReader(self.path / "ledger") as reader:
             return list(reader.groups(states=phases))
@@ -497,8 +496,6 @@ def _prompts(name: str, count: int) -> Prompts:
 
 
 # ------------------------------------------------------------------------------------------------------ what holds of every run
-
-
 def check_order(trainer: FakeTrainer, first: int, last: int) -> None:
     """Each step: begin, accumulate at least once, apply, then its weights, before anything of the next step; then saves."""
     commands = [command for command in trainer.posted if command[0] not in ("save", "export")]

@@ -239,13 +239,11 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ losses and arrivals
-
-
 @pytest.mark.parametrize(
     ("transport", "encoding"), [("auto", "delta"), ("collective", "whole"), ("files", "whole"), ("files", "delta")]
 )
 @on_a_loop
-async def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version(
+async def test_one_that_dies_is_left_out_and_one_that_comes_gets_the_version(
     transport: str, encoding: str, tmp_path: Path
 ) -> None:
     folder = str(tmp_path) if transport == "files" else ""
@@ -290,8 +288,6 @@ async def test_the_group_is_left_and_met_anew_while_the_engine_computes() -> Non
 
 
 # ------------------------------------------------------------------------------------------------ the trainer
-
-
 @on_a_loop
 async def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do() -> None:
     async with stage(replace(PUBLICATION, join_timeout=1.5)) as here:
@@ -354,8 +350,6 @@ async def test_another_version_than_the_one_that_is_there_is_refused() -> None:
 
 
 # -------------------------------------------------------------------------------------------- gathering and transfer at once
-
-
 def yields(here: Stage, weights: Callable[[Iterable[torch.Tensor]], Iterator[torch.Tensor]]) -> None:
     """The trainer's engine gives its tensors by way of `weights`."""
     plain = here.trainer.engine.weights
@@ -448,8 +442,6 @@ async def test_a_rollout_that_is_lost_while_the_weights_are_gathered_costs_an_at
 
 
 # ------------------------------------------------------------------------------------------------ who sends to a newcomer
-
-
 def counted(here: Stage) -> list[Any]:
     """The trainer's commands to send, from now on."""
     sends, begin = [], here.trainer.begin
@@ -467,7 +459,7 @@ def counted(here: Stage) -> list[Any]:
     ("adopts", "settings"), [("float32", PUBLICATION), ("", COLLECTIVE)], ids=["uses the buckets", "copies them"]
 )
 @on_a_loop
-async def test_whoever_serves_sends_the_version_as_often_as_somebody_comes(
+async def test_who_serves_sends_it_to_each_who_comes(
     adopts: str, settings: config.Publication, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with stage(settings) as here:
@@ -560,8 +552,6 @@ def test_the_nearest_one_sends(late: str, serving: str, trainer: str, peer: int 
 
 
 # ------------------------------------------------------------------------------------------------ two sending ranks
-
-
 ALL = replace(PUBLICATION, senders="all", bucket_bytes=MANIFEST.bucket_bytes)
 RANKS = 2
 

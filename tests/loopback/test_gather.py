@@ -186,8 +186,6 @@ def equal(left: Sequence[dict[str, torch.Tensor]], right: Sequence[dict[str, tor
 
 
 # ------------------------------------------------------------------------------------------------ changes, found by shard
-
-
 SHAPES = ((7, 6), (64, 9), (1, 4), (33,), (5, 12, 2), (2, 2))
 VERSIONS = 12
 
@@ -289,8 +287,6 @@ def changed(before: torch.Tensor, now: torch.Tensor) -> TensorChanges:
 
 
 # ------------------------------------------------------------------------------------------------ parts of different sizes
-
-
 ROWS = ((3, 2), (0, 4), (2, 2), (0, 0))  # rows of the two ranks
 
 
@@ -321,8 +317,6 @@ def test_parts_of_different_sizes_are_gathered_and_summed(tmp_path: Path) -> Non
 
 
 # ------------------------------------------------------------------------------------------------ adapters
-
-
 class Site:
     """A trainer of adapters and what rolls them out. Only publications are configured otherwise than by default."""
 

@@ -77,8 +77,6 @@ def gated(cast: Cast, gates: dict[int, asyncio.Event]) -> Cast:
     return cast
 
 
-
-
 def test_the_trainer_holds_one_batch_ahead_and_no_more(tmp_path: Path) -> None:
     """It applies a step once the groups of the next, for some, have come."""
 
@@ -99,8 +97,6 @@ def test_the_trainer_holds_one_batch_ahead_and_no_more(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- stopping and resuming
-
-
 def stopping(cast: Cast, at: int) -> tuple[Cast, Any]:
     """The run is stopped while the trainer applies step `at`."""
 
@@ -161,7 +157,9 @@ def test_a_stop_gives_up_a_batch_that_is_filled_in_part(tmp_path: Path) -> None:
     assert summary.steps == 2
     check_books(folder, 2)
     assert folder.dropped() == {WHY_ENDED: 4}
-    assert [(row.group_id, row.taken, row.place) for row in folder.groups(Phase.DROPPED)] == [(i, None, None) for i in range(8, 12)]
+    assert [(row.group_id, row.taken, row.place) for row in folder.groups(Phase.DROPPED)] == [
+        (i, None, None) for i in range(8, 12)
+    ]
     again = Cast.make(seed=50)
     folder.run(again, resume=str(folder.checkpoint(2)))
     check_books(folder, 5)
@@ -200,8 +198,6 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it
     assert any(point["timing/checkpoint"] > 0 for point in folder.points() if "timing/checkpoint" in point)
 
 
-
-
 def test_each_rollout_is_given_groups_by_its_own_slots(tmp_path: Path) -> None:
     """Twice 16 slots take 16 groups of two samples, and one more; twice 4 take 4 and one more. All wait until 22 groups are
     generating."""
@@ -222,8 +218,6 @@ def test_each_rollout_is_given_groups_by_its_own_slots(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ evaluations
-
-
 def evaluations(folder: RunFolder) -> dict[int, dict[str, Any]]:
     return {point["step"]: point for point in folder.points() if "eval/accuracy" in point}
 
@@ -413,8 +407,6 @@ def test_a_resumed_run_has_no_evaluations_of_steps_that_it_has_not_made(tmp_path
 
 
 # ------------------------------------------------------------------------------------------------------------- dynamic sampling
-
-
 class SomeSignal(FakeReward):
     """Every third group has replies of both kinds; the others are all right, or all wrong."""
 

@@ -106,8 +106,6 @@ def test_without_any_rollout_or_reward_the_run_ends_at_its_deadline_and_names_it
 
 
 # ---------------------------------------------------------------------------------------------------- failures that end the run
-
-
 @pytest.mark.parametrize(
     ("who", "method", "at"),
     [
@@ -169,7 +167,6 @@ def test_a_resumed_run_may_have_smaller_steps_and_a_smaller_bound(tmp_path: Path
 
 
 # --------------------------------------------------------------------------------------------------------------------- lineages
-
 T = TypeVar("T")
 Moment = tuple[str, int]
 
@@ -260,9 +257,7 @@ def check_lineages(folder: RunFolder, models: list[Any], *begun: int) -> None:
         (("export", 0), {STEPS}, 2),
     ],
 )
-def test_another_trainer_goes_on_from_the_newest_checkpoint(
-    tmp_path: Path, last: Moment, newest: set[int], staleness: int
-) -> None:
+def test_another_trainer_goes_on_from_a_checkpoint(tmp_path: Path, last: Moment, newest: set[int], staleness: int) -> None:
     """Evaluations after the checkpoint are made again, and those before are not."""
     sections = SAVED | {"evaluation": config.Evaluation(every=2, before=True, after=True, max_new_tokens=8)}
     folder = RunFolder(tmp_path, steps=STEPS, staleness=staleness, eval_problems=5, sections=sections)
@@ -441,9 +436,7 @@ def test_a_run_that_goes_back_to_an_older_checkpoint_keeps_its_own_new_ones(tmp_
     assert left == [folder.checkpoint(step).name for step in range(4, 13)]
 
 
-def test_a_checkpoint_that_is_being_completed_as_the_trainer_is_lost_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_being_completed_as_the_trainer_is_lost_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, cast = RunFolder(tmp_path, steps=5, sections=SAVED), Cast.make()
     troupe, complete, loops = Troupe(cast), checkpoint.complete, list[asyncio.AbstractEventLoop]()
 
@@ -476,7 +469,6 @@ def test_the_end_does_not_save_again_what_is_saved_already(tmp_path: Path) -> No
 
 
 # ----------------------------------------------------------------------------------------------------------------------- probes
-
 PROBED = 8  # steps
 
 

@@ -105,10 +105,8 @@ def test_a_step_is_consumed_once_the_critic_has_applied_it_and_published_before(
 
 
 # ---------------------------------------------------------------------------------------------- several updates a step
-
-
 @pytest.mark.parametrize(("training", "expected"), [({"mini_batch_size": 2}, [0, 0, 1, 1]), ({"epochs": 2}, [0] * 4)])
-def test_a_step_of_several_updates_is_given_whole_each_group_with_its_update(
+def test_a_step_of_several_updates_is_given_whole_with_each(
     tmp_path: Path, training: dict[str, int], expected: list[int]
 ) -> None:
     """The last group of the step waits until the others have been there for a while."""
@@ -133,8 +131,6 @@ def test_a_step_of_several_updates_is_given_whole_each_group_with_its_update(
 
 
 # ---------------------------------------------------------------------------------------------- failures and resumes
-
-
 def test_a_resumed_run_keeps_the_values_that_it_has(tmp_path: Path) -> None:
     folder = critic_folder(tmp_path, steps=9, sections={"checkpoint": config.Checkpoint(every=2)})
     cast = with_critic(Cast.make(), broken(FakeCritic(LongTail(3, 0.001, 0.01)), "applied", 3))
@@ -171,7 +167,6 @@ def test_no_reference_is_asked_where_the_trainer_computes_it(tmp_path: Path) -> 
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
-
 EVERY_TWO = {"checkpoint": config.Checkpoint(every=2, keep=9)}
 
 
@@ -180,9 +175,7 @@ def left(folder: RunFolder) -> set[str]:
     return {path.name for path in root.iterdir()} if root.exists() else set()
 
 
-def test_a_checkpoint_is_what_trainer_and_critic_wrote_and_the_position_with_the_parts_of_which_ranks_speak(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_is_what_both_models_wrote_and_the_position_with_their_parts(tmp_path: Path) -> None:
     """It goes by the run's first start."""
     folder, cast = critic_folder(tmp_path, steps=4, sections=EVERY_TWO), with_critic(Cast.make())
     (tmp_path / ".lock").write_bytes(b"\x12")
@@ -240,7 +233,7 @@ def test_a_checkpoint_that_one_fails_to_write_is_not_there(tmp_path: Path, who: 
     assert left(folder) == {"step-00000002", "step-00000004", "step-00000006", "step-00000008", "step-00000009"}
 
 
-def test_a_disk_that_is_full_when_the_checkpoint_is_completed(
+def test_a_full_disk_as_it_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sync_tree, met = checkpoint.sync_tree, 0

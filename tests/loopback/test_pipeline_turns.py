@@ -270,8 +270,6 @@ def test_trainer_and_critic_alternate_beside_rollouts_of_their_own(tmp_path: Pat
 
 
 # ---------------------------------------------------------------------------------------------- losses
-
-
 @pytest.mark.parametrize(
     ("when", "staleness", "comes"),
     [
@@ -282,9 +280,7 @@ def test_trainer_and_critic_alternate_beside_rollouts_of_their_own(tmp_path: Pat
         ("generate", 1, False),
     ],
 )
-def test_a_rollout_that_is_lost_in_any_phase_holds_up_nobody(
-    tmp_path: Path, when: Level | str, staleness: int, comes: bool
-) -> None:
+def test_a_rollout_lost_in_any_phase_holds_up_nobody(tmp_path: Path, when: Level | str, staleness: int, comes: bool) -> None:
     folder, cast = colocated(tmp_path, steps=8, staleness=staleness), cast_of()
     mortal, late = cast.rollouts[0], newcomer(cast, "rollout-0")
     assert isinstance(mortal, Sleeper)
@@ -331,8 +327,6 @@ def test_a_trainer_that_does_not_come_back_to_the_devices_ends_the_run(tmp_path:
 
 
 # ---------------------------------------------------------------------------------------------- partial rollouts
-
-
 class Napper(Sleeper):
     """What it generates as it goes to sleep goes on once it is awake."""
 
@@ -370,7 +364,6 @@ def test_replies_that_are_not_done_go_on_in_the_next_turn(tmp_path: Path) -> Non
 
 
 # --------------------------------------------------------------------------------------------------------------------- gateways
-
 ASKED[PlayRequest] = "play"
 GAUGES = dict.fromkeys(("episodes_total", "calls_total", "forks_total", "overridden_total", "loop_lag_p99"), 0.0)
 

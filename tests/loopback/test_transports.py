@@ -94,8 +94,6 @@ def pair() -> Iterator[list[Link]]:
 
 
 # ------------------------------------------------------------------------------------------------ what moves
-
-
 @pytest.mark.parametrize("shared", [True, False], ids=["files", "a rollout's own memory"])
 def test_buckets_of_any_size_arrive(pair: list[Link], shared: bool) -> None:
     sizes, before = (1, 63, (1 << 20) - 1, 1 << 20, (3 << 20) + 5), mappings()
@@ -214,8 +212,6 @@ def test_a_bucket_is_waited_for_longer_than_the_rendezvous_may_take() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ processes that fail
-
-
 def test_who_ends_is_named_whoever_is_waited_for() -> None:
     trainer, *others = links(3)
     buffer = memory_file(64)
@@ -290,8 +286,6 @@ def test_many_aborts_leave_no_thread_no_file_and_no_mapping() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ strangers
-
-
 def test_another_users_process_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.geteuid()
     monkeypatch.setattr(shared_memory, "user_of", lambda peer: own + 1)
@@ -335,8 +329,6 @@ def test_the_kernel_tells_a_process_of_another_user() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ a shared folder
-
-
 def hosted(folder: Path, world_size: int = 2, timeout: float = PATIENCE, epoch: int = 1) -> PendingGroup:
     return host(epoch, world_size, "lo", "gloo", timeout, "trainer", "files", str(folder))
 
@@ -562,7 +554,7 @@ def test_a_write_that_fails_names_folder_and_bucket(
     sender.begin(PATIENCE)
 
 
-def test_an_epoch_removed_after_its_file_was_seen_is_a_sender_that_left(
+def test_an_epoch_removed_once_its_file_was_seen_is_one_that_left(
     groups: list[WeightGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = WeightSender(MANIFEST)

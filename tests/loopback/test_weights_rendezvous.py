@@ -93,8 +93,6 @@ def test_a_process_that_ends_as_it_leaves_its_groups_ends_well() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ strangers
-
-
 @pytest.fixture(params=("collective", "shared_memory"))
 def pending(request: pytest.FixtureRequest) -> Iterator[PendingGroup]:
     pending = host(1, 2, "127.0.0.1", "gloo", PATIENCE, "trainer", request.param)
@@ -132,9 +130,7 @@ def appear(store: Any, before: frozenset[str] = frozenset()) -> frozenset[str]:
     return new
 
 
-def test_what_a_stranger_sets_announces_nothing_and_the_next_version_comes(
-    groups: list[WeightGroup], pending: PendingGroup
-) -> None:
+def test_what_a_stranger_sets_announces_nothing_and_the_next_comes(groups: list[WeightGroup], pending: PendingGroup) -> None:
     receiver = WeightReceiver(MANIFEST)
     reception = receiver.receive(groups[1], VERSION, PATIENCE)
     store = stranger(pending.address)

@@ -283,7 +283,6 @@ def test_where_the_room_is_scarce_it_stays_below_what_fills_it() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- depth of the pipeline
-
 GROUPS, STALENESS = 8, 8
 BOUND = most_live(STALENESS, GROUPS)
 

@@ -393,9 +393,7 @@ def test_what_needs_a_shared_folder_is_refused_without_one(tmp_path: Path, secti
     assert found == ([line] if line else [])
 
 
-def test_nodes_that_share_no_folder_need_the_secret_in_their_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_that_share_no_folder_need_the_secret_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = configured(tmp_path, cluster=TWO | {"shared_folder": False})
     monkeypatch.setattr("launcher.node.machine.own_address", lambda *_: "192.0.2.7")
     monkeypatch.delenv("SLUICE_SECRET", raising=False)

@@ -285,8 +285,6 @@ def test_the_totals_are_as_long_as_the_steps_and_the_longest_first() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ the file of spans
-
-
 def opened(folder: Path, most_bytes: int = 1 << 20, process: str = "rollout-0") -> SpanLog:
     log = SpanLog()
     log.open(Config(run=config.Run(name="test", dir=str(folder)), logs=config.Logs(span_bytes=most_bytes)), process)

@@ -153,8 +153,6 @@ def test_the_table_has_every_figure_and_what_there_is_to_say() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- the sets of a configuration
-
-
 def make(*sets: dict[str, Any], **sections: Any) -> Config:
     evaluation = {**sections.pop("evaluation", {}), "sets": list(sets)}
     return msgspec.convert({"run": {"name": "a"}, "evaluation": evaluation, **sections}, Config)
@@ -270,7 +268,6 @@ def test_the_first_problems_of_each_file_are_read(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- replies
-
 PROBLEM = Problem("f/eval:7", [{"role": "user", "content": "?"}], "42", "f/eval")
 
 

@@ -79,8 +79,6 @@ def train(buffer: Buffer, step: int) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------------------------- payloads
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[PayloadStore]:
     store = PayloadStore(tmp_path, segment_bytes=256)
@@ -136,8 +134,6 @@ def test_retention_deletes_the_oldest_retired_segments_only_and_no_number_is_use
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
-
-
 def test_a_finished_run_can_be_read_with_every_filter(tmp_path: Path) -> None:
     async def run(ledger: LedgerWriter) -> None:
         buffer = buffer_on(ledger)
@@ -242,8 +238,6 @@ def test_check_final_names_what_is_wrong(tmp_path: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
-
-
 async def until_waits(ledger: LedgerWriter, why: str) -> None:
     """Until `ledger` says that it waits for room, with the path and the bytes that it needs."""
     while not ledger.waits:  # noqa: ASYNC110 - the ledger tells nobody
@@ -367,8 +361,6 @@ def test_a_change_of_an_unknown_group_and_a_second_coordinator_are_refused(tmp_p
 
 
 # ---------------------------------------------------------------------------------------------------------------- after a crash
-
-
 @pytest.fixture
 def crashed(tmp_path: Path) -> Path:
     """What a coordinator leaves that was killed at step 2, whose groups were consumed; those of step 3 were taken."""
@@ -607,7 +599,6 @@ def test_a_run_cut_anywhere_twice_ends_with_every_group_trained_once(
 
 
 # ------------------------------------------------------------------------------------------------------------ after a power cut
-
 SECTOR = 512  # bytes that a disk writes whole or not at all
 SEGMENT = 80  # bytes: two or three records
 CUTS = 10  # for each moment
@@ -724,9 +715,7 @@ def moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Moment]:
     return recorder.moments
 
 
-def test_after_a_power_cut_what_was_synced_is_there_and_the_rest_is_there_whole_or_not_at_all(
-    moments: list[Moment], tmp_path: Path
-) -> None:
+def test_after_a_power_cut_what_was_synced_is_there_and_the_rest_whole_or_not(moments: list[Moment], tmp_path: Path) -> None:
     chance, lost, torn = random.Random(7), 0, 0
     assert len({name for moment in moments for name in moment.files if name.startswith("segment")}) > 3
     for number, moment in enumerate(moments):

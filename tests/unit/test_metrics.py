@@ -209,8 +209,6 @@ def test_the_clock_accounts_phases_once_and_splits_them_at_steps() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- environments
-
-
 def played(environment: str, reasons: list[str], turns: list[int], **rest: Any) -> GeneratedGroup:
     outcomes = Outcomes(environment=environment, reasons=reasons, turns=turns, **rest)
     return structs.replace(generated(10, [4, 8]), outcomes=outcomes)
@@ -238,8 +236,6 @@ def test_each_environment_has_figures_of_its_own() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- what rollouts and gateways tell
-
-
 class Working:
     """A rollout that has worked for so many seconds at each question."""
 

@@ -93,7 +93,7 @@ def test_a_group_keeps_what_shares_every_layer_on_one_node() -> None:
         (10, (4, 4, 4, 4), {"n0": 4, "n2": 4, "n1": 2}),  # one supernode after the other
     ],
 )
-def test_a_group_is_put_into_one_supernode_that_holds_it(
+def test_a_group_is_put_into_a_supernode_that_holds_it(
     processes: int, devices: tuple[int, ...], expected: dict[str, int]
 ) -> None:
     placed = place(make(services={"trainer": {"processes": processes}}), nodes(*devices, supernodes="abab"))
@@ -335,8 +335,6 @@ def test_every_process_has_devices_of_its_own_on_one_node(
 
 
 # --------------------------------------------------------------------------------------------- the processes of a configuration
-
-
 def started(config: Config, trains: bool = True) -> list[Launch]:
     """On a machine without accelerators, which is the only one."""
     here = NodeRegistration(name="here", address="127.0.0.1")

@@ -84,7 +84,7 @@ def test_the_collective_backend_follows_the_device(kind: str, own: str) -> None:
         ("npu", "torch", "hccl", "hccl"),
     ],
 )
-def test_a_groups_backend_is_the_roles(
+def test_a_groups_backend_is_its_role(
     monkeypatch: pytest.MonkeyPatch, kind: str, engine: Any, backend: Any, joined: str
 ) -> None:
     seen = []

@@ -115,7 +115,6 @@ def test_a_run_that_a_program_starts_is_counted_from_the_call(monkeypatch: pytes
 
 
 # ------------------------------------------------------------------------------------------------------------------------ calls
-
 DATA = contract.METHODS["Reference", "Logprobs"]
 CONTROL = contract.METHODS["Rollout", "CommitWeights"]
 REQUEST = LogprobRequest(group_id=1, payload=b"")
@@ -210,8 +209,6 @@ def test_what_is_no_error_of_ours_is_logged_once_with_the_place_where_it_was_rai
 
 
 # ------------------------------------------------------------------------------------------------------ what a coordinator says
-
-
 def coordinator(folder: Path, **sections: Any) -> CoordinatorProcess:
     keys.begun(folder)
     given = {"run": {"name": "a", "dir": str(folder)}, "rewards": {"rules": [{"name": "gsm8k"}]}, "model": {"path": "/m"}}

@@ -53,7 +53,6 @@ class Port:
 
 
 # ------------------------------------------------------------------------------------------ the table
-
 EVENTS: dict[str, tuple[UnitEvent, dict[str, str]]] = {
     "registered": (RankRegistered(Member("rollout-0", 1)), {"placed": "registered", "started": "registered"}),
     "connected": (Connected("port"), {"registered": "connected"}),
@@ -103,8 +102,6 @@ def test_why_it_was_lost_is_known_until_another_is_connected() -> None:
 
 
 # ------------------------------------------------------------------------------------------ what is said of a unit
-
-
 def placed(role: str = "trainer", ranks: int = 2) -> Register:
     register = Register()
     register.place(role, [f"{role}-{rank}" for rank in range(ranks)])
@@ -235,8 +232,6 @@ def test_rows_are_found_by_role_and_state_in_the_order_of_their_names() -> None:
 
 
 # ------------------------------------------------------------------------------------------ who is told
-
-
 def test_changes_are_told_in_their_order_also_those_that_a_watcher_makes() -> None:
     register, told = Register(), list[tuple[str, str | None, str]]()
 
@@ -291,7 +286,6 @@ def test_a_loss_is_of_one_that_was_connected(was: str | None, now: str, lost: bo
 
 
 # ------------------------------------------------------------------------------------------ any order of words
-
 NAMES = ("rollout-0", "trainer-0", "trainer-1")
 NEXT = {  # what follows in most cases
     "placed": "admit",
@@ -383,7 +377,6 @@ def test_a_unit_that_an_earlier_coordinator_knew_is_connected_and_replaced_as_an
 
 
 # ---------------------------------------------------------------------------------------------- who takes part in a publication
-
 A, B, C = Member("rollout-0"), Member("rollout-1"), Member("rollout-2")
 FIRST, SECOND = PolicyVersion(0, 1), PolicyVersion(0, 2)
 

@@ -158,7 +158,6 @@ def test_a_crash_comes_between_two_rounds_and_cleans_up_afterwards() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- engines
-
 STEP, SEQUENCE = 1.0, 0.25  # a step of B sequences takes 1 + B / 4 seconds
 COSTS = Costs(decode_step=STEP, decode_sequence=SEQUENCE, prefill_token=0.5)
 
@@ -231,7 +230,6 @@ def test_it_is_drained_once_the_last_sequence_ends_and_begins_none_meanwhile() -
 
 
 # ---------------------------------------------------------------------------------------------------------------------- lending
-
 Moves = list[tuple[float, bool]]
 
 
@@ -290,7 +288,6 @@ def test_a_run_whose_rollouts_are_too_few_gains(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ the command
-
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 STEPS = 10
 
@@ -373,7 +370,7 @@ def test_the_usual_variations_are_configurations_of_their_own(tmp_path: Path) ->
     assert named["replies twice as long"][1].length_scale == 2.0
 
 
-def test_a_command_answers_with_roles_rows_and_a_picture(
+def test_it_answers_with_rows_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
