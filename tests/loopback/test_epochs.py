@@ -1,8 +1,4 @@
-"""Epochs over real gloo or shared memory: the trainer's and the rollouts' services, with engines that only hold tensors.
-
-What is asked here: who is in the epoch after a loss or an arrival, who sends a version to a newcomer, gathering and transfer at
-once, and two ranks of the trainer that each send a part.
-"""
+"""Epochs over real gloo or shared memory: services of trainer and rollouts, with engines that only hold tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ from services.rollout import RolloutService
 from services.rpc.contract import Ranks, method_of
 from services.trainer import TrainerService
 from tests.loopback.losable import Losable
-from tests.loopback.weight_cases import DEADLINE, MANIFEST, come, expected, on_a_loop, same
+from tests.loopback.weight_cases import DEADLINE, MANIFEST, come, expected, on_a_loop, same, until
 
 # Longer than a test may take: what waits for one of these deadlines fails.
 PUBLICATION = config.Publication(join_timeout=600.0, transfer_timeout=600.0, commit_timeout=600.0, abort_timeout=600.0)
@@ -231,11 +227,6 @@ async def stage(
         await asyncio.gather(*here.tasks, return_exceptions=True)
         for port in (here.trainer, *here.rollouts):
             await port.service.close()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 - the test's own deadline ends it
-        await asyncio.sleep(0.002)
 
 
 # ------------------------------------------------------------------------------------------------ losses and arrivals

@@ -1,6 +1,4 @@
-"""What real engines send: the same in the middle of a step, by shard or whole, and whoever of the ranks sends it; and adapters,
-which are published alone.
-"""
+"""What real engines send: the same in the middle of a step, by shard or whole, whoever sends it; and adapters."""
 
 from __future__ import annotations
 

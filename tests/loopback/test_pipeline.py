@@ -21,7 +21,6 @@ from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupRequest, ScoreRequest, Scores
-from tests.loopback.model_fakes import checkpoint_step
 from tests.loopback.pipeline_fakes import (
     Cast,
     FakeReference,
@@ -34,6 +33,8 @@ from tests.loopback.pipeline_fakes import (
     broken,
     check_books,
     check_order,
+    checkpoint_step,
+    until,
 )
 
 
@@ -183,8 +184,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it
 
     async def course(run: TrainingRun) -> None:
         await begun.wait()
-        while trainer.done[-1] != ("accumulate", 3):  # noqa: ASYNC110 - the run's own deadline ends it
-            await asyncio.sleep(0.001)
+        await until(lambda: trainer.done[-1] == ("accumulate", 3))
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(applied.wait(), 0.2)
         assert trainer.done[-1] == ("accumulate", 3)
@@ -267,8 +267,7 @@ def test_checkpoints_come_every_k_steps_and_the_newest_and_the_best_stay(tmp_pat
     async def evaluated(step: int) -> None:
         """No step beyond one that is evaluated is applied before that is."""
         wanted = {one for one in (4, 8, 12) if one <= step}
-        while not wanted <= {result.step for result in evaluation.read(tmp_path)}:  # noqa: ASYNC110 - the run has a deadline
-            await asyncio.sleep(0.001)
+        await until(lambda: wanted <= {result.step for result in evaluation.read(tmp_path)})
 
     def value(request: ScoreRequest) -> float:
         """Evaluation is answered rightly at step 4 only."""

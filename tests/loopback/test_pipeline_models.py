@@ -20,8 +20,20 @@ from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.states import Mark, Phase
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, ScoreRequest, Scores
-from tests.loopback.model_fakes import STATE, FakeCritic, FakeTrainer
-from tests.loopback.pipeline_fakes import Cast, FakeReference, FakeRewardModel, FakeRollout, LongTail, RunFolder, around, broken
+from tests.loopback.pipeline_fakes import (
+    STATE,
+    Cast,
+    FakeCritic,
+    FakeReference,
+    FakeRewardModel,
+    FakeRollout,
+    FakeTrainer,
+    LongTail,
+    RunFolder,
+    around,
+    broken,
+    until,
+)
 
 PATIENCE = 60.0  # seconds for something that is to happen
 OWN = ("send_weights", "export")  # the trainer's commands that a critic has not
@@ -117,8 +129,7 @@ def test_a_step_of_several_updates_is_given_whole_with_each(
             await gate.wait()
 
     async def course(run: TrainingRun) -> None:
-        while sum(group.state.phase == Phase.READY for group in run.buffer) < 3:  # noqa: ASYNC110 - the loop is turning
-            await asyncio.sleep(0)
+        await until(lambda: sum(group.state.phase == Phase.READY for group in run.buffer) >= 3)
         gate.set()
 
     settings = config.Training(steps=1, staleness=0, groups_per_step=4, **training)

@@ -1,6 +1,4 @@
-"""Two transports' own failures: shared memory where processes die, lie, or are strangers; a shared folder, what lies in it,
-when it goes, and what is said when it cannot be used. What all transports share is in `test_weights.py`.
-"""
+"""Two transports' own failures: shared memory where processes die, lie, or are strangers; and a shared folder."""
 
 from __future__ import annotations
 
@@ -47,7 +45,6 @@ from tests.loopback.weight_cases import (
     settles,
     threads_and_files,
 )
-from tests.system.runs import shared_files
 
 LABELS = ("trainer", "rollout-0", "rollout-1")
 KEY = bytes(32)
@@ -224,42 +221,6 @@ def test_who_ends_is_named_whoever_is_waited_for() -> None:
     with pytest.raises(RuntimeError, match="trainer is gone"):
         others[1].receive(0, torch.zeros_like(buffer)).wait(PATIENCE)
     others[1].abort()
-
-
-def send_one_bucket(connection: Any) -> None:
-    """The sender: it says where it is to be met, and that its second bucket is under way, at which it stays."""
-    pending = host(1, 2, "127.0.0.1", "gloo", PATIENCE, "trainer", "shared_memory", names=("trainer", "rollout-0"))
-    connection.send(pending.address)
-    group, sender, stamp = pending.connect(), WeightSender(MANIFEST), BucketTags.stamp
-
-    def stamp_one(tags: BucketTags, index: int, bucket: Bucket, *rest: Any) -> int:
-        if bucket is sender.buckets[1]:
-            connection.send("under way")
-            connection.recv()
-        return stamp(tags, index, bucket, *rest)
-
-    BucketTags.stamp = stamp_one
-    gather(sender, 1)
-    sender.send(group, PolicyVersion(0, 1), 600.0).result()
-
-
-def test_a_sender_that_is_killed_is_noticed_at_once_and_leaves_nothing() -> None:
-    files, mapped = shared_files(), mappings()
-    trainer = Helper(send_one_bucket)
-    try:
-        group = join(msgspec.structs.replace(trainer.hear(), rank=1), "rollout-0")
-        reception = WeightReceiver(MANIFEST).receive(group, PolicyVersion(0, 1), 10 * PATIENCE)
-        assert trainer.hear() == "under way"
-        assert settles(lambda: [-len(mappings() - mapped)], [-1])  # the first bucket has come
-    finally:
-        trainer.end()
-    with pytest.raises(
-        ServiceFault, match=r"transfer: bucket 1 of \d+ of version 0\.1 did not arrive: rank 0 \(trainer\) is gone"
-    ):
-        reception.result(PATIENCE)
-    del group, reception
-    assert settles(lambda: [len(mappings() - mapped)], [0])
-    assert settles(lambda: [len(shared_files() - files)], [0])  # what other workers make there they take away
 
 
 def test_many_aborts_leave_no_thread_no_file_and_no_mapping() -> None:

@@ -1,6 +1,4 @@
-"""Transfers of weights, by each transport: from one sender here to receivers in processes of their own, between threads, and
-from two senders, each of a part.
-"""
+"""Transfers of weights by each transport: to processes, between threads, and from two senders, each of a part."""
 
 from __future__ import annotations
 
@@ -34,14 +32,17 @@ from tests.loopback.weight_cases import (
     VERSION,
     WAYS,
     Aborts,
+    Member,
+    connect,
     connected,
     expected,
     gather,
+    leave,
+    post,
     same,
     settles,
     threads_and_files,
 )
-from tests.loopback.weight_members import Member, connect, leave, post
 
 TWO_WAYS = ("collective", "shared_memory+delta")
 NAMES = ("trainer-0", "trainer-1")  # of two senders
@@ -155,25 +156,6 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
     send(group, sender, 5).result(PATIENCE)
     assert [one.hear() for one in members] == [("staged", 5, True)] * 2
     leave(members, group)
-
-
-@pytest.mark.parametrize("transport", TWO_WAYS)
-def test_a_receiver_that_is_killed_is_named_at_once(transport: str) -> None:
-    killed, innocent = members = started()
-    try:
-        group = connect(members, 1, transport=transport)
-        post(members, 1, 10 * PATIENCE)
-        os.kill(killed.process.pid, signal.SIGSTOP)  # so that it takes no bucket
-        sending = send(group, WeightSender(MANIFEST), 1, 10 * PATIENCE)
-        killed.process.kill()
-        why = r": rank 1 \(rollout-0\) is gone" if "shared_memory" in transport else ""
-        with pytest.raises(ServiceFault, match=r"bucket 0 of \d+ of version 0\.1 was not taken" + why):
-            sending.result(PATIENCE)
-        assert innocent.hear()[:2] == ("fault", "transfer")
-        leave([innocent], group)
-    finally:
-        for one in members:
-            one.end()
 
 
 # ------------------------------------------------------------------------------------------------ between threads

@@ -1,6 +1,4 @@
-"""How the members of a weight group find each other, what a user may have set wrongly, and what somebody who reaches the
-group's store, but does not have its key, can make the members believe: nothing.
-"""
+"""How members of a weight group meet, and what a stranger without the group's key can make them believe: nothing."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ from runtime.weights.plan import TRAILER, Bucket, GroupAddress
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import WeightSender, in_thread
-from tests.loopback.weight_cases import MANIFEST, PATIENCE, VERSION, gather, same, transport_and_encoding
-from tests.loopback.weight_members import ROOT
+from tests.loopback.weight_cases import MANIFEST, PATIENCE, ROOT, VERSION, gather, same, transport_and_encoding
 
 FORGED = "in the group's store was written by somebody who does not have the group's key"
 

@@ -1,5 +1,4 @@
-"""How many groups and episodes are under way at once: what the rules do with what they are told, and with slots, tools and
-pipelines that are modelled."""
+"""How many groups are under way at once: the rules, and what they do with slots, tools and pipelines that are modelled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Checkpoints: a process that saves one is killed before each of its operations on files in turn, and the run is begun again;
-which one `run.resume: auto` goes on from; and those whose parts lie on nodes that share no folder."""
+"""Checkpoints: a save that is killed before each of its operations; what `run.resume: auto` takes; parts on nodes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How far rollout and trainer are apart: figures against float64, both engines with the same weights and with others, and which
-of the tensors that a model was given to load nothing has read."""
+"""How far rollout and trainer are apart, against float64, with the same weights and others; tensors that nothing has read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Processes: the report of their start-up, their calls, which are counted and drained at the end, and what a
-coordinator says of itself."""
+"""Processes: their start-up, their calls, counted and drained at the end, and what a coordinator says of itself."""
 
 from __future__ import annotations
 

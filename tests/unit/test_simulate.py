@@ -1,5 +1,4 @@
-"""`sluice simulate`: virtual time, engines and lending beside sums by hand; a calibration finds the costs behind a run; and
-what cannot be answered is said in one line."""
+"""`sluice simulate`: virtual time, engines and lending beside sums by hand; calibration; a mistake is one line."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Both ends of a transfer without a process or a socket.
-
-The sender over a group in memory: a bucket leaves once it is whole, and its buffer is not touched until it is taken. The
-receiver's account of its time. Deltas: bit for bit what was sent, small where little changed, never applied to other weights
-than their own.
-"""
+"""Both ends of a transfer without a process or a socket: sender, the receiver's account of its time, and deltas."""
 
 from __future__ import annotations
 
