@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 from msgspec.structs import replace
 
 from runtime import codec, config, run_files
@@ -166,17 +167,8 @@ class FakeModel(Losable):
 
 
 def hosted(epoch: int, transport: str, names: Sequence[str]) -> WeightsHosted:
-    address = GroupAddress(
-        epoch=epoch,
-        host="127.0.0.1",
-        port=1,
-        rank=0,
-        world_size=len(names),
-        backend="gloo",
-        timeout=1.0,
-        key=b"",
-        transport=transport,
-    )
+    told = {"rank": 0, "world_size": len(names), "backend": "gloo", "timeout": 1.0, "key": b"", "transport": transport}
+    address = GroupAddress(epoch=epoch, host="127.0.0.1", port=1, **told)
     return WeightsHosted(address, MANIFEST)
 
 
@@ -346,15 +338,9 @@ class FakeRollout(FakeReplica):
 
 
 def generated(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion, payload: bytes) -> GeneratedGroup:
-    return GeneratedGroup(
-        group_id=request.group_id,
-        prompt_tokens=len(request.prompt),
-        response_tokens=[1 + (request.group_id + i) % 7 for i in range(request.n)],
-        truncated=0,
-        oldest=oldest,
-        newest=newest,
-        payload=payload,
-    )
+    tokens = [1 + (request.group_id + i) % 7 for i in range(request.n)]
+    told = {"prompt_tokens": len(request.prompt), "response_tokens": tokens, "truncated": 0}
+    return GeneratedGroup(group_id=request.group_id, oldest=oldest, newest=newest, payload=payload, **told)
 
 
 def replies(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion) -> bytes:
@@ -365,15 +351,9 @@ def replies(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion)
         size = 1 + (request.group_id + index) % 7
         versions = np.full(size, newest.pack(), np.int64)
         versions[0] = oldest.pack()
-        samples.append(
-            Sample(
-                tokens=np.arange(request.first + index, request.first + index + size, dtype=np.int32),
-                loss_mask=np.ones(size, np.uint8),
-                logprobs=np.full(size, -0.5, np.float32),
-                versions=versions,
-                finish_reason="stop",
-            )
-        )
+        tokens = np.arange(request.first + index, request.first + index + size, dtype=np.int32)
+        mask, logprobs = np.ones(size, np.uint8), np.full(size, -0.5, np.float32)
+        samples.append(Sample(tokens=tokens, loss_mask=mask, logprobs=logprobs, versions=versions, finish_reason="stop"))
     return codec.encode(GroupPayload.of(request.group_id, request.prompt, samples))
 
 
@@ -458,22 +438,19 @@ class Cast:
     regroup: Callable[[], Awaitable[list[FakeTrainer | FakeCritic]]] | None = None  # after the loss of trainer or critic
 
     @classmethod
-    def make(cls, seed: int = 0) -> Cast:
+    def make(cls, seed: int | None = 0) -> Cast:
+        """Each takes its time, drawn by `seed`; without one nothing takes any."""
+
+        def tail(number: int, *scale: float) -> Callable[[], float]:
+            return no_time if seed is None else LongTail(seed + number, *scale)
+
         weights = Weights()
-        return cls(
-            weights,
-            FakeTrainer(weights, LongTail(seed + 1, 0.001, 0.01)),
-            [FakeRollout(f"rollout-{i}", weights, LongTail(seed + 10 + i)) for i in range(2)],
-            FakeReward(LongTail(seed + 2)),
-            FakeReference(LongTail(seed + 3)),
-        )
+        rollouts = [FakeRollout(f"rollout-{i}", weights, tail(10 + i)) for i in range(2)]
+        return cls(weights, FakeTrainer(weights, tail(1, 0.001, 0.01)), rollouts, FakeReward(tail(2)), FakeReference(tail(3)))
 
     @classmethod
     def prompt(cls) -> Cast:
-        """Nothing takes any time."""
-        weights = Weights()
-        rollouts = [FakeRollout(f"rollout-{i}", weights) for i in range(2)]
-        return cls(weights, FakeTrainer(weights), rollouts, FakeReward(), FakeReference())
+        return cls.make(None)
 
     def register(self) -> Register:
         """All of them are connected."""
@@ -602,11 +579,9 @@ class RunFolder:
 
     def fails(self, cast: Cast, course: Callable[[TrainingRun], Awaitable[None]] | None = None) -> ServiceFault:
         """Execute one run that is to fail, and return the fault."""
-        try:
+        with pytest.raises(ServiceFault) as raised:
             self.run(cast, course)
-        except ServiceFault as fault:
-            return fault
-        raise AssertionError("the run ended well")
+        return raised.value
 
     async def _execute(self, cast: Cast, course: Callable[[TrainingRun], Awaitable[None]] | None, resume: str) -> Summary:
         settings = self.config(resume)

@@ -351,10 +351,8 @@ def test_steps_go_on_while_the_replies_of_an_evaluation_hang(tmp_path: Path) -> 
     assert point["eval/skipped"] == 1  # that of step 8 was due meanwhile
     assert (point["eval/samples"], point["eval/errors"]) == (3 + 150, 0)
     (result,) = evaluation.read(tmp_path)
-    assert [(each.name, each.problems, each.samples, each.scored) for each in result.sets] == [
-        ("one", 3, 1, 3),
-        ("many", 3, 50, 150),
-    ]
+    sizes = [(each.name, each.problems, each.samples, each.scored) for each in result.sets]
+    assert sizes == [("one", 3, 1, 3), ("many", 3, 50, 150)]
     assert result.sets[1].maj_at == {8: 1.0}
     replies = list(generations.read(evaluation.folder_for(tmp_path, 4) / "many.jsonl"))
     assert [(each.problem, each.sample) for each in replies] == [(f"many:{i}", j) for i in range(3) for j in range(50)]
@@ -387,11 +385,8 @@ def test_an_evaluation_that_is_cut_short_leaves_its_replies_and_no_results(tmp_p
     assert (summary.accuracy_before, summary.stop_reason) == (None, INTERRUPTED)
     assert evaluation.read(tmp_path) == []
     (cut_short,) = (path for _, path in evaluation.folders(tmp_path))
-    assert [each.problem for each in generations.read(cut_short / "held_out.jsonl")] == [
-        "held_out:0",
-        "held_out:1",
-        "held_out:3",
-    ]
+    replies = [each.problem for each in generations.read(cut_short / "held_out.jsonl")]
+    assert replies == [f"held_out:{number}" for number in (0, 1, 3)]
     # Before its first step as it was stopped, it is resumed from step 0.
     folder.run(Cast.make(), resume=str(folder.checkpoint(0)))
     check_books(folder, 5)

@@ -26,7 +26,6 @@ from tests.loopback.pipeline_fakes import (
     Cast,
     FakeCritic,
     FakeModel,
-    FakeReference,
     FakeRewardModel,
     FakeRollout,
     FakeTrainer,
@@ -35,7 +34,6 @@ from tests.loopback.pipeline_fakes import (
     around,
     broken,
     check_books,
-    check_order,
     until,
 )
 
@@ -121,26 +119,6 @@ def test_a_service_that_fails_ends_the_run_with_its_fault(tmp_path: Path, who: s
     folder = RunFolder(tmp_path, sections={"critic": config.Critic()})
     assert folder.fails(cast) is error
     assert not any(group.step is not None and group.step >= 3 for group in folder.groups())
-
-
-def test_a_run_that_failed_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, steps=9, sections={"checkpoint": config.Checkpoint(every=2)})
-    cast = Cast.make()
-    broken(cast.trainer, "applied", 3)
-    cast.reference = FakeReference(LongTail(0, 0.005))  # leaves groups that are generated and not ready
-    assert folder.fails(cast).service == "trainer-0"
-    left = {group.group_id: group for group in folder.groups() if group.step is None or group.step >= 2}
-    again = Cast.make(50)
-    folder.run(again, resume=str(folder.checkpoint(2)))
-    check_books(folder, 9)
-    check_order(again.trainer, 2, 9)
-    assert folder.trained_problems() == folder.first_prompts(36)
-    # What was generated is not generated again, and what was not keeps its prompt and seed.
-    kept = {number for number, group in left.items() if group.phase in (Phase.GENERATED, Phase.READY, Phase.CONSUMED)}
-    assert kept
-    assert not kept & again.generated_by().keys()
-    after = {group.group_id: group for group in folder.groups()}
-    assert all((after[i].problem, after[i].seed) == (group.problem, group.seed) for i, group in left.items())
 
 
 def test_a_resumed_run_may_have_smaller_steps_and_a_smaller_bound(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from tests.loopback.pipeline_fakes import (
     RunFolder,
     around,
     broken,
+    check_books,
+    check_order,
     until,
 )
 
@@ -142,20 +144,27 @@ def test_a_step_of_several_updates_is_given_whole_with_each(
 
 
 # ---------------------------------------------------------------------------------------------- failures and resumes
-def test_a_resumed_run_keeps_the_values_that_it_has(tmp_path: Path) -> None:
+def test_a_run_that_failed_goes_on_from_its_newest_checkpoint_with_what_it_has(tmp_path: Path) -> None:
     folder = critic_folder(tmp_path, steps=9, sections={"checkpoint": config.Checkpoint(every=2)})
     cast = with_critic(Cast.make(), broken(FakeCritic(LongTail(3, 0.001, 0.01)), "applied", 3))
     cast.reference = FakeReference(LongTail(1, 0.005))  # leaves groups that have values but are not ready
     assert folder.fails(cast).service == "critic-0"
     valued = {group.group_id for group in folder.groups() if group.marks & Mark.VALUED and "values" in group.handles}
-    open_ = {group.group_id for group in folder.groups() if group.step is None or group.step >= 2}
-    assert valued & open_
+    left = {group.group_id: group for group in folder.groups() if group.step is None or group.step >= 2}
+    kept = {number for number, group in left.items() if group.phase in (Phase.GENERATED, Phase.READY, Phase.CONSUMED)}
+    assert valued & left.keys() and kept
     again = with_critic(Cast.make(seed=50))
     folder.run(again, resume=str(folder.checkpoint(2)))
     assert again.critic is not None
     assert not {request.group_id for request in again.critic.asked} & valued
     assert again.critic.posted[0] == ("begin", 2)
+    check_books(folder, 9)
+    check_order(again.trainer, 2, 9)
     assert folder.trained_problems() == folder.first_prompts(36)
+    # What was generated is not generated again, and what was not keeps its prompt and seed.
+    assert not kept & again.generated_by().keys()
+    after = {group.group_id: group for group in folder.groups()}
+    assert all((after[i].problem, after[i].seed) == (group.problem, group.seed) for i, group in left.items())
     for batch in again.critic.batches.values():
         assert all(group.values == b"values of payload %d" % group.group_id for group in batch)
 

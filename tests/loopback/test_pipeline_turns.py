@@ -405,23 +405,11 @@ class FakeGateway(FakeReplica):
             await self.hangs.wait()
         newest = self._version()
         tokens, versions = np.arange(5, dtype=np.int32), np.array([oldest.pack()] * 3 + [newest.pack()] * 2, np.int64)
-        sample = Sample(
-            tokens=tokens,
-            loss_mask=np.array([1, 0, 0, 1, 1], np.uint8),
-            logprobs=np.array([-1, 0, 0, -1, -1], np.float32),
-            versions=versions,
-            finish_reason="stop",
-        )
+        mask, logprobs = np.array([1, 0, 0, 1, 1], np.uint8), np.array([-1, 0, 0, -1, -1], np.float32)
+        sample = Sample(tokens=tokens, loss_mask=mask, logprobs=logprobs, versions=versions, finish_reason="stop")
         payload = GroupPayload.of(request.group_id, np.zeros(2, np.int32), [sample] * 2 * request.n, [2] * request.n)
-        return GeneratedGroup(
-            group_id=request.group_id,
-            prompt_tokens=2,
-            response_tokens=payload.lengths.tolist(),
-            truncated=0,
-            oldest=oldest,
-            newest=newest,
-            payload=codec.encode(payload),
-        )
+        told = {"group_id": request.group_id, "oldest": oldest, "newest": newest, "payload": codec.encode(payload)}
+        return GeneratedGroup(prompt_tokens=2, response_tokens=payload.lengths.tolist(), truncated=0, **told)
 
     def _version(self) -> PolicyVersion:
         return min(rollout.version for rollout in self._cast.rollouts if not rollout.gone)
@@ -521,14 +509,7 @@ def test_gateways_are_told_of_rollouts_that_are_lost_and_one_that_does_not_take_
     assert [loss.name for loss in folder.losses] == ["gateway-1", "rollout-0"] and not cast.gateways[1].played
 
 
-IDLE = {
-    **dict.fromkeys((*COUNTED, "preemptions_total"), 0.0),
-    "slots": 2,
-    "running": 0,
-    "waiting": 0,
-    "kv_use": 0.0,
-    "kv_shared": 1.0,
-}
+IDLE = dict.fromkeys((*COUNTED, "preemptions_total", "running", "waiting", "kv_use"), 0.0) | {"slots": 2, "kv_shared": 1.0}
 FIRST_LIMIT = 2 * 4 // 2 + 1  # groups of two, for two rollouts of two slots
 
 

@@ -132,19 +132,8 @@ def connected(
     """The members of one epoch, by rank, all in this process."""
     torch.set_num_threads(1)
     transport, full_every = transport_and_encoding(transport)
-    pending = host(
-        1,
-        world_size,
-        "127.0.0.1",
-        "gloo",
-        timeout,
-        "trainer",
-        transport,
-        folder,
-        full_every,
-        names=senders,
-        senders=len(senders) or 1,
-    )
+    at = (1, world_size, "127.0.0.1", "gloo", timeout, "trainer", transport, folder, full_every)
+    pending = host(*at, names=senders, senders=len(senders) or 1)
     names = [*senders, *(f"rollout-{rank}" for rank in range(len(senders), world_size))]
     others = [
         in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), names[rank]))

@@ -38,14 +38,8 @@ class Harness:
     def __init__(self, staleness: int = 1, per_step: int = 2, needs: Mark = Mark.SCORED, depth: PipelineDepth | None = None):
         self.journal = KeptChanges()
         self.now = 100.0
-        self.buffer = Buffer(
-            needs=needs,
-            groups_per_step=per_step,
-            staleness=staleness,
-            journal=self.journal,
-            clock=lambda: self.now,
-            depth=depth,
-        )
+        rule = {"needs": needs, "groups_per_step": per_step, "staleness": staleness, "depth": depth}
+        self.buffer = Buffer(journal=self.journal, clock=lambda: self.now, **rule)  # type: ignore[arg-type]
 
     def dispatch(self, *ids: int, replica: str = "rollout-0") -> None:
         for group_id in ids:

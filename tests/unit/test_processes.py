@@ -31,17 +31,9 @@ from services.rpc import contract
 from tests.unit.actor_desk import run as run_desk
 from tests.unit.actor_desk import settle
 
+PHASES = ("launcher", "coordinator", "data", "services", "first publication", "evaluation", "first step", "to first step")
 FOUND = Startup(
-    phases={
-        "launcher": 0.5,
-        "coordinator": 0.4,
-        "data": 0.2,
-        "services": 3.9,
-        "first publication": 0.1,
-        "evaluation": 0.4,
-        "first step": 0.2,
-        "to first step": 5.3,
-    },
+    phases=dict(zip(PHASES, (0.5, 0.4, 0.2, 3.9, 0.1, 0.4, 0.2, 5.3), strict=True)),
     processes={
         "coordinator": {"interpreter": 0.1, "imports": 9.0},
         "rollout-0": {"interpreter": 0.1, "imports": 0.3, "libraries": 1.5, "load": 0.1},

@@ -316,18 +316,9 @@ def real(folder: Path, costs: Costs) -> tuple[Config, list[dict[str, Any]], list
 def test_calibration_finds_costs_that_predict_another_configuration(tmp_path: Path, cores: int) -> None:
     """Each of the durations of the run is met within 5 %, and throughput within 10 % with another bound on staleness: what is
     calibrated are means, while lengths and schedules are drawn anew."""
-    true = Costs(
-        reply_tokens=LogNormal(12.0, 0.8),
-        decode_step=3e-3,
-        decode_sequence=2e-4,
-        prefill_token=0.0,
-        score=Fixed(4e-3),
-        reference_token=3e-5,
-        train_token=4e-4,
-        update=1e-2,
-        coordinator_message=5e-4,
-        cores=cores,
-    )
+    reply = {"reply_tokens": LogNormal(12.0, 0.8), "decode_step": 3e-3, "decode_sequence": 2e-4, "prefill_token": 0.0}
+    train = {"score": Fixed(4e-3), "reference_token": 3e-5, "train_token": 4e-4, "update": 1e-2, "coordinator_message": 5e-4}
+    true = Costs(**reply, **train, cores=cores)  # type: ignore[arg-type]
     config, points, groups = real(tmp_path / "run", true)
     deadlines = ContractDeadlines(config)
     found = calibrate(Costs(cores=cores), points, groups, lambda costs: simulated(config, costs, deadlines, STEPS).observed)
