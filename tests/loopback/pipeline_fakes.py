@@ -1,22 +1,21 @@
-"""Roles in memory, for the pipeline's real logic: they take the time they are told to take, and fail when they are told to.
-
-`RunFolder.run` executes one run over them and keeps the books of what was asked of whom, in order; `check_order` and
-`check_books` say what holds of every run.
-"""
+"""Roles in memory, for the pipeline's real logic: they take time, and fail, as they are told; and what holds of every run."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 from msgspec.structs import replace
 
 from runtime import codec, config, run_files
@@ -50,15 +49,199 @@ from runtime.types import (
     Sample,
     ScoreRequest,
     Scores,
+    StepResult,
+    TrainGroup,
+    ValueRequest,
 )
 from runtime.weights.plan import GroupAddress, Manifest
 from tests.loopback.losable import Losable
-from tests.loopback.model_fakes import BYTES, MANIFEST, FakeCritic, FakeTrainer, Weights, hosted, no_time
+from tests.loopback.weight_cases import until as until
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Losable)
 
 DEADLINE = 100.0  # seconds that one run may take
+BYTES = 4096  # of one publication
+GATHERED = 0.75  # seconds
+MANIFEST = Manifest(tensors=(), bucket_bytes=1)
+STATE = "state"  # what a model leaves in a checkpoint
+
+
+async def no_wait() -> None:
+    """What takes no time."""
+
+
+def no_time() -> float:
+    return 0.0
+
+
+class Weights:
+    """What the trainer has broadcast: receivers wait here for a version."""
+
+    def __init__(self) -> None:
+        self._sent: dict[PolicyVersion, asyncio.Event] = {}
+
+    def of(self, version: PolicyVersion) -> asyncio.Event:
+        return self._sent.setdefault(version, asyncio.Event())
+
+
+class FakeModel(Losable):
+    """A model under training: carries out commands one after the other, in the order in which they were posted.
+
+    `posted` and `done` are those orders; `done_when_posted[i]` is what was done when command i was posted.
+    """
+
+    def __init__(self, apply_seconds: Callable[[], float] = no_time, incarnation: int = 0):
+        super().__init__(incarnation)
+        self.restored = ""
+        self.posted: list[tuple[str, int]] = []
+        self.done: list[tuple[str, int]] = []
+        self.done_when_posted: list[frozenset[tuple[str, int]]] = []
+        self.batches: dict[int, list[TrainGroup]] = {}
+        self.events: dict[tuple[str, int], asyncio.Event] = {}
+        """Each is set once its command is posted."""
+        self.parts: list[str] = []
+        """What ranks speak for, where nodes share no folder."""
+        self.places: list[tuple[bytes, tuple[int, ...]]] = []
+        self._apply_seconds = apply_seconds
+        self._last: asyncio.Task[Any] | None = None
+
+    def restore(self, folder: str, place: bytes, incarnation: int) -> Coroutine[Any, Any, None]:
+        assert not self.posted  # it is the first command
+        self.restored, self.places = folder, [(place, (incarnation,))]
+        return self.reached(no_wait())
+
+    def begin_step(self, step: int) -> Coroutine[Any, Any, None]:
+        return self._post("begin", step, no_wait)
+
+    def accumulate(self, step: int, groups: list[TrainGroup], last: bool) -> Coroutine[Any, Any, None]:
+        self.batches.setdefault(step, []).extend(groups)
+        return self._post("accumulate", step, no_wait)
+
+    def apply(self, step: int, probes: Sequence[bytes] = ()) -> Coroutine[Any, Any, StepResult]:
+        return self._post("apply", step, lambda: self.applied(step))
+
+    def save(self, folder: str, place: bytes, keep: tuple[int, ...]) -> Coroutine[Any, Any, list[str]]:
+        self.places.append((place, keep))
+        return self._post("save", checkpoint_step(folder), lambda: self.write(Path(folder)))
+
+    def onload(self) -> Coroutine[Any, Any, None]:
+        return self._post("onload", 0, no_wait)
+
+    def offload(self) -> Coroutine[Any, Any, None]:
+        return self._post("offload", 0, no_wait)
+
+    async def applied(self, step: int) -> StepResult:
+        seconds = self._apply_seconds()
+        await asyncio.sleep(seconds)
+        return StepResult(metrics=self.metrics(), seconds=seconds)
+
+    def metrics(self) -> dict[str, float]:
+        return {"actor/grad_norm": 1.0}
+
+    async def write(self, folder: Path) -> list[str]:
+        leave_state(folder, self.name)
+        return self.parts
+
+    def _post(self, name: str, step: int, work: Callable[[], Awaitable[T]]) -> Coroutine[Any, Any, T]:
+        command, previous = (name, step), self._last
+        self.posted.append(command)
+        self.done_when_posted.append(frozenset(self.done))
+        if command in self.events:
+            self.events[command].set()
+
+        async def in_turn() -> T:
+            if previous is not None:
+                await asyncio.wait({previous})
+            value = await work()
+            self.done.append(command)
+            return value
+
+        task = self._last = asyncio.ensure_future(in_turn())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever waited may have gone
+
+        async def answer() -> T:
+            return await self.reached(asyncio.shield(task))
+
+        return answer()
+
+
+def hosted(epoch: int, transport: str, names: Sequence[str]) -> WeightsHosted:
+    told = {"rank": 0, "world_size": len(names), "backend": "gloo", "timeout": 1.0, "key": b"", "transport": transport}
+    address = GroupAddress(epoch=epoch, host="127.0.0.1", port=1, **told)
+    return WeightsHosted(address, MANIFEST)
+
+
+class FakeTrainer(FakeModel):
+    name = "trainer-0"
+    machines = MappingProxyType({"trainer-0": "here"})
+
+    def __init__(self, weights: Weights, apply_seconds: Callable[[], float] = no_time, incarnation: int = 0):
+        super().__init__(apply_seconds, incarnation)
+        self.calls: list[tuple[str, Any]] = []
+        self.probed: dict[int, list[int]] = {}
+        """By step, the step of the weights that each probe was sampled with."""
+        self._weights = weights
+
+    async def host_weights(self, epoch: int, world_size: int, transport: str, names: Sequence[str]) -> WeightsHosted:
+        await self.reached(no_wait())
+        return hosted(epoch, transport, names)
+
+    def apply(self, step: int, probes: Sequence[bytes] = ()) -> Coroutine[Any, Any, StepResult]:
+        """What a rollout with other weights than those of `step` says is 1 nat off."""
+        self.probed[step] = [int(codec.decode(GroupPayload, probe).samples[0].logprobs[0]) for probe in probes]
+        gaps = [float(weights != step) for weights in self.probed[step]]
+        return self._post("apply", step, lambda: self._compared(step, gaps))
+
+    async def _compared(self, step: int, gaps: list[float]) -> StepResult:
+        return replace(await self.applied(step), probes=gaps)
+
+    def send_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
+        return self._post("send_weights", version.step, lambda: self.send(version))
+
+    def resend_weights(self, version: PolicyVersion, epoch: int) -> Coroutine[Any, Any, WeightsSent]:
+        return self.send_weights(version, epoch)
+
+    def export(self, folder: str) -> Coroutine[Any, Any, None]:
+        return self._post("export", 0, no_wait)
+
+    async def abort_weights(self, version: PolicyVersion, epoch: int) -> None:
+        await self.reached(no_wait())
+        self.calls.append(("abort", version.step))
+
+    async def send(self, version: PolicyVersion) -> WeightsSent:
+        self._weights.of(version).set()
+        return WeightsSent(BYTES, 0.0, GATHERED)
+
+
+class FakeCritic(FakeModel):
+    """Its metrics have one of the trainer's names among them, which must not get through."""
+
+    name = "critic-0"
+
+    def __init__(self, apply_seconds: Callable[[], float] = no_time, incarnation: int = 0):
+        super().__init__(apply_seconds, incarnation)
+        self.asked: list[ValueRequest] = []
+
+    async def values(self, request: ValueRequest) -> bytes:
+        self.asked.append(request)
+        await self.reached(asyncio.sleep(self._apply_seconds()))
+        return b"values of " + request.payload
+
+    def metrics(self) -> dict[str, float]:
+        return {"critic/loss": 0.25, "actor/grad_norm": -1.0}
+
+
+def leave_state(folder: Path, name: str) -> None:
+    """In a folder that exists and is empty."""
+    assert [*folder.iterdir()] in ([], [folder / checkpoint.CRITIC])
+    (folder / STATE).write_text(name)
+
+
+def checkpoint_step(folder: str) -> int:
+    """The step of a checkpoint, of whose temporary folder, or a part of it, this is the name."""
+    (step,) = re.findall(r"/\.step-(\d+)\.partial", folder)
+    return int(step)
 
 
 class LongTail:
@@ -155,15 +338,9 @@ class FakeRollout(FakeReplica):
 
 
 def generated(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion, payload: bytes) -> GeneratedGroup:
-    return GeneratedGroup(
-        group_id=request.group_id,
-        prompt_tokens=len(request.prompt),
-        response_tokens=[1 + (request.group_id + i) % 7 for i in range(request.n)],
-        truncated=0,
-        oldest=oldest,
-        newest=newest,
-        payload=payload,
-    )
+    tokens = [1 + (request.group_id + i) % 7 for i in range(request.n)]
+    told = {"prompt_tokens": len(request.prompt), "response_tokens": tokens, "truncated": 0}
+    return GeneratedGroup(group_id=request.group_id, oldest=oldest, newest=newest, payload=payload, **told)
 
 
 def replies(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion) -> bytes:
@@ -174,15 +351,9 @@ def replies(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion)
         size = 1 + (request.group_id + index) % 7
         versions = np.full(size, newest.pack(), np.int64)
         versions[0] = oldest.pack()
-        samples.append(
-            Sample(
-                tokens=np.arange(request.first + index, request.first + index + size, dtype=np.int32),
-                loss_mask=np.ones(size, np.uint8),
-                logprobs=np.full(size, -0.5, np.float32),
-                versions=versions,
-                finish_reason="stop",
-            )
-        )
+        tokens = np.arange(request.first + index, request.first + index + size, dtype=np.int32)
+        mask, logprobs = np.ones(size, np.uint8), np.full(size, -0.5, np.float32)
+        samples.append(Sample(tokens=tokens, loss_mask=mask, logprobs=logprobs, versions=versions, finish_reason="stop"))
     return codec.encode(GroupPayload.of(request.group_id, request.prompt, samples))
 
 
@@ -194,10 +365,6 @@ class Numbers:
 
     def decode_batch(self, batch: Sequence[np.ndarray], skip_special: bool = True) -> list[str]:
         return [self.decode(ids) for ids in batch]
-
-
-async def no_wait() -> None:
-    """What takes no time."""
 
 
 class FakeReward(FakeReplica):
@@ -271,22 +438,19 @@ class Cast:
     regroup: Callable[[], Awaitable[list[FakeTrainer | FakeCritic]]] | None = None  # after the loss of trainer or critic
 
     @classmethod
-    def make(cls, seed: int = 0) -> Cast:
+    def make(cls, seed: int | None = 0) -> Cast:
+        """Each takes its time, drawn by `seed`; without one nothing takes any."""
+
+        def tail(number: int, *scale: float) -> Callable[[], float]:
+            return no_time if seed is None else LongTail(seed + number, *scale)
+
         weights = Weights()
-        return cls(
-            weights,
-            FakeTrainer(weights, LongTail(seed + 1, 0.001, 0.01)),
-            [FakeRollout(f"rollout-{i}", weights, LongTail(seed + 10 + i)) for i in range(2)],
-            FakeReward(LongTail(seed + 2)),
-            FakeReference(LongTail(seed + 3)),
-        )
+        rollouts = [FakeRollout(f"rollout-{i}", weights, tail(10 + i)) for i in range(2)]
+        return cls(weights, FakeTrainer(weights, tail(1, 0.001, 0.01)), rollouts, FakeReward(tail(2)), FakeReference(tail(3)))
 
     @classmethod
     def prompt(cls) -> Cast:
-        """Nothing takes any time."""
-        weights = Weights()
-        rollouts = [FakeRollout(f"rollout-{i}", weights) for i in range(2)]
-        return cls(weights, FakeTrainer(weights), rollouts, FakeReward(), FakeReference())
+        return cls.make(None)
 
     def register(self) -> Register:
         """All of them are connected."""
@@ -415,11 +579,9 @@ class RunFolder:
 
     def fails(self, cast: Cast, course: Callable[[TrainingRun], Awaitable[None]] | None = None) -> ServiceFault:
         """Execute one run that is to fail, and return the fault."""
-        try:
+        with pytest.raises(ServiceFault) as raised:
             self.run(cast, course)
-        except ServiceFault as fault:
-            return fault
-        raise AssertionError("the run ended well")
+        return raised.value
 
     async def _execute(self, cast: Cast, course: Callable[[TrainingRun], Awaitable[None]] | None, resume: str) -> Summary:
         settings = self.config(resume)
@@ -460,7 +622,6 @@ class RunFolder:
         return [HeldOut(each, _prompts(each.name, self.eval_problems)) for each in named]
 
     # ------------------------------------------------------------------------------------------ what it left
-
     def groups(self, *phases: Phase) -> list[GroupRow]:
         with LedgerReader(self.path / "ledger") as reader:
             return list(reader.groups(states=phases))
@@ -497,8 +658,6 @@ def _prompts(name: str, count: int) -> Prompts:
 
 
 # ------------------------------------------------------------------------------------------------------ what holds of every run
-
-
 def check_order(trainer: FakeTrainer, first: int, last: int) -> None:
     """Each step: begin, accumulate at least once, apply, then its weights, before anything of the next step; then saves."""
     commands = [command for command in trainer.posted if command[0] not in ("save", "export")]

@@ -1,8 +1,4 @@
-"""Epochs over real gloo or shared memory: the trainer's and the rollouts' services, with engines that only hold tensors.
-
-What is asked here: who is in the epoch after a loss or an arrival, who sends a version to a newcomer, gathering and transfer at
-once, and two ranks of the trainer that each send a part.
-"""
+"""Epochs over real gloo or shared memory: services of trainer and rollouts, with engines that only hold tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +34,7 @@ from services.rollout import RolloutService
 from services.rpc.contract import Ranks, method_of
 from services.trainer import TrainerService
 from tests.loopback.losable import Losable
-from tests.loopback.weight_cases import DEADLINE, MANIFEST, come, expected, on_a_loop, same
+from tests.loopback.weight_cases import DEADLINE, MANIFEST, come, expected, on_a_loop, same, until
 
 # Longer than a test may take: what waits for one of these deadlines fails.
 PUBLICATION = config.Publication(join_timeout=600.0, transfer_timeout=600.0, commit_timeout=600.0, abort_timeout=600.0)
@@ -232,19 +229,12 @@ async def stage(
             await port.service.close()
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 - the test's own deadline ends it
-        await asyncio.sleep(0.002)
-
-
 # ------------------------------------------------------------------------------------------------ losses and arrivals
-
-
 @pytest.mark.parametrize(
     ("transport", "encoding"), [("auto", "delta"), ("collective", "whole"), ("files", "whole"), ("files", "delta")]
 )
 @on_a_loop
-async def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version(
+async def test_one_that_dies_is_left_out_and_one_that_comes_gets_the_version(
     transport: str, encoding: str, tmp_path: Path
 ) -> None:
     folder = str(tmp_path) if transport == "files" else ""
@@ -289,8 +279,6 @@ async def test_the_group_is_left_and_met_anew_while_the_engine_computes() -> Non
 
 
 # ------------------------------------------------------------------------------------------------ the trainer
-
-
 @on_a_loop
 async def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do() -> None:
     async with stage(replace(PUBLICATION, join_timeout=1.5)) as here:
@@ -353,8 +341,6 @@ async def test_another_version_than_the_one_that_is_there_is_refused() -> None:
 
 
 # -------------------------------------------------------------------------------------------- gathering and transfer at once
-
-
 def yields(here: Stage, weights: Callable[[Iterable[torch.Tensor]], Iterator[torch.Tensor]]) -> None:
     """The trainer's engine gives its tensors by way of `weights`."""
     plain = here.trainer.engine.weights
@@ -447,8 +433,6 @@ async def test_a_rollout_that_is_lost_while_the_weights_are_gathered_costs_an_at
 
 
 # ------------------------------------------------------------------------------------------------ who sends to a newcomer
-
-
 def counted(here: Stage) -> list[Any]:
     """The trainer's commands to send, from now on."""
     sends, begin = [], here.trainer.begin
@@ -466,7 +450,7 @@ def counted(here: Stage) -> list[Any]:
     ("adopts", "settings"), [("float32", PUBLICATION), ("", COLLECTIVE)], ids=["uses the buckets", "copies them"]
 )
 @on_a_loop
-async def test_whoever_serves_sends_the_version_as_often_as_somebody_comes(
+async def test_who_serves_sends_it_to_each_who_comes(
     adopts: str, settings: config.Publication, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with stage(settings) as here:
@@ -484,20 +468,55 @@ async def test_whoever_serves_sends_the_version_as_often_as_somebody_comes(
         assert len(sends) == 1
 
 
-@pytest.mark.parametrize("why", ["what it has changed in its memory", "it keeps nothing"])
+@pytest.mark.parametrize("why", ["what it has changed in its memory", "it keeps nothing", "it dies"])
 @on_a_loop
 async def test_the_trainer_brings_it_where_the_peer_cannot(why: str) -> None:
     async with stage() as here:
         await here.publish(1)
-        receiver = here.rollouts[0].service.weights.staging.receiver
-        if why == "it keeps nothing":
+        peer, lost = here.rollouts[0], why == "it dies"
+        receiver, begin = peer.service.weights.staging.receiver, peer.begin
+
+        def dies(command: Any) -> Any:
+            if isinstance(command, ResendWeights):
+                peer.cut()
+            return begin(command)
+
+        if lost:
+            peer.begin = dies
+        elif why == "it keeps nothing":
             receiver.held = None
         else:
             receiver.held._set.buffers[1][0] ^= 1
         sends = counted(here)
         await here.newcomer()
         assert sends == [ResendWeights(PolicyVersion(0, 1), here.publisher.group.epoch.number)]
-        assert len(here.pool.serving) == 3  # whoever refuses is not lost
+        assert len(here.pool.serving) == 3 - lost  # whoever refuses is not lost
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["a byte changes", "it raises"])
+@on_a_loop
+async def test_a_reception_that_goes_wrong_costs_an_attempt_and_no_member(raises: bool) -> None:
+    async with stage(COLLECTIVE) as here:
+        await here.publish(1)
+        group = here.rollouts[1].service.weights.group
+        receive, left = group.receive, [1]
+
+        def spoiled(index: int, buffer: torch.Tensor, *root: int) -> Any:
+            transfer = receive(index, buffer, *root)
+
+            def wait(timeout: float) -> None:
+                transfer.wait(timeout)
+                if left and raises:
+                    raise RuntimeError(f"bucket {left.pop()} is lost")
+                if left:
+                    buffer[left.pop()] ^= 1
+
+            return SimpleNamespace(wait=wait)
+
+        group.receive = spoiled
+        assert (await here.publish(2)).aborts == 1
+        assert not here.pool.register.units(ROLLOUT, UnitState.LOST)
+        assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]
 
 
 class At(Losable):
@@ -524,8 +543,6 @@ def test_the_nearest_one_sends(late: str, serving: str, trainer: str, peer: int 
 
 
 # ------------------------------------------------------------------------------------------------ two sending ranks
-
-
 ALL = replace(PUBLICATION, senders="all", bucket_bytes=MANIFEST.bucket_bytes)
 RANKS = 2
 

@@ -1,6 +1,4 @@
-"""What real engines send: the same in the middle of a step, by shard or whole, and whoever of the ranks sends it; and adapters,
-which are published alone.
-"""
+"""What real engines send: the same in the middle of a step, by shard or whole, whoever sends it; and adapters."""
 
 from __future__ import annotations
 
@@ -186,8 +184,6 @@ def equal(left: Sequence[dict[str, torch.Tensor]], right: Sequence[dict[str, tor
 
 
 # ------------------------------------------------------------------------------------------------ changes, found by shard
-
-
 SHAPES = ((7, 6), (64, 9), (1, 4), (33,), (5, 12, 2), (2, 2))
 VERSIONS = 12
 
@@ -289,8 +285,6 @@ def changed(before: torch.Tensor, now: torch.Tensor) -> TensorChanges:
 
 
 # ------------------------------------------------------------------------------------------------ parts of different sizes
-
-
 ROWS = ((3, 2), (0, 4), (2, 2), (0, 0))  # rows of the two ranks
 
 
@@ -321,8 +315,6 @@ def test_parts_of_different_sizes_are_gathered_and_summed(tmp_path: Path) -> Non
 
 
 # ------------------------------------------------------------------------------------------------ adapters
-
-
 class Site:
     """A trainer of adapters and what rolls them out. Only publications are configured otherwise than by default."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from services.peers import Peers
 from services.rpc.client import GroupClient
 from services.rpc.server import Server
 from tests.loopback.session_peers import PATIENCE
-from tests.loopback.weight_cases import on_a_loop
+from tests.loopback.weight_cases import on_a_loop, until
 
 SERVED = {
     "trainer": ("Trainer", ("Apply", "SendWeights")),
@@ -119,11 +119,6 @@ async def told(trainer: GroupClient) -> str:
     reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     trainer.when_lost(lambda why: reason.done() or reason.set_result(why))
     return await asyncio.wait_for(reason, PATIENCE)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 - the test's own deadline ends it
-        await asyncio.sleep(0.001)
 
 
 @on_a_loop

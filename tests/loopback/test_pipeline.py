@@ -21,7 +21,6 @@ from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupRequest, ScoreRequest, Scores
-from tests.loopback.model_fakes import checkpoint_step
 from tests.loopback.pipeline_fakes import (
     Cast,
     FakeReference,
@@ -34,6 +33,8 @@ from tests.loopback.pipeline_fakes import (
     broken,
     check_books,
     check_order,
+    checkpoint_step,
+    until,
 )
 
 
@@ -77,22 +78,6 @@ def gated(cast: Cast, gates: dict[int, asyncio.Event]) -> Cast:
     return cast
 
 
-def test_without_staleness_a_step_is_accumulated_while_its_other_groups_are_generated(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, steps=2, staleness=0)
-
-    async def course(run: TrainingRun) -> None:
-        await begun.wait()  # a part of step 0 was sent although group 3 is still being generated
-        gate.set()
-
-    begun, gate = asyncio.Event(), asyncio.Event()
-    cast = gated(Cast.make(), {3: gate})
-    cast.trainer.events = {("accumulate", 0): begun}
-    folder.run(cast, course)
-    assert cast.trainer.posted.count(("accumulate", 0)) >= 2
-    check_order(cast.trainer, 0, 2)
-    check_books(folder, 2)
-
-
 def test_the_trainer_holds_one_batch_ahead_and_no_more(tmp_path: Path) -> None:
     """It applies a step once the groups of the next, for some, have come."""
 
@@ -113,8 +98,6 @@ def test_the_trainer_holds_one_batch_ahead_and_no_more(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- stopping and resuming
-
-
 def stopping(cast: Cast, at: int) -> tuple[Cast, Any]:
     """The run is stopped while the trainer applies step `at`."""
 
@@ -161,6 +144,7 @@ def test_a_stopped_run_drops_what_is_left_with_a_reason_and_goes_on_with_its_pro
 
 
 def test_a_stop_gives_up_a_batch_that_is_filled_in_part(tmp_path: Path) -> None:
+    """Without staleness a step is accumulated while others of its groups are generated."""
     folder = RunFolder(tmp_path, steps=5, staleness=0)
     sent, gate = asyncio.Event(), asyncio.Event()
     cast = gated(Cast.make(), {11: gate})  # the last group of step 2
@@ -174,8 +158,9 @@ def test_a_stop_gives_up_a_batch_that_is_filled_in_part(tmp_path: Path) -> None:
     assert summary.steps == 2
     check_books(folder, 2)
     assert folder.dropped() == {WHY_ENDED: 4}
-    assert [group.group_id for group in folder.groups(Phase.DROPPED)] == [8, 9, 10, 11]
-    assert all(group.taken is None and group.place is None for group in folder.groups(Phase.DROPPED))
+    assert [(row.group_id, row.taken, row.place) for row in folder.groups(Phase.DROPPED)] == [
+        (i, None, None) for i in range(8, 12)
+    ]
     again = Cast.make(seed=50)
     folder.run(again, resume=str(folder.checkpoint(2)))
     check_books(folder, 5)
@@ -199,8 +184,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it
 
     async def course(run: TrainingRun) -> None:
         await begun.wait()
-        while trainer.done[-1] != ("accumulate", 3):  # noqa: ASYNC110 - the run's own deadline ends it
-            await asyncio.sleep(0.001)
+        await until(lambda: trainer.done[-1] == ("accumulate", 3))
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(applied.wait(), 0.2)
         assert trainer.done[-1] == ("accumulate", 3)
@@ -212,18 +196,6 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_one_waits_for_it
     check_order(trainer, 0, 7)
     check_books(folder, 7)
     assert any(point["timing/checkpoint"] > 0 for point in folder.points() if "timing/checkpoint" in point)
-
-
-def test_a_run_that_is_stopped_before_its_first_step_can_be_resumed(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, steps=3)
-
-    async def course(run: TrainingRun) -> None:
-        run.stop("interrupted")
-
-    summary = folder.run(Cast.make(), course)
-    assert (summary.steps, summary.stop_reason) == (0, "interrupted")
-    folder.run(Cast.make(), resume=str(folder.checkpoint(0)))
-    check_books(folder, 3)
 
 
 def test_each_rollout_is_given_groups_by_its_own_slots(tmp_path: Path) -> None:
@@ -246,8 +218,6 @@ def test_each_rollout_is_given_groups_by_its_own_slots(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ evaluations
-
-
 def evaluations(folder: RunFolder) -> dict[int, dict[str, Any]]:
     return {point["step"]: point for point in folder.points() if "eval/accuracy" in point}
 
@@ -297,8 +267,7 @@ def test_checkpoints_come_every_k_steps_and_the_newest_and_the_best_stay(tmp_pat
     async def evaluated(step: int) -> None:
         """No step beyond one that is evaluated is applied before that is."""
         wanted = {one for one in (4, 8, 12) if one <= step}
-        while not wanted <= {result.step for result in evaluation.read(tmp_path)}:  # noqa: ASYNC110 - the run has a deadline
-            await asyncio.sleep(0.001)
+        await until(lambda: wanted <= {result.step for result in evaluation.read(tmp_path)})
 
     def value(request: ScoreRequest) -> float:
         """Evaluation is answered rightly at step 4 only."""
@@ -382,10 +351,8 @@ def test_steps_go_on_while_the_replies_of_an_evaluation_hang(tmp_path: Path) -> 
     assert point["eval/skipped"] == 1  # that of step 8 was due meanwhile
     assert (point["eval/samples"], point["eval/errors"]) == (3 + 150, 0)
     (result,) = evaluation.read(tmp_path)
-    assert [(each.name, each.problems, each.samples, each.scored) for each in result.sets] == [
-        ("one", 3, 1, 3),
-        ("many", 3, 50, 150),
-    ]
+    sizes = [(each.name, each.problems, each.samples, each.scored) for each in result.sets]
+    assert sizes == [("one", 3, 1, 3), ("many", 3, 50, 150)]
     assert result.sets[1].maj_at == {8: 1.0}
     replies = list(generations.read(evaluation.folder_for(tmp_path, 4) / "many.jsonl"))
     assert [(each.problem, each.sample) for each in replies] == [(f"many:{i}", j) for i in range(3) for j in range(50)]
@@ -418,11 +385,11 @@ def test_an_evaluation_that_is_cut_short_leaves_its_replies_and_no_results(tmp_p
     assert (summary.accuracy_before, summary.stop_reason) == (None, INTERRUPTED)
     assert evaluation.read(tmp_path) == []
     (cut_short,) = (path for _, path in evaluation.folders(tmp_path))
-    assert [each.problem for each in generations.read(cut_short / "held_out.jsonl")] == [
-        "held_out:0",
-        "held_out:1",
-        "held_out:3",
-    ]
+    replies = [each.problem for each in generations.read(cut_short / "held_out.jsonl")]
+    assert replies == [f"held_out:{number}" for number in (0, 1, 3)]
+    # Before its first step as it was stopped, it is resumed from step 0.
+    folder.run(Cast.make(), resume=str(folder.checkpoint(0)))
+    check_books(folder, 5)
 
 
 def test_a_resumed_run_has_no_evaluations_of_steps_that_it_has_not_made(tmp_path: Path) -> None:
@@ -434,8 +401,6 @@ def test_a_resumed_run_has_no_evaluations_of_steps_that_it_has_not_made(tmp_path
 
 
 # ------------------------------------------------------------------------------------------------------------- dynamic sampling
-
-
 class SomeSignal(FakeReward):
     """Every third group has replies of both kinds; the others are all right, or all wrong."""
 

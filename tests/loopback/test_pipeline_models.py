@@ -19,23 +19,22 @@ from runtime.errors import ServiceFault, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.states import Mark, Phase
-from runtime.types import (
-    GeneratedGroup,
-    GroupRequest,
-    PolicyVersion,
-    ScoreRequest,
-    Scores,
-)
-from tests.loopback.model_fakes import STATE, FakeCritic, FakeTrainer
+from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, ScoreRequest, Scores
 from tests.loopback.pipeline_fakes import (
+    STATE,
     Cast,
+    FakeCritic,
     FakeReference,
     FakeRewardModel,
     FakeRollout,
+    FakeTrainer,
     LongTail,
     RunFolder,
     around,
     broken,
+    check_books,
+    check_order,
+    until,
 )
 
 PATIENCE = 60.0  # seconds for something that is to happen
@@ -120,10 +119,8 @@ def test_a_step_is_consumed_once_the_critic_has_applied_it_and_published_before(
 
 
 # ---------------------------------------------------------------------------------------------- several updates a step
-
-
 @pytest.mark.parametrize(("training", "expected"), [({"mini_batch_size": 2}, [0, 0, 1, 1]), ({"epochs": 2}, [0] * 4)])
-def test_a_step_of_several_updates_is_given_whole_each_group_with_its_update(
+def test_a_step_of_several_updates_is_given_whole_with_each(
     tmp_path: Path, training: dict[str, int], expected: list[int]
 ) -> None:
     """The last group of the step waits until the others have been there for a while."""
@@ -134,8 +131,7 @@ def test_a_step_of_several_updates_is_given_whole_each_group_with_its_update(
             await gate.wait()
 
     async def course(run: TrainingRun) -> None:
-        while sum(group.state.phase == Phase.READY for group in run.buffer) < 3:  # noqa: ASYNC110 - the loop is turning
-            await asyncio.sleep(0)
+        await until(lambda: sum(group.state.phase == Phase.READY for group in run.buffer) >= 3)
         gate.set()
 
     settings = config.Training(steps=1, staleness=0, groups_per_step=4, **training)
@@ -148,22 +144,27 @@ def test_a_step_of_several_updates_is_given_whole_each_group_with_its_update(
 
 
 # ---------------------------------------------------------------------------------------------- failures and resumes
-
-
-def test_a_resumed_run_keeps_the_values_that_it_has(tmp_path: Path) -> None:
+def test_a_run_that_failed_goes_on_from_its_newest_checkpoint_with_what_it_has(tmp_path: Path) -> None:
     folder = critic_folder(tmp_path, steps=9, sections={"checkpoint": config.Checkpoint(every=2)})
     cast = with_critic(Cast.make(), broken(FakeCritic(LongTail(3, 0.001, 0.01)), "applied", 3))
     cast.reference = FakeReference(LongTail(1, 0.005))  # leaves groups that have values but are not ready
     assert folder.fails(cast).service == "critic-0"
     valued = {group.group_id for group in folder.groups() if group.marks & Mark.VALUED and "values" in group.handles}
-    open_ = {group.group_id for group in folder.groups() if group.step is None or group.step >= 2}
-    assert valued & open_
+    left = {group.group_id: group for group in folder.groups() if group.step is None or group.step >= 2}
+    kept = {number for number, group in left.items() if group.phase in (Phase.GENERATED, Phase.READY, Phase.CONSUMED)}
+    assert valued & left.keys() and kept
     again = with_critic(Cast.make(seed=50))
     folder.run(again, resume=str(folder.checkpoint(2)))
     assert again.critic is not None
     assert not {request.group_id for request in again.critic.asked} & valued
     assert again.critic.posted[0] == ("begin", 2)
+    check_books(folder, 9)
+    check_order(again.trainer, 2, 9)
     assert folder.trained_problems() == folder.first_prompts(36)
+    # What was generated is not generated again, and what was not keeps its prompt and seed.
+    assert not kept & again.generated_by().keys()
+    after = {group.group_id: group for group in folder.groups()}
+    assert all((after[i].problem, after[i].seed) == (group.problem, group.seed) for i, group in left.items())
     for batch in again.critic.batches.values():
         assert all(group.values == b"values of payload %d" % group.group_id for group in batch)
 
@@ -186,7 +187,6 @@ def test_no_reference_is_asked_where_the_trainer_computes_it(tmp_path: Path) -> 
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
-
 EVERY_TWO = {"checkpoint": config.Checkpoint(every=2, keep=9)}
 
 
@@ -195,9 +195,7 @@ def left(folder: RunFolder) -> set[str]:
     return {path.name for path in root.iterdir()} if root.exists() else set()
 
 
-def test_a_checkpoint_is_what_trainer_and_critic_wrote_and_the_position_with_the_parts_of_which_ranks_speak(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_is_what_both_models_wrote_and_the_position_with_their_parts(tmp_path: Path) -> None:
     """It goes by the run's first start."""
     folder, cast = critic_folder(tmp_path, steps=4, sections=EVERY_TWO), with_critic(Cast.make())
     (tmp_path / ".lock").write_bytes(b"\x12")
@@ -233,10 +231,7 @@ def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("who", "error"),
-    [
-        ("trainer", ServiceFault("the-one", "Save", "connection lost")),
-        ("critic", UserError("/run: no space left on device")),
-    ],
+    [("trainer", ServiceFault("the-one", "Save", "connection lost")), ("critic", UserError("/run: no space left on device"))],
     ids=str,
 )
 def test_a_checkpoint_that_one_fails_to_write_is_not_there(tmp_path: Path, who: str, error: Exception) -> None:
@@ -258,7 +253,7 @@ def test_a_checkpoint_that_one_fails_to_write_is_not_there(tmp_path: Path, who: 
     assert left(folder) == {"step-00000002", "step-00000004", "step-00000006", "step-00000008", "step-00000009"}
 
 
-def test_a_disk_that_is_full_when_the_checkpoint_is_completed(
+def test_a_full_disk_as_it_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sync_tree, met = checkpoint.sync_tree, 0

@@ -1,12 +1,9 @@
-"""Weight publications over members in memory: who is asked what, and when, while rollouts come and go.
-
-Who is lost in which phase, in any order, is the subject of the simulator (`tests/swarm`) and `tests/unit/test_publication.py`.
-"""
+"""Weight publications over members in memory. Losses in any order: `tests/swarm`, `tests/unit/test_publication.py`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,17 +19,10 @@ from runtime.errors import InvariantViolated, ServiceFault, Unanswered, UserErro
 from runtime.telemetry.metrics import PublicationFigures
 from runtime.types import PolicyVersion
 from runtime.weights.plan import GroupAddress, Manifest
-from tests.loopback.model_fakes import BYTES, GATHERED, FakeTrainer
-from tests.loopback.pipeline_fakes import Cast, FakeRollout
-from tests.loopback.weight_cases import come, on_a_loop
+from tests.loopback.pipeline_fakes import BYTES, GATHERED, Cast, FakeRollout, FakeTrainer
+from tests.loopback.weight_cases import come, on_a_loop, until
 
 FIRST, SECOND = PolicyVersion(0, 1), PolicyVersion(0, 2)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """For what other tasks do; the test's own deadline ends it."""
-    while not holds():  # noqa: ASYNC110 - there is nothing to wait for but turns of the loop
-        await asyncio.sleep(0)
 
 
 def address_of(rollout: FakeRollout) -> tuple[int, int, int]:

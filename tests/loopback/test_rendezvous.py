@@ -42,7 +42,7 @@ def torchrun(said: Path, *options: str) -> None:
         ),
     ],
 )
-def test_nothing_listens_and_how_the_worker_ends_is_handed_on(
+def test_nothing_listens_and_the_workers_end_is_handed_on(
     options: tuple[str, ...], code: int, said: str, tmp_path: Path
 ) -> None:
     worker, out = tmp_path / "worker.py", tmp_path / "out.txt"

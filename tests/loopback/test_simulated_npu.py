@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.loopback.weight_members import ROOT, SIMULATED_NPU
+from tests.loopback.weight_cases import ROOT, SIMULATED_NPU
 
 SENDER = """
 import json
@@ -24,7 +24,7 @@ from runtime.types import PolicyVersion
 from runtime.weights.sender import WeightSender
 from tests.loopback.ranks import FRESH
 from tests.loopback.weight_cases import MANIFEST, gather
-from tests.loopback.weight_members import Member, connect, leave, post
+from tests.loopback.weight_cases import Member, connect, leave, post
 
 torch.set_num_threads(1)
 device = platform.device()

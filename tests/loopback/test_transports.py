@@ -1,6 +1,4 @@
-"""Two transports' own failures: shared memory where processes die, lie, or are strangers; a shared folder, what lies in it,
-when it goes, and what is said when it cannot be used. What all transports share is in `test_weights.py`.
-"""
+"""Shared memory where processes die, lie, or are strangers; a shared folder; how members meet; what a stranger can do."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
@@ -28,7 +27,7 @@ from safetensors import safe_open
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
 from runtime.types import PolicyVersion
 from runtime.weights import files, shared_memory
-from runtime.weights.authentication import AuthenticatedStore, BucketTags
+from runtime.weights.authentication import AuthenticatedStore, BucketTags, ForgedValue, new_key
 from runtime.weights.group import Link, PendingGroup, WeightGroup, arena, file_of, memory_file
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
@@ -39,6 +38,7 @@ from tests.loopback.ranks import Helper
 from tests.loopback.weight_cases import (
     MANIFEST,
     PATIENCE,
+    ROOT,
     VERSION,
     expected,
     gather,
@@ -46,28 +46,20 @@ from tests.loopback.weight_cases import (
     same,
     settles,
     threads_and_files,
+    transport_and_encoding,
 )
-from tests.system.runs import shared_files
 
 LABELS = ("trainer", "rollout-0", "rollout-1")
 KEY = bytes(32)
+ADDRESS: dict[str, Any] = {"epoch": 1, "host": "", "port": 0, "rank": 0, "world_size": 2, "timeout": PATIENCE}
 
 
 def meeting(world_size: int = 2, timeout: float = PATIENCE) -> list[Future[Link]]:
     """The members of a group, that meet in a store of this process."""
     torch.set_num_threads(1)
     store = AuthenticatedStore(dist.HashStore(), KEY)
-    address = GroupAddress(
-        epoch=1,
-        host="",
-        port=1,
-        rank=0,
-        world_size=world_size,
-        backend="gloo",
-        timeout=timeout,
-        key=KEY,
-        transport="shared_memory",
-    )
+    told = ADDRESS | {"port": 1, "world_size": world_size, "timeout": timeout, "backend": "gloo", "key": KEY}
+    address = GroupAddress(**told, transport="shared_memory")
     return [
         in_thread(
             "connect",
@@ -94,8 +86,6 @@ def pair() -> Iterator[list[Link]]:
 
 
 # ------------------------------------------------------------------------------------------------ what moves
-
-
 @pytest.mark.parametrize("shared", [True, False], ids=["files", "a rollout's own memory"])
 def test_buckets_of_any_size_arrive(pair: list[Link], shared: bool) -> None:
     sizes, before = (1, 63, (1 << 20) - 1, 1 << 20, (3 << 20) + 5), mappings()
@@ -214,8 +204,6 @@ def test_a_bucket_is_waited_for_longer_than_the_rendezvous_may_take() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ processes that fail
-
-
 def test_who_ends_is_named_whoever_is_waited_for() -> None:
     trainer, *others = links(3)
     buffer = memory_file(64)
@@ -228,42 +216,6 @@ def test_who_ends_is_named_whoever_is_waited_for() -> None:
     with pytest.raises(RuntimeError, match="trainer is gone"):
         others[1].receive(0, torch.zeros_like(buffer)).wait(PATIENCE)
     others[1].abort()
-
-
-def send_one_bucket(connection: Any) -> None:
-    """The sender: it says where it is to be met, and that its second bucket is under way, at which it stays."""
-    pending = host(1, 2, "127.0.0.1", "gloo", PATIENCE, "trainer", "shared_memory", names=("trainer", "rollout-0"))
-    connection.send(pending.address)
-    group, sender, stamp = pending.connect(), WeightSender(MANIFEST), BucketTags.stamp
-
-    def stamp_one(tags: BucketTags, index: int, bucket: Bucket, *rest: Any) -> int:
-        if bucket is sender.buckets[1]:
-            connection.send("under way")
-            connection.recv()
-        return stamp(tags, index, bucket, *rest)
-
-    BucketTags.stamp = stamp_one
-    gather(sender, 1)
-    sender.send(group, PolicyVersion(0, 1), 600.0).result()
-
-
-def test_a_sender_that_is_killed_is_noticed_at_once_and_leaves_nothing() -> None:
-    files, mapped = shared_files(), mappings()
-    trainer = Helper(send_one_bucket)
-    try:
-        group = join(msgspec.structs.replace(trainer.hear(), rank=1), "rollout-0")
-        reception = WeightReceiver(MANIFEST).receive(group, PolicyVersion(0, 1), 10 * PATIENCE)
-        assert trainer.hear() == "under way"
-        assert settles(lambda: [-len(mappings() - mapped)], [-1])  # the first bucket has come
-    finally:
-        trainer.end()
-    with pytest.raises(
-        ServiceFault, match=r"transfer: bucket 1 of \d+ of version 0\.1 did not arrive: rank 0 \(trainer\) is gone"
-    ):
-        reception.result(PATIENCE)
-    del group, reception
-    assert settles(lambda: [len(mappings() - mapped)], [0])
-    assert settles(lambda: [len(shared_files() - files)], [0])  # what other workers make there they take away
 
 
 def test_many_aborts_leave_no_thread_no_file_and_no_mapping() -> None:
@@ -290,8 +242,6 @@ def test_many_aborts_leave_no_thread_no_file_and_no_mapping() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ strangers
-
-
 def test_another_users_process_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.geteuid()
     monkeypatch.setattr(shared_memory, "user_of", lambda peer: own + 1)
@@ -335,8 +285,6 @@ def test_the_kernel_tells_a_process_of_another_user() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ a shared folder
-
-
 def hosted(folder: Path, world_size: int = 2, timeout: float = PATIENCE, epoch: int = 1) -> PendingGroup:
     return host(epoch, world_size, "lo", "gloo", timeout, "trainer", "files", str(folder))
 
@@ -450,20 +398,8 @@ def test_a_sender_killed_within_a_write_leaves_only_whole_files_and_the_next_hos
     try:
         trainer.tell(str(tmp_path))
         assert trainer.hear() == "hosted"
-        group = joined(
-            GroupAddress(
-                epoch=1,
-                host="",
-                port=0,
-                rank=1,
-                world_size=2,
-                backend="",
-                timeout=PATIENCE,
-                key=b"",
-                transport="files",
-                folder=str(tmp_path),
-            )
-        )
+        told = ADDRESS | {"rank": 1, "backend": "", "key": b""}
+        group = joined(GroupAddress(**told, transport="files", folder=str(tmp_path)))
         reception = WeightReceiver(MANIFEST).receive(group, VERSION, 1.0)
         assert trainer.hear() == "within"
     finally:
@@ -544,10 +480,7 @@ def failing(code: int, name: str) -> Callable[..., None]:
     return fail
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [(errno.ENOSPC, UserError), (errno.EACCES, UserError), (errno.EIO, ServiceFault)],
-)
+@pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, UserError), (errno.EACCES, UserError), (errno.EIO, ServiceFault)])
 def test_a_write_that_fails_names_folder_and_bucket(
     groups: list[WeightGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[SluiceError]
 ) -> None:
@@ -565,7 +498,7 @@ def test_a_write_that_fails_names_folder_and_bucket(
     sender.begin(PATIENCE)
 
 
-def test_an_epoch_removed_after_its_file_was_seen_is_a_sender_that_left(
+def test_an_epoch_removed_once_its_file_was_seen_is_one_that_left(
     groups: list[WeightGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = WeightSender(MANIFEST)
@@ -591,3 +524,194 @@ def test_a_folder_that_cannot_be_is_a_users_mistake(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"^publication\.folder: '' is no folder"):
         host(1, 2, "lo", "gloo", 1.0, "trainer", "files")
+
+
+# ------------------------------------------------------------------------------------------------ how members meet
+FORGED = "in the group's store was written by somebody who does not have the group's key"
+
+
+@pytest.mark.parametrize("transport", ["collective", "shared_memory+delta", "files"])
+def test_the_rendezvous_names_who_is_missing(transport: str, tmp_path: Path) -> None:
+    transport, full_every = transport_and_encoding(transport)
+    names = ("trainer", "rollout-0", "rollout-1")
+    pending = host(1, 4, "127.0.0.1", "gloo", 2.0, "trainer", transport, str(tmp_path), full_every, names=names)
+    other = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2, timeout=PATIENCE), "rollout-1"))
+    with pytest.raises(ServiceFault, match=r"trainer: rendezvous: rank 1 \(rollout-0\), rank 3 did not join \(deadline 2 s\)"):
+        pending.connect()
+    gone = r"rank 0 \(trainer\) is gone" if transport == "files" else ""
+    with pytest.raises(ServiceFault, match=f"rollout-1: rendezvous: {gone}"):
+        other.result(2 * PATIENCE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nobody_at_the_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    address = GroupAddress(epoch=1, host="127.0.0.1", port=port, rank=1, world_size=2, backend="gloo", timeout=0.3, key=b"")
+    with pytest.raises(ServiceFault, match=f"rollout-0: rendezvous: rank 0 at 127.0.0.1:{port} cannot be reached"):
+        join(address, "rollout-0")
+
+
+def test_the_rendezvous_listens_on_the_given_interface_alone() -> None:
+    pending = host(1, 2, "lo", "gloo", 1.0)
+    assert pending.address.host == "127.0.0.1"
+    with socket.create_connection(("127.0.0.1", pending.address.port), 1.0):
+        pass
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.2", pending.address.port), 1.0):
+        pass
+
+
+def test_the_rendezvous_takes_a_port_of_the_range() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(UserError, match=f"^network.port_range: all ports from {port} to {port} are in use on 127.0.0.1$"):
+            host(1, 2, "lo", "gloo", 1.0, port_range=(port, port))
+    pending = host(1, 2, "lo", "gloo", 1.0, port_range=(port, port))
+    assert pending.address.port == port
+    pending.abort()
+
+
+@pytest.mark.parametrize(
+    ("interface", "backend", "fault"), [("nowhere0", "gloo", "network.interface"), ("lo", "mpi", "backend")]
+)
+def test_a_user_mistake_is_one_line(interface: str, backend: str, fault: str) -> None:
+    with pytest.raises(UserError, match=fault) as caught:
+        host(1, 2, interface, backend, 1.0)
+    assert "\n" not in str(caught.value)
+
+
+LEAVE_AND_END = """
+from tests.loopback.weight_cases import connected
+for group in connected("collective", 3):
+    group.abort()
+"""
+
+
+def test_a_process_that_ends_as_it_leaves_its_groups_ends_well() -> None:
+    ended = subprocess.run([sys.executable, "-c", LEAVE_AND_END], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 0, ended.stderr
+
+
+# ------------------------------------------------------------------------------------------------ strangers
+@pytest.fixture(params=("collective", "shared_memory"))
+def pending(request: pytest.FixtureRequest) -> Iterator[PendingGroup]:
+    pending = host(1, 2, "127.0.0.1", "gloo", PATIENCE, "trainer", request.param)
+    yield pending
+    pending.abort()
+
+
+@pytest.fixture
+def met(pending: PendingGroup) -> Iterator[list[WeightGroup]]:
+    other = in_thread("join", lambda: join(second(pending.address), "rollout-0"))
+    members = [pending.connect(), other.result(PATIENCE)]
+    yield members
+    for group in members:
+        group.abort()
+
+
+def second(address: GroupAddress) -> GroupAddress:
+    return msgspec.structs.replace(address, rank=1)
+
+
+def stranger(address: GroupAddress) -> Any:
+    return dist.TCPStore(address.host, address.port, is_master=False, wait_for_workers=False)
+
+
+def names(store: Any) -> list[str]:
+    """Those that a member has set: the store's own counters aside."""
+    return [name for name in store.list_keys() if "init/" not in name]
+
+
+def appear(store: Any, before: frozenset[str] = frozenset()) -> frozenset[str]:
+    """The names that are there besides those `before`, once there are any."""
+    give_up = time.monotonic() + PATIENCE
+    while not (new := frozenset(names(store)) - before):
+        assert time.monotonic() < give_up
+    return new
+
+
+def test_what_a_stranger_sets_announces_nothing_and_the_next_comes(met: list[WeightGroup], pending: PendingGroup) -> None:
+    receiver = WeightReceiver(MANIFEST)
+    reception = receiver.receive(met[1], VERSION, PATIENCE)
+    store = stranger(pending.address)
+    for name in ("transfer/1", "epoch/1/transfer/1", *names(store)):
+        store.set(name, b"")
+    for name in names(store):
+        store.delete_key(name)
+    assert not reception.done()
+    sender = WeightSender(MANIFEST)
+    gather(sender, 1)
+    sender.send(met[0], VERSION, PATIENCE).result(PATIENCE)
+    assert same(reception.result(PATIENCE).tensors(), 1)
+
+
+def test_an_announcement_that_was_overwritten_is_refused_by_name(met: list[WeightGroup], pending: PendingGroup) -> None:
+    store = stranger(pending.address)
+    before = frozenset(names(store))
+    met[0].announce(VERSION)
+    (name,) = appear(store, before)  # another connection's words may come before it
+    store.set(name, b"")
+    with pytest.raises(ServiceFault, match=rf"rollout-0: announce: .*: epoch/1/transfer/1 {FORGED}"):
+        WeightReceiver(MANIFEST).receive(met[1], VERSION, PATIENCE).result(PATIENCE)
+
+
+def test_a_member_that_a_stranger_planted_is_refused_by_name(pending: PendingGroup) -> None:
+    store, connecting = stranger(pending.address), in_thread("connect", pending.connect)
+    for name in appear(store):
+        store.set(name, "127.0.0.1 1 2")
+    with pytest.raises(ServiceFault, match=rf"rollout-0: rendezvous: epoch/1/sender/0/member/0 {FORGED}"):
+        join(second(pending.address), "rollout-0")
+    pending.abort()
+    with pytest.raises(ServiceFault):
+        connecting.result(PATIENCE)
+
+
+def test_who_has_another_key_meets_nobody(pending: PendingGroup) -> None:
+    connecting = in_thread("connect", pending.connect)
+    with pytest.raises(ServiceFault, match=r"rendezvous: rank 0.* did not join"):
+        join(msgspec.structs.replace(second(pending.address), key=new_key(), timeout=0.1), "stranger")
+    pending.abort()
+    with pytest.raises(ServiceFault):
+        connecting.result(PATIENCE)
+
+
+def test_a_value_in_the_place_of_another_or_of_another_group_is_refused() -> None:
+    inner, key = dist.HashStore(), new_key()
+    store = AuthenticatedStore(inner, key).within("epoch/1")
+    store.set("member/0", "a")
+    store.set("member/1", b"b")
+    assert (store.get("member/0"), store.multi_get(["member/1"])) == (b"a", [b"b"])
+    inner.set(store._name("member/1"), inner.get(store._name("member/0")))
+    with pytest.raises(ForgedValue, match=f"epoch/1/member/1 {FORGED}"):
+        store.get("member/1")
+    inner.set(store._name("member/0"), b"")
+    with pytest.raises(ForgedValue, match=f"epoch/1/member/0 {FORGED}"):
+        store.get("member/0")
+    assert not AuthenticatedStore(inner, new_key()).within("epoch/1").check(["member/0"])
+    assert not AuthenticatedStore(inner, key).within("epoch/2").check(["member/0"])
+
+
+def test_a_bucket_that_was_tampered_with_or_is_another_is_refused() -> None:
+    bucket, tags = Bucket((), 1 << 12), BucketTags(new_key())
+    buffer = torch.arange(bucket.total_bytes).to(torch.uint8)
+    digest = tags.stamp(3, bucket, buffer, VERSION)
+    assert tags.verify(3, bucket, buffer) and tags.verify(3, bucket, buffer, digest)
+    assert not tags.verify(2, bucket, buffer), "another index"
+    assert not BucketTags(new_key()).verify(3, bucket, buffer), "another epoch"
+    for byte in (0, bucket.data_bytes - 1, bucket.data_bytes, bucket.data_bytes + TRAILER.size - 1):  # data, tag, version
+        changed = buffer.clone()
+        changed[byte] ^= 1
+        assert not tags.verify(3, bucket, changed), byte
+    hasher = tags.hasher()
+    hasher.update(buffer.numpy()[: bucket.data_bytes].data)
+    assert hasher.intdigest() == digest
+
+
+def test_a_bucket_of_another_epoch_is_refused_on_its_arrival(met: list[WeightGroup]) -> None:
+    reception = WeightReceiver(MANIFEST).receive(met[1], VERSION, PATIENCE)
+    sender = WeightSender(MANIFEST)
+    gather(sender, 1)
+    met[0].tags = BucketTags(new_key())
+    sender.send(met[0], VERSION, PATIENCE).result(PATIENCE)
+    with pytest.raises(ServiceFault, match=r"verify: .*bucket 0 of \d+: the checksum does not match"):
+        reception.result(PATIENCE)

@@ -1,6 +1,4 @@
-"""Transfers of weights, by each transport: from one sender here to receivers in processes of their own, between threads, and
-from two senders, each of a part.
-"""
+"""Transfers of weights by each transport: to processes, between threads, and from two senders, each of a part."""
 
 from __future__ import annotations
 
@@ -34,14 +32,17 @@ from tests.loopback.weight_cases import (
     VERSION,
     WAYS,
     Aborts,
+    Member,
+    connect,
     connected,
     expected,
     gather,
+    leave,
+    post,
     same,
     settles,
     threads_and_files,
 )
-from tests.loopback.weight_members import Member, connect, leave, post
 
 TWO_WAYS = ("collective", "shared_memory+delta")
 NAMES = ("trainer-0", "trainer-1")  # of two senders
@@ -93,7 +94,7 @@ def test_two_processes_receive_every_version_whole(members: list[Member], transp
 
 
 @pytest.mark.parametrize("transport", SOME_WAYS)
-def test_a_corrupted_bucket_is_caught_and_named(
+def test_a_corrupted_bucket_is_named(
     members: list[Member], transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = connect(members, 2, transport=transport, folder=str(tmp_path))
@@ -157,28 +158,7 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
     leave(members, group)
 
 
-@pytest.mark.parametrize("transport", TWO_WAYS)
-def test_a_receiver_that_is_killed_is_named_at_once(transport: str) -> None:
-    killed, innocent = members = started()
-    try:
-        group = connect(members, 1, transport=transport)
-        post(members, 1, 10 * PATIENCE)
-        os.kill(killed.process.pid, signal.SIGSTOP)  # so that it takes no bucket
-        sending = send(group, WeightSender(MANIFEST), 1, 10 * PATIENCE)
-        killed.process.kill()
-        why = r": rank 1 \(rollout-0\) is gone" if "shared_memory" in transport else ""
-        with pytest.raises(ServiceFault, match=r"bucket 0 of \d+ of version 0\.1 was not taken" + why):
-            sending.result(PATIENCE)
-        assert innocent.hear()[:2] == ("fault", "transfer")
-        leave([innocent], group)
-    finally:
-        for one in members:
-            one.end()
-
-
 # ------------------------------------------------------------------------------------------------ between threads
-
-
 @pytest.mark.parametrize("transport", SOME_WAYS)
 def test_a_reception_waits_past_the_rendezvous_timeout_for_the_sender(transport: str, tmp_path: Path) -> None:
     timeout, groups = connected_in_little_time(transport, str(tmp_path))
@@ -263,9 +243,7 @@ class Endless:
 
 @pytest.mark.parametrize(("leaves", "said"), [(0, "the group was aborted"), (1, "the connection to a member was lost")])
 @pytest.mark.parametrize("pair", ["collective"], indirect=True)
-def test_whoever_leaves_frees_the_sender_from_a_broadcast_that_gloo_has_forgotten(
-    pair: list[WeightGroup], leaves: int, said: str
-) -> None:
+def test_who_leaves_frees_the_sender_of_a_broadcast_that_gloo_forgot(pair: list[WeightGroup], leaves: int, said: str) -> None:
     mesh = pair[0]._links[0]._mesh  # type: ignore[attr-defined]
     begun, freed = threading.Event(), threading.Event()
     whole, mesh.pg = mesh.pg, Forgotten(begun, freed)
@@ -366,8 +344,6 @@ def test_many_aborts_leave_no_thread_and_no_file(transport: str, senders: tuple[
 
 
 # ------------------------------------------------------------------------------------------------ two senders
-
-
 LATER = 600.0  # seconds of a transfer's deadline, for which no test waits
 
 
@@ -427,7 +403,7 @@ def hears(group: WeightGroup) -> threading.Event:
     return heard
 
 
-@pytest.mark.parametrize("manifest", [SHARED, STAGES], ids=["replicas", "stages"])
+@pytest.mark.parametrize("manifest", [SHARED, STAGES, ONE], ids=["replicas", "stages", "all of one"])
 def test_two_senders_bring_what_one_brings(groups: list[WeightGroup], manifest: Manifest) -> None:
     senders = [WeightSender(manifest, number=number) for number in range(2)]
     receivers = [WeightReceiver(manifest) for _ in range(2)]
@@ -437,17 +413,12 @@ def test_two_senders_bring_what_one_brings(groups: list[WeightGroup], manifest: 
         results = [sending.result(PATIENCE) for sending in send_all(groups, senders, manifest, step)]
         staged = [reception.result(PATIENCE) for reception in receptions]
         assert all(same(each.tensors(), step) for each in staged)
-        assert results[0].nbytes >= sum(bucket.total_bytes for bucket in senders[0].buckets) > results[1].nbytes > 0
+        if manifest is ONE:
+            assert results[0].nbytes == results[1].nbytes  # what it tells is what all sent
+        else:
+            assert results[0].nbytes >= sum(bucket.total_bytes for bucket in senders[0].buckets) > results[1].nbytes > 0
         for each in staged:
             each.release()
-
-
-def test_a_sender_without_a_share_keeps_nobody(groups: list[WeightGroup]) -> None:
-    senders = [WeightSender(ONE, number=number) for number in range(2)]
-    receptions = post_all(groups[2:], ONE)
-    results = [sending.result(PATIENCE) for sending in send_all(groups, senders, ONE, 1)]
-    assert all(same(reception.result(PATIENCE).tensors(), 1) for reception in receptions)
-    assert results[0].nbytes == results[1].nbytes
 
 
 def test_a_sender_that_is_late_is_named_at_the_deadline(groups: list[WeightGroup]) -> None:

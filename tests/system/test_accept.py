@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.loopback.weight_members import SIMULATED_NPU
+from tests.loopback.weight_cases import SIMULATED_NPU
 from tests.system.runs import one_line, sluice
 
 TOTAL = 400.0  # seconds, on a busy machine

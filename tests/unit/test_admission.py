@@ -1,5 +1,4 @@
-"""How many groups and episodes are under way at once: what the rules do with what they are told, and with slots, tools and
-pipelines that are modelled."""
+"""How many groups are under way at once: the rules, and what they do with slots, tools and pipelines that are modelled."""
 
 from __future__ import annotations
 
@@ -218,16 +217,8 @@ class Model:
         self.served.append(self._ended)
         self.limits.append(self._limit(self.slots))
         if self.policy is not None:
-            told = Load(
-                slots=self.slots,
-                running=self._running,
-                waiting=len(self._queue),
-                kv_use=min(1.0, self._running / self.room),
-                preempted=0,
-                calls=self._calls,
-                episodes=sum(self._left.values()),
-                unasked=0,
-            )
+            full, episodes = min(1.0, self._running / self.room), sum(self._left.values())
+            told = Load(self.slots, self._running, len(self._queue), full, 0, self._calls, episodes, 0)
             self.policy.look(told, len(self._left))
         self._calls = self._ended = 0
         self._admit()
@@ -283,7 +274,6 @@ def test_where_the_room_is_scarce_it_stays_below_what_fills_it() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- depth of the pipeline
-
 GROUPS, STALENESS = 8, 8
 BOUND = most_live(STALENESS, GROUPS)
 

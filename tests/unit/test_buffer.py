@@ -38,14 +38,8 @@ class Harness:
     def __init__(self, staleness: int = 1, per_step: int = 2, needs: Mark = Mark.SCORED, depth: PipelineDepth | None = None):
         self.journal = KeptChanges()
         self.now = 100.0
-        self.buffer = Buffer(
-            needs=needs,
-            groups_per_step=per_step,
-            staleness=staleness,
-            journal=self.journal,
-            clock=lambda: self.now,
-            depth=depth,
-        )
+        rule = {"needs": needs, "groups_per_step": per_step, "staleness": staleness, "depth": depth}
+        self.buffer = Buffer(journal=self.journal, clock=lambda: self.now, **rule)  # type: ignore[arg-type]
 
     def dispatch(self, *ids: int, replica: str = "rollout-0") -> None:
         for group_id in ids:
@@ -243,8 +237,6 @@ def test_oldest_wait_names_the_service_of_the_missing_mark() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ who is waited for
-
-
 def test_a_group_that_the_trainer_waits_for_alone_is_late_once_that_is_out_of_the_ordinary() -> None:
     depth = PipelineDepth(groups_per_step=2, bound=2)
     h = Harness(staleness=0, depth=depth)
@@ -284,8 +276,6 @@ def test_what_need_not_be_ready_for_this_step_is_not_late(staleness: int, depth:
 
 
 # ------------------------------------------------------------------------------------------------------------- dynamic sampling
-
-
 class Sieve:
     """A buffer whose groups are judged; the buffer's `stop_reason` is why the run would end."""
 
@@ -464,8 +454,6 @@ def test_every_step_is_filled_within_the_bound_whatever_is_slow_lost_or_dropped(
 
 
 # ------------------------------------------------------------------------------------------------------------ whom groups go to
-
-
 def test_the_least_loaded_is_the_one_that_a_search_finds() -> None:
     chance = random.Random(3)
     members = tuple(Member(f"rollout-{index}", 0) for index in range(9))
@@ -489,7 +477,6 @@ def test_the_least_loaded_is_the_one_that_a_search_finds() -> None:
 
 
 # -----------------------------------------------------------------------------------------------------------------------------
-
 COMMITTED = PolicyVersion(1, 7)
 LIVED, BEHIND, ANEW = Member("rollout-0", 0), Member("rollout-1", 0), Member("rollout-2", 1)
 FOUND = TakenUp(COMMITTED, {LIVED: COMMITTED, BEHIND: PolicyVersion(1, 6), ANEW: PolicyVersion()}, ahead=False)

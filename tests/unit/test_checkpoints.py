@@ -1,5 +1,4 @@
-"""Checkpoints: a process that saves one is killed before each of its operations on files in turn, and the run is begun again;
-which one `run.resume: auto` goes on from; and those whose parts lie on nodes that share no folder."""
+"""Checkpoints: a save that is killed before each of its operations; what `run.resume: auto` takes; parts on nodes."""
 
 from __future__ import annotations
 
@@ -379,14 +378,8 @@ REACHED = {"coordinator": {"host": "10.0.0.1", "port": 7000}}
     ("sections", "line"),
     [
         ({}, ""),
-        (
-            {"publication": {"transport": "files", "folder": "/tmp/w"}},
-            f"publication.folder: {REFUSED}",
-        ),
-        (
-            {"services": {"coordinator": REACHED["coordinator"] | {"standby": "b"}}},
-            f"services.coordinator.standby: {REFUSED}",
-        ),
+        ({"publication": {"transport": "files", "folder": "/tmp/w"}}, f"publication.folder: {REFUSED}"),
+        ({"services": {"coordinator": REACHED["coordinator"] | {"standby": "b"}}}, f"services.coordinator.standby: {REFUSED}"),
         (
             {"cluster": TWO, "checkpoint": {"gather": True}},
             "checkpoint.gather: true, but with cluster.shared_folder all is in one folder; must be false",
@@ -399,9 +392,7 @@ def test_what_needs_a_shared_folder_is_refused_without_one(tmp_path: Path, secti
     assert found == ([line] if line else [])
 
 
-def test_nodes_that_share_no_folder_need_the_secret_in_their_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_that_share_no_folder_need_the_secret_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = configured(tmp_path, cluster=TWO | {"shared_folder": False})
     monkeypatch.setattr("launcher.node.machine.own_address", lambda *_: "192.0.2.7")
     monkeypatch.delenv("SLUICE_SECRET", raising=False)

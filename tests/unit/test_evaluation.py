@@ -31,17 +31,8 @@ from runtime.types import GroupPayload, PolicyVersion, Sample, Scores
 
 
 def settings(samples: int = 4, k: tuple[int, ...] = (1, 2, 4)) -> EvaluationData:
-    return EvaluationData(
-        name="sums",
-        path="sums.jsonl",
-        key="data.eval",
-        row_format=RowFormat(),
-        problems=0,
-        samples=samples,
-        k=k,
-        temperature=1.0,
-        max_new_tokens=8,
-    )
+    rows = {"name": "sums", "path": "sums.jsonl", "key": "data.eval", "row_format": RowFormat(), "problems": 0}
+    return EvaluationData(**rows, samples=samples, k=k, temperature=1.0, max_new_tokens=8)  # type: ignore[arg-type]
 
 
 def evaluated(verdicts: str, answers: str = "", tokens: int = 10, truncated: int = 0) -> EvaluatedProblem:
@@ -153,8 +144,6 @@ def test_the_table_has_every_figure_and_what_there_is_to_say() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- the sets of a configuration
-
-
 def make(*sets: dict[str, Any], **sections: Any) -> Config:
     evaluation = {**sections.pop("evaluation", {}), "sets": list(sets)}
     return msgspec.convert({"run": {"name": "a"}, "evaluation": evaluation, **sections}, Config)
@@ -270,7 +259,6 @@ def test_the_first_problems_of_each_file_are_read(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- replies
-
 PROBLEM = Problem("f/eval:7", [{"role": "user", "content": "?"}], "42", "f/eval")
 
 
@@ -311,22 +299,10 @@ def test_a_reply_is_told_whole() -> None:
     ]
     found = generations.replies_to("set", PROBLEM, parts, Rule(name="rules/own.py:mine", correct=0.5), Letters())
     first, second, third = found
-    assert first == Generation(
-        set="set",
-        problem="f/eval:7",
-        sample=0,
-        prompt="?",
-        reply="four",
-        label="42",
-        answer="4",
-        correct=True,
-        reward=1.0,
-        rules={"mine": 0.5},
-        tokens=4,
-        finish="length",
-        versions=(str(PolicyVersion(0, 2)), str(PolicyVersion(0, 3))),
-        logprob=-0.5,
-    )
+    asked = {"set": "set", "problem": "f/eval:7", "sample": 0, "prompt": "?", "label": "42"}
+    judged = {"reply": "four", "answer": "4", "correct": True, "reward": 1.0, "rules": {"mine": 0.5}}
+    versions = (str(PolicyVersion(0, 2)), str(PolicyVersion(0, 3)))
+    assert first == Generation(**asked, **judged, tokens=4, finish="length", versions=versions, logprob=-0.5)  # type: ignore[arg-type]
     assert (second.correct, second.reward, second.rules, second.answer, second.sample) == (None, None, {"mine": None}, None, 1)
     assert (third.correct, third.reward, third.answer, third.sample) == (False, 0.5, None, 2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,15 +35,8 @@ class Clock:
 
 
 def generated(prompt: int, responses: list[int], truncated: int = 0) -> GeneratedGroup:
-    return GeneratedGroup(
-        group_id=1,
-        prompt_tokens=prompt,
-        response_tokens=responses,
-        truncated=truncated,
-        oldest=PolicyVersion(),
-        newest=PolicyVersion(),
-        payload=b"",
-    )
+    told = {"prompt_tokens": prompt, "response_tokens": responses, "truncated": truncated, "payload": b""}
+    return GeneratedGroup(group_id=1, oldest=PolicyVersion(), newest=PolicyVersion(), **told)  # type: ignore[arg-type]
 
 
 def scored(rewards: list[float], valid: list[int], **rules: list[float]) -> Scores:
@@ -94,16 +87,11 @@ def test_a_step_has_every_name_that_applies() -> None:
 
 
 def test_throughput_follows_from_the_sizes_that_are_logged() -> None:
-    found = step_metrics(figures(incarnation=2))
-    tokens = (found["response_length/mean"] + found["prompt_length/mean"]) * found["global_batch_size"]  # type: ignore[operator]
-    each = tokens * found["n_samples_per_prompt"] / found["world_size"]
-    for name, phase in (("e2e_tps", "all"), ("update_tps", "update"), ("rollout_tps", "rollout")):
-        assert found[name] == pytest.approx(each / found[f"timing/{phase}"], rel=1e-12)  # type: ignore[operator]
-    assert found["incarnation"] == 2.0
     groups = [generated(10, [1]), generated(40, [2, 3])]  # which weigh by sample
     assert metrics.size_metrics(groups, 8) == {"world_size": 8.0, "global_batch_size": 2.0, "n_samples_per_prompt": 1.5}
-    lengths = metrics.length_metrics(groups)
-    assert (lengths["prompt_length/mean"], lengths["response_length/mean"]) == (30.0, 2.0)
+    found = step_metrics(figures(generated=groups, incarnation=2))
+    assert (found["prompt_length/mean"], found["response_length/mean"], found["incarnation"]) == (30.0, 2.0, 2.0)
+    assert found["e2e_tps"] == pytest.approx((30 + 2) * 2 * 1.5 / 4 / 0.5, rel=1e-12)
 
 
 def test_names_of_mindspeed_rl_and_ours_name_the_same_numbers() -> None:
@@ -130,11 +118,8 @@ def test_samples_are_episodes_and_lengths_are_of_their_branches() -> None:
 def test_masked_samples_are_counted_by_reason() -> None:
     one, other = scored([0.0, 1.0, 0.0], [0, 1, 0]), scored([0.0], [0])
     one.errors, other.errors = {"timeout": 1, "remote:UNAVAILABLE": 1}, {"timeout": 2}
-    found = metrics.score_metrics([one, other])
-    assert {name: value for name, value in found.items() if "errors" in name} == {
-        "score/errors/timeout": 3.0,
-        "score/errors/remote:UNAVAILABLE": 1.0,
-    }
+    found = {name: value for name, value in metrics.score_metrics([one, other]).items() if "errors" in name}
+    assert found == {"score/errors/timeout": 3.0, "score/errors/remote:UNAVAILABLE": 1.0}
     other.errors = {f"remote:{i}": 1 for i in range(100)}
     named = [name for name in metrics.score_metrics([one, one, other]) if "errors" in name]
     assert named[:2] == ["score/errors/timeout", "score/errors/remote:UNAVAILABLE"]
@@ -209,8 +194,6 @@ def test_the_clock_accounts_phases_once_and_splits_them_at_steps() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- environments
-
-
 def played(environment: str, reasons: list[str], turns: list[int], **rest: Any) -> GeneratedGroup:
     outcomes = Outcomes(environment=environment, reasons=reasons, turns=turns, **rest)
     return structs.replace(generated(10, [4, 8]), outcomes=outcomes)
@@ -238,8 +221,6 @@ def test_each_environment_has_figures_of_its_own() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- what rollouts and gateways tell
-
-
 class Working:
     """A rollout that has worked for so many seconds at each question."""
 
@@ -252,27 +233,21 @@ class Working:
         if not self._seconds:
             self.asked.set()
             self._seconds = [busy]
-        return Status(
-            role="rollout",
-            name="rollout-0",
-            state="ready",
-            gauges={
-                "drafted_tokens_total": 20 * busy,
-                "accepted_tokens_total": 10 * busy,
-                "busy_seconds_total": busy,
-                "decode_steps_total": 10 * busy,
-                "tokens_total": 40 * busy,
-            },
-            pid=1,
-            address="",
-            uptime_seconds=0.0,
-        )
+        of_a_second = {"drafted_tokens": 20, "accepted_tokens": 10, "busy_seconds": 1, "decode_steps": 10, "tokens": 40}
+        gauges = {f"{name}_total": each * busy for name, each in of_a_second.items()}
+        return Status(role="rollout", name="rollout-0", state="ready", gauges=gauges)
 
 
 class Pool:
     def __init__(self, *rollouts: Working | Telling, gateways: tuple[Telling, ...] = ()):
         self.serving = rollouts
         self.gateways = gateways
+
+
+async def looks(meter: BusyMeter, enough: asyncio.Event, tell: Callable[[Load], None] = lambda _: None) -> None:
+    running = asyncio.create_task(meter.run(tell))
+    await asyncio.wait_for(enough.wait(), 10)
+    running.cancel()
 
 
 def test_a_long_step_is_as_idle_as_all_of_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,9 +259,7 @@ def test_a_long_step_is_as_idle_as_all_of_it_was(monkeypatch: pytest.MonkeyPatch
     async def measured() -> tuple[dict[str, float], dict[str, float]]:
         rollout = Working(0.0, 2.0, 4.0, 4.0, 4.0)
         meter = BusyMeter(Pool(rollout), silence=1e9)  # type: ignore[arg-type]
-        running = asyncio.create_task(meter.run(lambda _: None))
-        await asyncio.wait_for(rollout.asked.wait(), 10)
-        running.cancel()
+        await looks(meter, rollout.asked)
         first = meter.close_step()
         return first, meter.close_step()
 
@@ -300,7 +273,7 @@ def test_a_long_step_is_as_idle_as_all_of_it_was(monkeypatch: pytest.MonkeyPatch
 
 def test_what_waits_and_how_full_the_rooms_are_is_told_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "STATUS_INTERVAL", 0.0)
-    looks: list[Load] = []
+    seen: list[Load] = []
 
     async def measured() -> dict[str, float]:
         own, shared, gateway = Telling("rollout", OWN), Telling("rollout", SHARED), Telling("gateway", GATEWAY)
@@ -308,21 +281,19 @@ def test_what_waits_and_how_full_the_rooms_are_is_told_at_each_look(monkeypatch:
         third = asyncio.Event()
 
         def told(load: Load) -> None:
-            looks.append(load)
-            if len(looks) == 3:
+            seen.append(load)
+            if len(seen) == 3:
                 third.set()
 
-        running = asyncio.create_task(meter.run(told))
-        await asyncio.wait_for(third.wait(), 10)
-        running.cancel()
+        await looks(meter, third, told)
         return meter.close_step()
 
     figures = asyncio.run(measured())
-    assert looks[0]._replace(calls=0, preempted=0) == Load(
+    assert seen[0]._replace(calls=0, preempted=0) == Load(
         slots=24, running=20, waiting=5, kv_use=0.3, preempted=0, calls=0, episodes=7, unasked=9
     ), "of shared room alone, and a mean over both rollouts"
-    assert (looks[0].calls, looks[0].preempted) == (0, 0), "counters of before the first look are of nobody knows when"
-    assert [(look.calls, look.preempted) for look in looks[1:]] == [(3, 2)] * 2
+    assert (seen[0].calls, seen[0].preempted) == (0, 0), "counters of before the first look are of nobody knows when"
+    assert [(look.calls, look.preempted) for look in seen[1:]] == [(3, 2)] * 2
     assert figures["rollout/waiting"] == 5
     assert figures["rollout/kv_use"] == pytest.approx(0.7)
     assert figures["rollout/preemptions"] >= 2 * 2
@@ -331,12 +302,8 @@ def test_what_waits_and_how_full_the_rooms_are_is_told_at_each_look(monkeypatch:
 ROLLOUT = {"slots": 8, "running": 8, "waiting": 2, "kv_use": 0.8, "kv_shared": 0.0, "preemptions_total": 0}
 OWN = {**ROLLOUT, **dict.fromkeys(COUNTED, 0.0)}
 SHARED = {**OWN, "slots": 16, "running": 12, "waiting": 3, "kv_use": 0.6, "kv_shared": 1.0, "preemptions_total": 50}
-GATEWAY = {
-    **dict.fromkeys(("episodes_total", "forks_total", "overridden_total", "loop_lag_p99"), 0.0),
-    "episodes": 7,
-    "waiting": 9,
-    "calls_total": 100,
-}
+GATEWAY = dict.fromkeys(("episodes_total", "forks_total", "overridden_total", "loop_lag_p99"), 0.0)
+GATEWAY |= {"episodes": 7, "waiting": 9, "calls_total": 100}
 GROWTH = {"preemptions_total": 2, "calls_total": 3}  # of those that have any
 
 
@@ -375,12 +342,7 @@ def test_a_rollout_that_tells_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
     pool: Any = Pool(good, stopped)
     pool.register = Lossy()
 
-    async def measured() -> None:
-        running = asyncio.create_task(BusyMeter(pool, silence=20.0).run(lambda load: None))
-        await asyncio.wait_for(lost.wait(), 10)
-        running.cancel()
-
-    asyncio.run(measured())
+    asyncio.run(looks(BusyMeter(pool, silence=20.0), lost))
     assert said == [(stopped, "told nothing for 20 s (deadlines.silence)")]
     assert next(clock) > 20
 

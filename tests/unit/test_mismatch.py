@@ -1,5 +1,4 @@
-"""How far rollout and trainer are apart: figures against float64, both engines with the same weights and with others, and which
-of the tensors that a model was given to load nothing has read."""
+"""How far rollout and trainer are apart, against float64, with the same weights and others; tensors that nothing has read."""
 
 from __future__ import annotations
 
@@ -67,14 +66,10 @@ def figures(gaps: np.ndarray) -> dict[str, float]:
     """Of sampled minus trained log-probabilities, float64: log q(x) / p(x) where q samples. k1 = log q/p and
     k3 = (p/q − 1) − log p/q are Schulman's estimates of KL(q || p)."""
     ratio = np.exp(-gaps)
-    return {
-        "mismatch/abs_logprob": float(np.abs(gaps).mean()),
-        "mismatch/k1": float(gaps.mean()),
-        "mismatch/k3": float((ratio - 1 - np.log(ratio)).mean()),
-        "mismatch/over_0.1": float((np.abs(gaps) > 0.1).mean()),
-        "mismatch/max": float(np.abs(gaps).max()),
-        "mismatch/tokens": float(len(gaps)),
-    }
+    far, size = np.abs(gaps), float(len(gaps))
+    k3 = float((ratio - 1 - np.log(ratio)).mean())
+    found = {"abs_logprob": float(far.mean()), "k1": float(gaps.mean()), "k3": k3, "over_0.1": float((far > 0.1).mean())}
+    return {f"mismatch/{name}": value for name, value in (found | {"max": float(far.max()), "tokens": size}).items()}
 
 
 def test_the_figures_are_those_of_float64() -> None:
@@ -219,7 +214,6 @@ def test_without_a_probe_no_more_samples_run_than_there_are_slots(rollout: Make)
 
 
 # ------------------------------------------------------------------------------------------------------- what was given to load
-
 BUFFER = torch.arange(40.0)  # which they all lie in, as those of a publication do
 
 

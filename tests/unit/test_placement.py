@@ -65,19 +65,14 @@ def test_train_8_infer_6_reference_2_on_one_node_of_16_or_two_of_8() -> None:
     assert seats(placed, "trainer") == [("n0", (device,)) for device in range(8)]
     assert seats(placed, "rollout") == [("n1", (0, 1)), ("n1", (2, 3)), ("n1", (4, 5))]
     assert seats(placed, "reference") == [("n1", (6,)), ("n1", (7,))]
-    assert [row for row in table(placed, nodes(8, 8)) if row[1] in ("0", "-")] == [
-        ("n0", "0", "trainer-0"),
-        ("n0", "-", "reward-0"),
-        ("n1", "0", "rollout-0"),
-    ]
+    rows = [row for row in table(placed, nodes(8, 8)) if row[1] in ("0", "-")]
+    assert rows == [("n0", "0", "trainer-0"), ("n0", "-", "reward-0"), ("n1", "0", "rollout-0")]
 
 
 def test_a_group_keeps_what_shares_every_layer_on_one_node() -> None:
     config = make(services={"trainer": {"engine": "megatron", "processes": 8, "parallel": {"tensor": 4}}})
     placed = place(config, nodes(6, 4, 1))
-    assert seats(placed, "trainer") == [("n0", (0,)), ("n0", (1,)), ("n0", (2,)), ("n0", (3,))] + [
-        ("n1", (device,)) for device in range(4)
-    ]
+    assert seats(placed, "trainer") == [(node, (device,)) for node in ("n0", "n1") for device in range(4)]
     (fault,) = refused(config, nodes(6, 3, 3, 3))
     assert fault == (
         "services.trainer: 8 processes do not fit by 4 that have to be on one node; node n0 has 6 of 6 devices free; "
@@ -93,7 +88,7 @@ def test_a_group_keeps_what_shares_every_layer_on_one_node() -> None:
         (10, (4, 4, 4, 4), {"n0": 4, "n2": 4, "n1": 2}),  # one supernode after the other
     ],
 )
-def test_a_group_is_put_into_one_supernode_that_holds_it(
+def test_a_group_is_put_into_a_supernode_that_holds_it(
     processes: int, devices: tuple[int, ...], expected: dict[str, int]
 ) -> None:
     placed = place(make(services={"trainer": {"processes": processes}}), nodes(*devices, supernodes="abab"))
@@ -163,74 +158,46 @@ def test_replicas_share_the_devices_that_their_role_names_in_order() -> None:
 def test_the_table_names_all_who_share_a_device_and_all_who_have_none() -> None:
     services = {"trainer": {}, "rollout": {"colocate": "trainer"}, "reward": {"replicas": 2}}
     placed = place(make(services=services), nodes(2))
-    assert table(placed, nodes(2)) == [
-        ("n0", "0", "trainer-0, rollout-0"),
-        ("n0", "1", ""),
-        ("n0", "-", "reward-0, reward-1"),
-    ]
+    assert table(placed, nodes(2)) == [("n0", "0", "trainer-0, rollout-0"), ("n0", "1", ""), ("n0", "-", "reward-0, reward-1")]
 
 
 TENSOR_2 = {"engine": "megatron", "processes": 2, "parallel": {"tensor": 2}, "placement": "spread"}
+VLLM_2 = {"engine": "vllm", "tensor_parallel": 2, "colocate": "trainer"}
+UNEVEN = "trainer.placement: {} processes cannot be spread evenly over n0, n1"
+FREE = "node n{} has {} of 2 devices free"
+NO_DEVICE = f"rollout.devices: there is no device 2; {FREE.format(0, 2)}; {FREE.format(1, 2)}"
+THEIRS = "others are those of trainer-0, rollout-0"
+OF_TRAINER = "{0}.devices: 0 of node n0 is that of trainer-0; must be another, or services.{0}.colocate has to be trainer"
+NO_HOST = "no process of critic is placed; must be a role of the run that is not colocated itself"
 
 
-OF_TRAINER = "0 of node n0 is that of trainer-0; must be another, or services.{0}.colocate has to be trainer"
+def spread(processes: int) -> dict[str, Any]:
+    return {"trainer": {"processes": processes, "placement": "spread"}}
 
 
 @pytest.mark.parametrize(
     ("services", "devices", "said"),
     [
-        (
-            {"trainer": TENSOR_2},
-            (4, 4),
-            "trainer.placement: 2 processes cannot be spread evenly over n0, n1 by 2 that have to be on one node",
-        ),
-        (
-            {"trainer": {"processes": 3, "placement": "spread"}},
-            (4, 4),
-            "trainer.placement: 3 processes cannot be spread evenly over n0, n1",
-        ),
-        (
-            {"trainer": {"processes": 4, "placement": "spread"}},
-            (8, 1),
-            "trainer.placement: 2 of 4 processes do not fit on n1; node n1 has 1 of 1 devices free",
-        ),
-        (
-            {
-                "trainer": {"processes": 2, "placement": "spread"},
-                "rollout": {"engine": "vllm", "tensor_parallel": 2, "colocate": "trainer"},
-            },
-            (1, 1),
-            "rollout.colocate: rollout-0 would have devices of two nodes of trainer's",
-        ),
-        (
-            {"trainer": {"devices": [0]}, "critic": {"devices": [0]}},
-            (4,),
-            f"critic.devices: {OF_TRAINER.format('critic')}",
-        ),
-        (
-            {"trainer": {"devices": [0]}, "rollout": {"devices": [0]}},
-            (2,),
-            f"rollout.devices: {OF_TRAINER.format('rollout')}",
-        ),
+        ({"trainer": TENSOR_2}, (4, 4), f"{UNEVEN.format(2)} by 2 that have to be on one node"),
+        (spread(3), (4, 4), UNEVEN.format(3)),
+        (spread(4), (8, 1), "trainer.placement: 2 of 4 processes do not fit on n1; node n1 has 1 of 1 devices free"),
+        (spread(2) | {"rollout": VLLM_2}, (1, 1), "rollout.colocate: rollout-0 would have devices of two nodes of trainer's"),
+        ({"trainer": {"devices": [0]}, "critic": {"devices": [0]}}, (4,), OF_TRAINER.format("critic")),
+        ({"trainer": {"devices": [0]}, "rollout": {"devices": [0]}}, (2,), OF_TRAINER.format("rollout")),
         (
             {"rollout": {"devices": [2]}},
             (2, 2),
-            "rollout.devices: there is no device 2; node n0 has 2 of 2 devices free; node n1 has 2 of 2 devices free",
+            NO_DEVICE,
         ),
-        ({"trainer": {"processes": 3}}, (2,), "trainer: 3 processes do not fit; node n0 has 2 of 2 devices free"),
+        ({"trainer": {"processes": 3}}, (2,), f"trainer: 3 processes do not fit; {FREE.format(0, 2)}"),
         (
             {"rollout": {"replicas": 2}},
             (2,),
-            "rollout: no node has 1 free devices for rollout-1; node n0 has 0 of 2 devices free (others are those of "
-            "trainer-0, rollout-0)",
+            f"rollout: no node has 1 free devices for rollout-1; {FREE.format(0, 0)} ({THEIRS})",
         ),
         ({"rollout": {"placement": ["n9"]}}, (2,), "rollout.placement: there is no node 'n9'; nodes are n0"),
         ({"rollout": {"replicas": 2, "colocate": "trainer"}}, (2,), "rollout.colocate: needs 2 devices, but trainer has 1"),
-        (
-            {"rollout": {"colocate": "critic"}},
-            (2,),
-            "rollout.colocate: no process of critic is placed; must be a role of the run that is not colocated itself",
-        ),
+        ({"rollout": {"colocate": "critic"}}, (2,), f"rollout.colocate: {NO_HOST}"),
     ],
 )
 def test_what_does_not_fit_over_the_nodes_is_one_line_that_names_both_sides(
@@ -282,13 +249,11 @@ def test_what_is_to_be_even_leaves_room_for_nodes_that_have_not_come() -> None:
     nowhere = make(cluster=cluster, services={"rollout": {"placement": ["n2"]}})
     assert refused(nowhere, nodes(0, 0), waits=True) == ["services.rollout.placement: none of n2 has come; nodes are n0, n1"]
     unknown = make(cluster=cluster, services={"rollout": {"placement": ["n1", "n9"]}})
-    assert refused(unknown, nodes(0, 0), waits=True) == [
-        "services.rollout.placement: there is no node 'n9'; nodes are n0, n1, n2"
-    ]
+    nobody = "services.rollout.placement: there is no node 'n9'; nodes are n0, n1, n2"
+    assert refused(unknown, nodes(0, 0), waits=True) == [nobody]
     group = make(cluster=cluster, services={"trainer": {"processes": 2, "placement": ["n1", "n2"]}})
-    assert refused(group, nodes(0, 0), waits=True) == [
-        "services.trainer.placement: node 'n2' is not there, which a group cannot do without"
-    ]
+    missing = "services.trainer.placement: node 'n2' is not there, which a group cannot do without"
+    assert refused(group, nodes(0, 0), waits=True) == [missing]
 
 
 def test_replicas_that_are_spread_wait_for_the_nodes_that_are_named_and_others_do_not() -> None:
@@ -347,8 +312,6 @@ def test_every_process_has_devices_of_its_own_on_one_node(
 
 
 # --------------------------------------------------------------------------------------------- the processes of a configuration
-
-
 def started(config: Config, trains: bool = True) -> list[Launch]:
     """On a machine without accelerators, which is the only one."""
     here = NodeRegistration(name="here", address="127.0.0.1")
@@ -367,24 +330,16 @@ def names(config: Config) -> list[str]:
 @pytest.mark.parametrize(
     ("sections", "expected", "devices"),
     [
-        (
-            {"services": {"rollout": {"replicas": 2}, "critic": {"processes": 4}}},
-            ["rollout-0", "rollout-1", "reward-0", "trainer-0"],
-            3,
-        ),
-        (
-            {"critic": {}, "services": {"critic": {"processes": 2}}},
-            ["rollout-0", "reward-0", "trainer-0", "critic-0", "critic-1"],
-            4,
-        ),
-        ({"reference": {"mode": "service"}, "algorithm": KL}, ["rollout-0", "reward-0", "reference-0", "trainer-0"], 3),
-        ({"reference": {"mode": "service"}}, ["rollout-0", "reward-0", "trainer-0"], 2),
-        ({"reference": {"mode": "adapter_off"}, "lora": {}, "algorithm": KL}, ["rollout-0", "reward-0", "trainer-0"], 2),
+        ({"services": {"rollout": {"replicas": 2}, "critic": {"processes": 4}}}, "rollout-0 rollout-1 reward-0 trainer-0", 3),
+        ({"critic": {}, "services": {"critic": {"processes": 2}}}, "rollout-0 reward-0 trainer-0 critic-0 critic-1", 4),
+        ({"reference": {"mode": "service"}, "algorithm": KL}, "rollout-0 reward-0 reference-0 trainer-0", 3),
+        ({"reference": {"mode": "service"}}, "rollout-0 reward-0 trainer-0", 2),
+        ({"reference": {"mode": "adapter_off"}, "lora": {}, "algorithm": KL}, "rollout-0 reward-0 trainer-0", 2),
     ],
 )
-def test_a_service_is_there_only_where_it_is_asked(sections: dict[str, Any], expected: list[str], devices: int) -> None:
+def test_a_service_is_there_only_where_it_is_asked(sections: dict[str, Any], expected: str, devices: int) -> None:
     config = make(**sections)
-    assert names(config) == expected
+    assert names(config) == expected.split()
     assert accelerators(config) == devices
     assert uses_reference(config) is ("reference-0" in expected)
 
@@ -392,15 +347,11 @@ def test_a_service_is_there_only_where_it_is_asked(sections: dict[str, Any], exp
 def test_a_reference_is_replicas_or_the_ranks_of_one_group() -> None:
     kl = {"algorithm": {"kl_coefficient": 0.1}}
     replicas = make(**kl, services={"reference": {"replicas": 2}})
-    assert [instance for instance in instances(replicas) if instance.role == "reference"] == [
-        Instance("reference", "reference-0"),
-        Instance("reference", "reference-1"),
-    ]
+    found = [instance for instance in instances(replicas) if instance.role == "reference"]
+    assert found == [Instance("reference", f"reference-{index}") for index in range(2)]
     group = make(**kl, services={"reference": {"engine": "megatron", "processes": 2, "parallel": {"tensor": 2}}})
-    assert [instance for instance in instances(group) if instance.role == "reference"] == [
-        Instance("reference", "reference-0", 0),
-        Instance("reference", "reference-1", 1),
-    ]
+    found = [instance for instance in instances(group) if instance.role == "reference"]
+    assert found == [Instance("reference", f"reference-{rank}", rank) for rank in range(2)]
     (spec,) = (spec for spec in specs(group) if spec.role == "reference")
     assert spec.command[2:9] == ("launcher.node.ranks", "--group", "reference-0", "--ranks", "0,1", "--world", "2")
     assert spec.command[9:11] == (start.__file__, "services.reference")
@@ -412,32 +363,20 @@ def test_fleets_have_settings_of_their_own_and_their_names_count_on() -> None:
     config = make(services={"rollout": fleets})
     assert names(config) == ["rollout-0", "rollout-1", "rollout-2", "reward-0", "trainer-0"]
     assert accelerators(config) == 4
-    assert [(name, each.slots, each.dtype) for name, each in replicas(config).items()] == [
-        ("rollout-0", 8, "auto"),
-        ("rollout-1", 8, "auto"),
-        ("rollout-2", 4, "bfloat16"),
-    ]
+    made = [(name, each.slots, each.dtype) for name, each in replicas(config).items()]
+    assert made == [("rollout-0", 8, "auto"), ("rollout-1", 8, "auto"), ("rollout-2", 4, "bfloat16")]
     found = [spec for spec in specs(config) if spec.role == "rollout"]
-    assert [(spec.command[0], spec.env.get("A"), spec.env["OMP_NUM_THREADS"]) for spec in found] == [
-        ("/a", "1", "2"),
-        ("/a", "1", "2"),
-        ("python", None, "3"),
-    ]
+    settings = [(spec.command[0], spec.env.get("A"), spec.env["OMP_NUM_THREADS"]) for spec in found]
+    assert settings == [("/a", "1", "2"), ("/a", "1", "2"), ("python", None, "3")]
 
 
 def test_ranks_live_and_die_together_and_replicas_each_for_itself() -> None:
     spread = {"engine": "megatron", "processes": 2}
     config = make(critic={}, algorithm={"kl_coefficient": 0.1}, services={"critic": {"processes": 2}, "reference": spread})
     units = {instance.name: [one.name for one in group_of(config, instance)] for instance in instances(config)}
-    assert units == {
-        "rollout-0": ["rollout-0"],
-        "reward-0": ["reward-0"],
-        "reference-0": ["reference-0", "reference-1"],
-        "reference-1": ["reference-0", "reference-1"],
-        "trainer-0": ["trainer-0"],
-        "critic-0": ["critic-0", "critic-1"],
-        "critic-1": ["critic-0", "critic-1"],
-    }
+    alone = {name: [name] for name in ("rollout-0", "reward-0", "trainer-0")}
+    groups = {f"{role}-{rank}": [f"{role}-0", f"{role}-1"] for role in ("reference", "critic") for rank in range(2)}
+    assert units == alone | groups
     replicas = make(algorithm={"kl_coefficient": 0.1}, services={"reference": {"replicas": 2}})
     assert [len(group_of(replicas, instance)) for instance in instances(replicas)] == [1] * 5
 

@@ -1,5 +1,4 @@
-"""Processes: the report of their start-up, their calls, which are counted and drained at the end, and what a
-coordinator says of itself."""
+"""Processes: their start-up, their calls, counted and drained at the end, and what a coordinator says of itself."""
 
 from __future__ import annotations
 
@@ -32,17 +31,9 @@ from services.rpc import contract
 from tests.unit.actor_desk import run as run_desk
 from tests.unit.actor_desk import settle
 
+PHASES = ("launcher", "coordinator", "data", "services", "first publication", "evaluation", "first step", "to first step")
 FOUND = Startup(
-    phases={
-        "launcher": 0.5,
-        "coordinator": 0.4,
-        "data": 0.2,
-        "services": 3.9,
-        "first publication": 0.1,
-        "evaluation": 0.4,
-        "first step": 0.2,
-        "to first step": 5.3,
-    },
+    phases=dict(zip(PHASES, (0.5, 0.4, 0.2, 3.9, 0.1, 0.4, 0.2, 5.3), strict=True)),
     processes={
         "coordinator": {"interpreter": 0.1, "imports": 9.0},
         "rollout-0": {"interpreter": 0.1, "imports": 0.3, "libraries": 1.5, "load": 0.1},
@@ -115,7 +106,6 @@ def test_a_run_that_a_program_starts_is_counted_from_the_call(monkeypatch: pytes
 
 
 # ------------------------------------------------------------------------------------------------------------------------ calls
-
 DATA = contract.METHODS["Reference", "Logprobs"]
 CONTROL = contract.METHODS["Rollout", "CommitWeights"]
 REQUEST = LogprobRequest(group_id=1, payload=b"")
@@ -210,8 +200,6 @@ def test_what_is_no_error_of_ours_is_logged_once_with_the_place_where_it_was_rai
 
 
 # ------------------------------------------------------------------------------------------------------ what a coordinator says
-
-
 def coordinator(folder: Path, **sections: Any) -> CoordinatorProcess:
     keys.begun(folder)
     given = {"run": {"name": "a", "dir": str(folder)}, "rewards": {"rules": [{"name": "gsm8k"}]}, "model": {"path": "/m"}}

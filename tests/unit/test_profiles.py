@@ -27,7 +27,7 @@ from runtime.status import Profile, Registration
 from runtime.trainer.rank import GroupRank, TrainRank, make_rank
 from services import profiles
 from services.model_service import SpmdService
-from tests.loopback.weight_members import ROOT, SIMULATED_NPU
+from tests.loopback.weight_cases import ROOT, SIMULATED_NPU
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import assert_same, weights
 

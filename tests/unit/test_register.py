@@ -30,10 +30,7 @@ from runtime.coordinator.register import (
     apply,
     member_of,
 )
-from runtime.coordinator.weight_sync_protocol import (
-    Epoch,
-    Membership,
-)
+from runtime.coordinator.weight_sync_protocol import Epoch, Membership
 from runtime.errors import InvariantViolated, UserError
 from runtime.types import PolicyVersion
 
@@ -56,7 +53,6 @@ class Port:
 
 
 # ------------------------------------------------------------------------------------------ the table
-
 EVENTS: dict[str, tuple[UnitEvent, dict[str, str]]] = {
     "registered": (RankRegistered(Member("rollout-0", 1)), {"placed": "registered", "started": "registered"}),
     "connected": (Connected("port"), {"registered": "connected"}),
@@ -90,11 +86,8 @@ def test_only_a_rollout_has_to_join_before_it_serves(role: str, state: str) -> N
     unit = Unit(role=role, ranks=(f"{role}-0",), processes=(None,), state=UnitState.REGISTERED, reason="of the one before")
     after = apply(unit, Connected("port"))
     assert (after.state.value, after.reason, after.port) == (state, "", "port")
-    assert (unit.name, unit.member, replace(unit, incarnation=2).member) == (
-        f"{role}-0",
-        Member(f"{role}-0"),
-        Member(f"{role}-0", 2),
-    )
+    assert (unit.name, unit.member) == (f"{role}-0", Member(f"{role}-0"))
+    assert replace(unit, incarnation=2).member == Member(f"{role}-0", 2)
 
 
 def test_why_it_was_lost_is_known_until_another_is_connected() -> None:
@@ -106,8 +99,6 @@ def test_why_it_was_lost_is_known_until_another_is_connected() -> None:
 
 
 # ------------------------------------------------------------------------------------------ what is said of a unit
-
-
 def placed(role: str = "trainer", ranks: int = 2) -> Register:
     register = Register()
     register.place(role, [f"{role}-{rank}" for rank in range(ranks)])
@@ -238,8 +229,6 @@ def test_rows_are_found_by_role_and_state_in_the_order_of_their_names() -> None:
 
 
 # ------------------------------------------------------------------------------------------ who is told
-
-
 def test_changes_are_told_in_their_order_also_those_that_a_watcher_makes() -> None:
     register, told = Register(), list[tuple[str, str | None, str]]()
 
@@ -294,7 +283,6 @@ def test_a_loss_is_of_one_that_was_connected(was: str | None, now: str, lost: bo
 
 
 # ------------------------------------------------------------------------------------------ any order of words
-
 NAMES = ("rollout-0", "trainer-0", "trainer-1")
 NEXT = {  # what follows in most cases
     "placed": "admit",
@@ -386,7 +374,6 @@ def test_a_unit_that_an_earlier_coordinator_knew_is_connected_and_replaced_as_an
 
 
 # ---------------------------------------------------------------------------------------------- who takes part in a publication
-
 A, B, C = Member("rollout-0"), Member("rollout-1"), Member("rollout-2")
 FIRST, SECOND = PolicyVersion(0, 1), PolicyVersion(0, 2)
 

@@ -1,5 +1,4 @@
-"""`sluice simulate`: virtual time, engines and lending beside sums by hand; a calibration finds the costs behind a run; and
-what cannot be answered is said in one line."""
+"""`sluice simulate`: virtual time, engines and lending beside sums by hand; calibration; a mistake is one line."""
 
 from __future__ import annotations
 
@@ -158,56 +157,51 @@ def test_a_crash_comes_between_two_rounds_and_cleans_up_afterwards() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- engines
-
 STEP, SEQUENCE = 1.0, 0.25  # a step of B sequences takes 1 + B / 4 seconds
 COSTS = Costs(decode_step=STEP, decode_sequence=SEQUENCE, prefill_token=0.5)
 
 
-def ends(main: Callable[[SimulatedEngine, list[tuple[str, float]]], Coroutine[Any, Any, None]], slots: int) -> dict[str, float]:
+Ended = list[tuple[str, float]]
+
+
+def ends(main: Callable[[SimulatedEngine, Ended], Coroutine[Any, Any, None]], slots: int) -> dict[str, float]:
     """When each sequence ended, in seconds from the beginning."""
-    ended: list[tuple[str, float]] = []
+    ended: Ended = []
     with loop_of() as loop:
         loop.run(main(SimulatedEngine(loop, COSTS, slots, Cores(loop, 0)), ended))
     return {name: at - BEGAN for name, at in ended}
 
 
-def submit(engine: SimulatedEngine, ended: list[tuple[str, float]], name: str, tokens: int, prompt: int = 0) -> None:
-    def done() -> None:
-        ended.append((name, asyncio.get_running_loop().time()))
-
-    engine.submit(name, prompt, tokens, lambda: None, done)
+def submit(engine: SimulatedEngine, ended: Ended, name: str, tokens: int, prompt: int = 0) -> None:
+    loop = asyncio.get_running_loop()
+    engine.submit(name, prompt, tokens, lambda: None, lambda: ended.append((name, loop.time())))
 
 
-def test_a_step_takes_longer_the_more_sequences_it_has() -> None:
-    async def main(engine: SimulatedEngine, ended: list[tuple[str, float]]) -> None:
-        submit(engine, ended, "short", 2)
-        submit(engine, ended, "long", 6)
+@pytest.mark.parametrize(
+    ("slots", "helps", "prompt", "tokens", "expected"),
+    [
+        (4, 0.0, 0, {"short": 2, "long": 6}, {"short": 3.0, "long": 8.0}),  # two steps of 1.5 s, then four of 1.25 s
+        (1, 0.0, 0, dict.fromkeys("abc", 4), {"a": 5.0, "b": 10.0, "c": 15.0}),  # what has no slot waits for one
+        (1, 0.0, 6, {"one": 4}, {"one": 3.0 + 5.0}),  # a prompt is read before the next token
+        (2, 1.0, 0, dict.fromkeys("abcd", 2), dict.fromkeys("abcd", 3.0)),  # two steps, each of two sequences on either device
+    ],
+)
+def test_a_step_takes_longer_the_more_sequences_it_has(
+    slots: int, helps: float, prompt: int, tokens: dict[str, int], expected: dict[str, float]
+) -> None:
+    async def main(engine: SimulatedEngine, ended: Ended) -> None:
+        if helps:
+            engine.help(helps)
+        for name, count in tokens.items():
+            submit(engine, ended, name, count, prompt)
         await asyncio.sleep(100)
-        assert engine.busy == pytest.approx(8.0)
+        assert prompt or helps or engine.busy == pytest.approx(max(expected.values()))
 
-    # Two steps of 1.5 s, then four of 1.25 s.
-    assert ends(main, slots=4) == pytest.approx({"short": 3.0, "long": 8.0})
-
-
-def test_what_has_no_slot_waits_for_one() -> None:
-    async def main(engine: SimulatedEngine, ended: list[tuple[str, float]]) -> None:
-        for name in ("first", "second", "third"):
-            submit(engine, ended, name, 4)
-        await asyncio.sleep(100)
-
-    assert ends(main, slots=1) == pytest.approx({"first": 5.0, "second": 10.0, "third": 15.0})
-
-
-def test_a_prompt_is_read_before_the_next_token() -> None:
-    async def main(engine: SimulatedEngine, ended: list[tuple[str, float]]) -> None:
-        submit(engine, ended, "one", 4, prompt=6)
-        await asyncio.sleep(100)
-
-    assert ends(main, slots=1) == pytest.approx({"one": 3.0 + 5.0})
+    assert ends(main, slots) == pytest.approx(expected)
 
 
 def test_a_pause_takes_no_tokens_and_what_is_withdrawn_gives_its_slot_back() -> None:
-    async def main(engine: SimulatedEngine, ended: list[tuple[str, float]]) -> None:
+    async def main(engine: SimulatedEngine, ended: Ended) -> None:
         submit(engine, ended, "withdrawn", 100)
         submit(engine, ended, "next", 4)
         await asyncio.sleep(10)
@@ -221,7 +215,7 @@ def test_a_pause_takes_no_tokens_and_what_is_withdrawn_gives_its_slot_back() -> 
 
 
 def test_it_is_drained_once_the_last_sequence_ends_and_begins_none_meanwhile() -> None:
-    async def main(engine: SimulatedEngine, ended: list[tuple[str, float]]) -> None:
+    async def main(engine: SimulatedEngine, ended: Ended) -> None:
         submit(engine, ended, "running", 4)
         await asyncio.sleep(1)
         draining = asyncio.ensure_future(engine.drained())
@@ -235,7 +229,6 @@ def test_it_is_drained_once_the_last_sequence_ends_and_begins_none_meanwhile() -
 
 
 # ---------------------------------------------------------------------------------------------------------------------- lending
-
 Moves = list[tuple[float, bool]]
 
 
@@ -284,17 +277,6 @@ def test_one_that_is_called_back_on_the_way_returns_in_as_long() -> None:
     assert moves(main, 2.0) == []
 
 
-def test_who_helps_takes_sequences_and_gives_slots() -> None:
-    async def main(engine: SimulatedEngine, ended: list[tuple[str, float]]) -> None:
-        engine.help(1.0)
-        for name in "abcd":
-            submit(engine, ended, name, 2)
-        await asyncio.sleep(100)
-
-    # Two steps, each of two sequences on either device.
-    assert ends(main, slots=2) == pytest.approx(dict.fromkeys("abcd", 3.0))
-
-
 def test_a_run_whose_rollouts_are_too_few_gains(tmp_path: Path) -> None:
     config = configured(tmp_path / "run")
     costs = Costs(reply_tokens=Fixed(32.0), decode_step=1e-3, decode_sequence=1e-3, train_token=1e-5)
@@ -305,7 +287,6 @@ def test_a_run_whose_rollouts_are_too_few_gains(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ the command
-
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 STEPS = 10
 
@@ -335,18 +316,9 @@ def real(folder: Path, costs: Costs) -> tuple[Config, list[dict[str, Any]], list
 def test_calibration_finds_costs_that_predict_another_configuration(tmp_path: Path, cores: int) -> None:
     """Each of the durations of the run is met within 5 %, and throughput within 10 % with another bound on staleness: what is
     calibrated are means, while lengths and schedules are drawn anew."""
-    true = Costs(
-        reply_tokens=LogNormal(12.0, 0.8),
-        decode_step=3e-3,
-        decode_sequence=2e-4,
-        prefill_token=0.0,
-        score=Fixed(4e-3),
-        reference_token=3e-5,
-        train_token=4e-4,
-        update=1e-2,
-        coordinator_message=5e-4,
-        cores=cores,
-    )
+    reply = {"reply_tokens": LogNormal(12.0, 0.8), "decode_step": 3e-3, "decode_sequence": 2e-4, "prefill_token": 0.0}
+    train = {"score": Fixed(4e-3), "reference_token": 3e-5, "train_token": 4e-4, "update": 1e-2, "coordinator_message": 5e-4}
+    true = Costs(**reply, **train, cores=cores)  # type: ignore[arg-type]
     config, points, groups = real(tmp_path / "run", true)
     deadlines = ContractDeadlines(config)
     found = calibrate(Costs(cores=cores), points, groups, lambda costs: simulated(config, costs, deadlines, STEPS).observed)
@@ -388,7 +360,7 @@ def test_the_usual_variations_are_configurations_of_their_own(tmp_path: Path) ->
     assert named["replies twice as long"][1].length_scale == 2.0
 
 
-def test_a_command_answers_with_roles_rows_and_a_picture(
+def test_it_answers_with_rows_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")

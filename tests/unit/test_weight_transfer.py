@@ -1,9 +1,4 @@
-"""Both ends of a transfer without a process or a socket.
-
-The sender over a group in memory: a bucket leaves once it is whole, and its buffer is not touched until it is taken. The
-receiver's account of its time. Deltas: bit for bit what was sent, small where little changed, never applied to other weights
-than their own.
-"""
+"""Both ends of a transfer without a process or a socket: sender, the receiver's account of its time, and deltas."""
 
 from __future__ import annotations
 
@@ -225,8 +220,6 @@ def test_what_is_gathered_is_taken_without_its_graph(sender: WeightSender) -> No
 
 
 # ------------------------------------------------------------------------------------------------ the receiver's time
-
-
 NINE = Manifest(tuple(TensorSpec(f"tensor.{index}", "float32", (16,)) for index in range(9)), 64)
 
 
@@ -267,7 +260,7 @@ class Arrivals:
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(5.0, (2.0, 2.0, 1.0)), (3.0, (0.0, 2.0, 1.0)), (0.75, (0.0, 0.5, 0.25))])
-def test_the_time_of_a_reception_is_divided_without_a_rest(
+def test_a_receptions_time_is_divided_whole(
     monkeypatch: pytest.MonkeyPatch, seconds: float, expected: tuple[float, ...]
 ) -> None:
     """A bucket that was copied while another was waited for takes no time of its own."""
@@ -291,8 +284,6 @@ def test_memory_that_is_populated_keeps_its_bytes() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ deltas
-
-
 class Wire(Link):
     """What one end sends, the other receives: the bytes, in order."""
 
