@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": None,
     },
 }
+
+
+def session_folder(name: str) -> Path:
+    """Where this process keeps what its tests share, for as long as it runs."""
+    return Path(os.environ["SLUICE_TEST_FOLDER"]) / f"{name}-{os.getpid()}"
 
 
 def make_family(case: str, *, value_head: bool = False, **changes: Any) -> Family:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 
 from runtime.models.families.family import ROUTER_BIAS
+from tests.unit.family_cases import session_folder
 
 VOCABULARY = 61
 _SHAPE = {
@@ -175,6 +177,13 @@ def save_model(folder: Path, name: str = "qwen2", seed: int = 0, **save: Any) ->
     return _saved(folder, name, "ForCausalLM", seed, {}, save)
 
 
+@cache
+def saved(name: str = "qwen2", seed: int = 0) -> tuple[Path, Any]:
+    """The folder and the model of `save_model`, made once in a process: to be read, not to be changed."""
+    folder = session_folder("models") / f"{name}-{seed}"
+    return folder, save_model(folder, name, seed)
+
+
 def save_classifier(folder: Path, name: str = "qwen2", **options: Any) -> Any:
     """The same of a sequence classifier with one label, `options` being keys of its configuration."""
     return _saved(folder, name, "ForSequenceClassification", 0, {"num_labels": 1, **options}, {})
@@ -191,9 +200,8 @@ def _saved(folder: Path, name: str, task: str, seed: int, options: dict[str, Any
         if parameter.dim() == 1 or name.endswith("bias"):  # norms and biases start as ones and zeros, which would hide mistakes
             torch.nn.init.normal_(parameter, 1.0 if parameter.mean() > 0.5 else 0.0, 0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith(
-            ROUTER_BIAS
-        ):  # above 0 with a score: transformers gives those that are left out a 0, megatron-core and vLLM -inf
+        # Above 0 with a score: transformers gives those that are left out a 0, megatron-core and vLLM -inf.
+        if name.endswith(ROUTER_BIAS):
             torch.nn.init.normal_(buffer, 0.6, 0.15)
     model.save_pretrained(folder, **save)
     return model
