@@ -177,7 +177,7 @@ class Desk:
     @asynccontextmanager
     async def busy(self) -> AsyncIterator[list[asyncio.Future[GeneratedGroup]]]:
         """Yields three groups: two with all slots for a long time to come, and one that waits."""
-        long = [request(group_id, n=n, limit=200) for group_id, n in ((1, 1), (2, 2), (3, 1))]
+        long = [request(group_id, n=n, limit=120) for group_id, n in ((1, 1), (2, 2), (3, 1))]
         async with running(self.actor):
             soon, *others = self.generate(request(0, n=1, limit=2), *long)
             await soon
@@ -261,7 +261,7 @@ def test_groups_that_are_cancelled_are_not_waited_for(models: Models) -> None:
         first.cancel()
         second.cancel()
         await committing
-        assert desk.engine.stats().decode_steps < 200
+        assert desk.engine.stats().decode_steps < 120
         assert versions(await waiting) == [[1]]
 
     busy(models, "drain", test)
@@ -274,7 +274,7 @@ def test_what_is_withdrawn_ends_though_nothing_else_is_asked(models: Models) -> 
         while desk.service.busy:  # noqa: ASYNC110 - of what is withdrawn there is no answer
             await asyncio.sleep(0)
         assert desk.engine.stats().running == 0
-        assert desk.engine.stats().decode_steps < 200
+        assert desk.engine.stats().decode_steps < 120
 
     busy(models, "keep", test)
 
