@@ -214,14 +214,10 @@ def test_a_turn_costs_its_own_tokens_and_is_the_same(models: TwoModels, make: Ma
     assert other.prefill_tokens == sum(len(asked.prompt) for asked, _ in turns)
     assert (stats.kv_hits, stats.kv_misses) == (3, 1)
     assert (other.kv_hits, other.kv_misses, other.kv_waiting_bytes) == (0, 4, 0)
-
-
-def test_one_conversation_is_held_once_in_its_latest_state(make: Make) -> None:
-    engine = make()
-    asked, sample = converse(engine, SAID)[-1]
-    length = len(asked.prompt) + len(sample.tokens) - 1
-    stats = engine.stats()
-    assert (stats.kv_waiting_texts, stats.kv_waiting_bytes) == (1, length * engine._cache.data[:, :, 0, :, 0].nbytes)
+    # The conversation is held once, in its latest state.
+    length = len(turns[-1][0].prompt) + len(turns[-1][1].tokens) - 1
+    each = with_store._cache.data[:, :, 0, :, 0].nbytes
+    assert (stats.kv_waiting_texts, stats.kv_waiting_bytes) == (1, length * each)
 
 
 @pytest.mark.parametrize(("slots", "together", "mask"), [(64, 8192, 1 << 26), (64, 100, 1 << 26), (2, 8192, 300)])
@@ -340,7 +336,7 @@ def test_no_turn_goes_on_from_keys_and_values_of_other_weights(models: TwoModels
     engine = make()
     waits, talks = turn(0, BEGIN + words(5)), turn(1, [*words(5, seed=1), *BEGIN], limit=30)
 
-    async def session() -> tuple[dict[int, Sample], list[GroupRequest], dict[int, Sample]]:
+    async def session() -> tuple[list[GroupRequest], dict[int, Sample]]:
         before = await collected(engine, waits)
         assert await begin(engine, [talks], 9) == []
         assert engine.stats().kv_waiting_texts == 1
@@ -354,9 +350,9 @@ def test_no_turn_goes_on_from_keys_and_values_of_other_weights(models: TwoModels
         found = await collected(engine, *later)
         new = len(later[0].prompt) + (3 if recompute else len(later[1].prompt))
         assert engine.stats().prefill_tokens - computed == new
-        return before, later, found
+        return later, found
 
-    _, later, found = asyncio.run(session())
+    later, found = asyncio.run(session())
     for each in later:
         assert_of(models.new, each, found[each.group_id])
 
