@@ -1,4 +1,6 @@
-"""Publications to a rollout's service with the embedded engine, over real gloo, while it generates."""
+"""Publications to a rollout's service with the embedded engine, over real gloo: while it generates, and while its memory comes
+and goes.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ import torch
 from msgspec.structs import replace
 
 from runtime import config
-from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Priority, ReceiveWeights
-from runtime.errors import InvalidMessage, SluiceError
+from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Level, Move, Priority, ReceiveWeights
+from runtime.errors import Cancelled, InvalidMessage, InvariantViolated, SluiceError
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, PolicyVersion
 from runtime.weights.group import WeightGroup
@@ -26,8 +28,8 @@ from services.rollout import RolloutService
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.loopback.weight_cases import settles
 from tests.unit.actor_desk import running
-from tests.unit.rollout_cases import request
-from tests.unit.test_rollout_in_flight import from_scratch, samples, versions
+from tests.unit.rollout_cases import from_scratch, request, samples
+from tests.unit.test_rollout_in_flight import versions
 from tests.unit.tiny_models import save_model
 
 DEADLINE = 60.0
@@ -167,7 +169,7 @@ class Site:
         return None
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def until(holds: Callable[[], object]) -> None:
     while not holds():  # noqa: ASYNC110 - the test's own deadline ends it
         await asyncio.sleep(0.001)
 
@@ -293,5 +295,72 @@ def test_weights_that_do_not_fit_fail_the_reception_and_not_the_rollout(models: 
         await site.join()
         await site.publish(2)
         await site.check(2)
+
+    run(models, test)
+
+
+# ---------------------------------------------------------------------------------------------- memory in turns
+
+
+def test_a_version_comes_while_there_is_no_cache(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        for step in (1, 2):
+            await site.ask(Move(Level.ASLEEP))
+            assert site.service.state == "asleep"
+            waiting = site.actor.send(request(step))
+            await site.ask(Move(Level.WEIGHTS))
+            await site.publish(step)
+            assert (site.service.state, site.service.version) == ("asleep", version(step))
+            assert site.engine._cache.data.untyped_storage().nbytes() == 0
+            await site.ask(Move(Level.AWAKE))
+            assert site.service.state == "ready"
+            group = await waiting
+            assert (group.oldest, group.newest) == (version(step), version(step))
+
+    run(models, test)
+
+
+def test_a_version_is_not_taken_over_asleep(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        await site.ask(Move(Level.ASLEEP))
+        await site.transfer(1)
+        with pytest.raises(InvariantViolated, match="asleep"):
+            await site.commit(1)
+
+    run(models, test)
+
+
+def test_what_is_under_way_is_given_up_for_the_sleep(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        asked = site.actor.send(request(1, limit=240))
+        await until(lambda: site.engine.stats().running)  # it has to be in the middle of it, where it is for long
+        await site.ask(Move(Level.ASLEEP))
+        with pytest.raises(Cancelled, match="put to sleep"):
+            await asked
+        assert site.engine.stats().running == 0
+        await site.ask(Move(Level.AWAKE))
+        await site.actor.send(request(1))
+
+    run(models, test)
+
+
+def test_what_is_under_way_goes_on_after_a_sleep_that_keeps_it(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        asked = site.actor.send(request(1, limit=240))
+        await until(lambda: site.engine.stats().running)  # it has to be in the middle of it, where it is for long
+        await site.ask(Move(Level.ASLEEP, keeps=True))
+        assert site.engine.stats().running and not site.service.busy
+        await site.ask(Move(Level.AWAKE))
+        assert (await asked).group_id == 1
+        again = site.actor.send(request(2, limit=240))
+        await until(lambda: site.engine.stats().running)
+        await site.ask(Move(Level.ASLEEP, keeps=True))
+        await site.ask(Move(Level.ASLEEP))  # as of a coordinator that takes over
+        with pytest.raises(Cancelled, match="put to sleep"):
+            await again
 
     run(models, test)
