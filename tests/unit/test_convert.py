@@ -270,10 +270,7 @@ class TestRefusedToHf:
             (lambda core: (core / "layout.json").unlink(), "is not a model in megatron-core's layout: layout.json"),
             (lambda core: (core / "layout.json").write_text("{}"), "layout.json: Object missing required field `layout`"),
             (lambda core: change_json(core / "layout.json", format=2), "layout.json: format is 2; must be 1"),
-            (
-                lambda core: change_json(core / "layout.json", layout={"tensor": 4}),
-                "15 tensors are missing: ",
-            ),
+            (lambda core: change_json(core / "layout.json", layout={"tensor": 4}), "15 tensors are missing: "),
             (lambda core: last(core).unlink(), "tp_01_pp_01.safetensors: cannot be read: No such file"),
             (lambda core: cut(first(core)), "tp_01_pp_00.safetensors: is not a whole safetensors file"),
             (
@@ -284,10 +281,7 @@ class TestRefusedToHf:
                 lambda core: change_json(core / "config.json", intermediate_size=64),
                 "decoder.layers.0.mlp.linear_fc1.weight [48, 32] instead of [64, 32]",
             ),
-            (
-                lambda core: change(first(core), NORM, torch.neg),
-                f"pp_00.safetensors: {NORM} differs from what another",
-            ),
+            (lambda core: change(first(core), NORM, torch.neg), f"pp_00.safetensors: {NORM} differs from what another"),
             (
                 lambda core: change(last(core), "decoder.final_layernorm.weight", torch.neg),
                 "decoder.final_layernorm.weight differs from what another rank has of model.norm.weight",

@@ -282,21 +282,6 @@ class TestOtherWriters:
         assert to_hf(tmp_path / "megatron", tmp_path / "back") == 0
         assert same(load_folder(tmp_path / "back"), tensors)
 
-    def test_weights_that_lie_in_one_buffer(self, tmp_path: Path) -> None:
-        """As those of a distributed optimizer do."""
-
-        def join(state: dict[str, Any]) -> None:
-            buffer = torch.cat([tensor.flatten() for tensor in state["model"].values()])
-            parts = buffer.split([tensor.numel() for tensor in state["model"].values()])
-            named = zip(state["model"].items(), parts, strict=True)
-            state["model"] = {name: part.view(tensor.shape) for (name, tensor), part in named}
-
-        tensors = write_folder(tmp_path / "hf", "qwen3")
-        assert to_megatron(tmp_path / "hf", tmp_path / "megatron") == 0
-        change(tmp_path / "megatron", "mp_rank_00", join)
-        assert to_hf(tmp_path / "megatron", tmp_path / "back") == 0
-        assert same(load_folder(tmp_path / "back"), tensors)
-
     def test_transformer_engines_names(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "hf", "qwen3_moe", mlp_only_layers=[1])
         assert to_megatron(tmp_path / "hf", tmp_path / "local") == 0
@@ -455,35 +440,31 @@ def twice(depth: int) -> tuple[object, ...]:
     return found
 
 
-@pytest.mark.parametrize(
-    "rank,by,told",
-    [
-        ("01_001", set_argument("num_layers", 5), "args.num_layers is 5, on another rank 4"),
-        ("01_000", put(iteration=7), "mp_rank_01_000/model_optim_rng.pt: iteration is 7, on ano"),
-        ("00_000", put(checkpoint_version=2.0), "checkpoint_version is 2.0; must be 3.0"),
-        ("01_000", put(checkpoint_version=twice(9)), "checkpoint_version is a tuple; must be"),
-        ("01_000", put(iteration=twice(9)), "iteration is a tuple; must be an integer"),
-        ("01_000", set_argument("swiglu", twice(9)), "args.swiglu is a tuple; must be a boolean"),
-        ("01_001", put_tensors({"a\nb": [1]}), "model has 'a\\nb', which is no name of a"),
-        ("00_000", lambda state: state.pop("args"), "mp_rank_00_000/model_optim_rng.pt: has no args"),
-        ("00_000", lambda state: state.pop("model"), "has no model; must have model, or model0, model1"),
-        ("01_001", lambda state: state.update(model0=state.pop("model"), model1={}), "has 2 virtual stages, another rank 1"),
-        ("01_000", set_tensor(NORM, torch.neg), f"{NORM} differs from what another rank has"),
-        ("00_001", set_tensor("output_layer.weight", torch.neg), "output_layer.weight differs from what another rank has"),
-        ("01_000", set_tensor(NORM, torch.Tensor.bfloat16), f"{NORM} is bfloat16, on another rank float32"),
-        ("01_000", set_tensor(NORM, lambda whole: whole[:8]), f"1 tensors are of another shape: {NORM} [8] instead of [32]"),
-        ("01_001", lambda state: state["model"].pop(NORM), f"1 tensors are missing: {NORM}"),
-        ("01_001", put_tensors({f"more.{n:02d}": torch.zeros(1) for n in range(12)}), "12 tensors are too many: more.00, "),
-        ("01_001", put_tensors({"odd": [1]}), "odd of model is no tensor"),
-        ("00_000", lambda state: state["model"].pop(NORM.replace(".0.", ".1.")), "1 tensors are missing"),
-        ("01_001", put(opt=Call(os.system, "exit")), "its pickle wants posix.system, which no"),
-    ],
-)
-def test_ranks_are_refused(rank: str, by: By, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    core = made(tmp_path, capsys, *TIED)
-    change(core, f"mp_rank_{rank}", by)
-    assert to_hf(core, tmp_path / "back", tmp_path / "hf") == 2
-    refused(capsys, tmp_path, told)
+RANKS: list[tuple[str, By, str]] = [
+    ("01_001", set_argument("num_layers", 5), "args.num_layers is 5, on another rank 4"),
+    ("01_000", put(iteration=7), "mp_rank_01_000/model_optim_rng.pt: iteration is 7, on ano"),
+    ("00_000", put(checkpoint_version=2.0), "checkpoint_version is 2.0; must be 3.0"),
+    ("01_000", put(checkpoint_version=twice(9)), "checkpoint_version is a tuple; must be"),
+    ("01_000", put(iteration=twice(9)), "iteration is a tuple; must be an integer"),
+    ("01_000", set_argument("swiglu", twice(9)), "args.swiglu is a tuple; must be a boolean"),
+    ("01_001", put_tensors({"a\nb": [1]}), "model has 'a\\nb', which is no name of a"),
+    ("00_000", lambda state: state.pop("args"), "mp_rank_00_000/model_optim_rng.pt: has no args"),
+    ("00_000", lambda state: state.pop("model"), "has no model; must have model, or model0, model1"),
+    ("01_001", lambda state: state.update(model0=state.pop("model"), model1={}), "has 2 virtual stages, another rank 1"),
+    ("01_000", set_tensor(NORM, torch.neg), f"{NORM} differs from what another rank has"),
+    ("00_001", set_tensor("output_layer.weight", torch.neg), "output_layer.weight differs from what another rank has"),
+    ("01_000", set_tensor(NORM, torch.Tensor.bfloat16), f"{NORM} is bfloat16, on another rank float32"),
+    ("01_000", set_tensor(NORM, lambda whole: whole[:8]), f"1 tensors are of another shape: {NORM} [8] instead of [32]"),
+    ("01_001", lambda state: state["model"].pop(NORM), f"1 tensors are missing: {NORM}"),
+    ("01_001", put_tensors({f"more.{n:02d}": torch.zeros(1) for n in range(12)}), "12 tensors are too many: more.00, "),
+    ("01_001", put_tensors({"odd": [1]}), "odd of model is no tensor"),
+    ("00_000", lambda state: state["model"].pop(NORM.replace(".0.", ".1.")), "1 tensors are missing"),
+    ("01_001", put(opt=Call(os.system, "exit")), "its pickle wants posix.system, which no"),
+]
+
+
+def one(rank: str, by: By) -> Callable[[Path], object]:
+    return lambda core: change(core, f"mp_rank_{rank}", by)
 
 
 def argument(key: str, value: object) -> Callable[[Path], None]:
@@ -501,49 +482,67 @@ def config(**changes: object) -> Callable[[Path], None]:
     return lambda core: change_json(core.parent / "hf" / "config.json", **changes)
 
 
+FOLDERS: list[tuple[Callable[[Path], object], str]] = [
+    (lambda core: (core / "release/mp_rank_01_001" / FILE).unlink(), "1 ranks' files are missing, of 2 x 2 x 1 by args"),
+    (lambda core: (core / "release/mp_rank_02_000").mkdir(), "mp_rank_02_000 is of no rank, of 2 x 2 x 1"),
+    (lambda core: cut(core / "release/mp_rank_01_000" / FILE), "mp_rank_01_000/model_optim_rng.pt: is not a whole file"),
+    (lambda core: (core / TRACKER).unlink(), "core: has no latest_checkpointed_iteration.txt"),
+    (lambda core: (core / TRACKER).write_text("../.."), "is '../..'; must be the number of an"),
+    (lambda core: (core / TRACKER).write_text("7"), "names iter_0000007, of which there is no fold"),
+    (lambda core: (core / "layout.json").write_text("{}"), "has layout.json, which is for sluice convert mcore2hf"),
+    (lambda core: (core / "trainer.json").write_text("{}"), "has trainer.json, which is for sluice convert mcore2hf"),
+    (config(rope_theta=1e6), "args.rotary_base is 10000.0; by config.json, rope_theta 1000000.0, it is 1000000.0"),
+    (config(num_hidden_layers=5), "args.num_layers is 4; by config.json, num_hidden_layers 5, it is 5"),
+    (config(num_key_value_heads=8), "args.num_query_groups is 4; by config.json, num_key_value_heads 8, it is 8"),
+    (config(tie_word_embeddings=False), "args.untie_embeddings_and_output_weights is False; by config.json, tie_word"),
+    (config(model_type="llama"), "args.add_qkv_bias is True; by config.json, model_type 'llama', it is False"),
+    (config(vocab_size=500), "has 51 rows on each of 2 ranks; must be at least vocab_size 500"),
+    (config(model_type="gpt_oss"), "must be one of llama, qwen2, qwen3, qwen3_moe"),
+    (argument("noop_layers", "0,3"), "args.num_layers is 4; by config.json, num_hidden_layers 4, it is 6"),
+    (argument("schedules_method", "dualpipev"), "args.schedules_method is 'dualpipev', which is not supported"),
+    (argument("multi_latent_attention", True), "args.multi_latent_attention is True; by config.json, model_type 'qwen2'"),
+    (argument("mtp_num_layers", 1), "args.mtp_num_layers is 1, which is not supported; must be 0"),
+    (argument("tensor_model_parallel_size", 4), "4 ranks' files are missing, of 4 x 2 x 1 by args: mp_rank_02_000"),
+    (argument("tensor_model_parallel_size", 0), "args.tensor_model_parallel_size is 0; must be a positive integer"),
+    (argument("expert_model_parallel_size", "two"), "args.expert_model_parallel_size is 'two'; must be a positive integer"),
+]
+
+
+def reward(bias: torch.Tensor) -> By:
+    return put_tensors({"rm_head.weight": torch.zeros(1, 32), "rm_head.bias": bias})
+
+
+def sizes(state: dict[str, Any]) -> None:
+    state["args"].tensor_model_parallel_size = state["args"].pipeline_model_parallel_size = 200
+
+
+MATRIX = f"{LAYER}.self_attention.linear_qkv.weight"
+
+
+OTHERS: list[tuple[str, str, str, By, str]] = [
+    ("qwen2", "", "00", reward(torch.zeros(())), "rm_head.bias has the shape []; must be [1]"),
+    ("qwen2", "", "00", reward(torch.zeros(1).expand(1 << 43)), f"rm_head.bias has the shape [{1 << 43}]; must be [1]"),
+    ("qwen2", "", "00", reward(torch.zeros(2)), "rm_head.bias has the shape [2]; must be [1]"),
+    ("qwen2", "", "00", reward(torch.full((1,), 0.5)), "rm_head.bias is [0.5]; must be 0"),
+    # A few bytes may ask for a list of billions of ranks.
+    ("qwen2", "", "00", sizes, "10000 or more ranks' files are missing, of 200 x 200 x 1 by args: mp_rank_00_000"),
+    ("qwen3_moe", "--expert-parallel 2", "00_001", set_tensor(MATRIX, torch.neg), f"_001/{FILE}: {MATRIX} differs"),
+    ("deepseek_v3", "--mindspeed-mla", "00", set_argument("mla_mm_split", True), "args.mla_mm_split is True, which is not"),
+]
+
+
 @pytest.mark.parametrize(
-    "spoil,told",
+    "checkpoint,spoil,told",
     [
-        (
-            lambda core: (core / "release/mp_rank_01_001" / FILE).unlink(),
-            "1 ranks' files are missing, of 2 x 2 x 1 by args",
-        ),
-        (lambda core: (core / "release/mp_rank_02_000").mkdir(), "mp_rank_02_000 is of no rank, of 2 x 2 x 1"),
-        (lambda core: cut(core / "release/mp_rank_01_000" / FILE), "mp_rank_01_000/model_optim_rng.pt: is not a whole file"),
-        (lambda core: (core / TRACKER).unlink(), "core: has no latest_checkpointed_iteration.txt"),
-        (lambda core: (core / TRACKER).write_text("../.."), "is '../..'; must be the number of an"),
-        (lambda core: (core / TRACKER).write_text("7"), "names iter_0000007, of which there is no fold"),
-        (lambda core: (core / "layout.json").write_text("{}"), "has layout.json, which is for sluice convert mcore2hf"),
-        (lambda core: (core / "trainer.json").write_text("{}"), "has trainer.json, which is for sluice convert mcore2hf"),
-        (config(rope_theta=1e6), "args.rotary_base is 10000.0; by config.json, rope_theta 1000000.0, it is 1000000.0"),
-        (config(num_hidden_layers=5), "args.num_layers is 4; by config.json, num_hidden_layers 5, it is 5"),
-        (config(num_key_value_heads=8), "args.num_query_groups is 4; by config.json, num_key_value_heads 8, it is 8"),
-        (
-            config(tie_word_embeddings=False),
-            "args.untie_embeddings_and_output_weights is False; by config.json, tie_word",
-        ),
-        (config(model_type="llama"), "args.add_qkv_bias is True; by config.json, model_type 'llama', it is False"),
-        (config(vocab_size=500), "has 51 rows on each of 2 ranks; must be at least vocab_size 500"),
-        (config(model_type="gpt_oss"), "must be one of llama, qwen2, qwen3, qwen3_moe"),
-        (argument("noop_layers", "0,3"), "args.num_layers is 4; by config.json, num_hidden_layers 4, it is 6"),
-        (argument("schedules_method", "dualpipev"), "args.schedules_method is 'dualpipev', which is not supported"),
-        (
-            argument("multi_latent_attention", True),
-            "args.multi_latent_attention is True; by config.json, model_type 'qwen2'",
-        ),
-        (argument("mtp_num_layers", 1), "args.mtp_num_layers is 1, which is not supported; must be 0"),
-        (
-            argument("tensor_model_parallel_size", 4),
-            "4 ranks' files are missing, of 4 x 2 x 1 by args: mp_rank_02_000",
-        ),
-        (argument("tensor_model_parallel_size", 0), "args.tensor_model_parallel_size is 0; must be a positive integer"),
-        (argument("expert_model_parallel_size", "two"), "args.expert_model_parallel_size is 'two'; must be a positive integer"),
+        *((TIED, one(rank, by), told) for rank, by, told in RANKS),
+        *((TIED, spoil, told) for spoil, told in FOLDERS),
+        *(((case, options), one(rank, by), told) for case, options, rank, by, told in OTHERS),
     ],
 )
 def test_checkpoints_are_refused(
-    spoil: Callable[[Path], object], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: tuple[str, str], spoil: Callable[[Path], object], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    core = made(tmp_path, capsys, *TIED)
+    core = made(tmp_path, capsys, *checkpoint)
     spoil(core)
     assert to_hf(core, tmp_path / "back", tmp_path / "hf") == 2
     refused(capsys, tmp_path, told)
@@ -599,55 +598,4 @@ def test_arguments_of_another_type_are_refused(
     core = made(tmp_path, capsys, "qwen3_moe")
     change(core, "mp_rank_00", set_argument(key, value))
     assert to_hf(core, tmp_path / "back") == 2
-    refused(capsys, tmp_path, told)
-
-
-def reward(bias: torch.Tensor) -> By:
-    return put_tensors({"rm_head.weight": torch.zeros(1, 32), "rm_head.bias": bias})
-
-
-def sizes(state: dict[str, Any]) -> None:
-    state["args"].tensor_model_parallel_size = state["args"].pipeline_model_parallel_size = 200
-
-
-MATRIX = f"{LAYER}.self_attention.linear_qkv.weight"
-
-
-@pytest.mark.parametrize(
-    "case,options,rank,by,told",
-    [
-        ("qwen2", "", "00", reward(torch.zeros(())), "rm_head.bias has the shape []; must be [1]"),
-        ("qwen2", "", "00", reward(torch.zeros(1).expand(1 << 43)), f"rm_head.bias has the shape [{1 << 43}]; must be [1]"),
-        ("qwen2", "", "00", reward(torch.zeros(2)), "rm_head.bias has the shape [2]; must be [1]"),
-        ("qwen2", "", "00", reward(torch.full((1,), 0.5)), "rm_head.bias is [0.5]; must be 0"),
-        # A few bytes may ask for a list of billions of ranks.
-        (
-            "qwen2",
-            "",
-            "00",
-            sizes,
-            "10000 or more ranks' files are missing, of 200 x 200 x 1 by args: mp_rank_00_000",
-        ),
-        (
-            "qwen3_moe",
-            "--expert-parallel 2",
-            "00_001",
-            set_tensor(MATRIX, torch.neg),
-            f"_001/{FILE}: {MATRIX} differs",
-        ),
-        (
-            "deepseek_v3",
-            "--mindspeed-mla",
-            "00",
-            set_argument("mla_mm_split", True),
-            "args.mla_mm_split is True, which is not",
-        ),
-    ],
-)
-def test_other_models_are_refused(
-    case: str, options: str, rank: str, by: By, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    core = made(tmp_path, capsys, case, options)
-    change(core, f"mp_rank_{rank}", by)
-    assert to_hf(core, tmp_path / "back", tmp_path / "hf") == 2
     refused(capsys, tmp_path, told)

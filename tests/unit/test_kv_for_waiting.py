@@ -271,20 +271,6 @@ def test_a_prompt_of_which_nothing_is_kept_is_computed_as_without_a_store(make: 
         assert (sample.tokens.tolist(), sample.logprobs.tolist()) == (expected.tokens.tolist(), expected.logprobs.tolist())
 
 
-def test_a_branch_and_a_repetition_use_what_a_conversation_left(models: TwoModels, make: Make) -> None:
-    engine = make()
-    turns = converse(engine, SAID)
-    before = engine.stats().prefill_tokens
-    asked, sample = turns[1]
-    branch = turn(50, after(asked, sample, 9, 9, 9))
-    shared = turns[2][0].prompt
-    assert int(shared[len(branch.prompt) - 3]) != 9
-    repetition = turn(51, turns[3][0].prompt.tolist())
-    for each in (branch, repetition):
-        assert_of(models.old, each, run(engine, each)[each.group_id][0])
-    assert engine.stats().prefill_tokens - before == 3 + 1
-
-
 def test_a_conversation_near_the_end_of_the_context_continues_beside_one_that_is_told_much(
     models: TwoModels, make: Make
 ) -> None:
@@ -306,19 +292,6 @@ def test_a_reply_of_one_token_leaves_its_prompt(models: TwoModels, make: Make) -
     later = turn(2, [*BEGIN, int(first[0].tokens[0]), 8])
     assert_of(models.old, later, run(engine, later)[2][0])
     assert engine.stats().prefill_tokens == len(BEGIN) + 2
-
-
-def test_a_small_bound_keeps_some_and_is_never_passed(models: TwoModels, make: Make) -> None:
-    token = make()._cache.data[:, :, 0, :, 0].nbytes
-    engine = make(kv_for_waiting=60 * token)
-    begun = [turn(i, words(20, seed=i)) for i in range(5)]
-    kept = run(engine, *begun)
-    stats = engine.stats()
-    assert (stats.kv_waiting_texts, stats.kv_waiting_bytes) == (2, 2 * 28 * token)
-    for each in begun:
-        later = turn(10 + each.group_id, after(each, kept[each.group_id][0], 1))
-        assert_of(models.old, later, run(engine, later)[later.group_id][0])
-        assert engine.stats().kv_waiting_bytes <= 60 * token
 
 
 # ---------------------------------------------------------------------------------------------- versions

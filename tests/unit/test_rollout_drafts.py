@@ -44,13 +44,18 @@ def sure(fixed: int = 100, rate: float = 0.99) -> Drafts:
     return drafts
 
 
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token more costs nothing beside a step."""
+    monkeypatch.setattr(module, "_BESIDE", 0.0)
+
+
 def propose(drafts: Drafts, running: Sequence[Following], texts: Sequence[list[int]], room: int = 99) -> list[list[int]]:
     found = drafts.propose(running, [len(text) for text in texts], [room] * len(texts), lambda row, read: texts[row][read:])
     return [list(each) for each in found]
 
 
-def test_a_reply_is_drafted_from_a_finished_one_to_the_same_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BESIDE", 0.0)
+def test_a_reply_is_drafted_from_a_finished_one_to_the_same_prompt(free: None) -> None:
     drafts = sure()
     first, second, third = drafts.begin(PROMPT, 3)
     drafts.finish(first, array(TEXT))
@@ -62,8 +67,7 @@ def test_a_reply_is_drafted_from_a_finished_one_to_the_same_prompt(monkeypatch: 
     assert propose(drafts, [later], [TEXT[:1]]) == [TEXT[1 : 1 + LONGEST]]
 
 
-def test_a_running_reply_is_a_source_as_far_as_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BESIDE", 0.0)
+def test_a_running_reply_is_a_source_as_far_as_it_is_read(free: None) -> None:
     drafts = sure()
     ahead, behind = drafts.begin(PROMPT, 2)
     assert propose(drafts, [ahead, behind], [TEXT[:5], TEXT[:2]]) == [[], TEXT[2:5]]
@@ -77,8 +81,7 @@ def test_replies_in_step_have_nothing_to_draft_from_and_count_nothing() -> None:
     assert drafts.rates == [0.99] * len(drafts.rates)
 
 
-def test_a_reply_that_turns_off_finds_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BESIDE", 0.0)
+def test_a_reply_that_turns_off_finds_another_place(free: None) -> None:
     drafts = sure()
     first, second = drafts.begin(PROMPT, 2)
     drafts.finish(first, array(TEXT))
@@ -123,16 +126,9 @@ def test_following_ends_where_it_does_not_pay_and_is_tried_again() -> None:
     while not drafts.follows(20):
         pause += 1
     assert pause == 16 * steps
-
-
-def test_a_pause_ends_where_fewer_run() -> None:
-    drafts = Drafts(10)
-    group = drafts.begin(PROMPT, 20)
     while drafts.follows(20):
         propose(drafts, group, [[1]] * 20)
-    assert not drafts.follows(20)
-    assert not drafts.follows(2)
-    assert drafts.follows(2)
+    assert [drafts.follows(running) for running in (20, 2, 2)] == [False, False, True]  # fewer end the pause
 
 
 def test_following_goes_on_where_it_pays() -> None:
@@ -145,8 +141,7 @@ def test_following_goes_on_where_it_pays() -> None:
         assert propose(drafts, [reply], [TEXT[:1]])
 
 
-def test_a_reply_that_was_skipped_is_read_once_it_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BESIDE", 0.0)
+def test_a_reply_that_was_skipped_is_read_once_it_has_finished(free: None) -> None:
     drafts = sure()
     first, second = drafts.begin(PROMPT, 2)
     propose(drafts, [first], [TEXT[:25]])  # too many at once: only the last tokens lead to a place
@@ -155,7 +150,7 @@ def test_a_reply_that_was_skipped_is_read_once_it_has_finished(monkeypatch: pyte
     assert propose(drafts, [second], [TEXT[:3]]) == [TEXT[3 : 3 + LONGEST]]
 
 
-def test_only_the_newest_replies_and_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_replies_and_prompts_are_remembered(free: None, monkeypatch: pytest.MonkeyPatch) -> None:
     replies = PromptReplies(PROMPT)
     for number in range(40):
         replies.add(array([number] * 5), read=False)
@@ -163,7 +158,6 @@ def test_only_the_newest_replies_and_prompts_are_remembered(monkeypatch: pytest.
     assert replies.tokens == len(PROMPT) + 32 * 5
 
     monkeypatch.setattr(module, "REMEMBERED", 100)
-    monkeypatch.setattr(module, "_BESIDE", 0.0)
     drafts = sure()
     prompts = [array([number] * 4) for number in range(4)]
     for prompt in prompts:

@@ -121,14 +121,6 @@ def test_replies_do_not_depend_on_slots_or_company(make: Make, monkeypatch: pyte
     assert reasons == {"stop", "length"}
 
 
-def test_samples_of_a_group_differ_and_a_seed_repeats_them(make: Make) -> None:
-    engine = make(slots=8)
-    first = run(engine, request(1, n=8))[1]
-    again = run(engine, request(1, n=3))[1]
-    assert len({tuple(each) for each in tokens_of(first)}) == 8
-    assert tokens_of(again) == tokens_of(first)[:3]
-
-
 def test_each_token_is_drawn_with_its_own_uniform_number(make: Make, model: Any) -> None:
     each = request(3, n=2, temperature=0.9)
     for index, sample in enumerate(run(make(), each)[3]):
