@@ -175,28 +175,13 @@ def test_the_files_are_as_megatron_wants_them(tmp_path: Path) -> None:
     state = found["mp_rank_01_000_001"]
     assert isinstance(state["args"], argparse.Namespace)
     assert (state["checkpoint_version"], state["iteration"]) == (3.0, 0)
-    expected = {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "num_layers": 4,
-        "hidden_size": 32,
-        "num_attention_heads": 8,
-        "num_query_groups": 4,
-        "kv_channels": 16,
-        "group_query_attention": True,
-        "qk_layernorm": True,
-        "add_qkv_bias": False,
-        "padded_vocab_size": 112,
-        "num_experts": 4,
-        "moe_ffn_hidden_size": 24,
-        "moe_router_topk": 2,
-        "moe_router_pre_softmax": False,
-        "params_dtype": torch.bfloat16,
-        "rotary_base": 10000.0,
-        "norm_epsilon": 1e-6,
-        "swiglu": True,
-    }
+    expected = (
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+        | {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 8, "num_query_groups": 4, "kv_channels": 16}
+        | {"group_query_attention": True, "qk_layernorm": True, "add_qkv_bias": False, "padded_vocab_size": 112}
+        | {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_router_topk": 2, "moe_router_pre_softmax": False}
+        | {"params_dtype": torch.bfloat16, "rotary_base": 10000.0, "norm_epsilon": 1e-6, "swiglu": True}
+    )
     assert {key: getattr(state["args"], key) for key in expected} == expected
     assert state["model"]["embedding.word_embeddings.weight"].shape == (56, 32)
     experts = [name for name in state["model"] if name.startswith(f"{LAYER}.mlp.experts.")]
