@@ -239,7 +239,7 @@ def test_replies_are_those_of_an_engine_without(
     """Whether long and short sequences are attended apart or not."""
     monkeypatch.setattr(rollout_slots, "_WORTH_SPLITTING", worth_splitting)
     with_drafts, without = make(), make(drafts=False)
-    compared(with_drafts, without, 3, **sampling)
+    compared(with_drafts, without, 2, **sampling)
     drafted, plain = with_drafts.stats(), without.stats()
     assert (drafted.decode_tokens, plain.drafted_tokens) == (plain.decode_tokens, 0)
     assert 0 < drafted.accepted_tokens < drafted.drafted_tokens
