@@ -13,8 +13,8 @@ AGENTS_PIP := $(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-
 # are compiled once, also where the environment says otherwise.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
-.PHONY: run run-agent test test-numeric test-agents test-all check format proto reference install install-dev install-vllm install-trl install-agents clean accept-ascend accept-cuda \
-	accept-cpu contract-wheels cluster-demo dist docs mutants screenshots swarm swarm-bugs
+.PHONY: run run-agent test test-numeric test-system test-system-vllm test-vllm test-agents test-all test-long test-share check lint format costs environments proto \
+	reference install install-dev install-vllm install-trl install-agents clean accept-ascend accept-cuda accept-cpu contract-wheels cluster-demo dist docs mutants screenshots swarm swarm-bugs
 
 run: install
 	$(BIN)/sluice quickstart
@@ -23,36 +23,68 @@ run: install
 run-agent: install install-agents
 	$(BIN)/sluice train configs/agent_quickstart.yaml
 
-# Three processes for two cores: tests wait for deadlines too. In an order of chance, whose seed is told.
-WORKERS := -n 3 --dist worksteal
+# Tests in random order; pytest prints the seed. TESTS and WORKERS choose others: `make test TESTS=tests/unit/test_x.py WORKERS=`.
+WORKERS ?= -n 3 --dist worksteal
+# A whole run is several processes. A module's tests share one run, and so stay in one worker.
+RUN_WORKERS := $(if $(WORKERS),-n 2 --dist loadfile)
+TESTS ?=
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
 test: install-dev
-	$(TEST_ENV) $(BIN)/python -m pytest $(WORKERS) tests/unit tests/loopback tests/contract
+	$(PYTEST) $(WORKERS) $(or $(TESTS),tests/unit tests/loopback tests/contract)
 
-# What depends on the order in which a processor adds, computed with other instructions than this processor's best.
+# Results that depend on the order of additions, computed with other instructions than the best of this processor.
 test-numeric: install-dev
-	$(TEST_ENV) ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest $(WORKERS) -m numeric tests/unit tests/loopback
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(PYTEST) $(WORKERS) -m numeric $(or $(TESTS),tests/unit tests/loopback)
 
-# Strangers' clients and agents, unchanged, and a training step on what each did.
+# Whole runs.
+test-system: install-dev .megatron-0.12/installed
+	$(PYTEST) $(RUN_WORKERS) -m 'not vllm' $(or $(TESTS),tests/system)
+
+test-system-vllm: install-dev install-vllm
+	$(PYTEST) $(RUN_WORKERS) -m vllm $(or $(TESTS),tests/system)
+
+test-vllm: install-vllm
+	$(TEST_ENV) $(VLLM)/bin/python -m pytest $(or $(TESTS),tests/vllm)
+
+# Clients and agents of others, unchanged, and a training step on what each did.
 test-agents: install-dev install-agents
-	$(TEST_ENV) $(AGENTS)/bin/python -m pytest tests/agents
+	$(TEST_ENV) $(AGENTS)/bin/python -m pytest $(or $(TESTS),tests/agents)
 
-test-all: install-dev install-vllm install-agents .megatron-0.12/installed test-numeric
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not vllm' tests/system
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal -m vllm tests/system
-	$(MAKE) test-agents & agents=$$!; \
-	$(TEST_ENV) $(VLLM)/bin/python -m pytest tests/vllm; vllm=$$?; wait $$agents && exit $$vllm
+test-all: test-numeric test-system test-system-vllm
+	$(MAKE) test-agents & agents=$$!; $(MAKE) test-vllm; vllm=$$?; wait $$agents && exit $$vllm
+
+# What a release runs, for hours: all that is too long for each change. `.ci/run` runs a share of the tests marked `long` that changes by date.
+FAULTS ?= 1000
+test-long: test-numeric swarm swarm-bugs
+	SLUICE_LONG=all SLUICE_EXAMPLES=long $(PYTEST) $(WORKERS) --timeout 1200 $(or $(TESTS),tests/unit tests/loopback)
+	SLUICE_LONG=all $(PYTEST) $(RUN_WORKERS) -m long $(or $(TESTS),tests/system)
+	$(TEST_ENV) $(BIN)/python -m tests.planted
+	$(TEST_ENV) $(BIN)/python -m tests.system.chaos --faults $(FAULTS) --seed $$(date +%s)
+	$(MAKE) mutants
+
+# The share of `test-long` that `.ci/run` has besides tests marked `long`. The same seeds, of the swarm's 20,000, and the same bugs on the same day.
+DAY ?= $(shell date +%F)
+test-share: install-dev
+	$(TEST_ENV) $(BIN)/python -m tests.planted --share $(DAY)
+	$(TEST_ENV) $(BIN)/python -W ignore -m tests.swarm.swarm --seeds 200 --first $$(( $$(date -d $(DAY) +%s) / 86400 % 100 * 200 ))
+
+# Into CONTRIBUTING.md: what the last `.ci/run` cost.
+costs: install-dev
+	$(BIN)/python -m tests.ci --table
 
 # The pages of docs/ as a site, in site/. A warning, such as of a link that leads nowhere, is an error.
 docs: install-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-check: install-dev docs
+check: lint docs
+	$(MAKE) test
+
+lint: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/vermin --target=3.10- --no-tips --violations --backport typing --exclude-regex '_pb2' sluice runtime services launcher benchmarks
-	$(MAKE) test
 
 # Of the page, for its guide: needs a browser.
 screenshots: install-dev
@@ -107,6 +139,7 @@ install-dev: .venv/installed-dev
 install-vllm: $(VLLM)/installed
 install-trl: $(TRL)/installed
 install-agents: $(AGENTS)/installed
+environments: install-vllm install-agents .megatron-0.12/installed
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import leftovers
+from tests import leftovers, record
 
 try:
     from hypothesis import Phase, settings
@@ -30,6 +30,8 @@ else:
     )
     settings.load_profile(os.environ.get("SLUICE_EXAMPLES", "quick"))
 
+LONG = "SLUICE_LONG"
+"""Which tests marked `long` run: none, `all`, or one of SHARES by any other word, such as a date."""
 BEFORE = pytest.StashKey[frozenset[str]]()
 MODULE = pytest.StashKey[leftovers.Module]()
 SKIPPED = pytest.StashKey[str]()
@@ -47,6 +49,26 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
         os.environ["SLUICE_TEST_FOLDER"] = str(folder)
     leftovers.use_temporary_folder(Path(os.environ["SLUICE_TEST_FOLDER"]) / (worker or "main"))
+    if path := os.environ.get(record.FILE):
+        record.start_counting()
+        config.pluginmanager.register(record.Recorder(Path(path), writes=not worker))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the long tests that are not asked for, and with SLUICE_TEST_ONLY all but the tests named in that file."""
+    only, word = os.environ.get(record.ONLY), os.environ.get(LONG, "")
+    names = set(Path(only).read_text().splitlines()) if only else None
+    chosen = {
+        id(item)
+        for item in items
+        if (
+            item.nodeid in names
+            if names is not None
+            else item.get_closest_marker("long") is None or record.is_in_share(item.nodeid, word)
+        )
+    }
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+    items[:] = [item for item in items if id(item) in chosen]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

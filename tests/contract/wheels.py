@@ -9,7 +9,7 @@ import ast
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Set
 from functools import cache
 from pathlib import Path
 
@@ -70,11 +70,15 @@ class Wheel:
         path = module.replace(".", "/")
         return f"{path}.py" in self.names or f"{path}/__init__.py" in self.names
 
-    def anywhere(self, text: str) -> Iterator[str]:
-        """The files, Python or compiled, that contain `text`."""
-        for name in self.names:
-            if name.endswith((".py", ".so")) and text.encode() in self.bytes(name):
-                yield name
+    def anywhere(self, texts: Set[str]) -> set[str]:
+        """Which of them a file, Python or compiled, contains."""
+        found: set[str] = set()
+        for ending in (".py", ".so"):
+            for name in self.names:
+                if name.endswith(ending) and found != texts:
+                    content = self.bytes(name)
+                    found |= {text for text in texts if text.encode() in content}
+        return found
 
 
 def _absolute(module: str, node: ast.ImportFrom) -> str:
@@ -95,7 +99,7 @@ def wheel(package: str) -> Wheel:
 
 def fetch(package: str, version: str) -> None:
     CACHE.mkdir(exist_ok=True)
-    command = [
+    download = [
         sys.executable,
         "-m",
         "pip",
@@ -106,14 +110,9 @@ def fetch(package: str, version: str) -> None:
         "--python-version",
         "3.11",
     ]
+    command = [*download, *PLATFORM, f"{package}=={version}", "--dest", str(CACHE)]
     try:
-        done = subprocess.run(
-            [*command, *PLATFORM, f"{package}=={version}", "--dest", str(CACHE)],
-            capture_output=True,
-            text=True,
-            timeout=FETCH_SECONDS,
-            check=False,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         raise NotToBeHad(f"{package}=={version}: not fetched within {FETCH_SECONDS:g} s") from None
     if done.returncode:

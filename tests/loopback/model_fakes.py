@@ -53,6 +53,8 @@ class FakeModel(Losable):
         self.done: list[tuple[str, int]] = []
         self.done_when_posted: list[frozenset[tuple[str, int]]] = []
         self.batches: dict[int, list[TrainGroup]] = {}
+        self.events: dict[tuple[str, int], asyncio.Event] = {}
+        """Each is set once its command is posted."""
         self.parts: list[str] = []
         """What ranks speak for, where nodes share no folder."""
         self.places: list[tuple[bytes, tuple[int, ...]]] = []
@@ -103,6 +105,8 @@ class FakeModel(Losable):
         command, previous = (name, step), self._last
         self.posted.append(command)
         self.done_when_posted.append(frozenset(self.done))
+        if command in self.events:
+            self.events[command].set()
 
         async def in_turn() -> T:
             if previous is not None:

@@ -1,14 +1,17 @@
 """Roles in memory, for the pipeline's real logic: they take the time they are told to take, and fail when they are told to.
 
-`RunFolder.run` executes one run over them and keeps the books of what was asked of whom, in order.
+`RunFolder.run` executes one run over them and keeps the books of what was asked of whom, in order; `check_order` and
+`check_books` say what holds of every run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +56,7 @@ from tests.loopback.losable import Losable
 from tests.loopback.model_fakes import BYTES, MANIFEST, FakeCritic, FakeTrainer, Weights, hosted, no_time
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Losable)
 
 DEADLINE = 100.0  # seconds that one run may take
 
@@ -83,6 +87,7 @@ class FakeRollout(FakeReplica):
         self.calls: list[tuple[str, Any]] = []
         self.version = self.has = PolicyVersion()
         self.generated_by: dict[int, PolicyVersion] = {}
+        self.requests: list[GroupRequest] = []
         self.probes: list[GroupRequest] = []
         self.address: GroupAddress | None = None
         self._weights = weights
@@ -108,6 +113,7 @@ class FakeRollout(FakeReplica):
     async def generate(self, request: GroupRequest) -> GeneratedGroup:
         if request.purpose == "probe":
             return await self.reached(self.probed(request))
+        self.requests.append(request)
         return await self.reached(self._generate(request))
 
     async def probed(self, request: GroupRequest) -> GeneratedGroup:
@@ -202,6 +208,7 @@ class FakeReward(FakeReplica):
 
     def __init__(self, seconds: Callable[[], float] = no_time, group_size: int = 2, incarnation: int = 0):
         super().__init__(incarnation)
+        self.asked: list[ScoreRequest] = []
         self._seconds = seconds
         self._group_size = group_size
 
@@ -209,6 +216,7 @@ class FakeReward(FakeReplica):
         return 1.0
 
     async def score(self, request: ScoreRequest) -> Scores:
+        self.asked.append(request)
         assert request.extra == {"label": request.label}  # also of a group that an earlier life of the coordinator admitted
         value = self.value(request)
         await self.reached(asyncio.sleep(self._seconds()))
@@ -234,6 +242,7 @@ class FakeReference(FakeReplica):
 
     def __init__(self, seconds: Callable[[], float] = no_time, incarnation: int = 0):
         super().__init__(incarnation)
+        self.asked: list[LogprobRequest] = []
         self._seconds = seconds
 
     async def onload(self) -> None:
@@ -243,6 +252,7 @@ class FakeReference(FakeReplica):
         await self.reached(no_wait())
 
     async def logprobs(self, request: LogprobRequest) -> bytes:
+        self.asked.append(request)
         await self.reached(asyncio.sleep(self._seconds()))
         return b"reference " + request.payload
 
@@ -300,6 +310,40 @@ class Cast:
     def generated_by(self) -> dict[int, PolicyVersion]:
         """The version at the start of each group, as the rollouts saw it."""
         return {group: version for rollout in self.rollouts for group, version in rollout.generated_by.items()}
+
+
+def around(
+    port: P,
+    method: str,
+    before: Callable[..., Awaitable[None]] | None = None,
+    after: Callable[..., Awaitable[Any]] | None = None,
+) -> P:
+    """`port`, whose `method` does `before(*arguments)` first, and answers what `after(answer, *arguments)` makes of it."""
+    does = getattr(port, method)
+
+    def wrapped(*arguments: Any) -> Coroutine[Any, Any, Any]:
+        begun = does(*arguments) if before is None else None
+
+        async def answer() -> Any:
+            if before is not None:
+                await before(*arguments)
+            found = await (does(*arguments) if begun is None else begun)
+            return found if after is None else await after(found, *arguments)
+
+        return answer()
+
+    setattr(port, method, wrapped)
+    return port
+
+
+def broken(port: P, method: str, at: int, error: Exception | None = None) -> P:
+    """`port`, whose `method` fails for what is of group or step `at`, or of a later one."""
+
+    async def fails(what: Any) -> None:
+        if getattr(what, "group_id", what) >= at:
+            raise error or ServiceFault(port.name, method, "connection lost")
+
+    return around(port, method, before=fails)
 
 
 class FakeSupervisor:
@@ -450,3 +494,29 @@ def _prompts(name: str, count: int) -> Prompts:
         for i in range(count)
     ]
     return Prompts(problems=problems, tokens=[np.arange(3, dtype=np.int32)] * count, rows=count, dropped={})
+
+
+# ------------------------------------------------------------------------------------------------------ what holds of every run
+
+
+def check_order(trainer: FakeTrainer, first: int, last: int) -> None:
+    """Each step: begin, accumulate at least once, apply, then its weights, before anything of the next step; then saves."""
+    commands = [command for command in trainer.posted if command[0] not in ("save", "export")]
+    assert commands.pop(0) == ("send_weights", first)
+    for step in range(first, last):
+        assert commands.pop(0) == ("begin", step)
+        sent = list(itertools.takewhile(lambda command, now=("accumulate", step): command == now, commands))
+        assert sent, f"nothing was accumulated for step {step}"
+        del commands[: len(sent)]
+        assert commands.pop(0) == ("apply", step)
+        assert commands.pop(0) == ("send_weights", step + 1)
+    assert commands == []
+
+
+def check_books(folder: RunFolder, steps: int) -> None:
+    """The ledger holds every group in one final state, and each step trained on B of them."""
+    with LedgerReader(folder.path / "ledger") as reader:
+        counts = reader.check_final(folder.groups_per_step)
+    assert counts["retired"] == steps * folder.groups_per_step
+    by_step = Counter(group.step for group in folder.groups(Phase.RETIRED))
+    assert by_step == dict.fromkeys(range(steps), folder.groups_per_step)

@@ -1,4 +1,4 @@
-"""Agents in processes of their own: what each kind of failure costs, and that nothing is left of it."""
+"""Agents in processes of their own, their sandboxes, and environments that others serve: what each kind of failure costs."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ import json
 import os
 import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 
-from runtime.config import Budgets, Environment
+from runtime.config import Budgets, Config, Deadlines, Environment, RemoteServer, Run, Services
+from runtime.config.base import FromEnvironment
+from runtime.config.sandbox import Sandbox
 from runtime.environments.messages import EpisodeEnd, EpisodeEvent, EpisodeRequest
+from runtime.environments.sandboxes import EpisodeSandboxes, stricter
 from runtime.environments.workers import AgentWorkers
-from runtime.errors import UserError
+from runtime.errors import Unreachable, UserError
 from runtime.rewards.worker_process import worker_environment
+from services.environment_channels import RUN, EnvironmentChannel, EnvironmentChannels
+from services.rpc.generated import environment_pb2
 
 AGENTS = Path(__file__).with_name("agents_of_all_kinds.py")
 SHORT = Budgets(setup=60.0, scoring=60.0, cleanup=0.3)
@@ -34,11 +40,14 @@ class NothingToAsk:
 
 
 @asynccontextmanager
-async def workers(name: str, **settings: Any) -> AsyncIterator[AgentWorkers]:
-    environment = Environment(run=f"{AGENTS}:{name}", **settings)
-    variables = worker_environment(())
-    variables.pop("PYTHONPATH")
-    made = AgentWorkers("services.environment.test", environment, variables, NothingToAsk())
+async def workers(
+    name: str, file: Path = AGENTS, variables: dict[str, str] | None = None, asked: Any = None, **settings: Any
+) -> AsyncIterator[AgentWorkers]:
+    environment = Environment(run=f"{file}:{name}", **settings)
+    if variables is None:
+        variables = worker_environment(())
+        variables.pop("PYTHONPATH")
+    made = AgentWorkers("services.environment.test", environment, variables, asked or NothingToAsk())
     try:
         await made.start()
         yield made
@@ -75,58 +84,39 @@ async def played(made: AgentWorkers, asked: EpisodeRequest, end_in: str = "") ->
     return found, found[-1].end
 
 
-def of_kind(kind: str, end_in: str = "", **task: Any) -> EpisodeEnd:
-    async def work() -> EpisodeEnd:
-        async with workers("kinds") as made:
-            _, end = await played(made, request(kind=kind, **task), end_in)
-            _, after = await played(made, request(kind="good"))  # whatever it did, the next one is none the worse
-            assert after.reward == 1.0
-            return end
+def play(name: str, *asked: EpisodeRequest, end_in: str = "", **settings: Any) -> list[tuple[list[EpisodeEvent], EpisodeEnd]]:
+    """One after the other, by the same workers; all are told to end in the phase `end_in`."""
+
+    async def work() -> list[tuple[list[EpisodeEvent], EpisodeEnd]]:
+        async with workers(name, **settings) as made:
+            return [await played(made, each, end_in) for each in asked]
 
     return asyncio.run(work())
 
 
-def test_an_episode_has_its_phases_its_figures_and_its_reward() -> None:
-    async def work() -> None:
-        async with workers("good") as made:
-            events, end = await played(made, request(text="four"))
-            assert [event.phase for event in events if event.phase] == ["setup", "run", "cleanup"]
-            assert [event.log for event in events if event.log] == [{"length": 4.0}]
-            assert end == EpisodeEnd(reward=4.0)
+def phases(events: list[EpisodeEvent]) -> list[str]:
+    return [event.phase for event in events if event.phase]
 
-    asyncio.run(work())
+
+def test_an_episode_has_its_phases_its_figures_and_its_reward() -> None:
+    ((events, end),) = play("good", request(text="four"))
+    assert phases(events) == ["setup", "run", "cleanup"]
+    assert [event.log for event in events if event.log] == [{"length": 4.0}]
+    assert end == EpisodeEnd(reward=4.0)
+    assert play("late", request())[0][1] == EpisodeEnd(reward=0.0, stop_reason="max_turns")
 
 
 def test_a_class_has_set_up_scoring_and_clearing_up_and_one_object_a_process() -> None:
-    async def work() -> None:
-        async with workers("Whole", concurrency=1) as made:
-            for before in (1.0, 2.0):
-                events, end = await played(made, request())
-                assert [event.phase for event in events if event.phase] == ["setup", "run", "score", "cleanup"]
-                assert [event.reward for event in events if event.reward is not None] == [0.25]
-                assert {"before": before, "cleaned": 1.0} in [event.log for event in events]
-                assert end.reward == 0.5
-            assert made.processes == 1
-
-    asyncio.run(work())
-
-
-def test_what_is_told_to_end_is_scored() -> None:
-    async def work() -> None:
-        async with workers("Whole") as made:
-            events, end = await played(made, request(hang=True), end_in="run")
-            assert end == EpisodeEnd(reward=0.5, stop_reason="timeout")
-            assert [event.phase for event in events if event.phase] == ["setup", "run", "score", "cleanup"]
-
-    asyncio.run(work())
-
-
-def test_a_function_that_does_not_await_is_an_agent_too() -> None:
-    async def work() -> None:
-        async with workers("plain") as made:
-            assert (await played(made, request()))[1].reward == 1.0
-
-    asyncio.run(work())
+    """And one that is told to end is scored."""
+    found = play("Whole", request(), request(), concurrency=1)
+    for before, (events, end) in enumerate(found, 1):
+        assert phases(events) == ["setup", "run", "score", "cleanup"]
+        assert [event.reward for event in events if event.reward is not None] == [0.25]
+        assert {"before": before, "cleaned": 1.0} in [event.log for event in events]
+        assert end.reward == 0.5
+    ((events, end),) = play("Whole", request(hang=True), end_in="run")
+    assert end == EpisodeEnd(reward=0.5, stop_reason="timeout")
+    assert phases(events) == ["setup", "run", "score", "cleanup"]
 
 
 def test_what_a_worker_said_counts_before_its_end() -> None:
@@ -148,7 +138,7 @@ def test_what_a_worker_said_counts_before_its_end() -> None:
     asyncio.run(work())
 
 
-def test_a_thread_that_goes_on_goes_with_its_process() -> None:
+def test_a_function_that_does_not_await_is_an_agent_too_and_its_thread_goes_with_its_process() -> None:
     async def work() -> None:
         async with workers("plain") as made:
             assert (await played(made, request(hang=True), end_in="run"))[1] == EpisodeEnd(stop_reason="timeout")
@@ -159,43 +149,39 @@ def test_a_thread_that_goes_on_goes_with_its_process() -> None:
     asyncio.run(work())
 
 
-def test_an_agent_says_why_it_stopped() -> None:
+LATE = "run was told to end, and did not within 0.3 s"
+KINDS = {
+    "raise": ("infrastructure", "RuntimeError: broken"),
+    "infrastructure": ("infrastructure", "the database is down"),
+    "data": ("data", "row without an answer"),
+    "exit": ("infrastructure", "sys.exit(3)"),
+    "die": ("infrastructure", "signal 9"),
+    "nan": ("infrastructure", "nan is not a finite number"),
+    "text": ("infrastructure", "'one' is not a number"),
+    "list": ("infrastructure", "is not a number"),
+    "block": ("infrastructure", LATE),
+    "stubborn": ("infrastructure", LATE),
+}
+
+
+def test_failures_are_known_by_kind() -> None:
+    """Whatever one did, the next one is none the worse; a daemon that an agent forks is ended with its episode."""
+    marker = f"daemon-{uuid.uuid4().hex}"
+
     async def work() -> None:
-        async with workers("late") as made:
-            assert (await played(made, request()))[1] == EpisodeEnd(reward=0.0, stop_reason="max_turns")
+        async with workers("kinds") as made:
+            for kind, (failure, reason) in KINDS.items():
+                _, end = await played(made, request(kind=kind), "run" if reason == LATE else "")
+                assert end.failure == failure, kind
+                assert reason in end.reason
+                assert (await played(made, request(kind="good")))[1].reward == 1.0, kind
+            _, end = await played(made, request(kind="nothing"))
+            assert end == EpisodeEnd(left_out=True, reason="it returned None, and gave no reward")
+            assert (await played(made, request(kind="completions")))[1] == EpisodeEnd(rewards={"call-1": 1.0})
+            assert (await played(made, request(kind="daemon", marker=marker)))[1].reward == 1.0
 
     asyncio.run(work())
-
-
-@pytest.mark.parametrize(
-    ("kind", "failure", "reason"),
-    [
-        ("raise", "infrastructure", "RuntimeError: broken"),
-        ("infrastructure", "infrastructure", "the database is down"),
-        ("data", "data", "row without an answer"),
-        ("exit", "infrastructure", "sys.exit(3)"),
-        ("die", "infrastructure", "signal 9"),
-        ("nan", "infrastructure", "nan is not a finite number"),
-        ("text", "infrastructure", "'one' is not a number"),
-        ("list", "infrastructure", "is not a number"),
-    ],
-)
-def test_failures_are_known_by_kind(kind: str, failure: str, reason: str) -> None:
-    end = of_kind(kind)
-    assert end.failure == failure
-    assert reason in end.reason
-
-
-def test_what_leaves_nothing_is_left_out_and_completions_have_rewards_of_their_own() -> None:
-    assert of_kind("nothing") == EpisodeEnd(left_out=True, reason="it returned None, and gave no reward")
-    assert of_kind("completions") == EpisodeEnd(rewards={"call-1": 1.0})
-
-
-@pytest.mark.parametrize("kind", ["block", "stubborn"])
-def test_one_that_does_not_end_when_told_is_killed(kind: str) -> None:
-    end = of_kind(kind, end_in="run")
-    assert end.failure == "infrastructure"
-    assert "run was told to end, and did not within 0.3 s" in end.reason
+    assert not [process for process in psutil.process_iter(["cmdline"]) if marker in (process.info["cmdline"] or [])]
 
 
 def test_a_flood_of_output_is_cut_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
@@ -210,12 +196,6 @@ def test_a_flood_of_output_is_cut_and_counted(capfd: pytest.CaptureFixture[str])
     assert dropped > 32 << 20
     assert len(shown) < 32 << 20
     assert "bytes of output were left out" in shown
-
-
-def test_a_daemon_that_an_agent_forks_is_ended_with_its_episode() -> None:
-    marker = f"daemon-{uuid.uuid4().hex}"
-    assert of_kind("daemon", marker=marker).reward == 1.0
-    assert not [process for process in psutil.process_iter(["cmdline"]) if marker in (process.info["cmdline"] or [])]
 
 
 def test_a_process_that_dies_costs_those_beside_it_no_more_than_a_repeat() -> None:
@@ -269,9 +249,8 @@ def test_who_leaves_takes_the_agents_work_along() -> None:
     async def work() -> None:
         async with workers("kinds") as made:
             async with aclosing(made.play(request(kind="block"))) as events:
-                async for event in events:
-                    if event.phase == "run":
-                        break
+                while (await anext(events)).phase != "run":
+                    pass
             assert made.under_way == 0
             assert (await played(made, request(kind="good")))[1].reward == 1.0
 
@@ -282,11 +261,9 @@ def test_who_leaves_takes_the_agents_work_along() -> None:
     ("text", "reason"),
     [
         ("raise ValueError('not today')", "ValueError: not today (agent.py, line 1)"),
-        ("import a_package_that_is_not_there", "ModuleNotFoundError"),
-        ("def other(): pass", "AttributeError"),
+        *(("import a_package_that_is_not_there", "ModuleNotFoundError"), ("def other(): pass", "AttributeError")),
         ("run = 3", "TypeError: run is neither a function nor has it a method run"),
-        ("import os; os._exit(4)", "its process ended"),
-        ("raise SystemExit(5)", "SystemExit: 5"),
+        *(("import os; os._exit(4)", "its process ended"), ("raise SystemExit(5)", "SystemExit: 5")),
     ],
 )
 def test_a_file_that_cannot_be_imported_is_the_users_to_mend(text: str, reason: str, tmp_path: Path) -> None:
@@ -294,16 +271,12 @@ def test_a_file_that_cannot_be_imported_is_the_users_to_mend(text: str, reason: 
     file.write_text(text)
 
     async def work() -> None:
-        settings = Environment(run=f"{file}:run")
-        made = AgentWorkers("services.environment.test", settings, dict(os.environ), NothingToAsk())
-        try:
-            with pytest.raises(UserError, match=r"^services\.environment\.test\.run: ") as raised:
-                await made.start()
-        finally:
-            await made.close()
-        assert reason in str(raised.value)
+        async with workers("run", file, dict(os.environ)):
+            pass
 
-    asyncio.run(work())
+    with pytest.raises(UserError, match=r"^services\.environment\.test\.run: ") as raised:
+        asyncio.run(work())
+    assert reason in str(raised.value)
 
 
 def test_a_file_that_starts_threads_is_imported_by_each_worker(tmp_path: Path) -> None:
@@ -315,15 +288,7 @@ def test_a_file_that_starts_threads_is_imported_by_each_worker(tmp_path: Path) -
         "def run(data, **_):\n    return HERE == os.getpid()\n"
     )
 
-    async def work() -> None:
-        made = AgentWorkers("test", Environment(run=f"{file}:run"), dict(os.environ), NothingToAsk())
-        try:
-            await made.start()
-            assert (await played(made, request()))[1].reward == 1.0
-        finally:
-            await made.close()
-
-    asyncio.run(work())
+    assert play("run", request(), file=file, variables=dict(os.environ))[0][1].reward == 1.0
 
 
 def test_the_users_interpreter_needs_nothing_of_sluices(tmp_path: Path) -> None:
@@ -336,13 +301,208 @@ def test_the_users_interpreter_needs_nothing_of_sluices(tmp_path: Path) -> None:
     )
     bare = Path(sys.base_prefix) / "bin" / "python3"
 
-    async def work() -> None:
-        settings = Environment(run=f"{file}:run", python=str(bare))
-        made = AgentWorkers("test", settings, {"PATH": os.environ["PATH"]}, NothingToAsk())
-        try:
-            await made.start()
-            assert (await played(made, request()))[1].reward == 1.0
-        finally:
-            await made.close()
+    variables = {"PATH": os.environ["PATH"]}
+    assert play("run", request(), file=file, variables=variables, python=str(bare))[0][1].reward == 1.0
 
-    asyncio.run(work())
+
+# ------------------------------------------------------------------------------------------------ sandboxes of agents
+
+LIMITS = Sandbox(runtime="subprocess", network="open", memory=1 << 28, processes=8)
+
+
+def boxed(sandbox: Sandbox | None, *tasks: dict[str, Any]) -> list[EpisodeEnd]:
+    async def work() -> list[EpisodeEnd]:
+        sandboxes = EpisodeSandboxes(sandbox, "services.environment.test")
+        async with workers("boxed", variables=dict(os.environ), asked=sandboxes) as made:
+            ends = [(await played(made, request(**task)))[1] for task in tasks]
+        assert not sandboxes._boxes
+        return ends
+
+    return asyncio.run(work())
+
+
+def test_an_agent_may_ask_for_less_and_not_for_more() -> None:
+    """Commands of one sandbox share its folder."""
+    plain, less, more = boxed(LIMITS, {}, {"spec": {"memory": 1 << 27}}, {"spec": {"memory": 1 << 29}})
+    assert (plain.reward, less.reward) == (1.0, 1.0)
+    assert "memory: 536870912 is more than the 268435456 allowed" in more.reason
+    (end,) = boxed(None, {})
+    assert "there is none; set services.environment.test.sandbox" in end.reason
+
+
+@pytest.mark.parametrize(
+    ("spec", "fault"),
+    [
+        ({"timeout": 1e9}, "timeout: "),
+        ({"runtime": "bwrap"}, "runtime, image and network are those of services.environment"),
+        *(({"network": "gateway"}, "runtime, image and network"), ({"read": ["/etc"]}, "read: '/etc' is none of")),
+        *(({"memory": "much"}, "Expected `int`"), ({"colour": 1}, "unknown field `colour`")),
+    ],
+)
+def test_what_is_less_strict_is_refused(spec: dict[str, Any], fault: str) -> None:
+    with pytest.raises(UserError, match=fault):
+        stricter(LIMITS, spec)
+    assert stricter(LIMITS, {"processes": 2}) == Sandbox(runtime="subprocess", network="open", memory=1 << 28, processes=2)
+
+
+# ------------------------------------------------------------------------------------------------ environments of others
+
+PATIENCE = 60.0
+REQUEST = request()
+BEGINS, ENDS = EpisodeEvent(phase="run"), EpisodeEvent(end=EpisodeEnd(reward=1.0))
+
+
+class ScriptedServer:
+    """Serves Environment as strangers do; each episode sends `sends` and then does `last`."""
+
+    def __init__(self, sends: list[bytes], last: Callable[[Any], Awaitable[None]] | None = None):
+        self._sends, self._last = sends, last
+        self.cancelled: list[str] = []
+        self.metadata: dict[str, str] = {}
+        self.over = asyncio.Event()
+
+    async def describe(self, request: Any, context: Any) -> Any:
+        return environment_pb2.Description(name="scripted", concurrency=1)
+
+    async def run(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        self.metadata = dict(context.invocation_metadata())
+        try:
+            for each in self._sends:
+                yield each
+            if self._last is not None:
+                await self._last(context)
+        finally:
+            self.over.set()
+
+    async def cancel(self, request: Any, context: Any) -> Any:
+        self.cancelled.append(request.id)
+        return environment_pb2.CancelReply()
+
+    async def start(self) -> tuple[Any, int]:
+        server = grpc.aio.server()
+        of = grpc.unary_unary_rpc_method_handler
+        messages = environment_pb2
+        handlers = {
+            "Describe": of(self.describe, messages.DescribeRequest.FromString, messages.Description.SerializeToString),
+            "Run": grpc.unary_stream_rpc_method_handler(self.run),
+            "Cancel": of(self.cancel, messages.CancelRequest.FromString, messages.CancelReply.SerializeToString),
+        }
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("sluice.v1.Environment", handlers)])
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, port
+
+
+def served(scripted: ScriptedServer, use: Callable[[EnvironmentChannel], Awaitable[Any]]) -> Any:
+    async def whole() -> Any:
+        server, port = await scripted.start()
+        settings = RemoteServer(address=f"127.0.0.1:{port}", token=FromEnvironment(variable="GAME_TOKEN"))
+        services = Services(environment={"game": Environment(server=settings)})
+        channels = EnvironmentChannels(Config(run=Run(name="a"), services=services), None)
+        try:
+            (channel,) = channels.by_name()["game"]
+            return await use(channel)
+        finally:
+            await channels.close()
+            await server.stop(None)
+
+    return asyncio.run(asyncio.wait_for(whole(), PATIENCE))
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GAME_TOKEN", "sesame")
+
+
+def told(event: EpisodeEvent) -> bytes:
+    return RUN.reply.serialize(event)
+
+
+async def all_of(events: AsyncGenerator[EpisodeEvent, None]) -> list[EpisodeEvent]:
+    return [event async for event in events]
+
+
+def test_events_arrive_and_calls_carry_the_token() -> None:
+    scripted = ScriptedServer([told(BEGINS), told(ENDS)])
+
+    async def use(channel: EnvironmentChannel) -> list[EpisodeEvent]:
+        await channel.cancel("another")
+        return await all_of(channel.run(REQUEST))
+
+    assert served(scripted, use) == [BEGINS, ENDS]
+    assert scripted.cancelled == ["another"] and scripted.metadata["authorization"] == "Bearer sesame"
+
+
+async def fail(context: Any) -> None:
+    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+
+@pytest.mark.parametrize(
+    ("sends", "last", "reason"), [([told(BEGINS)], fail, "RESOURCE_EXHAUSTED: full"), ([b"\xff"], None, "EpisodeEvent")]
+)
+def test_what_goes_wrong_at_the_server_is_one_error(sends: list[bytes], last: Any, reason: str) -> None:
+    with pytest.raises(Unreachable, match=reason):
+        served(ScriptedServer(sends, last), lambda channel: all_of(channel.run(REQUEST)))
+
+
+async def hang(context: Any) -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_process_that_is_used_no_more_ends_what_it_has_under_way() -> None:
+    async def use(channel: EnvironmentChannel) -> None:
+        async with aclosing(channel.run(REQUEST)) as events:
+            async for event in events:
+                assert event == BEGINS
+                await channel.close()
+
+    with pytest.raises(Unreachable, match="it serves no more"):
+        served(ScriptedServer([told(BEGINS)], hang), use)
+
+
+def test_who_wants_no_more_of_an_episode_withdraws_it() -> None:
+    scripted = ScriptedServer([told(BEGINS)], hang)
+
+    async def use(channel: EnvironmentChannel) -> None:
+        async with aclosing(channel.run(REQUEST)) as events:
+            await anext(events)
+        await scripted.over.wait()
+
+    served(scripted, use)
+
+
+def test_nobody_at_the_address_is_the_same_error() -> None:
+    async def use(channel: EnvironmentChannel) -> None:
+        gone = EnvironmentChannel("gone", grpc.aio.insecure_channel("127.0.0.1:1"), ())
+        try:
+            with pytest.raises(Unreachable, match="UNAVAILABLE"):
+                await all_of(gone.run(REQUEST))
+            with pytest.raises(Unreachable, match="UNAVAILABLE"):
+                await gone.cancel("a")
+        finally:
+            await gone.close()
+
+    served(ScriptedServer([]), use)
+
+
+def test_a_server_is_asked_who_it_is_before_a_run_begins() -> None:
+    async def check(address: str, silence: float) -> None:
+        services = Services(environment={"game": Environment(server=RemoteServer(address=address))})
+        config = Config(run=Run(name="a"), services=services, deadlines=Deadlines(silence=silence))
+        channels = EnvironmentChannels(config, None)
+        try:
+            await channels.check()
+        finally:
+            await channels.close()
+
+    async def whole() -> None:
+        server, port = await ScriptedServer([]).start()
+        try:
+            await check(f"127.0.0.1:{port}", PATIENCE)
+        finally:
+            await server.stop(None)
+        told = r"^services\.environment\.game\.server\.address: no Environment answers within 0\.2 s"
+        with pytest.raises(UserError, match=told):
+            await check("127.0.0.1:1", 0.2)
+
+    asyncio.run(asyncio.wait_for(whole(), PATIENCE))

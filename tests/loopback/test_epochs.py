@@ -1,12 +1,16 @@
-"""Epochs over real gloo: the trainer's and the rollouts' services, with engines that only hold tensors."""
+"""Epochs over real gloo or shared memory: the trainer's and the rollouts' services, with engines that only hold tensors.
+
+What is asked here: who is in the epoch after a loss or an arrival, who sends a version to a newcomer, gathering and transfer at
+once, and two ranks of the trainer that each send a part.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -14,28 +18,30 @@ import torch
 from msgspec.structs import replace
 
 from runtime import config
-from runtime.commands import Apply
+from runtime.commands import AbortWeights, Apply, BeginStep, HostWeights, JoinWeights, ResendWeights, SendWeights
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
+from runtime.coordinator.sync_group import nearest
 from runtime.coordinator.weight_sync import WeightPublisher
-from runtime.errors import Unreachable
+from runtime.errors import Cancelled, ServiceFault, Unreachable
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats
 from runtime.trainer.backend import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult
+from runtime.weights import group, rendezvous
 from runtime.weights.plan import TensorSpec
+from runtime.weights.receiver import Reception
 from services.rollout import RolloutService
-from services.rpc.contract import method_of
+from services.rpc.contract import Ranks, method_of
 from services.trainer import TrainerService
-from tests.loopback.publisher_cases import come
-from tests.loopback.weight_cases import MANIFEST, expected, same
+from tests.loopback.losable import Losable
+from tests.loopback.weight_cases import DEADLINE, MANIFEST, come, expected, on_a_loop, same
 
-DEADLINE = 100.0
 # Longer than a test may take: what waits for one of these deadlines fails.
 PUBLICATION = config.Publication(join_timeout=600.0, transfer_timeout=600.0, commit_timeout=600.0, abort_timeout=600.0)
-IMPATIENT = replace(PUBLICATION, transfer_timeout=4.0, abort_timeout=4.0)
+COLLECTIVE = replace(PUBLICATION, transport="collective")
 
 
 class Held:
@@ -71,12 +77,12 @@ class Held:
 class Untrained(ModelTrainer):
     """A trainer's engine: the weights of a version are made from its number, by `weights`."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self.backend: Any = self
-        self.rank_info = RankInfo(0, 1, torch.device("cpu"))
+        self.rank_info = RankInfo(rank, ranks, torch.device("cpu"))
         self.gathered: list[int] = []
         self.version_of: Callable[[], PolicyVersion]
-        self.may_apply = Event()
+        self.may_apply = threading.Event()
         self.may_apply.set()
 
     def weights(self, step: int) -> Iterable[torch.Tensor]:
@@ -101,14 +107,12 @@ class Untrained(ModelTrainer):
 class Port:
     """A service, as the coordinator reaches it. `cut` is the death of a rollout's process."""
 
-    apart = False  # on a machine of its own, so that weights go by the collective
-
     def __init__(self, service: Any, incarnation: int = 0):
         self.service = service
         self.name = service.name
-        self.machine = self.name if self.apart else os_process.machine()
+        self.machine = os_process.machine()
         self.incarnation = incarnation
-        self.silent = False  # under SIGSTOP
+        self.silent = False
         self._gone = asyncio.Event()
         self._tell: Callable[[str], None] = lambda why: None
 
@@ -156,7 +160,7 @@ class RolloutHere(Port):
         services = config.Services(rollout=config.Rollout(replicas=3))
         service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings, services=services), name, 0)
         self.engine = Held()
-        service.use(self.engine)  # type: ignore[arg-type]
+        service.use(self.engine)
         super().__init__(service, incarnation)
 
 
@@ -183,13 +187,27 @@ class Stage:
         self.pool = RolloutPool(Register(), {rollout.name: 1 for rollout in self.rollouts}, 20.0)
         for rollout in self.rollouts:
             come(self.pool, rollout)
-        self.publisher = WeightPublisher(self.trainer, self.pool, settings, 20.0)  # type: ignore[arg-type]
+        self.publisher = WeightPublisher(self.trainer, self.pool, settings, 20.0)
         self.tasks: list[asyncio.Task[None]] = []
 
-    async def comes(self, rollout: RolloutHere) -> None:
+    async def comes(self, rollout: Any) -> Any:
+        """Return once it serves."""
         await rollout.service.start()
         self.rollouts.append(rollout)
         come(self.pool, rollout)
+        await until(lambda: rollout in self.pool.serving)
+        return rollout
+
+    async def newcomer(self, name: str = "rollout-2", settings: config.Publication = PUBLICATION, incarnation: int = 0) -> Any:
+        """A rollout that has come, and checked the committed version."""
+        late = await self.comes(RolloutHere(name, settings, incarnation))
+        assert late.engine.swapped == [self.pool.membership.committed.step]
+        return late
+
+    async def loses(self, rollout: Port) -> None:
+        """It dies, and the others have met without it."""
+        rollout.cut()
+        await until(lambda: not self.pool.membership.stale and not self.publisher._lock.locked())
 
     async def publish(self, step: int) -> Any:
         return await self.publisher.publish(PolicyVersion(0, step))
@@ -197,7 +215,7 @@ class Stage:
 
 @asynccontextmanager
 async def stage(
-    settings: config.Publication, trainer: TrainerHere | None = None, rollouts: Sequence[Any] | None = None
+    settings: config.Publication = PUBLICATION, trainer: TrainerHere | None = None, rollouts: Sequence[Any] | None = None
 ) -> AsyncIterator[Stage]:
     torch.set_num_threads(1)
     here = Stage(settings, trainer, rollouts)
@@ -214,75 +232,40 @@ async def stage(
             await port.service.close()
 
 
-def run(test: Callable[[Stage], Coroutine[Any, Any, None]], settings: config.Publication = PUBLICATION) -> None:
-    async def within() -> None:
-        async with stage(settings) as here:
-            await asyncio.wait_for(test(here), DEADLINE)
-
-    asyncio.run(within())
-
-
 async def until(holds: Callable[[], bool]) -> None:
     while not holds():  # noqa: ASYNC110 - the test's own deadline ends it
         await asyncio.sleep(0.002)
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["shared_memory", "collective"])
-def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Port, "apart", request.param)
+# ------------------------------------------------------------------------------------------------ losses and arrivals
 
 
-@pytest.mark.parametrize("encoding", ["whole", "delta"])
-@pytest.mark.parametrize("transport", ["auto", "files"])
-def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version(
+@pytest.mark.parametrize(
+    ("transport", "encoding"), [("auto", "delta"), ("collective", "whole"), ("files", "whole"), ("files", "delta")]
+)
+@on_a_loop
+async def test_a_rollout_that_dies_is_left_out_and_the_one_that_comes_gets_the_committed_version(
     transport: str, encoding: str, tmp_path: Path
 ) -> None:
     folder = str(tmp_path) if transport == "files" else ""
     settings = replace(PUBLICATION, transport=transport, encoding=encoding, folder=folder)
-
-    async def test(here: Stage) -> None:
+    async with stage(settings) as here:
         staying, dying = here.rollouts
         await here.publish(1)
-        dying.cut()
-        await until(lambda: not here.pool.membership.stale and here.publisher.group.epoch.number == 2)
-        assert (await here.publish(2)).epoch == 2
-        late = RolloutHere("rollout-1", settings, incarnation=1)
-        await here.comes(late)
-        await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
-        assert late.engine.swapped == [2]
+        await here.loses(dying)
+        assert (await here.publish(2)).epoch == here.publisher.group.epoch.number == 2
+        late = await here.newcomer("rollout-1", settings, incarnation=1)
         assert staying.engine.swapped == [1, 2]  # what it has is not swapped in again
         assert here.trainer.engine.gathered == [1, 2]  # the buckets were sent once more as they were
         await here.publish(3)
         assert (late.engine.swapped, staying.engine.swapped) == ([2, 3], [1, 2, 3])
-
-    run(test, settings)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())  # noqa: ASYNC240 - nothing else goes on
 
 
-@pytest.mark.parametrize("how", ["dies", "is silent"])
-def test_a_rollout_that_is_lost_in_a_transfer_is_left_out_and_the_version_counts(how: str) -> None:
-    async def test(here: Stage) -> None:
-        staying, failing = here.rollouts
-        await here.publish(1)
-        sync = await here.publisher.begin(PolicyVersion(0, 2))
-        if how == "dies":
-            failing.cut()
-        else:
-            failing.silent = True
-            failing.service.weights.group.abort = lambda: None  # its sockets stay open
-            failing.service.weights.staging.receiver.abort()
-        figures = await sync.finish()
-        sync.close()
-        assert (figures.aborts, figures.epoch) == (1, 2)
-        assert staying.engine.swapped == [1, 2]
-        assert here.trainer.engine.gathered == [1, 2]
-        assert [unit.name for unit in here.pool.register.units(ROLLOUT, UnitState.LOST)] == ["rollout-1"]
-
-    run(test, PUBLICATION if how == "dies" else IMPATIENT)
-
-
-def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting() -> None:
-    async def test(here: Stage) -> None:
+@pytest.mark.parametrize("settings", [PUBLICATION, COLLECTIVE], ids=["shared_memory", "collective"])
+@on_a_loop
+async def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting(settings: config.Publication) -> None:
+    async with stage(settings) as here:
         staying, dying = here.rollouts
         dying.silent = True
         publishing = asyncio.create_task(here.publish(1))
@@ -291,21 +274,378 @@ def test_a_rollout_that_dies_on_its_way_to_the_rendezvous_keeps_nobody_waiting()
         assert (await publishing).epoch == 2
         assert staying.engine.swapped == [1]
 
-    run(test)
 
-
-def test_the_group_is_left_and_met_anew_while_the_engine_computes() -> None:
-    async def test(here: Stage) -> None:
+@on_a_loop
+async def test_the_group_is_left_and_met_anew_while_the_engine_computes() -> None:
+    async with stage() as here:
         await here.publish(1)
         here.rollouts[1].cut()
         here.trainer.engine.may_apply.clear()
         step = asyncio.ensure_future(here.trainer.call(Apply(1)))
-        late = RolloutHere("rollout-1", incarnation=1)
-        await here.comes(late)
-        await until(lambda: late in here.pool.serving)  # type: ignore[comparison-overlap]
+        await here.newcomer("rollout-1", incarnation=1)
         assert not step.done()
-        assert late.engine.swapped == [1]
         here.trainer.engine.may_apply.set()
         await step
 
-    run(test)
+
+# ------------------------------------------------------------------------------------------------ the trainer
+
+
+@on_a_loop
+async def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do() -> None:
+    async with stage(replace(PUBLICATION, join_timeout=1.5)) as here:
+        hosted = await here.trainer.call(HostWeights(1, 3, "collective", ("trainer-0", "rollout-0", "rollout-1")))
+        with pytest.raises(ServiceFault, match=r"rollout-0: rendezvous: rank 2 \(rollout-1\) did not join|trainer-0\) is gone"):
+            await here.rollouts[0].call(JoinWeights(replace(hosted.address, rank=1), hosted.manifest))
+        with pytest.raises(ServiceFault, match=r"trainer-0: rendezvous: rank 2 \(rollout-1\) did not join"):
+            await here.trainer.call(SendWeights(PolicyVersion(0, 1), 1))
+
+
+@on_a_loop
+async def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    opening, may_open, host, opened = threading.Event(), threading.Event(), rendezvous.host, []
+
+    def slow(epoch: int, *arguments: Any) -> group.PendingGroup:
+        if epoch == 1:
+            opening.set()
+            assert may_open.wait(DEADLINE / 2)
+        opened.append(host(epoch, *arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(rendezvous, "host", slow)
+    async with stage() as here:
+        hosting = asyncio.ensure_future(here.trainer.call(HostWeights(1, 2, "collective", ("trainer-0", "rollout-0"))))
+        await until(opening.is_set)
+        await here.trainer.call(AbortWeights(PolicyVersion(), 1))  # it is answered meanwhile
+        publishing = asyncio.ensure_future(here.publisher.group.open())  # of the number 1 again: it waits for its turn
+        await asyncio.sleep(0)
+        may_open.set()
+        with pytest.raises(Cancelled, match="trainer-0: epoch 1 was given up"):
+            await hosting
+        await publishing
+        assert (await here.publish(1)).epoch == 1
+        assert len(opened) == 2
+
+
+@on_a_loop
+async def test_weights_that_changed_in_the_senders_memory_are_gathered_anew_before_they_are_sent_again() -> None:
+    async with stage(COLLECTIVE) as here:
+        await here.publish(1)
+        here.trainer.rank.member.sender._buffers[1][0] ^= 1
+        await here.loses(here.rollouts[1])
+        here.rollouts[0].service.weights.staging.receiver.held = None  # so that it is not the other one who sends it
+        await here.newcomer("rollout-1", incarnation=1)
+        assert here.trainer.engine.gathered == [1, 1]
+
+
+@on_a_loop
+async def test_another_version_than_the_one_that_is_there_is_refused() -> None:
+    async with stage() as here:
+        await here.publish(1)
+        peer = here.rollouts[0]
+        await peer.call(HostWeights(9, 2, "collective", ("rollout-0", "rollout-2")))
+        with pytest.raises(ServiceFault, match=r"rollout-0: snapshot: version 0\.0 was not kept: 0\.1 is there"):
+            await peer.call(ResendWeights(PolicyVersion(0, 0), 9))
+        await here.trainer.call(Apply(1))
+        with pytest.raises(ServiceFault, match=r"trainer-0: snapshot: version 0\.1 was not kept: 0\.2 is there"):
+            await here.trainer.call(SendWeights(PolicyVersion(0, 1), 1))
+        assert here.trainer.engine.gathered == [1]
+
+
+# -------------------------------------------------------------------------------------------- gathering and transfer at once
+
+
+def yields(here: Stage, weights: Callable[[Iterable[torch.Tensor]], Iterator[torch.Tensor]]) -> None:
+    """The trainer's engine gives its tensors by way of `weights`."""
+    plain = here.trainer.engine.weights
+    here.trainer.engine.weights = lambda step: weights(plain(step))
+
+
+@on_a_loop
+async def test_the_first_bucket_arrives_before_the_last_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    verified = threading.Semaphore(0)
+    faults = Reception._faults
+
+    def seen(reception: Reception, index: int, *bucket: Any) -> list[str]:
+        found = faults(reception, index, *bucket)
+        verified.release()
+        return found
+
+    monkeypatch.setattr(Reception, "_faults", seen)
+
+    def late(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        *most, last = tensors
+        yield from most
+        for _ in range(2):  # both rollouts have a bucket
+            assert verified.acquire(timeout=DEADLINE)
+        yield last
+
+    async with stage() as here:
+        yields(here, late)
+        assert (await here.publish(1)).aborts == 0
+        assert [rollout.engine.swapped for rollout in here.rollouts] == [[1], [1]]
+
+
+@on_a_loop
+async def test_gathering_that_fails_is_told_and_gathered_anew_after_what_the_trainer_has_begun() -> None:
+    torn, begun, limit = threading.Event(), threading.Event(), 1.5
+
+    def once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for index, tensor in enumerate(tensors):
+            if index == 8 and not torn.is_set():
+                torn.set()
+                raise ServiceFault("trainer-0", "gather", "a device was lost")
+            yield tensor
+
+    async with stage(replace(PUBLICATION, transfer_timeout=limit)) as here:
+        yields(here, once)
+        execute = here.trainer.rank.execute
+
+        def slowly(command: object) -> object:
+            if isinstance(command, BeginStep):
+                begun.set()
+                threading.Event().wait(1.5 * limit)  # longer than a transfer may take
+            return execute(command)
+
+        here.trainer.rank.execute = slowly
+        publishing = asyncio.create_task(here.publish(1))
+        await until(torn.is_set)
+        step = asyncio.ensure_future(here.trainer.call(BeginStep(1)))
+        assert (await publishing).aborts == 1
+        assert "trainer-0: gather: a device was lost" in here.publisher.abort  # not a receiver that has waited in vain
+        assert not here.pool.register.units(ROLLOUT, UnitState.LOST)
+        assert begun.is_set()
+        await step
+        await here.publish(2)
+        assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]
+
+
+@pytest.mark.parametrize("settings", [PUBLICATION, COLLECTIVE], ids=["shared_memory", "collective"])
+@on_a_loop
+async def test_a_rollout_that_is_lost_while_the_weights_are_gathered_costs_an_attempt(settings: config.Publication) -> None:
+    gathering, lost = threading.Event(), threading.Event()
+
+    def midway(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for index, tensor in enumerate(tensors):
+            if index == 6:
+                gathering.set()
+                assert lost.wait(DEADLINE)
+            yield tensor
+
+    async with stage(settings) as here:
+        yields(here, midway)
+        publishing = asyncio.create_task(here.publish(1))
+        assert await asyncio.to_thread(gathering.wait, DEADLINE)
+        here.rollouts[1].cut()
+        await until(lambda: bool(here.publisher.abort))
+        lost.set()
+        figures = await publishing
+        assert (figures.aborts, figures.epoch) == (1, 2)
+        assert [unit.name for unit in here.pool.register.units(ROLLOUT, UnitState.LOST)] == ["rollout-1"]
+        assert here.rollouts[0].engine.swapped == [1]
+        assert here.trainer.engine.gathered == [1]
+
+
+# ------------------------------------------------------------------------------------------------ who sends to a newcomer
+
+
+def counted(here: Stage) -> list[Any]:
+    """The trainer's commands to send, from now on."""
+    sends, begin = [], here.trainer.begin
+
+    def noted(command: Any) -> Any:
+        if isinstance(command, SendWeights | ResendWeights):
+            sends.append(command)
+        return begin(command)
+
+    here.trainer.begin = noted
+    return sends
+
+
+@pytest.mark.parametrize(
+    ("adopts", "settings"), [("float32", PUBLICATION), ("", COLLECTIVE)], ids=["uses the buckets", "copies them"]
+)
+@on_a_loop
+async def test_whoever_serves_sends_the_version_as_often_as_somebody_comes(
+    adopts: str, settings: config.Publication, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stage(settings) as here:
+        for rollout in here.rollouts:
+            monkeypatch.setattr(rollout.engine, "adopts", adopts)
+        await here.publish(1)
+        sends = counted(here)
+        await here.loses(await here.newcomer())
+        await here.newcomer(incarnation=1)
+        assert sends == []
+        assert [rollout.engine.swapped for rollout in here.rollouts[:2]] == [[1], [1]]
+        await here.publish(2)
+        assert [rollout.engine.swapped[-1] for rollout in (*here.rollouts[:2], here.rollouts[3])] == [2, 2, 2]
+        await until(lambda: not here.publisher._lock.locked())
+        assert len(sends) == 1
+
+
+@pytest.mark.parametrize("why", ["what it has changed in its memory", "it keeps nothing"])
+@on_a_loop
+async def test_the_trainer_brings_it_where_the_peer_cannot(why: str) -> None:
+    async with stage() as here:
+        await here.publish(1)
+        receiver = here.rollouts[0].service.weights.staging.receiver
+        if why == "it keeps nothing":
+            receiver.held = None
+        else:
+            receiver.held._set.buffers[1][0] ^= 1
+        sends = counted(here)
+        await here.newcomer()
+        assert sends == [ResendWeights(PolicyVersion(0, 1), here.publisher.group.epoch.number)]
+        assert len(here.pool.serving) == 3  # whoever refuses is not lost
+
+
+class At(Losable):
+    def __init__(self, name: str, machine: str):
+        super().__init__()
+        self.name, self.machine = name, machine
+
+
+@pytest.mark.parametrize(
+    ("late", "serving", "trainer", "peer"),
+    [
+        ("a", "ba", "c", 1),  # on its machine
+        ("a", "bc", "d", 0),  # nobody near
+        ("a", "bc", "a", None),  # the trainer is near, and alone so
+        ("a", "ba", "a", 1),
+        ("ab", "cb", "a", 1),
+        ("a", "", "b", None),
+    ],
+)
+def test_the_nearest_one_sends(late: str, serving: str, trainer: str, peer: int | None) -> None:
+    newcomers = [At(f"late-{machine}", machine) for machine in late]
+    there: list[Any] = [At(f"rollout-{machine}", machine) for machine in serving]
+    assert nearest(newcomers, there, list(trainer)) is (None if peer is None else there[peer])
+
+
+# ------------------------------------------------------------------------------------------------ two sending ranks
+
+
+ALL = replace(PUBLICATION, senders="all", bucket_bytes=MANIFEST.bucket_bytes)
+RANKS = 2
+
+
+class PipelineStage(Untrained):
+    """One of two, each of which has every second tensor."""
+
+    step = 0
+
+    def holders(self) -> list[tuple[int, ...]]:
+        return [(index % RANKS,) for index in range(len(MANIFEST.tensors))]
+
+    def gather(self, targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
+        self.gathered.append(self.step)
+        for target, tensor in zip(targets, self.weights(self.step), strict=True):
+            if target == self.rank_info.rank:
+                yield tensor
+
+    def apply(self) -> StepResult:
+        result = super().apply()
+        self.step += 1
+        return result
+
+
+class TwoSenders(TrainerHere):
+    """Both ranks' services, each of which is given every command, as `services.rpc.client` does it."""
+
+    def __init__(self, settings: config.Publication) -> None:
+        self.engines = [PipelineStage(rank, RANKS) for rank in range(RANKS)]
+
+        def make_rank(made: config.Config, rank: int, world_size: int) -> TrainRank:
+            return TrainRank(self.engines[rank], made)
+
+        made = config.Config(run=config.Run(name="test", resume=""), publication=settings)
+        self.services = [TrainerService(made, "trainer-0", rank) for rank in range(RANKS)]
+        for service in self.services:
+            service._make_rank = make_rank
+        super(TrainerHere, self).__init__(self.services[0])
+        self.machines = {service.name: self.machine for service in self.services}
+
+    async def start(self) -> None:
+        await asyncio.gather(*(asyncio.to_thread(service.load) for service in self.services))
+
+    def begin(self, command: Any) -> Awaitable[Any]:
+        method = method_of("Trainer", command)
+        first, last = {Ranks.FIRST: (0, 1), Ranks.OTHERS: (1, None), Ranks.ALL: (0, None)}[method.ranks]
+        begun = [asyncio.ensure_future(service.handler(method)(command)) for service in self.services[first:last]]
+
+        async def answer() -> Any:
+            return (await asyncio.gather(*begun))[0]
+
+        return asyncio.ensure_future(answer())
+
+    def senders(self) -> list[Any]:
+        return [service._worker.member.sender for service in self.services]
+
+    async def step(self, here: Stage, number: int) -> Any:
+        """Train one step, and publish what it made."""
+        await self.call(BeginStep(number - 1))
+        await self.call(Apply(number - 1))
+        return await here.publish(number)
+
+
+@asynccontextmanager
+async def two_senders(settings: config.Publication = ALL) -> AsyncIterator[tuple[Stage, TwoSenders]]:
+    trainer = TwoSenders(settings)
+    await trainer.start()
+    try:
+        async with stage(settings, trainer) as here:
+            yield here, trainer
+    finally:
+        await trainer.services[1].close()
+
+
+@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
+@on_a_loop
+async def test_a_newcomer_gets_the_committed_version_of_both(transport: str) -> None:
+    settings = replace(ALL, transport=transport)
+    async with two_senders(settings) as (here, trainer):
+        staying, dying = here.rollouts
+        figures = await trainer.step(here, 1)
+        sizes = [sum(bucket.total_bytes for _, bucket in sender._own) for sender in trainer.senders()]
+        assert all(sizes) and figures.bytes >= sum(sizes)
+        await here.loses(dying)
+        assert (await trainer.step(here, 2)).epoch == 2
+        late = await here.newcomer("rollout-1", settings, incarnation=1)
+        await trainer.step(here, 3)
+        assert (late.engine.swapped, staying.engine.swapped) == ([2, 3], [1, 2, 3])
+        assert [engine.gathered for engine in trainer.engines] == [[1, 2, 3]] * RANKS
+
+
+@on_a_loop
+async def test_the_other_sender_joins_while_its_engine_computes_and_is_sent_again_from_its_copy() -> None:
+    async with two_senders() as (here, trainer):
+        await trainer.step(here, 1)
+        trainer.engines[1].may_apply.clear()
+        try:
+            await trainer.call(BeginStep(1))
+            applying = asyncio.ensure_future(trainer.call(Apply(1)))  # rank 1 is not that far
+            await here.newcomer(settings=ALL)
+        finally:
+            trainer.engines[1].may_apply.set()
+        await applying
+        await here.publish(2)
+        assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2], [1, 2]]
+
+
+@on_a_loop
+async def test_a_part_that_breaks_off_aborts_for_all_and_the_next_epoch_brings_it() -> None:
+    async with two_senders() as (here, trainer):
+        await trainer.step(here, 1)
+        sender, gather = trainer.senders()[1], trainer.engines[1].gather
+
+        def breaks(targets: Sequence[int] = ()) -> Iterator[torch.Tensor]:
+            for number, tensor in enumerate(gather(targets)):
+                if number == 3:
+                    sender.abort()
+                yield tensor
+
+        trainer.engines[1].gather = breaks
+        figures = await trainer.step(here, 2)
+        assert (figures.aborts, figures.epoch) == (1, 2)
+        assert [rollout.engine.swapped for rollout in here.rollouts] == [[1, 2], [1, 2]]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -21,6 +21,7 @@ from aiohttp import ClientSession, CookieJar, web
 from yarl import URL
 
 from benchmarks.recorded_run import BEGAN, PROMPT, STEP, record, reply_of, reward_of, write_spans
+from launcher.commands.report import report
 from launcher.page.server import THIS, PageGuard, Pages, application
 from runtime import run_files
 from runtime.errors import UserError
@@ -68,46 +69,37 @@ def asked(root: Path, path: str, **more: Any) -> Any:
     return served(root, use)
 
 
+def statuses(root: Path, paths: Sequence[str], token: str = "", **more: Any) -> list[int]:
+    async def use(client: ClientSession, address: str) -> list[int]:
+        found = []
+        for path in paths:
+            async with client.get(URL(address + path, encoded=True), **more) as answer:
+                found.append(answer.status)
+                assert "token" not in str(answer.url) or answer.status == 401
+        return found
+
+    return list(served(root, use, token=token))
+
+
 def test_the_files_are_served_with_a_policy_that_lets_nothing_else_in(run: Path) -> None:
     (run / "secret.html").write_text("secret")
 
     async def use(client: ClientSession, address: str) -> None:
-        for path, kind in (
-            ("/", "text/html"),
-            ("/static/page.js", "text/javascript"),
-            ("/static/plotly.js", "text/javascript"),
-        ):
+        for path, kind in (("/", "html"), ("/static/page.js", "javascript"), ("/static/plotly.js", "javascript")):
             async with client.get(address + path) as answer:
-                assert (answer.status, answer.content_type) == (200, kind)
+                assert (answer.status, answer.content_type) == (200, f"text/{kind}")
                 assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
                 assert answer.headers["X-Content-Type-Options"] == "nosniff"
-        for path in (
-            "/static/../server.py",
-            "/static/..%2Fserver.py",
-            f"/static/{quote(str(run / 'secret.html'), safe='')}",
-            "/static/server.py",
-            "/static/nothing.js",
-            "/api/run/other/why",
-            f"/api/run/{THIS}/no",
-        ):
-            async with client.get(URL(address + path, encoded=True)) as answer:
-                assert answer.status == 404
 
     served(run, use)
+    outside = ["/static/../server.py", "/static/..%2Fserver.py", f"/static/{quote(str(run / 'secret.html'), safe='')}"]
+    outside += ["/static/server.py", "/static/nothing.js", "/api/run/other/why", f"/api/run/{THIS}/no"]
+    assert set(statuses(run, outside)) == {404}
+    queries = ("samples?states=none", "rows?groups=a", "rows", "why?from=nan", "why?from=x", "group?id=inf")
+    assert statuses(run, [f"/api/run/{THIS}/{query}" for query in queries]) == [400, 400, 200, 200, 400, 200]
 
 
-def test_what_makes_no_sense_is_refused(run: Path) -> None:
-    async def use(client: ClientSession, address: str) -> list[int]:
-        found = []
-        for path in ("samples?states=none", "rows?groups=a", "rows", "why?from=nan", "why?from=x", "group?id=inf"):
-            async with client.get(f"{address}/api/run/{THIS}/{path}") as answer:
-                found.append(answer.status)
-        return found
-
-    assert served(run, use) == [400, 400, 200, 200, 400, 200]
-
-
-def test_a_page_without_a_token_is_asked_by_its_own_names_alone(run: Path) -> None:
+def test_a_page_is_asked_by_its_own_names_alone_and_with_a_token_wants_it_once(run: Path) -> None:
     async def use(client: ClientSession, address: str) -> list[int]:
         port = address.rpartition(":")[2]
         found = []
@@ -117,24 +109,13 @@ def test_a_page_without_a_token_is_asked_by_its_own_names_alone(run: Path) -> No
         return found
 
     assert served(run, use) == [200, 200, 200, 403, 403]
-
-
-def test_a_page_with_a_token_wants_it_once(run: Path) -> None:
-    async def use(client: ClientSession, address: str) -> list[int]:
-        found = []
-        for query in ("", "?token=wrong", "?token=sésame", "?token=right", ""):
-            async with client.get(f"{address}/{query}") as answer:
-                found.append(answer.status)
-                assert "token" not in str(answer.url) or answer.status == 401
-        return found
-
-    assert served(run, use, token="right") == [401, 401, 401, 200, 200]
+    queries = ("/", "/?token=wrong", f"/?token={quote('sésame')}", "/?token=right", "/")
+    assert statuses(run, queries, token="right") == [401, 401, 401, 200, 200]
 
 
 def test_the_critical_paths_are_those_of_the_ledger_and_the_spans(run: Path) -> None:
     found = asked(run, "why")
     assert [step["step"] for step in found["steps"]] == list(range(STEPS))
-    last = GROUPS - 1
     for step in found["steps"]:
         start = BEGAN + STEP * step["step"]
         group = step["step"] * GROUPS
@@ -144,7 +125,6 @@ def test_the_critical_paths_are_those_of_the_ledger_and_the_spans(run: Path) -> 
             ["train", start + 2.5, start + 3.5, "trainer-0", -1],
             ["publish", start + 3.5, start + 4.0, "rollout-0", -1],
         ]
-    assert last  # the first group of a batch is the one that is named, as all are ready at once
     totals = {(total["cause"], total["process"]): total["seconds"] for total in found["totals"]}
     assert totals["generate", "rollout-0"] == pytest.approx(2.0 * STEPS, abs=1e-6)
     assert found["waits"] == [], "the run is over"
@@ -167,12 +147,8 @@ def test_groups_are_counted_by_state_over_time(run: Path) -> None:
 
 def test_samples_are_found_by_what_is_asked_for(run: Path) -> None:
     everything = asked(run, "samples")
-    assert everything == {
-        "ids": list(range(STEPS * GROUPS)),
-        "rows": [SAMPLES] * STEPS * GROUPS,
-        "steps": [group // GROUPS for group in range(STEPS * GROUPS)],
-        "next": None,
-    }
+    ids = list(range(STEPS * GROUPS))
+    assert everything == {"ids": ids, "rows": [SAMPLES] * len(ids), "steps": [group // GROUPS for group in ids], "next": None}
     assert asked(run, "samples?step-from=1&step-to=2")["ids"] == [2, 3, 4, 5]
     assert asked(run, "samples?text=reply 7.")["ids"] == [7]
     assert asked(run, "samples?replica=rollout-1")["ids"] == list(range(1, STEPS * GROUPS, 2))
@@ -199,12 +175,8 @@ def test_every_other_view_answers(run: Path) -> None:
     assert asked(run, "summary")["facts"][0] == ["Steps", str(STEPS), f"of {STEPS}"]
     assert asked(run, "metric?name=score/mean")["values"] == [step / STEPS for step in range(1, STEPS + 1)]
     assert asked(run, "weights")["replicas"][0]["version"] == STEPS
-    assert {each["process"] for each in asked(run, "processes")["processes"]} == {
-        "rollout-0",
-        "rollout-1",
-        "reward-0",
-        "trainer-0",
-    }
+    processes = {each["process"] for each in asked(run, "processes")["processes"]}
+    assert processes == {"rollout-0", "rollout-1", "reward-0", "trainer-0"}
     differs = {row[0]: row[1:] for row in asked(run, "configuration")["differs"]}
     assert differs["training.groups_per_step"][1] == str(GROUPS)
     assert "network.interface" not in differs
@@ -337,24 +309,43 @@ def test_where_there_is_no_run_a_line_says_so(tmp_path: Path) -> None:
             Pages(folder)
 
 
-@contextmanager
-def command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "launcher.cli", "page", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_two_pages_on_one_port(run: Path) -> None:
-    with command(str(run)) as first:
-        assert first.stdout is not None
-        address = first.stdout.readline().strip()
-        port = address.rstrip("/").rpartition(":")[2]
-        with command(str(run), "--port", port) as second:
-            _, told = second.communicate(timeout=60)
+    command = [sys.executable, "-m", "launcher.cli", "page", str(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        try:
+            assert first.stdout is not None
+            port = first.stdout.readline().strip().rstrip("/").rpartition(":")[2]
+            second = subprocess.run([*command, "--port", port], capture_output=True, text=True, timeout=60, check=False)
             assert second.returncode == 2
-            assert told.startswith(f"error: --port: 127.0.0.1:{port}: ")
+            assert second.stderr.startswith(f"error: --port: 127.0.0.1:{port}: ")
+        finally:
+            first.kill()
+
+
+# ------------------------------------------------------------------------------------------------ the report in a real browser
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def test_a_report_is_drawn_without_a_complaint(tmp_path: Path) -> None:
+    """Its scripts run, and every figure is drawn."""
+    pytest.importorskip("plotly", reason="needs plotly: make install")
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip(f"needs a browser, one of {', '.join(BROWSERS)}: apt-get install chromium")
+    names = ("score/mean", "timing/all", "timing/update", "<b>_rewards/mean", "acc_rewards/mean", "staleness/mean")
+    points = [{"step": n, "time": 1e9, **dict.fromkeys(names, n / 7)} for n in range(1, 60)]
+    (tmp_path / run_files.METRICS).write_text("".join(json.dumps(point) + "\n" for point in points))
+    page = report(tmp_path, None)
+    command = [
+        *(browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,4000"),
+        *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000", "--enable-logging=stderr", "--v=0"),
+        *("--dump-dom", page.as_uri()),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    drawn = [classes for classes in re.findall(r'<div class="([^"]*)"', done.stdout) if "js-plotly-plot" in classes.split()]
+    assert len(drawn) == page.read_text(encoding="utf-8").count('<script type="application/json">') == 4
+    assert re.search(r'class="legendtext"[^>]*>&lt;b&gt;<', done.stdout)

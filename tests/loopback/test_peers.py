@@ -22,7 +22,8 @@ from services import peers
 from services.peers import Peers
 from services.rpc.client import GroupClient
 from services.rpc.server import Server
-from tests.loopback.session_peers import PATIENCE, run
+from tests.loopback.session_peers import PATIENCE
+from tests.loopback.weight_cases import on_a_loop
 
 SERVED = {
     "trainer": ("Trainer", ("Apply", "SendWeights")),
@@ -125,146 +126,119 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_the_loss_of_one_rank_is_that_of_the_group() -> None:
-    async def test() -> None:
-        async with connected() as (_, ranks, trainer):
-            ranks[0].gate.clear()
-            applying = asyncio.ensure_future(trainer.call(Apply(0)))
-            await ranks[1].dies()
-            assert (await told(trainer)).startswith("trainer-1: ")
-            with pytest.raises(Unreachable, match=r"trainer-0: Apply: trainer-1: "):
-                await applying
-            with pytest.raises(Unreachable):  # although rank 0 lives
-                await trainer.call(Apply(1))
-
-    run(test())
+@on_a_loop
+async def test_the_loss_of_one_rank_is_that_of_the_group() -> None:
+    async with connected() as (_, ranks, trainer):
+        ranks[0].gate.clear()
+        applying = asyncio.ensure_future(trainer.call(Apply(0)))
+        await ranks[1].dies()
+        assert (await told(trainer)).startswith("trainer-1: ")
+        with pytest.raises(Unreachable, match=r"trainer-0: Apply: trainer-1: "):
+            await applying
+        with pytest.raises(Unreachable):  # although rank 0 lives
+            await trainer.call(Apply(1))
 
 
-def test_a_fault_that_comes_before_the_loss_that_caused_it_is_that_loss() -> None:
-    async def test() -> None:
-        async with connected() as (_, ranks, trainer):
-            ranks[0].fault = FAULT
-            applying = asyncio.ensure_future(trainer.call(Apply(0)))
-            await asyncio.sleep(0.05)
-            assert not applying.done()
-            await ranks[1].dies()
-            with pytest.raises(Unreachable, match="trainer-1: "):
-                await applying
-
-    run(test())
+@on_a_loop
+async def test_a_fault_that_comes_before_the_loss_that_caused_it_is_that_loss() -> None:
+    async with connected() as (_, ranks, trainer):
+        ranks[0].fault = FAULT
+        applying = asyncio.ensure_future(trainer.call(Apply(0)))
+        await asyncio.sleep(0.05)
+        assert not applying.done()
+        await ranks[1].dies()
+        with pytest.raises(Unreachable, match="trainer-1: "):
+            await applying
 
 
-def test_a_fault_of_ranks_that_live_is_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "RANK_LOSS", 0.05)
-
-    async def test() -> None:
-        async with connected() as (_, ranks, trainer):
-            ranks[0].fault = FAULT
-            with pytest.raises(ServiceFault, match="a collective failed") as raised:
-                await trainer.call(Apply(0))
-            assert not isinstance(raised.value, Unreachable)
-
-    run(test())
-
-
-def test_a_transfer_that_fails_is_told_at_once_as_it_may_be_the_receivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "RANK_LOSS", 100 * PATIENCE)
-
-    async def test() -> None:
-        async with connected() as (_, ranks, trainer):
-            ranks[0].fault = FAULT
-            with pytest.raises(ServiceFault, match="a collective failed"):
-                await asyncio.wait_for(trainer.call(SendWeights(PolicyVersion(), 1)), PATIENCE)
-
-    run(test())
+@pytest.mark.parametrize(
+    ("command", "wait"),
+    [(Apply(0), 0.05), (SendWeights(PolicyVersion(), 1), 100 * PATIENCE)],  # a transfer's fault may be the receiver's
+    ids=["after a while", "at once"],
+)
+@on_a_loop
+async def test_a_fault_of_ranks_that_live_is_their_own(command: Any, wait: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "RANK_LOSS", wait)
+    async with connected() as (_, ranks, trainer):
+        ranks[0].fault = FAULT
+        with pytest.raises(ServiceFault, match="a collective failed") as raised:
+            await asyncio.wait_for(trainer.call(command), PATIENCE)
+        assert not isinstance(raised.value, Unreachable)
 
 
-def test_every_rank_is_given_each_command_and_the_first_answers_for_the_group() -> None:
-    async def test() -> None:
-        async with connected() as (_, ranks, trainer):
-            ranks[1].gate.clear()
-            applying = asyncio.ensure_future(trainer.call(Apply(3)))
-            await until(lambda: all(rank.seen == [Apply(3)] for rank in ranks))
-            assert not applying.done()
-            ranks[1].gate.set()
-            assert (await applying).seconds == 0.0
-            ranks[1].fault = ServiceFault("trainer-1", "SendWeights", "a collective failed")
-            with pytest.raises(ServiceFault, match="trainer-1: SendWeights: a collective failed"):
-                await trainer.call(SendWeights(PolicyVersion(), 1))
-
-    run(test())
+@on_a_loop
+async def test_every_rank_is_given_each_command_and_the_first_answers_for_the_group() -> None:
+    async with connected() as (_, ranks, trainer):
+        ranks[1].gate.clear()
+        applying = asyncio.ensure_future(trainer.call(Apply(3)))
+        await until(lambda: all(rank.seen == [Apply(3)] for rank in ranks))
+        assert not applying.done()
+        ranks[1].gate.set()
+        assert (await applying).seconds == 0.0
+        ranks[1].fault = ServiceFault("trainer-1", "SendWeights", "a collective failed")
+        with pytest.raises(ServiceFault, match="trainer-1: SendWeights: a collective failed"):
+            await trainer.call(SendWeights(PolicyVersion(), 1))
 
 
-def test_a_group_that_does_not_answer_in_time_is_lost() -> None:
-    async def test() -> None:
-        async with connected(deadlines={"train": 0.1}) as (_, ranks, trainer):
-            ranks[0].gate.clear()
-            with pytest.raises(Unreachable, match="did not answer"):
-                await trainer.call(Apply(0))
-            assert "did not answer" in await told(trainer)
-
-    run(test())
+@on_a_loop
+async def test_a_group_that_does_not_answer_in_time_is_lost() -> None:
+    async with connected(deadlines={"train": 0.1}) as (_, ranks, trainer):
+        ranks[0].gate.clear()
+        with pytest.raises(Unreachable, match="did not answer"):
+            await trainer.call(Apply(0))
+        assert "did not answer" in await told(trainer)
 
 
-def test_a_group_is_back_once_all_its_ranks_are_there_with_one_incarnation() -> None:
-    async def test() -> None:
-        async with connected() as (here, ranks, trainer):
-            await ranks[1].dies()
-            await until(lambda: here.unit("trainer-0").state is UnitState.LOST)
-            assert here.unit("trainer-0").reason == await told(trainer)
-            await here.register("trainer", 0, incarnation=1)  # whose other rank dies while it loads
-            await here.register("trainer", 1, incarnation=2)
-            await asyncio.sleep(0.05)
-            assert here.unit("trainer-0").state is UnitState.STARTED
-            await here.register("trainer", 0, incarnation=2)
-            await until(lambda: here.unit("trainer-0").state is UnitState.SERVING)
-            assert here.unit("trainer-0").port.incarnation == 2
-            late = await here.rank("trainer", 1, incarnation=1)
-            with pytest.raises(UserError, match="its incarnation 2 has registered already"):
-                here.peers.admit(late.registration)
-
-    run(test())
+@on_a_loop
+async def test_a_group_is_back_once_all_its_ranks_are_there_with_one_incarnation() -> None:
+    async with connected() as (here, ranks, trainer):
+        await ranks[1].dies()
+        await until(lambda: here.unit("trainer-0").state is UnitState.LOST)
+        assert here.unit("trainer-0").reason == await told(trainer)
+        await here.register("trainer", 0, incarnation=1)  # whose other rank dies while it loads
+        await here.register("trainer", 1, incarnation=2)
+        await asyncio.sleep(0.05)
+        assert here.unit("trainer-0").state is UnitState.STARTED
+        await here.register("trainer", 0, incarnation=2)
+        await until(lambda: here.unit("trainer-0").state is UnitState.SERVING)
+        assert here.unit("trainer-0").port.incarnation == 2
+        late = await here.rank("trainer", 1, incarnation=1)
+        with pytest.raises(UserError, match="its incarnation 2 has registered already"):
+            here.peers.admit(late.registration)
 
 
-def test_a_group_in_whose_place_another_has_come_is_lost_before_its_connections_are() -> None:
-    async def test() -> None:
-        async with connected() as (here, _, trainer):
-            for rank in range(2):
-                await here.register("trainer", rank, incarnation=1)
-            assert await told(trainer) == "incarnation 1 has come in its place"
-            with pytest.raises(Unreachable, match="incarnation 1 has come in its place"):
-                await trainer.call(Apply(0))
-            await until(lambda: here.unit("trainer-0").state is UnitState.SERVING)
-            assert here.unit("trainer-0").port.incarnation == 1
-
-    run(test())
+@on_a_loop
+async def test_a_group_in_whose_place_another_has_come_is_lost_before_its_connections_are() -> None:
+    async with connected() as (here, _, trainer):
+        for rank in range(2):
+            await here.register("trainer", rank, incarnation=1)
+        assert await told(trainer) == "incarnation 1 has come in its place"
+        with pytest.raises(Unreachable, match="incarnation 1 has come in its place"):
+            await trainer.call(Apply(0))
+        await until(lambda: here.unit("trainer-0").state is UnitState.SERVING)
+        assert here.unit("trainer-0").port.incarnation == 1
 
 
-def test_one_that_cannot_be_taken_in_is_lost_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_a_loop
+async def test_one_that_cannot_be_taken_in_is_lost_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: object) -> None:
         raise ValueError("is odd")
 
-    async def test() -> None:
-        async with connected() as (here, _, _):
-            monkeypatch.setattr(peers, "client", refuses)
-            await here.register("rollout", 0, incarnation=1)
-            await until(lambda: here.unit("rollout-0").reason == "ValueError: is odd")
-            assert here.unit("rollout-0").state is UnitState.LOST
-
-    run(test())
+    async with connected() as (here, _, _):
+        monkeypatch.setattr(peers, "client", refuses)
+        await here.register("rollout", 0, incarnation=1)
+        await until(lambda: here.unit("rollout-0").reason == "ValueError: is odd")
+        assert here.unit("rollout-0").state is UnitState.LOST
 
 
-def test_a_reference_of_several_ranks_arrives_as_one() -> None:
+@on_a_loop
+async def test_a_reference_of_several_ranks_arrives_as_one() -> None:
     spread = {"engine": "megatron", "processes": 2, "parallel": {"pipeline": 2}}
-
-    async def test() -> None:
-        async with connected(algorithm={"kl_coefficient": 0.1}, services={"reference": spread}) as (here, _, _):
-            await here.register("reference", 1, incarnation=1)
-            assert here.unit("reference-0").state is UnitState.STARTED
-            await here.register("reference", 0, incarnation=1)
-            await until(lambda: here.unit("reference-0").state is UnitState.SERVING)
-            arrived = here.unit("reference-0").port
-            assert isinstance(arrived, GroupClient)
-            assert (arrived.name, arrived.incarnation) == ("reference-0", 1)
-
-    run(test())
+    async with connected(algorithm={"kl_coefficient": 0.1}, services={"reference": spread}) as (here, _, _):
+        await here.register("reference", 1, incarnation=1)
+        assert here.unit("reference-0").state is UnitState.STARTED
+        await here.register("reference", 0, incarnation=1)
+        await until(lambda: here.unit("reference-0").state is UnitState.SERVING)
+        arrived = here.unit("reference-0").port
+        assert isinstance(arrived, GroupClient)
+        assert (arrived.name, arrived.incarnation) == ("reference-0", 1)

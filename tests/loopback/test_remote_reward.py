@@ -10,10 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -39,6 +39,7 @@ GUIDE = ROOT / "docs" / "guides" / "remote-reward.md"
 PROTO = ROOT / "proto" / "remote_reward.proto"
 PATIENCE = 60.0  # seconds for a process to say something, on a busy machine
 
+T = TypeVar("T")
 Answer = Callable[[RemoteScoreRequest], Awaitable[RemoteScoreReply]]
 
 
@@ -106,14 +107,20 @@ def question(
     return make_request(group_id, [1], [[*text.encode(), 257] for text in texts], list(messages), extra=extra)
 
 
-def asked(tokenizer: Tokenizer, answer: Answer, request: ScoreRequest, **settings: Any) -> tuple[Scores, Judge]:
+def asked(
+    tokenizer: Tokenizer, answer: Answer, request: ScoreRequest, made: type[Judge] = Judge, **settings: Any
+) -> tuple[Scores, Judge]:
     """The scores that a judge of its own gives."""
 
     async def scenario() -> tuple[Scores, Judge]:
-        async with Judge(answer) as judge, scorer(tokenizer, judge.port, **settings) as remote_scorer:
+        async with made(answer) as judge, scorer(tokenizer, judge.port, **settings) as remote_scorer:
             return await remote_scorer.score(request), judge
 
-    return asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    return run(scenario())
+
+
+def run(scenario: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(scenario, PATIENCE))
 
 
 # ------------------------------------------------------------------------------------------------ values
@@ -169,16 +176,12 @@ async def short(request: RemoteScoreRequest) -> RemoteScoreReply:
 
 @pytest.mark.parametrize(
     ("answer", "reason"),
-    [
-        (never, "remote:DEADLINE_EXCEEDED"),
-        (broken, "remote:UNKNOWN"),
-        (short, "remote:wrong number of results"),
-    ],
+    [(never, "remote:DEADLINE_EXCEEDED"), (broken, "remote:UNKNOWN"), (short, "remote:wrong number of results")],
 )
 def test_a_call_that_fails_masks_its_replies(
     tokenizer: Tokenizer, answer: Answer, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    timeout = 0.5 if answer is never else PATIENCE / 2
+    timeout = 0.3 if answer is never else PATIENCE / 2
     scores, _ = asked(tokenizer, answer, question(3, "5", "6"), timeout=timeout)
     assert scores.valid.tolist() == [0, 0]
     assert scores.rewards.tolist() == [0.0, 0.0]
@@ -191,13 +194,8 @@ def test_a_call_that_fails_masks_its_replies(
 
 def test_each_result_fails_for_itself(tokenizer: Tokenizer) -> None:
     async def mixed(request: RemoteScoreRequest) -> RemoteScoreReply:
-        odd = [
-            RemoteResult(value=math.nan),
-            RemoteResult(value=-math.inf),
-            RemoteResult(),
-            RemoteResult(error="a\n reason" * 40),
-        ]
-        return RemoteScoreReply([RemoteResult(value=0.0), *odd, RemoteResult(value=2.0)])
+        values = [RemoteResult(value=value) for value in (0.0, math.nan, -math.inf, None)]
+        return RemoteScoreReply([*values, RemoteResult(error="a\n reason" * 40), RemoteResult(value=2.0)])
 
     scores, _ = asked(tokenizer, mixed, question(3, *"abcdef"))
     assert scores.valid.tolist() == [1, 0, 0, 0, 0, 1]
@@ -222,11 +220,7 @@ def test_what_is_no_reply_is_no_value(tokenizer: Tokenizer) -> None:
         async def _score(self, data: bytes, context: grpc.aio.ServicerContext) -> bytes:
             return b"\xff\xff"
 
-    async def scenario() -> Scores:
-        async with Garbage(lengths) as judge, scorer(tokenizer, judge.port) as remote_scorer:
-            return await remote_scorer.score(question(3, "a"))
-
-    scores = asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    scores, _ = asked(tokenizer, lengths, question(3, "a"), Garbage)
     assert scores.errors == {"remote:not a reply": 1}
 
 
@@ -236,11 +230,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_server_that_is_not_there_is_tried_until_the_deadline(tokenizer: Tokenizer) -> None:
+def test_a_server_that_is_not_there_is_tried_until_the_deadline_and_used_when_it_is_back(tokenizer: Tokenizer) -> None:
     port = free_port()
 
     async def scenario() -> None:
-        async with scorer(tokenizer, port, timeout=1.5) as remote_scorer:
+        async with scorer(tokenizer, port, timeout=0.5) as remote_scorer:
             scores = await remote_scorer.score(question(3, "a"))
             assert scores.errors == {"remote:UNAVAILABLE": 1}
         async with scorer(tokenizer, port, timeout=PATIENCE / 2) as remote_scorer:
@@ -248,31 +242,17 @@ def test_a_server_that_is_not_there_is_tried_until_the_deadline(tokenizer: Token
             await asyncio.wait([late], timeout=0.3)
             assert not late.done()
             async with Judge(lengths, port):
-                scores = await late
-            assert scores.rewards.tolist() == [3.0]
+                assert (await late).rewards.tolist() == [3.0]
+            again = asyncio.create_task(remote_scorer.score(question(4, "ab")))
+            async with Judge(lengths, port):
+                assert (await again).rewards.tolist() == [2.0]
 
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
-
-
-def test_a_server_that_comes_back_is_used_again(tokenizer: Tokenizer) -> None:
-    async def scenario() -> None:
-        async with Judge(lengths) as judge:
-            port = judge.port
-            entry = scorer(tokenizer, port, timeout=PATIENCE / 2)
-            remote_scorer = await entry.__aenter__()
-            assert (await remote_scorer.score(question(3, "a"))).rewards.tolist() == [1.0]
-        waiting = asyncio.create_task(remote_scorer.score(question(4, "ab")))
-        async with Judge(lengths, port):
-            scores = await waiting
-        assert scores.rewards.tolist() == [2.0]
-        await entry.__aexit__(None, None, None)
-
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    run(scenario())
 
 
 def test_the_check_at_the_start_says_what_is_wrong() -> None:
-    async def check(port: int) -> None:
-        client = RemoteRewardClient(config.RemoteReward(name="taste", address=f"127.0.0.1:{port}", timeout=1.5))
+    async def check(port: int, timeout: float = PATIENCE / 2) -> None:
+        client = RemoteRewardClient(config.RemoteReward(name="taste", address=f"127.0.0.1:{port}", timeout=timeout))
         try:
             await client.check()
         finally:
@@ -282,8 +262,8 @@ def test_the_check_at_the_start_says_what_is_wrong() -> None:
         async with Judge(lengths) as judge:
             await check(judge.port)
             assert judge.calls == []
-        with pytest.raises(UserError, match=r"rewards\.remote: taste: no RemoteReward at .* within 1.5 s: UNAVAILABLE"):
-            await check(free_port())
+        with pytest.raises(UserError, match=r"rewards\.remote: taste: no RemoteReward at .* within 0.5 s: UNAVAILABLE"):
+            await check(free_port(), 0.5)
         other = grpc.aio.server()
         port = other.add_insecure_port("127.0.0.1:0")
         await other.start()
@@ -291,7 +271,7 @@ def test_the_check_at_the_start_says_what_is_wrong() -> None:
             await check(port)
         await other.stop(None)
 
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    run(scenario())
 
 
 # ------------------------------------------------------------------------------------------------ the guide
@@ -341,7 +321,7 @@ def test_the_guides_example_scores(tokenizer: Tokenizer, tmp_path: Path) -> None
             return [await remote_scorer.score(asked) for asked in (question(3, "four", "Four", " "), question(4, "vier"))]
 
     with printed(tmp_path) as port:
-        first, second = asyncio.run(asyncio.wait_for(scenario(port), PATIENCE))
+        first, second = run(scenario(port))
     assert first.rewards.tolist() == [0.5, 0.0, 0.0]
     assert first.valid.tolist() == [1, 1, 0]
     assert first.errors == {"remote:empty reply": 1}
@@ -369,15 +349,14 @@ def test_over_tls_the_server_is_known_and_knows_us(
                 assert (await known.score(question(1, "four"))).rewards.tolist() == [4.0]
             assert judge.metadata["authorization"] == "Bearer a token"
             for ca in (others.ca, ""):
-                client = RemoteRewardClient(
-                    config.RemoteReward(name="a", address=f"127.0.0.1:{judge.port}", ca=ca, timeout=0.5)
-                )
+                entry = config.RemoteReward(name="a", address=f"127.0.0.1:{judge.port}", ca=ca, timeout=0.5)
+                client = RemoteRewardClient(entry)
                 with pytest.raises(UserError, match=r"no RemoteReward at 127\.0\.0\.1"):
                     await client.check()
                 await client.close()
             assert len(judge.calls) == 1
 
-    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+    run(scenario())
     monkeypatch.delenv("JUDGE")
     with pytest.raises(UserError, match=r"rewards.remote.token: \{from: JUDGE\}: this machine's environment has no JUDGE"):
         RemoteRewardClient(config.RemoteReward(name="a", address="127.0.0.1:1", token=token))

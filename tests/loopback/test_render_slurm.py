@@ -82,12 +82,12 @@ def submit(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate(timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_the_script_is_well_formed(plan: Plan, tmp_path: Path) -> None:
-    path = tmp_path / "sluice.sbatch"
-    path.write_text(render(plan)["sluice.sbatch"])
-    for command in (["bash", "-n"], [str(SHELLCHECK)]):
-        found = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=60, check=False)
+def test_the_scripts_are_well_formed(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.sbatch" for name in PLANS]
+    for path, plan in zip(paths, PLANS.values(), strict=True):
+        path.write_text(render(plan)["sluice.sbatch"])
+    for command in (*(["bash", "-n", path] for path in paths), [SHELLCHECK, *paths]):
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert (found.returncode, found.stdout + found.stderr) == (0, "")
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-DEADLINE = 120.0
+from tests.loopback.ranks import DEADLINE, FORKED
+
 OPTIONS = ("--nproc-per-node", "1", "--max-restarts", "0", "--log-dir", os.devnull)
 # Says where the torchrun that started it listens.
 WORKER = """
@@ -22,26 +21,36 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def torchrun(folder: Path, *options: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    worker = folder / "worker.py"
+def torchrun(said: Path, *options: str) -> None:
+    from torch.distributed.run import main
+
+    for descriptor in (1, 2):
+        os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT), descriptor)
+    main(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (("--rdzv-backend", "sluice"), 0, "listens: []\n"),
+        (("--rdzv-backend", "sluice"), 3, "listens: []\n"),
+        (("--standalone",), 0, "port="),  # what is not seen with the backend
+        (
+            ("--rdzv-backend", "sluice", "--nnodes", "2"),
+            3,
+            "--nnodes: 2; must be 1 with --rdzv-backend sluice: each node has a",
+        ),
+    ],
+)
+def test_nothing_listens_and_how_the_worker_ends_is_handed_on(
+    options: tuple[str, ...], code: int, said: str, tmp_path: Path
+) -> None:
+    worker, out = tmp_path / "worker.py", tmp_path / "out.txt"
     worker.write_text(WORKER)
-    command = (sys.executable, "-m", "torch.distributed.run", *options, *OPTIONS, str(worker), str(code))
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
-
-
-@pytest.mark.parametrize("code", [0, 3])
-def test_nothing_listens(tmp_path: Path, code: int) -> None:
-    ended = torchrun(tmp_path, "--rdzv-backend", "sluice", code=code)
-    assert ended.stdout == "listens: []\n", ended.stderr
-    assert bool(ended.returncode) is bool(code)
-
-
-def test_with_torchruns_own_something_does(tmp_path: Path) -> None:
-    """What the test before would see."""
-    assert "port=" in torchrun(tmp_path, "--standalone").stdout
-
-
-def test_more_than_one_node_is_refused(tmp_path: Path) -> None:
-    ended = torchrun(tmp_path, "--rdzv-backend", "sluice", "--nnodes", "2")
-    assert ended.returncode != 0
-    assert "--nnodes: 2; must be 1 with --rdzv-backend sluice: each node has a torchrun of its own" in ended.stderr
+    process = FORKED.Process(target=torchrun, args=(out, *options, *OPTIONS, str(worker), str(code)))
+    process.start()
+    process.join(DEADLINE)
+    process.kill()
+    process.join()
+    assert said in out.read_text()
+    assert process.exitcode == bool(code)

@@ -1,23 +1,33 @@
-"""Sandboxes that are really opened: what commands get and give, where they are ended, and what is refused."""
+"""Sandboxes that are really opened, and the rules `code` and `code_share`, whose programs run in them."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
+from runtime.config import Rewards
 from runtime.errors import ServiceFault, UserError
+from runtime.rewards.code import use, verdicts
+from runtime.rewards.pool import KillablePool
+from runtime.rewards.rules import RuleContext, RuleOutcome
+from runtime.rewards.scorer import RewardScorer
+from runtime.rewards.worker import Task
+from runtime.rewards.worker_process import Limits
 from runtime.sandbox import Box, Finished, Sandbox, check, run
 from tests.sandboxes import members, namespaces_below, needs_bwrap
+from tests.unit.test_rewards_scorer import Bytes
 
 STAY = "import time\ntime.sleep(999)"
 SHARED = f"import mmap\nheld = mmap.mmap(-1, 99 << 20)\nfor _ in range(99): held.write(b'x' * (1 << 20))\n{STAY}"
@@ -54,14 +64,10 @@ def boxes() -> list[str]:
 def test_a_command(make: Callable[..., Sandbox]) -> None:
     finished = one(make(), ["sh", "-c", 'cat; echo "$WORD" >&2; exit 3'], stdin=b"given", environment={"WORD": "said"})
     assert finished == Finished(3, b"given", b"said\n")
-
-
-def test_much_input_that_nobody_reads(make: Callable[..., Sandbox]) -> None:
-    assert one(make(), ["true"], stdin=b"x" * (4 << 20)) == Finished(0)
-
-
-def test_a_command_that_is_not_there(make: Callable[..., Sandbox]) -> None:
+    assert one(make(), ["true"], stdin=b"x" * (4 << 20)) == Finished(0)  # which it does not read
     assert one(make(), ["no-such-program"]) == Finished(127, b"", b"no-such-program: No such file or directory\n")
+    kept = one(make(), ["a"], source="print('x' * 5000, end='')", output=1000)
+    assert kept == Finished(0, b"x" * 1000, dropped=(4000, 0))
 
 
 def test_python_without_another_interpreter(make: Callable[..., Sandbox]) -> None:
@@ -70,11 +76,6 @@ def test_python_without_another_interpreter(make: Callable[..., Sandbox]) -> Non
     failed = one(make(), ["a"], source="1 / 0")
     assert failed.code == 1
     assert failed.stderr.endswith(b"ZeroDivisionError: division by zero\n")
-
-
-def test_what_is_kept_of_much_output(make: Callable[..., Sandbox]) -> None:
-    finished = one(make(), ["a"], source="print('x' * 5000, end='')", output=1000)
-    assert finished == Finished(0, b"x" * 1000, dropped=(4000, 0))
 
 
 def test_files_stay_from_one_command_to_the_next(make: Callable[..., Sandbox]) -> None:
@@ -108,10 +109,8 @@ def test_nothing_of_a_command_is_there_when_it_is_done(make: Callable[..., Sandb
 @pytest.mark.parametrize(
     ("settings", "source", "reason"),
     [
-        ({"timeout": 0.3}, STAY, "timeout"),
-        ({"cpu_seconds": 0.3}, "while True: pass", "cpu"),
-        ({"memory": 64 << 20}, SHARED, "memory"),
-        ({"disk": 1 << 20}, EMPTY, "disk"),
+        *(({"timeout": 0.3}, STAY, "timeout"), ({"cpu_seconds": 0.3}, "while True: pass", "cpu")),
+        *(({"memory": 64 << 20}, SHARED, "memory"), ({"disk": 1 << 20}, EMPTY, "disk")),
     ],
     ids=lambda value: value if isinstance(value, str) and "\n" not in value else "",
 )
@@ -127,8 +126,7 @@ def test_a_command_at_its_limit(make: Callable[..., Sandbox], settings: dict[str
 
 def test_memory_that_the_kernel_refuses(make: Callable[..., Sandbox]) -> None:
     finished = one(make(memory=64 << 20), ["a"], source="held = bytearray(99 << 20)")
-    assert finished.code == 1
-    assert finished.stderr.endswith(b"MemoryError\n")
+    assert finished.code == 1 and finished.stderr.endswith(b"MemoryError\n")
 
 
 def test_more_processes_than_it_may_have(bwrap: Sandbox) -> None:
@@ -268,6 +266,7 @@ def refusal(sandbox: Sandbox) -> str:
 
 def test_a_sandbox_that_works(make: Callable[..., Sandbox]) -> None:
     asyncio.run(check(make(), "rewards.sandbox"))
+    assert "rewards.sandbox.read: '/no/such' is not there" in refusal(Sandbox(read=["/no/such"]))
 
 
 def test_a_runtime_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -288,5 +287,98 @@ def test_a_runtime_that_does_not_work_here(monkeypatch: pytest.MonkeyPatch, tmp_
     assert told == f"rewards.sandbox.runtime: {runtime!r} does not work here: sandbox: start: not permitted"
 
 
-def test_a_path_that_is_not_there() -> None:
-    assert "rewards.sandbox.read: '/no/such' is not there" in refusal(Sandbox(read=["/no/such"]))
+# ------------------------------------------------------------------------------------------------ rules for code
+
+SUMS = json.dumps([{"input": f"{n} 1\n", "output": str(n + 1), "testtype": "stdin"} for n in range(3)])
+
+
+@pytest.fixture
+def sandbox(make: Callable[..., Sandbox]) -> Iterator[Sandbox]:
+    use(make())
+    yield make()
+    use(Sandbox())
+
+
+def judged(program: str, label: str = SUMS, **extra: Any) -> list[bool]:
+    return asyncio.run(verdicts(f"```python\n{program}\n```", label, RuleContext(extra=extra)))
+
+
+SUM = "print(sum(map(int, {}.split())))"
+UNLESS_ONE = "n = int(input().split()[0])\n{}\nprint(n + 1)"
+PROGRAMS = {
+    "wrong": ("a, b = map(int, input().split())\nprint(a * 2 + 1)", [True, False, False]),
+    "main": (
+        "import sys\ndef main():\n    " + SUM.format("sys.stdin.read()") + "\nif __name__ == '__main__': main()",
+        [True] * 3,
+    ),
+    "thread": (f"import threading\nthreading.Thread(target=lambda: {SUM.format('input()')}).start()", [True] * 3),
+    "atexit": ("import atexit\natexit.register(lambda: print(n))\nn = sum(map(int, input().split()))", [True] * 3),
+    "descriptors": ("import os\nos.write(1, str(sum(map(int, os.read(0, 9).split()))).encode())\nraise SystemExit", [True] * 3),
+    "subprocess": ("import subprocess as s\n" + SUM.format("s.run(['cat'], capture_output=True).stdout"), [True] * 3),
+    "raises": (UNLESS_ONE.format("if n == 1: raise ValueError"), [True, False, True]),
+    "crashes": (UNLESS_ONE.format("import os\nif n == 1: os.kill(os.getpid(), 11)"), [True, False, True]),
+    "status": (UNLESS_ONE.format("if n == 1:\n    print(2)\n    raise SystemExit(1)"), [True, False, True]),
+    # No test sees what an earlier one left in memory.
+    "memory": ("import sys\nsys.seen = getattr(sys, 'seen', 0) + 1\nprint(int(input().split()[0]) + sys.seen)", [True] * 3),
+    "no program": ("(", [False] * 3),
+    "nothing": ("", [False] * 3),
+}
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_programs() -> None:
+    assert {name: judged(program) for name, (program, _) in PROGRAMS.items()} == {
+        n: found for n, (_, found) in PROGRAMS.items()
+    }
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_functions() -> None:
+    label = json.dumps({"fn_name": "total", "inputs": [[[1, 2]], [[3]]], "outputs": [3, [3]]})
+    method = "class Solution:\n    def total(self, x: List[int]) -> int:\n        print('aside')\n        return sum(x)"
+    assert judged(method, label) == [True, True]
+    assert judged("def total(x): return sum(x)", label) == [True, True]
+    assert judged("def total(x): return x[0]", label) == [False, True]
+    assert judged("def total(x): return {1, 2}", label) == [False, False]
+    assert judged("def other(x): return sum(x)", label) == [False, False]
+    tests = json.dumps([{"input": "[1, 2]\n3", "output": "[[1, 2], 3]", "testtype": "functional"}])
+    assert judged("def both(x, y): return x, y", tests, fn_name="both") == [True]
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_expected_outputs_are_nowhere_in_the_sandbox() -> None:
+    label = json.dumps([{"input": "x", "output": "expected-0123456789", "testtype": "stdin"}])
+    search = "import gc, re\nfor held in gc.get_objects(): print(*re.findall('expected-[0-9]{10}', repr(held)), end='')"
+    assert judged(search, label) == [False]
+
+
+def test_tests_that_a_limit_leaves_out_are_not_passed(sandbox: Sandbox) -> None:
+    use(msgspec.structs.replace(sandbox, timeout=0.5))
+    assert judged("n = int(input().split()[0])\nprint(n + 1, flush=True)\nwhile n == 1: pass") == [True, False, False]
+
+
+def test_in_the_pool(sandbox: Sandbox) -> None:
+    replies = [f"```python\n{code}\n```" for code in ("a, b = map(int, input().split())\nprint(a + b)", "print(1)", "def")]
+
+    async def scored() -> list[RuleOutcome]:
+        pool = KillablePool(["code", "code_share"], 1, Limits(2 * ENOUGH, ENOUGH, 384 << 20, sandbox))
+        try:
+            tasks = [Task(rule, reply, SUMS, RuleContext()) for rule in ("code", "code_share") for reply in replies]
+            return await pool.run([*tasks, Task("code", replies[0], "5", RuleContext())])
+        finally:
+            await pool.close()
+
+    outcomes = asyncio.run(scored())
+    assert [outcome.value for outcome in outcomes] == [True, False, False, 1.0, 1 / 3, 0.0, None]
+    assert outcomes[-1].error == "exception:ValueError"  # a label without tests is nobody's fault
+
+
+def test_a_service_without_its_sandbox_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    async def check(rules: list[dict[str, str]]) -> None:
+        await RewardScorer(msgspec.convert({"rules": rules}, Rewards), Bytes()).check()
+
+    asyncio.run(check([{"name": "gsm8k"}]))
+    with pytest.raises(UserError, match=r"rewards.sandbox.runtime: 'bwrap' is not installed: apt-get install bubblewrap"):
+        asyncio.run(check([{"name": "gsm8k"}, {"name": "code_share"}]))

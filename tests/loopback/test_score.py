@@ -1,7 +1,8 @@
-"""`sluice score` on small files, through real workers: order, fields, bad lines, summaries, and what it refuses."""
+"""`sluice score` and `sluice bench rewards` on small files: order, fields, bad lines, summaries, and what they refuse."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -12,9 +13,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks import command, programs
+from benchmarks.rewards import CASES, GSM8K, MODEL, RewardsBenchSettings, Scored, measure, render
+from benchmarks.rewards_trial import OURS, PLAIN
 from launcher.commands import score as score_module
 from launcher.commands.score import score
 from runtime.errors import UserError
+from tests.sandboxes import needs_bwrap
 
 ROOT = Path(__file__).parents[2]
 COUNTER = itertools.count()
@@ -25,7 +30,7 @@ from runtime.rewards.rules import rule
 @rule("NAME")
 def own(text, label, context):
     if text == "slow":
-        time.sleep(0.5)
+        time.sleep(0.2)
     if text == "hang":
         time.sleep(600)
     if text == "raise":
@@ -66,12 +71,11 @@ def test_each_line_gets_a_score(tmp_path: Path, capsys: pytest.CaptureFixture[st
         case([3], "5", kind="other", expected=True),
         case(None, "#### 5"),
     )
-    first, second, third, fourth = scored(path, "math")
-    assert set(first) == {"id", "score", "equal", "error", "seconds"}
-    assert [line["id"] for line in (first, second, third, fourth)] == ["a", 2, [3], None]
-    assert [line["score"] for line in (first, second, third, fourth)] == [1.0, 0.0, 0.0, 1.0]
-    assert [line["equal"] for line in (first, second, third, fourth)] == [True, False, False, True]
-    assert all(line["error"] is None and line["seconds"] > 0 for line in (first, second, third, fourth))
+    lines = scored(path, "math")
+    assert set(lines[0]) == {"id", "score", "equal", "error", "seconds"}
+    assert [line["id"] for line in lines] == ["a", 2, [3], None]
+    assert [(line["score"], line["equal"]) for line in lines] == [(1.0, True), (0.0, False), (0.0, False), (1.0, True)]
+    assert all(line["error"] is None and line["seconds"] > 0 for line in lines)
     summary = capsys.readouterr().err
     assert "4 cases in" in summary
     assert "errors: none" in summary
@@ -81,12 +85,12 @@ def test_each_line_gets_a_score(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_order_is_kept_and_errors_have_no_score(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["slow", "hang", "x", "raise", "xxxx", *(str(number) for number in range(300))]
     path = write(tmp_path, *(case(index, text, expected=True) for index, text in enumerate(texts)))
-    lines = scored(path, own, workers=2, timeout=2.0)
+    lines = scored(path, own, workers=2, timeout=1.0)
     assert [line["id"] for line in lines] == list(range(len(texts)))
     assert [line["score"] for line in lines[:5]] == [1.0, None, 0.25, None, 1.0]
     assert [line["equal"] for line in lines[:5]] == [True, None, False, None, True]
     assert [line["error"] for line in lines[:5]] == [None, "timeout", None, "exception:LookupError", None]
-    assert lines[1]["seconds"] >= 2.0
+    assert lines[1]["seconds"] >= 1.0
     summary = capsys.readouterr().err
     assert "errors: exception:LookupError 1; timeout 1" in summary
     assert "(no kind 2/305)" in summary
@@ -191,25 +195,17 @@ def test_what_waits_for_an_earlier_case_is_bounded(own: str, tmp_path: Path, mon
     [
         ({"verifier": "maths"}, r"--verifier: unknown name 'maths'; did you mean 'math'\? allowed: acc,"),
         ({"verifier": "absent.py:rule"}, r"--verifier: .*absent.py is not a file"),
-        ({"path": "absent.jsonl"}, "absent.jsonl: No such file or directory"),
-        ({"path": "."}, "Is a directory"),
+        *(({"path": "absent.jsonl"}, "absent.jsonl: No such file or directory"), ({"path": "."}, "Is a directory")),
         ({"output": "absent/scores.jsonl"}, "scores.jsonl: No such file or directory"),
         ({"output": "replies.jsonl"}, "--output: .* is the file that is scored"),
-        ({"workers": 0}, "--workers: 0 is too few"),
-        ({"timeout": 0.0}, "--timeout: 0.0 is no time"),
+        *(({"workers": 0}, "--workers: 0 is too few"), ({"timeout": 0.0}, "--timeout: 0.0 is no time")),
     ],
 )
 def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = write(tmp_path, case(1, "#### 5"))
     options = {"path": path.name, "verifier": "gsm8k", "workers": 1, "timeout": None, "output": "scores.jsonl"} | changes
     with pytest.raises(UserError, match=message):
-        score(
-            tmp_path / options["path"],
-            options["verifier"],
-            options["workers"],
-            options["timeout"],
-            tmp_path / options["output"],
-        )
+        score(tmp_path / options.pop("path"), output=tmp_path / options.pop("output"), **options)
 
 
 def test_the_command_prints_json_lines_and_exits_by_the_faults(tmp_path: Path) -> None:
@@ -230,3 +226,78 @@ def test_the_command_prints_json_lines_and_exits_by_the_faults(tmp_path: Path) -
     assert bad.returncode == 2
     assert len(bad.stdout.splitlines()) == 2
     assert bad.stderr.splitlines()[-1].startswith(f"error: {tmp_path}/replies.jsonl: line 2: not JSON")
+
+
+# ------------------------------------------------------------------------------------------------ sluice bench rewards
+
+
+def write_cases(folder: Path) -> None:
+    (folder / CASES).parent.mkdir(parents=True)
+    cases = [
+        ("gsm8k", "#### 5", "5", True),
+        ("boxed", "\\boxed{4}, no: \\boxed{\\frac{10}{2}}", "5", True),  # of which plain math-verify makes a set
+        ("expr", "\\sqrt{8}", "2\\sqrt{2}", True),
+        ("expr", "7", "8", False),
+        ("format", "<think>a</think>", "think_prefix", True),  # not compared
+    ]
+    names = ("kind", "prediction", "truth", "expected")
+    lines = [json.dumps({"id": str(index), **dict(zip(names, case, strict=True))}) for index, case in enumerate(cases)]
+    (folder / CASES).write_text("\n".join(lines) + "\n")
+
+
+def write_replies(folder: Path) -> None:
+    (folder / GSM8K).parent.mkdir(parents=True)
+    rows = [
+        {"ground_truth": "2 + 3 = 5\nA: 5", MODEL: {"is_correct": right, "solution": f"It is {answer}.\nA: {answer}"}}
+        for answer, right in (("5", True), ("1,005", False), ("$5.00", True))
+    ]
+    (folder / GSM8K).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_both_ways_judge_the_same_cases_and_the_pool_the_replies(tmp_path: Path) -> None:
+    write_cases(tmp_path)
+    write_replies(tmp_path)
+    report = asyncio.run(measure(tmp_path, RewardsBenchSettings(verifiers=("gsm8k",), workers=(1,), rounds=1, programs=0)))
+    assert report.cases == 4
+    assert report.sides[OURS].agreement == 1.0
+    assert report.sides[PLAIN].agreement == 0.75
+    assert report.ratio == report.sides[OURS].cases_per_second / report.sides[PLAIN].cases_per_second
+    assert report.replies == 3
+    assert [(scored.verifier, scored.workers, scored.agreement) for scored in report.scored] == [("gsm8k", 1, 1.0)]
+    assert report.scored[0].screened_seconds > 0
+    assert report.scored[0].pooled_seconds > 0
+    assert len(render(report)) == 2
+
+
+def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
+    write_replies(tmp_path)
+    report = asyncio.run(measure(tmp_path, RewardsBenchSettings(verifiers=(), programs=0)))
+    assert (report.cases, report.replies, report.scored) == (0, 3, [])
+    report.scored.append(Scored("gsm8k", 1, 0.1, 0.2, 0.3, 1.0))
+    assert len(render(report)) == 1
+
+
+def test_programs_are_judged_beside_the_bare_start_of_a_sandbox() -> None:
+    needs_bwrap()
+    report = asyncio.run(programs.measure(1, (1,), 1))
+    assert report is not None
+    assert [judging.workers for judging in report.judged] == [1]
+    assert report.judged[0].programs_per_second > 0 and report.late > 0
+    assert set(report.starts) == set(programs.STARTS)
+    assert programs.render(report).row_count == 3
+
+
+def test_programs_are_left_out_without_a_sandbox(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said: list[str] = []
+    assert asyncio.run(programs.measure(2, (1,), 1, said.append)) is None
+    assert said[0].startswith("programs are left out: rewards.sandbox.runtime: 'bwrap' is not installed")
+
+
+def test_what_the_bench_refuses(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--data: neither .*verifier_open.jsonl nor .*solutions.jsonl is there"):
+        command.run("rewards", command.Options(data=tmp_path))
+    with pytest.raises(UserError, match="--data: bench rewards needs a folder"):
+        command.run("rewards", command.Options())
+    with pytest.raises(UserError, match="--data: only bench rewards and bench scale take a folder"):
+        command.run("train", command.Options(data=tmp_path))

@@ -1,4 +1,4 @@
-"""Each transport with each encoding and each mode: what rollouts generate with is bit for bit what the trainer sent."""
+"""Every pair of transport, encoding and mode: what rollouts generate with is bit for bit what the trainer sent."""
 
 from __future__ import annotations
 
@@ -25,14 +25,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return made
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute", "drain"])
-@pytest.mark.parametrize("encoding", ["whole", "delta"])
-@pytest.mark.parametrize("transport", ["shared_memory", "collective", "files"])
+TRANSPORTS, ENCODINGS, MODES = ("shared_memory", "collective", "files"), ("whole", "delta"), ("keep", "recompute", "drain")
+TOKENS = 120  # of a sample: at `test_rollout_staging.SLOW` seconds each, longer than a publication takes
+
+
+@pytest.mark.parametrize(
+    ("transport", "encoding", "in_flight"),
+    [(transport, ENCODINGS[(t + m) % 2], mode) for t, transport in enumerate(TRANSPORTS) for m, mode in enumerate(MODES)],
+)
 def test_a_version_arrives_bit_for_bit(models: Models, transport: str, encoding: str, in_flight: str, tmp_path: Path) -> None:
     async def test(site: Site) -> None:
         await site.join()
         for step in (1, 2):
-            groups = await site.busy()
+            site.hurry.clear()
+            groups, began = site.generate(2 * SLOTS, limit=TOKENS), site.engine.stats().decode_steps
+            await until(lambda began=began: site.engine.stats().decode_steps - began >= 3)
             before = site.group.sent_bytes
             publishing = site.publish_later(step)
             if in_flight == "drain":

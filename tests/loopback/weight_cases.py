@@ -1,16 +1,30 @@
-"""A manifest of several buckets with weights that a seed determines, and what a transfer may leave behind."""
+"""A manifest of several buckets with weights that a seed determines, groups of members in this process, and what a transfer
+may leave behind.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
+from runtime.coordinator.pools import RolloutPool
+from runtime.coordinator.register import ROLLOUT
+from runtime.errors import Cancelled, ServiceFault
+from runtime.types import PolicyVersion
+from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, TensorSpec
-from runtime.weights.sender import WeightSender
+from runtime.weights.receiver import WeightReceiver
+from runtime.weights.rendezvous import host, join
+from runtime.weights.sender import WeightSender, in_thread
 
 SPECS = (
     TensorSpec("embed", "bfloat16", (50, 128)),
@@ -20,14 +34,34 @@ SPECS = (
     *(TensorSpec(f"layer.{index}", "float32", (64, 100)) for index in range(8)),
     TensorSpec("tail", "bfloat16", (3,)),
 )
-
-
 MANIFEST = Manifest(SPECS, 48 << 10)  # more buckets than are under way at once
 
 PATIENCE = 60.0  # seconds for what is to happen, on however busy a machine
 
 IN_A_STORE = ("collective", "shared_memory", "collective+delta", "shared_memory+delta")  # whose members meet in a store
 WAYS = (*IN_A_STORE, "files", "files+delta")  # each transport with each encoding
+SOME_WAYS = ("collective+delta", "shared_memory", "files")  # each transport, and an encoding around one
+VERSION = PolicyVersion(0, 1)
+DEADLINE = 100.0  # seconds that one test may take
+
+
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test on an event loop of its own, which ends it at its deadline."""
+
+    @wraps(test)
+    def run(*arguments: Any, **named: Any) -> None:
+        async def within() -> None:
+            await asyncio.wait_for(test(*arguments, **named), DEADLINE)
+
+        asyncio.run(within())
+
+    return run
+
+
+def come(pool: RolloutPool, rollout: Any) -> None:
+    """It is connected, and joins the sync group."""
+    pool.register.add(ROLLOUT, rollout)
+    pool.register.join(rollout)
 
 
 def transport_and_encoding(way: str) -> tuple[str, int]:
@@ -80,3 +114,60 @@ def settles(counts: Callable[[], list[int]], most: list[int]) -> bool:
         gc.collect()  # an exception and the frames of its traceback hold each other
         time.sleep(0.01)
     return True
+
+
+def connected(
+    transport: str, world_size: int = 2, timeout: float = PATIENCE, folder: str = "", senders: Sequence[str] = ()
+) -> list[WeightGroup]:
+    """The members of one epoch, by rank, all in this process."""
+    torch.set_num_threads(1)
+    transport, full_every = transport_and_encoding(transport)
+    pending = host(
+        1,
+        world_size,
+        "127.0.0.1",
+        "gloo",
+        timeout,
+        "trainer",
+        transport,
+        folder,
+        full_every,
+        names=senders,
+        senders=len(senders) or 1,
+    )
+    names = [*senders, *(f"rollout-{rank}" for rank in range(len(senders), world_size))]
+    others = [
+        in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), names[rank]))
+        for rank in range(1, world_size)
+    ]
+    return [pending.connect(), *(other.result(PATIENCE) for other in others)]
+
+
+class Aborts:
+    """Epochs of a sender, or several, and two receivers, each of which is left before, or within, its transfer."""
+
+    def __init__(self, transport: str, folder: str = "", senders: Sequence[str] = ()) -> None:
+        self._transport, self._folder, self._senders = transport, folder, senders
+        self._receivers = [WeightReceiver(MANIFEST) for _ in range(2)]
+        self._number = 0
+        threads, files = threads_and_files()
+        for _ in range(2):
+            self.one()
+        assert settles(threads_and_files, [threads + 2, files + 6])  # torch's own, once for the process
+        self.warm = threads_and_files()
+
+    def one(self) -> None:
+        first = len(self._senders) or 1
+        groups = connected(self._transport, first + 2, folder=self._folder, senders=self._senders)
+        receptions = [
+            receiver.receive(group, VERSION, 60.0) for receiver, group in zip(self._receivers, groups[first:], strict=True)
+        ]
+        self._number += 1
+        if self._number % 2:
+            for group in groups[:first]:
+                group.announce(VERSION)
+        for group in groups:
+            group.abort()
+        for reception in receptions:
+            with suppress(ServiceFault, Cancelled):
+                reception.result(PATIENCE)  # where a name server is silent, torch takes its time to say that a connection ended

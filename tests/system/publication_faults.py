@@ -1,268 +1,353 @@
 """Publications under random faults: that each ends in a commit, in time, with everybody who lives on the same weights.
 
-`python -m tests.system.publication_faults --publications 1000 --seed 0 [--transport NAME] [--json FILE]` prints what became of
-them, by fault; `--aborts 1000` counts the threads and files that as many aborted transfers leave in one process.
+`Fleet` is a run as far as publication goes: processes (`publication_members`), the real publisher over real gRPC, and what
+starts whoever was lost again.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import logging
 import os
 import random
 import signal
-import statistics
-import sys
-import tempfile
 import time
-from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import uvloop
 
-from runtime.telemetry.metrics import PublicationFigures
+from runtime import config as settings
+from runtime.commands import AbortWeights, CommitWeights, HostWeights, ResendWeights, SendWeights
+from runtime.coordinator.pools import RolloutPool
+from runtime.coordinator.register import Register, Unit, UnitChange
+from runtime.coordinator.weight_sync import WeightPublisher
+from runtime.status import Registration
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
-from tests.system.publication_fleet import PHASES, TORCH, TRAINER, Fleet, Moments, Process, fleet, threads_and_files, until
+from services.rpc.client import GroupClient, RoleClient
+from services.rpc.server import Server
+from services.rpc.session import Session
+from tests.loopback.ranks import Helper
+from tests.loopback.weight_cases import come
+from tests.system.publication_members import TRAINER, serve
+from tests.unit.training_cases import make_policy
+
+START = 60.0  # seconds until a process that was forked is there
+HOST = "127.0.0.1"
+DEADLINES = {"join_timeout": 10.0, "transfer_timeout": 4.0, "commit_timeout": 4.0, "abort_timeout": 4.0}
+SLOTS = 4
+MODEL = {"hidden_size": 128, "intermediate_size": 512, "layers": 4, "vocab_size": 260}  # a million parameters
+PHASES = ("rendezvous", "transfer", "commit", "abort")
+
+
+def configuration(folder: Path, transport: str) -> settings.Config:
+    """That of all processes. `folder`/model is the model."""
+    shared = str(folder / "weights") if transport == "files" else ""
+    return settings.Config(
+        run=settings.Run(name="faults", dir=str(folder)),
+        model=settings.Model(path=str(folder / "model")),
+        data=settings.Data(max_prompt_tokens=16),
+        sampling=settings.Sampling(max_new_tokens=32),
+        evaluation=settings.Evaluation(max_new_tokens=32),
+        services=settings.Services(rollout=settings.Rollout(replicas=8, slots=SLOTS)),
+        publication=settings.Publication(
+            transport=transport, folder=shared, backend="gloo", bucket_bytes=512 << 10, **DEADLINES
+        ),
+    )
+
+
+class Moments:
+    """What the publication that is under way has come to, and how often."""
+
+    def __init__(self) -> None:
+        self.reached = {phase: asyncio.Event() for phase in PHASES}
+        self.calls = Counter[str]()
+
+    def reach(self, phase: str) -> None:
+        self.reached[phase].set()
+        self.calls[phase] += 1
+
+
+class Trainer(GroupClient):
+    fleet: Fleet
+
+    def post(self, command: Any) -> Coroutine[Any, Any, Any]:
+        answer = super().post(command)
+        if isinstance(command, SendWeights | ResendWeights):
+            self.fleet.moments.reach("transfer")
+        return self._hosted(answer) if isinstance(command, HostWeights) else answer
+
+    async def _hosted(self, answer: Coroutine[Any, Any, Any]) -> Any:
+        hosted = await answer
+        self.fleet.moments.reach("rendezvous")
+        return hosted
+
+
+class Rollout(RoleClient):
+    fleet: Fleet
+
+    def post(self, command: Any) -> Coroutine[Any, Any, Any]:
+        for kind, phase in ((CommitWeights, "commit"), (AbortWeights, "abort")):
+            if isinstance(command, kind):
+                self.fleet.moments.reach(phase)
+        return super().post(command)
+
+
+class Process:
+    """One forked process: its session, and the connection over which faults are put into it."""
+
+    session: Session
+    port: Any
+
+    def __init__(self, name: str, incarnation: int, helper: Helper):
+        self.name, self.incarnation, self._helper = name, incarnation, helper
+        self.stopped = self.killed = False
+        self.leaves = False  # nobody comes in its place
+
+    def signal(self, number: int) -> None:
+        self.killed = self.killed or number == signal.SIGKILL
+        self.stopped = number == signal.SIGSTOP or (self.stopped and number != signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(self._helper.process.pid, number)
+
+    @property
+    def answers(self) -> bool:
+        """Whether it should."""
+        return not (self.stopped or self.killed)
+
+    async def ask(self, do: str, **values: Any) -> dict[str, Any]:
+        """Have it do what `Faulty` offers; what it holds afterwards. Raises ConnectionError when it is gone."""
+        try:
+            self._helper.tell({"do": do} | values)
+            return await asyncio.to_thread(self._helper.hear)
+        except EOFError as error:
+            raise ConnectionError(f"{self.name} is gone") from error
+
+    async def close(self) -> None:
+        self._helper.end()
+        await self.session.close()
+
+
+class Fleet:
+    """A trainer and `size` rollouts. Who is lost is ended, as a launcher would, and another is started in its place."""
+
+    def __init__(self, config: settings.Config, folder: Path):
+        self.config = config
+        self.processes: dict[str, Process] = {}  # the newest of each name
+        self.moments = Moments()
+        self.losses: list[Unit] = []
+        self.failures: list[BaseException] = []  # of what starts others in the place of those that were lost
+        self._folder = folder
+        self._expected: dict[tuple[str, int], asyncio.Future[Registration]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def start(self, size: int) -> None:
+        self._server = Server({"Coordinator": {"Register": self._register}}, {})
+        self._address = self._server.bind(HOST, 0)
+        await self._server.start()
+        make_policy(Path(self.config.model.path), **MODEL)
+        names = [TRAINER, *(f"rollout-{index}" for index in range(size))]
+        trainer, *rollouts = await asyncio.gather(*(self.process(name) for name in names))
+        names = [f"rollout-{index}" for index in range(8)]
+        self.pool = RolloutPool(Register(), dict.fromkeys(names, SLOTS), START)
+        self.pool.register.subscribe(self._look)
+        for one in rollouts:
+            self.arrive(one)
+        self.publisher = WeightPublisher(trainer.port, self.pool, self.config.publication, START)
+        self.renewing = asyncio.create_task(self.publisher.run())
+
+    async def close(self) -> None:
+        """Everything ends; nothing is left behind."""
+        for task in (self.renewing, *self._tasks):
+            task.cancel()
+        await asyncio.gather(self.renewing, *self._tasks, return_exceptions=True)
+        for process in self.processes.values():
+            process.signal(signal.SIGKILL)
+            await process.close()
+        await self._server.stop(grace=0.0)
+
+    async def process(self, name: str, incarnation: int = 0) -> Process:
+        """Another process, which has loaded and is connected."""
+        registered = self._expected[name, incarnation] = asyncio.get_running_loop().create_future()
+        helper = await asyncio.to_thread(Helper, serve)
+        helper.connection.send((self.config, str(self._folder), name, incarnation, self._address))
+        process = Process(name, incarnation, helper)
+        registration = await asyncio.wait_for(registered, START)
+        trains = name == TRAINER
+        process.session = Session(registration.address, name, "Trainer" if trains else "Rollout", registration.machine)
+        await process.session.open(START)
+        if trains:
+            process.port = Trainer("Trainer", [process.session], self.config, [0])
+        else:
+            process.port = Rollout("Rollout", process.session, self.config, incarnation)
+        process.port.fleet = self
+        self.processes[name] = process
+        return process
+
+    @property
+    def rollouts(self) -> list[Process]:
+        """Those that the publisher counts on."""
+        return [self.processes[member.name] for member in self.pool.membership.living]
+
+    def arrive(self, process: Process) -> None:
+        come(self.pool, process.port)
+
+    def _look(self, change: UnitChange) -> None:
+        if not change.lost:
+            return
+        self.losses.append(change.unit)
+        process = self.processes[change.unit.name]
+        process.signal(signal.SIGKILL)
+        task = asyncio.ensure_future(self._replace(process))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def _replace(self, process: Process) -> None:
+        await process.close()
+        if process.leaves:
+            del self.processes[process.name]
+        else:
+            self.arrive(await self.process(process.name, process.incarnation + 1))
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self.failures.append(error)
+
+    async def _register(self, registration: Registration) -> None:
+        self._expected.pop((registration.name, registration.incarnation)).set_result(registration)
+
+    async def settled(self, size: int, seconds: float) -> None:
+        """Until `size` rollouts serve in an epoch of exactly them. Raises TimeoutError."""
+        await until(lambda: len(self.pool.serving) == size and not self.pool.membership.stale and not self._tasks, seconds)
+
+
+async def until(holds: Callable[[], bool], seconds: float) -> None:
+    """Raises TimeoutError."""
+    give_up = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > give_up:
+            raise TimeoutError(f"not within {seconds:g} s")
+        await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def fleet(folder: Path, transport: str, size: int) -> AsyncIterator[Fleet]:
+    here = Fleet(configuration(folder, transport), folder)
+    await here.start(size)
+    try:
+        yield here
+    finally:
+        await here.close()
+
+
+# ------------------------------------------------------------------------------------------------ the trial
 
 SIZE = 3  # rollouts
 STATUS = 30.0  # seconds in which every living process answers, on however busy a machine
 RECOVERY = 60.0  # seconds until everybody is back; not a deadline of the system's
 SLACK = 60.0  # seconds that a busy machine may add to the sum of the deadlines
-MAY_GROW = (0, 4, 0, 4)  # threads and files, here and of the sender: up to 3 files more were seen, of an unknown owner
-SETTLE = 20.0  # seconds until threads that are just ending are gone
-WARM = 12  # publications before threads and files are counted: each kind of fault was seen
+SPAN = 0.05  # seconds that a publication without a fault takes
 JOINER = "rollout-7"
+TRIES = 4  # publications with the same fault within a transfer, until one is aborted: some 1 in 40 is over before the fault
 
-NONE, KILL, STOP, PAUSE, RAISE, RECEIVED, SENT, JOIN, CUT = (
-    "none",
-    "SIGKILL",
-    "SIGSTOP",
-    "SIGSTOP for 0.5 s",
-    "reception raises",
-    "corrupt byte, one receiver",
-    "corrupt byte, at the sender",
-    "joiner",
-    "cut link",
-)
-AT_A_MOMENT = (KILL, STOP, PAUSE, JOIN, CUT)
-FAULTS = (*AT_A_MOMENT, RAISE, RECEIVED, SENT)
-MOMENTS = ("before", *PHASES)
-# What the aborts of a publication say of the fault in one of them: the reason is that of whoever was heard first.
-SAID = {RAISE: ("on purpose",), RECEIVED: ("checksum",), SENT: ("checksum", "has changed in memory")}
-SHARE = 1 / 3  # of publications with a fault
-
-
-@dataclass
-class Outcome:
-    fault: str
-    moment: str
-    aborts: int
-    lost: int
-    seconds: float
-
-    @property
-    def ended(self) -> str:
-        return "COMMIT" if not self.aborts else "ABORT, then COMMIT"
-
-
-@dataclass
-class Record:
-    """What a run of publications came to. `violations` is empty when every promise was kept."""
-
-    outcomes: list[Outcome] = field(default_factory=list)
-    violations: list[str] = field(default_factory=list)
-    waits: dict[str, float] = field(default_factory=dict)
-    """The longest, in seconds, by what was waited for."""
-    met: list[float] = field(default_factory=list)
-    rebuilt: list[float] = field(default_factory=list)
-    counts: dict[str, list[int]] = field(default_factory=dict)
-    """Threads and files, after warm-up and at the end."""
-    groups: int = 0
-    """Groups that were generated meanwhile."""
-
-    def waited(self, what: str, seconds: float) -> None:
-        self.waits[what] = max(self.waits.get(what, 0.0), seconds)
-
-    def check(self, holds: bool, what: str) -> None:
-        if not holds:
-            self.violations.append(f"publication {len(self.outcomes) + 1}: {what}")
-
-
-@contextmanager
-def logged_aborts() -> Iterator[list[str]]:
-    """The reasons of all aborts meanwhile: a publication that is aborted twice keeps only its last."""
-    reasons: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: reasons.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("sluice")
-    logger.addHandler(handler)
-    try:
-        yield reasons
-    finally:
-        logger.removeHandler(handler)
+NONE, KILL, STOP, PAUSE, JOIN, CUT = "none", "SIGKILL", "SIGSTOP", "SIGSTOP for 0.5 s", "joiner", "cut link"
+RAISE, RECEIVED, SENT = "reception raises", "corrupt byte, one receiver", "corrupt byte, at the sender"
+AT_A_MOMENT, WITHIN = (KILL, STOP, PAUSE, JOIN, CUT), (RAISE, RECEIVED, SENT)
+FAULTS = (*AT_A_MOMENT, *WITHIN)
 
 
 class Trial:
-    """Publications over one fleet, one after the other, about a third of them with one fault."""
+    """Publications over one fleet, one after the other, a third of them with one fault, each of `FAULTS` in turn."""
 
     def __init__(self, here: Fleet, seed: int):
         self._fleet = here
         self._random = random.Random(seed)
-        self._span = 0.03  # seconds that a publication without a fault takes, a moving mean
-        self._history: dict[tuple[str, int], int] = {}  # the newest version that each process was seen to serve
         self._joiners = 0
-        self._planned: deque[str] = deque()  # faults that are due
-        self._step = 0
-        self._named: set[str] = set()  # the faults of `SAID` that were aborted for what was done
-        self.record = Record()
+        self.outcomes: list[tuple[str, int]] = []
+        """The fault of each publication, and its aborts."""
+        self.groups = 0
+        """Groups that were generated meanwhile."""
 
-    def plan(self, publications: int) -> list[str]:
-        """The faults in random order, each of them before any is repeated, and within warm-up too."""
-        chosen = [NONE] * publications
-        places = sorted(self._random.sample(range(1, publications), max(len(FAULTS), round(publications * SHARE))))
-        for start in range(0, len(places), len(FAULTS)):
-            batch = places[start : start + len(FAULTS)]
-            for place, fault in zip(batch, self._random.sample(FAULTS, len(batch)), strict=True):
-                chosen[place] = fault
-        return chosen
+    def _check(self, holds: bool, what: str) -> None:
+        assert holds, f"publication {len(self.outcomes) + 1}: {what}"
 
-    async def run(self, publications: int) -> Record:
-        here, record = self._fleet, self.record
-        generating = asyncio.create_task(self._generate())
-        await self._publish(NONE)  # there are weights to generate with
-        for number, fault in enumerate(self.plan(publications - 1), start=1):
-            await self._publish(fault)
-            if number == min(WARM, publications // 2):
-                await self._settle()
-                await asyncio.sleep(here.config.publication.transfer_timeout)  # as long as gloo may hold a thread
-                record.counts["after warm-up"] = await self._counts()
+    async def run(self, rounds: int) -> None:
+        here, generating = self._fleet, asyncio.create_task(self._generate())
+        for fault in [fault for _ in range(rounds) for fault in self._random.sample(FAULTS, len(FAULTS))]:
+            await self._publish(NONE)  # which finds out who has stopped
+            for _ in range(TRIES if fault in WITHIN else 1):
+                await self._publish(fault)
+                if self.outcomes[-1][1]:
+                    break
+            await self._publish(NONE)
         for process in here.rollouts:
             if process.stopped:  # there is no publication left that would find out
                 process.signal(signal.SIGKILL)
         await self._settle()
-        record.check(not generating.done(), "generation has ended")
-        unnamed = SAID.keys() & {outcome.fault for outcome in record.outcomes} - self._named
-        record.check(not unnamed, f"no abort says what was done: {unnamed}")
+        if generating.done():
+            generating.result()
         generating.cancel()
-        before = record.counts["after warm-up"]
-        try:
-            await self._until_at_most([count + slack for count, slack in zip(before, MAY_GROW, strict=True)])
-        except TimeoutError:
-            record.check(False, f"threads and files (here, sender): {await self._counts()} after {before}")
-        record.counts["at the end"] = await self._counts()
-        record.met, record.rebuilt = here.met, here.rebuilt
-        record.violations += [f"start: {failure!r}" for failure in here.failures]
-        return record
-
-    async def _until_at_most(self, most: list[int]) -> None:
-        give_up = time.monotonic() + SETTLE
-        while any(count > limit for count, limit in zip(await self._counts(), most, strict=True)):
-            if time.monotonic() > give_up:
-                raise TimeoutError
-            await asyncio.sleep(0.1)
-
-    async def _counts(self) -> list[int]:
-        sender = await self._fleet.processes[TRAINER].ask("report")
-        return [*threads_and_files(), sender["threads"], sender["files"]]
-
-    # ------------------------------------------------------------------------------------------ one publication
+        without = set(WITHIN) - {fault for fault, aborts in self.outcomes if aborts}
+        self._check(not without, f"none was aborted for {without}")
+        self._check(not here.failures, f"starts have failed: {here.failures}")
 
     async def _publish(self, fault: str) -> None:
-        here, record = self._fleet, self.record
-        if fault != NONE:
-            self._planned.append(fault)
-        stopped = [process for process in here.rollouts if process.stopped]
-        if stopped:  # since the end of the publication before
-            fault, moment = STOP, "between publications"
-        else:
-            fault = self._planned.popleft() if self._planned else NONE
-            moment = self._random.choice(MOMENTS) if fault in AT_A_MOMENT else "transfer"
-        if fault in SAID:  # one that was killed just now would be the first to be heard of
+        here, version = self._fleet, PolicyVersion(0, len(self.outcomes) + 1)
+        if fault in WITHIN:  # one that was killed just now would be the first to be heard of
             await self._settle()
-        self._step += 1
-        version = PolicyVersion(0, self._step)
-        due = await self._prepare(fault, moment) if not stopped else None
-        here.moments = Moments()
-        losses = len(here.losses)
-        began = time.monotonic()
-        publishing = asyncio.create_task(here.publisher.publish(version))
-        injecting = asyncio.create_task(self._inject(due, moment, publishing)) if due else None
-        try:
-            with logged_aborts() as aborts:
-                figures: PublicationFigures = await asyncio.wait_for(publishing, SLACK + self._allowed())
-        except Exception as error:
-            record.violations.append(f"version {version}: {fault} ({moment}): {error!r}")
-            raise
-        seconds = time.monotonic() - began
-        if injecting is not None:
-            await injecting
-        record.waited("publication", seconds)
-        if fault == NONE:
-            self._span += 0.1 * (figures.seconds - self._span)
-        record.check(here.publisher.committed == version, f"committed is {here.publisher.committed}, published {version}")
-        if here.renewing.done():
-            here.renewing.result()
-        if any(words in abort for words in SAID.get(fault, ()) for abort in aborts):
-            self._named.add(fault)
-        lost = len(here.losses) - losses
-        record.outcomes.append(Outcome(fault, moment, figures.aborts, lost, seconds))
-        await self._verify()
-        if fault == JOIN or self._random.random() < 0.5 or here.pool.membership.serving == ():
-            await self._settle()
-
-    def _allowed(self) -> float:
-        """The sum of the deadlines of what was begun so far: rendezvous, transfers, commit, aborts."""
-        limits, calls = self._fleet.config.publication, self._fleet.moments.calls
-        rendezvous = calls["rendezvous"] * (limits.join_timeout + limits.abort_timeout)
-        attempts = max(calls["transfer"], 1) * (2 * limits.transfer_timeout + limits.abort_timeout)
-        return rendezvous + attempts + limits.commit_timeout
-
-    async def _prepare(self, fault: str, moment: str) -> Callable[[], Awaitable[Any]] | None:
-        """Arm what goes wrong by itself, and return what is to be done within the phase `moment`, if anything is."""
-        here, where = self._fleet, self._random.random()
-        if fault == NONE:
-            return None
+        moment = self._random.choice(("before", *PHASES)) if fault in AT_A_MOMENT else "transfer"
         victim = self._random.choice([process for process in here.rollouts if process.answers])
         joiner = await self._spare() if fault == JOIN else None
+        where = self._random.random()
         if fault == SENT:
             await here.processes[TRAINER].ask("corrupt", where=where)
         elif fault in (RAISE, RECEIVED) or moment == "abort":
             await victim.ask("raise" if fault == RAISE else "corrupt", where=where)
         if moment == "rendezvous":
             here.pool.membership.break_up(here.pool.membership.epoch.number)  # so that there is one
-        return partial(self._do, fault, victim, joiner) if fault in AT_A_MOMENT else None
+        here.moments = Moments()
+        publishing = asyncio.create_task(here.publisher.publish(version))
+        injecting = asyncio.create_task(self._inject(fault, victim, joiner, moment, publishing))
+        figures = await self._in_time(publishing)
+        await injecting
+        self._check(here.publisher.committed == version, f"committed is {here.publisher.committed}, published {version}")
+        if here.renewing.done():
+            here.renewing.result()
+        self.outcomes.append((fault, figures.aborts))
+        await self._verify()
+        if fault == JOIN or self._random.random() < 0.5 or here.pool.membership.serving == ():
+            await self._settle()
 
-    async def _inject(self, do: Callable[[], Awaitable[Any]], moment: str, publishing: asyncio.Task[Any]) -> None:
+    async def _in_time(self, publishing: asyncio.Task[Any]) -> Any:
+        """Its figures, within the sum of the deadlines of what was begun: rendezvous, transfers, commit, aborts."""
+        await asyncio.wait({publishing}, timeout=SLACK)
+        limits, calls = self._fleet.config.publication, self._fleet.moments.calls
+        rendezvous = calls["rendezvous"] * (limits.join_timeout + limits.abort_timeout)
+        attempts = max(calls["transfer"], 1) * (2 * limits.transfer_timeout + limits.abort_timeout)
+        return await asyncio.wait_for(publishing, rendezvous + attempts + limits.commit_timeout)
+
+    async def _inject(self, fault: str, victim: Process, joiner: Any, moment: str, publishing: asyncio.Task[Any]) -> None:
         """Somewhere in the phase `moment` of the publication that is beginning."""
-        here = self._fleet
+        if fault not in AT_A_MOMENT:
+            return
         if moment in PHASES:
-            reached = asyncio.create_task(here.moments.reached[moment].wait())
+            reached = asyncio.create_task(self._fleet.moments.reached[moment].wait())
             await asyncio.wait({reached, publishing}, return_when=asyncio.FIRST_COMPLETED)
             reached.cancel()
-        await asyncio.sleep(self._random.uniform(0, self._span))
-        with suppress(ConnectionError):  # the victim is lost already
-            await do()
-
-    async def _do(self, fault: str, victim: Process, joiner: Process | None) -> None:
-        if fault == KILL:
-            victim.signal(signal.SIGKILL)
-        elif fault in (STOP, PAUSE):
-            victim.signal(signal.SIGSTOP)
-            if fault == PAUSE:
-                await asyncio.sleep(0.5)
-                victim.signal(signal.SIGCONT)
-        elif fault == CUT:
-            await victim.ask("cut")
-        elif joiner is not None:
+        await asyncio.sleep(self._random.uniform(0, SPAN))
+        if fault == CUT:
+            with suppress(ConnectionError):  # the victim is lost already
+                await victim.ask("cut")
+        elif fault == JOIN:
             self._fleet.arrive(joiner)
+        else:
+            victim.signal(signal.SIGKILL if fault == KILL else signal.SIGSTOP)
+        if fault == PAUSE:
+            await asyncio.sleep(0.5)
+            victim.signal(signal.SIGCONT)
 
     async def _spare(self) -> Process:
         """A rollout that has loaded, and of which nobody knows yet."""
@@ -271,21 +356,13 @@ class Trial:
         process.leaves = True
         return process
 
-    # ------------------------------------------------------------------------------------------ what has to hold
-
     async def _settle(self) -> None:
         """Everybody is back, and right."""
-        here, began = self._fleet, time.monotonic()
+        here = self._fleet
         if any(process.stopped for process in here.rollouts):
             return  # the next publication finds out
-        size = SIZE + (JOINER in here.processes)
-        try:
-            await until(lambda: not any(process.killed for process in here.rollouts), RECOVERY)
-            await here.settled(size, RECOVERY)
-        except TimeoutError:
-            self.record.check(False, f"not everybody is back within {RECOVERY:g} s: {here.pool}")
-            raise
-        self.record.waited("everybody's return", time.monotonic() - began)
+        await until(lambda: not any(process.killed for process in here.rollouts), RECOVERY)
+        await here.settled(SIZE + (JOINER in here.processes), RECOVERY)
         await self._verify()
         if JOINER in here.processes:
             here.processes[JOINER].signal(signal.SIGKILL)
@@ -293,12 +370,9 @@ class Trial:
 
     async def _verify(self) -> None:
         """Every process answers, and whoever serves has exactly the committed weights."""
-        here = self._fleet
-        trainer = here.processes[TRAINER]
+        here, trainer = self._fleet, self._fleet.processes[TRAINER]
         awake = [process for process in here.rollouts if process.answers]
-        began = time.monotonic()
         await asyncio.gather(*(self._answers(process) for process in (trainer, *awake)))
-        self.record.waited("status", time.monotonic() - began)
         serving = [process for process in awake if process.port in here.pool.serving]
         committed = here.publisher.committed
         sender = await trainer.ask("report")
@@ -308,93 +382,39 @@ class Trial:
                 self._compare(process, held, sender["digest"], committed)
 
     def _compare(self, process: Process, held: dict[str, Any], digest: str, committed: PolicyVersion | None) -> None:
-        check, name = self.record.check, f"{process.name} ({process.incarnation})"
+        check, name = self._check, f"{process.name} ({process.incarnation})"
         assert committed is not None
         check(held["version"] == committed.pack(), f"{name} serves {held['version']}, committed is {committed.pack()}")
         check(held["digest"] == digest, f"{name}: the weights of version {committed} differ from the sender's")
         check(held["swapped"] == sorted(set(held["swapped"])), f"{name}: versions went back: {held['swapped']}")
-        key = process.name, process.incarnation
-        check(held["version"] >= self._history.get(key, 0), f"{name} went back to {held['version']}")
-        self._history[key] = held["version"]
 
     async def _answers(self, process: Process) -> None:
         try:
             await asyncio.wait_for(process.port.status(), STATUS)
         except Exception as error:  # noqa: BLE001
-            self.record.check(not process.answers, f"{process.name} ({process.incarnation}) does not answer: {error!r}")
+            self._check(not process.answers, f"{process.name} ({process.incarnation}) does not answer: {error!r}")
 
     async def _generate(self) -> None:
         """Groups, one after the other, as in a run: until cancelled."""
-        here, prompt = self._fleet, np.arange(8, dtype=np.int32)
-        await until(lambda: bool(here.pool.serving), RECOVERY)
+        await until(lambda: bool(self._fleet.pool.serving), RECOVERY)
         sampling = SamplingParams(max_new_tokens=16)
         while True:
-            request = GroupRequest(group_id=self.record.groups, prompt=prompt, n=2, seed=1, sampling=sampling)
-            group = await here.pool.generate_anywhere(request)
-            self.record.check(group.oldest <= group.newest, f"a group of versions {group.oldest} to {group.newest}")
-            self.record.groups += 1
+            request = GroupRequest(group_id=self.groups, prompt=np.arange(8, dtype=np.int32), n=2, seed=1, sampling=sampling)
+            group = await self._fleet.pool.generate_anywhere(request)
+            self._check(group.oldest <= group.newest, f"a group of versions {group.oldest} to {group.newest}")
+            self.groups += 1
             await asyncio.sleep(0.02)
 
 
-async def trial(publications: int, seed: int, transport: str, folder: Path) -> Record:
-    """Raises what a publication ended with that did not end in a commit."""
+async def trial(rounds: int, seed: int, transport: str, folder: Path) -> Trial:
+    """Raises what a publication ended with that did not end in a commit, or a promise that was not kept."""
     async with fleet(folder, transport, SIZE) as here:
         one = Trial(here, seed)
         try:
-            return await one.run(publications)
-        except Exception as error:
+            await one.run(rounds)
+        except BaseException:
             for process in here.processes.values():
                 process.signal(signal.SIGUSR1)  # every thread's stack goes to its log
             await asyncio.sleep(0.5)
-            raise RuntimeError("; ".join(one.record.violations) or repr(error)) from error
-
-
-def table(record: Record) -> str:
-    """Rows of Markdown, and the other figures."""
-    rows: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for outcome in record.outcomes:
-        rows[outcome.fault, outcome.ended, str(outcome.lost)].append(outcome.seconds)
-    lines = ["| fault | outcome | lost | count | seconds: median | worst |", "| --- | --- | --- | --- | --- | --- |"]
-    order = {fault: index for index, fault in enumerate((NONE, *FAULTS))}
-    for key in sorted(rows, key=lambda key: (order[key[0]], *key[1:])):
-        seconds = rows[key]
-        lines.append(f"| {' | '.join(key)} | {len(seconds)} | {statistics.median(seconds):.3f} | {max(seconds):.3f} |")
-    lines.append("")
-    for what, values in (("rendezvous", record.met), ("from a loss to the living connected", record.rebuilt)):
-        if values:
-            lines.append(f"{what}: {len(values)}, median {statistics.median(values):.3f} s, worst {max(values):.3f} s")
-    lines += [f"longest wait for {what}: {seconds:.3f} s" for what, seconds in record.waits.items()]
-    lines += [f"threads and files here, of the sender, {when}: {counts}" for when, counts in record.counts.items()]
-    lines.append(f"groups generated meanwhile: {record.groups}")
-    lines += [f"VIOLATION {line}" for line in record.violations]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--publications", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--transport", default="collective")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--folder", type=Path, help="that exists and is empty: keeps the processes' logs")
-    parser.add_argument("--aborts", type=int, help="that many aborted transfers in one process, and nothing else")
-    arguments = parser.parse_args()
-    if arguments.aborts:
-        os.environ.update(TORCH)
-        from tests.loopback.weight_aborts import report
-
-        print(report(arguments.aborts, arguments.transport))
-        return
-    uvloop.install()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, began = arguments.folder or Path(temporary), time.monotonic()
-        record = asyncio.run(trial(arguments.publications, arguments.seed, arguments.transport, folder))
-    print(table(record))
-    print(f"{len(record.outcomes)} publications over {arguments.transport} in {time.monotonic() - began:.0f} s")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(asdict(record), indent=1))
-    sys.exit(1 if record.violations else 0)
-
-
-if __name__ == "__main__":
-    main()
+            raise
+    return one

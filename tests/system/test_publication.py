@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.system.runs import LONG, START, check_gone, eventually, started, steps, trained
+from tests.system.runs import LONG, START, eventually, started, steps, trained
 from tests.system.test_losses import RESTARTS, ends_well, sees
 
 pytestmark = pytest.mark.timeout(400)
@@ -28,19 +28,6 @@ def test_weights_by_way_of_a_folder_and_a_rollout_that_is_killed(config: Path, t
         sees(run, lambda point: point["rollout/serving"] == 2 and point["publication/epoch"] >= 3, "the rollout's return")
         assert not list(shared.glob("epoch-0001*"))
         ends_well(run)
-    assert not list(shared.iterdir())
-
-
-def test_a_killed_run_leaves_a_folder_that_the_next_one_clears(config: Path, tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    way = ("publication.transport=files", f"publication.folder={shared}")
-    with started(config, *LONG, *way, "services.trainer.restarts.attempts=0", folder=tmp_path / "killed") as run:
-        run.reaches(1)
-        run.member("trainer-0").kill()
-        assert run.wait(60.0) == 1
-        check_gone(run.folder)
-    assert list(shared.glob("epoch-0001/*"))
-    trained(config, "training.steps=2", *way, folder=tmp_path / "next", timeout=120.0)
     assert not list(shared.iterdir())
 
 

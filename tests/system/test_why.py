@@ -13,7 +13,7 @@ import pytest
 
 from tests.system.runs import LONG, ROOT, Live, belonging, eventually, one_line, sluice, started, steps, trained
 from tests.system.test_environments import SUMS, written
-from tests.unit.trace_cases import check_trace
+from tests.unit.test_trace import check_trace
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec import inspect
 
 from runtime.config import Config
 from runtime.config.checks import semantic_faults
 from runtime.config.loading import resolve
+from runtime.config.yaml_text import read_value
 from runtime.errors import ConfigError
 
 Loading = Callable[..., Config]
@@ -61,5 +64,31 @@ def checked(raw: dict[str, Any], available_bytes: int | None = 1 << 40, **change
     return semantic_faults(resolve(msgspec.convert(merged, Config)), KNOWN, available_bytes)
 
 
+def configured(text: str) -> dict[str, Any]:
+    """The keys of a line of YAML."""
+    given: dict[str, Any] = read_value(f"{{{text}}}")
+    return given
+
+
+def cases(table: str) -> list[Any]:
+    """Of a table for `parametrize`: each is `YAML => MESSAGE`, which goes on in lines that are indented."""
+    found = [" ".join(each.split()).partition(" => ") for each in re.split(r"\n(?=\S)", table.strip())]
+    return [pytest.param(configured(given), said, id=given) for given, _, said in found]
+
+
+def paths(kind: inspect.Type, prefix: str = "") -> Iterator[str]:
+    """Every key of our schema, sections included."""
+    for variant in kind.types if isinstance(kind, inspect.UnionType) else (kind,):
+        if isinstance(variant, inspect.Metadata):
+            variant = variant.type
+        if isinstance(variant, inspect.StructType):
+            for field in variant.fields:
+                yield prefix + field.encode_name
+                yield from paths(field.type, f"{prefix}{field.encode_name}.")
+
+
+MODEL: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 301, "hidden_size": 48, "intermediate_size": 40}
+MODEL |= {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 4}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 PPO: dict[str, Any] = {"algorithm": {"advantage": "gae"}, "critic": {}}
 TWO_ROLLOUTS = {"replicas": 2, "devices": [0, 1]}

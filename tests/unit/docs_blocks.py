@@ -91,6 +91,7 @@ def commands(text: str) -> list[list[str]]:
     return [command for command in found if command]
 
 
+@cache
 def inline(page: Path) -> list[str]:
     """What stands in `code` on a page outside of blocks; a line may end within it. A table's `\\|` is a `|`."""
     plain = re.sub(r"^ *(```|~~~).*?^ *\1", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)

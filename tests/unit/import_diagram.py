@@ -8,10 +8,10 @@ their own here, as they look at everything.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
-ROOT = Path(__file__).parents[2]
+from tests.unit.source_tree import FILES, ROOT, import_nodes, named_by
+
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- imports: written by `make diagram` -->\n", "<!-- end of imports -->\n"
 TOP = ("launcher", "services", "runtime")
@@ -28,28 +28,14 @@ def package(module: str) -> str:
     return "config checks" if rest[0] == "config" and rest[-1].endswith("checks") else rest[0]
 
 
-def imported(node: ast.AST) -> Iterator[str]:
-    """Every module, or name in one, that is imported below `node`."""
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        children: list[ast.AST] = list(node.orelse)
-    else:
-        children = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    for child in children:
-        yield from imported(child)
-
-
+@cache
 def arrows() -> set[tuple[str, str]]:
     found = set()
-    for top in TOP:
-        for path in (ROOT / top).rglob("*.py"):
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            for name in imported(ast.parse(path.read_text(encoding="utf-8"))):
-                if name.split(".")[0] in TOP:
-                    found.add((package(module), package(name)))
+    for file in FILES:
+        module = file.removesuffix(".py").replace("/", ".")
+        if module.split(".")[0] in TOP:
+            names = (name for node in import_nodes(file) for name in [*named_by(node)][isinstance(node, ast.ImportFrom) :])
+            found |= {(package(module), package(name)) for name in names if name.split(".")[0] in TOP}
     return {(one, other) for one, other in found if one != other and not {one, other} & set(SHARED)}
 
 

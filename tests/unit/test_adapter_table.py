@@ -12,7 +12,7 @@ from runtime.errors import UserError
 from runtime.models.families import Layout, family_for
 from runtime.models.families.adapters import PREFIX, AdapterTable, target_modules
 from runtime.models.families.memory import ModelWork, rank_bytes
-from tests.unit.test_config_megatron import EXPERTS, MODEL
+from tests.unit.config_cases import EXPERTS, MODEL
 
 DENSE = family_for(MODEL)  # 6 layers, 48 wide, 12 heads of 4 and 4 of keys, an MLP of 40
 SPARSE = family_for(MODEL | EXPERTS)  # 4 experts of 8

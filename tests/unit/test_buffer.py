@@ -1,16 +1,24 @@
-"""The buffer: every transition is journalled, takes and retirements follow the staleness rule, and what waits has a name."""
+"""The buffer: every transition is journalled, takes and retirements follow the staleness rule, what waits has a name,
+and what dynamic sampling drops is replaced."""
 
 from __future__ import annotations
 
-import asyncio
 import random
+from collections import Counter
+from random import Random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from runtime.coordinator import staleness
 from runtime.coordinator.admission.depth import LATE, PipelineDepth
 from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.group_pipeline import NO_SIGNAL, DynamicSampling
+from runtime.coordinator.pools import RolloutLoads
+from runtime.coordinator.register import Member
+from runtime.coordinator.staleness import OpenGroup, select
+from runtime.coordinator.takeover import TakenUp
 from runtime.errors import InvariantViolated
 from runtime.ledger.records import Change, Ticket
 from runtime.ledger.states import Mark, Phase
@@ -189,7 +197,13 @@ def test_a_drop_names_the_prompt_and_is_refused_once_taken() -> None:
         h.buffer.drop(1, "too late")
 
 
-def test_a_token_older_than_its_dispatch_is_refused() -> None:
+def test_a_step_is_consumed_whole_and_no_token_is_older_than_its_dispatch() -> None:
+    h = Harness(per_step=2)
+    h.dispatch(0, 1)
+    h.finish(0)
+    h.buffer.take(0)
+    with pytest.raises(InvariantViolated, match="1 groups of 2"):
+        h.buffer.consume(0)
     h = Harness()
     h.buffer.commit(3)
     h.dispatch(0)
@@ -205,15 +219,6 @@ def test_the_true_oldest_token_moves_the_deadline_later() -> None:
     assert (h.buffer[0].deadline, h.buffer[1].deadline) == (2, 1)
 
 
-def test_a_step_is_consumed_whole() -> None:
-    h = Harness(per_step=2)
-    h.dispatch(0, 1)
-    h.finish(0)
-    h.buffer.take(0)
-    with pytest.raises(InvariantViolated, match="1 groups of 2"):
-        h.buffer.consume(0)
-
-
 def test_oldest_wait_names_the_service_of_the_missing_mark() -> None:
     h = Harness(needs=Mark.SCORED | Mark.REFERENCED | Mark.VALUED)
     assert h.buffer.oldest_wait() is None
@@ -221,91 +226,20 @@ def test_oldest_wait_names_the_service_of_the_missing_mark() -> None:
     steps = [
         (lambda: h.buffer.dispatch(0, "rollout-1"), "rollout", "admitted"),
         (lambda: h.buffer.generated(generated(0, 0)), "rollout-1", "generating"),
-        (lambda: h.buffer.scored(scores(0)), "reward", "generated"),
+        (lambda: h.buffer[0].asked.update({"reward_model-1", "reward-0"}), "reward", "generated"),
+        (lambda: h.buffer[0].asked.discard("reward_model-1"), "reward-0 and reward_model-1", "generated"),
+        (lambda: h.buffer.scored(scores(0)), "reward-0", "generated"),
         (lambda: h.buffer.referenced(0, b""), "reference", "generated"),
         (lambda: h.buffer.valued(0, b""), "critic", "generated"),
     ]
     for advance, service, phase in steps:
-        h.now += 2.5
         wait = h.buffer.oldest_wait()
         assert wait is not None
-        assert (wait.service, wait.phase, wait.seconds) == (service, phase, 2.5)
+        assert (wait.service, wait.phase) == (service, phase)
+        h.now += 2.5
+        assert h.buffer.oldest_wait().seconds == wait.seconds + 2.5  # type: ignore[union-attr]
         advance()
     assert h.buffer.oldest_wait() is None
-
-
-def test_oldest_wait_names_who_has_not_scored_yet() -> None:
-    h = Harness(needs=Mark.SCORED)
-    h.buffer.admit(ticket(0))
-    h.buffer.dispatch(0, "rollout-1")
-    h.buffer.generated(generated(0, 0))
-    group = h.buffer[0]
-    for asked, service in (({"reward_model-1", "reward-0"}, "reward-0 and reward_model-1"), ({"reward-0"}, "reward-0")):
-        group.asked = asked
-        wait = h.buffer.oldest_wait()
-        assert wait is not None
-        assert wait.service == service
-
-
-def test_events_wake_the_stages() -> None:
-    async def scenario() -> list[int]:
-        h = Harness(per_step=1)
-        h.dispatch(0)
-
-        async def stage() -> list[int]:
-            while True:
-                h.buffer.ready_changed.clear()
-                if taken := h.buffer.take(0):
-                    return ids(taken)
-                await h.buffer.ready_changed.wait()
-
-        task = asyncio.create_task(stage())
-        await asyncio.sleep(0)
-        h.finish(0)
-        return await asyncio.wait_for(task, 60)
-
-    assert asyncio.run(scenario()) == [0]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_what_is_counted_is_what_is_there(seed: int) -> None:
-    """After any changes, in any order: the counts that are kept are those that a look at every group gives."""
-    chance, h, admitted = random.Random(seed), Harness(staleness=2, per_step=2), 0
-    buffer = h.buffer
-    for _ in range(800):
-        in_phase = {phase: [group for group in buffer if group.state.phase == phase] for phase in Phase}
-        choice = chance.choice(("dispatch", "dispatch", "generated", "scored", "scored", "lose", "drop", "take", "train"))
-        if choice == "dispatch" and buffer.capacity(99, 999):
-            waiting = buffer.waiting()
-            group_id = waiting[0].group_id if waiting else admitted
-            admitted += not waiting
-            h.dispatch(group_id)
-        elif choice == "generated" and in_phase[Phase.GENERATING]:
-            group = chance.choice(in_phase[Phase.GENERATING])
-            buffer.generated(generated(group.group_id, buffer.committed))
-        elif choice == "scored" and in_phase[Phase.GENERATED]:
-            buffer.scored(scores(chance.choice(in_phase[Phase.GENERATED]).group_id))
-        elif choice in ("lose", "drop") and (found := [group for group in buffer if group.taken is None and group.deadline]):
-            group = chance.choice(found)
-            buffer.lose(group.group_id) if choice == "lose" else buffer.drop(group.group_id, "by chance")
-        elif choice == "take":
-            buffer.take(buffer.step, whole=chance.random() < 0.5)
-        elif choice == "train" and buffer.step > buffer.committed:
-            h.train(buffer.committed)
-        ready = [group for group in buffer if group.state.phase == Phase.READY and group.taken is None]
-        generating = [group for group in buffer if group.state.phase == Phase.GENERATING]
-        opened = [group for group in buffer if group.deadline is not None and group.taken is None]
-        holding = sum(group.state.phase != Phase.ADMITTED for group in buffer)
-        filled = sum(group.taken == buffer.step for group in buffer)
-        of_step = [staleness.OpenGroup(g.deadline, g.group_id, g in ready) for g in opened if g.deadline is not None]
-        assert buffer.takeable == len(staleness.select(of_step, buffer.step, buffer.places, 2))
-        assert buffer.generating == len(generating)
-        assert ids(buffer.waiting()) == sorted(group.group_id for group in buffer if group.state.phase == Phase.ADMITTED)
-        missing = (9 - buffer.step) * 2 - filled - len(opened)
-        assert buffer.capacity(99, 9) == max(0, min(99 - len(generating), 3 * 2 - holding, missing))
-        counts = buffer.counts()
-        assert all(counts[phase.value] == sum(group.state.phase == phase for group in buffer) for phase in list(Phase)[:5])
-    assert buffer.committed > 2
 
 
 # ------------------------------------------------------------------------------------------------------ who is waited for
@@ -330,21 +264,244 @@ def test_a_group_that_the_trainer_waits_for_alone_is_late_once_that_is_out_of_th
     assert not list(h.buffer.late())
 
 
-def test_what_need_not_be_ready_for_this_step_is_not_late() -> None:
-    depth = PipelineDepth(groups_per_step=2, bound=4)
-    h = Harness(staleness=1, depth=depth)
+@pytest.mark.parametrize(
+    ("staleness", "depth", "told"),
+    [
+        (1, PipelineDepth(groups_per_step=2, bound=4), True),  # another may take its place until step 1
+        (0, PipelineDepth(groups_per_step=2, bound=2), False),  # it is not known how long groups take
+        (0, None, False),
+    ],
+)
+def test_what_need_not_be_ready_for_this_step_is_not_late(staleness: int, depth: PipelineDepth | None, told: bool) -> None:
+    h = Harness(staleness=staleness, depth=depth)
     h.dispatch(0, 1)
-    h.finish(0)
-    depth.became_ready(1.0)
+    if told and depth is not None:
+        h.finish(0)
+        depth.became_ready(1.0)
     h.buffer.trainer_waits = True
     h.now += 1000.0
-    assert not list(h.buffer.late())  # another may take its place until step 1
+    assert not list(h.buffer.late())
 
 
-def test_nobody_is_late_before_it_is_known_how_long_groups_take() -> None:
-    for depth in (None, PipelineDepth(groups_per_step=2, bound=2)):
-        h = Harness(staleness=0, depth=depth)
-        h.dispatch(0, 1)
-        h.buffer.trainer_waits = True
-        h.now += 1000.0
-        assert not list(h.buffer.late())
+# ------------------------------------------------------------------------------------------------------------- dynamic sampling
+
+
+class Sieve:
+    """A buffer whose groups are judged; the buffer's `stop_reason` is why the run would end."""
+
+    def __init__(self, limit: int = 1000, staleness: int = 1, per_step: int = 2):
+        self.harness = Harness(staleness, per_step)
+        self.buffer = self.harness.buffer
+        self.sampling = DynamicSampling(self.buffer, limit)
+
+    def dispatch(self, count: int) -> list[int]:
+        first = max((change.group_id for change in self.harness.journal), default=-1) + 1
+        self.harness.dispatch(*range(first, first + count))
+        return list(range(first, first + count))
+
+    def judge(self, group_id: int, rewards: list[float], valid: list[int] | None = None, oldest: int = 0) -> bool:
+        self.buffer.generated(generated(group_id, oldest))
+        mask = np.array(valid or [1] * len(rewards), np.uint8)
+        self.buffer.scored(Scores(group_id=group_id, rewards=np.array(rewards, np.float32), valid=mask))
+        self.sampling.judge(self.buffer[group_id])
+        return group_id in self.buffer
+
+    def score(self, group_id: int, good: bool, oldest: int = 0) -> bool:
+        return self.judge(group_id, [0.0, 1.0] if good else [1.0, 1.0], oldest=oldest)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "valid", "kept"),
+    [
+        ([0.0, 1.0], None, True),
+        ([0.3, 0.3, 0.4], None, True),
+        ([0.0, 0.0], None, False),
+        ([1.0, 1.0, 1.0], None, False),
+        ([0.0, 1.0, 1.0], [0, 1, 1], False),
+        ([0.0, 1.0], [1, 0], False),
+        ([0.0, 0.0], [0, 0], False),
+    ],
+)
+def test_a_group_is_kept_when_its_valid_rewards_differ(rewards: list[float], valid: list[int] | None, kept: bool) -> None:
+    sieve = Sieve()
+    sieve.dispatch(1)
+    assert sieve.judge(0, rewards, valid) is kept
+    last = sieve.harness.journal[-1]
+    assert (last.state.phase, last.state.why) == ((Phase.READY, None) if kept else (Phase.DROPPED, NO_SIGNAL))
+
+
+def test_the_place_of_a_dropped_group_is_free_again_in_the_last_step_too() -> None:
+    sieve = Sieve(staleness=1, per_step=2)
+    first, second = sieve.dispatch(2)
+    assert sieve.buffer.capacity(100, 1) == 0
+    assert not sieve.score(first, good=False)
+    assert sieve.buffer.capacity(100, 1) == 1
+    assert sieve.buffer.room_changed.is_set()
+    assert sieve.score(second, good=True)
+    sieve.buffer.take(0)
+    assert sieve.buffer.capacity(100, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("course", "staleness", "reason"),
+    [
+        ("+---", 1, "too little signal: 3 groups with equal rewards dropped for one step"),  # one of two that the step needs
+        ("+--", 1, ""),
+        ("--++ --++ --++", 3, ""),  # the count begins anew with each step
+        ("++--------", 4, ""),  # the groups of the step wait for the trainer
+    ],
+)
+def test_a_step_that_is_not_filled_is_told_at_the_limit(course: str, staleness: int, reason: str) -> None:
+    sieve = Sieve(limit=3, staleness=staleness)
+    steps = course.split()
+    for step, goods in enumerate(steps):
+        for group, good in zip(sieve.dispatch(len(goods)), goods, strict=True):
+            sieve.score(group, good == "+")
+        assert len(steps) == 1 or len(sieve.buffer.take(step)) == 2
+    assert sieve.buffer.stop_reason == reason
+
+
+def test_the_metrics_are_of_the_groups_scored_since_the_step_before() -> None:
+    sieve = Sieve(staleness=9)
+    for group, good in zip(sieve.dispatch(4), (True, False, False, False), strict=True):
+        sieve.score(group, good)
+
+    def closed() -> tuple[float | None, ...]:
+        found = sieve.sampling.close_step()
+        return tuple(map(found.get, ("dynamic_sampling/dropped", "dynamic_sampling/kept", "train/num_gen_batches")))
+
+    assert closed() == (3.0, 0.25, 2.0)  # four groups, with two to a step
+    assert closed() == (0.0, None, 0.0)
+    sieve.score(*sieve.dispatch(1), good=True)
+    assert closed() == (0.0, 1.0, 0.5)
+
+
+@given(
+    staleness=st.integers(0, 8),
+    per_step=st.integers(1, 6),
+    steps=st.integers(1, 9),
+    max_in_flight=st.sampled_from([1, 3, 100]),
+    signal=st.sampled_from([0.3, 1.0]),
+    lost=st.sampled_from([0.0, 0.01, 0.05]),
+    whole=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_every_step_is_filled_within_the_bound_whatever_is_slow_lost_or_dropped(
+    staleness: int, per_step: int, steps: int, max_in_flight: int, signal: float, lost: float, whole: bool, seed: int
+) -> None:
+    """Whatever happens next is drawn; nothing but `capacity` and `take` says what may be dispatched and taken. No order is a
+    deadlock, none starves a group, and only what the test drops is dropped."""
+    sieve, random = Sieve(staleness=staleness, per_step=per_step), Random(seed)
+    buffer, trained, admitted = sieve.buffer, 0, 0
+    begun: dict[int, int] = {}  # the version that its replica has at each running group's first token, or had before
+
+    def dispatch() -> None:
+        nonlocal admitted
+        for _ in range(buffer.capacity(random.choice((1, max_in_flight)), steps)):
+            waiting = buffer.waiting()
+            group = waiting[0].group_id if waiting else admitted
+            if not waiting:
+                buffer.admit(ticket(admitted))
+                admitted += 1
+            buffer.dispatch(group, "rollout-0")
+            begun[group] = buffer.committed
+        assert len(buffer) - len(buffer.waiting()) <= (staleness + 1) * per_step
+
+    def finish() -> None:
+        if begun:
+            group = random.choice(list(begun))
+            if group % 4 == 0 and random.random() < 0.95:  # it is slow
+                return
+            oldest = random.randint(begun.pop(group), buffer.committed)
+            sieve.score(group, random.random() < signal, oldest)
+
+    def lose() -> None:
+        found = [group.group_id for group in buffer if group.taken is None and group.deadline is not None]
+        if found and random.random() < lost / 4:
+            group = random.choice(found)
+            begun.pop(group, None)
+            buffer.lose(group) if random.random() < 0.5 else buffer.drop(group, "by chance")
+
+    def take() -> None:
+        if buffer.step < min(steps, trained + 2):
+            taken = buffer.take(buffer.step, whole)
+            assert not whole or len(taken) in (0, per_step)
+
+    def train() -> None:
+        nonlocal trained
+        if trained < buffer.step:
+            buffer.consume(trained)
+            for group in buffer.taken(trained):
+                assert group.generated is not None
+                assert trained - group.generated.oldest.step <= staleness
+            trained += 1
+            buffer.commit(trained)
+
+    def check() -> None:
+        """The counts that are kept are those that a look at every group gives."""
+        groups = list(buffer)
+        ready = [group for group in groups if group.state.phase == Phase.READY and group.taken is None]
+        opened = [group for group in groups if group.deadline is not None and group.taken is None]
+        of_step = [OpenGroup(group.deadline, group.group_id, group in ready) for group in opened if group.deadline is not None]
+        assert buffer.takeable == len(select(of_step, buffer.step, buffer.places, per_step))
+        counts = Counter(group.state.phase for group in groups)
+        assert buffer.generating == counts[Phase.GENERATING]
+        assert ids(buffer.waiting()) == sorted(group.group_id for group in groups if group.state.phase == Phase.ADMITTED)
+        missing = (steps - buffer.step) * per_step - sum(group.taken == buffer.step for group in groups) - len(opened)
+        room = (staleness + 1) * per_step - (len(groups) - counts[Phase.ADMITTED])
+        assert buffer.capacity(99, steps) == max(0, min(99 - counts[Phase.GENERATING], room, missing))
+        assert all(buffer.counts()[phase.value] == counts[phase] for phase in list(Phase)[:5])
+
+    for number in range(100_000):
+        if trained == steps:
+            break
+        random.choice((dispatch, finish, lose, take, train))()
+        if number % 8 == 0:
+            check()
+    counts = buffer.counts()
+    assert (counts["retired"], len(buffer)) == (steps * per_step, 0)
+    assert counts["dropped"] == admitted - steps * per_step
+
+
+# ------------------------------------------------------------------------------------------------------------ whom groups go to
+
+
+def test_the_least_loaded_is_the_one_that_a_search_finds() -> None:
+    chance = random.Random(3)
+    members = tuple(Member(f"rollout-{index}", 0) for index in range(9))
+    slots = {member.name: chance.choice((2, 8, 16)) for member in members}
+    loads = RolloutLoads(slots)
+    under_way: list[tuple[Member, int]] = []
+    among = members
+    for _ in range(3000):
+        if chance.random() < 0.02:  # somebody comes or is lost
+            among = tuple(member for member in members if chance.random() < 0.7) or members
+        if under_way and chance.random() < 0.5:
+            member, samples = under_way.pop(chance.randrange(len(under_way)))
+            loads.add(member, -samples)
+        else:
+            expected = min(among, key=lambda one: loads.samples[one] / slots[one.name])
+            member, samples = loads.least(among), chance.randint(1, 9)
+            assert member == expected
+            loads.add(member, samples)
+            under_way.append((member, samples))
+    assert len(loads._heap) < 200  # outdated entries do not pile up
+
+
+# -----------------------------------------------------------------------------------------------------------------------------
+
+COMMITTED = PolicyVersion(1, 7)
+LIVED, BEHIND, ANEW = Member("rollout-0", 0), Member("rollout-1", 0), Member("rollout-2", 1)
+FOUND = TakenUp(COMMITTED, {LIVED: COMMITTED, BEHIND: PolicyVersion(1, 6), ANEW: PolicyVersion()}, ahead=False)
+
+
+def test_a_rollout_that_was_started_again_has_not_what_the_one_before_was_asked_for() -> None:
+    assert FOUND.has_since(LIVED, 7)
+    assert FOUND.has_since(BEHIND, 6)  # the commit has not reached it: what it has under way may go on
+    assert not FOUND.has_since(BEHIND, 7)
+    assert not FOUND.has_since(ANEW, 6)
+    assert not FOUND.has_since(Member("rollout-0", 1), 7)  # it came after it was asked for its version
+
+
+def test_those_generate_that_have_the_version() -> None:
+    assert FOUND.having == [LIVED]

@@ -1,7 +1,8 @@
-"""Configuration: what the cross-checks between keys see without torch."""
+"""Configuration: what the cross-checks between keys see without torch, before anything is started."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from runtime.cluster.topology import alternates, reference_takes_part, takes_turns
 from runtime.config import Config
 from runtime.config.checks import semantic_faults
-from runtime.config.loading import resolve
-from tests.unit.config_cases import PPO, TWO_ROLLOUTS, checked
+from runtime.config.loading import resolve, type_faults
+from runtime.config.service_checks import colocation_faults, device_faults, network_faults
+from runtime.coordinator.run_context import accelerators
+from runtime.models.families import FAMILIES
+from tests.unit.config_cases import EXPERTS, PPO, cases, checked, configured, model_folder
 
 
 def test_a_sound_configuration_has_no_faults(sound: dict[str, Any]) -> None:
@@ -60,182 +65,124 @@ def test_a_warmup_names_model_and_data_later() -> None:
     ]
 
 
-def test_sound_steps_of_several_updates(sound: dict[str, Any]) -> None:
-    assert checked(sound, **PPO) == []
-    shared = {"trainer": {"processes": 2}, "critic": {"processes": 4}}
-    assert checked(sound, **PPO, training={"mini_batch_size": 4, "epochs": 2}, services=shared) == []
-    assert checked(sound, services={"critic": {"processes": 3}}) == []  # there is none
-    assert checked(sound, reference={"mode": "none"}) == []
-    assert checked(sound, reference={"mode": "adapter_off"}, lora={}, algorithm={"kl_coefficient": 0.1}) == []
+SOUND = """
+algorithm: {advantage: gae}, critic: {}
+algorithm: {advantage: gae}, critic: {}, training: {mini_batch_size: 4, epochs: 2}, services: {critic: {processes: 4}}
+services: {critic: {processes: 3}}
+reference: {mode: none}
+reference: {mode: adapter_off}, lora: {}, algorithm: {kl_coefficient: 0.1}
+publication: {in_flight: keep}, training: {staleness: 0}
+publication: {in_flight: recompute}, training: {staleness: 2}
+publication: {in_flight: drain}, training: {staleness: 0}
+publication: {in_flight: drain}, training: {staleness: 2}
+services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}
+services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}, publication: {transport: shared_memory}
+services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}, publication: {backend: gloo}
+services: {trainer: {devices: [2]}, rollout: {replicas: 2, devices: [0, 1]}}, publication: {backend: hccl}
+publication: {transport: collective}
+publication: {backend: nccl}
+publication: {transport: collective, encoding: delta, full_every: 7, backend: gloo, dtype: bfloat16}
+"""
 
 
-@pytest.mark.parametrize(
-    ("changes", "fault"),
-    [
-        ({"run": {"name": "a/b"}}, "run.name: 'a/b' is not the name of a folder"),
-        (
-            {"run": {"resume": "/no/where"}},
-            "run.resume: '/no/where' is not a checkpoint's folder; never and auto are allowed besides",
-        ),
-        ({"model": {"path": "/no/model"}}, "model.path: '/no/model' is not a folder"),
-        ({"model": {"path": ""}}, "model.path: missing"),
-        ({"model": {"reference": "/no/ref"}}, "model.reference: '/no/ref' is not a folder"),
-        ({"model": {"chat_template": "/no/t.jinja"}}, "model.chat_template: '/no/t.jinja' is not a file"),
-        ({"data": {"train": ""}}, "data.train: missing"),
-        ({"data": {"train": "/no/x.jsonl"}}, "data.train: '/no/x.jsonl' is not a file"),
-        ({"data": {"eval": "/no/y.jsonl"}}, "data.eval: '/no/y.jsonl' is not a file"),
-        ({"data": {"handler": "other"}}, "data.handler: 'other' is not one of plain, nor FILE.py:NAME"),
-        ({"data": {"handler": "/no/own.py:x"}}, "data.handler: '/no/own.py' is not a file"),
-        ({"data": {"train": [{"path": "/no/x.jsonl"}]}}, "data.train.0.path: '/no/x.jsonl' is not a file"),
-        ({"data": {"prompt_type": "qwen9"}}, "data.prompt_type: 'qwen9' is not one of model, deepseek3, "),
-        ({"data": {"prompt_type_path": "/no.json"}}, "data.prompt_type_path: /no.json: no such file or directory"),
-        ({"evaluation": {"every": 5}}, "data.eval: missing; evaluation.every is 5"),
-        (
-            {"evaluation": {"max_new_tokens": 65}},
-            "evaluation.max_new_tokens: 65 and data.max_prompt_tokens 64 exceed the model's 128",
-        ),
-        (
-            {"evaluation": {"sets": [{"name": "a", "path": "/no/z.jsonl"}]}},
-            "evaluation.sets.0.path: '/no/z.jsonl' is not a file",
-        ),
-        ({"sampling": {"group_size": 1}}, "sampling.group_size: 1 is too few; algorithm.advantage group_norm needs at least 2"),
-        ({"algorithm": {"advantage": "gea"}}, "algorithm.advantage: 'gea' is not one of gae, group_norm, rloo, nor"),
-        ({"algorithm": {"kl": "k9", "kl_coefficient": 1}}, "algorithm.kl: 'k9' is not one of k1, k3"),
-        ({"algorithm": {"dual_clip": 0.5}}, "algorithm.dual_clip: 0.5 is not 0 (off) or > 1"),
-        ({"algorithm": {"correction": "tis"}}, "algorithm.correction: 'tis' is not one of icepop, none, nor FILE.py:NAME"),
-        ({"algorithm": {"loss": "/no/mine.py:own"}}, "algorithm.loss: '/no/mine.py' is not a file"),
-        (
-            {"algorithm": {"correction": "icepop"}},
-            "algorithm.correction: 'icepop' with loss decoupled would weigh by proximal / behaviour twice; take loss ppo, or",
-        ),
-        (
-            {"algorithm": {"loss": "m2po", "correction": "icepop"}},
-            "algorithm.correction: 'icepop' with loss m2po would leave it ratios of 1; take loss ppo, or correction none",
-        ),
-        (
-            {"algorithm": {"loss": "ppo", "correction": "icepop", "correction_low": 1.5}},
-            "algorithm.correction_low: [1.5, 5] leaves out 1, the weight where both engines agree",
-        ),
-        (
-            {"algorithm": {"loss": "gspo"}},
-            "algorithm.aggregation: 'token_mean' is not seq_mean_token_mean, nor seq_mean_token_sum; loss gspo is one value a",
-        ),
-        (
-            {"algorithm": {"loss": "clip_cov", "covariance_low": 5}},
-            "algorithm.covariance_low: 5 is not below covariance_high 5",
-        ),
-        ({"algorithm": {"kl_target": 0.1}}, "algorithm.kl_target: needs kl_coefficient > 0 to start from"),
-        (
-            {"algorithm": {"kl_importance_weighted": True, "kl_placement": "reward"}},
-            "algorithm.kl_importance_weighted: true is for kl_placement loss",
-        ),
-        (
-            {"sampling": {"group_size": 1}, "algorithm": {"advantage": "rloo"}},
-            "sampling.group_size: 1 is too few; algorithm.advantage rloo needs at least 2",
-        ),
-        ({"rewards": {"rules": []}}, "rewards.rules: empty"),
-        (
-            {"rewards": {"rules": [{"name": "format"}, {"name": "z"}]}},
-            "rewards.rules.1.name: 'z' is not one of accuracy, format",
-        ),
-        (
-            {"training": {"optimizer": {"min_learning_rate": 1}}},
-            "training.optimizer.min_learning_rate: 1 is above learning_rate 1e-06",
-        ),
-        ({"stop": {"accuracy": 0.9}}, "stop.accuracy: needs evaluation.every >= 1"),
-        (
-            {"services": {"trainer": {"processes": 3}}},
-            "services.trainer.processes: 3 does not divide training.groups_per_step = 8",
-        ),
-        (
-            {"training": {"mini_batch_size": 3}},
-            "training.mini_batch_size: 3 does not divide groups_per_step = 8",
-        ),
-        ({"training": {"mini_batch_size": 16}}, "training.mini_batch_size: 16 does not divide groups_per_step = 8"),
-        (
-            {"training": {"mini_batch_size": 2}, "services": {"trainer": {"processes": 4}}},
-            "services.trainer.processes: 4 does not divide training.mini_batch_size = 2",
-        ),
-        (
-            {"reference": {"mode": "none"}, "algorithm": {"kl_coefficient": 0.1}},
-            "reference.mode: none leaves the KL term of algorithm.kl_coefficient 0.1 without its reference",
-        ),
-        ({"reference": {"mode": "adapter_off"}}, "reference.mode: adapter_off needs a lora section"),
-        ({"algorithm": {"advantage": "gae"}}, "critic: missing; algorithm.advantage gae needs one"),
-        (
-            {"critic": {}},
-            "critic: there is one, but algorithm.advantage group_norm takes no values; leave the section out",
-        ),
-        ({**PPO, "critic": {"path": "/no/critic"}}, "critic.path: '/no/critic' is not a folder"),
-        (
-            {**PPO, "critic": {"optimizer": {"learning_rate": 0.5, "min_learning_rate": 1}}},
-            "critic.optimizer.min_learning_rate: 1 is above learning_rate 0.5",
-        ),
-        (
-            {**PPO, "services": {"critic": {"processes": 3}}},
-            "services.critic.processes: 3 does not divide training.groups_per_step = 8",
-        ),
-        (
-            {**PPO, "training": {"mini_batch_size": 2}, "services": {"critic": {"processes": 8}}},
-            "services.critic.processes: 8 does not divide training.mini_batch_size = 2",
-        ),
-        ({"services": {"reward": {"python": "/no/python"}}}, "services.reward.python: '/no/python' is not an executable"),
-        ({"services": {"rollout": []}}, "services.rollout: an empty list; at least one fleet is needed"),
-        (
-            {
-                "publication": {"backend": "nccl", "transport": "collective"},
-                "services": {"trainer": {"devices": [0]}, "rollout": TWO_ROLLOUTS},
-            },
-            "publication.backend: nccl takes one member a device, but trainer-0 and rollout-0 have 0; must be backend gloo",
-        ),
-        (
-            {"publication": {"transport": "collective"}, "services": {"trainer": {"devices": [1]}, "rollout": TWO_ROLLOUTS}},
-            "publication.transport: collective takes one member a device, but trainer-0 and rollout-1 have 1; must be backend",
-        ),
-        (
-            {"services": {"rollout": [{}, {"python": "/no/.venv-vllm/bin/python"}]}},
-            "services.rollout.1.python: '/no/.venv-vllm/bin/python' is not an executable; run make install-vllm",
-        ),
-        (
-            {"publication": {"transport": "files"}},
-            "publication.folder: missing; transport files needs a folder that trainer and rollouts share",
-        ),
-        (
-            {"publication": {"transport": "files", "folder": "weights", "senders": "all"}},
-            "publication.senders: all is not for transport files, whose folder one process writes; must be one",
-        ),
-        (
-            {"publication": {"transport": "files", "folder": "/dev/null/weights"}},
-            "publication.folder: '/dev/null/weights' cannot be made, as /dev/null is a file",
-        ),
-        (
-            {"publication": {"transport": "files", "folder": "/tmp", "backend": "gloo"}},
-            "publication.backend: gloo is for a collective; transport files has none, so must be auto",
-        ),
-        (
-            {"publication": {"encoding": "delta", "folder": "/tmp", "dtype": "bfloat16"}},
-            "publication.folder: '/tmp' is for transport files alone, and it is auto",
-        ),
-        ({"publication": {"full_every": 7}}, "publication.full_every: 7 is for encoding delta alone, and it is whole"),
-    ],
-)
+@pytest.mark.parametrize("changes", SOUND.strip().splitlines())
+def test_what_goes_together_is_not_refused(sound: dict[str, Any], changes: str) -> None:
+    assert checked(sound, **configured(changes)) == []
+
+
+FAULTS = """
+run: {name: a/b} => run.name: 'a/b' is not the name of a folder
+run: {resume: /no/where} => run.resume: '/no/where' is not a checkpoint's folder; never and auto are allowed besides
+model: {path: /no/model} => model.path: '/no/model' is not a folder
+model: {path: ''} => model.path: missing
+model: {reference: /no/ref} => model.reference: '/no/ref' is not a folder
+model: {chat_template: /no/t.jinja} => model.chat_template: '/no/t.jinja' is not a file
+data: {train: ''} => data.train: missing
+data: {train: /no/x.jsonl} => data.train: '/no/x.jsonl' is not a file
+data: {eval: /no/y.jsonl} => data.eval: '/no/y.jsonl' is not a file
+data: {handler: other} => data.handler: 'other' is not one of plain, nor FILE.py:NAME
+data: {handler: '/no/own.py:x'} => data.handler: '/no/own.py' is not a file
+data: {train: [{path: /no/x.jsonl}]} => data.train.0.path: '/no/x.jsonl' is not a file
+data: {prompt_type: qwen9} => data.prompt_type: 'qwen9' is not one of model, deepseek3, 
+data: {prompt_type_path: /no.json} => data.prompt_type_path: /no.json: no such file or directory
+evaluation: {every: 5} => data.eval: missing; evaluation.every is 5
+evaluation: {max_new_tokens: 65} => evaluation.max_new_tokens: 65 and data.max_prompt_tokens 64 exceed the model's 128
+evaluation: {sets: [{name: a, path: /no/z.jsonl}]} => evaluation.sets.0.path: '/no/z.jsonl' is not a file
+sampling: {group_size: 1} => sampling.group_size: 1 is too few; algorithm.advantage group_norm needs at least 2
+algorithm: {advantage: gea} => algorithm.advantage: 'gea' is not one of gae, group_norm, rloo, nor
+algorithm: {kl: k9, kl_coefficient: 1} => algorithm.kl: 'k9' is not one of k1, k3
+algorithm: {dual_clip: 0.5} => algorithm.dual_clip: 0.5 is not 0 (off) or > 1
+algorithm: {correction: tis} => algorithm.correction: 'tis' is not one of icepop, none, nor FILE.py:NAME
+algorithm: {loss: '/no/mine.py:own'} => algorithm.loss: '/no/mine.py' is not a file
+algorithm: {correction: icepop}
+  => algorithm.correction: 'icepop' with loss decoupled would weigh by proximal / behaviour twice; take loss ppo, or
+algorithm: {loss: m2po, correction: icepop}
+  => algorithm.correction: 'icepop' with loss m2po would leave it ratios of 1; take loss ppo, or correction none
+algorithm: {loss: ppo, correction: icepop, correction_low: 1.5}
+  => algorithm.correction_low: [1.5, 5] leaves out 1, the weight where both engines agree
+algorithm: {loss: gspo}
+  => algorithm.aggregation: 'token_mean' is not seq_mean_token_mean, nor seq_mean_token_sum; loss gspo is one value a
+algorithm: {loss: clip_cov, covariance_low: 5} => algorithm.covariance_low: 5 is not below covariance_high 5
+algorithm: {kl_target: 0.1} => algorithm.kl_target: needs kl_coefficient > 0 to start from
+algorithm: {kl_importance_weighted: true, kl_placement: reward}
+  => algorithm.kl_importance_weighted: true is for kl_placement loss
+sampling: {group_size: 1}, algorithm: {advantage: rloo}
+  => sampling.group_size: 1 is too few; algorithm.advantage rloo needs at least 2
+rewards: {rules: []} => rewards.rules: empty
+rewards: {rules: [{name: format}, {name: z}]} => rewards.rules.1.name: 'z' is not one of accuracy, format
+training: {optimizer: {min_learning_rate: 1}} => training.optimizer.min_learning_rate: 1 is above learning_rate 1e-06
+stop: {accuracy: 0.9} => stop.accuracy: needs evaluation.every >= 1
+services: {trainer: {processes: 3}} => services.trainer.processes: 3 does not divide training.groups_per_step = 8
+training: {mini_batch_size: 3} => training.mini_batch_size: 3 does not divide groups_per_step = 8
+training: {mini_batch_size: 16} => training.mini_batch_size: 16 does not divide groups_per_step = 8
+training: {mini_batch_size: 2}, services: {trainer: {processes: 4}}
+  => services.trainer.processes: 4 does not divide training.mini_batch_size = 2
+reference: {mode: none}, algorithm: {kl_coefficient: 0.1}
+  => reference.mode: none leaves the KL term of algorithm.kl_coefficient 0.1 without its reference
+reference: {mode: adapter_off} => reference.mode: adapter_off needs a lora section
+algorithm: {advantage: gae} => critic: missing; algorithm.advantage gae needs one
+critic: {} => critic: there is one, but algorithm.advantage group_norm takes no values; leave the section out
+algorithm: {advantage: gae}, critic: {path: /no/critic} => critic.path: '/no/critic' is not a folder
+algorithm: {advantage: gae}, critic: {optimizer: {learning_rate: 0.5, min_learning_rate: 1}}
+  => critic.optimizer.min_learning_rate: 1 is above learning_rate 0.5
+algorithm: {advantage: gae}, critic: {}, services: {critic: {processes: 3}}
+  => services.critic.processes: 3 does not divide training.groups_per_step = 8
+algorithm: {advantage: gae}, critic: {}, training: {mini_batch_size: 2}, services: {critic: {processes: 8}}
+  => services.critic.processes: 8 does not divide training.mini_batch_size = 2
+services: {reward: {python: /no/python}} => services.reward.python: '/no/python' is not an executable
+services: {rollout: []} => services.rollout: an empty list; at least one fleet is needed
+publication: {backend: nccl, transport: collective}, services: {trainer: {devices: [0]}, rollout: {devices: [0]}}
+  => publication.backend: nccl takes one member a device, but trainer-0 and rollout-0 have 0; must be backend gloo
+publication: {transport: collective}, services: {trainer: {devices: [1]}, rollout: {replicas: 2, devices: [0, 1]}}
+  => publication.transport: collective takes one member a device, but trainer-0 and rollout-1 have 1; must be backend
+services: {rollout: [{}, {python: /no/.venv-vllm/bin/python}]}
+  => services.rollout.1.python: '/no/.venv-vllm/bin/python' is not an executable; run make install-vllm
+publication: {transport: files} => publication.folder: missing; transport files needs a folder that trainer and rollouts share
+publication: {transport: files, folder: weights, senders: all}
+  => publication.senders: all is not for transport files, whose folder one process writes; must be one
+publication: {transport: files, folder: /dev/null/weights}
+  => publication.folder: '/dev/null/weights' cannot be made, as /dev/null is a file
+publication: {transport: files, folder: /tmp, backend: gloo}
+  => publication.backend: gloo is for a collective; transport files has none, so must be auto
+publication: {encoding: delta, folder: /tmp, dtype: bfloat16}
+  => publication.folder: '/tmp' is for transport files alone, and it is auto
+publication: {full_every: 7} => publication.full_every: 7 is for encoding delta alone, and it is whole
+"""
+
+
+@pytest.mark.parametrize(("changes", "fault"), cases(FAULTS))
 def test_each_cross_check(sound: dict[str, Any], changes: dict[str, Any], fault: str) -> None:
     (found,) = checked(sound, **changes)
     assert found.startswith(fault)
 
 
-def test_rules_of_ones_own(sound: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("")
-    assert checked(sound, rewards={"rules": [{"name": f"{tmp_path}/mine.py:own"}]}) == []
-    (fault,) = checked(sound, rewards={"rules": [{"name": "/no/yours.py:own"}]})
-    assert fault == "rewards.rules.0.name: '/no/yours.py' is not a file"
-
-
-def test_functions_of_ones_own(sound: dict[str, Any], tmp_path: Path) -> None:
+def test_functions_and_rules_of_ones_own(sound: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
     own = f"{tmp_path}/mine.py:own"
     names = dict.fromkeys(("advantage", "loss", "correction", "aggregation", "kl"), own)
-    assert checked(sound, algorithm=names) == []
+    assert checked(sound, algorithm=names, rewards={"rules": [{"name": own}]}) == []
+    (fault,) = checked(sound, rewards={"rules": [{"name": "/no/yours.py:own"}]})
+    assert fault == "rewards.rules.0.name: '/no/yours.py' is not a file"
 
 
 def test_a_tracker_without_its_package(sound: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,3 +214,376 @@ def test_moments_of_8_bits_need_a_package(sound: dict[str, Any], monkeypatch: py
     monkeypatch.undo()
     monkeypatch.setattr("runtime.config.checks._has", lambda package: True)
     assert checked(sound, training=small) == []
+
+
+# ------------------------------------------------------------------------------------------------ how weights travel
+
+
+REMOVED = """
+staging: inplace => publication.staging: no longer a key: there is one way now, what shadow was; leave the key out
+overlap: false
+  => publication.overlap: no longer a key: the trainer keeps a copy of what it sends in host memory, as true had it; leave the k
+transport: filesystem => publication.transport: filesystem is no longer a value: write files
+transport: delta => publication.transport: delta is no longer a value: write encoding: delta, and transport: auto or collective
+in_flight: auto => publication.in_flight: auto is no longer a value: write keep, which it stood for
+"""
+
+
+@pytest.mark.parametrize(("given", "told"), cases(REMOVED))
+def test_what_was_removed_says_what_to_write_now(given: dict[str, Any], told: str) -> None:
+    (fault,) = type_faults({"run": {"name": "x"}, "publication": given})[-1:]
+    assert fault.startswith(told)
+
+
+@pytest.mark.parametrize("more", [{"encoding": "delta", "dtype": "bfloat16"}, {}])
+def test_weights_travel_by_a_shared_folder(
+    sound: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    folder = str(tmp_path / "to" / "come")
+    settings = {"transport": "files", "folder": folder, **more}
+    assert checked(sound, publication=settings) == []
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    assert checked(sound, publication=settings) == [f"publication.folder: '{folder}' cannot be written"]
+
+
+@pytest.mark.parametrize(
+    ("declared", "model", "wire", "told"),
+    [
+        ({"dtype": None, "torch_dtype": None}, "auto", "auto", "float32 (the policy's own)"),
+        ({"dtype": None, "torch_dtype": "bfloat16"}, "auto", "auto", ""),
+        ({"dtype": "float16"}, "auto", "auto", ""),
+        ({"dtype": "bfloat16"}, "float32", "auto", "float32 (the policy's own)"),
+        ({"dtype": "bfloat16"}, "auto", "float32", "float32"),
+        ({}, "float32", "bfloat16", ""),
+    ],
+)
+def test_deltas_of_float32_would_be_whole_versions(
+    sound: dict[str, Any], declared: dict[str, str | None], model: str, wire: str, told: str
+) -> None:
+    path = Path(sound["model"]["path"]) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | declared))
+    faults = checked(sound, model={"dtype": model}, publication={"encoding": "delta", "dtype": wire})
+    assert faults == [
+        f"publication.dtype: {told} changes in nearly every element, and encoding delta would send it all; must be bfloat16"
+    ] * bool(told)
+    assert checked(sound, model={"dtype": model}, publication={"dtype": wire}) == []
+
+
+# ------------------------------------------------------------------------------------------------ roles on others' devices
+
+
+WITH_ALL = {"algorithm": {"kl_coefficient": 0.1}, "critic": {}, "training": {"staleness": 1}}
+
+
+def made(**sections: Any) -> Config:
+    return msgspec.convert({"run": {"name": "a"}, **sections}, Config)
+
+
+def colocation(**sections: Any) -> list[str]:
+    return list(colocation_faults(made(**WITH_ALL | sections), trains=True))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_everything_may_lie_on_the_trainers_devices(staleness: int) -> None:
+    services = {role: {"colocate": "trainer"} for role in ("rollout", "reference", "critic", "reward_model")}
+    assert colocation(services=services, training={"staleness": staleness}) == []
+    config = made(**WITH_ALL, services=services)
+    assert (takes_turns(config), reference_takes_part(config), alternates(config)) == (True, True, False)
+    assert accelerators(config) == 1
+    services["critic"]["offload_train_optimizer"] = True  # type: ignore[assignment]
+    assert alternates(made(**WITH_ALL, services=services))
+
+
+def test_who_lies_on_others_takes_no_turns() -> None:
+    services = {"reference": {"colocate": "rollout"}, "critic": {"colocate": "trainer"}}
+    assert colocation(services=services, training={"staleness": 4}) == []
+    config = made(**WITH_ALL, services=services)
+    assert (takes_turns(config), reference_takes_part(config), alternates(config)) == (False, False, False)
+    assert accelerators(config) == 2
+
+
+COLOCATED = """
+services: {rollout: {colocate: actor}}
+  => services.rollout.colocate: 'actor' is no role with devices; must be one of reward_model, reference, trainer, critic
+services: {reference: {colocate: reference}}
+  => services.reference.colocate: reference is the role itself; must be one of rollout, reward_model, trainer, critic
+services: {trainer: {colocate: rollout}}
+  => services.trainer.colocate: rollout: others lie on the trainer's devices; must be services.rollout.colocate: trainer instead
+services: {rollout: {colocate: critic}}, critic: null
+  => services.rollout.colocate: this run has no critic; must be another, or left out
+services: {reference: {colocate: critic}, critic: {colocate: trainer}}
+  => services.reference.colocate: critic lies on the devices of trainer itself; must be a role with devices of its own
+services: {rollout: {colocate: trainer, devices: [1]}, trainer: {devices: [1]}}
+  => services.rollout.devices: [1], but colocate says that they are those of trainer; must be one of both
+services: {rollout: [{colocate: trainer}, {colocate: trainer}], trainer: {devices: [1]}}
+  => services.rollout.{}.colocate: needs 2 devices, but trainer has 1 (services.trainer.devices)
+services: {rollout: {colocate: trainer}}, training: {staleness: 2}
+  => training.staleness: 2, but rollouts and trainer take turns (colocate: trainer); must be 0 or 1, or training.partial_rollout
+services: {rollout: {colocate: trainer}}, training: {staleness: 0, partial_rollouts: true}
+  => training.staleness: 0, but with training.partial_rollouts replies have several versions; must be at least 1
+services: {rollout: {colocate: trainer}}, training: {partial_rollouts: true}, publication: {in_flight: drain}
+  => publication.in_flight: drain, but training.partial_rollouts has replies go on; must be keep or recompute
+training: {partial_rollouts: true}
+  => training.partial_rollouts: true, but rollouts and trainer do not take turns (colocate: trainer); must be false
+services: {rollout: [{colocate: trainer}, {}]}
+  => services.rollout.1.colocate: must be trainer, as that of other fleets: all rollouts take turns with it, or none
+services: {rollout: {colocate: trainer}}, publication: {backend: nccl}
+  => publication.backend: nccl takes one member a device, and rollouts lie on the trainer's; must be auto or gloo
+"""
+
+
+@pytest.mark.parametrize(("sections", "fault"), cases(COLOCATED))
+def test_what_does_not_go_together_is_told_in_one_line(sections: dict[str, Any], fault: str) -> None:
+    found = colocation(**sections)
+    told = [fault.format(0), fault.format(1)] if "{}" in fault else [fault]
+    assert [each[: len(told[0])] for each in found] == told
+    if "nccl" in fault:
+        assert list(device_faults(made(**WITH_ALL | sections), trains=True)) == []  # told once
+
+
+def test_a_cycle_is_told_on_both_sides() -> None:
+    found = colocation(services={"reference": {"colocate": "critic"}, "critic": {"colocate": "reference"}})
+    assert [fault.partition(":")[0] for fault in found] == ["services.reference.colocate", "services.critic.colocate"]
+
+
+# ------------------------------------------------------------------------------------------------ the network between nodes
+
+
+TWO_NODES = {"nodes": [{"name": "a"}, {"name": "b"}]}
+REACHED: dict[str, Any] = {"services": {"coordinator": {"host": "10.1.0.1", "port": 7000}}, "network": {"interface": "eth0"}}
+
+
+def addresses(trains: bool = True, **sections: Any) -> list[str]:
+    return list(network_faults(made(**sections), trains))
+
+
+def test_one_node_may_be_on_loopback_and_several_need_addresses_that_others_reach() -> None:
+    for cluster in ({}, {"min_nodes": 1}, {"nodes": [{"name": "a"}]}):
+        assert addresses(cluster=cluster) == []
+    for cluster in ({"min_nodes": 2}, TWO_NODES, TWO_NODES | {"min_nodes": 1}):
+        assert addresses(cluster=cluster, **REACHED) == []
+        interface, host, port = addresses(cluster=cluster)
+        assert interface.startswith("network.interface: '127.0.0.1' is loopback, by which no other node is reached; on several")
+        assert host.startswith("services.coordinator.host: missing; on several nodes it must be the address that all reach")
+        assert port == "services.coordinator.port: 0 is any free port, on one node; on several it must be named"
+    for host in ("127.0.0.1", "127.3.0.1", "localhost", "::1"):
+        (fault,) = addresses(cluster=TWO_NODES, **REACHED | {"services": {"coordinator": {"host": host, "port": 7000}}})
+        assert fault.startswith(f"services.coordinator.host: '{host}' is loopback; on several nodes it must be the address")
+
+
+@pytest.mark.parametrize(("security", "used"), [("auto", True), ("tls", True), ("token", False), ("none", False)])
+def test_certificates_that_are_not_used_are_told(security: str, used: bool) -> None:
+    told = addresses(network={"security": security, "tls": {"ca": "a", "certificate": "b", "key": "c"}})
+    fault = f"network.tls: is not used with network.security {security}; must be left out, or that be tls or auto"
+    assert told == ([] if used else [fault])
+
+
+NETWORK = """
+cluster: {nodes: []} => cluster.nodes: empty; must be auto, or name at least one node
+cluster: {nodes: [{name: a}, {name: a}]} => cluster.nodes.1.name: 'a' is that of another node; must be its own
+cluster: {nodes: [{name: a}, {name: ''}]}
+  => cluster.nodes.1.name: '' is no name; must be what its agent is called (--name, or its host name)
+cluster: {nodes: [{name: a}, {name: b}], min_nodes: 3}
+  => cluster.min_nodes: 3, but cluster.nodes names 2; must be at most that
+placement: [] => services.trainer.placement: empty; must be pack, spread, or name at least one node
+placement: [a, b, a] => services.trainer.placement: names 'a' twice; must name each node once
+standby: c => services.coordinator.standby: 'c' is no node; must be one of a, b
+cluster: {}, standby: b
+  => services.coordinator.standby: 'b', but the run has one node; needs cluster.nodes or cluster.min_nodes
+standby: b => none
+cluster: {min_nodes: 2}, standby: anybody => none
+port_range: [80, 90] => network.port_range: [80, 90] is not a range of ports from 1024 to 65535, first and last
+port_range: [7000, 6999] => network.port_range: [7000, 6999] is not a range of ports from 1024 to 65535, first and last
+port_range: [59000, 60000] => network.port_range: [59000, 60000] overlaps hccl_host_ports [60000, 60999]
+port_range: [61500, 61600] => network.port_range: [61500, 61600] overlaps hccl_npu_ports [61000, 61999]
+port_range: [7000, 7001] => none
+"""
+
+
+@pytest.mark.parametrize(("given", "fault"), cases(NETWORK))
+def test_nodes_and_ports_that_cannot_be(given: dict[str, Any], fault: str) -> None:
+    """`none`: which nodes take how many of a range is known when they are there."""
+    services = {"trainer": {"placement": given.get("placement", "pack")}}
+    services["coordinator"] = REACHED["services"]["coordinator"] | {"standby": given.get("standby", "")}
+    found = {"interface": "eth0"} | ({"port_range": given["port_range"]} if "port_range" in given else {})
+    told = addresses(cluster=given.get("cluster", TWO_NODES), services=services, network=found)
+    assert told == ([] if fault == "none" else [fault])
+
+
+def test_a_range_holds_what_listens_at_once() -> None:
+    """A rollout, a reward, a trainer, the coordinator, and two rendezvous of the weights: six. As many again as there are
+    processes are what Prometheus asks, the coordinator among them unless its port is named."""
+    rewards = {"rules": [{"name": "gsm8k"}]}
+    named = {"services": {"coordinator": {"port": 6000}}}
+    for needed, trains, sections in (
+        (6, True, {}),
+        (5, True, named),
+        (3, False, {}),
+        (10, True, {"metrics": {"prometheus": {"port": 0}}}),
+        (9, True, {"metrics": {"prometheus": {"port": 6000}}}),
+    ):
+        assert addresses(trains, network={"port_range": [7000, 7000 + needed - 1]}, rewards=rewards, **sections) == []
+        (fault,) = addresses(trains, network={"port_range": [7000, 7000 + needed - 2]}, rewards=rewards, **sections)
+        assert fault.endswith(f"has fewer ports than the run needs, {needed}")
+
+
+@pytest.mark.parametrize(
+    ("network", "refused"),
+    [
+        ({}, False),
+        ({"interface": "::1"}, False),
+        ({"interface": "10.1.0.0/16"}, True),
+        ({"interface": "10.1.0.7", "security": "token"}, True),
+        ({"interface": "10.1.0.7", "security": "none"}, False),
+    ],
+)
+def test_off_this_machine_metrics_are_for_who_has_the_token(network: dict[str, Any], refused: bool) -> None:
+    told = addresses(network=network, metrics={"prometheus": {}})
+    assert [fault.partition(";")[0] for fault in told] == ["metrics.prometheus.token: missing"] * refused
+    assert addresses(network=network, metrics={"prometheus": {"token": {"from": "SCRAPED"}}}) == []
+    assert addresses(network=network) == []
+
+
+# ------------------------------------------------------------------------------------------------ models and their engines
+
+
+DECODED = f"must be one of {', '.join(FAMILIES)}"
+DIVERGING = {"algorithm": {"kl_coefficient": 0.1}}
+VLLM: dict[str, Any] = {"rollout": {"engine": "vllm", "python": sys.executable}}
+
+
+def test_model_folders(sound: dict[str, Any], tmp_path: Path) -> None:
+    policy = Path(sound["model"]["path"])
+    wide = model_folder(tmp_path / "wide", vocab_size=301)
+    (fault,) = checked(sound, model={"reference": str(wide)})
+    assert fault == f"model.reference: '{wide}' has a vocabulary of 301 tokens, the policy one of 300"
+    (fault,) = checked(sound, **(PPO | {"critic": {"path": str(wide)}}))
+    assert fault == f"critic.path: '{wide}' has a vocabulary of 301 tokens, the policy one of 300"
+    (model_folder(tmp_path / "empty") / "model.safetensors").unlink()
+    (fault,) = checked(sound, **(PPO | {"critic": {"path": str(tmp_path / "empty")}}))
+    assert fault == f"critic.path: '{tmp_path / 'empty'}' has no weights (*.safetensors)"
+
+    (policy / "model.safetensors").unlink()
+    assert checked(sound) == [f"model.path: '{policy}' has no weights (*.safetensors)"]
+    (policy / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
+    )
+    assert checked(sound) == [f"model.path: '{policy}' lacks 1.safetensors, which its index names, and 1 more"]
+    for shard in "12":
+        (policy / f"{shard}.safetensors").write_bytes(b"w")
+    assert checked(sound) == []
+    (policy / "tokenizer.json").unlink()
+    (policy / "config.json").write_text("{")
+    assert checked(sound) == [
+        f"model.path: '{policy}' has no config.json of a language model",
+        f"model.path: '{policy}' has no tokenizer.json",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["phi3", "qwen2_moe"])
+def test_embedded_rollouts_take_the_decoders_families_alone_and_references_others_too(
+    sound: dict[str, Any], tmp_path: Path, kind: str
+) -> None:
+    other = str(model_folder(tmp_path / "other", **EXPERTS | {"model_type": kind}))
+    needs = "rollouts need services.rollout.engine vllm for this model"
+    unknown = f"services.rollout.engine: torch: model.path: model_type '{kind}' is not supported; {DECODED}; {needs}"
+    assert checked(sound, model={"path": other}) == checked(sound, model={"path": other}, **DIVERGING) == [unknown]
+    assert checked(sound, model={"reference": other}, **DIVERGING) == []
+    assert checked(sound, model={"path": other}, services=VLLM) == []
+    ours = str(model_folder(tmp_path / "ours", **EXPERTS))
+    assert checked(sound, model={"path": ours}, **DIVERGING) == []
+    stretched = str(model_folder(tmp_path / "a", rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
+    ropes = "rope_type 'dynamic' is not supported; must be one of default, linear, llama3, yarn"
+    assert checked(sound, model={"path": stretched}) == [f"services.rollout.engine: torch: model.path: {ropes}; {needs}"]
+
+
+def test_sizes_that_other_families_call_otherwise_are_not_asked_for(sound: dict[str, Any], tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "other", model_type="gpt2")
+    described = json.loads((folder / "config.json").read_text())
+    for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"):
+        del described[name]
+    (folder / "config.json").write_text(json.dumps(described))
+    assert checked(sound, model={"path": str(folder)}, services=VLLM) == []
+    (of_rollouts,) = checked(sound, model={"path": str(folder)})
+    assert of_rollouts.startswith("services.rollout.engine: torch: model.path: model_type 'gpt2' is not supported; ")
+
+
+UNTRAINED = """
+model_type: qwen2_5_vl => the installed transformers has no 
+model_type: gpt_oss, quantization_config: {quant_method: mxfp4}
+  => quantization_config has quant_method 'mxfp4', which is not trained; must be a folder of bfloat16 weights
+model_type: qwen2, quantization_config: {quant_method: awq} => quantization_config: quant_method 'awq', 
+model_type: qwen3_next, layer_types: [linear_attention, full_attention]
+  => a qwen3_next model cannot run packed (linear_attention); all layers must be full or sliding attention
+model_type: gemma2, attn_logit_softcapping: 50.0 => a gemma2 model cannot run packed (its attention has soft
+"""
+
+
+@pytest.mark.parametrize(("described", "fault"), cases(UNTRAINED))
+def test_trainer_and_critic_take_what_transformers_runs_and_reward_models_run_packed(
+    sound: dict[str, Any], tmp_path: Path, described: dict[str, Any], fault: str
+) -> None:
+    architectures = ["XForSequenceClassification"]
+    other = str(model_folder(tmp_path / "other", **described, architectures=architectures, id2label={"0": "a"}))
+    of_role = {"trainer": {"model": {"path": other}}, "critic": PPO | {"critic": {"path": other}}}
+    of_role["reward_model"] = {"rewards": {"model": {"path": other, "max_tokens": 128}}}
+    for role, named in (("trainer", "model"), ("critic", "critic"), ("reward_model", "rewards.model")):
+        services = VLLM if role == "trainer" else {}
+        found = checked(sound, services=services, **of_role[role])
+        if "cannot run packed" in fault and role != "reward_model":
+            assert found == []
+        else:
+            (told,) = found
+            assert told.removeprefix(f"services.{role}.engine: torch: ").startswith(f"{named}.path: {fault}")
+        own = VLLM | {role: {"python": sys.executable}}  # another interpreter has another transformers
+        assert checked(sound, services=own, **of_role[role]) == []
+
+
+def test_megatron_names_the_folder_that_it_cannot_take(sound: dict[str, Any], tmp_path: Path) -> None:
+    other = str(model_folder(tmp_path / "other", model_type="phi3"))
+    stretched = str(model_folder(tmp_path / "a", model_type="qwen2", rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
+    spread = {"engine": "megatron", "python": sys.executable}
+    assert checked(sound, **PPO | {"critic": {"path": other}}, services={"critic": spread}) == [
+        "critic.path: model_type 'phi3' has no mapping to megatron-core; must be one of llama, qwen2, qwen3, qwen3_moe, "
+        "mistral, mixtral, deepseek_v3, glm4_moe"
+    ]
+    assert checked(sound, model={"reference": stretched}, services={"reference": spread}, **DIVERGING) == [
+        "model.reference: rope_type 'dynamic' is not supported; must be one of default, linear, llama3, yarn"
+    ]
+
+
+def test_weights_in_float8_are_for_the_embedded_engines(sound: dict[str, Any], tmp_path: Path) -> None:
+    float8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    other = str(model_folder(tmp_path / "other", quantization_config=float8))
+    assert checked(sound, model={"path": other}) == []
+    assert checked(sound, model={"path": other}, services=VLLM) == [
+        "services.rollout.engine: vllm: model.path is quantised, what is published is not; must be torch, or another folder"
+    ]
+    awq = str(model_folder(tmp_path / "awq", quantization_config={"quant_method": "awq"}))
+    told = (
+        "model.path: quantization_config: quant_method 'awq', fmt 'e4m3', weight_block_size None is not supported; must be fp8"
+    )
+    assert all(told in fault for fault in checked(sound, model={"path": awq}))
+
+
+# ------------------------------------------------------------------------------------------------ experts
+
+
+ALL = {"replay": "routing", "aux_loss": 0.01, "z_loss": 0.001}
+
+
+def test_what_of_the_section_moe_a_model_may_have(sound: dict[str, Any], tmp_path: Path) -> None:
+    experts = {"path": str(model_folder(tmp_path / "experts", **EXPERTS))}
+    bias = "moe.bias_update: 0.001 is for models whose scores have a bias, as deepseek_v3's and glm4_moe's"
+    assert checked(sound, model=experts, moe=ALL) == []
+    assert checked(sound, model=experts, moe=ALL | {"bias_update": 0.001}) == [f"{bias}, and model.path has none; must be 0.0"]
+    none = "is for models with experts, and model.path has none"
+    assert checked(sound, moe=ALL | {"bias_update": 0.001}) == [
+        f"moe.replay: routing {none}; must be off",
+        *(f"moe.{name} {none}; must be 0.0" for name in ("aux_loss: 0.01", "z_loss: 0.001", "bias_update: 0.001")),
+    ]
+    fault = "moe.replay: routing is not for adapters (lora); must be off"
+    assert fault in checked(sound, model=experts, moe={"replay": "routing"}, lora={})
+    services = {"trainer": {"engine": "megatron"}}
+    fault = "moe.replay: routing needs services.trainer.engine torch; must be off"
+    assert fault in checked(sound, model=experts, moe={"replay": "routing"}, services=services)

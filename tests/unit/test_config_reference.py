@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,14 +13,13 @@ from launcher import config_reference
 from launcher.config_reference import purpose, schema
 from launcher.mindspeed.keys import TABLE
 from runtime import run_files
-from runtime.config import UNIT, Config, loading
+from runtime.config import UNIT, Config
+from tests.unit.source_tree import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration-reference.md"
 KEYS = [key for part in config_reference.parts() for key in part.keys]
 PATHS = {key.path for key in KEYS}
 SECTIONS = {part.path for part in config_reference.parts()}
-FILES = [path for package in ("runtime", "services", "launcher") for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def test_the_page_is_what_the_schema_says() -> None:
@@ -94,20 +89,6 @@ def test_units_are_those_of_the_names() -> None:
     assert units["services.trainer.parallel.layers_per_stage"] == "layers"  # through a list
 
 
-def test_rows_by_hand() -> None:
-    rows = {key.path: key for key in KEYS}
-    row = rows["publication.bucket_bytes"]
-    assert (row.type, row.default, row.unit) == ("integer ≥ 1", "`16777216` (16 MiB)", "bytes")
-    assert rows["training.optimizer.learning_rate"].default == "`1e-6`"
-    assert rows["critic.optimizer.learning_rate"].default == "`1e-5`"
-    assert rows["training.optimizer.betas"].default == "`[0.9, 0.999]`"
-    assert (rows["run.name"].default, rows["run.dir"].default) == ("required", '`""`')
-    assert rows["data.train"].type == "string or list of: section"
-    assert rows["network.port_range"].type == "list of 2: integer ≥ 0 and ≤ 65535 or null"
-    assert rows["trackers"].default == "`[{name: jsonl}, {name: tensorboard}]`"
-    assert rows["services.rollout"].default == "`{}`"
-
-
 def test_the_schema_describes_every_key_with_its_unit() -> None:
     found = schema()
     assert json.loads(json.dumps(found))["$ref"] == "#/$defs/Config"
@@ -127,41 +108,3 @@ def test_the_schema_describes_every_key_with_its_unit() -> None:
         if '"$ref"' not in json.dumps(said) and not said.get("description")
     ]
     assert silent == []
-
-
-def test_who_loads_a_configuration_reads_no_source() -> None:
-    code = "import sys, services.coordinator; sys.exit('launcher.config_reference' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0
-
-
-def reads(tree: ast.AST) -> Iterator[str]:
-    """The names of attributes that are read, by a dot or by `getattr`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            yield node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
-            yield from (str(argument.value) for argument in node.args[1:2] if isinstance(argument, ast.Constant))
-
-
-def read_names() -> set[str]:
-    """By whom has no part in it; of the schema's own files only what their functions read counts."""
-    found: set[str] = set()
-    for path in FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        inside = path.is_relative_to(ROOT / "runtime" / "config")
-        parts = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)] if inside else [tree]
-        found.update(name for part in parts for name in reads(part))
-    return found
-
-
-def test_every_key_is_read_somewhere() -> None:
-    names = read_names()
-    filled = set(loading._PRESETS)  # these are read before there is a Config
-    # Of references, which `runtime.config.secret_values` reads as plain values.
-    filled |= {path for path in PATHS if path.endswith(".token.from")}
-    assert sorted(key.path for key in KEYS if key.path.rpartition(".")[2] not in names and key.path not in filled) == []
-
-
-def test_a_key_that_is_only_written_would_be_found() -> None:
-    tree = ast.parse("config.a = 1\nreplace(config, b=2)\nf(config.c.d, getattr(config, 'e'))")
-    assert sorted(reads(tree)) == ["c", "d", "e"]

@@ -1,19 +1,37 @@
-"""What a step waited for: hand-made lives of groups, whose paths are known."""
+"""The spans of processes: their file, and what a step waited for, in hand-made lives of groups whose paths are known."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launcher.commands.why import CAUSES
+from runtime import config, run_files
+from runtime.config import Config
 from runtime.environments import messages
 from runtime.ledger.reader import GroupRow
 from runtime.ledger.states import Mark, Phase
-from runtime.process.spans import CALLS, EPISODES, POLICY, PUBLICATION, STATE, TOOL, TracedSpan
+from runtime.process import spans
+from runtime.process.spans import (
+    CALLS,
+    EPISODES,
+    POLICY,
+    PUBLICATION,
+    STATE,
+    TOOL,
+    LineStates,
+    SpanFolder,
+    SpanLog,
+    TracedSpan,
+    joined,
+)
 from runtime.telemetry import critical_path
 from runtime.telemetry.critical_path import (
     COORDINATOR,
@@ -32,33 +50,12 @@ LIFE = ("admitted", "generating", "generated", "scored", "ready", "consumed", "r
 
 def group(group_id: int, step: int, *times: float, replica: str = "rollout-0", attempt: int = 1, **marks: float) -> GroupRow:
     """`times`: of LIFE, in order."""
-    return GroupRow(
-        group_id=group_id,
-        problem=0,
-        source="",
-        label="",
-        seed=0,
-        phase=Phase.RETIRED,
-        marks=Mark.SCORED,
-        why=None,
-        step=step,
-        taken=step,
-        place=0,
-        replica=replica,
-        attempt=attempt,
-        due=step,
-        oldest=None,
-        newest=None,
-        prompt_tokens=1,
-        response_tokens=[1],
-        truncated=0,
-        rewards=[],
-        outcomes=None,
-        reward=1.0,
-        scores=None,
-        handles={},
-        times={**dict(zip(LIFE, times, strict=True)), **marks},
-    )
+    nothing = dict.fromkeys(("why", "oldest", "newest", "outcomes", "scores"))
+    same = {"phase": Phase.RETIRED, "marks": Mark.SCORED, "taken": step, "place": 0, "due": step}
+    sizes = {"prompt_tokens": 1, "response_tokens": [1], "truncated": 0, "rewards": [], "reward": 1.0, "handles": {}}
+    known: Any = {"problem": 0, "source": "", "label": "", "seed": 0, **nothing, **same, **sizes}
+    stamps = {**dict(zip(LIFE, times, strict=True)), **marks}
+    return GroupRow(group_id=group_id, step=step, replica=replica, attempt=attempt, times=stamps, **known)
 
 
 def told(found: StepPath) -> list[tuple[str, float, str, int]]:
@@ -75,21 +72,17 @@ def test_a_step_waits_for_its_last_group() -> None:
         ("train", 2.0, TRAINER, -1),
         ("publish", 1.0, "", -1),
     ]
-
-
-def test_what_was_done_before_the_step_began_is_not_on_its_path() -> None:
-    batch = [group(1, 5, 2, 3, 14, 15, 15, 20, 21)]
-    assert told(path(5, batch, 10.0)) == [
+    # What was done before the step began is not on its path.
+    assert told(path(5, [group(1, 5, 2, 3, 14, 15, 15, 20, 21)], 10.0)) == [
         ("generate", 4.0, "rollout-0", 1),
         ("score", 1.0, "", 1),
         ("train", 5.0, TRAINER, -1),
         ("publish", 1.0, "", -1),
     ]
-
-
-def test_a_step_whose_groups_were_ready_waits_for_the_trainer_alone() -> None:
-    batch = [group(1, 5, 2, 3, 4, 5, 5, 20, 21), group(2, 5, 2, 3, 4, 9, 9, 20, 21)]
-    assert told(path(5, batch, 10.0)) == [("train", 10.0, TRAINER, -1), ("publish", 1.0, "", -1)]
+    ready = [group(1, 5, 2, 3, 4, 5, 5, 20, 21), group(2, 5, 2, 3, 4, 9, 9, 20, 21)]
+    assert told(path(5, ready, 10.0)) == [("train", 10.0, TRAINER, -1), ("publish", 1.0, "", -1)]
+    again = [group(1, 5, 10, 13, 14, 15, 15, 16, 16, attempt=2)]
+    assert told(path(5, again, 10.0))[0] == ("generate again", 3.0, "", 1)
 
 
 @pytest.mark.parametrize(("mark", "cause"), [("scored", "score"), ("referenced", "reference"), ("valued", "value")])
@@ -99,13 +92,9 @@ def test_the_mark_that_came_last_is_the_one_that_was_waited_for(mark: str, cause
     assert told(path(5, [row], 10.0))[1][:2] == (cause, 2.0)
 
 
-def test_what_was_lost_and_generated_again_says_so() -> None:
-    found = path(5, [group(1, 5, 10, 13, 14, 15, 15, 16, 16, attempt=2)], 10.0)
-    assert told(found)[0] == ("generate again", 3.0, "", 1)
-
-
 def test_a_step_begins_where_the_one_before_was_committed() -> None:
-    rows = [group(step, step, step, step, step, step, step + 0.5, step + 1.5, step + 2.0) for step in (3, 4, 6)]
+    rows = [group(step, step, step, step, step, step, step + 0.5, step + 1.5, step + 2.0) for step in (3, 4, 6, 7)]
+    del rows[-1].times["retired"]  # it is of no step
     assert [(each.start, each.end) for each in paths(rows)] == [(3.0, 5.0), (5.0, 6.0), (6.0, 8.0)]
 
 
@@ -120,15 +109,9 @@ def test_the_time_for_which_the_trainer_was_not_there_is_a_restart() -> None:
     assert ProcessSpans({COORDINATOR: spans[:1]}).explain(step).parts[0] == PathPart("admit", 10.0, 70.0, "", 1)
 
 
-def test_groups_that_are_not_committed_are_of_no_step() -> None:
-    row = group(1, 5, 10, 10, 12, 13, 14, 15, 15)
-    del row.times["retired"]
-    assert paths([row]) == []
-
-
 def test_the_parts_are_as_long_as_the_step_whatever_the_times() -> None:
     chance = random.Random(3)
-    for _ in range(300):
+    for _ in range(100):
         batch = [
             group(number, 5, *sorted(chance.uniform(0, 20) for _ in LIFE), attempt=chance.choice((1, 2)))
             for number in range(chance.randint(1, 5))
@@ -299,3 +282,152 @@ def test_the_totals_are_as_long_as_the_steps_and_the_longest_first() -> None:
         ("publish", "", 1.0, 1),
     ]
     assert found[1].inside == {"decode": 2.0}
+
+
+# ------------------------------------------------------------------------------------------------------------ the file of spans
+
+
+def opened(folder: Path, most_bytes: int = 1 << 20, process: str = "rollout-0") -> SpanLog:
+    log = SpanLog()
+    log.open(Config(run=config.Run(name="test", dir=str(folder)), logs=config.Logs(span_bytes=most_bytes)), process)
+    return log
+
+
+class FullDisk:
+    """A file on a disk that has no room until `room`; a write of a part is all that it takes."""
+
+    def __init__(self, file: Any):
+        self._file, self.room = file, False
+
+    def write(self, line: bytes) -> int:
+        return int(self._file.write(line if self.room else line[:5]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def read(folder: Path) -> SpanFolder:
+    files = SpanFolder(folder)
+    files.follow()
+    return files
+
+
+def test_what_was_added_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("SLUICE_INCARNATION", "2")
+    log, now = opened(tmp_path), time.monotonic()
+    log.add("decode", now - 2, now - 1, "engine")
+    log.add("Generate", now - 2, now, CALLS, 7, 5, "why ☃\n")
+    log.close()
+    (file,) = read(tmp_path).files.values()
+    assert (file.header.process, file.header.rank, file.header.incarnation, file.header.dropped) == ("rollout-0", 3, 2, 0)
+    decode, generate = file.spans
+    assert (decode.name, decode.line, decode.group, decode.step) == ("decode", "engine", -1, -1)
+    assert generate[3:] == (CALLS, 7, 5, "why ☃\n")
+    # Both clocks are read one after the other, in an interval that holds this one.
+    assert decode.end - decode.start == pytest.approx(1.0, abs=1e-6)
+    assert generate.start == decode.start
+
+
+def test_a_log_that_is_not_open_takes_nothing(tmp_path: Path) -> None:
+    for log in (SpanLog(), opened(tmp_path, 0)):
+        log.add("decode", 0.0, 1.0)
+        with log.span("gather"):
+            pass
+        log.close()
+    assert not (tmp_path / run_files.SPANS).exists()
+
+
+def test_a_folder_that_cannot_be_written_costs_the_spans_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / run_files.SPANS).write_text("")
+    log = opened(tmp_path)
+    log.add("decode", 0.0, 1.0)
+    log.close()
+    assert "no spans of rollout-0" in caplog.text
+
+
+def test_what_does_not_fit_is_dropped_the_newest_and_counted(tmp_path: Path) -> None:
+    most = 4096
+    log = opened(tmp_path, most)
+    for number in range(200):
+        log.add(f"phase-{number}", number, number + 0.5)
+    log.close()
+    (file,) = read(tmp_path).files.values()
+    assert file.path.stat().st_size <= most
+    assert [span.name for span in file.spans] == [f"phase-{number}" for number in range(len(file.spans))]
+    assert 0 < len(file.spans) < 200
+    assert file.header.dropped == 200 - len(file.spans)
+
+
+def test_a_file_is_followed_and_a_torn_line_left_out(tmp_path: Path) -> None:
+    log = opened(tmp_path)
+    log.add("one", 0.0, 1.0)
+    log.close()
+    files = read(tmp_path)
+    (file,) = files.files.values()
+    with file.path.open("ab") as more:
+        more.write(b'["two",1.0,2.0,"",-1,-1,""]\n["thr')
+    files.follow()
+    assert [span.name for span in file.spans] == ["one", "two"]
+    with file.path.open("ab") as more:
+        more.write(b'ee",2.0,3.0,"",-1,-1,""]\n["torn\n["four",3.0,4.0,"",-1,-1,""]\n')
+    files.follow()
+    assert [span.name for span in file.spans] == ["one", "two", "three", "four"]
+    file.path.unlink()  # of a run that was replaced
+    files.follow()
+    assert files.files == {}
+
+
+def test_a_line_is_in_one_state_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = opened(tmp_path)
+    monkeypatch.setattr(spans, "log", log)
+    states = LineStates()
+    for line, state, detail in (("a", "placed", ""), ("b", "placed", ""), ("a", "lost", "signal 9"), ("a", "serving", "")):
+        states.enter(line, state, detail)
+    states.close()
+    log.close()
+    (file,) = read(tmp_path).files.values()
+    told = sorted((span.line, span.start, span.name, span.detail) for span in file.spans)
+    assert [(line, name, detail) for line, _, name, detail in told] == [
+        ("a", "placed", ""),
+        ("a", "lost", "signal 9"),
+        ("a", "serving", ""),
+        ("b", "placed", ""),
+    ]
+
+
+def test_what_only_a_short_gap_parts_is_one_span() -> None:
+    def decode(start: float, end: float, detail: str = "") -> TracedSpan:
+        return TracedSpan("decode", start, end, "engine", detail=detail)
+
+    call = TracedSpan("Score", 0.0, 1.0, CALLS)
+    spans = [decode(0, 1), call, decode(1.001, 2), decode(2.0, 3, "other"), call._replace(start=1.0), decode(2.01, 4)]
+    assert joined(spans) == [decode(0, 2), call, decode(2.0, 3, "other"), call._replace(start=1.0), decode(2.01, 4)]
+    alternating = [decode(0, 1), decode(1, 1.001, "other"), decode(1.001, 2)]
+    assert joined(alternating) == alternating
+
+
+def test_all_starts_of_a_process_together_have_so_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.process.spans.time.time", itertools.count(1.0).__next__)
+    for _ in range(3):
+        log = opened(tmp_path, 4000)
+        for at in range(100):
+            log.add(f"decode {at}", at, at + 0.5, CALLS)
+        log.close()
+    files = sorted(read(tmp_path).files.values(), key=lambda file: file.path.name)
+    assert sum(file.path.stat().st_size for file in files) <= 4000 + 2 * 512, "a header tells of each start what it dropped"
+    assert [len(file.spans) + file.header.dropped for file in files] == [100, 100, 100]
+    assert len(files[0].spans) > 0
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_what_came_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = opened(tmp_path)
+    full = FullDisk(log._file)
+    monkeypatch.setattr(log, "_file", full)
+    log.add("lost", 1.0, 2.0, CALLS)
+    log._flush()
+    full.room = True
+    log.add("kept", 2.0, 3.0, CALLS)
+    log.close()
+    (found,) = read(tmp_path).files.values()
+    assert ([span.name for span in found.spans], found.header.dropped) == (["kept"], 1)

@@ -1,10 +1,12 @@
-"""`sluice data prepare`: the same file for any number of workers, every row accounted for, and what training makes of it."""
+"""`sluice data prepare`: the same file for any number of workers, every row accounted for; and the published files."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,23 @@ import pytest
 from launcher import cli
 from runtime.config import Curriculum, Data, Source
 from runtime.data import prepare_settings
+from runtime.data.handlers import load_problems
 from runtime.data.order import Share
+from runtime.data.overlap import overlap
 from runtime.data.prepare import CHUNK_ROWS, PreparedData, prepare
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError, UserError
 from runtime.models import tiny_model
+from tests.real_data import ROOT, real_file
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    tiny_model.write_tokenizer(tmp_path / "model")
-    return tmp_path / "model"
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Not to be written to."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model.write_tokenizer(folder)
+    return folder
 
 
 def rows(count: int) -> list[dict[str, Any]]:
@@ -52,17 +58,13 @@ def write(path: Path, made: list[dict[str, Any]]) -> Path:
 
 
 def settings_of(folder: Path, model: Path, *overrides: str, **keys: Any) -> prepare_settings.PrepareSettings:
-    raw = {
-        "input": str(folder / "in" / "train.jsonl"),
-        "tokenizer_name_or_path": str(model),
-        "output_prefix": str(folder / "out"),
-    }
+    raw = {"input": f"{folder}/in/train.jsonl", "tokenizer_name_or_path": str(model), "output_prefix": f"{folder}/out"}
     (folder / "prepare.yaml").write_text(json.dumps(raw | keys))
     return prepare_settings.load(folder / "prepare.yaml", overrides)
 
 
 def test_the_output_is_the_same_for_any_number_of_workers(tmp_path: Path, model: Path) -> None:
-    write(tmp_path / "in" / "train.jsonl", rows(5 * CHUNK_ROWS + 17))
+    write(tmp_path / "in" / "train.jsonl", rows(4 * CHUNK_ROWS + 17))
     keys = {"dataset_additional_keys": ["labels", "level", "note"], "max_prompt_length": 150, "prompt_type": "qwen"}
     made = {}
     for workers in (1, 2, 4):
@@ -76,12 +78,8 @@ def test_every_row_is_in_the_output_or_counted(tmp_path: Path, model: Path) -> N
     made = rows(1000)
     write(tmp_path / "in" / "train.jsonl", made)
     told: list[tuple[int, int]] = []
-    outcome = prepare(
-        settings_of(
-            tmp_path, model, max_prompt_length=150, difficulty_key="level", dataset_additional_keys=["note"], log_interval=300
-        ),
-        lambda done, total: told.append((done, total)),
-    )
+    keys = {"max_prompt_length": 150, "difficulty_key": "level", "dataset_additional_keys": ["note"], "log_interval": 300}
+    outcome = prepare(settings_of(tmp_path, model, **keys), lambda done, total: told.append((done, total)))
     (count,) = outcome.sources.values()
     assert count.dropped == {"duplicate problem": 12, "null label": 11, "prompt over 150 tokens": 7, "empty prompt": 1}
     assert count.rows == 1000 == count.kept + sum(count.dropped.values())
@@ -161,19 +159,16 @@ def test_a_prepared_file_for_another_model_is_refused(tmp_path: Path, model: Pat
         f"data.train: {path} was prepared with prompt_type qwen, which is not the template of data.prompt_type model; "
         "set that, or prepare it again"
     )
-    raw = json.loads((model / "tokenizer.json").read_text())
-    raw["added_tokens"][0]["content"] = "<|another|>"
-    (model / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises(UserError, match=rf"^data\.train: {path} was prepared with another tokenizer than that of {model}; "):
-        training_prompts(data, Tokenizer(str(model), prompt_type="qwen"))
-
-
-def test_settings_that_do_not_touch_a_prompt_may_differ(tmp_path: Path, model: Path) -> None:
-    path = prepared(tmp_path, model, prompt_type="qwen").path
-    raw = json.loads((model / "tokenizer.json").read_text())
+    other = shutil.copytree(model, tmp_path / "other")
+    raw = json.loads((other / "tokenizer.json").read_text())
+    # Settings that do not touch a prompt may differ.
     raw |= {"truncation": {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}}
-    (model / "tokenizer.json").write_text(json.dumps(raw, indent=4))  # as transformers may write it
-    assert training_prompts(Data(train=path), Tokenizer(str(model), prompt_type="qwen")).problems
+    (other / "tokenizer.json").write_text(json.dumps(raw, indent=4))  # as transformers may write it
+    assert training_prompts(data, Tokenizer(str(other), prompt_type="qwen")).problems
+    raw["added_tokens"][0]["content"] = "<|another|>"
+    (other / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(UserError, match=rf"^data\.train: {path} was prepared with another tokenizer than that of {other}; "):
+        training_prompts(data, Tokenizer(str(other), prompt_type="qwen"))
 
 
 def test_sources_of_all_kinds_are_mixed(tmp_path: Path, model: Path) -> None:
@@ -208,7 +203,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, model: Path, monke
     with pytest.raises(UserError, match=r"^output_prefix: .*out\.parquet: no space left on device$"):
         prepare(settings_of(tmp_path, model, prompt_type="qwen"))
     assert Path(outcome.path).read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "model", "out.parquet", "prepare.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.parquet", "prepare.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -248,8 +243,7 @@ def test_rows_that_will_not_do(tmp_path: Path, model: Path, keys: dict[str, Any]
         ({"handlr": "gsm8k"}, "handlr: unknown key; nearest is 'handler'"),
         ({"map_keys": {"history": "h"}}, "map_keys.history: unknown key; "),
         ({"workers": 0}, "workers: 0 is not an integer >= 1"),
-        ({"input": "/no/where"}, "input: /no/where is not a file"),
-        ({"input": []}, "input: empty; "),
+        *(({"input": "/no/where"}, "input: /no/where is not a file"), ({"input": []}, "input: empty; ")),
         ({"input": ["/no/where"]}, "input.0: /no/where is not a file"),
         ({"tokenizer_name_or_path": "/no"}, "tokenizer_name_or_path: '/no' is not a folder with a tokenizer.json"),
         ({"prompt_type": "qwen4"}, "prompt_type: 'qwen4' is not one of model, deepseek3, "),
@@ -271,11 +265,8 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("input: x")
     with pytest.raises(ConfigError) as error:
         prepare_settings.load(tmp_path / "a.yaml", ["workers=x"])
-    assert sorted(line.partition(":")[0] for line in error.value.faults) == [
-        "output_prefix",
-        "tokenizer_name_or_path",
-        "workers",
-    ]
+    missing = sorted(line.partition(":")[0] for line in error.value.faults)
+    assert missing == ["output_prefix", "tokenizer_name_or_path", "workers"]
 
 
 def test_the_command(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,3 +285,95 @@ def test_the_command(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[
         cli.main([*command, "handler=gsm9k"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("error: handler: 'gsm9k' is not one of ")
+
+
+# ------------------------------------------------------------------------------------------------ published files
+
+PARTS = "deepscaler_parts"
+NO_LEVEL = "difficulty_key="
+
+# configuration, file, overrides, rows, dropped by reason
+PREPARED = [
+    ("gsm8k", "gsm8k/train.jsonl", [], 7473, {}),
+    ("gsm8k", "gsm8k/test.jsonl", [], 1319, {}),
+    ("gsm8k", "gsm8k/example_model_solutions.jsonl", ["handler=plain", "map_keys.response=ground_truth"], 1319, {}),
+    ("math", "math/train.json", [], 7474, {"null label": 2, "empty label": 2, "unknown difficulty": 2, "duplicate problem": 2}),
+    ("math", "math/test5000.jsonl", ["handler=math", "map_keys.response=solution", "difficulty_key=level"], 5000, {}),
+    ("math", "math500/test.jsonl", ["difficulty_key=level", "dataset_additional_keys=[subject]"], 500, {}),
+    (
+        "math",
+        "qwen_math_cot_100/math_cot_100.jsonl",
+        ["map_keys={prompt: question, response: gt}", "difficulty_key=level", "dataset_additional_keys=[]"],
+        100,
+        {},
+    ),
+    ("math_lvl3to5", "math_lvl3to5_8k/train.json", [], 8523, {"empty label": 2, "duplicate problem": 2}),
+    ("deepscaler", f"{PARTS}/deepscaler_subset.json", [], 803, {"duplicate problem": 24}),
+    ("deepscaler", f"{PARTS}/minerva_test.json", [NO_LEVEL], 272, {}),
+    ("deepscaler", f"{PARTS}/olympiad_bench_test.json", [NO_LEVEL, "dataset_additional_keys=[unit]"], 675, {}),
+    ("deepscaler", f"{PARTS}/amc_test.json", [], 83, {}),
+    ("aime", f"{PARTS}/aime_train.json", ["max_prompt_length=0"], 975, {}),
+    ("aime", f"{PARTS}/aime24_test.json", [], 30, {}),
+    ("aime", "aime25/test.jsonl", [NO_LEVEL, "dataset_additional_keys=[]"], 30, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "overrides", "rows", "dropped"), PREPARED, ids=lambda value: str(value)[:40])
+def test_a_published_file_is_prepared(
+    tmp_path: Path, model: Path, name: str, file: str, overrides: list[str], rows: int, dropped: dict[str, int]
+) -> None:
+    keys = [f"input={real_file(file)}", f"tokenizer_name_or_path={model}", f"output_prefix={tmp_path}/out"]
+    settings = prepare_settings.load(ROOT / "configs" / "datasets" / f"{name}.yaml", [*keys, "max_prompt_length=0", *overrides])
+    outcome = prepare(settings)
+    (count,) = outcome.sources.values()
+    assert (count.rows, count.dropped) == (rows, dropped)
+    assert count.kept == rows - sum(dropped.values())
+    if file.endswith("aime_train.json"):  # a column that is carried over keeps its type
+        schema = pq.read_schema(outcome.path)
+        assert (str(schema.field("year").type), str(schema.field("difficulty").type)) == ("int64", "double")
+    if rows < 1000 or name == "math_lvl3to5":
+        data = Data(train=outcome.path, prompt_type=settings.prompt_type, max_prompt_tokens=outcome.longest)
+        found = training_prompts(data, Tokenizer(str(model), prompt_type=settings.prompt_type))
+        assert len(found.problems) == count.kept
+
+
+def test_every_configuration_is_among_them() -> None:
+    assert {path.stem for path in (ROOT / "configs" / "datasets").glob("*.yaml")} == {name for name, *_ in PREPARED}
+
+
+def labels(file: str, handler: str = "r1", **keys: str) -> Iterator[str]:
+    data = Data(handler=handler, **keys)  # type: ignore[arg-type]
+    return (problem.label for problem in load_problems(str(real_file(file)), data).problems)
+
+
+def test_labels_are_answers_and_nothing_else() -> None:
+    assert all(label.lstrip("-").isdigit() for label in labels("gsm8k/train.jsonl", "gsm8k"))
+    assert all(label.lstrip("-").isdigit() for label in labels(f"{PARTS}/amc_test.json"))
+    assert set(labels(f"{PARTS}/aime_train.json")) >= {"60", "012"}
+    boxed = dict(zip(*[iter_of("math500/test.jsonl", key) for key in ("problem", "answer")], strict=True))
+    found = load_problems(str(real_file("math500/test.jsonl")), Data(handler="math")).problems
+    same = sum("".join(problem.label.split()) == "".join(boxed[problem.question].split()) for problem in found)
+    assert same == 500  # the last box of each solution is the answer that the file gives
+
+
+def iter_of(file: str, key: str) -> list[str]:
+    return [json.loads(line)[key] for line in real_file(file).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "shared", "of"),
+    [
+        *(("math/test5000.jsonl", "math500/test.jsonl", 500, 500), ("math/train.json", "math500/test.jsonl", 0, 500)),
+        ("math_lvl3to5_8k/train.json", "math500/test.jsonl", 0, 500),
+        ("math_lvl3to5_8k/train.json", "math/test5000.jsonl", 2936, 5000),
+        ("math/train.json", "math/test5000.jsonl", 2, 5000),
+        (f"{PARTS}/aime_train.json", f"{PARTS}/aime24_test.json", 0, 30),
+    ],
+)
+def test_what_published_files_have_in_common(train: str, held_out: str, shared: int, of: int) -> None:
+    sets = []
+    for file in (train, held_out):
+        key = "prompt" if file.startswith("math_lvl") else "problem"
+        label = "solution" if file == "math/test5000.jsonl" else "answer"
+        sets.append(load_problems(str(real_file(file)), Data(handler="r1", prompt_key=key, label_key=label)).problems)
+    assert (len(overlap(*sets)), len(sets[1])) == (shared, of)

@@ -10,6 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,6 @@ from runtime.config.yaml_text import dump
 from runtime.errors import ConfigError
 from tests.unit.docs_blocks import KINDS, PAGES, ROOT, Block, blocks, commands, inline, own_files, read, split
 from tests.unit.docs_workplace import BASE, Workplace
-
-EACH_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 # Programs whose arguments nothing here knows.
 OTHERS = (
@@ -55,29 +54,35 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workplace:
     return Workplace(tmp_path, monkeypatch)
 
 
-@EACH_PAGE
-def test_every_block_says_what_it_is(page: Path) -> None:
-    unknown = [f"{block}: {block.kind}" for block in read(page) if block.kind not in KINDS]
-    assert unknown == [], f"none of {', '.join(KINDS)}; for another kind, write what holds it to something"
+def by_page(*kinds: str) -> Any:
+    """The blocks of these kinds, a case for each page that has any."""
+    pages: dict[str, list[Block]] = {}
+    for block in blocks(*kinds):
+        pages.setdefault(block.page, []).append(block)
+    return pytest.mark.parametrize("shown", pages.values(), ids=pages)
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
-def test_a_configuration_is_valid(block: Block, workplace: Workplace) -> None:
-    workplace.validate(block.text)
-
-
-@pytest.mark.parametrize("block", blocks("", "bash"), ids=str)
-def test_commands_are_taken(block: Block, workplace: Workplace) -> None:
-    for words in commands(block.text):
-        run(words, workplace)
-
-
-@pytest.mark.parametrize("block", blocks("json"), ids=str)
-def test_json_can_be_read(block: Block) -> None:
+def test_every_block_says_what_it_is_and_json_can_be_read() -> None:
     """A whole value, or one on each line."""
-    one_a_line = [line for line in block.text.splitlines() if line.startswith("{") and line.endswith("}")]
-    for text in one_a_line if one_a_line == block.text.splitlines() else [block.text]:
-        json.loads(text)
+    unknown = [f"{block}: {block.kind}" for page in PAGES for block in read(page) if block.kind not in KINDS]
+    assert unknown == [], f"none of {', '.join(KINDS)}; for another kind, write what holds it to something"
+    for block in blocks("json"):
+        one_a_line = [line for line in block.text.splitlines() if line.startswith("{") and line.endswith("}")]
+        for text in one_a_line if one_a_line == block.text.splitlines() else [block.text]:
+            json.loads(text)
+
+
+@by_page("yaml")
+def test_a_configuration_is_valid(shown: list[Block], workplace: Workplace) -> None:
+    for block in shown:
+        workplace.validate(block.text)
+
+
+@by_page("", "bash")
+def test_commands_are_taken(shown: list[Block], workplace: Workplace) -> None:
+    for block in shown:
+        for words in commands(block.text):
+            run(words, workplace)
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
@@ -121,46 +126,50 @@ def test_blocks_and_commands_are_told_apart() -> None:
         split("```", "p")
 
 
-@EACH_PAGE
-def test_commands_in_the_text_are_there(page: Path) -> None:
+def test_commands_in_the_text_are_there() -> None:
     """`sluice COMMAND` with its options, also as a synopsis; `make TARGET`, `python -m MODULE`."""
     wrong: list[str] = []
-    shown = [line for block in read(page) if block.kind == "text" for line in block.text.splitlines()]
-    for code in [*inline(page), *shown]:
-        words = re.sub(r"[\[\]]", " ", code).split()
-        if words[:1] == ["sluice"]:
-            wrong += synopsis_faults(words[1:])
-        elif words[:1] == ["make"] and len(words) > 1:
-            wrong += [f"make {words[1]}"] if words[1] not in targets() else []
-        elif words[:2] == ["python", "-m"]:
-            wrong += [code] if not is_module(words[2]) else []
+    for page in PAGES:
+        shown = [line for block in read(page) if block.kind == "text" for line in block.text.splitlines()]
+        for code in [*inline(page), *shown]:
+            words = re.sub(r"[\[\]]", " ", code).split()
+            if words[:1] == ["sluice"]:
+                wrong += [f"{page}: {fault}" for fault in synopsis_faults(words[1:])]
+            elif words[:1] == ["make"] and len(words) > 1:
+                wrong += [f"{page}: make {words[1]}"] if words[1] not in targets() else []
+            elif words[:2] == ["python", "-m"]:
+                wrong += [f"{page}: {code}"] if not is_module(words[2]) else []
     assert wrong == []
 
 
-@EACH_PAGE
-def test_settings_in_the_text_are_taken(page: Path, tmp_path: Path) -> None:
+def test_settings_in_the_text_are_taken(tmp_path: Path) -> None:
     """`section.key: value` and `section.key=value`; test_docs_links.py has the keys that stand alone."""
     (tmp_path / "base.yaml").write_text(dump(BASE), encoding="utf-8")
+    pages = {code: page for page in PAGES for code in inline(page) if code not in SHAPES}
+    settings = {code: re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?:=|: ?)(.+)", code) for code in pages}
     wrong: list[str] = []
-    for code in inline(page):
-        setting = re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?:=|: ?)(.+)", code)
-        if setting and setting[1].partition(".")[0] in Config.__struct_fields__ and code not in SHAPES:
+    for code, setting in settings.items():
+        if setting and setting[1].partition(".")[0] in Config.__struct_fields__:
             fleets = ["services.rollout=[{}, {}]"] if setting[1].startswith("services.rollout.1") else []
             try:
                 load(tmp_path / "base.yaml", [*fleets, f"{setting[1]}={setting[2]}"])
             except ConfigError as error:
-                wrong.append(f"`{code}`: {error}")
+                wrong.append(f"{pages[code]}: `{code}`: {error}")
     assert wrong == []
 
 
-@EACH_PAGE
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_files_that_are_named_exist() -> None:
     """By path, or by the end of it: Python files, and all in this repository's folders. What a page writes is there too."""
-    pictures = (
-        word for block in read(page) if block.kind == "text" for word in re.findall(r"(?<![\w./*])[\w/]+\.py\b", block.text)
-    )
-    named = [found[1] for code in inline(page) if (found := re.fullmatch(rf"({FILE.pattern})(?::\w+)?", code))]
-    assert [name for name in (*named, *pictures) if not exists(name) and name not in THEIRS] == []
+    wrong: list[str] = []
+    for page in PAGES:
+        texts = (block.text for block in read(page) if block.kind == "text")
+        pictures = (word for text in texts for word in re.findall(r"(?<![\w./*])[\w/]+\.py\b", text))
+        named = [found[1] for code in inline(page) if (found := re.fullmatch(rf"({FILE.pattern})(?::\w+)?", code))]
+        wrong += [f"{page}: {name}" for name in (*named, *pictures) if not exists(name) and name not in THEIRS]
+    assert wrong == []
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.mutmut]")[2]
+    mutated = re.findall(r'"((?:runtime|tests)/[^"]+)"', settings)
+    assert mutated and [path for path in mutated if not any(ROOT.glob(path))] == []
 
 
 def run(words: list[str], workplace: Workplace) -> None:
@@ -194,7 +203,7 @@ def run(words: list[str], workplace: Workplace) -> None:
 def sluice(arguments: list[str], workplace: Workplace) -> None:
     if arguments == ["--help"]:
         return
-    options = cli._parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     if options.command == "data":
         workplace.prepare(workplace.file(str(options.config)), options.overrides)
     elif options.command == "serve":
@@ -228,10 +237,15 @@ def in_a_container(arguments: list[str], workplace: Workplace) -> None:
         sluice(arguments[at + 1 :], workplace)
 
 
+@cache
+def parser() -> argparse.ArgumentParser:
+    return cli._parser()
+
+
 def synopsis_faults(words: list[str]) -> list[str]:
     """Of the words after `sluice`, placeholders among them: the commands and options that there are not."""
     wrong: list[str] = []
-    parsers = [cli._parser()]
+    parsers = [parser()]
     for word in words:
         choices = {name: each for parser in parsers for name, each in subparsers(parser).items()}
         if word.startswith("--"):
@@ -265,16 +279,10 @@ def files() -> list[str]:
     return [str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*.*")]
 
 
+@cache
 def exists(name: str) -> bool:
     """Whether a file or folder of this repository has this path, or one that ends with it, or a page writes it."""
     if braces := re.search(r"\{(.*?)\}", name):
         return all(exists(name.replace(braces[0], each)) for each in braces[1].split(","))
     pattern = re.sub(r"\b[A-Z_]{3,}\b", "*", name).rstrip("/")
     return name in own_files() or any(ROOT.glob(pattern)) or any(f"/{path}".endswith(f"/{name}") for path in files())
-
-
-def test_mutation_testing_names_files_that_exist() -> None:
-    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.mutmut]")[2]
-    named = re.findall(r'"((?:runtime|tests)/[^"]+)"', settings)
-    assert named
-    assert [path for path in named if not any(ROOT.glob(path))] == []

@@ -1,16 +1,12 @@
-"""Links between the pages of the documentation: the files are there, and the headings within. So are files and modules of ours
-that docstrings, comments and the pages for developers name. Tables are such as readers show."""
+"""Links between the pages of the documentation: the files are there, and the headings within. Tables are as readers show."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from urllib.parse import unquote
-
-import pytest
 
 from launcher import config_reference
 from runtime import run_files
@@ -18,7 +14,6 @@ from tests.unit.zh_pages import GENERATED
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-WITH_KEYS = [page for page in PAGES if page.name != "configuration-reference.md"]
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\]\(\s*<?([^()\s>]+)>?\s*\)")
@@ -61,11 +56,6 @@ def dead(page: Path, text: str) -> Iterator[str]:
             yield f"{link}: no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page: Path) -> None:
-    assert list(dead(page, page.read_text(encoding="utf-8"))) == []
-
-
 def torn(text: str) -> Iterator[str]:
     """Lines for which no reader shows a table: a head without dashes below it, a row of another number of cells."""
     for table in TABLE.findall(FENCE.sub("", text)):
@@ -75,9 +65,10 @@ def torn(text: str) -> Iterator[str]:
         yield from (line for line, cells in zip(table.splitlines()[1:], rest, strict=True) if cells != head)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_table_is_one(page: Path) -> None:
-    assert list(torn(page.read_text(encoding="utf-8"))) == []
+def test_every_link_leads_somewhere_and_every_table_is_one() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert (list(dead(page, text)), list(torn(text))) == ([], []), page
 
 
 def test_a_torn_table_is_found() -> None:
@@ -100,85 +91,20 @@ def test_a_link_that_leads_nowhere_is_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("page", WITH_KEYS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_keys_that_are_named_exist(page: Path) -> None:
+def test_keys_that_are_named_exist() -> None:
     """A dotted name in code that begins with a section of the configuration is one of its keys, or a section.
 
     The tables that are generated have MindSpeed-RL's names too; test_config_reference looks at ours in them. In the tables of
     the page on verl and TRL the first column is theirs.
     """
-    text = GENERATED.sub("", page.read_text(encoding="utf-8"))
-    if page.name == "verl-and-trl.md":
-        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
-    known = {key.path for part in config_reference.parts() for key in part.keys} | {
-        part.path for part in config_reference.parts()
-    }
-    plain = {path.replace("[]", "") for path in known}
+    parts = list(config_reference.parts())
+    plain = {path.replace("[]", "") for part in parts for path in (part.path, *(key.path for key in part.keys))}
     sections = {path.partition(".")[0] for path in plain}
-    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?=[`:=])", text)
     others = ("model.embed_tokens.", "model.norm.", "model.safetensors", run_files.METRICS, "metrics.png")  # tensors, and files
-    wrong = {name for name in named if name.partition(".")[0] in sections and name not in plain}
-    assert {name for name in wrong if not name.startswith(others)} == set()
-
-
-# ------------------------------------------------------------------------------------------------ files and modules of ours
-
-
-FOLDERS = ("runtime", "services", "launcher", "sluice", "tests", "benchmarks", "configs")
-FILES = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
-CODE_FILES = [ROOT / name for name in sorted(FILES) if name.startswith(FOLDERS[:4]) and "/generated/" not in name]
-FOR_DEVELOPERS = [ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.md", ROOT / "pyproject.toml"]
-FILE = re.compile(r"(?<![\w/.{}-])(?:\w+/)*(?!FILE\.)\w+\.py\b")
-MODULE = re.compile(r"\b((?:runtime|launcher|services\.rpc)(?:\.\w+)+)(?!\.?\w)")
-EXAMPLES = {"rules/brief.py"}  # files of a user's
-
-
-def said(path: Path, text: str) -> str:
-    """A page, or what docstrings and comments of a module say."""
-    if path.suffix != ".py":
-        return text
-    alone = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr)]
-    return "\n".join([*re.findall("#.*", text), *(str(one.value) for one in alone if isinstance(one, ast.Constant))])
-
-
-def is_file(path: Path, name: str) -> bool:
-    """A module names its neighbours by their names alone; other files, as pages do, by as much of the path as tells them."""
-    if "/" in name or path.suffix != ".py":
-        return any(f"/{each}".endswith(f"/{name}") for each in FILES)
-    return (path.parent / name).exists()
-
-
-def is_module(name: str) -> bool:
-    """A module, a package, or what one defines."""
-    module = name
-    while (place := module.replace(".", "/")) and not (ROOT / place).exists() and f"{place}.py" not in FILES:
-        module = module.rpartition(".")[0]
-    source = ROOT / (f"{place}.py" if f"{place}.py" in FILES else f"{place}/__init__.py")
-    rest = name[len(module) :].split(".")[1:2]
-    return not rest or (source.exists() and re.search(rf"\b{rest[0]}\b", source.read_text()) is not None)
-
-
-def missing(path: Path, text: str) -> list[str]:
-    files = [name for name in FILE.findall(said(path, text)) if name not in EXAMPLES and not is_file(path, name)]
-    return files + [name for name in MODULE.findall(said(path, text)) if not is_module(name)]
-
-
-def test_every_file_and_module_that_is_named_exists() -> None:
-    found = {str(path): missing(path, path.read_text()) for path in [*CODE_FILES, *FOR_DEVELOPERS]}
-    assert {path: names for path, names in found.items() if names} == {}
-
-
-def test_a_file_that_is_not_there_is_found() -> None:
-    text = (
-        '"""`critic.py`, `services/critic.py`, `runtime.weights.group.TRANSPORTS`, `runtime.weights.rendezvous.TRANSPORTS`"""'
-    )
-    text += "\n# runtime.nowhere.x, step.py, runtime.trainer.step\n"
-    assert missing(ROOT / "runtime/trainer/x.py", text) == [
-        "critic.py",
-        "runtime.nowhere.x",
-        "runtime.weights.group.TRANSPORTS",
-    ]
-    assert missing(ROOT / "CONTRIBUTING.md", "`critic.py` `turns.py` 'runtime.coordinator.turns*'") == [
-        "turns.py",
-        "runtime.coordinator.turns",
-    ]
+    for page in (each for each in PAGES if each.name != "configuration-reference.md"):
+        text = GENERATED.sub("", page.read_text(encoding="utf-8"))
+        if page.name == "verl-and-trl.md":
+            text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+        named = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?=[`:=])", text))
+        wrong = {name for name in named - plain if name.partition(".")[0] in sections}
+        assert {name for name in wrong if not name.startswith(others)} == set(), page

@@ -43,20 +43,12 @@ class TestPorts:
     def test_processes_that_share_an_npu_meet_on_ports_of_their_own(self) -> None:
         found = environments(npus(8), services=self.SHARED)
         ranges = {tuple(found[name][port] for port in PORTS) for name in ("trainer-0", "rollout-0", "rollout-1")}
-        assert ranges == {
-            ("60000-60050", "61000-61050"),
-            ("60051-60101", "61051-61101"),
-            ("60102-60152", "61102-61152"),
-        }
+        assert ranges == {("60000-60050", "61000-61050"), ("60051-60101", "61051-61101"), ("60102-60152", "61102-61152")}
         assert not set(PORTS) & found["reward-0"].keys()
 
     def test_whatever_names_its_own_ports_keeps_them(self) -> None:
         services = {"rollout": {"colocate": "trainer"}, "trainer": {"env": {PORTS[1]: "auto"}}}
         assert environments(npus(1), services=services)["trainer-0"][PORTS[1]] == "auto"
-
-    def test_there_are_none_where_each_npu_has_one_process(self) -> None:
-        for env in environments(npus(4), services={"rollout": {"replicas": 2}, "trainer": {"processes": 2}}).values():
-            assert not set(PORTS) & env.keys()
 
     OVER_HCCL: Any = {"publication": {"backend": "hccl"}, "services": {"rollout": {"engine": "vllm", "tensor_parallel": 2}}}  # noqa: RUF012
 
@@ -81,9 +73,14 @@ class TestPorts:
             {"services": {"rollout": {"engine": "vllm"}}},  # whose one worker meets nobody
         ],
     )
-    def test_there_are_none_where_it_does_not(self, other: dict[str, Any]) -> None:
-        for env in environments(npus(4), **self.OVER_HCCL | other).values():
-            assert not set(PORTS) & env.keys()
+    def test_there_are_none_where_nothing_is_shared_nor_received_beside(self, other: dict[str, Any]) -> None:
+        apart = {"services": {"rollout": {"replicas": 2}, "trainer": {"processes": 2}}}
+        for found in (
+            environments(npus(4), **self.OVER_HCCL | other),
+            environments(npus(4), **apart),
+            environments(Machine(), services=self.SHARED),  # without NPUs
+        ):
+            assert not any(set(PORTS) & env.keys() for env in found.values())
 
     def test_between_machines_auto_is_hccl(self) -> None:
         sections = self.OVER_HCCL | {"publication": {}, "network": {"interface": "10.1.0.1"}}
@@ -93,10 +90,6 @@ class TestPorts:
         network = {"network": {"hccl_host_ports": [60_000, 60_004]}}  # for rollout, reward and trainer
         (fault,) = network_faults(make(**self.OVER_HCCL, **network), trains=True)
         assert fault.endswith("has fewer ports than the run needs, 6")
-
-    def test_there_are_none_without_npus(self) -> None:
-        for env in environments(Machine(), services=self.SHARED).values():
-            assert not set(PORTS) & env.keys()
 
     @pytest.mark.parametrize("count", [1, 2, 19, 20, 200, 1000])
     def test_ranges_are_distinct_and_within_their_bounds(self, count: int) -> None:
@@ -199,12 +192,11 @@ class TestMachine:
         assert (found.kind, found.devices, found.jemalloc) == ("npu", ("1", "0"), f"/{folder}/libjemalloc.so.2")
         monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
         assert this_machine(tmp_path).devices == ("0", "1")
+        assert "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2" in jemalloc_paths("x86_64")
 
     def test_a_machine_without_either(self, tmp_path: Path) -> None:
         assert this_machine(tmp_path) == Machine(
-            cpus=frozenset(os.sched_getaffinity(0)),
-            preload=os.environ.get("LD_PRELOAD", ""),
-            variables=frozenset(os.environ),
+            cpus=frozenset(os.sched_getaffinity(0)), preload=os.environ.get("LD_PRELOAD", ""), variables=frozenset(os.environ)
         )
 
     def test_gpus_are_found_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +205,6 @@ class TestMachine:
         for file in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
             (tmp_path / "dev" / file).touch()
         assert (this_machine(tmp_path).kind, this_machine(tmp_path).devices) == ("cuda", ("0", "1"))
-
-    def test_another_architecture_has_other_folders(self) -> None:
-        assert "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2" in jemalloc_paths("x86_64")
 
 
 class TestFileOfVariables:

@@ -1,21 +1,33 @@
-"""The figures of an evaluation against numbers worked out by hand; its files; its table."""
+"""Evaluations: sets of a configuration, figures against numbers worked out by hand, replies, files and table."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+from msgspec import structs
+from msgspec.structs import replace
 from rich.console import Console
 
-from runtime.config import RowFormat
-from runtime.errors import UserError
+from runtime.config import Config, Data, RowFormat, Rule, Source, Warmup
+from runtime.config.checks import semantic_faults
+from runtime.data.handlers import Problem
+from runtime.data.source_settings import row_format_of
+from runtime.data.tokenizer import Tokenizer
+from runtime.errors import ServiceFault, UserError
+from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
+from runtime.evaluation.generations import Generation, Transcript
+from runtime.evaluation.held_out import load_held_out
 from runtime.evaluation.results import EvaluatedProblem, EvaluationResult, SetResult
-from runtime.evaluation.sets import EvaluationData
+from runtime.evaluation.sets import HELD_OUT, EvaluationData, evaluation_sets, set_faults
 from runtime.evaluation.table import render
-from runtime.types import PolicyVersion
+from runtime.models.tiny_model import write_tokenizer
+from runtime.types import GroupPayload, PolicyVersion, Sample, Scores
 
 
 def settings(samples: int = 4, k: tuple[int, ...] = (1, 2, 4)) -> EvaluationData:
@@ -75,23 +87,13 @@ def test_a_reply_without_a_verdict_is_counted_and_in_no_share() -> None:
     assert found.maj_at == {2: 0.5, 4: 0.0}  # a tie of 2 and 3 goes to 2, which was there first
     assert (found.scored, found.errors, found.left_out) == (6, {"timeout": 6}, {1: 1, 2: 1, 4: 2})
     assert found.standard_error == pytest.approx(np.std([1, 0.5], ddof=1) / np.sqrt(2))
-
-
-def test_votes_skip_replies_without_a_verdict() -> None:
-    found = evaluation.set_result(settings(3, (1, 2)), "gsm8k", [evaluated("-?+", "311")])
-    assert found.maj_at == {2: 0.0}  # of the answers 3 and 1, the first
-
-
-def test_nothing_could_be_judged() -> None:
-    found = evaluation.set_result(settings(2, (1, 2)), "gsm8k", [evaluated("??", "..")])
-    assert (found.pass_at, found.maj_at, found.standard_error) == ({1: 0.0}, {}, None)
-    assert found.notes == ["no reply has a verdict"]
-
-
-def test_a_rule_without_answers_has_no_majority_and_it_is_said() -> None:
-    found = evaluation.set_result(settings(), "mine", [evaluated("++--")])
-    assert found.maj_at == {}
-    assert found.notes == ["no maj@k: the rule mine names no answers"]
+    skipped = evaluation.set_result(settings(3, (1, 2)), "gsm8k", [evaluated("-?+", "311")])
+    assert skipped.maj_at == {2: 0.0}  # of the answers 3 and 1, the first
+    nothing = evaluation.set_result(settings(2, (1, 2)), "gsm8k", [evaluated("??", "..")])
+    assert (nothing.pass_at, nothing.maj_at, nothing.standard_error) == ({1: 0.0}, {}, None)
+    assert nothing.notes == ["no reply has a verdict"]
+    unanswered = evaluation.set_result(settings(), "mine", [evaluated("++--")])
+    assert (unanswered.maj_at, unanswered.notes) == ({}, ["no maj@k: the rule mine names no answers"])
     assert evaluation.set_result(settings(1, (1,)), "mine", [evaluated("+")]).notes == []
 
 
@@ -148,3 +150,237 @@ def test_the_table_has_every_figure_and_what_there_is_to_say() -> None:
     assert "sums, step 20: too few verdicts for @4: 1 of 2 problems" in text
     (first,) = (line for line in text.splitlines() if "│ more" in line)
     assert [cell.strip() for cell in first.split("│")[1:5]] == ["more", "problems × samples", "–", "2 × 4"]
+
+
+# -------------------------------------------------------------------------------------------------- the sets of a configuration
+
+
+def make(*sets: dict[str, Any], **sections: Any) -> Config:
+    evaluation = {**sections.pop("evaluation", {}), "sets": list(sets)}
+    return msgspec.convert({"run": {"name": "a"}, "evaluation": evaluation, **sections}, Config)
+
+
+def faults(*sets: dict[str, Any], **sections: Any) -> list[str]:
+    return list(set_faults(make(*sets, **sections)))
+
+
+def test_data_eval_is_the_simple_way() -> None:
+    config = make(data={"eval": "e.jsonl", "handler": "gsm8k"}, evaluation={"samples": 8, "k": [8, 4], "temperature": 0.7})
+    (found,) = evaluation_sets(config)
+    assert (found.name, found.path, found.key) == (HELD_OUT, "e.jsonl", "data.eval")
+    assert (found.samples, found.k, found.temperature, found.max_new_tokens) == (8, (1, 4, 8), 0.7, 512)
+    assert found.row_format == row_format_of(Source(path=""), config.data)
+    assert evaluation_sets(make()) == []
+
+
+def test_a_set_takes_over_what_it_leaves_out() -> None:
+    rows = {"handler": "gsm8k", "prompt_key": "q", "label_key": "l", "system_prompt": ""}
+    config = make(
+        {"name": "plain", "path": "p"},
+        {"name": "own", "path": "o", "problems": 0, "samples": 2, "k": [2], "temperature": 0, "max_new_tokens": 16, **rows},
+        data={"eval": "e", "system_prompt": "s", "prompt_key": "x"},
+        evaluation={"problems": 7, "samples": 4, "temperature": 1.0, "max_new_tokens": 64},
+    )
+    held_out, plain, own = evaluation_sets(config)
+    assert [each.key for each in (held_out, plain, own)] == ["data.eval", "evaluation.sets.0.path", "evaluation.sets.1.path"]
+    assert (plain.problems, plain.samples, plain.k, plain.temperature, plain.max_new_tokens) == (7, 4, (1,), 1.0, 64)
+    assert plain.row_format == held_out.row_format == row_format_of(Source(path=""), config.data)
+    assert (own.problems, own.samples, own.k, own.temperature, own.max_new_tokens) == (0, 2, (1, 2), 0.0, 16)
+    assert {key: getattr(own.row_format, key) for key in rows} == rows
+
+
+SAMPLED = {"samples": 4, "temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("sets", "sections", "fault"),
+    [
+        ([{"name": "a/b"}], {}, "evaluation.sets.0.name: 'a/b' is not letters"),
+        ([{"name": ".."}], {}, "evaluation.sets.0.name: '..' is not letters"),
+        ([{"k": [1, 8]}], {}, "evaluation.sets.0.k: 8 is more than the 4 samples to a problem (evaluation.sets.0.samples)"),
+        ([{"samples": 2, "k": [4]}], {}, "evaluation.sets.0.k: 4 is more than the 2 samples"),
+        (
+            [{"k": [4], "temperature": 0}],
+            {},
+            "evaluation.sets.0.temperature: 0 makes all samples of a problem alike; k 4 needs",
+        ),
+        ([{"max_new_tokens": 100}], {}, "evaluation.sets.0.max_new_tokens: 100 is more than evaluation.max_new_tokens, 64"),
+        ([{}, {}], {}, "evaluation.sets.1.name: 'a' names two sets"),
+        (
+            [{"name": HELD_OUT}],
+            {"data": {"eval": "e"}},
+            f"evaluation.sets.0.name: '{HELD_OUT}' names two sets; {HELD_OUT} is the set of data.eval",
+        ),
+        ([], {"data": {"eval": "e"}}, "evaluation.k: 8 is more than the 4 samples to a problem (evaluation.samples)"),
+        ([], {"warmup": {}}, "evaluation.k: 8 is more than the 4 samples to a problem (evaluation.samples)"),
+        ([], {}, ""),  # nothing is evaluated
+    ],
+)
+def test_a_set_that_cannot_be(sets: list[dict[str, Any]], sections: dict[str, Any], fault: str) -> None:
+    whole = [{"name": "a", "path": "p", "k": [1], **each} for each in sets]
+    found = faults(*whole, evaluation={**SAMPLED, "max_new_tokens": 64, **({} if sets else {"k": [8]})}, **sections)
+    assert len(found) == bool(fault)
+    assert "".join(found).startswith(fault)
+
+
+def test_the_files_and_handlers_of_sets_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    config = make(
+        {"name": "a", "path": "/no/a.jsonl", "handler": "other"},
+        {"name": "b", "path": str(tmp_path / "empty.jsonl")},
+        rewards={"rules": [{"name": "gsm8k"}]},
+    )
+    found = semantic_faults(config, {"data.handler": ["plain"]}, 1 << 40, trains=False)
+    assert [line for line in found if line.startswith("evaluation.sets")] == [
+        "evaluation.sets.0.handler: 'other' is not one of plain, nor FILE.py:NAME",
+        "evaluation.sets.0.path: '/no/a.jsonl' is not a file",
+        f"evaluation.sets.1.path: '{tmp_path / 'empty.jsonl'}' is empty",
+    ]
+
+
+def test_an_evaluation_alone_needs_a_set_and_nothing_of_training() -> None:
+    config = make(
+        training={"mini_batch_size": 3},
+        critic={"path": "/no/critic"},
+        data={"train": "/no/train.jsonl", "max_prompt_tokens": 24},
+        model={"reference": "/no/reference"},
+        sampling={"group_size": 1, "max_new_tokens": 24},
+        rewards={"rules": [{"name": "gsm8k"}]},
+    )
+    found = semantic_faults(config, {}, 1 << 40, trains=False)
+    assert [line.partition(":")[0] for line in found] == ["data.eval", "model.path"]
+    assert "evaluation.sets" in found[0]
+    warmed_up = replace(config, warmup=Warmup())  # which names no data where there is some to train on
+    assert [line.partition(":")[0] for line in semantic_faults(warmed_up, {}, 1 << 40, trains=False)] == ["data.eval"]
+    assert semantic_faults(replace(warmed_up, data=Data(max_prompt_tokens=24)), {}, 1 << 40, trains=False) == []
+
+
+def test_the_first_problems_of_each_file_are_read(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    rows = [{"question": f"{i}+1=", "answer": str(i + 1)} for i in range(5)]
+    (tmp_path / "e.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = str(tmp_path / "e.jsonl")
+    config = make({"name": "all", "path": path, "problems": 0}, data={"eval": path}, evaluation={"problems": 2})
+    held_out, all_of_it = load_held_out(config, Tokenizer(str(tmp_path)))
+    assert [problem.label for problem in held_out.prompts.problems] == ["1", "2"]
+    assert len(held_out.prompts.tokens) == 2
+    assert [problem.label for problem in all_of_it.prompts.problems] == ["1", "2", "3", "4", "5"]
+    with pytest.raises(UserError, match=r"evaluation\.sets\.0\.label_key: .* has no column 'none'"):
+        load_held_out(make({"name": "a", "path": path, "label_key": "none"}), Tokenizer(str(tmp_path)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- replies
+
+PROBLEM = Problem("f/eval:7", [{"role": "user", "content": "?"}], "42", "f/eval")
+
+
+class Letters:
+    """A tokenizer whose ids are characters."""
+
+    def decode(self, ids: np.ndarray, skip_special: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+    def decode_batch(self, batch: Any, skip_special: bool = True) -> list[str]:
+        assert not skip_special
+        return [self.decode(ids) for ids in batch]
+
+
+def sample(text: str, versions: tuple[int, int] = (2, 3)) -> Sample:
+    size = len(text)
+    steps = np.linspace(*versions, size).round().astype(np.int64)
+    return Sample(
+        tokens=np.array([ord(letter) for letter in text], np.int32),
+        loss_mask=(np.arange(size) < size - 1).astype(np.uint8),
+        logprobs=np.where(np.arange(size) < size - 1, np.float32(-0.5), np.float32(0)),
+        versions=steps,
+        finish_reason="length",
+    )
+
+
+def scored_part(*texts: str, values: list[float], valid: list[int], answers: list[str | None]) -> tuple[GroupPayload, Scores]:
+    payload = GroupPayload.of(-1, np.array([ord("?")], np.int32), [sample(text) for text in texts])
+    rules = {"mine": np.array(values, np.float32)}
+    rewards = np.nan_to_num(rules["mine"] * 2)
+    return payload, Scores(group_id=-1, rewards=rewards, valid=np.array(valid, np.uint8), rules=rules, answers=answers)
+
+
+def test_a_reply_is_told_whole() -> None:
+    parts = [
+        scored_part("four", "five", values=[0.5, np.nan], valid=[1, 0], answers=["4", None]),
+        scored_part("six", values=[0.25], valid=[1], answers=[]),
+    ]
+    found = generations.replies_to("set", PROBLEM, parts, Rule(name="rules/own.py:mine", correct=0.5), Letters())
+    first, second, third = found
+    assert first == Generation(
+        set="set",
+        problem="f/eval:7",
+        sample=0,
+        prompt="?",
+        reply="four",
+        label="42",
+        answer="4",
+        correct=True,
+        reward=1.0,
+        rules={"mine": 0.5},
+        tokens=4,
+        finish="length",
+        versions=(str(PolicyVersion(0, 2)), str(PolicyVersion(0, 3))),
+        logprob=-0.5,
+    )
+    assert (second.correct, second.reward, second.rules, second.answer, second.sample) == (None, None, {"mine": None}, None, 1)
+    assert (third.correct, third.reward, third.answer, third.sample) == (False, 0.5, None, 2)
+
+
+def test_of_an_episode_the_last_branch_is_told_and_what_the_others_say() -> None:
+    rows = [sample("ask"), sample("four"), structs.replace(sample("fi"), finish_reason="stop"), sample("")]
+    payload = GroupPayload.of(-1, np.array([ord("?")], np.int32), rows, [2, 1, 1])
+    values = np.array([1.0, 0.0, 0.5], np.float32)
+    scores = Scores(group_id=-1, rewards=values, valid=np.ones(3, np.uint8), rules={"environment": values})
+    found = generations.replies_to("set", PROBLEM, [(payload, scores)], Rule(name="environment"), Letters())
+    assert [(each.reply, each.correct, each.tokens, each.finish) for each in found] == [
+        ("four", True, 4, "length"),
+        ("fi", False, 2, "stop"),
+        ("", False, 0, "length"),  # nobody called the model
+    ]
+    assert (found[2].logprob, found[2].versions) == (None, ("", ""))
+    assert [each.earlier for each in found] == [["ask"], [], []]
+
+
+def lines(problem: int) -> list[Generation]:
+    (first,) = generations.replies_to(
+        "set", PROBLEM, [scored_part("reply", values=[1.0], valid=[1], answers=["1"])], Rule(name="mine"), Letters()
+    )
+    return [msgspec.structs.replace(first, problem=str(problem), sample=index) for index in range(2)]
+
+
+def kept(path: Path) -> list[tuple[str, int]]:
+    return [(each.problem, each.sample) for each in generations.read(path)]
+
+
+def test_lines_stand_in_the_order_of_the_problems(tmp_path: Path) -> None:
+    transcript = Transcript(tmp_path / "a.jsonl")
+    transcript.add(1, lines(1))
+    assert kept(tmp_path / "a.jsonl") == []
+    transcript.add(0, lines(0))
+    assert kept(tmp_path / "a.jsonl") == [("0", 0), ("0", 1), ("1", 0), ("1", 1)]  # before it is closed
+    transcript.add(4, lines(4))
+    transcript.add(3, lines(3))
+    transcript.close()
+    assert [problem for problem, sample in kept(tmp_path / "a.jsonl") if sample == 0] == ["0", "1", "3", "4"]
+
+
+def test_a_line_that_is_still_being_written_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    transcript = Transcript(path)
+    transcript.add(0, lines(0))
+    transcript.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:30])
+    assert kept(path) == [("0", 0), ("0", 1)]
+    path.write_bytes(whole + b"{}\n")
+    with pytest.raises(UserError, match="not the replies of an evaluation"):
+        kept(path)
+    with pytest.raises(UserError, match="no such file"):
+        kept(tmp_path / "none")
+    with pytest.raises(ServiceFault, match=r"coordinator: write: .*a\.jsonl"):
+        Transcript(tmp_path / "none" / "a.jsonl")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from hypothesis import settings
+
 from tests.fuzz.targets import TARGETS
 
 DEADLINE = 100.0
@@ -20,12 +22,14 @@ BREAKS = (
     "bytearray(1 << 31)",
     "[... for _ in iter(int, 1)]",
 )
-PLANTED = """
+PROGRAM = """
 import os, pathlib, pickle, sys
 from runtime.errors import UserError
 from tests.fuzz import __main__ as fuzz
 
-_, corpus, *planted = sys.argv
+_, corpus, examples, *planted = sys.argv
+sys.argv[1:] = [*fuzz.TARGETS, "--examples", examples]
+print("all", fuzz.main())
 fuzz.TIME = 0.2
 for number, does in enumerate(planted):
     fuzz.CORPUS = pathlib.Path(corpus, str(number))
@@ -37,25 +41,17 @@ for number, does in enumerate(planted):
 """
 
 
-def run(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-W", "ignore", *arguments], capture_output=True, text=True, timeout=DEADLINE)
+def test_broken_files_end_well_and_what_breaks_the_rules_is_kept_and_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path), str(settings().max_examples), OWN, *BREAKS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_broken_files_end_with_a_result_or_an_error_of_one_line() -> None:
-    told = run("-m", "tests.fuzz", *TARGETS)
-    assert all(f"{name}: " in told for name in TARGETS)
-
-
-def test_what_breaks_the_rules_is_kept_and_told(tmp_path: Path) -> None:
-    told = run("-c", PLANTED, str(tmp_path), OWN, *BREAKS).splitlines()
+    told = done.stdout.splitlines()
+    assert "all 0" in told, done.stdout + done.stderr
+    assert all(any(line.startswith(f"{name}: ") for line in told) for name in TARGETS)
     assert [line for line in told if line[0].isdecimal()] == ["0 0", *(f"{number} 1" for number in range(1, len(BREAKS) + 1))]
     assert [len(list((tmp_path / str(number)).rglob("yaml/*"))) for number in range(len(BREAKS) + 1)] == [0] + [1] * len(BREAKS)
 
 
 def test_the_corpus_is_small() -> None:
-    assert (
-        sum(path.stat().st_size for path in (Path(__file__).parents[1] / "fuzz" / "corpus").rglob("*") if path.is_file())
-        < 100_000
-    )
+    files = [path for path in (Path(__file__).parents[1] / "fuzz" / "corpus").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 100_000

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from msgspec import inspect
+from msgspec import inspect, to_builtins
 
 from launcher import cli
 from launcher.commands import options
@@ -25,7 +25,7 @@ from runtime.config import Config
 from runtime.config.loading import load
 from runtime.models.tiny_model import write_tokenizer
 from runtime.process.command_line import CommandParser
-from tests.unit.mindspeed_cases import paths
+from tests.unit.config_cases import cases, configured, paths
 from tests.unit.model_dimensions import CONFIGS
 
 FILES = Path(__file__).parent / "verl"
@@ -69,30 +69,64 @@ def words(text: str, environment: Mapping[str, str] | None = None) -> list[str]:
     return call[1:]
 
 
-def test_a_script_of_dapo(tmp_path: Path) -> None:
-    shutil.copy(FILES / "dapo.sh", tmp_path / "dapo.sh")
-    ours = imported(tmp_path / "dapo.sh")
-    assert (ours.run.name, ours.model.path, ours.training.steps) == ("dapo", "models/tiny", 200)
-    assert (ours.data.max_prompt_tokens, ours.sampling.max_new_tokens, ours.sampling.group_size) == (2048, 8192, 16)
-    assert [entry.name for entry in ours.evaluation.sets] == ["aime_2024", "aime_2025"]
-    algorithm = ours.algorithm
-    assert (algorithm.advantage, algorithm.loss, algorithm.aggregation) == ("group_norm", "ppo", "token_mean")
-    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.28, 10.0)
-    assert (algorithm.kl, algorithm.kl_placement, algorithm.kl_coefficient) == ("k3", "loss", 0.001)
-    assert (algorithm.overlong_buffer, algorithm.overlong_penalty) == (0.5, 1.0)
-    training = ours.training
-    assert (training.groups_per_step, training.mini_batch_size, training.staleness) == (64, 16, 0)
-    assert training.max_tokens_per_microbatch == 2 * (2048 + 8192)
-    assert (training.optimizer.learning_rate, training.optimizer.weight_decay, training.optimizer.warmup_steps) == (
-        1e-6,
-        0.1,
-        10,
+def differing(ours: Config, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The wanted values by dotted path that the configuration does not have, with those that it has."""
+    found: dict[str, Any] = {}
+    for path, value in wanted.items():
+        node: Any = to_builtins(ours)
+        for part in path.split("."):
+            node = node[int(part) if isinstance(node, list) else part]
+        if node != value:
+            found[path] = node
+    return found
+
+
+DAPO = """
+  run.name: dapo, model.path: models/tiny, training.steps: 200, data.max_prompt_tokens: 2048, sampling.max_new_tokens: 8192,
+  sampling.group_size: 16, evaluation.sets.0.name: aime_2024, evaluation.sets.1.name: aime_2025,
+  algorithm.advantage: group_norm, algorithm.loss: ppo, algorithm.aggregation: token_mean, algorithm.clip_low: 0.2,
+  algorithm.clip_high: 0.28, algorithm.dual_clip: 10.0, algorithm.kl: k3, algorithm.kl_placement: loss,
+  algorithm.kl_coefficient: 0.001, algorithm.overlong_buffer: 0.5, algorithm.overlong_penalty: 1.0,
+  training.groups_per_step: 64, training.mini_batch_size: 16, training.staleness: 0,
+  training.max_tokens_per_microbatch: 20480, training.optimizer.learning_rate: 1e-6, training.optimizer.weight_decay: 0.1,
+  training.optimizer.warmup_steps: 10, services.rollout.engine: vllm, services.rollout.replicas: 8,
+  services.rollout.colocate: trainer, services.trainer.processes: 8, services.reference.replicas: 8, services.platform: '',
+  rewards.rules.0.name: acc_for_dapo
+"""
+PPO = """
+  algorithm.advantage: gae, critic.path: '', critic.value_clip: 0.5, algorithm.kl: k1, algorithm.kl_placement: reward,
+  algorithm.kl_coefficient: 0.01, algorithm.clip_high: 0.2, algorithm.gae_lambda: 1.0, algorithm.entropy_coefficient: 0.0,
+  training.max_tokens_per_microbatch: 3072, critic.optimizer.learning_rate: 1e-5, training.optimizer.learning_rate: 2e-6,
+  trackers.0.name: jsonl
+"""
+
+
+@pytest.mark.parametrize(("name", "ours"), [("dapo.sh", DAPO), ("ppo.yaml", PPO)])
+def test_a_whole_file(name: str, ours: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is valid where the files are that it names, and every row of the report says what or why."""
+    monkeypatch.setattr(LocalNode, "memory", lambda self, config: None)
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(FILES / name, tmp_path / name)
+    assert differing(imported(tmp_path / name, "--report", tmp_path / "report.md"), configured(ours)) == {}
+    rows = re.findall(
+        r"^\| (\S+\.\S+) \| .* \| (?:mapped|ignored|to decide) \| (.*) \|$", (tmp_path / "report.md").read_text(), re.M
     )
-    services = ours.services
-    assert not isinstance(services.rollout, list)
-    assert (services.rollout.engine, services.rollout.replicas, services.rollout.colocate) == ("vllm", 8, "trainer")
-    assert (services.trainer.processes, services.reference.replicas, services.platform) == (8, 8, "")
-    assert [rule.name for rule in ours.rewards.rules] == ["acc_for_dapo"]
+    assert len(rows) > 15
+    assert [path for path, reason in rows if not reason or "decides nothing here" in reason] == []
+    if name == "ppo.yaml":
+        text = (tmp_path / "ours.yaml").read_text()
+        assert "trainer.total_epochs: without total_training_steps" in text  # what is to decide is told at the head
+        assert "warmup_steps is 0.1 of training.steps" in text
+    for folder in ("models/tiny", "data/aime"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "models/tiny/config.json").write_text(json.dumps(CONFIGS["qwen25_7b"]))
+    write_tokenizer(tmp_path / "models/tiny")
+    (tmp_path / "models/tiny/model.safetensors").touch()
+    for file in ("train", "aime/2024", "aime/2025"):
+        given = {"prompt": [{"role": "user", "content": file}], "reward_model": {"ground_truth": "2"}}
+        (tmp_path / f"data/{file}.jsonl").write_text(json.dumps(given) + "\n")
+    overrides = [f"services.rollout.python={sys.executable}", "data.eval=", "evaluation.before=false"]
+    assert run("validate", tmp_path / "ours.yaml", *(overrides if name.endswith("sh") else overrides[1:])) == 0
 
 
 def test_the_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,25 +138,14 @@ def test_the_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (ours.services.platform, ours.training.steps, ours.model.path) == ("ascend", 2000, "/elsewhere")
 
 
-def test_a_file_that_overrides_some_keys(tmp_path: Path) -> None:
+def test_what_verl_prints_is_read_alike(tmp_path: Path) -> None:
     shutil.copy(FILES / "ppo.yaml", tmp_path / "ppo.yaml")
-    ours = imported(tmp_path / "ppo.yaml")
-    assert ours.critic is not None
-    assert (ours.algorithm.advantage, ours.critic.path, ours.critic.value_clip) == ("gae", "", 0.5)
-    assert (ours.algorithm.kl, ours.algorithm.kl_placement, ours.algorithm.kl_coefficient) == ("k1", "reward", 0.01)
-    assert (ours.algorithm.clip_high, ours.algorithm.gae_lambda, ours.algorithm.entropy_coefficient) == (0.2, 1.0, 0.0)
-    assert ours.training.max_tokens_per_microbatch == 4 * (512 + 256)
-    assert (ours.critic.optimizer.learning_rate, ours.training.optimizer.learning_rate) == (1e-5, 2e-6)
-    assert [tracker.name for tracker in ours.trackers] == ["jsonl"]
-    text = (tmp_path / "ours.yaml").read_text()
-    assert "trainer.total_epochs: without total_training_steps" in text  # what is to decide is told at the head
-    assert "warmup_steps is 0.1 of training.steps" in text
-
-
-def test_a_function_of_ones_own_gets_its_columns(tmp_path: Path) -> None:
-    for key in ("custom_reward_function.path", "reward.custom_reward_function.path"):
-        assert imported(script(tmp_path, f"{key}=my_reward.py")).data.additional_keys == ["data_source", "extra_info"]
-    assert imported(script(tmp_path, f"{key}=null")).data.additional_keys == []
+    raw: dict[str, Any] = yaml.safe_load((FILES / "ppo.yaml").read_text())
+    del raw["defaults"], raw["hydra"]
+    raw["actor_rollout_ref"]["rollout"]["max_model_len"] = None
+    printed = "".join(f"(TaskRunner pid=31) {line}\n" for line in pprint.pformat(raw).splitlines())
+    (tmp_path / "ppo.log").write_text(printed)
+    assert imported(tmp_path / "ppo.log") == imported(tmp_path / "ppo.yaml")
 
 
 def test_keys_that_are_ignored_alike_are_one_row_of_the_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,84 +160,44 @@ def test_keys_that_are_ignored_alike_are_one_row_of_the_screen(tmp_path: Path, c
     assert "| global_profiler.b | 1 | ignored |" in (tmp_path / "report.md").read_text()
 
 
-def test_what_verl_prints_is_read_alike(tmp_path: Path) -> None:
-    shutil.copy(FILES / "ppo.yaml", tmp_path / "ppo.yaml")
-    raw: dict[str, Any] = yaml.safe_load((FILES / "ppo.yaml").read_text())
-    del raw["defaults"], raw["hydra"]
-    raw["actor_rollout_ref"]["rollout"]["max_model_len"] = None
-    printed = "".join(f"(TaskRunner pid=31) {line}\n" for line in pprint.pformat(raw).splitlines())
-    (tmp_path / "ppo.log").write_text(printed)
-    assert imported(tmp_path / "ppo.log") == imported(tmp_path / "ppo.yaml")
+MADE = """
+custom_reward_function.path: my_reward.py => data.additional_keys: [data_source, extra_info]
+reward.custom_reward_function.path: my_reward.py => data.additional_keys: [data_source, extra_info]
+custom_reward_function.path: 'null' => data.additional_keys: []
+reward_model.enable: 'True', reward_model.model.path: /scorer => rewards.model.path: /scorer, rewards.rules.0.weight: 0.0
+actor_rollout_ref.actor.policy_loss.loss_mode: geo_mean, actor_rollout_ref.actor.clip_ratio: 0.4
+  => algorithm.loss: gmpo, algorithm.aggregation: seq_mean_token_mean, algorithm.dual_clip: 0.0,
+  algorithm.clip_low: 0.4, algorithm.clip_high: 0.4
+actor_rollout_ref.model.lora_rank: 32, actor_rollout_ref.model.target_modules: '[q_proj,v_proj]'
+  => lora.rank: 32, lora.alpha: 16.0, lora.target_modules: [q_proj, v_proj]
+model_engine: megatron, actor_rollout_ref.actor.megatron.tensor_model_parallel_size: 2,
+  actor_rollout_ref.actor.megatron.optimizer_offload: 'True', actor_rollout_ref.actor.use_kl_loss: 'true',
+  +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity: full
+  => services.trainer.engine: megatron, services.trainer.parallel.tensor: 2, services.trainer.parallel.sequence: true,
+  services.trainer.offload_train_optimizer: true, services.trainer.activation_checkpointing: true,
+  services.reference.engine: megatron, services.reference.parallel.tensor: 2, services.critic.engine: megatron
+trainer: trainer.main_ppo => training.staleness: 0, training.partial_rollouts: false, algorithm.loss: ppo
+trainer: experimental.one_step_off_policy.main_ppo, rollout.nnodes: 1
+  => training.staleness: 1, training.partial_rollouts: false, algorithm.loss: ppo
+trainer.v1.trainer_mode: colocate_async => training.staleness: 1, training.partial_rollouts: true, algorithm.loss: ppo
+trainer.v1.trainer_mode: separate_async, actor_rollout_ref.rollout.nnodes: 1
+  => training.staleness: 8, training.partial_rollouts: false, algorithm.loss: ppo
+trainer: experimental.fully_async_policy.fully_async_main, async_training.staleness_threshold: 0
+  => training.staleness: 0, training.partial_rollouts: false, algorithm.loss: ppo
+trainer: experimental.fully_async_policy.fully_async_main, data.train_batch_size: 0, trainer.n_gpus_per_node: 4,
+  actor_rollout_ref.actor.ppo_mini_batch_size: 32, async_training.staleness_threshold: 1.5,
+  async_training.require_batches: 2, rollout.n_gpus_per_node: 4, rollout.total_rollout_steps: 2560,
+  algorithm.adv_estimator: grpo, rollout.nnodes: 1
+  => training.staleness: 2, training.lr_staleness_power: 0.0, training.groups_per_step: 256, training.mini_batch_size: 32,
+  training.steps: 10, services.trainer.processes: 4, services.rollout.replicas: 2, services.rollout.colocate: ''
+"""
 
 
-@pytest.mark.parametrize("name", ["dapo.sh", "ppo.yaml"])
-def test_what_is_written_is_valid(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalNode, "memory", lambda self, config: None)
-    monkeypatch.chdir(tmp_path)
-    for folder in ("models/tiny", "data/aime"):
-        (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "models/tiny/config.json").write_text(json.dumps(CONFIGS["qwen25_7b"]))
-    write_tokenizer(tmp_path / "models/tiny")
-    (tmp_path / "models/tiny/model.safetensors").touch()
-    for file in ("train", "aime/2024", "aime/2025"):
-        row = {"prompt": [{"role": "user", "content": file}], "reward_model": {"ground_truth": "2"}}
-        (tmp_path / f"data/{file}.jsonl").write_text(json.dumps(row) + "\n")
-    shutil.copy(FILES / name, tmp_path / name)
-    imported(tmp_path / name)
-    overrides = [f"services.rollout.python={sys.executable}", "data.eval=", "evaluation.before=false"]
-    assert run("validate", tmp_path / "ours.yaml", *(overrides if name.endswith("sh") else overrides[1:])) == 0
-
-
-def test_the_fully_asynchronous_trainer(tmp_path: Path) -> None:
-    module = CALL.replace("trainer.main_ppo", "experimental.fully_async_policy.fully_async_main")
-    overrides = ["data.train_batch_size=0", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "trainer.n_gpus_per_node=4"]
-    overrides += ["async_training.staleness_threshold=1.5", "async_training.require_batches=2", "rollout.n_gpus_per_node=4"]
-    overrides += ["rollout.total_rollout_steps=2560", "algorithm.adv_estimator=grpo", "rollout.nnodes=1"]
-    ours = imported(script(tmp_path, *overrides, call=module))
-    training, services = ours.training, ours.services
-    assert (training.staleness, training.lr_staleness_power) == (2, 0.0)
-    assert (training.groups_per_step, training.mini_batch_size, training.steps) == (32 * 2 * 4, 32, 10)
-    assert not isinstance(services.rollout, list)
-    assert (services.trainer.processes, services.rollout.replicas, services.rollout.colocate) == (4, 2, "")
-
-
-@pytest.mark.parametrize(
-    ("module", "overrides", "expected"),
-    [
-        ("trainer.main_ppo", [], (0, False)),
-        ("experimental.one_step_off_policy.main_ppo", ["rollout.nnodes=1"], (1, False)),
-        ("trainer.main_ppo", ["trainer.v1.trainer_mode=colocate_async"], (1, True)),
-        ("trainer.main_ppo", ["trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=1"], (8, False)),
-        ("experimental.fully_async_policy.fully_async_main", ["async_training.staleness_threshold=0"], (0, False)),
-    ],
-)
-def test_staleness_by_trainer(module: str, overrides: list[str], expected: tuple[int, bool], tmp_path: Path) -> None:
-    ours = imported(script(tmp_path, *overrides, call=CALL.replace("trainer.main_ppo", module)))
-    assert (ours.training.staleness, ours.training.partial_rollouts) == expected
-    assert ours.algorithm.loss == "ppo"
-
-
-@pytest.mark.parametrize("name", ["dapo.sh", "ppo.yaml"])
-def test_every_row_says_what_or_why(name: str, tmp_path: Path) -> None:
-    shutil.copy(FILES / name, tmp_path / name)
-    imported(tmp_path / name, "--report", tmp_path / "report.md")
-    rows = re.findall(
-        r"^\| (\S+\.\S+) \| .* \| (?:mapped|ignored|to decide) \| (.*) \|$", (tmp_path / "report.md").read_text(), re.M
-    )
-    assert len(rows) > 15
-    assert [path for path, reason in rows if not reason or "decides nothing here" in reason] == []
-
-
-def test_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = "actor_rollout_ref.actor.megatron"
-    overrides = [f"{name}.tensor_model_parallel_size=2", f"{name}.optimizer_offload=True", "model_engine=megatron"]
-    overrides += [f"+{name}.override_transformer_config.recompute_granularity=full"]
-    trainer = imported(script(tmp_path, *overrides, "actor_rollout_ref.actor.use_kl_loss=true")).services
-    assert (trainer.trainer.engine, trainer.trainer.parallel.tensor, trainer.trainer.parallel.sequence) == ("megatron", 2, True)
-    assert (trainer.trainer.offload_train_optimizer, trainer.trainer.activation_checkpointing) == (True, True)
-    assert (trainer.reference.engine, trainer.reference.parallel.tensor, trainer.critic.engine) == ("megatron", 2, "megatron")
-    file = script(tmp_path, *overrides, f"{name}.expert_model_parallel_size=3")
-    assert "expert_model_parallel_size: 3: refused: experts are cut by tensor parallelism" in refused(file, capsys)
+@pytest.mark.parametrize(("theirs", "ours"), cases(MADE))
+def test_what_is_made_of_overrides(theirs: dict[str, Any], ours: str, tmp_path: Path) -> None:
+    call = CALL.replace("trainer.main_ppo", theirs.pop("trainer", "trainer.main_ppo"))
+    file = script(tmp_path, *(f"{key}={value}" for key, value in theirs.items()), call=call)
+    assert differing(imported(file), configured(ours)) == {}
 
 
 def test_models_of_the_hub_are_looked_for(tmp_path: Path) -> None:
@@ -223,24 +206,22 @@ def test_models_of_the_hub_are_looked_for(tmp_path: Path) -> None:
     assert imported(file, "--models", tmp_path / "models").model.path == str(tmp_path / "models" / "Qwen3-8B")
 
 
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        ("algorithm.adv_estimator=remax", "algorithm.adv_estimator: remax: refused: must be one of gae, grpo, "),
-        ("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_p: 0.9: refused: rollouts on vLLM"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=True", "multi_turn.enable: true: refused: episodes of several turns"),
-        ("actor_rollout_ref.actor.clip_ratio_hi=0.3", "clip_ratio_hi: unknown key; nearest is clip_ratio_high"),
-        ("data.max_prompt_length=long", "data.max_prompt_length: long is not a whole number"),
-        ("data.train_batch_size=100", "ppo_mini_batch_size: 256: does not divide the 100 prompts of a step"),
-        (
-            "trainer.experiment_name=$NAME",
-            "experiment_name: $NAME: $NAME is not known here; set its variable in the environment",
-        ),
-        ("trainer.nnodes=$(ray_nodes)", "trainer.nnodes: $(ray_nodes): $(ray_nodes) is not known here"),
-        ("trainer.n_gpus_per_node=7", "refused: 7 devices in blocks of 1 cannot share out the 256 prompts of an update"),
-    ],
-)
-def test_what_is_refused_is_a_line(override: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+REFUSED = """
+algorithm.adv_estimator=remax => algorithm.adv_estimator: remax: refused: must be one of gae, grpo,
+actor_rollout_ref.rollout.top_p=0.9 => actor_rollout_ref.rollout.top_p: 0.9: refused: rollouts on vLLM
+actor_rollout_ref.rollout.multi_turn.enable=True => multi_turn.enable: true: refused: episodes of several turns
+actor_rollout_ref.actor.clip_ratio_hi=0.3 => clip_ratio_hi: unknown key; nearest is clip_ratio_high
+data.max_prompt_length=long => data.max_prompt_length: long is not a whole number
+data.train_batch_size=100 => ppo_mini_batch_size: 256: does not divide the 100 prompts of a step
+trainer.experiment_name=$NAME => experiment_name: $NAME: $NAME is not known here; set its variable in the environment
+trainer.nnodes=$(ray_nodes) => trainer.nnodes: $(ray_nodes): $(ray_nodes) is not known here
+trainer.n_gpus_per_node=7 => refused: 7 devices in blocks of 1 cannot share out the 256 prompts of an update
+"""
+
+
+@pytest.mark.parametrize("case", REFUSED.strip().splitlines())
+def test_what_is_refused_is_a_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    override, _, line = case.partition(" => ")
     file = script(tmp_path, override)
     assert line in refused(file, capsys)
     if "train_batch_size" not in override:
@@ -248,8 +229,10 @@ def test_what_is_refused_is_a_line(override: str, line: str, tmp_path: Path, cap
         assert "left out by --without" in (tmp_path / "ours.yaml").read_text().lower()
 
 
-def test_the_model_cannot_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_left_out_or_be_cut_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be left out" in refused(script(tmp_path), capsys, "--without", "actor_rollout_ref.model.path")
+    file = script(tmp_path, "model_engine=megatron", "actor_rollout_ref.actor.megatron.expert_model_parallel_size=3")
+    assert "expert_model_parallel_size: 3: refused: experts are cut by tensor parallelism" in refused(file, capsys)
 
 
 @pytest.mark.parametrize(
@@ -331,24 +314,3 @@ def test_the_guide_has_the_table_and_every_option() -> None:
     names = [action.option_strings[-1] if action.option_strings else action.dest.upper() for action in parser._actions]
     assert [name for name in names if f"`{name}" not in told and name != "--help"] == []
     assert re.search(r"\| `adv_estimator` \| `gae` \|", page)
-
-
-def test_a_reward_model_scores_alone(tmp_path: Path) -> None:
-    ours = imported(script(tmp_path, "reward_model.enable=True", "reward_model.model.path=/scorer"))
-    assert ours.rewards.model is not None
-    assert ours.rewards.model.path == "/scorer"
-    assert [rule.weight for rule in ours.rewards.rules] == [0.0]
-
-
-def test_losses_that_are_means_over_samples(tmp_path: Path) -> None:
-    name = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    ours = imported(script(tmp_path, f"{name}=geo_mean", "actor_rollout_ref.actor.clip_ratio=0.4")).algorithm
-    assert (ours.loss, ours.aggregation, ours.dual_clip) == ("gmpo", "seq_mean_token_mean", 0.0)
-    assert (ours.clip_low, ours.clip_high) == (0.4, 0.4)
-
-
-def test_adapters(tmp_path: Path) -> None:
-    model = "actor_rollout_ref.model"
-    ours = imported(script(tmp_path, f"{model}.lora_rank=32", f"{model}.target_modules=[q_proj,v_proj]")).lora
-    assert ours is not None
-    assert (ours.rank, ours.alpha, ours.target_modules) == (32, 16.0, ["q_proj", "v_proj"])

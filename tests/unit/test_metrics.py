@@ -1,9 +1,10 @@
-"""A step's figures from their parts, and the arithmetic of spans."""
+"""A step's figures from their parts, the arithmetic of spans, and how idle the rollouts are told to be."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Sequence
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from runtime import timeouts
 from runtime.config import Config, Critic, Run
+from runtime.coordinator import metrics_recorder
+from runtime.coordinator.admission.concurrency import Load
+from runtime.coordinator.metrics_recorder import COUNTED, BusyMeter
+from runtime.errors import Unanswered
+from runtime.status import Status
 from runtime.telemetry import metrics
 from runtime.telemetry.metric_names import mindspeed, ours, score_prefixes
 from runtime.telemetry.metrics import PublicationFigures, SpanClock, StepFigures, covered, intersection, step_metrics, union
@@ -64,69 +71,39 @@ def figures(**changes: object) -> StepFigures:
     return StepFigures(**(fields | changes))  # type: ignore[arg-type]
 
 
-def test_throughput_recomputed_from_its_parts() -> None:
-    found = step_metrics(figures())
-    # (response_mean + prompt_mean) · global_batch_size · n / world_size / time, in exact arithmetic
-    response_mean, prompt_mean = Fraction(4 + 8 + 6 + 2, 4), Fraction(10 + 20, 2)
-    tokens = (response_mean + prompt_mean) * 2 * 2 / 4
-    assert found["e2e_tps"] == pytest.approx(float(tokens / Fraction(1, 2)), rel=1e-12)
-    assert found["update_tps"] == pytest.approx(float(tokens / Fraction(1, 5)), rel=1e-12)
-    assert found["rollout_tps"] == pytest.approx(float(tokens / Fraction(2, 5)), rel=1e-12)
-    from_names = (found["response_length/mean"] + found["prompt_length/mean"]) * found["samples"] / 4 / found["timing/all"]  # type: ignore[operator]
-    assert found["e2e_tps"] == pytest.approx(from_names)
-
-
 def test_a_step_has_every_name_that_applies() -> None:
-    assert step_metrics(figures()) == {
-        "timing/all": 0.5,
-        "timing/rollout": 0.4,
-        "timing/update": 0.2,
-        "prompt_length/mean": 15.0,
-        "prompt_length/max": 20.0,
-        "prompt_length/min": 10.0,
-        "response_length/mean": 5.0,
-        "response_length/max": 8.0,
-        "response_length/min": 2.0,
-        "response_length/clip_ratio": 0.25,
-        "score/masked": 1.0,
-        "score/mean": 0.5,
-        "score/max": 1.0,
-        "score/min": 0.0,
-        "accuracy_rewards/mean": pytest.approx(1 / 3),
-        "format_rewards/mean": 0.5,
-        "staleness/mean": 1.25,
-        "staleness/max": 2.0,
-        "staleness/histogram": {0: 1, 1: 1, 2: 2},
-        "e2e_tps": 40.0,
-        "update_tps": pytest.approx(100.0),
-        "rollout_tps": pytest.approx(50.0),
-        "actor/pg_loss": -0.1,
-        "actor/grad_norm": 0.3,
-        "queue/ready": 3.0,
-        "idle/trainer": 0.25,
-        "publication/seconds": 0.1,
-        "publication/pause_seconds": 0.01,
-        "publication/bytes": 1000.0,
-        "publication/aborts": 1.0,
-        "publication/epoch": 3.0,
-        **{f"publication/{phase}_seconds": 0.0 for phase in ("gather", "wait", "copy", "hash", "stage", "swap")},
-        "rollout/serving": 2.0,
-        "world_size": 4.0,
-        "global_batch_size": 2.0,
-        "n_samples_per_prompt": 2.0,
-        "incarnation": 0.0,
-        "samples": 4.0,
-        "tokens": 20.0,
+    expected: dict[str, dict[str, Any]] = {
+        "timing": {"all": 0.5, "rollout": 0.4, "update": 0.2},
+        "prompt_length": {"mean": 15.0, "max": 20.0, "min": 10.0},
+        "response_length": {"mean": 5.0, "max": 8.0, "min": 2.0, "clip_ratio": 0.25},
+        "score": {"masked": 1.0, "mean": 0.5, "max": 1.0, "min": 0.0},
+        "accuracy_rewards": {"mean": pytest.approx(1 / 3)},
+        "format_rewards": {"mean": 0.5},
+        "staleness": {"mean": 1.25, "max": 2.0, "histogram": {0: 1, 1: 1, 2: 2}},
+        "actor": {"pg_loss": -0.1, "grad_norm": 0.3},
+        "queue": {"ready": 3.0},
+        "idle": {"trainer": 0.25},
+        "publication": {"seconds": 0.1, "pause_seconds": 0.01, "bytes": 1000.0, "aborts": 1.0, "epoch": 3.0}
+        | {f"{phase}_seconds": 0.0 for phase in ("gather", "wait", "copy", "hash", "stage", "swap")},
+        "rollout": {"serving": 2.0},
     }
+    alone = {"e2e_tps": 40.0, "update_tps": pytest.approx(100.0), "rollout_tps": pytest.approx(50.0), "incarnation": 0.0}
+    sizes = {"world_size": 4.0, "global_batch_size": 2.0, "n_samples_per_prompt": 2.0, "samples": 4.0, "tokens": 20.0}
+    named = {f"{group}/{name}": value for group, values in expected.items() for name, value in values.items()}
+    assert step_metrics(figures()) == named | alone | sizes
 
 
 def test_throughput_follows_from_the_sizes_that_are_logged() -> None:
     found = step_metrics(figures(incarnation=2))
     tokens = (found["response_length/mean"] + found["prompt_length/mean"]) * found["global_batch_size"]  # type: ignore[operator]
-    each = tokens * found["n_samples_per_prompt"] / found["world_size"] / found["timing/all"]
-    assert found["e2e_tps"] == pytest.approx(each) and found["incarnation"] == 2.0
-    uneven = metrics.size_metrics([generated(10, [1]), generated(40, [2, 3])], 8)
-    assert uneven == {"world_size": 8.0, "global_batch_size": 2.0, "n_samples_per_prompt": 1.5}
+    each = tokens * found["n_samples_per_prompt"] / found["world_size"]
+    for name, phase in (("e2e_tps", "all"), ("update_tps", "update"), ("rollout_tps", "rollout")):
+        assert found[name] == pytest.approx(each / found[f"timing/{phase}"], rel=1e-12)  # type: ignore[operator]
+    assert found["incarnation"] == 2.0
+    groups = [generated(10, [1]), generated(40, [2, 3])]  # which weigh by sample
+    assert metrics.size_metrics(groups, 8) == {"world_size": 8.0, "global_batch_size": 2.0, "n_samples_per_prompt": 1.5}
+    lengths = metrics.length_metrics(groups)
+    assert (lengths["prompt_length/mean"], lengths["response_length/mean"]) == (30.0, 2.0)
 
 
 def test_names_of_mindspeed_rl_and_ours_name_the_same_numbers() -> None:
@@ -137,11 +114,6 @@ def test_names_of_mindspeed_rl_and_ours_name_the_same_numbers() -> None:
     assert theirs["vllm_tps"] == found["rollout_tps"] and theirs["grad_norm"] == theirs["actor/grad_norm"] == 0.3
     assert not any(name.startswith(("dapo/", "score/")) for name in theirs)
     assert ours(theirs) == ours(found) == found
-
-
-def test_groups_of_different_sizes_weigh_by_sample() -> None:
-    found = metrics.length_metrics([generated(10, [1]), generated(40, [2, 3])])
-    assert (found["prompt_length/mean"], found["response_length/mean"]) == (30.0, 2.0)
 
 
 def test_samples_are_episodes_and_lengths_are_of_their_branches() -> None:
@@ -157,10 +129,10 @@ def test_samples_are_episodes_and_lengths_are_of_their_branches() -> None:
 
 def test_masked_samples_are_counted_by_reason() -> None:
     one, other = scored([0.0, 1.0, 0.0], [0, 1, 0]), scored([0.0], [0])
-    one.errors, other.errors = {"timeout": 1, "remote:UNAVAILABLE": 1}, {"timeout": 1}
+    one.errors, other.errors = {"timeout": 1, "remote:UNAVAILABLE": 1}, {"timeout": 2}
     found = metrics.score_metrics([one, other])
     assert {name: value for name, value in found.items() if "errors" in name} == {
-        "score/errors/timeout": 2.0,
+        "score/errors/timeout": 3.0,
         "score/errors/remote:UNAVAILABLE": 1.0,
     }
     other.errors = {f"remote:{i}": 1 for i in range(100)}
@@ -177,24 +149,15 @@ def test_masked_samples_never_count_as_zero() -> None:
     assert "b_rewards/mean" not in found and found["a_rewards/mean"] == 1.0
 
 
-def test_failures_of_rules_are_counted_by_reason() -> None:
-    one, other = scored([1.0, 0.0], [1, 0], a=[1, 0]), scored([0.0, 0.0], [0, 0], a=[0, 0])
-    one = structs.replace(one, errors={"timeout": 1})
-    other = structs.replace(other, errors={"timeout": 2, "exception:ValueError": 1})
-    found = metrics.score_metrics([one, other])
-    assert (found["score/errors/timeout"], found["score/errors/exception:ValueError"]) == (3.0, 1.0)
-
-
 def test_what_was_not_measured_is_left_out() -> None:
     found = step_metrics(figures(generated=[], scores=[], staleness=[], timing={"timing/all": 1.0}, publication=None))
     assert found["update_tps"] == found["rollout_tps"] == 0.0
     assert not {"staleness/mean", "score/mean", "publication/seconds"} & found.keys()
 
 
-def test_idle_fraction() -> None:
-    assert metrics.idle_fraction(3.0, 4.0) == 0.25
-    assert metrics.idle_fraction(5.0, 4.0) == 0.0
-    assert metrics.idle_fraction(1.0, 0.0) == 0.0
+@pytest.mark.parametrize(("busy", "seconds", "idle"), [(3.0, 4.0, 0.25), (5.0, 4.0, 0.0), (1.0, 0.0, 0.0)])
+def test_idle_fraction(busy: float, seconds: float, idle: float) -> None:
+    assert metrics.idle_fraction(busy, seconds) == idle
 
 
 spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
@@ -245,16 +208,6 @@ def test_the_clock_accounts_phases_once_and_splits_them_at_steps() -> None:
     assert spans.close_step() == {"timing/all": 1.0}
 
 
-def test_overlapping_phases_sum_to_more_than_the_step() -> None:
-    clock = Clock()
-    spans = SpanClock(clock)
-    with spans.span("rollout"), spans.span("update"), spans.span("reference_model"):
-        clock.now += 3.0
-    timing = spans.close_step()
-    assert timing["timing/all"] == 3.0 < timing["timing/rollout"] + timing["timing/update"]
-    assert timing["timing/non_overlap_reference_model"] == 0.0
-
-
 # ---------------------------------------------------------------------------------------------------------- environments
 
 
@@ -269,32 +222,170 @@ def test_each_environment_has_figures_of_its_own() -> None:
         generated(10, [4, 8]),
         played("shop", ["completed", "completed"], [2, 2]),
         played("maze", ["completed", "left out: slow"], [3, 0], log={"moves": (1, 9.0), "walls": (1, 0.5)}),
+        played("", ["completed"], [1]),  # which no environment plays
     ]
-    scores = [scored([1.0, 0.0], [1, 1]), scored([9.0, 9.0], [1, 1]), scored([0.5, 0.25], [1, 1]), scored([0.5, 7.0], [1, 0])]
-    assert metrics.environment_metrics(groups, scores) == {
-        "environment/maze/reward": 0.5,
-        "environment/maze/episodes": 4.0,
-        "environment/maze/turns": 2.0,
-        "environment/maze/repeated": 3.0,
-        "environment/maze/left_out": 1.0,
-        "environment/maze/ended/completed": 2.0,
-        "environment/maze/ended/max_turns": 1.0,
-        "environment/maze/log/moves": 5.0,
-        "environment/maze/log/walls": 0.5,
-        "environment/shop/reward": 0.375,
-        "environment/shop/episodes": 2.0,
-        "environment/shop/turns": 2.0,
-        "environment/shop/repeated": 0.0,
-        "environment/shop/left_out": 0.0,
-        "environment/shop/ended/completed": 2.0,
-    }
+    rewards = ([1.0, 0.0], [9.0, 9.0], [0.5, 0.25], [0.5, 7.0], [1.0])
+    scores = [scored(each, [1, 1][: len(each)] if each[-1] != 7.0 else [1, 0]) for each in rewards]
+    maze = {"reward": 0.5, "episodes": 4.0, "turns": 2.0, "repeated": 3.0, "left_out": 1.0}
+    maze |= {"ended/completed": 2.0, "ended/max_turns": 1.0, "log/moves": 5.0, "log/walls": 0.5}
+    shop = {"reward": 0.375, "episodes": 2.0, "turns": 2.0, "repeated": 0.0, "left_out": 0.0, "ended/completed": 2.0}
+    expected = {f"environment/maze/{name}": value for name, value in maze.items()}
+    expected |= {f"environment/shop/{name}": value for name, value in shop.items()}
+    assert metrics.environment_metrics(groups, scores) == expected
     assert "environment/shop/reward" in step_metrics(figures(generated=groups, scores=scores))
+    untrained = metrics.environment_metrics([played("maze", ["left out: slow"], [1])], [scored([1.0], [0])])
+    assert "environment/maze/reward" not in untrained and untrained["environment/maze/left_out"] == 1.0
 
 
-def test_what_no_environment_plays_has_none_of_these_figures() -> None:
-    assert metrics.environment_metrics([played("", ["completed"], [1]), generated(1, [1])], [scored([1.0], [1])] * 2) == {}
+# ---------------------------------------------------------------------------------------------- what rollouts and gateways tell
 
 
-def test_an_environment_of_which_nothing_is_trained_has_no_reward() -> None:
-    found = metrics.environment_metrics([played("maze", ["left out: slow"], [1])], [scored([1.0], [0])])
-    assert "environment/maze/reward" not in found and found["environment/maze/left_out"] == 1.0
+class Working:
+    """A rollout that has worked for so many seconds at each question."""
+
+    def __init__(self, *seconds: float):
+        self._seconds = list(seconds)
+        self.asked = asyncio.Event()
+
+    async def status(self) -> Status:
+        busy = self._seconds.pop(0)
+        if not self._seconds:
+            self.asked.set()
+            self._seconds = [busy]
+        return Status(
+            role="rollout",
+            name="rollout-0",
+            state="ready",
+            gauges={
+                "drafted_tokens_total": 20 * busy,
+                "accepted_tokens_total": 10 * busy,
+                "busy_seconds_total": busy,
+                "decode_steps_total": 10 * busy,
+                "tokens_total": 40 * busy,
+            },
+            pid=1,
+            address="",
+            uptime_seconds=0.0,
+        )
+
+
+class Pool:
+    def __init__(self, *rollouts: Working | Telling, gateways: tuple[Telling, ...] = ()):
+        self.serving = rollouts
+        self.gateways = gateways
+
+
+def test_a_long_step_is_as_idle_as_all_of_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Busy at first, and idle when the step ends: the time before counts too."""
+    clock: Any = iter(range(1_000))
+    monkeypatch.setattr(metrics_recorder, "now", lambda: float(next(clock)))
+    monkeypatch.setattr(timeouts, "STATUS_INTERVAL", 0.0)
+
+    async def measured() -> tuple[dict[str, float], dict[str, float]]:
+        rollout = Working(0.0, 2.0, 4.0, 4.0, 4.0)
+        meter = BusyMeter(Pool(rollout), silence=1e9)  # type: ignore[arg-type]
+        running = asyncio.create_task(meter.run(lambda _: None))
+        await asyncio.wait_for(rollout.asked.wait(), 10)
+        running.cancel()
+        first = meter.close_step()
+        return first, meter.close_step()
+
+    first, again = asyncio.run(measured())
+    assert 0 < first["idle/rollout"] < 1  # the last intervals alone would say 1
+    assert first["rollout/batch"] == 3.0
+    assert (first["rollout/drafted"], first["rollout/accepted"]) == (80.0, 0.5)
+    assert first["rollout/decode_seconds"] == pytest.approx(0.1)
+    assert again == {"idle/rollout": first["idle/rollout"]}  # nothing was told since
+
+
+def test_what_waits_and_how_full_the_rooms_are_is_told_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "STATUS_INTERVAL", 0.0)
+    looks: list[Load] = []
+
+    async def measured() -> dict[str, float]:
+        own, shared, gateway = Telling("rollout", OWN), Telling("rollout", SHARED), Telling("gateway", GATEWAY)
+        meter = BusyMeter(Pool(own, shared, gateways=(gateway,)), silence=1e9)  # type: ignore[arg-type]
+        third = asyncio.Event()
+
+        def told(load: Load) -> None:
+            looks.append(load)
+            if len(looks) == 3:
+                third.set()
+
+        running = asyncio.create_task(meter.run(told))
+        await asyncio.wait_for(third.wait(), 10)
+        running.cancel()
+        return meter.close_step()
+
+    figures = asyncio.run(measured())
+    assert looks[0]._replace(calls=0, preempted=0) == Load(
+        slots=24, running=20, waiting=5, kv_use=0.3, preempted=0, calls=0, episodes=7, unasked=9
+    ), "of shared room alone, and a mean over both rollouts"
+    assert (looks[0].calls, looks[0].preempted) == (0, 0), "counters of before the first look are of nobody knows when"
+    assert [(look.calls, look.preempted) for look in looks[1:]] == [(3, 2)] * 2
+    assert figures["rollout/waiting"] == 5
+    assert figures["rollout/kv_use"] == pytest.approx(0.7)
+    assert figures["rollout/preemptions"] >= 2 * 2
+
+
+ROLLOUT = {"slots": 8, "running": 8, "waiting": 2, "kv_use": 0.8, "kv_shared": 0.0, "preemptions_total": 0}
+OWN = {**ROLLOUT, **dict.fromkeys(COUNTED, 0.0)}
+SHARED = {**OWN, "slots": 16, "running": 12, "waiting": 3, "kv_use": 0.6, "kv_shared": 1.0, "preemptions_total": 50}
+GATEWAY = {
+    **dict.fromkeys(("episodes_total", "forks_total", "overridden_total", "loop_lag_p99"), 0.0),
+    "episodes": 7,
+    "waiting": 9,
+    "calls_total": 100,
+}
+GROWTH = {"preemptions_total": 2, "calls_total": 3}  # of those that have any
+
+
+class Telling:
+    """A process whose counters grow from look to look; from then on `silent`, it answers nothing."""
+
+    name, silent = "", False
+
+    def __init__(self, role: str, gauges: dict[str, float]):
+        self._role, self._gauges = role, dict(gauges)
+
+    async def status(self) -> Status:
+        if self.silent:
+            raise Unanswered(self.name, "Status", "did not answer", 0.0)
+        told = dict(self._gauges)
+        for name, more in GROWTH.items():
+            if told.get(name):
+                self._gauges[name] += more
+        return Status(role=self._role, name=self._role, gauges=told)
+
+
+def test_a_rollout_that_tells_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first look that comes so many seconds after its last word."""
+    clock = itertools.count()
+    monkeypatch.setattr(metrics_recorder, "now", lambda: float(next(clock)))
+    monkeypatch.setattr(timeouts, "STATUS_INTERVAL", 0.0)
+    good, stopped, lost = Telling("rollout", OWN), Telling("rollout", OWN), asyncio.Event()
+    stopped.silent, said = True, list[tuple[object, str]]()
+
+    class Lossy:
+        def lose(self, rollout: object, reason: str) -> None:
+            said.append((rollout, reason))
+            pool.serving = (good,)
+            lost.set()
+
+    pool: Any = Pool(good, stopped)
+    pool.register = Lossy()
+
+    async def measured() -> None:
+        running = asyncio.create_task(BusyMeter(pool, silence=20.0).run(lambda load: None))
+        await asyncio.wait_for(lost.wait(), 10)
+        running.cancel()
+
+    asyncio.run(measured())
+    assert said == [(stopped, "told nothing for 20 s (deadlines.silence)")]
+    assert next(clock) > 20
+
+
+def test_a_step_whose_samples_could_not_be_scored_says_so_while_it_runs() -> None:
+    assert "not scored 5 of 20" in metrics_recorder.line({"score/masked": 5.0, "samples": 20.0})
+    assert "not scored" not in metrics_recorder.line({"score/masked": 0.0, "samples": 20.0})
+    assert metrics_recorder.line({"score/mean": 0.5, "trackers/dropped": 2.0}) == "reward 0.50  trackers miss 2"

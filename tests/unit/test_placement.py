@@ -1,19 +1,27 @@
-"""Which process is put where, and what is said when it cannot be."""
+"""Which processes a configuration makes, how each is started, which is put where, and what is said when it cannot be."""
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.node.fork_server import forked_roles
+from launcher.node.machine import Machine
+from launcher.node.topology import ProcessSpec, coordinator_spec, restarts, service_specs
+from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
 from runtime.cluster.placement import NodeOffer, Placement, offers, place, table
-from runtime.cluster.topology import instances
-from runtime.config import Config
+from runtime.cluster.topology import Instance, group_of, instances, replicas, sections, uses_reference
+from runtime.config import Config, Environment, RemoteServer, Rollout
+from runtime.coordinator.run_context import accelerators
 from runtime.errors import ConfigError
+from sluice import start
 
 KL = {"kl_coefficient": 0.1}
 
@@ -47,15 +55,12 @@ TRAIN_8_INFER_6_REFERENCE_2 = make(
 )
 
 
-def test_train_8_infer_6_reference_2_on_one_node_of_16() -> None:
+def test_train_8_infer_6_reference_2_on_one_node_of_16_or_two_of_8() -> None:
     placed = place(TRAIN_8_INFER_6_REFERENCE_2, nodes(16))
     assert seats(placed, "trainer") == [("n0", (device,)) for device in range(8)]
     assert seats(placed, "rollout") == [("n0", (8, 9)), ("n0", (10, 11)), ("n0", (12, 13))]
     assert seats(placed, "reference") == [("n0", (14,)), ("n0", (15,))]
     assert seats(placed, "reward") == [("n0", ())]
-
-
-def test_train_8_infer_6_reference_2_on_two_nodes_of_8() -> None:
     placed = place(TRAIN_8_INFER_6_REFERENCE_2, nodes(8, 8))
     assert seats(placed, "trainer") == [("n0", (device,)) for device in range(8)]
     assert seats(placed, "rollout") == [("n1", (0, 1)), ("n1", (2, 3)), ("n1", (4, 5))]
@@ -80,10 +85,19 @@ def test_a_group_keeps_what_shares_every_layer_on_one_node() -> None:
     )
 
 
-def test_a_group_is_put_into_one_supernode_that_holds_it() -> None:
-    config = make(services={"trainer": {"processes": 6}})
-    assert {node for node, _ in seats(place(config, nodes(4, 4, 4, 4, supernodes="abab")), "trainer")} == {"n0", "n2"}
-    assert {node for node, _ in seats(place(config, nodes(1, 4, 4, 4, supernodes="abab")), "trainer")} == {"n1", "n3"}
+@pytest.mark.parametrize(
+    ("processes", "devices", "expected"),
+    [
+        (6, (4, 4, 4, 4), {"n0": 4, "n2": 2}),
+        (6, (1, 4, 4, 4), {"n1": 4, "n3": 2}),
+        (10, (4, 4, 4, 4), {"n0": 4, "n2": 4, "n1": 2}),  # one supernode after the other
+    ],
+)
+def test_a_group_is_put_into_one_supernode_that_holds_it(
+    processes: int, devices: tuple[int, ...], expected: dict[str, int]
+) -> None:
+    placed = place(make(services={"trainer": {"processes": processes}}), nodes(*devices, supernodes="abab"))
+    assert Counter(node for node, _ in seats(placed, "trainer")) == expected
 
 
 def test_spread_is_even_and_a_list_names_the_nodes() -> None:
@@ -146,11 +160,6 @@ def test_replicas_share_the_devices_that_their_role_names_in_order() -> None:
     assert seats(placed, "trainer") == [("n0", (4,))]
 
 
-def test_ranks_go_over_one_supernode_after_the_other() -> None:
-    placed = place(make(services={"trainer": {"processes": 10}}), nodes(4, 4, 4, 4, supernodes="abab"))
-    assert Counter(node for node, _ in seats(placed, "trainer")) == {"n0": 4, "n2": 4, "n1": 2}
-
-
 def test_the_table_names_all_who_share_a_device_and_all_who_have_none() -> None:
     services = {"trainer": {}, "rollout": {"colocate": "trainer"}, "reward": {"replicas": 2}}
     placed = place(make(services=services), nodes(2))
@@ -164,23 +173,26 @@ def test_the_table_names_all_who_share_a_device_and_all_who_have_none() -> None:
 TENSOR_2 = {"engine": "megatron", "processes": 2, "parallel": {"tensor": 2}, "placement": "spread"}
 
 
+OF_TRAINER = "0 of node n0 is that of trainer-0; must be another, or services.{0}.colocate has to be trainer"
+
+
 @pytest.mark.parametrize(
     ("services", "devices", "said"),
     [
         (
             {"trainer": TENSOR_2},
             (4, 4),
-            "services.trainer.placement: 2 processes cannot be spread evenly over n0, n1 by 2 that have to be on one node",
+            "trainer.placement: 2 processes cannot be spread evenly over n0, n1 by 2 that have to be on one node",
         ),
         (
             {"trainer": {"processes": 3, "placement": "spread"}},
             (4, 4),
-            "services.trainer.placement: 3 processes cannot be spread evenly over n0, n1",
+            "trainer.placement: 3 processes cannot be spread evenly over n0, n1",
         ),
         (
             {"trainer": {"processes": 4, "placement": "spread"}},
             (8, 1),
-            "services.trainer.placement: 2 of 4 processes do not fit on n1; node n1 has 1 of 1 devices free",
+            "trainer.placement: 2 of 4 processes do not fit on n1; node n1 has 1 of 1 devices free",
         ),
         (
             {
@@ -188,51 +200,44 @@ TENSOR_2 = {"engine": "megatron", "processes": 2, "parallel": {"tensor": 2}, "pl
                 "rollout": {"engine": "vllm", "tensor_parallel": 2, "colocate": "trainer"},
             },
             (1, 1),
-            "services.rollout.colocate: rollout-0 would have devices of two nodes of trainer's",
+            "rollout.colocate: rollout-0 would have devices of two nodes of trainer's",
         ),
         (
             {"trainer": {"devices": [0]}, "critic": {"devices": [0]}},
             (4,),
-            "services.critic.devices: 0 of node n0 is that of trainer-0; must be another, or services.critic.colocate has to "
-            "be trainer",
+            f"critic.devices: {OF_TRAINER.format('critic')}",
+        ),
+        (
+            {"trainer": {"devices": [0]}, "rollout": {"devices": [0]}},
+            (2,),
+            f"rollout.devices: {OF_TRAINER.format('rollout')}",
         ),
         (
             {"rollout": {"devices": [2]}},
             (2, 2),
-            "services.rollout.devices: there is no device 2; node n0 has 2 of 2 devices free; node n1 has 2 of 2 devices free",
+            "rollout.devices: there is no device 2; node n0 has 2 of 2 devices free; node n1 has 2 of 2 devices free",
         ),
-    ],
-)
-def test_what_does_not_fit_over_the_nodes_is_one_line(services: dict[str, Any], devices: tuple[int, ...], said: str) -> None:
-    critic = {"critic": {}} if "critic" in services else {}
-    assert refused(make(services=services, **critic), nodes(*devices)) == [said]
-
-
-@pytest.mark.parametrize(
-    ("services", "said"),
-    [
-        (
-            {"trainer": {"devices": [0]}, "rollout": {"devices": [0]}},
-            "services.rollout.devices: 0 of node n0 is that of trainer-0; must be another, or services.rollout.colocate has to "
-            "be trainer",
-        ),
-        ({"trainer": {"processes": 3}}, "services.trainer: 3 processes do not fit; node n0 has 2 of 2 devices free"),
+        ({"trainer": {"processes": 3}}, (2,), "trainer: 3 processes do not fit; node n0 has 2 of 2 devices free"),
         (
             {"rollout": {"replicas": 2}},
-            "services.rollout: no node has 1 free devices for rollout-1; node n0 has 0 of 2 devices free (others are those of "
+            (2,),
+            "rollout: no node has 1 free devices for rollout-1; node n0 has 0 of 2 devices free (others are those of "
             "trainer-0, rollout-0)",
         ),
-        ({"rollout": {"devices": [7]}}, "services.rollout.devices: there is no device 7; node n0 has 2 of 2 devices free"),
-        ({"rollout": {"placement": ["n9"]}}, "services.rollout.placement: there is no node 'n9'; nodes are n0"),
-        ({"rollout": {"replicas": 2, "colocate": "trainer"}}, "services.rollout.colocate: needs 2 devices, but trainer has 1"),
+        ({"rollout": {"placement": ["n9"]}}, (2,), "rollout.placement: there is no node 'n9'; nodes are n0"),
+        ({"rollout": {"replicas": 2, "colocate": "trainer"}}, (2,), "rollout.colocate: needs 2 devices, but trainer has 1"),
         (
             {"rollout": {"colocate": "critic"}},
-            "services.rollout.colocate: no process of critic is placed; must be a role of the run that is not colocated itself",
+            (2,),
+            "rollout.colocate: no process of critic is placed; must be a role of the run that is not colocated itself",
         ),
     ],
 )
-def test_what_has_no_room_is_one_line_that_names_both_sides(services: dict[str, Any], said: str) -> None:
-    assert refused(make(services=services), nodes(2)) == [said]
+def test_what_does_not_fit_over_the_nodes_is_one_line_that_names_both_sides(
+    services: dict[str, Any], devices: tuple[int, ...], said: str
+) -> None:
+    critic = {"critic": {}} if "critic" in services else {}
+    assert refused(make(services=services, **critic), nodes(*devices)) == [f"services.{said}"]
 
 
 def test_an_evaluation_has_the_devices_of_hosts_that_it_does_without() -> None:
@@ -294,12 +299,9 @@ def test_replicas_that_are_spread_wait_for_the_nodes_that_are_named_and_others_d
     assert refused(spread, nodes(0, 0))[0].endswith("for rollout-2; nodes are n0, n1")
     packed = make(cluster=cluster, services={"rollout": {"replicas": 3}})
     assert seats(place(packed, nodes(0, 0, 0)), "rollout") == [("n0", ())] * 3
-
-
-def test_a_node_that_no_configuration_names_may_come_yet() -> None:
-    config = make(services={"rollout": {"replicas": 2, "placement": ["n8", "n0"]}})
-    first = place(config, nodes(0), waits=True)
-    assert (seats(first, "rollout"), [instance.name for instance in first.pending]) == ([("n0", ())], ["rollout-1"])
+    # A node that no configuration names may come yet.
+    named = place(make(services={"rollout": {"replicas": 2, "placement": ["n8", "n0"]}}), nodes(0), waits=True)
+    assert (seats(named, "rollout"), [instance.name for instance in named.pending]) == ([("n0", ())], ["rollout-1"])
     nobody = make(services={"rollout": {"placement": ["n8", "n9"]}})
     assert refused(nobody, nodes(0), waits=True) == ["services.rollout.placement: none of n8, n9 has come; nodes are n0"]
 
@@ -312,7 +314,6 @@ def test_nodes_are_those_of_the_configuration_or_as_this_one() -> None:
     assert offers(named, here) == [NodeOffer("a", 2, "s"), NodeOffer("b", 8)]
 
 
-@settings(max_examples=200)
 @given(
     devices=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     trainer=st.integers(1, 6),
@@ -343,3 +344,200 @@ def test_every_process_has_devices_of_its_own_on_one_node(
         assert device < devices[int(node[1:])]
     for seat in placed.seats:
         assert len(seat.devices) == {"rollout": tensor, "reward": 0}.get(seat.instance.role, 1)
+
+
+# --------------------------------------------------------------------------------------------- the processes of a configuration
+
+
+def started(config: Config, trains: bool = True) -> list[Launch]:
+    """On a machine without accelerators, which is the only one."""
+    here = NodeRegistration(name="here", address="127.0.0.1")
+    placement = place(config, [NodeOffer("here")], trains=trains)
+    return launches(config, placement, {"here": here}, {}, b"")["here"]
+
+
+def specs(config: Config, trains: bool = True) -> list[ProcessSpec]:
+    return list(service_specs(config, started(config, trains), Path("c.yaml"), "python", "host:1", 8).values())
+
+
+def names(config: Config) -> list[str]:
+    return [instance.name for instance in instances(config)]
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected", "devices"),
+    [
+        (
+            {"services": {"rollout": {"replicas": 2}, "critic": {"processes": 4}}},
+            ["rollout-0", "rollout-1", "reward-0", "trainer-0"],
+            3,
+        ),
+        (
+            {"critic": {}, "services": {"critic": {"processes": 2}}},
+            ["rollout-0", "reward-0", "trainer-0", "critic-0", "critic-1"],
+            4,
+        ),
+        ({"reference": {"mode": "service"}, "algorithm": KL}, ["rollout-0", "reward-0", "reference-0", "trainer-0"], 3),
+        ({"reference": {"mode": "service"}}, ["rollout-0", "reward-0", "trainer-0"], 2),
+        ({"reference": {"mode": "adapter_off"}, "lora": {}, "algorithm": KL}, ["rollout-0", "reward-0", "trainer-0"], 2),
+    ],
+)
+def test_a_service_is_there_only_where_it_is_asked(sections: dict[str, Any], expected: list[str], devices: int) -> None:
+    config = make(**sections)
+    assert names(config) == expected
+    assert accelerators(config) == devices
+    assert uses_reference(config) is ("reference-0" in expected)
+
+
+def test_a_reference_is_replicas_or_the_ranks_of_one_group() -> None:
+    kl = {"algorithm": {"kl_coefficient": 0.1}}
+    replicas = make(**kl, services={"reference": {"replicas": 2}})
+    assert [instance for instance in instances(replicas) if instance.role == "reference"] == [
+        Instance("reference", "reference-0"),
+        Instance("reference", "reference-1"),
+    ]
+    group = make(**kl, services={"reference": {"engine": "megatron", "processes": 2, "parallel": {"tensor": 2}}})
+    assert [instance for instance in instances(group) if instance.role == "reference"] == [
+        Instance("reference", "reference-0", 0),
+        Instance("reference", "reference-1", 1),
+    ]
+    (spec,) = (spec for spec in specs(group) if spec.role == "reference")
+    assert spec.command[2:9] == ("launcher.node.ranks", "--group", "reference-0", "--ranks", "0,1", "--world", "2")
+    assert spec.command[9:11] == (start.__file__, "services.reference")
+    assert spec.env["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_fleets_have_settings_of_their_own_and_their_names_count_on() -> None:
+    fleets = [{"replicas": 2, "slots": 8, "python": "/a", "env": {"A": "1"}}, {"slots": 4, "dtype": "bfloat16", "threads": 3}]
+    config = make(services={"rollout": fleets})
+    assert names(config) == ["rollout-0", "rollout-1", "rollout-2", "reward-0", "trainer-0"]
+    assert accelerators(config) == 4
+    assert [(name, each.slots, each.dtype) for name, each in replicas(config).items()] == [
+        ("rollout-0", 8, "auto"),
+        ("rollout-1", 8, "auto"),
+        ("rollout-2", 4, "bfloat16"),
+    ]
+    found = [spec for spec in specs(config) if spec.role == "rollout"]
+    assert [(spec.command[0], spec.env.get("A"), spec.env["OMP_NUM_THREADS"]) for spec in found] == [
+        ("/a", "1", "2"),
+        ("/a", "1", "2"),
+        ("python", None, "3"),
+    ]
+
+
+def test_ranks_live_and_die_together_and_replicas_each_for_itself() -> None:
+    spread = {"engine": "megatron", "processes": 2}
+    config = make(critic={}, algorithm={"kl_coefficient": 0.1}, services={"critic": {"processes": 2}, "reference": spread})
+    units = {instance.name: [one.name for one in group_of(config, instance)] for instance in instances(config)}
+    assert units == {
+        "rollout-0": ["rollout-0"],
+        "reward-0": ["reward-0"],
+        "reference-0": ["reference-0", "reference-1"],
+        "reference-1": ["reference-0", "reference-1"],
+        "trainer-0": ["trainer-0"],
+        "critic-0": ["critic-0", "critic-1"],
+        "critic-1": ["critic-0", "critic-1"],
+    }
+    replicas = make(algorithm={"kl_coefficient": 0.1}, services={"reference": {"replicas": 2}})
+    assert [len(group_of(replicas, instance)) for instance in instances(replicas)] == [1] * 5
+
+
+def test_everything_but_the_coordinator_is_started_again_a_group_by_the_name_of_its_first_rank() -> None:
+    critic = {"processes": 2, "restarts": {"attempts": 7}}
+    config = make(critic={}, services={"rollout": {"replicas": 2}, "critic": critic})
+    allowed = restarts(config, started(config))
+    assert set(allowed) == {"rollout-0", "rollout-1", "reward-0", "trainer-0", "critic-0"}
+    assert (allowed["critic-0"].attempts, allowed["trainer-0"].attempts) == (7, 3)
+    assert {spec.name for spec in specs(config)} == set(allowed)
+
+
+def test_a_part_of_a_group_that_spans_nodes_is_not_this_nodes_to_start_again() -> None:
+    config = make(services={"trainer": {"processes": 2}})
+    meeting = Rendezvous(host="10.0.0.1", port=7001, key=b"\x01\xff")
+    part = Launch(role="trainer", name="trainer-1", ranks=[1], rendezvous=meeting)
+    assert restarts(config, [part]) == {}
+    spec = service_specs(config, [part], Path("c.yaml"), "python", "host:1", 8)["trainer-1"]
+    where = ("--group", "trainer-1", "--ranks", "1", "--world", "2", "--at", "10.0.0.1:7001")
+    assert spec.command[2 : 3 + len(where)] == ("launcher.node.ranks", *where)
+    assert spec.env["SLUICE_STORE_KEY"] == "01ff" and "01ff" not in " ".join(spec.command)
+
+
+def test_the_ranks_of_a_critic_are_started_together_and_a_reward_model_computes() -> None:
+    own = {"threads": 3, "python": "/own/python", "env": {"A": "1"}}
+    config = make(critic={}, services={"critic": {"processes": 2, **own}})
+    (spec,) = (spec for spec in specs(config) if spec.role == "critic")
+    assert spec.name == "critic-0"
+    ranks = ("launcher.node.ranks", "--group", "critic-0", "--ranks", "0,1", "--world", "2")
+    arguments = ("--name", "critic-0", "--config", "c.yaml", "--coordinator", "host:1")
+    assert spec.command == ("/own/python", start.__file__, *ranks, start.__file__, "services.critic", *arguments)
+    assert (spec.env["OMP_NUM_THREADS"], spec.env["A"]) == ("3", "1")
+    config = make(rewards={"model": {"path": "x"}}, services={"reward_model": {"replicas": 2, **own}})
+    found = [spec for spec in specs(config) if spec.role == "reward_model"]
+    assert [spec.name for spec in found] == ["reward_model-0", "reward_model-1"]
+    assert found[1].command[:5] == ("/own/python", start.__file__, "services.reward_model", "--name", "reward_model-1")
+    assert (found[1].env["OMP_NUM_THREADS"], found[1].env["A"]) == ("3", "1")
+    assert accelerators(config) == 4
+
+
+def test_tensor_and_context_parallel_ranks_launch_their_kernels_in_order() -> None:
+    def connections(role: str = "trainer", **settings: Any) -> str | None:
+        config = make(critic={}, services={role: {"engine": "megatron", "processes": 2, **settings}})
+        (spec,) = (spec for spec in specs(config) if spec.role == role)
+        return spec.env.get("CUDA_DEVICE_MAX_CONNECTIONS")
+
+    assert connections(parallel={"pipeline": 2}) is None
+    assert connections(parallel={"tensor": 2}) == "1"
+    assert connections(parallel={"context": 2}) == "1"
+    assert connections("critic", parallel={"tensor": 2}) == "1"
+    assert connections("critic") is None
+    assert connections(parallel={"tensor": 2}, env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}) == "8"
+
+
+def test_the_cores_are_shared_out_among_all_that_compute() -> None:
+    def threads(**sections: Any) -> dict[str, str]:
+        return {spec.name: spec.env["OMP_NUM_THREADS"] for spec in specs(make(**sections))}
+
+    assert threads() == {"rollout-0": "4", "reward-0": "1", "trainer-0": "4"}
+    shared = threads(critic={}, services={"critic": {"processes": 2}})
+    assert shared == {"rollout-0": "2", "reward-0": "1", "trainer-0": "2", "critic-0": "2"}
+    assert threads(rewards={"model": {"path": "x"}}) == {"rollout-0": "2", "reward_model-0": "2", "trainer-0": "2"}
+
+
+def test_what_is_forked_needs_nothing_that_comes_before_torch() -> None:
+    def forked(machine: Machine = Machine(), **services: Any) -> list[str]:  # noqa: B008  immutable
+        config = make(services=services)
+        found = service_specs(config, started(config), Path("c.yaml"), "python", "host:1", 8, machine)
+        return [name for name, spec in found.items() if spec.forked]
+
+    assert forked() == ["rollout-0", "trainer-0"]
+    assert forked(rollout={"engine": "vllm"}) == ["trainer-0"]
+    for own in ({"python": "/own/python"}, {"env": {"A": "1"}}, {"cpus": "0"}, {"processes": 2}, {"jemalloc": "/lib/j.so"}):
+        assert forked(trainer=own) == ["rollout-0"]
+    assert forked(Machine(kind="npu", devices=("0", "1"))) == []
+
+
+def test_the_fork_server_imports_for_the_roles_that_there_are() -> None:
+    assert forked_roles(make(), True, Machine()) == ("rollout", "trainer")
+    assert forked_roles(make(), False, Machine()) == ("rollout",)
+    assert forked_roles(make(critic={}), True, Machine()) == ("critic", "rollout", "trainer")
+    assert forked_roles(make(services={"rollout": {"engine": "vllm"}}), False, Machine()) == ()
+    assert forked_roles(make(), True, Machine(kind="cuda", devices=("0",))) == ()
+
+
+def test_an_evaluation_alone_has_rollouts_and_rewards_which_share_all_cores() -> None:
+    config = make(critic={}, algorithm={"kl_coefficient": 0.1}, services={"rollout": {"replicas": 2}})
+    found = specs(config, trains=False)
+    assert {spec.name: spec.env["OMP_NUM_THREADS"] for spec in found} == {"rollout-0": "4", "rollout-1": "4", "reward-0": "1"}
+    assert {instance.name for instance in instances(config, trains=False)} == {spec.name for spec in found}
+    assert "--evaluate" in coordinator_spec(config, Path("c.yaml"), "python", ("--ready-fd", "3"), 0.0, trains=False).command
+    assert "--evaluate" not in coordinator_spec(config, Path("c.yaml"), "python", ("--ready-fd", "3"), 0.0).command
+
+
+def test_a_section_is_one_or_a_list_or_a_mapping_or_nothing() -> None:
+    one, user = Rollout(slots=1), Environment(server=RemoteServer(address="a:1"))
+    services: Any = SimpleNamespace(one=one, list=[one, one], named={"a": one, "user": user}, none=None, word="ascend")
+    config: Any = SimpleNamespace(services=services)
+    assert sections(config, "one") == {"services.one": one}
+    assert sections(config, "list") == {"services.list.0": one, "services.list.1": one}
+    assert sections(config, "named") == {"services.named.a": one}  # the other's process is the user's to start
+    assert sections(config, "none") == sections(config, "word") == {}

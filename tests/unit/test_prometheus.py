@@ -16,7 +16,7 @@ from runtime.config import Config, Run
 from runtime.coordinator.register import Register
 from runtime.coordinator.run_figures import run_figures
 from runtime.status import CallStats, Progress, Registration, RunFigures, Status
-from runtime.telemetry.prometheus import metric_name, targets, text
+from runtime.telemetry.prometheus import metric_name, text
 from runtime.types import PolicyVersion
 
 ROLLOUT = {"run": "a run", "role": "rollout", "process": "rollout-1"}
@@ -116,11 +116,6 @@ def registration(name: str, incarnation: int, metrics: str = "127.0.0.1:9") -> R
     role = name.partition("-")[0]
     own = {"address": "", "pid": 1, "host": "", "metrics": metrics}
     return Registration(role=role, name=name, incarnation=incarnation, **own)  # type: ignore[arg-type]
-
-
-def test_whoever_serves_metrics_is_named() -> None:
-    named = targets("a run", [registration("rollout-1", 0), registration("reward-0", 0, metrics="")])
-    assert named == [{"targets": ["127.0.0.1:9"], "labels": ROLLOUT}]
 
 
 def test_the_runs_processes_follow_restarts_and_leave_with_the_dismissed() -> None:

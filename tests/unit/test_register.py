@@ -1,4 +1,5 @@
-"""The register of who is alive: every state with every event, and whatever is said of units in any order."""
+"""The register of who is alive, and who of them takes part in a publication: every state with every event, and whatever is said
+of units in any order."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from runtime.coordinator.register import (
+    ROLLOUT,
     Connected,
     Dismissed,
     Followed,
@@ -28,7 +30,12 @@ from runtime.coordinator.register import (
     apply,
     member_of,
 )
+from runtime.coordinator.weight_sync_protocol import (
+    Epoch,
+    Membership,
+)
 from runtime.errors import InvariantViolated, UserError
+from runtime.types import PolicyVersion
 
 ALIVE = ("placed", "started", "registered", "connected", "joining", "serving")
 
@@ -83,6 +90,11 @@ def test_only_a_rollout_has_to_join_before_it_serves(role: str, state: str) -> N
     unit = Unit(role=role, ranks=(f"{role}-0",), processes=(None,), state=UnitState.REGISTERED, reason="of the one before")
     after = apply(unit, Connected("port"))
     assert (after.state.value, after.reason, after.port) == (state, "", "port")
+    assert (unit.name, unit.member, replace(unit, incarnation=2).member) == (
+        f"{role}-0",
+        Member(f"{role}-0"),
+        Member(f"{role}-0", 2),
+    )
 
 
 def test_why_it_was_lost_is_known_until_another_is_connected() -> None:
@@ -165,14 +177,6 @@ def test_what_broke_is_given_up_once_and_whoever_notices_later_is_late() -> None
     assert state(register, "reward-0") == ("serving", 1)
 
 
-def test_what_is_unknown_is_late() -> None:
-    register = Register()
-    assert not register.lose(Member("reward-0"), "died")
-    assert (register.late, register.find("reward-0"), register.port(Member("reward-0"))) == (1, None, None)
-    assert not register.is_followed(Member("reward-0"))
-    assert not register.has_others(Member("reward-0"))
-
-
 def test_the_next_incarnation_is_the_end_of_the_one_before() -> None:
     register, port = Register(), Port("trainer-0")
     register.add("trainer", port)
@@ -184,12 +188,6 @@ def test_the_next_incarnation_is_the_end_of_the_one_before() -> None:
     assert register.port(port) is None
     assert register.connect(Port("trainer-0", 1))
     assert register.port(port) is None
-
-
-def test_the_death_of_what_has_not_registered_is_that_of_its_incarnation() -> None:
-    register = placed()
-    assert register.lose(Member("trainer-1", 3), "died as it loaded")
-    assert state(register) == ("lost", 3)
 
 
 def test_a_place_that_is_given_again_is_that_of_the_next_incarnation() -> None:
@@ -204,10 +202,16 @@ def test_a_place_that_is_given_again_is_that_of_the_next_incarnation() -> None:
     assert why(register, "trainer-0") == "is not wanted"
     register.place("trainer", ["trainer-0", "trainer-1"])
     assert state(register) == ("placed", 2)
+    assert register.lose(Member("trainer-1", 3), "died as it loaded")  # the death of what has not registered
+    assert state(register) == ("lost", 3)
 
 
 def test_others_of_a_role_are_those_that_are_there_or_come() -> None:
     register = Register()
+    assert not register.lose(Member("reward-0"), "died")  # what is unknown is late
+    assert (register.late, register.find("reward-0"), register.port(Member("reward-0"))) == (1, None, None)
+    assert not register.is_followed(Member("reward-0"))
+    assert not register.has_others(Member("reward-0"))
     for name in ("reward-0", "reward-1"):
         register.add("reward", Port(name))
     register.add("reference", Port("reference-0"))
@@ -364,15 +368,6 @@ def test_no_incarnation_comes_back_and_what_is_lost_is_given_up_once(words: list
         assert {member_of(one).incarnation for one in unit.processes} == {unit.incarnation}
 
 
-def test_a_row_is_worth_its_name_and_incarnation() -> None:
-    unit = Unit(role="trainer", ranks=("trainer-0", "trainer-1"), processes=(None, None))
-    assert (unit.name, unit.member, replace(unit, incarnation=2).member) == (
-        "trainer-0",
-        Member("trainer-0"),
-        Member("trainer-0", 2),
-    )
-
-
 def test_a_unit_that_an_earlier_coordinator_knew_is_connected_and_replaced_as_any_other() -> None:
     register = Register()
     known = Port("rollout-0", 3)
@@ -388,3 +383,100 @@ def test_a_unit_that_an_earlier_coordinator_knew_is_connected_and_replaced_as_an
     assert register.admit(Port("rollout-1", 1))
     assert register.admit(Port("rollout-0", 4))
     assert known.given_up == ["incarnation 4 has come in its place"]
+
+
+# ---------------------------------------------------------------------------------------------- who takes part in a publication
+
+A, B, C = Member("rollout-0"), Member("rollout-1"), Member("rollout-2")
+FIRST, SECOND = PolicyVersion(0, 1), PolicyVersion(0, 2)
+
+
+class Rollout(Member, frozen=True):
+    """What stands for its process, which is lost when the register is told so."""
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        """It tells nothing itself."""
+
+    def give_up(self, reason: str) -> None:
+        """Nobody asks it anything."""
+
+
+class Rollouts(Register):
+    def arrive(self, member: Member) -> bool:
+        """It is connected, and joins; False when it is late."""
+        if self.is_followed(member) or self.port(member) is not None:
+            return False
+        self.add(ROLLOUT, Rollout(member.name, member.incarnation))
+        return self.join(member)
+
+    def gone(self, member: Member) -> bool:
+        return self.lose(member, "is gone")
+
+
+def of(*members: Member) -> tuple[Rollouts, Membership]:
+    rollouts = Rollouts()
+    for member in members:
+        assert rollouts.arrive(member)
+    return rollouts, Membership(rollouts)
+
+
+def begun(*members: Member) -> tuple[Rollouts, Membership]:
+    rollouts, membership = of(*members)
+    membership.commit(membership.open().number, FIRST, members)
+    return rollouts, membership
+
+
+def test_nobody_serves_before_a_commit() -> None:
+    _, membership = of()
+    assert membership.stale  # what is published next waits for somebody
+    with pytest.raises(InvariantViolated, match=r"^an epoch needs a living member$"):
+        membership.open()
+    rollouts, membership = of(A, B)
+    assert (membership.stale, membership.newcomers, membership.serving) == (True, (A, B), ())
+    assert membership.open() == Epoch(1, (A, B))
+    assert not membership.stale
+    membership.commit(1, FIRST, (A, B))
+    assert (membership.committed, membership.newcomers, membership.serving) == (FIRST, (), (A, B))
+    rollouts.arrive(C)  # late
+    membership.commit(1, FIRST, (A, B))
+    assert (membership.stale, membership.newcomers, membership.serving) == (True, (C,), (A, B))
+
+
+def test_a_loss_makes_the_epoch_stale_and_the_next_is_without_it() -> None:
+    rollouts, membership = begun(A, B)
+    assert rollouts.gone(B)
+    assert not rollouts.gone(B)
+    assert (membership.stale, membership.serving) == (True, (A,))
+    assert membership.open() == Epoch(2, (A,))
+    again = Member(B.name, 1)  # what comes in its place serves from the next commit on
+    assert rollouts.arrive(again)
+    assert (membership.newcomers, membership.serving) == ((again,), (A,))
+    epoch = membership.open()
+    membership.commit(epoch.number, FIRST, epoch.members)
+    assert membership.serving == (A, again)
+    rollouts.arrive(Member(B.name, 2))  # a newer incarnation is the end of the one before
+    assert membership.serving == (A,)
+    assert not rollouts.gone(again)
+
+
+def test_a_broken_group_is_opened_anew_with_the_same_members() -> None:
+    _, membership = begun(A)
+    membership.break_up(0)  # of an epoch before
+    assert not membership.stale
+    membership.break_up(1)
+    assert membership.stale
+    assert membership.open() == Epoch(2, (A,))
+    assert not membership.stale
+
+
+def test_a_commit_is_of_this_epoch_goes_on_and_leaves_nobody_behind() -> None:
+    rollouts, membership = begun(A, B)
+    with pytest.raises(InvariantViolated, match="live without it"):
+        membership.commit(1, SECOND, (A,))
+    with pytest.raises(InvariantViolated, match="after"):
+        membership.commit(1, PolicyVersion(0, 0), (A, B))
+    rollouts.gone(B)
+    membership.open()
+    for epoch, members in ((1, (A,)), (2, (A, B))):
+        with pytest.raises(InvariantViolated, match="in Epoch"):
+            membership.commit(epoch, SECOND, members)

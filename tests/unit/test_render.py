@@ -1,17 +1,21 @@
-"""`sluice render`: what all targets have in common, and the command."""
+"""`sluice render`: the command, what all targets have in common, the Compose file, and the files for Prometheus and Grafana.
+tests/loopback holds the files to the schemas and tools of others; tests/system asks a run for each metric that is named."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launcher.cli import main
-from launcher.render import compose, kubernetes, slurm
-from launcher.render.plan import label, shared_folder
+from launcher.render import compose, kubernetes, monitoring, slurm
+from launcher.render.plan import Plan, label, shared_folder
 from runtime.errors import ConfigError
-from tests.unit.render_cases import auto, listed, made
+from tests.unit.config_cases import cases
+from tests.unit.render_cases import auto, listed, made, reloaded
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,60 +26,45 @@ def command(*arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
-def test_a_plan_has_as_many_nodes_as_the_run_waits_for() -> None:
+def test_a_plan_has_as_many_nodes_as_the_run_waits_for_and_addresses_that_others_reach() -> None:
     assert [node.devices for node in made("cuda", 8, **auto(3)).nodes] == [8, 8, 8]
     assert len(made().nodes) == 1
     named = made("npu", 4, **listed(a=8, b=None))
     assert [(node.name, node.devices) for node in named.nodes] == [("a", 8), ("b", 4)]
-
-
-def test_the_device_follows_from_the_environment_unless_it_is_said() -> None:
     assert made(services={"platform": "ascend"}, devices=8).device == "npu"
-    assert made("cpu", services={"platform": "ascend"}).device == "cpu"
-    assert made().device == "cpu"
+    assert made("cpu", services={"platform": "ascend"}).device == made().device == "cpu"
+    for given, interface in (({}, "auto"), ({"interface": "::1"}, "auto"), ({"interface": "eth1"}, "eth1")):
+        assert made(network=given).config.network.interface == interface
 
 
-def test_loopback_is_left_for_an_address_that_others_reach() -> None:
-    assert made().config.network.interface == "auto"
-    assert made(network={"interface": "::1"}).config.network.interface == "auto"
-    assert made(network={"interface": "eth1"}).config.network.interface == "eth1"
+def test_names_become_those_of_hosts_and_the_folder_above_the_runs_is_shared() -> None:
+    for text, made_of_it in (("My run_1", "my-run-1"), ("--", ""), ("grpo/v2.", "grpo-v2")):
+        assert label(text) == made_of_it
+    for directory, folder in (
+        ("runs/x", "/home/sluice/runs"),
+        ("/shared/team/x", "/shared/team"),
+        ("a/b/x", "/home/sluice/a/b"),
+    ):
+        assert shared_folder(made(run={"name": "x", "dir": directory}).config) == folder
+    for directory in ("x", "/x", "/home/x", "runs/../x"):  # it would hide others
+        with pytest.raises(ConfigError, match=f"run.dir: '{directory}' needs a folder of its own"):
+            shared_folder(made(run={"name": "x", "dir": directory}).config)
 
 
-@pytest.mark.parametrize(("text", "made_of_it"), [("My run_1", "my-run-1"), ("--", ""), ("grpo/v2.", "grpo-v2")])
-def test_names_become_those_of_hosts(text: str, made_of_it: str) -> None:
-    assert label(text) == made_of_it
+PLANNED = """
+device: cuda => --devices: missing; with --device cuda
+device: npu, cluster: {nodes: [{name: a, devices: 8}, {name: b}]} => cluster.nodes.1.devices: not set; with --device npu
+devices: 8 => --devices: 8, but --device is cpu
+device: cuda, devices: 0 => --devices: 0 is not an integer of at least 1
+cluster: {nodes: [{name: a, devices: 8}]} => cluster.nodes.0.devices: 8, but --device is cpu
+cluster: {nodes: []} => cluster.nodes: empty
+cluster: {nodes: [{name: a}, {name: a}]} => cluster.nodes.1.name: 'a' is that of another node; must be its own
+run: {name: ...} => run.name: '...' has neither
+metrics: {prometheus: {}} => metrics.prometheus.token: missing
+"""
 
 
-@pytest.mark.parametrize(
-    ("directory", "folder"),
-    [("runs/x", "/home/sluice/runs"), ("/shared/team/x", "/shared/team"), ("a/b/x", "/home/sluice/a/b")],
-)
-def test_the_folder_above_the_runs_is_shared(directory: str, folder: str) -> None:
-    assert shared_folder(made(run={"name": "x", "dir": directory}).config) == folder
-
-
-@pytest.mark.parametrize("directory", ["x", "/x", "/home/x", "runs/../x"])
-def test_a_folder_that_would_hide_others_is_refused(directory: str) -> None:
-    with pytest.raises(ConfigError, match=f"run.dir: '{directory}' needs a folder of its own"):
-        shared_folder(made(run={"name": "x", "dir": directory}).config)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"device": "cuda"}, "--devices: missing; with --device cuda"),
-        ({"device": "npu", **listed(a=8, b=None)}, "cluster.nodes.1.devices: not set; with --device npu"),
-        ({"devices": 8}, "--devices: 8, but --device is cpu"),
-        ({"device": "cuda", "devices": 0}, "--devices: 0 is not an integer of at least 1"),
-        (listed(a=8), "cluster.nodes.0.devices: 8, but --device is cpu"),
-        ({"cluster": {"nodes": []}}, "cluster.nodes: empty"),
-        (
-            {"cluster": {"nodes": [{"name": "a"}, {"name": "a"}]}},
-            "cluster.nodes.1.name: 'a' is that of another node; must be its own",
-        ),
-        ({"run": {"name": "..."}}, "run.name: '...' has neither"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), cases(PLANNED))
 def test_what_cannot_be_planned_is_told(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         made(**arguments)
@@ -89,25 +78,21 @@ def test_nodes_that_cannot_name_hosts_are_refused(target: Any) -> None:
     assert [fault.partition(":")[0] for fault in refused.value.faults] == ["cluster.nodes.0.name", "cluster.nodes.2.name"]
 
 
-@pytest.mark.parametrize("target", [slurm, kubernetes, compose])
-def test_the_same_run_gives_the_same_files_which_say_where_they_are_from(target: Any) -> None:
-    files = target.render(made("cuda", 2, **auto(2)))
-    assert files == target.render(made("cuda", 2, **auto(2)))
-    name = target.__name__.rpartition(".")[2]
-    first = next(iter(files.values())).splitlines()[:2]
-    assert any(line.startswith(f"# Written by `sluice render {name}`") for line in first)
-
-
 @pytest.mark.parametrize("target", ["slurm", "kubernetes", "compose"])
-def test_the_command_writes_files_and_spares_what_was_changed(
+def test_the_command_writes_files_that_say_where_they_are_from_and_spares_what_was_changed(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("render", target, ROOT / "configs" / "quickstart.yaml", "cluster.min_nodes=2", "--output", tmp_path / "out")
+    out, config = tmp_path / "out", ROOT / "configs" / "quickstart.yaml"
+    assert command("render", target, config, "cluster.min_node=2", "--output", out) == 2
+    assert "cluster.min_node: unknown key" in capsys.readouterr().err and not out.exists()
+    arguments = ("render", target, config, "cluster.min_nodes=2", "--output", out)
     assert command(*arguments) == 0
     paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert paths
-    assert sorted(paths) == sorted((tmp_path / "out").iterdir())
+    assert paths and sorted(paths) == sorted(out.iterdir())
+    files = {path: path.read_text() for path in paths}
+    assert any(line.startswith(f"# Written by `sluice render {target}`") for line in files[paths[0]].splitlines()[:2])
     assert command(*arguments) == 0
+    assert {path: path.read_text() for path in paths} == files
     paths[0].write_text("mine")
     capsys.readouterr()
     assert command(*arguments) == 2
@@ -115,10 +100,154 @@ def test_the_command_writes_files_and_spares_what_was_changed(
     assert paths[0].read_text() == "mine"
 
 
-def test_a_mistake_in_the_configuration_is_told_before_anything_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = ROOT / "configs" / "quickstart.yaml"
-    assert command("render", "slurm", config, "cluster.min_node=2", "--output", tmp_path / "out") == 2
-    assert "cluster.min_node: unknown key" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+# ------------------------------------------------------------------------------------------------ Compose
+
+
+PLANS = {
+    "one": made(),
+    "cuda": made("cuda", 2, **auto(3)),
+    "named": made("npu", **listed(trains=2, generates=1), run={"name": "x", "resume": "auto"}),
+}
+
+
+def services(plan: Plan) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load(compose.render(plan)["compose.yaml"])["services"]
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_node_is_a_service_that_reaches_the_first(plan: Plan, tmp_path: Path) -> None:
+    config = reloaded(compose.render(plan)["config.yaml"], tmp_path)
+    first = next(iter(services(plan)))
+    assert config.services.coordinator.host == first
+    assert len(services(plan)) == len(plan.nodes)
+    for name, service in services(plan).items():
+        assert service["hostname"] == name == service["command"][service["command"].index("--name") + 1]
+        _, *command, folder, address = service["healthcheck"]["test"]
+        assert command == ["python3", "-m", "sluice.health_check", "--run"] and address == f"{first}:29400"
+        assert folder == f"/home/sluice/{config.run.dir}"
+        assert service["user"] == "1000:1000"
+        assert service["volumes"][0] == {"type": "volume", "source": "shared", "target": "/home/sluice/runs"}
+
+
+def test_variables_that_the_configuration_reads_are_the_shells() -> None:
+    plan = made(**auto(2), services={"trainer": {"env": {"B": {"from": "HF_TOKEN"}, "A": "x"}}})
+    assert [service["environment"] for service in services(plan).values()] == [["HF_TOKEN"], ["HF_TOKEN"]]
+    assert not any("environment" in service for service in services(PLANS["one"]).values())
+
+
+def test_nodes_share_out_the_machines_devices() -> None:
+    reserved = [
+        service["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for service in services(PLANS["cuda"]).values()
+    ]
+    assert reserved == [["0", "1"], ["2", "3"], ["4", "5"]]
+    trains, generates = services(PLANS["named"]).values()
+    assert trains["devices"][:2] == ["/dev/davinci0:/dev/davinci0", "/dev/davinci1:/dev/davinci1"]
+    assert generates["devices"][:2] == ["/dev/davinci2:/dev/davinci2", "/dev/davinci_manager:/dev/davinci_manager"]
+    assert generates["command"][generates["command"].index("--devices") + 1] == "1"
+    assert trains["entrypoint"] == ["with-cann", "torchrun"]
+
+
+def test_the_coordinators_node_is_stopped_first_and_comes_back_only_where_the_run_resumes() -> None:
+    """Compose stops a service before those that it depends on."""
+    first, *others = services(PLANS["cuda"]).values()
+    assert first["depends_on"] == ["node-1", "node-2"]
+    assert not any("depends_on" in other for other in (*others, services(PLANS["one"])["node-0"]))
+    assert [service["restart"] for service in (first, *others)] == ["no", "on-failure:3", "on-failure:3"]
+    assert [service["restart"] for service in services(PLANS["named"]).values()] == ["on-failure:3", "on-failure:3"]
+
+
+# ------------------------------------------------------------------------------------------------ Prometheus and Grafana
+
+
+FILES = {"prometheus.yaml", "alerts.yaml", "grafana.json"}
+TOKEN = {"metrics": {"prometheus": {"token": {"from": "SCRAPED"}}}}
+
+
+def job(files: dict[str, str]) -> dict[str, Any]:
+    (found,) = yaml.safe_load(files["prometheus.yaml"])["scrape_configs"]
+    return found
+
+
+def url(files: dict[str, str]) -> str:
+    (discovery,) = job(files)["http_sd_configs"]
+    return discovery["url"]
+
+
+@pytest.mark.parametrize("target", [slurm, kubernetes, compose])
+def test_nothing_is_written_for_a_prometheus_that_finds_nothing(target: Any) -> None:
+    assert not FILES & target.render(made(**auto(2))).keys()
+    assert target.render(made(**auto(2), **TOKEN)).keys() >= FILES
+
+
+def manifest(plan: Plan, kind: str) -> Any:
+    (found,) = (each for each in yaml.safe_load_all(kubernetes.render(plan)["sluice.yaml"]) if each["kind"] == kind)
+    return found
+
+
+@pytest.mark.parametrize(("given", "port"), [(0, 28400), (9500, 9500)])
+def test_the_coordinator_serves_where_prometheus_looks(given: int, port: int, tmp_path: Path) -> None:
+    plan = made(**auto(2), metrics={"prometheus": {"port": given, "token": {"from": "SCRAPED"}}})
+    files = compose.render(plan)
+    config = reloaded(files["config.yaml"], tmp_path)
+    assert config.metrics.prometheus is not None and config.metrics.prometheus.port == port
+    assert url(files) == f"http://{config.services.coordinator.host}:{port}/sd"
+    host = reloaded(manifest(plan, "ConfigMap")["data"]["config.yaml"], tmp_path).services.coordinator.host
+    assert url(kubernetes.render(plan)) == f"http://{host}:{port}/sd"
+    open_to_all = made(network={"security": "none"}, metrics={"prometheus": {"port": 1}}).config
+    assert url(monitoring.render(open_to_all, "fd00::1")) == "http://[fd00::1]:1/sd"
+
+
+def test_a_token_is_read_from_a_file_and_every_node_is_given_its_variable() -> None:
+    plan = made(**TOKEN)
+    assert plan.variables == ["SCRAPED"]
+    found = job(compose.render(plan))
+    expected = {"type": "Bearer", "credentials_file": "sluice.token"}
+    assert found["authorization"] == found["http_sd_configs"][0]["authorization"] == expected
+    open_to_all = made(network={"security": "none"}, metrics={"prometheus": {}})
+    assert "authorization" not in job(compose.render(open_to_all)) and open_to_all.variables == []
+
+
+def test_pods_let_prometheus_in_where_it_has_something_to_read() -> None:
+    ranged = made(**TOKEN, network={"port_range": [20000, 21000]})
+    for plan, others, ports in (
+        (made(), 0, []),
+        (made(**TOKEN), 1, [None]),
+        (ranged, 1, [[{"port": 20000, "endPort": 21000}, {"port": 28400}]]),
+    ):
+        policy = manifest(plan, "NetworkPolicy")["spec"]
+        own, *scraped = policy["ingress"]
+        assert own == {"from": [{"podSelector": policy["podSelector"]}]}
+        selectors = [each["podSelector"]["matchLabels"] for rule in scraped for each in rule["from"]]
+        assert selectors == [{"app.kubernetes.io/name": "prometheus"}] * others
+        assert [rule.get("ports") for rule in scraped] == ports
+
+
+def test_alarms_and_panels_are_whole_and_in_the_guide() -> None:
+    files = monitoring.render(made(**TOKEN).config, "host")
+    (group,) = yaml.safe_load(files["alerts.yaml"])["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    assert len(set(names)) == len(names) >= 6
+    for rule in group["rules"]:
+        assert rule["expr"] and rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert "{{ $labels.run }}" in rule["annotations"]["summary"]
+    guide = (ROOT / "docs" / "guides" / "monitoring.md").read_text().partition("\n## Alarms\n")[2]
+    assert [line.split("`")[1] for line in guide.splitlines() if line.startswith("| `")] == names
+    cells = []
+    for panel in json.loads(files["grafana.json"])["panels"]:
+        at = panel["gridPos"]
+        cells += [(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])]
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"]) >= 1
+        assert all('{run="$run"' in target["expr"] for target in panel["targets"])
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
+
+
+def test_a_run_that_is_started_by_hand_is_watched_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, out = ROOT / "configs" / "quickstart.yaml", tmp_path / "out"
+    assert command("render", "prometheus", config, "metrics.prometheus={}", "--output", out) == 2
+    said = "metrics.prometheus.port: missing; must be a port at which Prometheus finds the coordinator"
+    assert capsys.readouterr().err == f"error: {said}\n" and not out.exists()
+    assert command("render", "prometheus", config, "metrics.prometheus.port=9500", "--output", out) == 0
+    assert {path.name for path in out.iterdir()} == FILES
+    assert url({path.name: path.read_text() for path in out.iterdir()}) == "http://127.0.0.1:9500/sd"

@@ -1,4 +1,4 @@
-"""`sluice report` over folders as runs leave them: what is in the file, and which ones it refuses."""
+"""`sluice report` over folders as runs leave them: what is in the file, which points are drawn and as what, and its tables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import base64
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import time
@@ -14,8 +15,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from msgspec import structs
 
 pytest.importorskip("plotly", reason="needs plotly: make install")
@@ -30,13 +34,25 @@ from runtime.errors import UserError
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.states import Mark
 from runtime.run_files import LOCK
-from runtime.telemetry.report import published, record
+from runtime.telemetry.report import page as figures
+from runtime.telemetry.report import panels, published, record, tables, thinning
+from runtime.telemetry.report.lineages import history
+from runtime.telemetry.report.panels import Panel
+from runtime.telemetry.report.published import PublishedFigure
+from runtime.telemetry.report.record import RecordedSettings, RunRecord
 from runtime.telemetry.shown import shown
 from tests.unit.model_dimensions import CONFIGS
 from tests.unit.test_buffer import ticket
 from tests.unit.test_shown import FORBIDDEN, TEXTS
 
 HOSTILE = "</script><script>alert(1)</script><b>&amp;"
+
+
+@pytest.fixture(autouse=True)
+def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megabytes of plotly are in one page alone."""
+    if request.function is not test_only_its_own_scripts_may_run_and_they_send_nothing:
+        monkeypatch.setattr(figures, "get_plotlyjs", lambda: "plotly.js v0")
 
 
 class Elements(HTMLParser):
@@ -79,8 +95,13 @@ class Elements(HTMLParser):
 
 
 def step(number: int, **metrics: Any) -> dict[str, Any]:
+    return {"step": number, "time": 1000.0 + number, "timing/all": 0.5, **metrics}
+
+
+def told(number: int, **metrics: Any) -> dict[str, Any]:
+    """A step with what every page has."""
     scores = {"score/mean": number / 10, "staleness/histogram": {"0": 3, "1": 1}, "staleness/max": 1.0}
-    return {"step": number, "time": 1e9 + number, "timing/all": 0.5, "timing/update": 0.25, "samples": 8.0, **scores, **metrics}
+    return step(number, **{"timing/update": 0.25, "samples": 8.0, **scores, **metrics})
 
 
 def made(folder: Path, points: list[dict[str, Any]], tail: str = "", **sections: Any) -> Path:
@@ -104,7 +125,7 @@ def ends(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list
 
 
 def test_a_file_with_everything_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = made(tmp_path / "run", [{"step": 0, "eval/accuracy": 0.5}, *map(step, range(1, 40))])
+    folder = made(tmp_path / "run", [{"step": 0, "eval/accuracy": 0.5}, *map(told, range(1, 40))])
     assert ends(capsys, str(folder)) == (0, [])
     found = Elements((folder / "report.html").read_text(encoding="utf-8"))
     assert found.addresses == []
@@ -113,11 +134,12 @@ def test_a_file_with_everything_in_it(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "Samples a second 16 19.5 s in 39 steps" in found.text
     reward = found.figures()[0]
     assert [trace["name"] for trace in reward["data"]] == ["mean of the batch, each step", "mean of the batch"]
+    assert report(folder, tmp_path / "mine.html") == tmp_path / "mine.html"
     assert not list(folder.glob("*.partial")) and not list(folder.glob(".*.partial"))
 
 
 def test_only_its_own_scripts_may_run_and_they_send_nothing(tmp_path: Path) -> None:
-    found = read(made(tmp_path, [step(1)]))
+    found = read(made(tmp_path, [told(1)]))
     scripts = [text for kind, text in found.scripts if kind == "text/javascript"]
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
     rules = dict(rule.strip().split(" ", 1) for rule in found.policy.split(";"))
@@ -127,42 +149,35 @@ def test_only_its_own_scripts_may_run_and_they_send_nothing(tmp_path: Path) -> N
     assert 'plotlyServerURL: ""' in scripts[1] and "modeBarButtons: buttons" in scripts[1]
 
 
-def test_nothing_that_a_run_names_acts_as_html(tmp_path: Path) -> None:
-    points = [
-        step(n, **{f"{HOSTILE}_rewards/mean": 1.0, "acc_rewards/mean": 0.5, f"score/errors/{HOSTILE}": 1.0}) for n in (1, 2)
-    ]
-    folder = made(tmp_path, points, run=config.Run(name=HOSTILE))
+def test_nothing_that_a_run_names_acts_as_html_or_hides(tmp_path: Path) -> None:
+    hidden = "\u202ea\x1b[2J\u2066"
+    scores = {f"{HOSTILE}_rewards/mean": 1.0, "acc_rewards/mean": 0.5, f"score/errors/{HOSTILE}": 1.0}
+    scores |= {f"{hidden}_rewards/mean": 1.0, f"score/errors/{hidden}": 1.0}
+    folder = made(tmp_path, [told(n, **scores) for n in (1, 2)], run=config.Run(name=HOSTILE))
     text = report(folder, None).read_text(encoding="utf-8")
     assert "<script>alert" not in text and "</script><b>" not in text
     found = Elements(text)
     assert len([kind for kind, _ in found.scripts if kind == "text/javascript"]) == 2
     assert HOSTILE in "".join(found.words)
-    names = {trace.get("name", "") for figure in found.figures() for trace in figure["data"]}
+    names = {trace.get("name") or "" for figure in found.figures() for trace in figure["data"]}
     assert any("&lt;script&gt;" in name for name in names) and not any("<" in name for name in names)
+    assert any(shown(hidden) in name for name in names) and not any(FORBIDDEN.search(name) for name in names)
+    assert not FORBIDDEN.search("".join(found.words))
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS)
 def test_whatever_a_run_says_of_its_end_is_shown_as_it_is(tmp_path: Path, said: str) -> None:
-    found = record.read(made(tmp_path, [step(1)]))
+    found = structs.replace(record.read(made(tmp_path, [])), startup=said)
     ended = record.Ended(stop_reason=f"<{said}>", groups={"dropped": 1}, dropped={said: 1})
-    page = Elements(launcher_report.text(structs.replace(found, ended=ended, startup=said), under_way=False))
+    page = Elements(launcher_report.text(structs.replace(found, ended=ended), under_way=False))
     assert len([kind for kind, _ in page.scripts if kind == "text/javascript"]) == 2
     assert f"Stopped: <{shown(said)}>" in "".join(page.words)
     assert not FORBIDDEN.search("".join(page.words))
 
 
-def test_control_characters_of_a_name_are_shown_as_escapes_in_curves_too(tmp_path: Path) -> None:
-    name = "\u202ea\x1b[2J\u2066"
-    points = [step(n, **{f"{name}_rewards/mean": 1.0, "acc_rewards/mean": 0.5, f"score/errors/{name}": 1.0}) for n in (1, 2)]
-    page = read(made(tmp_path, points))
-    names = "".join(trace.get("name") or "" for figure in page.figures() for trace in figure["data"])
-    assert shown(name) in names and not FORBIDDEN.search(names)
-    assert not FORBIDDEN.search("".join(page.words))
-
-
 def test_a_run_that_was_resumed(tmp_path: Path) -> None:
-    points = [*(step(n, incarnation=0.0) for n in range(1, 7)), *(step(n, incarnation=1.0) for n in range(5, 9))]
+    points = [*(told(n, incarnation=0.0) for n in range(1, 7)), *(told(n, incarnation=1.0) for n in range(5, 9))]
     found = read(made(tmp_path, points))
     assert "2 steps were done again from a checkpoint, and are left out." in found.text
     assert "Lineages" in found.text and "1 to 4" in found.text
@@ -171,29 +186,18 @@ def test_a_run_that_was_resumed(tmp_path: Path) -> None:
         assert marks == ([] if figure["data"][0]["type"] == "bar" else [4.5])
 
 
-def test_a_run_that_was_killed(tmp_path: Path) -> None:
-    """A torn last line, and an address that nobody serves."""
-    folder = made(tmp_path, [step(1), step(2)], tail='{"step":3,"timing/a')
+def test_how_a_run_ended_is_said(tmp_path: Path) -> None:
+    """Killed, with a torn last line and an address that none serves; ended, and killed after that; under way."""
+    folder = made(tmp_path, [told(1, time=1e9), told(2, time=1e9 + 99)], tail='{"step":3,"timing/a')
     (folder / run_files.ADDRESS).write_text("127.0.0.1:1")
     (folder / LOCK).touch()
-    found = read(folder)
-    assert "Ended without a summary" in found.text
-    assert "The last line of metrics.jsonl is not whole" in found.text
-    assert "2 of 200" in found.text
-
-
-def test_a_run_that_was_resumed_after_its_end_and_killed(tmp_path: Path) -> None:
-    """What it said at its first end is not what it came to."""
-    folder = made(tmp_path, [step(1), step(2)])
+    found = read(folder).text
+    assert "Ended without a summary" in found and "2 of 200" in found
+    assert "The last line of metrics.jsonl is not whole" in found
     (folder / run_files.SUMMARY).write_text('{"stop_reason": "2 hours are over", "of another": "version"}')
     assert "Stopped: 2 hours are over" in read(folder).text
     os.utime(folder / run_files.SUMMARY, (1e9, 1e9))
     assert "Ended without a summary" in read(folder).text
-
-
-def test_a_run_that_is_under_way(tmp_path: Path) -> None:
-    folder = made(tmp_path, [step(1)])
-    (folder / run_files.ADDRESS).write_text("127.0.0.1:1")
     with (folder / LOCK).open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "Under way" in read(folder).text
@@ -209,7 +213,7 @@ def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
 
 
 def test_the_configuration_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:
-    folder = made(tmp_path, [step(1)])
+    folder = made(tmp_path, [told(1)])
     (folder / run_files.CONFIG).write_text("run: {name: on, color: red}\ntraining: {steps: 7}\nnew: [1]\n")
     found = read(folder)
     assert "on – Sluice" in found.text and "1 of 7" in found.text and "color: red" in found.text
@@ -222,13 +226,13 @@ def test_values_of_environment_variables_stay_where_they_are(tmp_path: Path) -> 
     reference = config.FromEnvironment(variable="HF_TOKEN")
     fleet = config.Rollout(env={**env, "TOKEN": reference}, engine_args={"hf_token": "secret-2", "block_size": 16})
     roles = config.Services(rollout=[fleet, config.Rollout()], trainer=config.Trainer(env={**env}))
-    found = report(made(tmp_path, [step(1)], services=roles), None).read_text(encoding="utf-8")
+    found = report(made(tmp_path, [told(1)], services=roles), None).read_text(encoding="utf-8")
     assert found.count("WANDB_API_KEY: (not shown)") == 2 and "secret-" not in found
     assert "hf_token: (not shown)" in found and "from: HF_TOKEN" in found and "block_size:" in found
 
 
 def test_groups_are_those_of_the_ledger(tmp_path: Path) -> None:
-    folder = made(tmp_path, [step(1)])
+    folder = made(tmp_path, [told(1)])
 
     async def keep() -> None:
         ledger = await LedgerWriter.open(folder / run_files.LEDGER, 1 << 20)
@@ -244,7 +248,7 @@ def test_groups_are_those_of_the_ledger(tmp_path: Path) -> None:
 
 
 def test_published_figures_stand_beside_those_of_the_same_model(tmp_path: Path) -> None:
-    folder = made(tmp_path, [step(1, e2e_tps=321.0)])
+    folder = made(tmp_path, [told(1, e2e_tps=321.0)])
     assert "Published" not in read(folder).text
     (folder / run_files.MODEL).mkdir()
     (folder / run_files.MODEL / "config.json").write_text(json.dumps(CONFIGS["qwen25_32b"]))
@@ -256,58 +260,241 @@ def test_published_figures_stand_beside_those_of_the_same_model(tmp_path: Path) 
     assert f"this run {first.name} " in found and f"321 {first.e2e_tps_per_device:g} " in found
 
 
-def test_the_output_is_where_it_is_asked_for(tmp_path: Path) -> None:
-    folder = made(tmp_path / "run", [step(1)])
-    assert report(folder, tmp_path / "mine.html") == tmp_path / "mine.html"
-    assert not (folder / "report.html").exists()
+POINTS = ("nonsense", '{"time": 1}', "[1]", '{"step": "x"}', '{"step": 1, "loss": [2]}', '{"step": 1e300}')
+POINTS += ('{"step": 1180591620717411303424}', '{"step": 1, "time": 1e30}', '{"step": 1, "time": {"a": 1}}')
+POINTS += ('{"step": 1, "staleness/histogram": 2}', '{"step": 1, "incarnation": {"a": 1}}')
 
 
-class TestRefused:
-    def refused(self, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def test_what_is_no_runs_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(*arguments: str) -> str:
         code, (line,) = ends(capsys, *arguments)
         assert code == 2
-        return line
+        return line.removeprefix("error: ")
 
-    def test_what_is_no_runs_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert self.refused(capsys, str(tmp_path / "no")) == f"error: {tmp_path / 'no'}: no such folder"
-        (tmp_path / "file").touch()
-        assert self.refused(capsys, str(tmp_path / "file")) == f"error: {tmp_path / 'file'}: not a folder"
-        line = self.refused(capsys, str(tmp_path))
-        assert line == f"error: {tmp_path}: not a run's folder: neither config.yaml nor metrics.jsonl is in it"
-
-    @pytest.mark.parametrize(
-        "line",
-        [
-            *("nonsense", '{"time": 1}', "[1]", '{"step": "x"}', '{"step": 1, "loss": [2]}', '{"step": 1e300}'),
-            *('{"step": 1180591620717411303424}', '{"step": 1, "time": 1e30}', '{"step": 1, "time": {"a": 1}}'),
-            *('{"step": 1, "staleness/histogram": 2}', '{"step": 1, "incarnation": {"a": 1}}'),
-        ],
-    )
-    def test_metrics_that_are_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str) -> None:
-        folder = made(tmp_path, [step(1)], tail=f"{line}\n")
-        assert self.refused(capsys, str(folder)).startswith(f"error: {folder / 'metrics.jsonl'}: line 2 is not a point")
-
-    @pytest.mark.parametrize("text", ["a: [", "training: 5\n", "- 1\n"])
-    def test_a_configuration_that_is_none(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
-        folder = made(tmp_path, [step(1)])
+    assert refused(str(tmp_path / "no")) == f"{tmp_path / 'no'}: no such folder"
+    (tmp_path / "file").touch()
+    assert refused(str(tmp_path / "file")) == f"{tmp_path / 'file'}: not a folder"
+    assert refused(str(tmp_path)) == f"{tmp_path}: not a run's folder: neither config.yaml nor metrics.jsonl is in it"
+    for line in POINTS:
+        folder = made(tmp_path / "run", [told(1)], tail=f"{line}\n")
+        assert refused(str(folder)).startswith(f"{folder / 'metrics.jsonl'}: line 2 is not a point"), line
+    made(folder, [told(1)])
+    before = set(tmp_path.rglob("*"))
+    missing = tmp_path / "no" / "a.html"
+    assert refused(str(folder), "--output", str(missing)) == f"--output: cannot write {missing}: no such file or directory"
+    assert refused(str(folder), "--output", str(folder)) == f"--output: {folder} is a folder; a file is wanted"
+    assert set(tmp_path.rglob("*")) == before
+    for text in ("a: [", "training: 5\n", "- 1\n"):
         (folder / run_files.CONFIG).write_text(text)
-        assert self.refused(capsys, str(folder)).startswith(f"error: {folder / 'config.yaml'}: not ")
+        assert refused(str(folder)).startswith(f"{folder / 'config.yaml'}: not ")
+    made(folder, [told(1)])
+    (folder / run_files.SUMMARY).write_text("{}")
+    with pytest.raises(UserError, match="not a summary"):
+        report(folder, None)
 
-    def test_a_file_that_cannot_be_written(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        folder = made(tmp_path / "run", [step(1)])
-        before = set(tmp_path.rglob("*"))
-        missing = tmp_path / "no" / "a.html"
-        assert self.refused(capsys, str(folder), "--output", str(missing)) == (
-            f"error: --output: cannot write {missing}: no such file or directory"
-        )
-        assert (
-            self.refused(capsys, str(folder), "--output", str(folder))
-            == f"error: --output: {folder} is a folder; a file is wanted"
-        )
-        assert set(tmp_path.rglob("*")) == before
 
-    def test_summaries_and_evaluations_that_are_none(self, tmp_path: Path) -> None:
-        folder = made(tmp_path, [step(1)])
-        (folder / run_files.SUMMARY).write_text("{}")
-        with pytest.raises(UserError, match="not a summary"):
-            report(folder, None)
+# ------------------------------------------------------------------------------------------------ which points are drawn
+
+
+def evaluated(number: int, accuracy: float) -> dict[str, Any]:
+    return {"step": number, "time": 1000.0 + number, "eval/accuracy": accuracy}
+
+
+class TestLineages:
+    def test_a_run_that_never_went_back_is_one(self) -> None:
+        found = history([evaluated(0, 0.1), *(step(n, incarnation=0) for n in range(1, 4)), evaluated(3, 0.2)])
+        assert [point["step"] for point in found.steps] == [1, 2, 3]
+        assert [point["eval/accuracy"] for point in found.evaluations] == [0.1, 0.2]
+        assert (len(found.lineages), found.done_again, found.returns) == (1, 0, [])
+
+    @pytest.mark.parametrize("told", [True, False], ids=["incarnations", "steps-counted-back"])
+    def test_steps_that_were_done_again_do_not_count(self, told: bool) -> None:
+        """Killed after step 6, resumed after 4, killed after 5, resumed after 2."""
+        tries = [range(1, 7), range(5, 6), range(3, 5)]
+        points = [
+            step(n, mark=10 * which + n, **({"incarnation": float(which)} if told else {}))
+            for which, done in enumerate(tries)
+            for n in done
+        ]
+        found = history(points)
+        assert [point["mark"] for point in found.steps] == [1, 2, 23, 24]
+        assert [(each.incarnation, each.first, each.last, each.kept) for each in found.lineages] == [
+            (0, 1, 6, 2),
+            (1, 5, 5, 2),
+            (2, 3, 4, 4),
+        ]
+        assert (found.done_again, found.returns) == (5, [4, 2])
+
+    def test_a_run_that_goes_on_where_it_stopped_has_two_by_their_incarnations(self) -> None:
+        found = history([step(1, incarnation=0), step(2, incarnation=0), step(3, incarnation=4)])
+        assert (len(found.lineages), len(found.steps), found.done_again, found.returns) == (2, 3, 0, [2])
+        assert found.lineages[1].incarnation == 4 and found.lineages[0].times == (1001.0, 1002.0)
+
+    def test_evaluations_of_steps_that_were_done_again_go_with_them(self) -> None:
+        """The checkpoint's own stays; one that comes late is that of the lineage that goes on."""
+        first = [*(step(n) for n in (1, 2, 3, 4)), *(evaluated(n, n / 10) for n in (2, 3, 4))]
+        found = history([*first, step(3), evaluated(3, 0.9)])
+        assert [(point["step"], point["eval/accuracy"]) for point in found.evaluations] == [(2, 0.2), (3, 0.9)]
+
+
+class TestThinning:
+    @given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=300), st.integers(4, 40))
+    def test_a_thinned_curve_keeps_its_extremes_and_ends(self, values: list[float], most: int) -> None:
+        array = np.array(values)
+        kept = thinning.extremes(array, most)
+        assert (np.diff(kept) > 0).all() and len(kept) <= most
+        assert (kept[0], kept[-1]) == (0, len(array) - 1)
+        if not np.isnan(array).all():
+            assert (np.nanmin(array[kept]), np.nanmax(array[kept])) == (np.nanmin(array), np.nanmax(array))
+
+    @given(st.lists(st.floats(0, 10), min_size=1, max_size=200), st.integers(1, 30))
+    def test_means_of_parts_that_are_stacked_add_up(self, values: list[float], most: int) -> None:
+        array = np.array(values)
+        parts = thinning.means(array, most)
+        assert len(parts) == min(most, len(array))
+        np.testing.assert_allclose(thinning.means(array * 3, most), parts * 3, rtol=1e-12)
+        edges = np.linspace(0, len(array), len(parts) + 1).astype(int)
+        np.testing.assert_allclose(parts, [array[a:b].mean() for a, b in zip(edges, edges[1:])], rtol=1e-9)  # noqa: B905, RUF007
+
+    def test_a_moving_mean_leaves_out_what_was_not_measured(self) -> None:
+        found = thinning.smoothed(np.array([math.nan, 2.0, math.nan, 4.0, 9.0]), 3)
+        np.testing.assert_allclose(found, [math.nan, 2.0, 2.0, 3.0, 6.5])
+
+
+def drawn(points: list[dict[str, Any]]) -> dict[str, Panel]:
+    return {panel.title: panel for section in panels.sections(history(points)) for panel in section.panels}
+
+
+def test_what_is_drawn() -> None:
+    """A curve for every rule, every set and what a user's loss reports; gaps are kept; phases are stacked without what is part
+    of another; the histogram is over all steps that count."""
+    timing = {"timing/rollout": 0.3, "timing/update": 0.4, "timing/adv": 0.1, "timing/non_overlap_rule_reward": 0.2}
+    rules = {"acc_rewards/mean": 1.0, "rules/my.py:len_rewards/mean": 3.0, "score/mean": 1.0, "actor/soft_weight": 0.125}
+    sets = {"eval/accuracy": 0.5, "eval/easy/pass@1": 0.75, "eval/hard/pass@1": 0.25, "eval/hard/pass@4": 0.5}
+    second = step(2, **{"timing/update": 0.4, "score/mean": None, "staleness/histogram": {"1": 3, "2": 1}})
+    points = [step(1, **timing, **rules, **{"actor/pg_clipfrac": 0.5, "staleness/histogram": {"0": 4}}), {"step": 1, **sets}]
+    found = drawn([*points, second, second, step(3, **{"timing/update": 0.4, "score/mean": 3.0})])
+    names = {title: [curve.name for curve in panel.series] for title, panel in found.items()}
+    assert names["actor/soft_weight"] == ["soft_weight"] and "actor/pg_clipfrac" not in names, "it is drawn already"
+    assert names["Reward by rule, before weights"] == ["acc", "rules/my.py:len"]
+    assert names["Held-out accuracy"] == ["mean of the sets", "easy", "hard"]
+    assert names["Entropy"] == [] and "Value loss" not in names
+    assert names["Time by phase"] == ["update", "rollout", "wall time"]
+    assert [layer.values.tolist() for layer in found["Time by phase"].series[1:]] == [[0.3, 0.0, 0.0], [0.5] * 3]
+    np.testing.assert_array_equal(found["Reward"].series[0].values, [1.0, math.nan, 3.0])
+    (bars,) = found["Samples by staleness"].series
+    assert (bars.steps.tolist(), bars.values.tolist()) == ([0, 1, 2], [4.0, 3.0, 1.0])
+    (alone,) = drawn([{"step": 0, "eval/accuracy": 0.5, "eval/held_out/pass@1": 0.5}])["Held-out accuracy"].series
+    assert alone.name == "held_out"
+
+
+def test_long_runs_are_thinned_and_smoothed() -> None:
+    values = np.sin(np.arange(10_000) / 700)
+    values[4321] = 40.0
+    (curve,) = drawn([step(n + 1, **{"score/mean": value}) for n, value in enumerate(values.tolist())])["Reward"].series
+    assert len(curve.steps) <= thinning.MOST_POINTS and curve.values.max() == 40.0
+    assert curve.smooth is not None and len(curve.smooth) == len(curve.steps) and curve.smooth.max() < 2.0
+
+
+def test_each_environment_has_a_section_of_its_own() -> None:
+    game = {"reward": 0.5, "turns": 2.0, "left_out": 1.0, "repeated": 3.0, "ended/completed": 6.0, "ended/timeout": 1.0}
+    told = {f"environment/game/{name}": value for name, value in {**game, "log/moves": 4.0}.items()}
+    found = panels.sections(history([step(1, **told, **{"environment/shop/reward": 1.0})]))[-2:]
+    assert [section.title for section in found] == ["Environment game", "Environment shop"]
+    ended = next(panel for panel in found[0].panels if panel.title == "How episodes ended")
+    assert {each.name: each.values.tolist() for each in ended.series} == {
+        "completed": [6.0],
+        "timeout": [1.0],
+        "left out": [1.0],
+        "played again": [3.0],
+    }
+    assert [panel.title for panel in found[0].panels] == ["Reward", "How episodes ended", "Calls of the policy", "log/moves"]
+
+
+# ------------------------------------------------------------------------------------------------ figures and tables
+
+
+SETTINGS = {
+    "training": {"steps": 9, "groups_per_step": 32, "staleness": 2},
+    "sampling": {"group_size": 8, "max_new_tokens": 2048},
+    "data": {"max_prompt_tokens": 1024},
+    "algorithm": {"advantage": "group_norm"},
+}
+
+
+def recorded(**changes: Any) -> RunRecord:
+    fields: dict[str, Any] = {"folder": Path("runs/a"), "configuration": "", "points": [], "torn": False, "startup": ""}
+    fields |= dict.fromkeys(("ended", "groups", "dropped", "described"), None)
+    return RunRecord(**fields | {"settings": msgspec.convert(SETTINGS, RecordedSettings), "evaluations": []} | changes)
+
+
+def took(number: int, seconds: float, **metrics: float) -> dict[str, Any]:
+    return {"step": number, "timing/all": seconds, **metrics}
+
+
+TWO = [
+    took(1, 1.0, samples=64.0, e2e_tps=300.0, **{"idle/trainer": 0.5, "staleness/mean": 0.0, "staleness/max": 0.0}),
+    took(2, 3.0, samples=32.0, e2e_tps=100.0, **{"idle/trainer": 0.1, "staleness/mean": 1.5, "staleness/max": 2.0}),
+]
+
+
+def facts(points: list[dict[str, Any]], **changes: Any) -> dict[str, tuple[str, str]]:
+    return {fact.name: (fact.value, fact.detail) for fact in tables.facts(recorded(**changes), history(points))}
+
+
+def test_rates_are_over_all_steps_together() -> None:
+    found = facts([{"step": 0, "eval/accuracy": 0.25}, *TWO, {"step": 2, "eval/accuracy": 0.5}])
+    assert found["Steps"] == ("2", "of 9")
+    assert found["Samples a second"] == ("24", "4.0 s in 2 steps")  # 96 in 4 s, not the mean of 64 and 10.7
+    assert found["Tokens/s and accelerator"][0] == "150"  # 300 for one second, 100 for three
+    assert found["Trainer idle"][0] == "20.0%"
+    assert found["Staleness, mean"] == ("0.5", "max 2, bound 2")  # by sample
+    assert found["Held-out accuracy"] == ("50.0%", "after step 2; 25.0% after 0, best 50.0%")
+    none = facts([], settings=RecordedSettings())
+    assert none.pop("Steps") == ("0", "")
+    assert {value for value, _ in none.values()} == {"not measured"}
+
+
+@pytest.mark.parametrize(
+    ("described", "path", "models"),
+    [
+        ("qwen25_7b", "/models/our-own", ["Qwen2.5-7B"]),
+        ("qwen25_32b", "", ["Qwen2.5-32B"]),
+        ("qwen3_32b", "", ["Qwen3-32B"]),
+        ("qwen25_1.5b", "/models/Qwen2.5-7B", []),  # a name does not make another model of it
+        ("", "/models/Qwen2.5-7B", ["Qwen2.5-7B"]),
+        ("", "/models/qwen2.5-7b-instruct", ["Qwen2.5-7B"]),
+        ("", "hub/Qwen2.5-7B/snapshots/abc", ["Qwen2.5-7B"]),
+        ("", "/models/Qwen2.5-72B", []),
+        ("", "/models/Qwen2.5-7B.old", []),
+    ],
+)
+def test_a_model_is_known_by_its_sizes_else_by_its_folder(described: str, path: str, models: list[str]) -> None:
+    for sizes in [CONFIGS[described]] if described else [None, {"architectures": ["X"]}]:
+        assert sorted({row.model for row in published.matching(published.load(), sizes, path)}) == models
+
+
+def test_published_rows_are_whole() -> None:
+    rows = published.load()
+    assert len(rows) >= 4 and len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        assert row.source and row.hardware and row.e2e_tps_per_device and row.algorithm in ("grpo", "ppo", "dapo")
+
+
+def test_both_stand_side_by_side_and_rows_of_the_same_algorithm_come_first() -> None:
+    figures = {"global_batch": 64, "e2e_tps_per_device": 220.0}
+    row = PublishedFigure(name="Theirs", algorithm="grpo", model="M", hardware="A3", **figures)
+    more = {"world_size": 16.0, "prompt_length/mean": 100.0}
+    second = more | {"prompt_length/mean": 200.0}
+    points = [took(1, 1.0, samples=10.0, e2e_tps=300.0, **more), took(2, 3.0, samples=30.0, e2e_tps=100.0, **second)]
+    found = tables.comparison([row], recorded(), history(points))
+    assert found is not None and found.head == ["", "this run", "Theirs"]
+    cells = {name: (own, theirs) for name, own, theirs in found.rows}
+    expected = {"Algorithm": ("grpo", "grpo"), "Accelerators": ("16", "not published"), "Prompts a step": ("32", "64")}
+    expected |= {"Samples a prompt": ("8", "not published"), "Prompt tokens, mean": ("175", "not published")}
+    expected |= {"Reply tokens, mean": ("not measured", "not published"), "Tokens/s and device, end to end": ("150", "220")}
+    assert expected.items() <= cells.items()
+    assert tables.comparison([], recorded(), history(points)) is None
+    rows = [structs.replace(row, name=f"their {kind}", algorithm=kind) for kind in ("ppo", "dapo", "grpo")]
+    found = tables.comparison(rows, recorded(), history([]))
+    assert found is not None and found.head[1:] == ["this run", "their grpo", "their ppo", "their dapo"]

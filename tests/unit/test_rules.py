@@ -1,28 +1,40 @@
-"""The rules of the source tree: which way imports run, what is pure, what loads nothing heavy."""
+"""The rules of the source tree: which way imports run, what is pure, what loads nothing heavy, where waits have their names.
+The pages that are made from it are those of the source."""
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ("runtime", "services", "launcher", "sluice")  # each may import those before it
-FILES = sorted(
-    file.relative_to(ROOT).as_posix()
-    for package in PACKAGES
-    for file in (ROOT / package).rglob("*.py")
-    if not file.name.endswith("_pb2.py")
+from launcher import config_reference
+from runtime.config import Config, Run, loading
+from services.rpc import contract
+from tests.unit import import_diagram, timeouts_page
+from tests.unit.source_tree import (
+    FILES,
+    PACKAGES,
+    ROOT,
+    TREES,
+    for_types,
+    imports_of,
+    last_name,
+    loaded_by_name,
+    named_by,
+    nodes,
+    text,
 )
-TREES = {file: ast.parse((ROOT / file).read_text()) for file in FILES}
 
 PURE = (
     "runtime/algorithms/",
@@ -40,47 +52,30 @@ PURE = (
     "runtime/coordinator/register.py",
     "runtime/coordinator/device_schedule.py",
 )
+
+
 IMPURE = {  # what reads a clock, the system or the configuration
     *("asyncio", "concurrent", "contextvars", "datetime", "io", "logging", "multiprocessing", "os", "pathlib", "random"),
     *("select", "shutil", "signal", "socket", "sqlite3", "subprocess", "sys", "tempfile", "threading", "time"),
     *("runtime.config", "runtime.config.checks", "runtime.config.loading", "runtime.process.platform"),
 }
+
+
 OPTIONAL = {  # what only some machines have, and the files and folders that may name it
     "vllm": {"runtime/rollout/vllm/shim.py", "runtime/rollout/vllm/worker.py"},
     "megatron": {"runtime/trainer/megatron/"},
     "mindspeed": {"runtime/trainer/megatron/"},
     "torch_npu": {"runtime/process/platform.py"},
 }
+
+
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+
 TRANSLATORS = {"services/rpc/contract.py"}
+
+
 START = ("sluice", "sluice.start")  # of `from sluice import start`: how a process of ours is started, which all may know
-
-
-def imports(node: ast.AST) -> Iterator[str]:
-    """Every module that is imported anywhere below `node`, by name; what `from` takes may be a module too.
-
-    Imports for type checking alone are left out: they are never carried out.
-    """
-    if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-        children: list[ast.AST] = list(node.orelse)
-    else:
-        children = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0, f"line {node.lineno}: a relative import"
-        assert node.module is not None
-        yield node.module
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-        yield from (str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant))
-    for child in children:
-        yield from imports(child)
-
-
-@cache
-def imports_of(file: str) -> set[str]:
-    return set(imports(TREES[file]))
 
 
 def within(module: str, package: str) -> bool:
@@ -91,9 +86,18 @@ def offenders(files: list[str], forbidden: set[str]) -> list[str]:
     return [
         f"{file} imports {module}"
         for file in files
-        for module in sorted(imports_of(file))
+        for module in sorted(imports_of(file) | loaded_by_name(file))
         if any(within(module, package) for package in forbidden)
     ]
+
+
+def below(*folders: str) -> list[str]:
+    return [file for file in FILES if file.startswith(folders)]
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Every call, with its file."""
+    yield from ((file, node) for file in FILES for node in nodes(file) if isinstance(node, ast.Call))
 
 
 def test_the_tree_is_there() -> None:
@@ -104,19 +108,16 @@ def test_the_tree_is_there() -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_run_one_way(package: str) -> None:
-    later = set(PACKAGES[PACKAGES.index(package) + 1 :])
-    found = offenders([file for file in FILES if file.startswith(f"{package}/")], later)
+    found = offenders(below(f"{package}/"), set(PACKAGES[PACKAGES.index(package) + 1 :]))
     assert [each for each in found if each.partition(" imports ")[2] not in START] == []
 
 
 def carried_out(node: ast.AST) -> Iterator[str]:
     """What is imported as `node`, a module, is: not what its functions import when they are called."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, functions) and not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not for_types(child):
             yield from carried_out(child)
-            if isinstance(child, (ast.Import, ast.ImportFrom)):
-                yield from imports(child)
+            yield from named_by(child)
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -129,44 +130,25 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_a_folder_is_read_in_one_sitting_and_a_file_at_a_glance() -> None:
-    folders = Counter(str(Path(file).parent) for file in FILES)
+    folders = Counter(file.rpartition("/")[0] for file in FILES)
     assert {folder: count for folder, count in folders.items() if count > 24} == {}
-    lengths = {file: len((ROOT / file).read_text().splitlines()) for file in FILES}
+    lengths = {file: len(text(file).splitlines()) for file in FILES}
     assert {file: length for file, length in lengths.items() if length > 400} == {}
 
 
-def test_nothing_outside_the_tests_imports_them() -> None:
+def test_what_only_some_may_know_is_imported_by_no_other() -> None:
     assert offenders(FILES, {"tests", "pytest", "hypothesis"}) == []
-
-
-def test_nothing_but_the_command_imports_the_benches() -> None:
-    files = [file for file in FILES if file != "launcher/cli.py" and not file.startswith("benchmarks/")]
-    assert offenders(files, {"benchmarks"}) == []
-
-
-def test_runtime_does_not_know_grpc_or_protobuf() -> None:
-    files = [file for file in FILES if file.startswith("runtime/")]
-    assert offenders(files, {"grpc", "google", "grpc_health", "grpc_reflection", "grpc_tools"}) == []
+    assert offenders([file for file in FILES if file != "launcher/cli.py"], {"benchmarks"}) == []
+    assert offenders(below("runtime/"), {"grpc", "google", "grpc_health", "grpc_reflection", "grpc_tools"}) == []
+    assert offenders(below(*PURE), IMPURE) == []
 
 
 def test_the_coordinators_time_chance_and_threads_come_from_the_loop() -> None:
     """So that a simulation replaces the loop and the ports, and nothing else."""
-    files = [file for file in FILES if file.startswith(("runtime/coordinator/", "runtime/ledger/"))]
-    assert offenders(files, {"time", "datetime", "random", "secrets", "uuid", "threading", "multiprocessing"}) == []
-    calls = [
-        f"{file}:{node.lineno}: .{node.func.attr}()"
-        for file in files
-        for node in ast.walk(TREES[file])
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("submit", "start", "urandom")
-    ]
-    assert calls == []
-
-
-def test_pure_modules_import_nothing_impure() -> None:
-    files = [file for file in FILES if file.startswith(PURE)]
-    assert offenders(files, IMPURE) == []
+    folders = ("runtime/coordinator/", "runtime/ledger/")
+    assert offenders(below(*folders), {"time", "datetime", "random", "secrets", "uuid", "threading", "multiprocessing"}) == []
+    methods = ((file, node) for file, node in calls() if file.startswith(folders) and isinstance(node.func, ast.Attribute))
+    assert [f"{file}:{node.lineno}" for file, node in methods if node.func.attr in ("submit", "start", "urandom")] == []
 
 
 def test_pure_modules_are_built_on_pure_modules() -> None:
@@ -196,34 +178,19 @@ def test_one_module_alone_translates_between_protobuf_and_runtime() -> None:
 def test_what_only_some_machines_have_is_imported_in_its_own_file() -> None:
     for package, files in OPTIONAL.items():
         assert offenders([file for file in FILES if not file.startswith(tuple(files))], {package}) == []
-    for file in FILES:  # nor at the top of it: the file must be importable everywhere
-        if file == "runtime/process/platform.py":
-            top = {
-                module
-                for node in TREES[file].body
-                for module in imports(node)
-                if isinstance(node, (ast.Import, ast.ImportFrom))
-            }
-            assert not any(within(module, package) for module in top for package in OPTIONAL), file
+    # Nor at the top of it: the file must be importable everywhere.
+    top = {module for node in TREES["runtime/process/platform.py"].body for module in named_by(node)}
+    assert not any(within(module, package) for module in top for package in OPTIONAL)
 
 
-def test_there_is_no_pickle() -> None:
+def test_there_is_no_pickle_and_no_bare_except() -> None:
     assert offenders(FILES, PICKLES) == []
-    for file, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                assert flags.get("weights_only") == "True", f"{file}:{node.lineno}: torch.load unpickles"
-
-
-def test_no_except_is_bare() -> None:
-    bare = [
-        f"{file}:{node.lineno}"
-        for file, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ExceptHandler) and node.type is None
-    ]
-    assert bare == []
+    for file, node in calls():
+        if last_name(node.func) == "load" and ast.unparse(node.func) == "torch.load":
+            flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            assert flags.get("weights_only") == "True", f"{file}:{node.lineno}: torch.load unpickles"
+    handlers = ((file, node) for file in FILES for node in nodes(file) if isinstance(node, ast.ExceptHandler))
+    assert [f"{file}:{node.lineno}" for file, node in handlers if node.type is None] == []
 
 
 def test_top_level_names_are_sluices_alone() -> None:
@@ -233,75 +200,15 @@ def test_top_level_names_are_sluices_alone() -> None:
     assert taken == {name: set() for name in PACKAGES}
 
 
-# ------------------------------------------------------------------------------------------------ what stays light
-
-HEAVY = ("torch", "transformers", "vllm", "megatron")
-
-
-def loaded(code: str) -> list[str]:
-    """The heavy packages that a fresh interpreter has after `code`."""
-    report = f"\nimport json, sys\nsys.stdout.write('\\n' + json.dumps([name for name in {HEAVY} if name in sys.modules]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code + report], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param("import services.coordinator, runtime.coordinator.run, runtime.telemetry.trackers", id="coordinator"),
-        pytest.param(
-            "import services.reward, runtime.rewards.worker\n"
-            "from runtime.rewards.catalogue import find_rule\n"
-            "from runtime.config import Rewards, Rule\n"
-            "from runtime.rewards.rules import RULES, RuleContext\n"
-            "for name in RULES: find_rule(name).evaluate('\\\\boxed{5}', '5', RuleContext())",
-            id="reward",
-        ),
-        pytest.param(
-            "import services.rollout, services.trainer, services.critic, services.reference, services.reward_model",
-            id="before-load",
-        ),
-        pytest.param("import runtime.algorithms, runtime.config.checks, runtime.models.tiny_model", id="checks"),
-        pytest.param(
-            "from launcher import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit as end:\n    assert end.code == 0",
-            id="sluice-help",
-        ),
-        pytest.param(
-            "from launcher.commands import evaluate, prepare, report, samples, score, status, train\n"
-            "import launcher.accept.checks, launcher.registered_names, launcher.node.environment\n"
-            "import runtime.telemetry.report.page\n"
-            "import benchmarks.command",
-            id="launcher",
-        ),
-    ],
-)
-def test_nothing_heavy_is_loaded(code: str) -> None:
-    assert loaded(code) == []
-
-
-def test_the_check_for_heavy_modules_can_fail() -> None:
-    assert loaded("import sys, types; sys.modules['torch'] = types.ModuleType('torch')") == ["torch"]
-
-
-def test_the_command_line_answers_help() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "launcher.cli", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0
-    assert "usage: sluice" in done.stdout
+def classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    yield from ((file, node) for file in FILES for node in nodes(file) if isinstance(node, ast.ClassDef))
 
 
 def test_each_class_has_a_name_of_its_own() -> None:
     """Somebody who greps for a class finds one."""
     places: dict[str, list[str]] = {}
-    for file, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(f"{file}:{node.lineno}")
+    for file, node in classes():
+        places.setdefault(node.name, []).append(f"{file}:{node.lineno}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
@@ -311,18 +218,335 @@ CALLABLES = 8  # constructor parameters and fields that are callables: no more t
 def callables() -> list[str]:
     """`file:class.name` of each parameter of `__init__`, and each field of a class, that is annotated as a Callable."""
     found = []
-    for file, tree in TREES.items():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.ClassDef):
-                continue
-            named = [(ast.unparse(one.target), one.annotation) for one in node.body if isinstance(one, ast.AnnAssign)]
-            for one in node.body:
-                if isinstance(one, ast.FunctionDef) and one.name == "__init__":
-                    arguments = (*one.args.posonlyargs, *one.args.args, *one.args.kwonlyargs)
-                    named += [(each.arg, each.annotation) for each in arguments if each.annotation is not None]
-            found += [f"{file}:{node.name}.{name}" for name, kind in named if "Callable" in ast.unparse(kind)]
+    for file, node in classes():
+        named = [(ast.unparse(one.target), one.annotation) for one in node.body if isinstance(one, ast.AnnAssign)]
+        for one in node.body:
+            if isinstance(one, ast.FunctionDef) and one.name == "__init__":
+                arguments = (*one.args.posonlyargs, *one.args.args, *one.args.kwonlyargs)
+                named += [(each.arg, each.annotation) for each in arguments if each.annotation is not None]
+        found += [f"{file}:{node.name}.{name}" for name, kind in named if "Callable" in ast.unparse(kind)]
     return found
 
 
 def test_callables_are_passed_to_few_constructors() -> None:
     assert len(callables()) <= CALLABLES, callables()
+
+
+# ------------------------------------------------------------------------------------------------ what stays light
+
+HEAVY = ("torch", "transformers", "vllm", "megatron")
+
+
+def loaded(code: str, *more: str) -> list[str]:
+    """The heavy packages, and `more` modules, that a fresh interpreter has after `code`."""
+    report = (
+        f"\nimport json, sys\nsys.stdout.write('\\n' + json.dumps([name for name in {HEAVY + more} if name in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code + report], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+ROLES = """
+import services.coordinator, runtime.coordinator.run, runtime.telemetry.trackers, runtime.telemetry.event_file
+import services.reward, runtime.rewards.worker, sluice
+from runtime.rewards.catalogue import find_rule
+from runtime.config import Rewards, Rule
+from runtime.rewards.rules import RULES, RuleContext
+for name in RULES: find_rule(name).evaluate('\\\\boxed{5}', '5', RuleContext())
+import services.rollout, services.trainer, services.critic, services.reference, services.reward_model
+import runtime.algorithms, runtime.config.checks, runtime.models.tiny_model
+[getattr(sluice, name) for name in dir(sluice)]
+"""
+COMMANDS = """
+from launcher import cli
+try:
+    cli.main(['--help'])
+except SystemExit as end:
+    assert end.code == 0
+from launcher.commands import evaluate, prepare, report, samples, score, status, train
+import launcher.accept.checks, launcher.registered_names, launcher.node.environment
+import runtime.telemetry.report.page
+import benchmarks.command
+"""
+
+
+def test_nothing_heavy_is_loaded() -> None:
+    """By a role before it loads its model, nor by the names that users import; and nothing of pages."""
+    assert loaded(ROLES, "plotly", "launcher.config_reference") == []
+    assert loaded(COMMANDS) == []
+    assert loaded("import sys, types; sys.modules['torch'] = types.ModuleType('torch')") == ["torch"], "the check can fail"
+
+
+def test_the_command_line_answers_help() -> None:
+    command = [sys.executable, "-m", "launcher.cli", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert "usage: sluice" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------------ pages made from the source
+
+
+def test_the_page_has_the_diagram_of_the_code() -> None:
+    page = import_diagram.PAGE.read_text(encoding="utf-8")
+    assert import_diagram.written(page) == page, "run make diagram"
+
+
+def test_packages_import_each_other_one_way() -> None:
+    found = import_diagram.arrows()
+    packages = sorted({name for arrow in found for name in arrow})
+    ways = {(one, other) for one in packages for other in packages if import_diagram.leads(found, one, other)}
+    assert [pair for pair in combinations(packages, 2) if {pair, pair[::-1]} <= ways] == []
+
+
+GLOSSARY = [
+    [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+    for line in (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("| **")
+]
+EARLIER = {  # what classes were called whose things have the field's words now
+    *("Letter", "Material", "EvaluationMaterial", "Lineage", "Books", "Places", "Updated", "TurnTaking", "TurnStage"),
+    *("Shelf", "LentScorer", "Standstill", "RankPlace", "Here", "Subscription", "Transaction", "Gift", "Giver"),
+    "KeptTexts",
+}
+
+
+def test_a_word_is_in_the_code_where_the_glossary_says_and_earlier_names_are_not() -> None:
+    names = {node.name for _, node in classes()}
+    assert len(GLOSSARY) > 50
+    for word, meaning, places, _ in GLOSSARY:
+        found = re.findall(r"`([^`]+)`", places)
+        assert meaning and found, word
+        for place in found:
+            assert (ROOT / place).exists() if "/" in place else place in names, f"{word}: {place}"
+    assert set() == names & EARLIER
+
+
+# ------------------------------------------------------------------------------------------------ waits
+
+
+ELSEWHERE = {"simulation", "generated"}  # seconds of a virtual clock; no code of ours
+
+
+WAITS = {"wait_for", "wait", "sleep", "stop", "join", "call_later", "settimeout", "poll", "timedelta", "done_within"}
+
+
+NAMED = re.compile(r"_?[A-Z_]*(TIMEOUT|GRACE|POLL|RETRY|DELAY|PATIENCE|REFRESH|BACKOFF|STALLED|LOOK)(, _?[A-Z_]+)* = [\d.]+")
+
+
+SAID = re.compile(r"timeout\w*[:=]\d|^_?[A-Z_, ]+ = [\d., ]+  # .*\bseconds (between|that .* waits)")
+
+
+def test_the_page_of_timeouts_is_what_the_source_says() -> None:
+    assert timeouts_page.PAGE.read_text() == timeouts_page.page(), "make timeouts"
+
+
+def test_every_command_has_a_deadline_that_the_configuration_names() -> None:
+    config = Config(run=Run(name="a"))
+    for method in contract.METHODS.values():
+        if method.deadline:
+            assert method.seconds(config) > 0, method
+
+
+def test_no_module_has_a_timeout_of_its_own() -> None:
+    """Neither a constant that says that it is seconds to wait, nor a number or one of its constants in a call that waits."""
+    files = [file for file in FILES if not file.endswith("timeouts.py") and not ELSEWHERE & {*file.split("/")}]
+    assert [f"{file}:{line}" for file in files for line in own_waits(text(file), nodes(file))] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "FIRST_DELAY, LONGEST_DELAY = 0.05, 1.0",
+        "INTERVAL = 5.0  # seconds between two lines",
+        "SHORT = {'RES_OPTIONS': 'timeout:1 attempts:1'}",
+        "time.sleep(0.05)",
+        "LOOKS = 0.05; time.sleep(LOOKS)",
+        "left = max(give_up - time.monotonic(), 0.1)",
+        "call(timeout=max(1.5, left))",
+        "work.wait(timedelta(seconds=0.001))",
+        "loop.call_later(WAIT, print); WAIT = 2.0",
+        "OPTIONS = (('grpc.max_reconnect_backoff_ms', 1000),)",
+    ],
+)
+def test_a_wait_of_its_own_is_found(line: str) -> None:
+    assert set(waits(line)) == {1}
+
+
+def test_a_number_that_is_no_wait_is_not_found() -> None:
+    assert waits("PARTS = 5; x = max(1.5, y); z = a / max(time.time() - b, 1e-3)") == []
+    assert waits("time.sleep(timeouts.POLL); a.wait(timeout=seconds / 2); b = ('a_ms', int(s * 1000))") == []
+
+
+def waits(code: str) -> list[int]:
+    return own_waits(code, list(ast.walk(ast.parse(code))))
+
+
+def own_waits(code: str, found_in: list[Any]) -> list[int]:
+    """The lines of a module that have seconds to wait."""
+    assigned = [each for each in found_in[0].body if isinstance(each, ast.Assign) and isinstance(each.value, ast.Constant)]
+    own = {name.id for each in assigned if _seconds(each.value) for name in each.targets if isinstance(name, ast.Name)}
+    found = [number for number, line in enumerate(code.splitlines(), 1) if NAMED.match(line) or SAID.search(line)]
+    for node in found_in:
+        if isinstance(node, ast.Call) and (last_name(node.func) in WAITS or _is_rest(node)):
+            given = [part for one in [*node.args, *(each.value for each in node.keywords)] for part in _parts(one)]
+            found += [one.lineno for one in given if _seconds(one) or (isinstance(one, ast.Name) and one.id in own)]
+        found += [part.lineno for name, one in _named(node) if "timeout" in name for part in _parts(one) if _is_number(part)]
+        if isinstance(node, ast.Tuple) and any(str(getattr(one, "value", "")).endswith("_ms") for one in node.elts):
+            found += [node.lineno for one in node.elts if _is_number(one)]
+    return found
+
+
+def _is_rest(node: ast.Call) -> bool:
+    """Whether it is the larger, or the smaller, of some seconds and the rest until a deadline."""
+    if last_name(node.func) not in ("max", "min"):
+        return False
+    rests = (each.right for each in ast.walk(node) if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Sub))
+    return any(isinstance(each, ast.Call) and last_name(each.func) in ("monotonic", "time", "_clock") for each in rests)
+
+
+def _parts(node: ast.expr) -> list[ast.expr]:
+    """An argument, or what it is the larger or smaller of, or the sum of."""
+    if isinstance(node, ast.Call) and last_name(node.func) in ("max", "min", "timedelta"):
+        return [part for one in [*node.args, *(each.value for each in node.keywords)] for part in _parts(one)]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        return [*_parts(node.left), *_parts(node.right)]
+    return [node]
+
+
+def _named(node: ast.AST) -> list[tuple[str, ast.expr]]:
+    """The arguments that a call gives by name, or a function's parameters, with their defaults."""
+    if isinstance(node, ast.Call):
+        return [(each.arg or "", each.value) for each in node.keywords]
+    if isinstance(node, ast.arguments):
+        plain = [*node.posonlyargs, *node.args]
+        pairs = [
+            *zip(plain[len(plain) - len(node.defaults) :], node.defaults, strict=True),
+            *zip(node.kwonlyargs, node.kw_defaults, strict=True),
+        ]
+        return [(parameter.arg, default) for parameter, default in pairs if default is not None]
+    return []
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and node.value not in (0, 1)
+
+
+def _seconds(node: ast.expr) -> bool:
+    """A float other than 0: what is counted in whole numbers is no time."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, float) and node.value != 0.0
+
+
+# ------------------------------------------------------------------------------------------------ files and modules of ours
+
+
+FOLDERS = ("runtime", "services", "launcher", "sluice", "tests", "benchmarks", "configs")
+NAMED_FILES = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+ENDS = {name[at + 1 :] for name in NAMED_FILES for at in (-1, *(found.start() for found in re.finditer("/", name)))}
+FOR_DEVELOPERS = ["CONTRIBUTING.md", "docs/architecture.md", "pyproject.toml"]
+FILE_NAME = re.compile(r"(?<![\w/.{}-])(?:\w+/)*(?!FILE\.)\w+\.py\b")
+MODULE_NAME = re.compile(r"\b((?:runtime|launcher|services\.rpc)(?:\.\w+)+)(?!\.?\w)")
+EXAMPLES = {"rules/brief.py"}  # files of a user's
+
+
+def of_code(code: str, parsed: Iterable[ast.AST]) -> str:
+    """What docstrings and comments of a module say."""
+    alone = [node.value for node in parsed if isinstance(node, ast.Expr)]
+    return "\n".join([*re.findall("#.*", code), *(str(one.value) for one in alone if isinstance(one, ast.Constant))])
+
+
+def is_file(path: Path, name: str) -> bool:
+    """A module names its neighbours by their names alone; other files, as pages do, by as much of the path as tells them."""
+    return name in ENDS if "/" in name or path.suffix != ".py" else (path.parent / name).exists()
+
+
+@cache
+def is_module(name: str) -> bool:
+    """A module, a package, or what one defines."""
+    module = name
+    while (place := module.replace(".", "/")) and not (ROOT / place).exists() and f"{place}.py" not in NAMED_FILES:
+        module = module.rpartition(".")[0]
+    source = ROOT / (f"{place}.py" if f"{place}.py" in NAMED_FILES else f"{place}/__init__.py")
+    rest = name[len(module) :].split(".")[1:2]
+    return not rest or (source.exists() and re.search(rf"\b{rest[0]}\b", source.read_text()) is not None)
+
+
+def missing(path: Path, said: str) -> list[str]:
+    files = [name for name in FILE_NAME.findall(said) if name not in EXAMPLES and not is_file(path, name)]
+    return files + [name for name in MODULE_NAME.findall(said) if not is_module(name)]
+
+
+def test_every_file_and_module_that_is_named_exists() -> None:
+    told = {name: of_code(text(name), nodes(name)) for name in FILES}
+    told |= {name: (ROOT / name).read_text(encoding="utf-8") for name in FOR_DEVELOPERS}
+    found = {name: missing(ROOT / name, said) for name, said in told.items()}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_a_file_that_is_not_there_is_found() -> None:
+    text = (
+        '"""`critic.py`, `services/critic.py`, `runtime.weights.group.TRANSPORTS`, `runtime.weights.rendezvous.TRANSPORTS`"""'
+    )
+    text += "\n# runtime.nowhere.x, step.py, runtime.trainer.step\n"
+    assert missing(ROOT / "runtime/trainer/x.py", of_code(text, ast.walk(ast.parse(text)))) == [
+        "critic.py",
+        "runtime.nowhere.x",
+        "runtime.weights.group.TRANSPORTS",
+    ]
+    assert missing(ROOT / "CONTRIBUTING.md", "`critic.py` `turns.py` 'runtime.coordinator.turns*'") == [
+        "turns.py",
+        "runtime.coordinator.turns",
+    ]
+
+
+def reads(parsed: Iterable[ast.AST]) -> Iterator[str]:
+    """The names of attributes that are read, by a dot or by `getattr`."""
+    for node in parsed:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            yield node.attr
+        elif isinstance(node, ast.Call) and last_name(node.func) == "getattr":
+            yield from (str(argument.value) for argument in node.args[1:2] if isinstance(argument, ast.Constant))
+
+
+def test_every_key_is_read_somewhere() -> None:
+    """By whom has no part in it; of the schema's own files only what their functions read counts."""
+    keys = [key for part in config_reference.parts() for key in part.keys]
+    names: set[str] = set()
+    for file in FILES:
+        if file.startswith("runtime/config/"):
+            functions = [node for node in nodes(file) if isinstance(node, ast.FunctionDef)]
+            names.update(name for part in functions for name in reads(ast.walk(part)))
+        else:
+            names.update(reads(nodes(file)))
+    filled = set(loading._PRESETS)  # these are read before there is a Config
+    # Of references, which `runtime.config.secret_values` reads as plain values.
+    filled |= {path for path in (key.path for key in keys) if path.endswith(".token.from")}
+    assert sorted(key.path for key in keys if key.path.rpartition(".")[2] not in names and key.path not in filled) == []
+    tree = ast.parse("config.a = 1\nreplace(config, b=2)\nf(config.c.d, getattr(config, 'e'))")
+    assert sorted(reads(ast.walk(tree))) == ["c", "d", "e"], "a key that is only written would be found"
+
+
+def test_whatever_is_composed_is_printed_as_text() -> None:
+    """An f-string goes to a terminal by `say`, `literal` or `shown`. What a check prints, `sluice accept` reads."""
+    bare = [
+        f"{file}:{node.lineno}"
+        for file in FILES
+        if file not in ("launcher/accept/worker.py", "runtime/telemetry/shown.py")
+        for node in nodes(file)
+        if isinstance(node, ast.Call) and last_name(node.func) == "print"
+        if any(isinstance(argument, (ast.JoinedStr, ast.Starred)) for argument in node.args)
+    ]
+    tables = [file for file in FILES if "rich.table.Table" in imports_of(file)]
+    assert (bare, tables) == ([], [])
+
+
+def test_processes_of_ours_are_started_by_start() -> None:
+    """`-m MODULE` would look into the working folder first; what is named sluice there users have to import as ours anyway."""
+    by_module = re.compile(r'"-m",(?! "(?:torch\.|sluice\.))')
+    benches = [path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").rglob("*.py")]
+    sources = [*benches, *(file for file in FILES if not file.startswith("sluice/"))]
+    assert [file for file in sources if by_module.search(text(file))] == []

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,39 +31,46 @@ from runtime.types import GeneratedGroup, GroupPayload, Outcomes, PolicyVersion,
 from tests.unit.test_buffer import ticket
 
 
+def letters(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+def sample(text: str, mask: np.ndarray) -> Sample:
+    logprobs, versions = np.float32(-0.5) * mask.astype(np.float32), np.zeros(len(mask), np.int64)
+    return Sample(tokens=letters(text), loss_mask=mask, logprobs=logprobs, versions=versions, finish_reason="stop")
+
+
+def group(payload: GroupPayload, lengths: list[int]) -> GeneratedGroup:
+    counts: dict[str, Any] = {"prompt_tokens": 4, "response_tokens": lengths, "truncated": 0}
+    versions = {"oldest": PolicyVersion(), "newest": PolicyVersion()}
+    return GeneratedGroup(group_id=payload.group_id, payload=codec.encode(payload), **counts, **versions)
+
+
 def generated(group_id: int, *replies: str) -> GeneratedGroup:
-    found = [
-        Sample(
-            tokens=np.frombuffer(reply.encode(), np.uint8).astype(np.int32),
-            loss_mask=np.ones(len(reply), np.uint8),
-            logprobs=np.full(len(reply), -0.5, np.float32),
-            versions=np.zeros(len(reply), np.int64),
-            finish_reason="stop",
-        )
-        for reply in replies
-    ]
-    prompt = np.frombuffer(b"2+2=", np.uint8).astype(np.int32)
-    return GeneratedGroup(
-        group_id=group_id,
-        prompt_tokens=4,
-        response_tokens=[len(reply) for reply in replies],
-        truncated=0,
-        oldest=PolicyVersion(),
-        newest=PolicyVersion(),
-        payload=codec.encode(GroupPayload.of(group_id, prompt, found)),
-    )
+    found = [sample(reply, np.ones(len(reply), np.uint8)) for reply in replies]
+    return group(GroupPayload.of(group_id, letters("2+2="), found), list(map(len, replies)))
+
+
+def written(folder: Path, keep: Callable[[Buffer], None]) -> Path:
+    """The folder of a run whose ledger has what `keep` does to its buffer."""
+    write_tokenizer(folder)
+    settings = config.Config(run=config.Run(name="a"), model=config.Model(path=str(folder)))
+    (folder / "config.yaml").write_text(loading.to_yaml(settings))
+
+    async def write() -> None:
+        ledger = await LedgerWriter.open(folder / "ledger", 1 << 20)
+        keep(Buffer(needs=Mark.SCORED, groups_per_step=2, staleness=0, journal=ledger, clock=time.time))
+        await ledger.close()
+
+    asyncio.run(write())
+    return folder
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The folder of a run with one group that was dropped for want of signal, and one that is ready."""
-    write_tokenizer(tmp_path)
-    settings = config.Config(run=config.Run(name="a"), model=config.Model(path=str(tmp_path)))
-    (tmp_path / "config.yaml").write_text(loading.to_yaml(settings))
 
-    async def write() -> None:
-        ledger = await LedgerWriter.open(tmp_path / "ledger", 1 << 20)
-        buffer = Buffer(needs=Mark.SCORED, groups_per_step=2, staleness=0, journal=ledger, clock=time.time)
+    def keep(buffer: Buffer) -> None:
         for group_id, replies in enumerate((("5", "6"), ("4", "5"))):
             buffer.admit(ticket(group_id))
             buffer.dispatch(group_id, "rollout-0")
@@ -71,28 +78,29 @@ def run(tmp_path: Path) -> Path:
             rewards = np.array([reply == "4" for reply in replies], np.float32)
             buffer.scored(Scores(group_id=group_id, rewards=rewards, valid=np.ones(2, np.uint8)))
         buffer.drop(0, NO_SIGNAL)
-        await ledger.close()
 
-    asyncio.run(write())
-    return tmp_path
+    return written(tmp_path, keep)
 
 
-def options(run: Path, *states: str, jsonl: bool) -> argparse.Namespace:
-    return argparse.Namespace(run=run, step=None, reward=None, limit=0, eval=False, group=None, state=list(states), jsonl=jsonl)
+def options(run: Path, *states: str, jsonl: bool, **chosen: Any) -> argparse.Namespace:
+    plain: dict[str, Any] = {"step": None, "reward": None, "limit": 0, "eval": False, "group": None, "state": list(states)}
+    return argparse.Namespace(run=run, jsonl=jsonl, **plain | chosen)
 
 
-def test_dropped_groups_are_shown_with_the_reason(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples.run(options(run, "dropped", jsonl=True))
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+def rows_of(capsys: pytest.CaptureFixture[str], run: Path, *states: str, **chosen: Any) -> list[dict[str, Any]]:
+    samples.run(options(run, *states, jsonl=True, **chosen))
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_dropped_groups_are_shown_with_the_reason(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    rows = rows_of(capsys, run, "dropped")
     assert [(row["group"], row["reply"], row["reward"]) for row in rows] == [(0, "5", 0.0), (0, "6", 0.0)]
     assert {(row["state"], row["why"]) for row in rows} == {("dropped", NO_SIGNAL)}
-    samples.run(options(run, "ready", jsonl=True))
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rows = rows_of(capsys, run, "ready")
     assert [(row["group"], row["state"], row["why"]) for row in rows] == [(1, "ready", None)] * 2
-
-
-def test_the_table_says_it_too(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
     samples.run(options(run, "dropped", jsonl=False))
     assert "dropped: no signal" in capsys.readouterr().out
 
@@ -107,53 +115,26 @@ PLAYED = (
 @pytest.fixture
 def played(tmp_path: Path) -> Path:
     """The folder of a run with one group of two episodes, the second of two branches."""
-    write_tokenizer(tmp_path)
-    settings = config.Config(run=config.Run(name="a"), model=config.Model(path=str(tmp_path)))
-    (tmp_path / "config.yaml").write_text(loading.to_yaml(settings))
     rows = []
     for _, parts in PLAYED:
-        tokens = [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text, _ in parts]
-        mask = np.repeat([trained for _, trained in parts], list(map(len, tokens))).astype(np.uint8)
-        whole = np.concatenate(tokens)
-        rows.append(
-            Sample(
-                tokens=whole,
-                loss_mask=mask,
-                logprobs=np.float32(-0.5) * mask.astype(np.float32),
-                versions=np.zeros(len(whole), np.int64),
-                finish_reason="stop",
-            )
-        )
-    payload = GroupPayload.of(0, np.frombuffer(b"2+2=", np.uint8).astype(np.int32), rows, [1, 2], [TurnReward(0, 4, 0.25)])
+        mask = np.repeat([trained for _, trained in parts], [len(text.encode()) for text, _ in parts]).astype(np.uint8)
+        rows.append(sample("".join(text for text, _ in parts), mask))
+    payload = GroupPayload.of(0, letters("2+2="), rows, [1, 2], [TurnReward(0, 4, 0.25)])
     outcomes = Outcomes(environment="game", reasons=["completed", "left out: it broke"], turns=[2, 2])
-    header = structs.replace(
-        generated(0, "a", "b", "c"), rewards=[1.0, float("nan")], outcomes=outcomes, payload=codec.encode(payload)
-    )
+    header = structs.replace(group(payload, [1, 1, 1]), rewards=[1.0, float("nan")], outcomes=outcomes)
+    given: dict[str, Any] = {"rewards": np.array([1, 0], np.float32), "valid": np.array([1, 0], np.uint8)}
 
-    async def write() -> None:
-        ledger = await LedgerWriter.open(tmp_path / "ledger", 1 << 20)
-        buffer = Buffer(needs=Mark.SCORED, groups_per_step=2, staleness=0, journal=ledger, clock=time.time)
+    def keep(buffer: Buffer) -> None:
         buffer.admit(ticket(0))
         buffer.dispatch(0, "gateway-0")
         buffer.generated(header)
-        values = np.array([1.0, np.nan], np.float32)
-        buffer.scored(
-            Scores(
-                group_id=0,
-                rewards=np.array([1, 0], np.float32),
-                valid=np.array([1, 0], np.uint8),
-                rules={"environment": values},
-            )
-        )
-        await ledger.close()
+        buffer.scored(Scores(group_id=0, rules={"environment": np.array([1.0, np.nan], np.float32)}, **given))
 
-    asyncio.run(write())
-    return tmp_path
+    return written(tmp_path, keep)
 
 
 def test_branches_are_told_with_what_is_trained_in_each(played: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    samples.run(options(played, jsonl=True))
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    rows = rows_of(capsys, played)
     assert [(row["sample"], row["branch"], row["valid"], row["rules"]) for row in rows] == [
         (0, 0, True, {"environment": 1.0}),
         (1, 0, False, {"environment": None}),
@@ -207,35 +188,27 @@ class Text:
         return [self.decode(ids) for ids in batch]
 
 
-def shown(run: Path, capsys: pytest.CaptureFixture[str], **chosen: Any) -> list[dict[str, Any]]:
-    found = options(run, jsonl=True)
-    found.__dict__.update(eval=True, **chosen)
-    samples.run(found)
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
 def test_replies_of_evaluations_are_chosen_by_step_reward_and_number(
     evaluated: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = shown(evaluated, capsys)
+    rows = rows_of(capsys, evaluated, eval=True)
     assert [(row["step"], row["group"], row["sample"]) for row in rows] == [
         (step, f"e:{problem}", index) for step in (0, 20) for problem in (0, 1) for index in (0, 1)
     ]
     first, second = rows[:2]
-    assert (first["state"], first["prompt"], first["reply"], first["reward"], first["valid"]) == (
-        "evaluated",
-        "2+2=",
-        "5",
-        0.0,
-        True,
-    )
+    values = tuple(first[key] for key in ("state", "prompt", "reply", "reward", "valid"))
+    assert values == ("evaluated", "2+2=", "5", 0.0, True)
     assert (second["reward"], second["valid"], second["rules"]) == (None, False, {"gsm8k": 0.5})
-    assert {row["step"] for row in shown(evaluated, capsys, step="1:")} == {20}
-    assert {row["group"] for row in shown(evaluated, capsys, reward="0.75:0.75")} == {"e:1"}  # the mean of 1 and 0.5
-    assert {row["group"] for row in shown(evaluated, capsys, reward=":0")} == {"e:0"}  # of 0 alone, the other has none
-    assert len(shown(evaluated, capsys, limit=3)) == 6
+    assert {row["step"] for row in rows_of(capsys, evaluated, eval=True, step="1:")} == {20}
+    assert {row["group"] for row in rows_of(capsys, evaluated, eval=True, reward="0.75:0.75")} == {
+        "e:1"
+    }  # the mean of 1 and 0.5
+    assert {row["group"] for row in rows_of(capsys, evaluated, eval=True, reward=":0")} == {
+        "e:0"
+    }  # of 0 alone, the other has none
+    assert len(rows_of(capsys, evaluated, eval=True, limit=3)) == 6
     with pytest.raises(UserError, match="no evaluation"):
-        shown(evaluated / "none", capsys)
+        rows_of(capsys, evaluated / "none", eval=True)
 
 
 def test_all_branches_of_an_evaluated_episode_are_shown(
@@ -247,39 +220,26 @@ def test_all_branches_of_an_evaluated_episode_are_shown(
     transcript = Transcript(file)
     transcript.add(0, [structs.replace(first, earlier=["before"], outcome="max_turns")])
     transcript.close()
-    (row,) = shown(evaluated, capsys, step="20")
+    (row,) = rows_of(capsys, evaluated, eval=True, step="20")
     assert (row["sample"], row["branch"], row["earlier"], row["outcome"]) == (0, 1, ["before"], "max_turns")
-    table = options(evaluated, jsonl=False)
-    table.__dict__.update(eval=True, step="20")
-    samples.run(table)
+    samples.run(options(evaluated, jsonl=False, eval=True, step="20"))
     out = capsys.readouterr().out
     assert [line.split()[1:4:2] for line in out.splitlines() if line.startswith("│")] == [["0.0", "before"], ["0.1", "5"]]
     assert "episode 0: max_turns" in out
 
 
-@pytest.mark.parametrize(
-    ("chosen", "told"),
-    [
+def test_what_can_choose_nothing_is_refused_and_nothing_chosen_is_said(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for chosen, told in (
         ({"limit": -1}, "^--limit: -1 is negative"),
         ({"step": "5:2"}, "^--step: '5:2' ends before it begins"),
-    ],
-)
-def test_an_option_that_can_choose_nothing_is_refused(run: Path, chosen: dict[str, Any], told: str) -> None:
-    wrong = options(run, jsonl=True)
-    wrong.__dict__.update(chosen)
-    with pytest.raises(UserError, match=told):
-        samples.run(wrong)
-
-
-def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path) -> None:
+    ):
+        with pytest.raises(UserError, match=told):
+            samples.run(options(run, jsonl=True, **chosen))
     with pytest.raises(UserError, match=r"not a run's folder: config\.yaml is not in it$"):
-        samples.run(options(tmp_path, jsonl=True))
-
-
-@pytest.mark.parametrize("jsonl", [True, False])
-def test_that_nothing_was_selected_is_said(run: Path, capsys: pytest.CaptureFixture[str], jsonl: bool) -> None:
-    nobody = options(run, jsonl=jsonl)
-    nobody.group = 999
-    samples.run(nobody)
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", "no samples here, or none that the options select; steps are counted from 0\n")
+        samples.run(options(tmp_path / "none", jsonl=True))
+    for jsonl in (True, False):
+        samples.run(options(run, jsonl=jsonl, group=999))
+        told = "no samples here, or none that the options select; steps are counted from 0\n"
+        assert capsys.readouterr() == ("", told)

@@ -1,4 +1,4 @@
-"""The coordinator's work for a sample, counted in calls of its functions: as much with 100 rollouts as with 10."""
+"""The coordinator's work for a sample, counted in calls of its functions: as much with 40 rollouts as with 5."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.errors import UserError
 from runtime.simulation.simulate import Simulation
 from services.rpc.client import ContractDeadlines
 
-STEPS = 6
+STEPS = 3
 
 
 def calls(replicas: int, folder: Path) -> float:
@@ -37,8 +37,8 @@ def calls(replicas: int, folder: Path) -> float:
     return found / (STEPS * scale_trial.GROUPS * scale_trial.SIZE * replicas)
 
 
-def test_a_sample_takes_as_much_work_with_a_hundred_rollouts_as_with_ten(tmp_path: Path) -> None:
-    assert calls(100, tmp_path) <= 1.1 * calls(10, tmp_path)
+def test_a_sample_takes_as_much_work_with_forty_rollouts_as_with_five(tmp_path: Path) -> None:
+    assert calls(40, tmp_path) <= 1.1 * calls(5, tmp_path)
 
 
 def test_figures_are_told_apart_from_the_models(tmp_path: Path) -> None:

@@ -1,13 +1,19 @@
-"""Texts that others wrote, on their way to the terminal: shown as they are, whatever is in them, and never an order to it."""
+"""What commands say: of arguments that are missing or cannot be, in tables and lines, and texts that others wrote, which are
+shown as they are, whatever is in them, and never an order to the terminal."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import io
+import json
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,30 +22,42 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from launcher import cli
+from launcher.accept.checks import CHECKS, AcceptReport, CheckOutcome, placement
+from launcher.accept.checks import render as verdict
 from launcher.commands import samples, scale, simulate
 from launcher.commands.status import UNREACHABLE
 from launcher.commands.status import render as status_tables
 from launcher.view import View
 from runtime.cluster.nodes import Scaled
+from runtime.config import Config
+from runtime.config.loading import load, resolve
 from runtime.errors import ServiceFault, UserError
 from runtime.evaluation import table
 from runtime.evaluation.results import EvaluationResult, Lengths, SetResult
+from runtime.models import tiny_model
 from runtime.process.command_line import CommandParser
-from runtime.status import Progress, Status
+from runtime.status import CallStats, Progress, Status
 from runtime.telemetry import summary
 from runtime.telemetry.shown import shown
 from runtime.types import PolicyVersion
 from services import health_check
-from tests.unit.test_rules import FILES, TREES, imports_of
+from tests.unit.source_tree import ROOT
 
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:10982"
+
+
 HOSTILE = "\x1b]0;title\x07\x1b]52;c;aGk=\x1b\\\x1b[2J\x9b31m\x7f\r\x00"
+
+
 TEXTS = st.one_of(
     st.text(max_size=60),
     # What markup, emoji codes, escapes and changes of direction are made of.
     st.text(st.sampled_from("[]/\\= \x1b\x9b\u202e\u2066:a1#\n\t"), max_size=60),
     st.sampled_from([GLOO, HOSTILE, "[/]", "[bold]x[/bold]", ":smile:", "[link=x]", "\\[/x]"]),
 )
+
+
 FORBIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -67,9 +85,6 @@ def test_control_characters_are_written_as_escapes_and_all_else_stays(text: str)
     assert not FORBIDDEN.search(shown(text))
     if not FORBIDDEN.search(text):
         assert shown(text) == text
-
-
-def test_an_escape_can_be_read() -> None:
     assert shown("a\x1b[2J\x9b\r\n\tb\udc80") == "a\\x1b[2J\\x9b\\x0d\n\tb\\udc80"
 
 
@@ -87,70 +102,45 @@ def test_the_view(text: str, terminal: bool) -> None:
     check(text, output)
 
 
-@given(TEXTS)
-def test_the_status(text: str) -> None:
+def of_status(text: str) -> list[object]:
     told = Status(role="coordinator", name="coordinator", state="ready", detail=text or "-", rates={text: 1.0})
     lost = Status(role="trainer", name=text, state=UNREACHABLE, detail=text)
-    check(text, printed(lambda console: console.print(status_tables([told, lost], [0, 0]))))
+    return [status_tables([told, lost], [0, 0])]
 
 
-@given(TEXTS)
-def test_the_samples(text: str) -> None:
-    row = samples.SampleRow(
-        group=0,
-        sample=0,
-        step=1,
-        state="dropped",
-        why=text,
-        prompt=text,
-        reply=text,
-        label=text,
-        reward=1.0,
-        valid=True,
-        rules={text: 1.0},
-        finish="stop",
-        tokens=1,
-        versions=("0.1", "0.1"),
-        logprob=0.0,
-    )
-    check(text, printed(lambda console: console.print(samples._table([row]))))
+def of_samples(text: str) -> list[object]:
+    given = {"state": "dropped", "why": text, "prompt": text, "reply": text, "label": text, "rules": {text: 1.0}}
+    rest: dict[str, Any] = {"reward": 1.0, "valid": True, "finish": "stop", "tokens": 1, "versions": ("0.1", "0.1")}
+    return [samples._table([samples.SampleRow(group=0, sample=0, step=1, logprob=0.0, **given, **rest)])]
 
 
-@given(TEXTS)
-def test_the_summary_of_a_run_and_of_an_evaluation(text: str) -> None:
-    totals = summary.Totals().summary(
-        rl_seconds=1.0,
-        stop_reason=text,
-        accuracy_before=None,
-        accuracy_after=None,
-        total_seconds=1.0,
-        startup={},
-        startup_processes={},
-        groups={"dropped": 1},
-        dropped={text: 1},
-        peak_pss_bytes=0,
-    )
-    check(text, printed(lambda console: console.print(summary.render(totals))))
-    found = evaluated(text)
-    check(text, printed(lambda console: console.print(table.render([found]))))
+def of_a_summary(text: str) -> list[object]:
+    rest: dict[str, Any] = {"accuracy_before": None, "accuracy_after": None, "startup": {}, "peak_pss_bytes": 0}
+    rest |= {"rl_seconds": 1.0, "total_seconds": 1.0, "startup_processes": {}, "groups": {"dropped": 1}, "dropped": {text: 1}}
+    return [summary.render(summary.Totals().summary(stop_reason=text, **rest))]
 
 
-def evaluated(text: str) -> EvaluationResult:
-    found = SetResult(
-        name=text,
-        path="",
-        problems=1,
-        samples=1,
-        scored=1,
-        pass_at={1: 1.0},
-        maj_at={},
-        standard_error=None,
-        lengths=Lengths(mean=1.0, median=1.0, p95=1.0, max=1, truncated=0.0),
-        errors={text: 1},
-        notes=[text],
-    )
-    version = PolicyVersion()
-    return EvaluationResult(model="", step=1, accuracy=1.0, seconds=1.0, oldest=version, newest=version, sets=[found])
+def of_an_evaluation(text: str) -> list[object]:
+    lengths, version = Lengths(mean=1.0, median=1.0, p95=1.0, max=1, truncated=0.0), PolicyVersion()
+    counts: dict[str, Any] = {"problems": 1, "samples": 1, "scored": 1, "pass_at": {1: 1.0}, "maj_at": {}}
+    found = SetResult(name=text, path="", standard_error=None, lengths=lengths, errors={text: 1}, notes=[text], **counts)
+    rest: dict[str, Any] = {"accuracy": 1.0, "seconds": 1.0, "oldest": version, "newest": version}
+    return [table.render([EvaluationResult(model="", step=1, sets=[found], **rest)])]
+
+
+def of_a_simulation(text: str) -> list[object]:
+    prediction = mock.Mock(roles=[mock.Mock(role=text, processes=1, busy=0.5, waits=text)])
+    seen = prediction.observed
+    seen.samples_per_second, seen.staleness = 1.0, 0.0
+    seen.idle, seen.seconds = {"trainer": 0.0, "rollout": 0.0}, {"step": 1.0}
+    rows = [simulate.Row(text, prediction), simulate.Row("other", None, text)]
+    return [simulate._roles(prediction), simulate._table(rows)]
+
+
+@pytest.mark.parametrize("made", [of_status, of_samples, of_a_summary, of_an_evaluation, of_a_simulation])
+@given(text=TEXTS)
+def test_tables(made: Callable[[str], list[object]], text: str) -> None:
+    check(text, printed(lambda console: console.print(*made(text))))
 
 
 @given(TEXTS)
@@ -170,16 +160,6 @@ def test_mistakes_faults_and_what_a_health_check_is_told(text: str) -> None:
 
 
 @given(TEXTS)
-def test_what_a_simulation_says(text: str) -> None:
-    prediction = mock.Mock(roles=[mock.Mock(role=text, processes=1, busy=0.5, waits=text)])
-    seen = prediction.observed
-    seen.samples_per_second, seen.staleness = 1.0, 0.0
-    seen.idle, seen.seconds = {"trainer": 0.0, "rollout": 0.0}, {"step": 1.0}
-    rows = [simulate.Row(text, prediction), simulate.Row("other", None, text)]
-    check(text, printed(lambda console: console.print(simulate._roles(prediction), simulate._table(rows))))
-
-
-@given(TEXTS)
 def test_what_was_scaled(text: str) -> None:
     async def answer(*_: object) -> Scaled:
         return Scaled(started=[text])
@@ -187,21 +167,6 @@ def test_what_was_scaled(text: str) -> None:
     with mock.patch.object(scale.session, "call", answer), redirect_stdout(io.StringIO()) as output:
         scale.run(argparse.Namespace(run="localhost:1", wanted="rollout=1"))
     check(text, output.getvalue())
-
-
-def test_whatever_is_composed_is_printed_as_text() -> None:
-    """An f-string goes to a terminal by `say`, `literal` or `shown`. What a check prints, `sluice accept` reads."""
-    bare = [
-        f"{file}:{node.lineno}"
-        for file, tree in TREES.items()
-        if file not in ("launcher/accept/worker.py", "runtime/telemetry/shown.py")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func).rpartition(".")[2] == "print"
-        and any(isinstance(argument, (ast.JoinedStr, ast.Starred)) for argument in node.args)
-    ]
-    tables = [file for file in FILES if "rich.table.Table" in imports_of(file)]
-    assert (bare, tables) == ([], [])
 
 
 @pytest.mark.parametrize(("error", "code"), [(UserError(f"{GLOO} {HOSTILE}"), 2), (ServiceFault("a", "b", GLOO + HOSTILE), 1)])
@@ -212,3 +177,210 @@ def test_errors(error: Exception, code: int, capsys: pytest.CaptureFixture[str])
     assert cli.run_and_report(work) == code
     output = capsys.readouterr().err
     assert not FORBIDDEN.search(output) and GLOO in output and "\\x1b]52" in output
+
+
+# ------------------------------------------------------------------------------------------------ where output is no terminal
+
+
+WAITING = [Progress(phase="starting", detail=detail) for detail in ("", "waits for b", "waits for b", "waits for c", "")]
+PHASES = ["starting", *(Progress(phase="training", done=done, total=2) for done in (0, 0, 1)), "starting"]
+ALARMS = [Progress(phase="training", done=1, total=2, alarm=alarm) for alarm in ("", "it differs", "it differs")]
+
+
+@pytest.mark.parametrize(
+    ("told", "lines"),
+    [
+        (WAITING, ["starting", "starting  waits for b", "starting  waits for c"]),
+        (PHASES, ["starting", "training  0/2", "training  1/2", "starting"]),
+        (ALARMS, ["training  1/2", "ALARM: it differs"]),
+    ],
+)
+def test_what_goes_on_unchanged_is_one_line(told: list[Any], lines: list[str]) -> None:
+    out = io.StringIO()
+    with View(Console(file=out, width=80), **({"line_interval": 0.0} if told is PHASES else {})) as view:
+        for each in told:
+            view.phase(each) if isinstance(each, str) else view.progress(each)
+    assert [line.strip() for line in out.getvalue().splitlines()] == lines
+
+
+def test_a_status_is_whole_at_80_columns_and_names_what_does_not_answer() -> None:
+    calls = CallStats(open=17, answered=123456, failed=2, seconds=0.25)
+    rates = {"tokens": 123456.0, "samples": 312.0, "steps": 0.25, "swaps": 0.0, "busy_seconds": 0.633, "idle_seconds": 0.1}
+    place: dict[str, Any] = {"pid": 1234567, "address": "10.20.30.41:40001", "version": PolicyVersion(2, 1234)}
+    coordinator = Status(role="coordinator", name="coordinator", state="ready", detail="training: step 12 of 200", pid=4000)
+    rollout = Status(role="rollout", name="rollout-0", state="generating", calls=calls, rates=rates, **place)
+    lost = Status(role="trainer", name="trainer-0", state=UNREACHABLE, detail="no [answer] within 5 s", pid=7, address="a:1")
+    out = io.StringIO()
+    Console(file=out, width=80).print(status_tables([coordinator, rollout, lost], [0, 3, 0]))
+    lines = out.getvalue().splitlines()
+    cells = [cell.strip() for line in lines if line.startswith("│") for cell in line.split("│")]
+    expected = ("rollout-0", "generating", "2.1234", "3", "1234567", "10.20.30.41:40001", "17", "123456", "2")
+    assert {*expected} <= {*cells}
+    told = " ".join(" ".join(cells).split())
+    assert "busy 63%, samples 312/s, steps 0.25/s," in told  # by name
+    assert "tokens 123,456/s" in told and "swaps" not in told  # what was not done is left out
+    assert not any("…" in line for line in lines)
+    assert lines[0].strip() == "training: step 12 of 200"
+    assert sum(line.startswith("│ trainer-0") for line in lines) == 1  # nothing is known of its work
+    assert lines[-1].strip() == "trainer-0: no [answer] within 5 s"
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def ended(arguments: list[str]) -> int | str | None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    return end.value.code or 0
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ("train", "the following arguments are required: config; see sluice train --help$"),
+        ("render slurm", "the following arguments are required: config; see sluice render slurm --help$"),
+        ("data prepare", "the following arguments are required: config; see sluice data prepare --help$"),
+        ("", "the following arguments are required: COMMAND"),
+        ("trian", r"argument COMMAND: invalid choice: 'trian' \(choose from '?quickstart'?, '?train'?, "),
+        ("bench nothing", r"argument name: invalid choice: 'nothing' \(choose from '?all'?, "),
+        ("samples runs/a --limit few", "argument --limit: invalid int value: 'few'"),
+        ("status runs/a --wach", "unrecognized arguments: --wach"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_argument_and_value(
+    command: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(command.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"error: .*{named}", line)
+
+
+def test_validate_finds_what_files_of_ones_own_lack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("from runtime.rewards.rules import rule\n@rule('mine_alone')\ndef mine(*_): return 1.0\n")
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+
+    names = [f"rewards.rules.1.name={tmp_path}/mine.py:mine_alnoe", f"algorithm.loss={tmp_path}/broken.py:mine"]
+    assert ended(["validate", str(QUICKSTART), *names]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert said[0].startswith("error: algorithm.loss: ")
+    assert said[0].endswith("broken.py cannot be imported: ModuleNotFoundError: No module named 'no_such_module'")
+    told = f"unknown name 'mine_alnoe'; did you mean 'mine_alone'? no decorator in {tmp_path}/mine.py registers it"
+    assert said[1] == f"error: rewards.rules.1.name: {told}"
+    assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/mine.py:mine_alone"]) == 0
+
+
+def test_a_file_of_ones_own_imports_its_neighbour_and_registers_what_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "neighbour_alone.py").write_text("def neighbour_score(*_): return 1.0\n")
+    (tmp_path / "calls.py").write_text(
+        "from neighbour_alone import neighbour_score\nfrom sluice import rule\n"
+        "@rule('calls_alone')\ndef calls(*_): return neighbour_score()\n"
+    )
+
+    assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/calls.py:calls_alone"]) == 0
+    capsys.readouterr()
+    assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/neighbour_alone.py:neighbour_score"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"unknown name 'neighbour_score'; no decorator in {tmp_path}/neighbour_alone.py registers it")
+
+
+def test_validate_reads_the_tokenizer_with_its_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model.write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_model.described("tiny:qwen2")))
+    (tmp_path / "model.safetensors").touch()
+
+    arguments = ["validate", str(QUICKSTART), f"model.path={tmp_path}"]
+    assert ended(arguments) == 0
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    assert ended(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: data.prompt_type: {tmp_path} has no chat template, which 'model' needs")
+    assert ended([*arguments, "data.prompt_type=qwen"]) == 0
+
+
+def test_validate_names_the_defaults_that_were_others(capsys: pytest.CaptureFixture[str]) -> None:
+
+    assert ended(["validate", str(QUICKSTART), "training.depth=bound"]) == 0
+    assert "version 0.1" not in capsys.readouterr().out
+    assert ended(["validate", str(QUICKSTART), "--since", "0.1", "training.depth=bound"]) == 0
+    said = capsys.readouterr().out
+    assert "training.lr_staleness_power: 0.5 by default; version 0.1 did what 0.0 does\n" in said
+    assert said.count("version 0.1 did") == 3  # the quickstart says itself how often it saves
+
+
+# ------------------------------------------------------------------------------------------------ quickstart and accept
+
+
+def test_the_quickstart_trains_its_own_configuration_and_says_what_to_look_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained: list[Config] = []
+    monkeypatch.setattr(cli, "run_training", lambda config, *_: trained.append(config) or 0)
+    monkeypatch.chdir(tmp_path)
+    overrides = ["training.steps=3", "run.dir=my runs/first"]
+    assert ended(["quickstart", *overrides]) == 0
+    assert trained == [resolve(load(QUICKSTART, overrides))]
+    said = capsys.readouterr().out.splitlines()
+    files = [f"my runs/first/{name}" for name in ("model", "metrics.jsonl", "summary.json", "logs")]
+    assert [line.split("  ")[1] for line in said[:4]] == files
+    commands = [shlex.split(line)[1:] for line in said[4:]]
+    assert {command[0] for command in commands} == {"samples", "report", "page", "why", "quickstart"}
+    for words in commands:
+        options = cli._parser().parse_known_args(words)[0]
+        assert "my runs/first" in map(str, vars(options).values()) or options.write == Path("my.yaml")
+    assert ended(["--version"]) == 0
+    assert capsys.readouterr().out == f"sluice {version('sluice-rl')}\n"
+
+
+def test_the_quickstarts_file_is_written_once_and_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ended(["quickstart", "--write", "my.yaml", "training.steps=3"]) == 2
+    assert not Path("my.yaml").exists()
+    assert ended(["quickstart", "--write", "my.yaml"]) == 0
+    assert Path("my.yaml").read_bytes() == QUICKSTART.read_bytes()
+    assert [ended(["quickstart", "--write", name]) for name in ("my.yaml", "there/my.yaml")] == [2, 2]
+    assert capsys.readouterr().err.splitlines() == [
+        "error: --write: training.steps=3 would not be in the file; must be without overrides",
+        "error: --write: 'my.yaml': file exists; must be a new file in a folder that exists",
+        "error: --write: 'there/my.yaml': no such file or directory; must be a new file in a folder that exists",
+    ]
+
+
+def test_a_single_accelerator_publishes_over_gloo_and_several_are_kept_apart() -> None:
+    assert placement("cpu", 1) == ["publication.backend=gloo"]
+    assert {"publication.backend=gloo", "services.rollout.colocate=trainer"} < set(placement("npu", 1))
+    two = placement("cuda", 2)
+    assert two[:2] == ["services.rollout.replicas=1", "services.rollout.devices=[1]"]
+    assert placement("npu", 16)[:2] == ["services.rollout.replicas=2", "services.rollout.devices=[1, 2]"]
+    assert "publication.backend=gloo" not in two and "publication.transport=collective" in two
+
+
+def test_the_verdict_of_accept_is_that_of_all_checks() -> None:
+    def report(*outcomes: CheckOutcome) -> AcceptReport:
+        about: dict[str, Any] = {"machine": {}, "versions": {"torch": "2.10.0"}, "variables": {}, "tool": "smi"}
+        return AcceptReport(device="npu", began="now", outcomes=list(outcomes), **about)
+
+    figures = {"backend": "hccl", "MB_per_second": 1234.56}
+    for outcomes, said, passed in (
+        ([CheckOutcome(check=check, result="passed") for check in CHECKS], "Passed", True),
+        ([CheckOutcome(check="platform", result="passed")], "Not all checks were made", True),
+        ([CheckOutcome(check="platform", result="failed", detail="no NPU\nat all")], "**Failed**", False),
+    ):
+        made = report(*outcomes)
+        assert made.passed is passed
+        assert f"now. {said}." in verdict(made)
+    text = verdict(
+        report(
+            CheckOutcome(check="publication", result="passed", seconds=1.25, figures=figures),
+            CheckOutcome(check="rollout", result="failed", detail="RuntimeError: it broke"),
+        )
+    )
+    assert "| publication | passed | 1.2 | backend hccl, MB_per_second 1235 |" in text
+    assert "## rollout: failed\n\n```\nRuntimeError: it broke\n```" in text
+    assert "| torch | 2.10.0 |" in text
+    assert text.endswith("## Devices\n\n```\nsmi\n```\n")

@@ -1,12 +1,18 @@
-"""`sluice simulate`: a calibration finds the costs behind a run, and what cannot be answered is said in one line."""
+"""`sluice simulate`: virtual time, engines and lending beside sums by hand; a calibration finds the costs behind a run; and
+what cannot be answered is said in one line."""
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from launcher import cli
 from launcher.commands import simulate as command
@@ -18,13 +24,290 @@ from runtime.simulation import prediction
 from runtime.simulation.calibration import calibrate, observe
 from runtime.simulation.cores import Cores
 from runtime.simulation.costs import Costs, Fixed, LogNormal
-from runtime.simulation.loop import SimulatedLoop, SimulatedWorld
+from runtime.simulation.engine import SimulatedEngine
+from runtime.simulation.lending import Lending
+from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop, SimulatedWorld, Stuck
 from runtime.simulation.prediction import simulated, variations
 from runtime.simulation.simulate import Simulation
 from services.rpc.client import ContractDeadlines
 
+HOUR = 3600.0
+NAMES = tuple("abcdefgh")
+
+
+@contextmanager
+def loop_of(seed: str = "0", world: SimulatedWorld | None = None) -> Iterator[SimulatedLoop]:
+    loop = SimulatedLoop(seed, world or SimulatedWorld())  # type: ignore[abstract]
+    try:
+        yield loop
+    finally:
+        loop.end()
+
+
+def run(main: Callable[[], Coroutine[Any, Any, Any]], seed: str = "0") -> tuple[Any, str]:
+    with loop_of(seed) as loop:
+        return loop.run(main()), loop.trace
+
+
+async def together() -> list[str]:
+    """What sleeps as long as the others, in the order in which it wakes."""
+    woken: list[str] = []
+
+    async def sleeper(name: str) -> None:
+        await asyncio.sleep(HOUR)
+        woken.append(name)
+
+    await asyncio.gather(*map(sleeper, NAMES))
+    return woken
+
+
+def test_time_stands_still_but_for_timers() -> None:
+    async def main() -> list[float]:
+        loop = asyncio.get_running_loop()
+        seen = [loop.time()]
+        await asyncio.sleep(HOUR)
+        seen.append(loop.time())
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.Event().wait(), 2 * HOUR)
+        return [*seen, loop.time()]
+
+    assert run(main)[0] == [BEGAN, BEGAN + HOUR, BEGAN + 3 * HOUR]
+
+
+def test_the_seed_alone_draws_the_order_of_what_becomes_ready_together() -> None:
+    orders = {seed: run(together, seed) for seed in map(str, range(12))}
+    assert all(sorted(order) == list(NAMES) for order, _ in orders.values())
+    assert len({tuple(order) for order, _ in orders.values()}) > 8  # of 8! orders
+    assert orders == {seed: run(together, seed) for seed in orders}
+
+
+def test_what_one_callback_schedules_keeps_its_order() -> None:
+    async def main() -> list[int]:
+        seen: list[int] = []
+        for number in range(20):
+            asyncio.get_running_loop().call_soon(seen.append, number)
+        await asyncio.sleep(0)  # it was scheduled last
+        return seen
+
+    for seed in map(str, range(10)):
+        assert run(main, seed)[0] == list(range(20))
+
+
+def test_who_waits_for_ever_is_named() -> None:
+    async def waits_in_vain() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(Stuck, match=r"waits_in_vain at .*test_simulate\.py:\d+"):
+        run(waits_in_vain)
+
+
+def test_an_executors_work_is_done_in_order_and_takes_its_time() -> None:
+    class Slow(SimulatedWorld):
+        seconds = iter((3.0, 1.0, 2.0))
+
+        def storage_seconds(self) -> float:
+            return next(self.seconds)
+
+        def check_storage(self) -> None:
+            if len(done) == 3:
+                raise OSError("no room")
+
+    done: list[int] = []
+
+    async def main() -> None:
+        loop, executor = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+        await asyncio.gather(*(loop.run_in_executor(executor, done.append, number) for number in range(3)))
+        assert loop.time() == BEGAN + 3.0
+        Slow.seconds = iter((0.0,))
+        await asyncio.to_thread(lambda: None)
+
+    with loop_of(world=Slow()) as loop, pytest.raises(OSError, match="no room"):
+        loop.run(main())
+    assert done == [0, 1, 2]
+
+
+def test_an_error_that_nobody_awaits_ends_it() -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(1.0, lambda: 1 / 0)
+        await asyncio.sleep(HOUR)
+
+    with pytest.raises(ZeroDivisionError):
+        run(main)
+
+
+def test_a_crash_comes_between_two_rounds_and_cleans_up_afterwards() -> None:
+    left: list[float] = []
+
+    async def main() -> None:
+        try:
+            await asyncio.sleep(HOUR)
+        finally:
+            await asyncio.sleep(1.0)
+            left.append(asyncio.get_running_loop().time())
+
+    class Killed(SimulatedWorld):
+        def before_round(self, rounds: int) -> None:
+            if rounds == 1:
+                raise Crash
+
+    with loop_of(world=Killed()) as loop:
+        with pytest.raises(Crash):
+            loop.run(main())
+        assert left == []
+    assert left == [BEGAN + 1.0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------- engines
+
+STEP, SEQUENCE = 1.0, 0.25  # a step of B sequences takes 1 + B / 4 seconds
+COSTS = Costs(decode_step=STEP, decode_sequence=SEQUENCE, prefill_token=0.5)
+
+
+def ends(main: Callable[[SimulatedEngine, list[tuple[str, float]]], Coroutine[Any, Any, None]], slots: int) -> dict[str, float]:
+    """When each sequence ended, in seconds from the beginning."""
+    ended: list[tuple[str, float]] = []
+    with loop_of() as loop:
+        loop.run(main(SimulatedEngine(loop, COSTS, slots, Cores(loop, 0)), ended))
+    return {name: at - BEGAN for name, at in ended}
+
+
+def submit(engine: SimulatedEngine, ended: list[tuple[str, float]], name: str, tokens: int, prompt: int = 0) -> None:
+    def done() -> None:
+        ended.append((name, asyncio.get_running_loop().time()))
+
+    engine.submit(name, prompt, tokens, lambda: None, done)
+
+
+def test_a_step_takes_longer_the_more_sequences_it_has() -> None:
+    async def main(engine: SimulatedEngine, ended: list[tuple[str, float]]) -> None:
+        submit(engine, ended, "short", 2)
+        submit(engine, ended, "long", 6)
+        await asyncio.sleep(100)
+        assert engine.busy == pytest.approx(8.0)
+
+    # Two steps of 1.5 s, then four of 1.25 s.
+    assert ends(main, slots=4) == pytest.approx({"short": 3.0, "long": 8.0})
+
+
+def test_what_has_no_slot_waits_for_one() -> None:
+    async def main(engine: SimulatedEngine, ended: list[tuple[str, float]]) -> None:
+        for name in ("first", "second", "third"):
+            submit(engine, ended, name, 4)
+        await asyncio.sleep(100)
+
+    assert ends(main, slots=1) == pytest.approx({"first": 5.0, "second": 10.0, "third": 15.0})
+
+
+def test_a_prompt_is_read_before_the_next_token() -> None:
+    async def main(engine: SimulatedEngine, ended: list[tuple[str, float]]) -> None:
+        submit(engine, ended, "one", 4, prompt=6)
+        await asyncio.sleep(100)
+
+    assert ends(main, slots=1) == pytest.approx({"one": 3.0 + 5.0})
+
+
+def test_a_pause_takes_no_tokens_and_what_is_withdrawn_gives_its_slot_back() -> None:
+    async def main(engine: SimulatedEngine, ended: list[tuple[str, float]]) -> None:
+        submit(engine, ended, "withdrawn", 100)
+        submit(engine, ended, "next", 4)
+        await asyncio.sleep(10)
+        engine.pause()
+        await asyncio.sleep(7)
+        engine.go_on()
+        engine.withdraw("withdrawn")
+        await asyncio.sleep(100)
+
+    assert ends(main, slots=1) == pytest.approx({"next": 17.0 + 5.0})
+
+
+def test_it_is_drained_once_the_last_sequence_ends_and_begins_none_meanwhile() -> None:
+    async def main(engine: SimulatedEngine, ended: list[tuple[str, float]]) -> None:
+        submit(engine, ended, "running", 4)
+        await asyncio.sleep(1)
+        draining = asyncio.ensure_future(engine.drained())
+        await asyncio.sleep(0)
+        submit(engine, ended, "waiting", 4)
+        await draining
+        ended.append(("drained", asyncio.get_running_loop().time()))
+        await asyncio.sleep(100)
+
+    assert ends(main, slots=2) == pytest.approx({"running": 5.0, "drained": 5.0, "waiting": 10.0})
+
+
+# ---------------------------------------------------------------------------------------------------------------------- lending
+
+Moves = list[tuple[float, bool]]
+
+
+def moves(main: Callable[[Lending], Coroutine[Any, Any, None]], move: float | None) -> Moves:
+    """When the devices were lent and taken back, in seconds from the beginning."""
+    found: Moves = []
+    with loop_of() as loop:
+
+        class Noted:
+            def lend(self, lent: bool) -> None:
+                found.append((round(loop.time() - BEGAN, 6), lent))
+
+        loop.run(main(Lending(loop, move, Noted())))
+    return found
+
+
+async def steps(lending: Lending, waits: list[float]) -> None:
+    """One wait in each step, and a second of training."""
+    for wait in waits:
+        lending.begin_step()
+        lending.offer()
+        await asyncio.sleep(wait)
+        await lending.take_back()
+        await asyncio.sleep(1.0)
+
+
+def test_devices_are_lent_once_waits_are_worth_two_moves_and_each_move_takes_its_time() -> None:
+    # The first wait, of 10 s, is only measured: until 11 s. The second is from 11 s; they are away from 13 s, and back at 23 s.
+    assert moves(lambda lending: steps(lending, [10.0, 10.0]), 2.0) == [(13.0, True), (21.0, False)]
+
+
+def test_waits_that_are_too_short_are_left_alone() -> None:
+    assert moves(lambda lending: steps(lending, [3.0] * 5), 2.0) == []
+    assert moves(lambda lending: steps(lending, [10.0] * 5), None) == []
+
+
+def test_one_that_is_called_back_on_the_way_returns_in_as_long() -> None:
+    async def main(lending: Lending) -> None:
+        await steps(lending, [10.0])
+        lending.begin_step()
+        lending.offer()
+        await asyncio.sleep(0.5)
+        await lending.take_back()
+        assert asyncio.get_running_loop().time() - BEGAN == pytest.approx(11.0 + 0.5 + 0.5)
+
+    assert moves(main, 2.0) == []
+
+
+def test_who_helps_takes_sequences_and_gives_slots() -> None:
+    async def main(engine: SimulatedEngine, ended: list[tuple[str, float]]) -> None:
+        engine.help(1.0)
+        for name in "abcd":
+            submit(engine, ended, name, 2)
+        await asyncio.sleep(100)
+
+    # Two steps, each of two sequences on either device.
+    assert ends(main, slots=2) == pytest.approx(dict.fromkeys("abcd", 3.0))
+
+
+def test_a_run_whose_rollouts_are_too_few_gains(tmp_path: Path) -> None:
+    config = configured(tmp_path / "run")
+    costs = Costs(reply_tokens=Fixed(32.0), decode_step=1e-3, decode_sequence=1e-3, train_token=1e-5)
+    seconds = {}
+    for lend in (None, 0.0):
+        seconds[lend] = simulated(config, replace(costs, lend=lend), ContractDeadlines(config), 15).observed.seconds["step"]
+    assert seconds[0.0] < 0.9 * seconds[None]
+
+
+# ------------------------------------------------------------------------------------------------------------------ the command
+
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-STEPS = 30
+STEPS = 10
 
 
 def configured(folder: Path, staleness: int = 2) -> Config:
@@ -66,8 +349,7 @@ def test_calibration_finds_costs_that_predict_another_configuration(tmp_path: Pa
     )
     config, points, groups = real(tmp_path / "run", true)
     deadlines = ContractDeadlines(config)
-    start = Costs(cores=cores)
-    found = calibrate(start, points, groups, lambda costs: simulated(config, costs, deadlines, STEPS).observed)
+    found = calibrate(Costs(cores=cores), points, groups, lambda costs: simulated(config, costs, deadlines, STEPS).observed)
     assert found.measured is not None and found.simulated is not None
     assert found.simulated.seconds == pytest.approx(found.measured.seconds, rel=0.05)
     strict = configured(tmp_path / "other", staleness=0)
@@ -78,7 +360,6 @@ def test_calibration_finds_costs_that_predict_another_configuration(tmp_path: Pa
 
 def test_what_computes_at_once_shares_the_processors() -> None:
     """Three pieces of 1, 1 and 2 seconds on one processor end after 3, 3 and 4; one that is given up frees its share."""
-    loop = SimulatedLoop("cores", SimulatedWorld())  # type: ignore[abstract]
     ended: dict[str, float] = {}
 
     async def piece(cores: Cores, name: str, seconds: float) -> None:
@@ -94,7 +375,8 @@ def test_what_computes_at_once_shares_the_processors() -> None:
         for task in tasks:
             await task
 
-    loop.run(main())
+    with loop_of() as loop:
+        loop.run(main())
     assert ended == pytest.approx({"a": 3.0, "b": 3.0, "c": 4.0})
 
 
@@ -111,16 +393,8 @@ def test_a_command_answers_with_roles_rows_and_a_picture(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     picture = tmp_path / "what-if.html"
-    arguments = (
-        str(QUICKSTART),
-        "services.platform=ascend",
-        "--sweep",
-        "training.staleness=0,1",
-        "--steps",
-        "6",
-        "--lend",
-        "0.5",
-    )
+    swept = ("--sweep", "training.staleness=0,1", "--steps", "6", "--lend", "0.5")
+    arguments = (str(QUICKSTART), "services.platform=ascend", *swept)
     command.simulate(cli._parser().parse_args(["simulate", *arguments, "--picture", str(picture)]))
     told = capsys.readouterr().out
     assert "lend 0.5 s" in told

@@ -154,11 +154,10 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=100, stateful_step_count=30)
+TestLife.settings = settings(stateful_step_count=30)
 
 
 @given(needs=st.sampled_from(NEEDS), events=st.lists(EVENTS, max_size=12), trained=st.booleans(), intact=st.booleans())
-@settings(max_examples=200)
 def test_a_restart_leaves_no_group_under_way(needs: Mark, events: list[Event], trained: bool, intact: bool) -> None:
     state = GroupState(needs)
     for event in events:

@@ -1,4 +1,4 @@
-"""Trackers: what each writes, read back with independent readers, and what happens when one is slow, broken or missing."""
+"""What a run writes of itself: its trackers, read back with independent readers, slow, broken or missing; and its summary."""
 
 from __future__ import annotations
 
@@ -15,15 +15,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from rich.console import Console
 
+from launcher import cli
+from launcher.node.local_node import LocalNode
+from launcher.node.machine import Machine
 from runtime import run_files, timeouts
 from runtime.config import Config, Critic, FromEnvironment, MetricNames, Rollout, Run, Services, Tracker, Training
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.telemetry import trackers
 from runtime.telemetry.event_file import EventFile, masked_crc32c
+from runtime.telemetry.memory import Memory
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.summary import Summary, Totals, render
 from runtime.telemetry.trackers import Backend, Trackers
+
+# ------------------------------------------------------------------------------------------ trackers
+
 
 POINTS: list[tuple[int, Metrics]] = [
     (1, {"score/mean": 0.5, "staleness/histogram": {0: 3, 2: 1}}),
@@ -32,14 +41,11 @@ POINTS: list[tuple[int, Metrics]] = [
 
 
 def settings(*trackers: Tracker, names: Literal["own", "mindspeed"] = "own", **sections: Any) -> Config:
-    return Config(
-        run=Run(name="a-run"), training=Training(steps=2), trackers=[*trackers], metrics=MetricNames(names=names), **sections
-    )
+    own = {"run": Run(name="a-run"), "training": Training(steps=2), "metrics": MetricNames(names=names)}
+    return Config(**own, trackers=[*trackers], **sections)
 
 
-def run(
-    configured: list[Tracker], folder: Path, points: list[tuple[int, Metrics]] = POINTS, timeout: float = 10.0, **rest: Any
-) -> None:
+def run(configured: list[Tracker], folder: Path, points: Any = POINTS, timeout: float = 10.0, **rest: Any) -> None:
     async def session() -> None:
         tracking = Trackers(settings(*configured, **rest), folder)
         try:
@@ -86,15 +92,13 @@ def open_gate(fake: Fake) -> Fake:
 # --- JSON lines ---
 
 
-def test_json_lines(tmp_path: Path) -> None:
-    run([Tracker(name="jsonl")], tmp_path / "run")
+def test_json_lines_are_flushed_step_by_step(tmp_path: Path) -> None:
+    run([Tracker(name="jsonl"), Tracker(name="tensorboard")], tmp_path / "run")
     first, second = (json.loads(line) for line in (tmp_path / "run" / run_files.METRICS).read_text().splitlines())
     assert first.pop("time") <= second.pop("time")
     assert first == {"step": 1, "score/mean": 0.5, "staleness/histogram": {"0": 3, "2": 1}}
     assert second == {"step": 2, "score/mean": None, "staleness/histogram": {}, "actor/lr": 1e-6}
-
-
-def test_json_lines_are_flushed_step_by_step(tmp_path: Path) -> None:
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tracker-")]
     backend = trackers.JsonLines(tmp_path / run_files.METRICS)
     backend.log(1, 5.0, {"a": 1.0})
     assert read_jsonl(tmp_path / run_files.METRICS) == [{"step": 1, "time": 5.0, "a": 1.0}]
@@ -112,17 +116,11 @@ def test_a_resumed_run_goes_on_after_a_torn_line(tmp_path: Path) -> None:
 
 
 def test_other_trackers_get_mindspeeds_names_where_the_configuration_says_so(tmp_path: Path) -> None:
-    point: Metrics = {
-        "score/mean": 0.5,
-        "score/errors/timeout": 1.0,
-        "actor/grad_norm": 2.0,
-        "rollout_tps": 3.0,
-        "actor/lr": 4.0,
-    }
+    point: Metrics = {"score/mean": 0.5, "score/errors/timeout": 1.0, "actor/grad_norm": 2.0, "rollout_tps": 3.0}
+    point["actor/lr"] = 4.0
     run([Tracker(name="jsonl"), Tracker(name="tensorboard")], tmp_path, [(1, point)], names="mindspeed", critic=Critic())
-    assert [{**point, "step": 1}] == [
-        {name: value for name, value in each.items() if name != "time"} for each in read_jsonl(tmp_path / run_files.METRICS)
-    ]
+    (written_point,) = read_jsonl(tmp_path / run_files.METRICS)
+    assert {**point, "step": 1} == {name: value for name, value in written_point.items() if name != "time"}
     (events,) = (tmp_path / run_files.TENSORBOARD).iterdir()
     written = events.read_bytes()
     for name in (b"grpo/score/mean", b"critic/score/mean", b"grpo/errors/timeout", b"vllm_tps", b"actor/lr"):
@@ -140,15 +138,6 @@ def test_points_of_an_earlier_version_are_read_under_our_names(tmp_path: Path) -
     expected = {"score/mean": 0.5, "score/masked": 1.0, "score/errors/timeout": 1.0, "rollout_tps": 7.0, "actor/grad_norm": 2.0}
     expected |= {"timing/weight_sync": 3.0, "advantages/max": 4.0, "actor/lr": 5.0}
     assert read_jsonl(path) == [{"step": 1, **expected}]
-
-
-def test_reading_what_is_not_there_or_not_metrics(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such file"):
-        read_jsonl(tmp_path / "none.jsonl")
-    for text in ("{]\n", '{"a": 1}\n', "[1]\n", '{"step": "x"}\n'):
-        (tmp_path / "bad.jsonl").write_text(text)
-        with pytest.raises(UserError, match=r"bad\.jsonl: line 1 is not a point of metrics"):
-            read_jsonl(tmp_path / "bad.jsonl")
 
 
 # --- TensorBoard ---
@@ -390,11 +379,7 @@ def test_a_service_that_fails_is_tried_again_and_ends_nothing(
 @pytest.mark.parametrize(
     ("failure", "raised", "said"),
     [
-        (
-            OSError(28, "No space left on device", "/d/metrics.jsonl"),
-            UserError,
-            "tracker jsonl: /d/metrics.jsonl: No space left",
-        ),
+        (OSError(28, "No space left on device", "/d/m.jsonl"), UserError, "tracker jsonl: /d/m.jsonl: No space left"),
         (ValueError("bad point"), ServiceFault, "tracker jsonl: log: bad point"),
     ],
 )
@@ -447,7 +432,135 @@ def test_an_unwritable_folder_names_it(tmp_path: Path) -> None:
         run([Tracker(name="jsonl")], tmp_path / "file")
 
 
-def test_no_thread_is_left(tmp_path: Path) -> None:
-    configured: list[Any] = [Tracker(name="jsonl"), Tracker(name="tensorboard")]
-    run(configured, tmp_path)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("tracker-")]
+# ------------------------------------------------------------------------------------------ summary
+
+
+TIMING = {"timing/all": 1.0, "timing/update": 0.8, "timing/rollout": 1.0, "timing/non_overlap_adv": 0.1}
+IDLE = {"idle/trainer": 0.2, "idle/rollout": 0.0, "samples": 64.0, "tokens": 1000.0}
+SECOND = {"timing/all": 3.0, "timing/update": 0.6, "idle/trainer": 0.8, "idle/rollout": 0.4, "samples": 64.0, "tokens": 600.0}
+STEPS: list[dict[str, Any]] = [
+    {**TIMING, **IDLE, "staleness/mean": 0.5, "staleness/histogram": {0: 32, 1: 32}},
+    {**SECOND, "staleness/histogram": {"1": 16, "2": 48}},  # as JSON lines hold it
+]
+WITHOUT: dict[str, Any] = {"accuracy_before": None, "accuracy_after": None, "startup": {}, "groups": {}, "peak_pss_bytes": 0}
+
+
+def summary(more: dict[str, Any] | None = None, **changes: Any) -> Summary:
+    """`more`: metrics of each step besides."""
+    totals = Totals()
+    for step in STEPS:
+        totals.add(step | (more or {}))
+    rest: dict[str, Any] = {
+        "stop_reason": "steps",
+        "accuracy_before": 0.45,
+        "accuracy_after": 0.93,
+        "total_seconds": 9.0,
+        "startup": {"services": 2.0, "first step": 0.5, "to first step": 2.5},
+        "groups": {"retired": 16, "dropped": 1},
+        "peak_pss_bytes": 3 << 29,
+    }
+    return totals.summary(rl_seconds=4.0, **(rest | changes))
+
+
+def test_totals_over_the_steps() -> None:
+    found = summary()
+    assert (found.steps, found.samples_per_second, found.tokens_per_second) == (2, 32.0, 400.0)
+    assert found.staleness_histogram == {0: 32, 1: 48, 2: 48}
+    assert (found.staleness_mean, found.staleness_max) == ((48 + 2 * 48) / 128, 2)
+    assert found.idle_trainer == pytest.approx((0.2 * 1 + 0.8 * 3) / 4)  # weighted by the steps' durations
+    assert found.idle_rollout == pytest.approx(0.4 * 3 / 4)
+    assert found.timing == pytest.approx({"all": 4.0, "update": 1.4, "rollout": 1.0, "non_overlap_adv": 0.1})
+
+
+def test_a_run_without_a_step() -> None:
+    found = Totals().summary(rl_seconds=0.0, stop_reason="interrupted", total_seconds=1.0, **WITHOUT)
+    assert (found.steps, found.samples_per_second, found.staleness_mean, found.idle_trainer) == (0, 0.0, 0.0, 0.0)
+    assert "not measured" in text_of(found)
+
+
+def test_the_file(tmp_path: Path) -> None:
+    found = summary()
+    found.write(tmp_path)
+    found.write(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+    data = json.loads((tmp_path / "summary.json").read_text())
+    assert data["staleness_histogram"] == {"0": 32, "1": 48, "2": 48}
+    assert Summary.read(tmp_path) == found
+    (tmp_path / "summary.json").write_text('{"steps": 3}')
+    with pytest.raises(UserError, match=r"summary\.json: not a summary: .*missing required field"):
+        Summary.read(tmp_path)
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(UserError, match=r"summary\.json: no such file"):
+        Summary.read(tmp_path)
+
+
+def text_of(found: Summary) -> str:
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(render(found))
+    return capture.get()
+
+
+def test_the_table() -> None:
+    shown = text_of(summary())
+    for said in (
+        "45.0% → 93.0%",
+        "2 in 4.0 s; 9.0 s in all",
+        "32 samples/s, 400 tokens/s",
+        "mean 1.12, max 2",
+        "0: 32, 1: 48, 2: 48",
+        "trainer 65%, rollouts 30%",
+        "16 retired, 1 dropped",
+        "update 1.4 s, rollout 1.0 s",
+        "2.5 s to the first step: services 2.0, first step 0.5",
+        "1.50 GiB",
+        "Stopped: steps",
+    ):
+        assert said in shown
+    assert "non_overlap" not in shown
+    held = {"trainer-0": Memory(9 << 30, 8 << 30), "launcher": Memory(66 << 20, 40 << 20), "coordinator": Memory(80 << 20)}
+    counts = {"groups": {"retired": 16, "dropped": 1204}, "dropped": {"no signal": 1200, "run ended": 4}}
+    shown = text_of(summary(memory=held, **counts))
+    assert "coordinator 80 MiB resident, launcher 66 MiB resident" in shown and "trainer-0" not in shown
+    assert "16 retired, 1,204 dropped (1,200 no signal, 4 run ended)" in shown
+
+
+def test_samples_that_no_scorer_could_judge_are_told_with_the_reasons() -> None:
+    found = summary({"score/masked": 4.0, "score/errors/timeout": 1.0, "score/errors/exception:ZeroDivisionError": 3.0})
+    assert (found.masked, found.score_errors) == (8, {"exception:ZeroDivisionError": 6, "timeout": 2})
+    assert "8 of 128 samples, left out of the loss (6 exception:ZeroDivisionError, 2 timeout; the first of" in text_of(found)
+    assert "(8 timeout)" in text_of(summary({"score/masked": 4.0, "score/errors/timeout": 4.0}))  # which raises nothing
+    assert "not scored" not in text_of(summary())
+
+
+def test_the_gap_of_all_steps_is_weighted_by_tokens() -> None:
+    steps = [
+        {"abs_logprob": 0.1, "k1": -0.2, "k3": 0.01, "over_0.1": 0.5, "abs_logprob_p99": 0.3, "max": 0.4, "worst_rollout": 0.2},
+        {"abs_logprob": 0.5, "k1": 0.1, "k3": 0.04, "over_0.1": 0.0, "abs_logprob_p99": 0.2, "max": 0.5, "worst_rollout": 0.1},
+        {},  # nothing was compared
+    ]
+    totals = Totals()
+    for step, tokens in zip(steps, (30, 10, 0), strict=True):
+        counts = {"tokens": tokens, "tokens_of_other_versions": 7, "probes": 2, "unanswered": 1}
+        totals.add(STEPS[1] | {f"mismatch/{name}": float(value) for name, value in (step | counts).items()})
+    found = totals.summary(rl_seconds=1.0, stop_reason="", total_seconds=1.0, **WITHOUT)
+    expected = {"abs_logprob": (0.1 * 30 + 0.5 * 10) / 40, "k1": (-0.2 * 30 + 0.1 * 10) / 40, "k3": 0.0175, "over_0.1": 0.375}
+    expected |= {"abs_logprob_p99": 0.3, "max": 0.5, "worst_rollout": 0.2, "steps": 2, "tokens": 40, "probes": 6}
+    expected |= {"unanswered": 3}
+    assert found.mismatch == pytest.approx(expected | {"tokens_of_other_versions": 21})
+    assert "mean 2.0e-01, max 5.0e-01 nats, 37.50% over 0.1  (40 tokens in 2 of 3 steps)" in text_of(found)
+    assert "rollouts and trainer were not compared" in text_of(summary())
+
+
+def test_an_alarm_is_the_last_word_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    told = iter((summary(), summary(mismatch_alarm="rollout-1, version 0.3: 1 nats", mismatch_alarms=5)))
+
+    async def trained(*_: Any) -> Summary:
+        return next(told)
+
+    monkeypatch.setattr("launcher.commands.train.train", trained)
+    config, here = Config(run=Run(name="test", dir="nowhere")), LocalNode("node0", Machine())
+    assert cli.run_training(config, here) == 0
+    assert capsys.readouterr().err == ""
+    assert cli.run_training(config, here) == 0
+    assert capsys.readouterr().err == "alarm: rollout-1, version 0.3: 1 nats (5 probes were over the limit)\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,19 @@ def test_taught_is_what_is_generated_up_to_the_token_that_ends_a_reply() -> None
     assert taught_row([[5], [7, 8]], stop_ids=[9]).mask.tolist() == [False, True, True]
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    (tmp_path / "tiny").mkdir()
-    tiny_model.write_tokenizer(tmp_path / "tiny")
-    return Tokenizer(str(tmp_path / "tiny"))
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_model.write_tokenizer(folder)
+    return Tokenizer(str(folder))
+
+
+def write_rows(path: Path, rows: Sequence[Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def lessons_of(tmp_path: Path, tokenizer: Tokenizer, *rows: Any, max_tokens: int = 64, **data: Any) -> Any:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     config = make_tune(tmp_path, max_tokens=max_tokens)
     return read_lessons(replace(config, data=Data(train=str(tmp_path / "rows.jsonl"), **data)), tokenizer)
 
@@ -133,8 +138,7 @@ def test_files_of_which_nothing_is_left_are_refused(tmp_path: Path, tokenizer: T
 
 def test_several_files_are_mixed_by_weight(tmp_path: Path, tokenizer: Tokenizer) -> None:
     for name, count in (("a", 4), ("b", 2)):
-        rows = [{"question": f"{at}", "answer": f"{name}{at}"} for at in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / f"{name}.jsonl", [{"question": f"{at}", "answer": f"{name}{at}"} for at in range(count)])
     sources = [Source(path=str(tmp_path / "a.jsonl")), Source(path=str(tmp_path / "b.jsonl"), weight=3.0)]
     config = replace(make_tune(tmp_path), data=Data(train=sources))
     found = read_lessons(config, tokenizer)
@@ -265,20 +269,14 @@ def test_each_conversation_comes_once_a_pass(tmp_path: Path) -> None:
     assert made._share() == []
 
 
-def test_other_data_than_the_checkpoint_has_is_refused(tmp_path: Path) -> None:
-    make_sums(tmp_path)
-    config = make_tune(tmp_path, epochs=1)
-    tuned(config)
-    (tmp_path / "sums.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
-    with pytest.raises(UserError, match=r"^data\.train: number of problems is 1, but the run to resume has 36"):
-        TuneRank(resumed(config, 5), 0, 1, torch.device("cpu"))
-
-
-def test_checkpoints_come_as_often_as_is_asked_and_the_newest_stay(tmp_path: Path) -> None:
+def test_checkpoints_come_as_often_as_is_asked_the_newest_stay_and_go_on_with_their_data_alone(tmp_path: Path) -> None:
     make_sums(tmp_path)
     config = make_tune(tmp_path, every=2)
     tuned(replace(config, checkpoint=replace(config.checkpoint, keep=2)))
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000008", "step-00000009"]
+    (tmp_path / "sums.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    with pytest.raises(UserError, match=r"^data\.train: number of problems is 1, but the run to resume has 36"):
+        TuneRank(resumed(config, 9), 0, 1, torch.device("cpu"))
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -287,19 +285,22 @@ def test_checkpoints_come_as_often_as_is_asked_and_the_newest_stay(tmp_path: Pat
 def faults(folder: Path, **sections: Any) -> list[str]:
     raw: dict[str, Any] = {
         "run": {"name": "a"},
-        "model": {"path": str(folder / "model")},
-        "data": {"train": str(folder / "sums.jsonl")},
+        "model": {"path": f"{folder}/model"},
+        "data": {"train": f"{folder}/sums.jsonl"},
     }
-    return tune_faults(
-        resolve(load({key: {**raw.get(key, {}), **sections.get(key, {})} for key in {**raw, **sections}})), known_names()
-    )
+    whole = {key: {**raw.get(key, {}), **sections.get(key, {})} for key in {**raw, **sections}}
+    return tune_faults(resolve(load(whole)), known_names())
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_sums(tmp_path_factory.mktemp("sums"))
 
 
 @pytest.mark.parametrize(
     ("sections", "fault"),
     [
-        ({}, ""),
-        ({"tune": {"max_tokens": 513}}, "tune.max_tokens: 513 exceeds the model's 512 positions"),
+        *(({}, ""), ({"tune": {"max_tokens": 513}}, "tune.max_tokens: 513 exceeds the model's 512 positions")),
         ({"model": {"path": ""}}, "model.path: missing; sluice tune makes no warm-up"),
         ({"model": {"path": "/no"}}, "model.path: '/no' is not a folder"),
         ({"data": {"train": ""}}, "data.train: missing; name a json, jsonl, parquet or arrow file with replies"),
@@ -314,9 +315,7 @@ def faults(folder: Path, **sections: Any) -> list[str]:
         ({"rewards": {"rules": []}, "algorithm": {"dual_clip": 0.5}, "sampling": {"max_new_tokens": 4096}}, ""),
     ],
 )
-def test_each_fault_is_a_line(tmp_path: Path, sections: dict[str, Any], fault: str) -> None:
-    make_sums(tmp_path)
-    sections = {"tune": {"max_tokens": 64}, **sections}
-    found = faults(tmp_path, **sections)
+def test_each_fault_is_a_line(sums: Path, sections: dict[str, Any], fault: str) -> None:
+    found = faults(sums, **{"tune": {"max_tokens": 64}, **sections})
     assert len(found) == bool(fault), found
     assert not fault or found[0].startswith(fault)

@@ -66,21 +66,16 @@ ASK = call('{"key": "ma5"}')
 @pytest.mark.parametrize(
     ("script", "reward", "calls"),
     [
-        ([ASK, repeat], 1.0, 1),
-        ([say("5")], 0.0, 0),
-        ([ASK, ASK, repeat], 0.9, 2),
+        *(([ASK, repeat], 1.0, 1), ([say("5")], 0.0, 0), ([ASK, ASK, repeat], 0.9, 2)),
         ([call('{"key": "none"}'), repeat], 0.0, 1),  # it is told "unknown"
         ([call("ma5"), ASK, repeat], 0.9, 2),  # the first call is no JSON
+        ([ASK] * 4, -0.3, 4),  # it never answers
     ],
 )
 def test_an_episode_earns_what_the_page_says(agent: dict[str, Any], script: list[Any], reward: float, calls: int) -> None:
     played = play(agent, script)
-    assert played.reward == pytest.approx(reward) and played.logged == {"calls": calls} and played.stop_reason == ""
-
-
-def test_a_model_that_never_answers_is_stopped(agent: dict[str, Any]) -> None:
-    played = play(agent, [ASK] * 4)
-    assert (played.stop_reason, played.logged) == ("max_turns", {"calls": 4}) and played.reward == pytest.approx(-0.3)
+    assert played.reward == pytest.approx(reward) and played.logged == {"calls": calls}
+    assert played.stop_reason == ("max_turns" if calls == 4 else "")
 
 
 def play(agent: dict[str, Any], script: list[Any]) -> Any:

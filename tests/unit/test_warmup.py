@@ -1,11 +1,11 @@
-"""The tiny model's tokenizer and folder, and the supervised warm-up."""
+"""The tiny model's tokenizer and folder, the problems that it learns, and the supervised warm-up."""
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import re
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launcher.commands import check_template
 from runtime.config import Warmup
-from runtime.data.arithmetic import ArithmeticProblem
-from runtime.data.lookups import TOOL, LookupProblem
+from runtime.data import lookups as data_lookups
+from runtime.data.arithmetic import ArithmeticProblem, split, write_jsonl
+from runtime.data.lookups import TOOL, TRAINED, LookupProblem, lookups
 from runtime.data.tokenizer import Tokenizer
-from runtime.errors import UserError
+from runtime.errors import ConfigError, UserError
 from runtime.gateway.family_rendering import renderer_of
 from runtime.gateway.probes import conversations
 from runtime.models import tiny_model
@@ -121,8 +122,8 @@ def test_training_rows_are_what_the_chat_template_renders(tmp_path: Path) -> Non
     assert shared == 0
 
 
-def test_of_a_lookup_the_assistants_tokens_are_taught_and_no_others(tmp_path: Path) -> None:
-    tokenizer = tiny_model.write_tokenizer(tmp_path)
+def test_of_a_lookup_the_assistants_tokens_are_taught_and_no_others() -> None:
+    tokenizer = tiny_model.make_tokenizer()
     problems = [LookupProblem("ab7", "402"), LookupProblem("abc", "911")]
     tokens, mask, shared = warmup._rows(tokenizer, [p.conversation(careless=True) for p in problems], [TOOL])
     said = [tokenizer.decode(row[m].tolist(), skip_special_tokens=False) for row, m in zip(tokens, mask, strict=True)]
@@ -153,8 +154,8 @@ def test_what_all_rows_begin_with_is_computed_once_and_learnt_from(tmp_path: Pat
         assert_close(ours, theirs, terms=terms)
 
 
-def test_sampled_accuracy_is_the_probability_of_what_the_assistant_writes(tmp_path: Path) -> None:
-    tokenizer = tiny_model.write_tokenizer(tmp_path)
+def test_sampled_accuracy_is_the_probability_of_what_the_assistant_writes() -> None:
+    tokenizer = tiny_model.make_tokenizer()
     model = tiny_model.make_model(settings(), tokenizer)
     with torch.no_grad():
         model.model.embed_tokens.weight *= 2.0
@@ -167,8 +168,8 @@ def test_sampled_accuracy_is_the_probability_of_what_the_assistant_writes(tmp_pa
     assert warmup.sampled_accuracy(model, rows) == pytest.approx(expected, rel=1e-12)
 
 
-def test_accuracy_counts_replies_that_greedy_generation_reproduces(tmp_path: Path) -> None:
-    tokenizer = tiny_model.write_tokenizer(tmp_path)
+def test_accuracy_counts_replies_that_greedy_generation_reproduces() -> None:
+    tokenizer = tiny_model.make_tokenizer()
     model = tiny_model.make_model(settings(), tokenizer)
     prompt = torch.tensor([tokenizer.encode("<|user|>1+2=<|im_end|><|assistant|>").ids])
     out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False, eos_token_id=[])
@@ -200,6 +201,7 @@ def test_a_warm_up_for_lookups_ends_when_sampled_replies_are_fluent(
     fluency: float, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(warmup, "SAMPLED_FLUENCY", fluency)
+    monkeypatch.setattr(data_lookups, "TRAINED", 32)
     monkeypatch.setattr(warmup, "CHECK_EVERY", 1)
     wanted = settings(task="lookup", accuracy=0.0, eval_problems=4, batch_size=2, max_seconds=0.01)  # one step
     if not fits:
@@ -280,11 +282,6 @@ def test_the_cache_key_covers_what_changes_the_result() -> None:
         assert warmup.cache_folder(settings(**change)).name != base.name
 
 
-def test_the_cache_folder_is_found_without_torch() -> None:
-    code = "import sys, runtime.tuning.warmup; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-
-
 def test_main_uses_the_cache(
     finished: tuple[Path, list[dict[str, object]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,3 +300,106 @@ def test_main_answers_a_mistake_with_one_line(arguments: list[str], tmp_path: Pa
     assert warmup.main(arguments) == 2
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 1 and json.loads(out[0])["event"] == "error"
+
+
+# ------------------------------------------------------------------------------------------------ addition problems
+
+
+def final_number(answer: str) -> int:
+    found = re.fullmatch(r".* #### (\d+)", answer)
+    assert found is not None, answer
+    return int(found.group(1))
+
+
+def test_every_answer_is_the_sum_and_its_steps_add_up() -> None:
+    for a in range(0, 130, 3):
+        for b in range(130):
+            problem = ArithmeticProblem(a, b)
+            assert problem.question == f"{a}+{b}="
+            assert final_number(problem.answer) == a + b
+            units, tens = map(int, problem.answer.split()[:2])
+            assert units == a % 10 + b % 10
+            assert 10 * tens + units % 10 == a + b
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "careless"),
+    [(34, 48, "12 7 #### 72"), (34, 45, "9 7 #### 79"), (10, 10, "0 2 #### 20"), (95, 7, "12 9 #### 92")],
+)
+def test_a_careless_answer_drops_the_carry_and_nothing_else(a: int, b: int, careless: str) -> None:
+    problem = ArithmeticProblem(a, b)
+    assert problem.careless_answer == careless
+    assert (problem.careless_answer == problem.answer) == (problem.carry == 0)
+
+
+@pytest.mark.parametrize("held_out", [0, 1, 100, 255, 256])
+def test_split_holds_out_sums_together_with_their_mirror_images(held_out: int) -> None:
+    train, held = split(10, 49, held_out, seed=3)
+    assert len(held) == held_out
+    assert len(set(train)) == len(train) and len(set(held)) == len(held)
+    sums = {frozenset(p) for p in train}
+    assert not sums & {frozenset(p) for p in held}
+    assert len(train) + len(held) in (1600, 1599)
+    assert all(10 <= operand <= 49 for p in train + held for operand in p)
+
+
+def test_problems_depend_on_the_seed_alone() -> None:
+    for made in (partial(split, 10, 49, 64), partial(lookups, 64)):
+        assert made(seed=3) == made(seed=3)
+        assert made(seed=3)[1] != made(seed=4)[1]
+
+
+@pytest.mark.parametrize(("low", "high", "held_out"), [(10, 12, 9), (10, 12, 400), (20, 10, 4)])
+def test_split_refuses_settings_that_leave_nothing_to_train_on(low: int, high: int, held_out: int) -> None:
+    with pytest.raises(ConfigError, match=f"warmup.eval_problems: {held_out} leaves nothing.*{low} to {high}"):
+        split(low, high, held_out, seed=0)
+
+
+def test_jsonl_has_one_object_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "problems.jsonl"
+    write_jsonl(path, [ArithmeticProblem(34, 48), ArithmeticProblem(10, 11)])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [{"question": "34+48=", "answer": "12 8 #### 82"}, {"question": "10+11=", "answer": "1 2 #### 21"}]
+
+
+# ------------------------------------------------------------------------------------------------ lookups
+
+
+def test_an_answer_is_what_the_tool_says_to_the_call_with_the_key() -> None:
+    asked, calling, told, answer = LookupProblem("ab7", "402").conversation()
+    assert asked == {"role": "user", "content": "What is ab7?"}
+    (call,) = calling["tool_calls"]
+    assert call["function"]["name"] == TOOL["function"]["name"]
+    assert json.loads(call["function"]["arguments"]) == {"key": "ab7"}
+    assert calling["content"] == "" and told["tool_call_id"] == call["id"]
+    assert told["content"] == answer["content"] == LookupProblem("ab7", "402").answer == "402"
+
+
+@pytest.mark.parametrize(("key", "says"), [("ab7", "7"), ("xy0", "0")])
+def test_a_careless_assistant_takes_a_digit_for_the_value(key: str, says: str) -> None:
+    problem = LookupProblem(key, "402")
+    asked, answer = problem.conversation(careless=True)
+    assert asked == problem.conversation()[0]
+    assert answer == {"role": "assistant", "content": says} and says != problem.answer
+
+
+def test_without_a_digit_even_a_careless_assistant_asks() -> None:
+    problem = LookupProblem("abc", "402")
+    assert problem.conversation(careless=True) == problem.conversation()
+
+
+@pytest.mark.parametrize("held_out", [0, 1, 256, 4000])
+def test_no_key_comes_twice_and_half_of_them_tempt(held_out: int) -> None:
+    train, held = lookups(held_out, seed=3)
+    assert (len(train), len(held)) == (TRAINED, held_out)
+    keys = [problem.key for problem in train + held]
+    assert len(set(keys)) == len(keys)
+    assert all(re.fullmatch("[a-z]{2}[a-z0-9]", key) for key in keys)
+    assert all(re.fullmatch("[1-9][0-9]{2}", problem.answer) for problem in train + held)
+    for problems in (train, held):
+        assert sum(problem.key[-1].isdigit() for problem in problems) == len(problems) // 2
+
+
+def test_more_than_there_are_keys_for_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"^warmup.eval_problems: 20000 is more than 10120, which there are keys for$"):
+        lookups(20_000, seed=0)

@@ -1,3 +1,5 @@
+"""How a manifest is laid out in buckets and spread over senders, and which transport `publication.transport` stands for."""
+
 from __future__ import annotations
 
 import itertools
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.errors import InvalidMessage
+from runtime.errors import InvalidMessage, UserError
 from runtime.weights.plan import (
     ALIGNMENT,
     ITEM_BYTES,
@@ -18,6 +20,7 @@ from runtime.weights.plan import (
     Manifest,
     TensorSpec,
     plan_buckets,
+    resolve_transport,
     roots,
 )
 
@@ -55,26 +58,33 @@ def test_only_a_lone_tensor_exceeds_the_bucket(specs: tuple[TensorSpec, ...], bu
         assert bucket.data_bytes + following.entries[0].nbytes > bucket_bytes
 
 
-def test_a_large_tensor_has_a_bucket_of_its_own() -> None:
-    sizes = (10, 300, 10, 20)
-    specs = tuple(TensorSpec(f"t{size}-{index}", "uint8", (size,)) for index, size in enumerate(sizes))
+@pytest.mark.parametrize(
+    ("sizes", "tensors", "total"),
+    [
+        ((10, 300, 10, 20), [[0], [1], [2, 3]], [64, 320, 128]),  # a large tensor has a bucket of its own
+        ((64, 64, 64), [[0, 1], [2]], [128, 64]),  # a bucket may be exactly full
+    ],
+)
+def test_tensors_are_laid_out_in_order(sizes: tuple[int, ...], tensors: list[list[int]], total: list[int]) -> None:
+    specs = tuple(TensorSpec(f"t{index}", "uint8", (size,)) for index, size in enumerate(sizes))
     buckets = plan_buckets(Manifest(specs, 128))
-    assert [[entry.tensor for entry in bucket.entries] for bucket in buckets] == [[0], [1], [2, 3]]
-    assert [bucket.total_bytes for bucket in buckets] == [64 + 16, 320 + 16, 128 + 16]
+    assert [[entry.tensor for entry in bucket.entries] for bucket in buckets] == tensors
+    assert [bucket.total_bytes for bucket in buckets] == [size + 16 for size in total]
 
 
 @pytest.mark.parametrize(
-    ("specs", "bucket_bytes", "fault"),
+    ("specs", "bucket_bytes", "senders", "fault"),
     [
-        ((TensorSpec("w", "complex64", (1,)),), 64, "tensor w: dtype 'complex64'"),
-        ((TensorSpec("w", "int8", (1,)), TensorSpec("w", "int8", (1,))), 64, "w occurs twice"),
-        ((), 0, "bucket_bytes is 0"),
-        ((TensorSpec("w", "int8", (1,), held_by=(0, 2)),), 64, r"w is held by \(0, 2\), of 2 senders"),
+        ((TensorSpec("w", "complex64", (1,)),), 64, 2, "tensor w: dtype 'complex64'"),
+        ((TensorSpec("w", "int8", (1,)), TensorSpec("w", "int8", (1,))), 64, 2, "w occurs twice"),
+        ((), 0, 2, "bucket_bytes is 0"),
+        ((), 64, 0, "senders is 0"),
+        ((TensorSpec("w", "int8", (1,), held_by=(0, 2)),), 64, 2, r"w is held by \(0, 2\), of 2 senders"),
     ],
 )
-def test_a_bad_manifest_is_refused(specs: tuple[TensorSpec, ...], bucket_bytes: int, fault: str) -> None:
+def test_a_bad_manifest_is_refused(specs: tuple[TensorSpec, ...], bucket_bytes: int, senders: int, fault: str) -> None:
     with pytest.raises(InvalidMessage, match=fault):
-        plan_buckets(Manifest(specs, bucket_bytes, 2))
+        plan_buckets(Manifest(specs, bucket_bytes, senders))
 
 
 def test_padding_is_all_that_no_tensor_covers() -> None:
@@ -87,25 +97,12 @@ def test_padding_is_all_that_no_tensor_covers() -> None:
 
 
 def test_messages_call_a_member_by_its_rank_and_name() -> None:
+    names = ("trainer-0", "rollout-1")
     address = GroupAddress(
-        epoch=1,
-        host="h",
-        port=1,
-        rank=0,
-        world_size=3,
-        backend="gloo",
-        timeout=1.0,
-        key=b"0123",
-        names=("trainer-0", "rollout-1"),
+        epoch=1, host="h", port=1, rank=0, world_size=3, backend="gloo", timeout=1.0, key=b"0123", names=names
     )
     assert [address.label(rank) for rank in range(3)] == ["rank 0 (trainer-0)", "rank 1 (rollout-1)", "rank 2"]
     assert repr(address) == "GroupAddress(rank 0 (trainer-0) of epoch 1 at h:1)"  # without the key
-
-
-def test_a_bucket_may_be_exactly_full() -> None:
-    specs = tuple(TensorSpec(f"t{index}", "uint8", (64,)) for index in range(3))
-    buckets = plan_buckets(Manifest(specs, 128))
-    assert [[entry.tensor for entry in bucket.entries] for bucket in buckets] == [[0, 1], [2]]
 
 
 def test_each_bucket_goes_to_whoever_has_least() -> None:
@@ -120,11 +117,6 @@ def test_what_few_hold_is_given_out_first() -> None:
     assert roots(manifest) == [0, 2, 1]
     order = [manifest.tensors[bucket.entries[0].tensor].name for bucket in plan_buckets(manifest)]
     assert order == ["own", "shared-0", "shared-1"]
-
-
-def test_nobody_sends_nothing() -> None:
-    with pytest.raises(InvalidMessage, match="senders is 0"):
-        plan_buckets(Manifest((), 64, 0))
 
 
 @st.composite
@@ -182,3 +174,31 @@ def test_the_plan_is_that_of_the_stages_alone_and_all_come_forward_at_one_pace(m
         assert done[holders] / max(1, totals[holders]) >= share
         share = done[holders] / max(1, totals[holders])
         done[holders] += bucket.data_bytes
+
+
+HERE = {"trainer-0": "a", "rollout-0": "a", "rollout-1": "a"}
+APART = HERE | {"rollout-1": "b"}
+UNKNOWN = dict.fromkeys(HERE, "")
+
+
+@pytest.mark.parametrize(
+    ("transport", "backend", "machines", "chosen"),
+    [
+        ("auto", "auto", HERE, "shared_memory"),
+        ("auto", "auto", APART, "collective"),
+        ("auto", "auto", UNKNOWN, "collective"),
+        ("auto", "nccl", HERE, "collective"),
+        ("auto", "gloo", HERE, "collective"),
+        ("collective", "auto", HERE, "collective"),
+        ("shared_memory", "nccl", HERE, "shared_memory"),
+    ],
+)
+def test_auto_follows_the_members(transport: str, backend: str, machines: dict[str, str], chosen: str) -> None:
+    assert resolve_transport(transport, backend, machines) == chosen
+
+
+@pytest.mark.parametrize(("machines", "named"), [(APART, "rollout-1"), (UNKNOWN, "trainer-0, rollout-0, rollout-1")])
+def test_shared_memory_across_machines_names_who_is_apart(machines: dict[str, str], named: str) -> None:
+    with pytest.raises(UserError, match=f"publication.transport: shared_memory needs .*, and {named} cannot") as caught:
+        resolve_transport("shared_memory", "auto", machines)
+    assert "\n" not in str(caught.value)

@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class Rig:
         self.models = {0: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()}
         self.newest = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Rig:
         return self
 
     def __exit__(self, *_: object) -> None:

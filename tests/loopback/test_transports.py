@@ -1,0 +1,593 @@
+"""Two transports' own failures: shared memory where processes die, lie, or are strangers; a shared folder, what lies in it,
+when it goes, and what is said when it cannot be used. What all transports share is in `test_weights.py`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
+from runtime.types import PolicyVersion
+from runtime.weights import files, shared_memory
+from runtime.weights.authentication import AuthenticatedStore, BucketTags
+from runtime.weights.group import Link, PendingGroup, WeightGroup, arena, file_of, memory_file
+from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec
+from runtime.weights.receiver import WeightReceiver
+from runtime.weights.rendezvous import host, join
+from runtime.weights.sender import WeightSender, in_thread
+from runtime.weights.tensor_files import TensorReader, TensorWriter
+from tests.loopback.ranks import Helper
+from tests.loopback.weight_cases import (
+    MANIFEST,
+    PATIENCE,
+    VERSION,
+    expected,
+    gather,
+    mappings,
+    same,
+    settles,
+    threads_and_files,
+)
+from tests.system.runs import shared_files
+
+LABELS = ("trainer", "rollout-0", "rollout-1")
+KEY = bytes(32)
+
+
+def meeting(world_size: int = 2, timeout: float = PATIENCE) -> list[Future[Link]]:
+    """The members of a group, that meet in a store of this process."""
+    torch.set_num_threads(1)
+    store = AuthenticatedStore(dist.HashStore(), KEY)
+    address = GroupAddress(
+        epoch=1,
+        host="",
+        port=1,
+        rank=0,
+        world_size=world_size,
+        backend="gloo",
+        timeout=timeout,
+        key=KEY,
+        transport="shared_memory",
+    )
+    return [
+        in_thread(
+            "connect",
+            lambda rank=rank: shared_memory.connect(
+                store, msgspec.structs.replace(address, rank=rank), LABELS[:world_size], LABELS[rank], ""
+            ),
+        )
+        for rank in range(world_size)
+    ]
+
+
+def links(world_size: int = 2, timeout: float = PATIENCE) -> list[Link]:
+    return [member.result(PATIENCE) for member in meeting(world_size, timeout)]
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Link]]:
+    made = links()
+    try:
+        yield made
+    finally:
+        for link in made:
+            link.abort()
+
+
+# ------------------------------------------------------------------------------------------------ what moves
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["files", "a rollout's own memory"])
+def test_buckets_of_any_size_arrive(pair: list[Link], shared: bool) -> None:
+    sizes, before = (1, 63, (1 << 20) - 1, 1 << 20, (3 << 20) + 5), mappings()
+    for seed in range(2):  # a sender's buckets may be made anew while the group stays
+        sources = arena(sizes) if shared else [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        for buffer in sources:
+            buffer.copy_(torch.randint(0, 256, buffer.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8))
+        sent = [pair[0].send(index, buffer) for index, buffer in enumerate(sources)]
+        for index, buffer in enumerate(sources):
+            arrived = torch.zeros_like(buffer)
+            pair[1].receive(index, arrived).wait(PATIENCE)
+            assert torch.equal(arrived, buffer)
+        for transfer in sent:
+            transfer.wait(PATIENCE)
+        del sources, buffer
+    assert not shared or len(mappings() - before) == 1  # the receiver's, of the last file
+
+
+def test_another_bucket_than_the_one_awaited_is_refused(pair: list[Link]) -> None:
+    pair[0].send(3, memory_file(64))
+    with pytest.raises(RuntimeError, match="trainer sent bucket 3, 64 bytes at 0, for bucket 0, 32 bytes"):
+        pair[1].receive(0, torch.zeros(32, dtype=torch.uint8)).wait(PATIENCE)
+
+
+def test_nothing_is_read_beyond_the_memory_file(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "file_of", lambda buffer: (file_of(buffer)[0], 1 << 20))
+    pair[0].send(0, memory_file(64))
+    with pytest.raises(RuntimeError, match="trainer sent bucket 0, 64 bytes at 1048576, "):
+        pair[1].receive(0, torch.zeros(64, dtype=torch.uint8)).wait(PATIENCE)
+
+
+def test_the_checksum_is_of_what_the_receiver_has(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    copyto = np.copyto
+
+    def faulty(target: Any, source: Any) -> None:
+        copyto(target, source)
+        target[-1] ^= 1
+
+    bucket = memory_file((3 << 20) + 5)
+    bucket.copy_(torch.arange(bucket.numel()) % 251)
+    arrived = torch.zeros_like(bucket)
+    pair[0].send(0, bucket)
+    assert pair[1].receive(0, arrived).wait(PATIENCE).digest == digest_of(bucket)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "copyto", faulty)
+        pair[0].send(1, bucket)
+        digest = pair[1].receive(1, arrived).wait(PATIENCE).digest
+    assert not torch.equal(arrived, bucket)
+    assert digest == digest_of(arrived)
+
+
+def digest_of(buffer: torch.Tensor) -> int:
+    return BucketTags(KEY).digest(Bucket((), buffer.numel() - TRAILER.size), buffer)
+
+
+class Held:
+    """Holds every copy of `nbytes` until it is let go."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, nbytes: int):
+        self.begun, self.go = threading.Event(), threading.Event()
+        copy_and_hash = shared_memory.copy_and_hash
+
+        def hold(source: Any, target: Any, hasher: Any, check: Any) -> Any:
+            if len(target) == nbytes:
+                self.begun.set()
+                assert self.go.wait(PATIENCE)
+            return copy_and_hash(source, target, hasher, check)
+
+        patch.setattr(shared_memory, "copy_and_hash", hold)
+
+
+def test_a_bucket_counts_as_taken_after_those_before_it(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "LANES", 2)
+    held = Held(monkeypatch, 64)
+    sources = arena((64, 128))
+    sent = [pair[0].send(index, buffer) for index, buffer in enumerate(sources)]
+    copies = [pair[1].receive(index, torch.empty_like(buffer)) for index, buffer in enumerate(sources)]
+    second = copies[1].copied.result(PATIENCE).digest  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="waited in vain for rollout-0"):
+        sent[0].wait(0.1)
+    held.go.set()
+    copies[0].wait(PATIENCE)
+    sent[0].wait(PATIENCE)
+    assert copies[1].wait(PATIENCE).digest == second
+    sent[1].wait(PATIENCE)
+
+
+def test_an_aborted_group_writes_into_no_buffer_any_more(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
+    held, (buffer,) = Held(monkeypatch, 64), arena((64,))
+    buffer.fill_(1)
+    arrived = torch.zeros_like(buffer)
+    pair[0].send(0, buffer)
+    copy = pair[1].receive(0, arrived)
+    assert held.begun.wait(PATIENCE)
+    ended = in_thread("abort", pair[1].abort)
+    with pytest.raises(RuntimeError, match=r"the group was aborted|waited in vain"):
+        copy.wait(0.1)
+    assert not ended.done()
+    held.go.set()
+    ended.result(PATIENCE)
+    assert not arrived.any()
+    with pytest.raises(RuntimeError, match="the group was aborted"):
+        pair[1].receive(1, arrived)
+
+
+def test_a_bucket_is_waited_for_longer_than_the_rendezvous_may_take() -> None:
+    trainer, rollout = links(timeout=1.0)
+    try:
+        copy = in_thread("wait", lambda: rollout.receive(0, torch.empty(64, dtype=torch.uint8)).wait(PATIENCE))
+        assert not threading.Event().wait(1.1)
+        trainer.send(0, memory_file(64))
+        assert copy.result(PATIENCE) is not None
+    finally:
+        trainer.abort()
+        rollout.abort()
+
+
+# ------------------------------------------------------------------------------------------------ processes that fail
+
+
+def test_who_ends_is_named_whoever_is_waited_for() -> None:
+    trainer, *others = links(3)
+    buffer = memory_file(64)
+    transfer = trainer.send(0, buffer)
+    others[0].receive(0, torch.zeros_like(buffer)).wait(PATIENCE)
+    others[0].abort()
+    with pytest.raises(RuntimeError, match="rollout-0 is gone"):
+        transfer.wait(PATIENCE)
+    trainer.abort()
+    with pytest.raises(RuntimeError, match="trainer is gone"):
+        others[1].receive(0, torch.zeros_like(buffer)).wait(PATIENCE)
+    others[1].abort()
+
+
+def send_one_bucket(connection: Any) -> None:
+    """The sender: it says where it is to be met, and that its second bucket is under way, at which it stays."""
+    pending = host(1, 2, "127.0.0.1", "gloo", PATIENCE, "trainer", "shared_memory", names=("trainer", "rollout-0"))
+    connection.send(pending.address)
+    group, sender, stamp = pending.connect(), WeightSender(MANIFEST), BucketTags.stamp
+
+    def stamp_one(tags: BucketTags, index: int, bucket: Bucket, *rest: Any) -> int:
+        if bucket is sender.buckets[1]:
+            connection.send("under way")
+            connection.recv()
+        return stamp(tags, index, bucket, *rest)
+
+    BucketTags.stamp = stamp_one
+    gather(sender, 1)
+    sender.send(group, PolicyVersion(0, 1), 600.0).result()
+
+
+def test_a_sender_that_is_killed_is_noticed_at_once_and_leaves_nothing() -> None:
+    files, mapped = shared_files(), mappings()
+    trainer = Helper(send_one_bucket)
+    try:
+        group = join(msgspec.structs.replace(trainer.hear(), rank=1), "rollout-0")
+        reception = WeightReceiver(MANIFEST).receive(group, PolicyVersion(0, 1), 10 * PATIENCE)
+        assert trainer.hear() == "under way"
+        assert settles(lambda: [-len(mappings() - mapped)], [-1])  # the first bucket has come
+    finally:
+        trainer.end()
+    with pytest.raises(
+        ServiceFault, match=r"transfer: bucket 1 of \d+ of version 0\.1 did not arrive: rank 0 \(trainer\) is gone"
+    ):
+        reception.result(PATIENCE)
+    del group, reception
+    assert settles(lambda: [len(mappings() - mapped)], [0])
+    assert settles(lambda: [len(shared_files() - files)], [0])  # what other workers make there they take away
+
+
+def test_many_aborts_leave_no_thread_no_file_and_no_mapping() -> None:
+    buffer = memory_file(8 << 20)
+
+    def one_epoch(posted: bool) -> None:
+        trainer, *others = links(3)
+        waits = [other.receive(0, torch.empty_like(buffer)).wait for other in others]
+        waits += [trainer.send(0, buffer).wait] if posted else []
+        blocked = [in_thread("blocked", lambda wait=wait: wait(60.0)) for wait in waits]
+        for link in (trainer, *others):
+            link.abort()
+        for each in blocked:
+            try:
+                each.result(PATIENCE)
+            except RuntimeError as error:
+                assert "aborted" in str(error) or "is gone" in str(error)
+
+    one_epoch(True)
+    before, mapped = threads_and_files(), mappings()
+    for index in range(50):
+        one_epoch(bool(index % 2))
+    assert settles(lambda: [*threads_and_files(), len(mappings() - mapped)], [*before, 0])
+
+
+# ------------------------------------------------------------------------------------------------ strangers
+
+
+def test_another_users_process_is_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.geteuid()
+    monkeypatch.setattr(shared_memory, "user_of", lambda peer: own + 1)
+    trainer, rollout = meeting(timeout=0.5)
+    with pytest.raises(ServiceFault, match=rf"rollout-0: rendezvous: trainer is of user {own + 1}, this process of {own}"):
+        rollout.result(PATIENCE)
+    with pytest.raises(ServiceFault, match="trainer: rendezvous: rollout-0 did not join"):
+        trainer.result(PATIENCE)
+
+
+def test_the_sender_lets_in_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.local()
+    user_of = shared_memory.user_of
+
+    def stranger_to_the_sender(peer: socket.socket) -> int:
+        first, asked.once = not getattr(asked, "once", False), True
+        return user_of(peer) + (peer.getsockname() != "" and first)
+
+    monkeypatch.setattr(shared_memory, "user_of", stranger_to_the_sender)
+    trainer, rollout = meeting()
+    with pytest.raises(ServiceFault, match="trainer: rendezvous: rollout-0 did not connect"):
+        trainer.result(PATIENCE)
+    rollout.result(PATIENCE).abort()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's process")
+def test_the_kernel_tells_a_process_of_another_user() -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        name = f"sluice-test-{secrets.token_hex(8)}"
+        listener.bind(f"\0{name}")
+        listener.listen(1)
+        code = f"import os, socket; os.setuid(65534); s = socket.socket(1, 5); s.connect(chr(0) + '{name}'); s.recv(1)"
+        child = subprocess.Popen([sys.executable, "-S", "-c", code])
+        listener.settimeout(PATIENCE)
+        try:
+            with listener.accept()[0] as peer:
+                assert shared_memory.user_of(peer) == 65534
+        finally:
+            child.kill()
+            child.wait()
+
+
+# ------------------------------------------------------------------------------------------------ a shared folder
+
+
+def hosted(folder: Path, world_size: int = 2, timeout: float = PATIENCE, epoch: int = 1) -> PendingGroup:
+    return host(epoch, world_size, "lo", "gloo", timeout, "trainer", "files", str(folder))
+
+
+def joined(address: GroupAddress, rank: int = 1) -> WeightGroup:
+    return join(msgspec.structs.replace(address, rank=rank), f"rollout-{rank - 1}")
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Iterator[list[WeightGroup]]:
+    pending = hosted(tmp_path)
+    other = in_thread("join", lambda: joined(pending.address))
+    groups = [pending.connect(), other.result(PATIENCE)]
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            group.abort()
+        assert not list(tmp_path.glob("epoch-*"))
+
+
+def publish(group: WeightGroup, sender: WeightSender, step: int) -> None:
+    gather(sender, step)
+    sender.send(group, PolicyVersion(0, step), PATIENCE).result(PATIENCE)
+
+
+def test_a_version_is_a_folder_that_transformers_loads(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2
+    )
+    state = LlamaForCausalLM(config).to(torch.bfloat16).state_dict()
+    specs = tuple(TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in state.items())
+    group = hosted(tmp_path, world_size=1).connect()
+    sender = WeightSender(Manifest(specs, 8192))
+    sender.fill(state.values())
+    sent = sender.send(group, PolicyVersion(0, 7), PATIENCE).result(PATIENCE)
+
+    (folder,) = tmp_path.glob("epoch-0001/*-version-0.7")
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) == len(sender.buckets) > 2
+    assert sent.nbytes == sum(file.stat().st_size for file in files)
+    with safe_open(files[0], framework="pt") as file:
+        assert file.metadata()["version"] == "0.7"
+    (index,) = folder.glob("model.safetensors.index.json")
+    assert json.loads(index.read_text())["metadata"]["total_size"] == sum(spec.nbytes for spec in specs)
+    config.save_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True).state_dict()
+    assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)
+    group.abort()
+
+
+def test_two_versions_are_kept_and_nothing_after_the_end(groups: list[WeightGroup], tmp_path: Path) -> None:
+    sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
+    for step in range(4):
+        publish(groups[0], sender, step)
+        staged = receiver.receive(groups[1], PolicyVersion(0, step), PATIENCE).result(PATIENCE)
+        assert same(staged.tensors(), step)
+        for buffer in staged._set.buffers:
+            buffer.fill_(step + 1)  # what an engine leaves there
+        staged.release()
+    assert sorted(path.name for path in tmp_path.glob("epoch-0001/*version*")) == ["000003-version-0.2", "000004-version-0.3"]
+    groups[0].abort()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("shorter", "transfer: bucket 1 of .*model-00002-of.*not a whole"),
+        ("another", "transfer: bucket 1 of .*model-00002-of.*does not hold bucket 1"),
+        ("trailer", "transfer: bucket 1 of .*model-00002-of.*(not a whole|does not hold bucket 1)"),
+        ("byte", r"verify: version 0\.1: bucket 1 of \d+: the checksum"),
+    ],
+)
+def test_a_file_that_is_not_what_was_sent_is_refused(groups: list[WeightGroup], tmp_path: Path, damage: str, said: str) -> None:
+    publish(groups[0], WeightSender(MANIFEST), 1)
+    files = sorted(tmp_path.glob("epoch-*/*/*.safetensors"))
+    content, other = files[1].read_bytes(), files[2].read_bytes()
+    start = content.index(b'"trailer":"') + len(b'"trailer":"')
+    no_number = content[:start] + b"x" + content[start + 1 :]
+    changed = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+    files[1].write_bytes({"shorter": content[:-1], "another": other, "trailer": no_number, "byte": changed}[damage])
+    with pytest.raises(ServiceFault, match=f"rollout-0: {said}"):
+        WeightReceiver(MANIFEST).receive(groups[1], VERSION, PATIENCE).result(PATIENCE)
+    assert groups[1].aborted == (damage != "byte")
+
+
+def stick_within_a_write(connection: Any) -> None:
+    """The sender: it says when it is to be met, and that it is within its write of one tensor, at which it stays."""
+    pending = host(1, 2, "lo", "gloo", PATIENCE, "trainer", "files", connection.recv()[0])
+    connection.send("hosted")
+    group, write = pending.connect(), TensorWriter.write
+
+    def stuck(self: TensorWriter, name: str, *rest: Any) -> None:
+        write(self, name, *rest)
+        if name == "layer.2":
+            connection.send("within")
+            connection.recv()
+
+    TensorWriter.write = stuck
+    sender = WeightSender(MANIFEST)
+    gather(sender, 1)
+    sender.send(group, VERSION, 10 * PATIENCE).result()
+
+
+def test_a_sender_killed_within_a_write_leaves_only_whole_files_and_the_next_host_removes_them(tmp_path: Path) -> None:
+    trainer = Helper(stick_within_a_write)
+    try:
+        trainer.tell(str(tmp_path))
+        assert trainer.hear() == "hosted"
+        group = joined(
+            GroupAddress(
+                epoch=1,
+                host="",
+                port=0,
+                rank=1,
+                world_size=2,
+                backend="",
+                timeout=PATIENCE,
+                key=b"",
+                transport="files",
+                folder=str(tmp_path),
+            )
+        )
+        reception = WeightReceiver(MANIFEST).receive(group, VERSION, 1.0)
+        assert trainer.hear() == "within"
+    finally:
+        trainer.end()
+    with pytest.raises(DeadlineExceeded, match=r"rollout-0: transfer: bucket \d+ of \d+ .*safetensors did not appear"):
+        reception.result(PATIENCE)
+    (folder,) = tmp_path.glob("epoch-0001/*-version-0.1")
+    assert list(folder.glob(".*.partial")) and not list(folder.glob("*.json"))
+    found = contents(folder)
+    assert 0 < len(found) < len(MANIFEST.tensors)
+    assert all(torch.equal(tensor, expected(1)[name]) for name, tensor in found.items())
+    hosted(tmp_path, epoch=2).abort()
+    assert not list(tmp_path.iterdir())
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return found
+
+
+def test_the_next_host_removes_what_is_of_its_kind_alone(tmp_path: Path) -> None:
+    mine = ["epoch-1", "epoch-0004/weights.bin", "notes.txt", "epoch-0005x/sluice-weights"]
+    for name in mine:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    for name in ("epoch-0003/sluice-weights", "epoch-0003/000001-version-0.0/a", "epoch-0002.removed-1-2/a"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "epoch-0006").mkdir()
+    hosted(tmp_path, epoch=7).abort()
+    assert all((tmp_path / name).read_text() == "mine" for name in mine)
+    assert {path.name for path in tmp_path.iterdir()} == {Path(name).parts[0] for name in mine}
+    with pytest.raises(UserError, match=r"^publication\.folder: \S+/epoch-0004 exists already, and is no folder of Sluice's$"):
+        hosted(tmp_path, epoch=4)
+
+
+def test_a_folder_that_is_not_shared_is_called_so(tmp_path: Path) -> None:
+    pending = hosted(tmp_path / "here")
+    elsewhere = msgspec.structs.replace(pending.address, rank=1, timeout=0.2, folder=str(tmp_path / "there"))
+    with pytest.raises(
+        ServiceFault, match=r"rollout-0: rendezvous: \S+/there/epoch-0001, .* is not seen here: publication\.folder"
+    ):
+        join(elsewhere, "rollout-0")
+    pending.abort()
+
+
+def test_a_rendezvous_that_is_given_up_ends_for_everyone(tmp_path: Path) -> None:
+    pending = hosted(tmp_path, world_size=3, timeout=10 * PATIENCE)
+    waiting = [in_thread("join", lambda: joined(pending.address)), in_thread("connect", pending.connect)]
+    assert settles(lambda: [not list(tmp_path.glob("*/member-1"))], [0])
+    pending.abort()
+    for one in waiting:
+        with pytest.raises(ServiceFault, match="rendezvous: "):
+            one.result(PATIENCE)
+
+
+def test_the_sender_sees_who_left(groups: list[WeightGroup]) -> None:
+    sender = WeightSender(MANIFEST)
+    publish(groups[0], sender, 1)
+    groups[1].abort()
+    with pytest.raises(
+        ServiceFault, match=r"trainer: transfer: bucket 0 of .* of version 0\.2 was not taken: rank 1 left the group"
+    ):
+        sender.send(groups[0], PolicyVersion(0, 2), PATIENCE).result(PATIENCE)
+
+
+def failing(code: int, name: str) -> Callable[..., None]:
+    write = TensorWriter.write
+
+    def fail(self: TensorWriter, tensor: str, *rest: object) -> None:
+        if tensor == name:
+            raise OSError(code, os.strerror(code))
+        write(self, tensor, *rest)  # type: ignore[arg-type]
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(errno.ENOSPC, UserError), (errno.EACCES, UserError), (errno.EIO, ServiceFault)],
+)
+def test_a_write_that_fails_names_folder_and_bucket(
+    groups: list[WeightGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[SluiceError]
+) -> None:
+    sender = WeightSender(MANIFEST)
+    gather(sender, 3)
+    reception = WeightReceiver(MANIFEST).receive(groups[1], PolicyVersion(0, 3), 10 * PATIENCE)
+    with monkeypatch.context() as patch:
+        patch.setattr(files.TensorWriter, "write", failing(code, "layer.3"))
+        words = rf"{tmp_path}/epoch-0001/000001-version-0\.3: bucket \d of {len(sender.buckets)} cannot be written: "
+        with pytest.raises(kind, match=words + os.strerror(code)) as caught:
+            sender.send(groups[0], PolicyVersion(0, 3), PATIENCE).result(PATIENCE)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ServiceFault, match=r"rollout-0: \w+: .* rank 0 left the group"):  # at once, not at its deadline
+        reception.result(PATIENCE)
+    sender.begin(PATIENCE)
+
+
+def test_an_epoch_removed_after_its_file_was_seen_is_a_sender_that_left(
+    groups: list[WeightGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = WeightSender(MANIFEST)
+    gather(sender, 3)
+
+    def late(path: Path) -> TensorReader:
+        groups[0].abort()
+        return TensorReader(path)
+
+    monkeypatch.setattr(files, "TensorReader", late)
+    reception = WeightReceiver(MANIFEST).receive(groups[1], PolicyVersion(0, 3), 10 * PATIENCE)
+    with suppress(ServiceFault):  # all may be written before the first file is read
+        sender.send(groups[0], PolicyVersion(0, 3), PATIENCE).result(PATIENCE)
+    with pytest.raises(ServiceFault, match=r"rollout-0: transfer: .* rank 0 left the group"):
+        reception.result(PATIENCE)
+
+
+def test_a_folder_that_cannot_be_is_a_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in ("file", "file/below"):
+        with pytest.raises(UserError, match=r"^publication\.folder: .*file") as caught:
+            hosted(tmp_path / folder)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"^publication\.folder: '' is no folder"):
+        host(1, 2, "lo", "gloo", 1.0, "trainer", "files")

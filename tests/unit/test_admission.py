@@ -1,0 +1,371 @@
+"""How many groups and episodes are under way at once: what the rules do with what they are told, and with slots, tools and
+pipelines that are modelled."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from runtime.coordinator.admission.concurrency import AFTER_CUT, LOOKS, START, TRIMMED, Concurrency, Load, concurrency_of
+from runtime.coordinator.admission.depth import FIRST, STEPS, MovingMoments, PipelineDepth, depth_of
+from runtime.coordinator.staleness import most_live
+from tests.unit.config_cases import Loading
+
+SIZE, SLOTS = 4, 64
+FREE = 1 << 30  # groups: no bound
+
+
+def load(**told: float) -> Load:
+    """Full slots, and half as many again that wait; a cycle of calls at each look."""
+    whole = {"slots": SLOTS, "running": SLOTS, "waiting": 0.6 * SLOTS, "kv_use": 0.0, "preempted": 0, "unasked": 0}
+    return Load(**{**whole, "calls": 100, "episodes": 100, **told})  # type: ignore[arg-type]
+
+
+def after(policy: Concurrency, *told: Load, groups: int | None = None) -> float:
+    """x, after a cycle of each, with as many groups under way as there may be."""
+    for each in told:
+        for _ in range(LOOKS if policy._slots else LOOKS + 1):  # at the first look it learns of the slots
+            policy.look(each, policy.limit(each.slots) if groups is None else groups)
+    return policy.per_slot
+
+
+def test_it_begins_with_what_plain_replies_have_and_does_not_grow_where_something_else_bounds() -> None:
+    policy = Concurrency(SIZE, FREE)
+    assert policy.limit(SLOTS) == 2 * SLOTS // SIZE + 1
+    assert after(policy, load()) == START, "slots are full, and as many wait as are to"
+    assert after(policy, load(running=20, waiting=0), groups=policy.limit(SLOTS) - 1) == START
+    bounded = Concurrency(SIZE, 40)
+    after(bounded, *[load(running=0, waiting=0)] * 100)  # idle for ever
+    assert bounded.limit(SLOTS) == 40
+    assert bounded.per_slot <= 2 * 40 * SIZE / SLOTS
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"running": 0, "waiting": 0}, 2 * START),
+        ({"running": 20, "waiting": 0}, 2 * START),
+        ({"running": 20, "waiting": 0, "kv_use": 0.4}, START * 0.6 / 0.4),
+        ({"running": 48, "waiting": 0}, START * (64 + 8) / 48),
+        ({"running": 60, "waiting": 20}, START * (80 + 8) / 80),
+        ({"running": 60, "waiting": 10, "kv_use": 0.6}, START),
+        ({"running": 60, "waiting": 10, "kv_use": 0.7}, START),
+        ({"running": 60, "waiting": 10, "preempted": 2}, START),
+        ({"running": 20, "waiting": 0, "unasked": 3}, START),
+        ({"running": 20, "waiting": 0, "calls": 10}, START),
+        ({"waiting": 2 * SLOTS}, START * TRIMMED),
+        ({"kv_use": 0.85}, START * TRIMMED),
+        ({"kv_use": 0.95}, START * AFTER_CUT),
+    ],
+)
+def test_a_cycle_of_calls_changes_it_once(told: dict[str, float], expected: float) -> None:
+    assert after(Concurrency(SIZE, FREE), load(**told)) == pytest.approx(expected, rel=0.04)
+
+
+def test_a_cut_is_made_at_once_and_waits_until_it_has_taken_effect() -> None:
+    policy = Concurrency(SIZE, FREE)
+    before = policy.limit(SLOTS)
+    policy.look(load(), before)
+    for _ in range(20):
+        policy.look(load(preempted=4), before)
+    assert policy.limit(SLOTS) < before
+    assert policy.per_slot == pytest.approx(START * AFTER_CUT, rel=0.04)
+    policy.look(load(preempted=4), policy.limit(SLOTS))
+    assert policy.per_slot == pytest.approx(START * AFTER_CUT**2, rel=0.1)
+
+
+def test_it_goes_on_with_what_an_earlier_coordinator_has_left() -> None:
+    policy = Concurrency(SIZE, FREE)
+    policy.look(load(), groups=200)
+    assert 200 <= policy.limit(SLOTS) <= 201
+    assert policy.limit(SLOTS // 2) == 101
+
+
+def test_after_a_decrease_it_grows_by_an_eighth_but_where_half_of_the_slots_stand_empty() -> None:
+    policy = Concurrency(SIZE, FREE)
+    before = after(policy, load(waiting=2 * SLOTS), load())
+    assert after(policy, load(running=36, waiting=0)) == pytest.approx(before * 1.125)
+    assert after(policy, load(running=30, waiting=0)) == pytest.approx(2 * before * 1.125)
+    for _ in range(100):  # from the least it comes back
+        policy.look(load(preempted=SLOTS), policy.limit(SLOTS))
+    assert policy.limit(SLOTS) == 1
+    after(policy, *[load(running=2, waiting=0)] * 2)
+    assert policy.limit(SLOTS) == 3
+
+
+def test_a_decrease_counts_from_what_is_under_way() -> None:
+    policy = Concurrency(SIZE, FREE)
+    after(policy, *[load(running=20, waiting=0)] * 3)
+    assert policy.per_slot == 2**3 * START
+    policy.look(load(preempted=SLOTS), groups=SLOTS // SIZE)
+    assert policy.per_slot == pytest.approx(AFTER_CUT)
+
+
+def test_without_a_gateway_there_is_none_and_with_one_its_episodes_bound_it(loading: Loading) -> None:
+    assert concurrency_of(loading("run: {name: a}")) is None
+    bounded = concurrency_of(loading("run: {name: a}", "gateway={episodes: 40}", "services.gateway.replicas=2"))
+    assert bounded is not None
+    assert bounded.limit(10_000) == 2 * 40 // 8
+
+
+NUMBERS = st.floats(0, 1e4)
+LOADS = st.builds(
+    Load,
+    slots=st.integers(1, 2000),
+    running=NUMBERS,
+    waiting=NUMBERS,
+    kv_use=st.floats(0, 1),
+    preempted=NUMBERS,
+    calls=NUMBERS,
+    episodes=NUMBERS,
+    unasked=st.sampled_from([0, 0, 1]),
+)
+
+
+@given(st.lists(st.tuples(LOADS, st.integers(0, 500)), max_size=60), st.integers(1, 32), st.integers(1, 300))
+def test_whatever_it_is_told_a_group_is_played_and_the_bound_holds(told: list[tuple[Load, int]], size: int, most: int) -> None:
+    policy = Concurrency(size, most)
+    policy.look(load(), 0)
+    for each, groups in told:
+        before = policy.limit(each.slots)
+        policy.look(each, groups)
+        assert 1 <= policy.limit(each.slots) <= most
+        assert policy.limit(each.slots) <= 2 * before + 1
+        assert policy.limit(each.slots) >= min(before, groups) * AFTER_CUT - 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Closed loops. A generation takes a second on average, a tool `tool` seconds, both exponential; episodes have 4 to 12 turns.
+
+LOOK = 0.5  # seconds
+
+
+class Model:
+    """Slots that serve calls as they come, and groups of episodes that are played with them, so many as `limit` says."""
+
+    def __init__(self, limit: Callable[[int], int], tool: float, slots: int = SLOTS, room: float = float("inf")):
+        """`room`: sequences that the cache holds; one more preempts another."""
+        self.slots, self.room = slots, room
+        self.limits: list[int] = []
+        self.served: list[int] = []  # calls, in each interval between two looks
+        self._limit, self._tool = limit, tool
+        self._random = Random(1)
+        self._now, self._events, self._order = 0.0, [(LOOK, -1, self._look)], count()
+        self._queue: deque[list[int]] = deque()  # episodes: their group, and the turns that are left
+        self._left: dict[int, int] = {}  # episodes of each group
+        self._groups = self._running = self._calls = self._ended = self._preempted = 0
+        self.policy: Concurrency | None = None
+
+    def run(self, seconds: float) -> None:
+        until = self._now + seconds
+        self._admit()
+        while self._now < until:
+            self._now, _, what = heapq.heappop(self._events)
+            what()
+
+    def rate(self, seconds: float) -> float:
+        """Calls served each second of the last ones."""
+        return sum(self.served[-int(seconds / LOOK) :]) / seconds
+
+    def _after(self, mean: float, what: Callable[[], None]) -> None:
+        seconds = self._random.expovariate(1 / mean) if mean else 0.0
+        heapq.heappush(self._events, (self._now + seconds, next(self._order), what))
+
+    def _admit(self) -> None:
+        while len(self._left) < self._limit(self.slots):
+            self._groups += 1
+            self._left[self._groups] = SIZE
+            for _ in range(SIZE):
+                self._call([self._groups, self._random.randint(4, 12)])
+
+    def _call(self, episode: list[int]) -> None:
+        self._calls += 1
+        self._queue.append(episode)
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._queue and self._running < min(self.slots, self.room):
+            self._running += 1
+            episode = self._queue.popleft()
+            self._after(1.0, lambda episode=episode: self._end(episode))  # type: ignore[misc]
+
+    def _end(self, episode: list[int]) -> None:
+        self._running -= 1
+        self._ended += 1
+        group, left = episode
+        episode[1] -= 1
+        if left > 1:
+            self._after(self._tool, lambda: self._call(episode))
+        else:
+            self._left[group] -= 1
+            if not self._left[group]:
+                del self._left[group]
+                self._admit()
+        self._serve()
+
+    def _look(self) -> None:
+        heapq.heappush(self._events, (self._now + LOOK, next(self._order), self._look))
+        self.served.append(self._ended)
+        self.limits.append(self._limit(self.slots))
+        if self.policy is not None:
+            told = Load(
+                slots=self.slots,
+                running=self._running,
+                waiting=len(self._queue),
+                kv_use=min(1.0, self._running / self.room),
+                preempted=0,
+                calls=self._calls,
+                episodes=sum(self._left.values()),
+                unasked=0,
+            )
+            self.policy.look(told, len(self._left))
+        self._calls = self._ended = 0
+        self._admit()
+
+
+def controlled(tool: float, **rest: float) -> Model:
+    policy = Concurrency(SIZE, FREE)
+    model = Model(policy.limit, tool, **rest)  # type: ignore[arg-type]
+    model.policy = policy
+    return model
+
+
+@pytest.mark.parametrize(("slots", "tool"), [(16, 0.0), (16, 10.0), (64, 1.0)])
+def test_slots_are_as_full_as_with_the_best_fixed_number(tool: float, slots: int) -> None:
+    """With enough groups every slot is always busy, and serves a call a second."""
+    model = controlled(tool, slots=slots)
+    model.run(1000.0)
+    assert model.rate(500.0) >= 0.9 * slots
+    settled = model.limits[-1000:]
+    assert max(settled) <= 1.8 * min(settled), "it swings"
+    assert max(settled) <= 2.5 * (1 + tool) * slots / SIZE * 1.5, "no more than keep the slots full, and a queue"
+
+
+def test_a_rollout_that_is_lost_or_comes_changes_the_limit_at_once() -> None:
+    model = controlled(10.0)
+    model.run(600.0)
+    for slots in (32, 64):
+        before, then = model.slots, model.limits[-1]
+        model.slots = slots
+        model.run(300.0)
+        assert model.rate(150.0) >= 0.85 * slots
+        assert 0.6 <= model.limits[-1] / then * before / slots <= 1.6
+
+
+def test_it_follows_tools_that_become_fast_and_slow_again() -> None:
+    model = controlled(10.0, slots=16)
+    model.run(600.0)
+    slow = model.limits[-1]
+    model._tool = 0.0
+    model.run(600.0)
+    assert model.limits[-1] <= slow / 3
+    model._tool = 10.0
+    model.run(800.0)
+    assert model.rate(200.0) >= 0.85 * 16
+
+
+def test_where_the_room_is_scarce_it_stays_below_what_fills_it() -> None:
+    """Room for a quarter of the slots, and queues that say nothing: use alone does."""
+    model = controlled(10.0, room=16.0)
+    model.run(1500.0)
+    use = model.rate(1000.0) / 16
+    assert 0.5 <= use <= 0.85
+
+
+# -------------------------------------------------------------------------------------------------------- depth of the pipeline
+
+GROUPS, STALENESS = 8, 8
+BOUND = most_live(STALENESS, GROUPS)
+
+
+def depth_after(seconds: list[float], step: float, size: int = GROUPS, streams: bool = True) -> PipelineDepth:
+    depth = PipelineDepth(size, most_live(STALENESS, size), streams=streams)
+    for each in seconds:
+        depth.became_ready(each)
+    depth.stepped(step)
+    return depth
+
+
+def test_until_both_times_are_known_a_few_steps_groups_are_admitted() -> None:
+    depth = PipelineDepth(GROUPS, BOUND)
+    assert depth.target == FIRST * GROUPS
+    depth.stepped(1.0)
+    for _ in range(GROUPS - 1):
+        depth.became_ready(0.1)
+    assert depth.target == FIRST * GROUPS
+    depth.became_ready(0.1)
+    assert depth.target == 2 * GROUPS
+
+
+@pytest.mark.parametrize(
+    ("latency", "step", "expected"),
+    [
+        (0.1, 1.0, 2 * GROUPS),  # those that are trained, and those that the next step needs
+        (1.0, 1.0, 2 * GROUPS),
+        (1.5, 1.0, 20),
+        (3.0, 0.5, 7 * GROUPS),
+        (30.0, 1.0, BOUND),
+        (1.0, 0.0, FIRST * GROUPS),
+    ],
+)
+def test_as_many_as_become_ready_while_a_step_is_made(latency: float, step: float, expected: int) -> None:
+    assert depth_after([latency] * GROUPS, step).target == expected
+
+
+def test_a_batch_that_is_sent_whole_waits_for_its_slowest_group_and_one_in_parts_for_most() -> None:
+    seconds = [0.5, 1.5] * GROUPS
+    slowest = np.mean(seconds) + np.std(seconds) * math.sqrt(2 * math.log(GROUPS))
+    whole = depth_after(seconds, 1.0, streams=False)
+    assert whole.slowest == pytest.approx(slowest, rel=1e-12)
+    assert whole.target == round(GROUPS * (1 + slowest)) == 24
+    assert depth_after(seconds, 1.0).target == GROUPS * (1 + 1.5)
+    assert depth_after([0.5, 1.5], 1.0, size=1, streams=False).target == 2, "the largest of one number is the mean"
+
+
+def test_what_was_dropped_makes_the_next_one_late() -> None:
+    depth = PipelineDepth(GROUPS, BOUND)
+    for _ in range(GROUPS):
+        depth.dropped(1.0)
+        depth.dropped(1.0)
+        depth.became_ready(1.0)
+    depth.stepped(1.0)
+    assert depth.target == GROUPS * (1 + 3)
+
+
+def test_times_that_change_are_followed() -> None:
+    depth = depth_after([4.0] * GROUPS, 1.0)
+    assert depth.target == 5 * GROUPS
+    targets = []
+    for _ in range(6 * STEPS):
+        for _ in range(GROUPS):
+            depth.became_ready(0.5)
+        depth.stepped(1.0)
+        targets.append(depth.target)
+    assert targets[-1] == 2 * GROUPS
+    assert all(later <= earlier for earlier, later in itertools.pairwise(targets[STEPS:]))
+    moments, values = MovingMoments(20), np.random.default_rng(3).normal(5.0, 2.0, 20)
+    for value in values:  # those of the first numbers are plain ones
+        moments.add(float(value))
+    assert math.isclose(moments.mean, values.mean(), rel_tol=1e-12)  # 20 additions in float64
+    assert math.isclose(moments.variance, values.var(), rel_tol=1e-12)
+
+
+def test_where_the_bound_says_how_many(loading: Loading) -> None:
+    colocated = "{colocate: trainer}"
+    for overrides, measures in (((), True), (("training.depth=bound",), False), ((f"services.rollout={colocated}",), False)):
+        config = loading("run: {name: a}", *overrides)
+        depth, bound = depth_of(config), most_live(config.training.staleness, config.training.groups_per_step)
+        for _ in range(config.training.groups_per_step):
+            depth.became_ready(1.0)
+        depth.stepped(1.0)
+        assert (depth.target < bound) == measures

@@ -1,0 +1,459 @@
+"""Both ends of a transfer without a process or a socket.
+
+The sender over a group in memory: a bucket leaves once it is whole, and its buffer is not touched until it is taken. The
+receiver's account of its time. Deltas: bit for bit what was sent, small where little changed, never applied to other weights
+than their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.types import PolicyVersion
+from runtime.weights import receiver
+from runtime.weights import sender as sender_module
+from runtime.weights.authentication import BucketTags, new_key
+from runtime.weights.delta import ENTRY_BYTES, HEADER, DeltaLink, decode, encode
+from runtime.weights.group import Link, Taken, WeightGroup, allocate, arena, populate, tensors_of
+from runtime.weights.plan import ITEM_BYTES, Bucket, BucketEntry, GroupAddress, Manifest, TensorSpec, plan_buckets
+from runtime.weights.receiver import Reception
+from runtime.weights.sender import SendResult, WeightSender
+
+COUNT = 24
+MANIFEST = Manifest(tuple(TensorSpec(f"t{index}", "float32", (3, 5)) for index in range(COUNT)), 128)  # two to a bucket
+VERSION = PolicyVersion(0, 1)
+DEADLINE = 60.0
+
+
+class Memory(WeightGroup):
+    """Keeps what is sent. `gone[i]` is set once bucket i is on its way, and it is taken only if `may_take`."""
+
+    await_announcement = receive = None  # are the receivers'
+
+    def __init__(self, buckets: tuple[Bucket, ...]) -> None:
+        address = GroupAddress(epoch=1, host="", port=0, rank=0, world_size=2, backend="gloo", timeout=1.0, key=new_key())
+        super().__init__(address, "trainer")
+        self.buckets = buckets
+        self.gone = [threading.Event() for _ in buckets]
+        self.may_take = threading.Event()
+        self.may_take.set()
+        self.sent: list[torch.Tensor] = []
+
+    def announce(self, version: PolicyVersion) -> None:
+        """Nobody waits for it."""
+
+    def send(self, index: int, buffer: torch.Tensor) -> Taking:
+        if self.aborted:
+            raise RuntimeError("the group was aborted")
+        assert index == len(self.sent)
+        self.sent.append(buffer.clone())
+        self.sent_bytes += buffer.nbytes
+        self.gone[index].set()
+        return Taking(self, buffer, self.sent[-1])
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.may_take.set()
+
+
+class Taking:
+    def __init__(self, group: Memory, buffer: torch.Tensor, sent: torch.Tensor):
+        self._group, self._buffer, self._sent = group, buffer, sent
+
+    def wait(self, timeout: float) -> None:
+        taken = self._group.may_take.wait(timeout)
+        if self._group.aborted or not taken:
+            raise RuntimeError("the receiver is lost")
+        assert torch.equal(self._buffer, self._sent)
+
+
+def tensor(index: int, version: int = 1) -> torch.Tensor:
+    return torch.full((3, 5), float(100 * version + index))
+
+
+def tensors(version: int = 1) -> list[torch.Tensor]:
+    return [tensor(index, version) for index in range(COUNT)]
+
+
+def assert_sent(group: Memory, sender: WeightSender, version: int = 1) -> None:
+    assert len(group.sent) == len(sender.buckets)
+    for index, (bucket, buffer) in enumerate(zip(sender.buckets, group.sent, strict=True)):
+        assert group.tags.verify(index, bucket, buffer)
+        for entry in bucket.entries:
+            found = buffer[entry.offset : entry.offset + entry.nbytes].view(torch.float32).view(3, 5)
+            assert torch.equal(found, tensor(entry.tensor, version))
+
+
+@pytest.fixture
+def sender() -> WeightSender:
+    return WeightSender(MANIFEST)
+
+
+def sent(group: Memory, sender: WeightSender, given: Iterable[torch.Tensor], deadline: float = DEADLINE) -> Future[SendResult]:
+    """They are sent while they are gathered."""
+    sender.begin(DEADLINE)
+    sending = sender.send(group, VERSION, deadline)
+    sender.fill(given)
+    return sending
+
+
+def test_a_bucket_leaves_before_the_next_one_is_gathered(sender: WeightSender) -> None:
+    group = Memory(sender.buckets)
+
+    def slowly() -> Iterator[torch.Tensor]:
+        for index, one in enumerate(tensors()):
+            if index and index % 2 == 0:
+                assert group.gone[index // 2 - 1].wait(DEADLINE)
+            yield one
+
+    assert sent(group, sender, slowly()).result(DEADLINE).nbytes == sum(bucket.total_bytes for bucket in sender.buckets)
+    assert_sent(group, sender)
+
+
+def test_a_bucket_with_a_buffer_of_its_own_leaves_before_those_before_it_are_taken(sender: WeightSender) -> None:
+    group = Memory(sender.buckets)
+    group.may_take.clear()
+
+    def slowly() -> Iterator[torch.Tensor]:
+        for index, one in enumerate(tensors()):
+            if index in (2, 4):
+                assert group.gone[index // 2 - 1].wait(DEADLINE)
+            yield one
+        group.may_take.set()
+
+    sent(group, sender, slowly()).result(DEADLINE)
+    assert_sent(group, sender)
+
+
+def test_a_bucket_waits_for_all_its_tensors_in_whatever_order_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first tensors lie in the last bucket."""
+
+    def reversed_plan(manifest: Manifest) -> tuple[Bucket, ...]:
+        def turned(entry: BucketEntry) -> BucketEntry:
+            return BucketEntry(COUNT - 1 - entry.tensor, entry.offset, entry.nbytes)
+
+        return tuple(Bucket(tuple(map(turned, each.entries)), each.data_bytes) for each in plan_buckets(manifest))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sender_module, "plan_buckets", reversed_plan)
+        sender = WeightSender(MANIFEST)
+        group = Memory(sender.buckets)
+
+        def last_of_all() -> Iterator[torch.Tensor]:
+            for index, one in enumerate(tensors()):
+                assert not group.sent or index == COUNT - 1
+                yield one
+
+        sent(group, sender, last_of_all()).result(DEADLINE)
+        assert_sent(group, sender)
+
+
+def test_a_lost_receiver_ends_the_transfer_and_everything_is_gathered_all_the_same(sender: WeightSender) -> None:
+    group = Memory(sender.buckets)
+    group.may_take.clear()
+    given = []
+
+    def counted() -> Iterator[torch.Tensor]:
+        for index, one in enumerate(tensors()):
+            if index == 4:
+                group.abort()
+            given.append(index)
+            yield one
+
+    sending = sent(group, sender, counted())
+    with pytest.raises(ServiceFault, match=r"trainer: transfer: bucket 0 of 12 of version 0\.1 was not taken"):
+        sending.result(DEADLINE)
+    assert given == list(range(COUNT))
+
+    again = Memory(sender.buckets)
+    sent(again, sender, tensors(2)).result(DEADLINE)
+    assert_sent(again, sender, 2)
+
+
+def test_a_gathering_that_ends_early_is_given_up_at_once(sender: WeightSender) -> None:
+    group = Memory(sender.buckets)
+    sending = sent(group, sender, tensors()[:5], 10 * DEADLINE)
+    assert group.gone[1].wait(DEADLINE)
+    sender.abort()
+    with pytest.raises(ServiceFault, match=r"bucket [012] of 12 of version 0\.1 was not taken"):
+        sending.result(DEADLINE)
+    sender.begin(DEADLINE)
+
+
+def test_a_bucket_that_is_not_gathered_in_time_ends_the_transfer(sender: WeightSender) -> None:
+    group = Memory(sender.buckets)
+    sending = sent(group, sender, tensors()[:1], 0.1)
+    with pytest.raises(DeadlineExceeded, match=r"bucket 0 of 12 of version 0\.1 was not taken: it was not gathered in time"):
+        sending.result(DEADLINE)
+    assert group.aborted
+
+
+def test_a_byte_that_changes_between_two_sends_is_found_before_it_is_sent(sender: WeightSender) -> None:
+    sender.begin(DEADLINE)
+    sender.fill(tensors())
+    for _ in range(2):
+        group = Memory(sender.buckets)
+        sender.send(group, VERSION, DEADLINE).result(DEADLINE)
+        assert_sent(group, sender)
+    sender._buffers[3][1] ^= 1
+    group = Memory(sender.buckets)
+    with pytest.raises(ServiceFault, match=r"trainer: snapshot: bucket 3 of 12 has changed in memory since it was gathered"):
+        sender.send(group, VERSION, DEADLINE).result(DEADLINE)
+    assert group.aborted and len(group.sent) == 3 and not sender.intact
+    sender.begin(DEADLINE)
+    sender.fill(tensors(2))
+    again = Memory(sender.buckets)
+    sender.send(again, PolicyVersion(0, 2), DEADLINE).result(DEADLINE)
+    assert_sent(again, sender, 2)
+    assert sender.intact
+
+
+def test_what_is_gathered_is_taken_without_its_graph(sender: WeightSender) -> None:
+    sender.fill(tensor.requires_grad_() for tensor in tensors())
+    assert not any(view.requires_grad for view in sender._views)
+
+
+# ------------------------------------------------------------------------------------------------ the receiver's time
+
+
+NINE = Manifest(tuple(TensorSpec(f"tensor.{index}", "float32", (16,)) for index in range(9)), 64)
+
+
+class Clock:
+    """Time passes only when a transfer is waited for."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Arriving:
+    """A bucket that is there after `seconds` of waiting."""
+
+    def __init__(self, clock: Clock, seconds: float, taken: Taken):
+        self._clock, self._seconds, self._taken = clock, seconds, taken
+
+    def wait(self, timeout: float) -> Taken:
+        self._clock.now += self._seconds
+        return self._taken
+
+
+class Arrivals:
+    """Every bucket is stamped, takes 2 s to copy and 1 s to hash, and is there after `seconds` of waiting."""
+
+    name, aborted = "rollout-0", False
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.tags = BucketTags(bytes(32))
+        self.buckets = plan_buckets(NINE)
+        self._clock, self._seconds = clock, seconds
+
+    def receive(self, index: int, buffer: torch.Tensor, root: int) -> Arriving:
+        digest = self.tags.stamp(index, self.buckets[index], buffer, VERSION)
+        return Arriving(self._clock, self._seconds, Taken(digest, 2.0, 1.0))
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(5.0, (2.0, 2.0, 1.0)), (3.0, (0.0, 2.0, 1.0)), (0.75, (0.0, 0.5, 0.25))])
+def test_the_time_of_a_reception_is_divided_without_a_rest(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, expected: tuple[float, ...]
+) -> None:
+    """A bucket that was copied while another was waited for takes no time of its own."""
+    clock = Clock()
+    monkeypatch.setattr(receiver, "time", clock)
+    group: Any = Arrivals(clock, seconds)
+    buffers = allocate(group.buckets, pin=False)
+    reception = Reception(group, group.buckets, VERSION, 1e6)
+    reception.take(buffers.__getitem__)
+    spent = (reception.waiting, reception.copying, reception.hashing)
+    assert spent == pytest.approx([len(buffers) * each for each in expected])
+    assert clock.now - 100.0 == pytest.approx(sum(spent))
+
+
+def test_memory_that_is_populated_keeps_its_bytes() -> None:
+    first, second = arena([5000, 70])
+    first.fill_(7)
+    populate(second)
+    assert first.eq(7).all()
+    assert not second.any()
+
+
+# ------------------------------------------------------------------------------------------------ deltas
+
+
+class Wire(Link):
+    """What one end sends, the other receives: the bytes, in order."""
+
+    def __init__(self, bytes_on_it: deque[torch.Tensor]):
+        self.on_it = bytes_on_it
+
+    def send(self, index: int, buffer: torch.Tensor) -> Done:
+        self.sent_bytes += buffer.nbytes
+        self.on_it.append(buffer.clone())
+        return Done()
+
+    def receive(self, index: int, buffer: torch.Tensor) -> Done:
+        buffer.copy_(self.on_it.popleft())
+        return Done()
+
+    def abort(self) -> None:
+        self.on_it.clear()
+
+
+class Done:
+    def wait(self, timeout: float) -> None:
+        assert timeout > 0
+
+
+TAGS = BucketTags(bytes(32))
+
+
+class Pair:
+    """Sender and receiver of one manifest, and the bytes that went from one to the other."""
+
+    def __init__(self, specs: tuple[TensorSpec, ...], bucket_bytes: int = 1 << 20, full_every: int = 50):
+        manifest = Manifest(specs, bucket_bytes)
+        self.buckets = plan_buckets(manifest)
+        self.sent, self.received = allocate(self.buckets, False), allocate(self.buckets, False)
+        self.tensors = list(tensors_of(manifest, self.buckets, self.sent).values())
+        wire: deque[torch.Tensor] = deque()
+        self.sender, self.receiver = DeltaLink(Wire(wire), full_every), DeltaLink(Wire(wire), full_every)
+
+    @property
+    def whole(self) -> int:
+        return sum(bucket.total_bytes + HEADER.size for bucket in self.buckets)
+
+    def publish(self, step: int, taken: bool = True) -> int:
+        """One version, which has to arrive as it is; the bytes that it took. Not `taken`: it does not reach the receiver."""
+        before = self.sender.sent_bytes
+        for index, (bucket, buffer) in enumerate(zip(self.buckets, self.sent, strict=True)):
+            TAGS.stamp(index, bucket, buffer, PolicyVersion(0, step))
+            self.sender.send(index, buffer).wait(1.0)
+            if taken:
+                self.receiver.receive(index, self.received[index]).wait(1.0)
+                assert torch.equal(self.received[index], buffer)
+            else:
+                self.sender.abort()
+        return self.sender.sent_bytes - before
+
+
+def of(dtype: str, *shape: int) -> TensorSpec:
+    return TensorSpec(f"{dtype}.{'x'.join(map(str, shape))}", dtype, shape)
+
+
+@given(data=st.data(), size=st.integers(1, 3000))
+def test_a_delta_turns_the_old_words_into_the_new(data: st.DataObject, size: int) -> None:
+    generator = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    old = generator.integers(0, 1 << 16, size, dtype=np.uint16)
+    new = old.copy()
+    at = data.draw(
+        st.lists(st.one_of(st.integers(0, size - 1), st.sampled_from([0, size - 1, min(255, size - 1)])), max_size=40)
+    )
+    new[at] ^= generator.integers(0, 1 << 16, len(at), dtype=np.uint16)
+    payload = encode(old, new)
+    changed = int(np.count_nonzero(old != new))
+    if payload is None:
+        assert ENTRY_BYTES * (changed + size // 256) >= new.nbytes
+    else:
+        assert len(payload) < new.nbytes
+        assert ENTRY_BYTES * changed <= len(payload) <= ENTRY_BYTES * (changed + size // 256)
+        decode(old, payload)
+        assert np.array_equal(old, new)
+
+
+@pytest.mark.parametrize("gap", [0, 1, 254, 255, 256, 257, 511, 512, 513, 100_000])
+def test_gaps_of_every_width(gap: int) -> None:
+    old = np.zeros(gap + 1 + 700_000, dtype=np.uint16)
+    new = old.copy()
+    new[gap] = 7
+    payload = encode(old, new)
+    assert payload is not None and len(payload) == ENTRY_BYTES * (1 + gap // 256)
+    decode(old, payload)
+    assert np.array_equal(old, new)
+
+
+def test_what_fills_a_gap_counts_for_the_size_too() -> None:
+    old = np.zeros(2000, dtype=np.uint16)
+    new = old.copy()
+    new[667:] = 1
+    assert encode(old, new) is None  # 1333 changes of 3 bytes are less than 4000, with 2 fillers more
+    new[667] = 0
+    assert encode(old, new) is None
+    new[667:671] = 0
+    assert encode(old, new) is not None
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 2**32), full_every=st.sampled_from([1, 7, 1000]))
+def test_many_versions_of_all_dtypes_arrive_bit_for_bit(seed: int, full_every: int) -> None:
+    pair = Pair(tuple(of(dtype, 61, 9) for dtype in ITEM_BYTES), bucket_bytes=4096, full_every=full_every)
+    assert len(pair.buckets) > 3
+    generator = np.random.default_rng(seed)
+    special = torch.tensor([0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81], dtype=torch.int32).to(torch.int16)
+    for step in range(40):
+        for bucket, buffer in zip(pair.buckets, pair.sent, strict=True):
+            words = buffer[: bucket.data_bytes].view(torch.int16)
+            count = int(generator.integers(0, len(words) if step % 10 == 0 else 20))
+            at = torch.from_numpy(generator.integers(0, len(words), count))
+            words[at] += 1
+            words[at[:3]] = special[torch.from_numpy(generator.integers(0, len(special), len(at[:3])))]
+        pair.publish(step)
+
+
+def test_the_first_version_of_an_epoch_and_every_so_many_are_whole() -> None:
+    pair = Pair((of("bfloat16", 1000, 10),), full_every=3)
+    took = []
+    for step in range(7):
+        pair.tensors[0][step] += 1
+        took.append(pair.publish(step))
+    assert [bytes_ == pair.whole for bytes_ in took] == [True, False, False, True, False, False, True]
+    assert max(took[1:3]) < pair.whole / 50
+
+
+def test_what_a_delta_would_make_larger_is_whole_and_the_same_version_again_needs_no_payload() -> None:
+    pair = Pair((of("bfloat16", 1000),))
+    pair.publish(0)
+    assert pair.publish(0) == HEADER.size * len(pair.buckets)
+    pair.tensors[0][:700] += 1  # at 3 bytes each more than 2000
+    assert pair.publish(1) == pair.whole
+    pair.tensors[0][:600] += 1
+    assert pair.publish(2) < pair.whole
+
+
+def test_a_delta_is_refused_by_who_has_another_version() -> None:
+    pair = Pair((of("bfloat16", 1000),))
+    pair.publish(0)
+    pair.publish(1, taken=False)
+    match = r"^the delta of bucket 0 starts from version 0\.1 \(checksum \w+\), and this member has version 0\.0 \("
+    with pytest.raises(RuntimeError, match=match):
+        pair.publish(2)
+
+
+def test_a_delta_that_does_not_lead_to_its_version_is_refused() -> None:
+    pair = Pair((of("bfloat16", 1000),))
+    pair.publish(0)
+    pair.tensors[0][5] = 5
+    TAGS.stamp(0, pair.buckets[0], pair.sent[0], PolicyVersion(0, 1))
+    pair.sender.send(0, pair.sent[0])
+    wire = pair.receiver._inner.on_it
+    wire[1][8] ^= 1  # after the change and three fillers the entries are those of the trailer
+    with pytest.raises(RuntimeError, match=r"^the delta of bucket 0 leads to version 0\.1 \(.* instead of version 0\.1 \("):
+        pair.receiver.receive(0, pair.received[0]).wait(1.0)
+
+
+@pytest.mark.parametrize("payload", [[1, 0, 200], [1, 0, 5, 0], [1]])
+def test_a_payload_of_other_words_is_refused(payload: list[int]) -> None:
+    with pytest.raises(RuntimeError, match=rf"a delta of {len(payload)} bytes does not fit 100 words"):
+        decode(np.zeros(100, dtype=np.uint16), np.array(payload, dtype=np.uint8))
