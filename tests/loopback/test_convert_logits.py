@@ -13,22 +13,17 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from launcher import cli
 from launcher.conversion import conversion
 from runtime.errors import InvariantViolated, UserError
 from runtime.models.families import Layout, family
 from tests.closeness import FLOAT32, LOGITS, forward_terms
 from tests.unit.family_cases import CONFIGS, write_folder
+from tests.unit.test_convert import sluice
 
 pytestmark = pytest.mark.numeric
 
-LLAMA_3_1 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA_3_1 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3_1 |= {"original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 GROUPED = {
     "n_routed_experts": 16,
@@ -86,12 +81,8 @@ def silent(phase: str, done: int, total: int) -> None: ...
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_transformers_own(case: str, tmp_path: Path) -> None:
     make_model(tmp_path / "hf", case)
-    layout = Layout(
-        tensor=2,
-        pipeline=2,
-        expert=2 if case.startswith(("qwen3_moe", "mixtral", "deepseek", "glm4")) else 1,
-        layers_per_stage=(1, 3),
-    )
+    expert = 2 if case.startswith(("qwen3_moe", "mixtral", "deepseek", "glm4")) else 1
+    layout = Layout(tensor=2, pipeline=2, expert=expert, layers_per_stage=(1, 3))
     report = conversion.to_core(tmp_path / "hf", tmp_path / "core", layout, check_logits=True, show=silent)
     assert report.difference is not None
     assert report.difference < DIFFERENCE
@@ -111,10 +102,8 @@ def test_cosines_that_grow_for_a_part_of_the_heads_are_refused(tmp_path: Path) -
 
 def test_in_another_dtype_both_are_rounded_alike(tmp_path: Path) -> None:
     make_model(tmp_path / "hf", "qwen3")
-    options = ["--in", str(tmp_path / "hf"), "--out", str(tmp_path / "core"), "--params-dtype", "bf16", "--check-logits"]
-    with pytest.raises(SystemExit) as end:
-        cli.main(["convert", "hf2mcore", *options])
-    assert end.value.code == 0
+    options = ["--in", tmp_path / "hf", "--out", tmp_path / "core", "--params-dtype", "bf16", "--check-logits"]
+    assert sluice("hf2mcore", *options) == 0
 
 
 def test_a_table_that_is_wrong_both_ways_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,26 +122,18 @@ def test_a_table_that_is_wrong_both_ways_is_found(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "options,missing,told",
+    "options,told",
     [
-        ([], True, "error: --check-logits: engine megatron needs a package: pip install 'sluice-rl[megatron]'"),
-        (["--value-head"], False, "error: --check-logits: a model with a value head has no logits"),
+        ([], "error: --check-logits: engine megatron needs a package: pip install 'sluice-rl[megatron]'"),
+        (["--value-head"], "error: --check-logits: a model with a value head has no logits"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_first(
-    options: list[str],
-    missing: bool,
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_folder(tmp_path / "hf", "qwen2")
-    if missing:
+    if not options:
         monkeypatch.setitem(sys.modules, "megatron.core.dist_checkpointing", None)
-    with pytest.raises(SystemExit) as end:
-        arguments = ["--in", str(tmp_path / "hf"), "--out", str(tmp_path / "core"), "--check-logits"]
-        cli.main(["convert", "hf2mcore", *arguments, *options])
-    assert end.value.code == 2
+    assert sluice("hf2mcore", "--in", tmp_path / "hf", "--out", tmp_path / "core", "--check-logits", *options) == 2
     assert capsys.readouterr().err.startswith(told)
     assert {path.name for path in tmp_path.iterdir()} == {"hf"}

@@ -1,4 +1,6 @@
-"""Publications to a rollout's service with the embedded engine, over real gloo, while it generates."""
+"""Publications to a rollout's service with the embedded engine, over real gloo: while it generates, and while its memory comes
+and goes.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ import torch
 from msgspec.structs import replace
 
 from runtime import config
-from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Priority, ReceiveWeights
-from runtime.errors import InvalidMessage, SluiceError
+from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Level, Move, Priority, ReceiveWeights
+from runtime.errors import Cancelled, InvalidMessage, SluiceError
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, PolicyVersion
 from runtime.weights.group import WeightGroup
@@ -26,8 +28,8 @@ from services.rollout import RolloutService
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.loopback.weight_cases import settles
 from tests.unit.actor_desk import running
-from tests.unit.rollout_cases import request
-from tests.unit.test_rollout_in_flight import from_scratch, samples, versions
+from tests.unit.rollout_cases import from_scratch, request, samples
+from tests.unit.test_rollout_in_flight import versions
 from tests.unit.tiny_models import save_model
 
 DEADLINE = 60.0
@@ -45,7 +47,7 @@ class Models:
 
     def __init__(self, folder: Path):
         self.path = folder / "0"
-        self.weights = [save_model(folder / str(seed), seed=seed) for seed in range(4)]
+        self.weights = [save_model(folder / str(seed), seed=seed) for seed in range(5)]
         named = [(name, tuple(each.shape)) for name, each in self.weights[0].named_parameters()]
         self.manifest = Manifest(tuple(TensorSpec(name, "float32", shape) for name, shape in named), BUCKET)
 
@@ -167,7 +169,7 @@ class Site:
         return None
 
 
-async def until(holds: Callable[[], bool]) -> None:
+async def until(holds: Callable[[], object]) -> None:
     while not holds():  # noqa: ASYNC110 - the test's own deadline ends it
         await asyncio.sleep(0.001)
 
@@ -200,29 +202,23 @@ def run(models: Models, test: Callable[[Site], Coroutine[Any, Any, None]], **pub
     asyncio.run(within())
 
 
-@pytest.mark.parametrize("in_flight", ["keep", "recompute", "drain"])
-def test_a_version_is_published_while_samples_are_generated(models: Models, in_flight: str) -> None:
+def test_a_version_is_published_while_samples_are_generated(models: Models) -> None:
+    """The other modes, encodings and transports: test_weight_sync_pairs.py."""
+
     async def test(site: Site) -> None:
         await site.join()
         groups = await site.busy()
-        publishing = asyncio.ensure_future(site.publish(1))
-        if in_flight == "drain":
-            await until(lambda: site.engine.held)
-            site.hurry.set()
-        pause = await publishing
-        assert 0 < pause < DEADLINE
+        assert 0 < await site.publish(1) < DEADLINE
         assert site.service.version == version(1)
-        found = [versions(await group)[0] for group in groups]
-        across = [0] if in_flight == "drain" else [0, 1]
-        assert found == [across] * SLOTS + [[1]] * SLOTS
-        for group in groups if in_flight == "recompute" else groups[SLOTS:]:
+        assert [versions(await group)[0] for group in groups] == [[0, 1]] * SLOTS + [[1]] * SLOTS
+        for group in groups:
             (sample,) = samples(await group)
             after = sample.versions == version(1).pack()
             expected = from_scratch(models.weights[1], request(0).prompt, sample)
             assert_close(sample.logprobs[after], expected[after], terms=forward_terms(256), scale=LOGITS)
         await site.check(1)
 
-    run(models, test, in_flight=in_flight)
+    run(models, test, in_flight="recompute")
 
 
 def test_another_dtype_is_received_into_one_set_of_buckets(models: Models) -> None:
@@ -242,7 +238,7 @@ def test_another_dtype_is_received_into_one_set_of_buckets(models: Models) -> No
     run(models, test)
 
 
-def test_the_engine_generates_from_the_buckets_and_they_take_turns(models: Models) -> None:
+def test_the_engine_generates_from_buckets_that_take_turns_and_outlive_epochs_resends_and_aborts(models: Models) -> None:
     async def test(site: Site) -> None:
         await site.join()
         sets = []
@@ -252,28 +248,20 @@ def test_the_engine_generates_from_the_buckets_and_they_take_turns(models: Model
             assert sets[-1] is site.service.weights.staging.receiver._adopted  # type: ignore[attr-defined]
             await site.check(step)
         assert sets[0] is not sets[1] and sets[0] is sets[2]
-
-    run(models, test)
-
-
-def test_what_the_engine_generates_from_outlives_epochs_resends_and_aborts(models: Models) -> None:
-    async def test(site: Site) -> None:
+        inside = sets[-1]
         await site.join()
-        await site.publish(1)
-        inside = site.holder(site.engine._decoder.weights.embedding)
+        assert await site.publish(3) == 0.0  # for a newcomer
+        assert await site.publish(3) == 0.0
+        assert site.service.weights.swaps == 3
+        await site.check(3)
+        await site.transfer(4)  # staged, and withdrawn
+        await site.ask(AbortWeights(version(4), site.epoch))
         await site.join()
-        assert await site.publish(1) == 0.0  # for a newcomer
-        assert await site.publish(1) == 0.0
-        assert site.service.weights.swaps == 1
-        await site.check(1)
-        await site.transfer(2)  # staged, and withdrawn
-        await site.ask(AbortWeights(version(2), site.epoch))
+        await site.break_off(4, 3)
+        await site.check(3)
         await site.join()
-        await site.break_off(2, 3)
-        await site.check(1)
-        await site.join()
-        await site.publish(2)
-        await site.check(2)
+        await site.publish(4)
+        await site.check(4)
         outside = site.holder(site.engine._decoder.weights.embedding)
         assert inside is not None and outside is not None and inside is not outside
 
@@ -293,5 +281,57 @@ def test_weights_that_do_not_fit_fail_the_reception_and_not_the_rollout(models: 
         await site.join()
         await site.publish(2)
         await site.check(2)
+
+    run(models, test)
+
+
+# ---------------------------------------------------------------------------------------------- memory in turns
+
+
+def test_a_version_comes_while_there_is_no_cache(models: Models) -> None:
+    async def test(site: Site) -> None:
+        await site.join()
+        for step in (1, 2):
+            await site.ask(Move(Level.ASLEEP))
+            assert site.service.state == "asleep"
+            waiting = site.actor.send(request(step))
+            await site.ask(Move(Level.WEIGHTS))
+            await site.publish(step)
+            assert (site.service.state, site.service.version) == ("asleep", version(step))
+            assert site.engine._cache.data.untyped_storage().nbytes() == 0
+            await site.ask(Move(Level.AWAKE))
+            assert site.service.state == "ready"
+            group = await waiting
+            assert (group.oldest, group.newest) == (version(step), version(step))
+
+    run(models, test)
+
+
+def test_what_is_under_way_is_given_up_for_a_sleep_or_goes_on_after_one_that_keeps_it(models: Models) -> None:
+    async def test(site: Site) -> None:
+        async def asked(number: int) -> asyncio.Future[GeneratedGroup]:
+            made = site.actor.send(request(number, limit=240))
+            await until(lambda: site.engine.stats().running)  # it has to be in the middle of it, where it is for long
+            return made
+
+        await site.join()
+        first = await asked(1)
+        await site.ask(Move(Level.ASLEEP, keeps=True))
+        assert site.engine.stats().running and not site.service.busy
+        await site.ask(Move(Level.AWAKE))
+        assert (await first).group_id == 1
+        again = await asked(2)
+        await site.ask(Move(Level.ASLEEP, keeps=True))
+        await site.ask(Move(Level.ASLEEP))  # as of a coordinator that takes over
+        with pytest.raises(Cancelled, match="put to sleep"):
+            await again
+        await site.ask(Move(Level.AWAKE))
+        given_up = await asked(3)
+        await site.ask(Move(Level.ASLEEP))
+        with pytest.raises(Cancelled, match="put to sleep"):
+            await given_up
+        assert site.engine.stats().running == 0
+        await site.ask(Move(Level.AWAKE))
+        await site.actor.send(request(4))
 
     run(models, test)

@@ -1,6 +1,6 @@
 """`python -m tests.unit.families_page` writes the table of docs/guides/models.md: which family goes which way, and how we know.
 
-A cell that says yes names its check; `tests/unit/test_families_page.py` has pytest collect the tests and finds each there.
+A cell that says yes names its check; `tests/unit/test_families_page.py` has pytest collect the files and finds each there.
 """
 
 from __future__ import annotations
@@ -101,115 +101,29 @@ CHECKS = {
 }
 
 
-def yes(**cases: str) -> dict[str, str]:
-    """By check, the case that is the family's."""
-    return cases
-
-
+Cell = dict[str, str] | str
+"""By check, the case that is the family's; or why it is not a yes."""
 NORMS, SINKS = "no: norms behind attention and MLP", "no: attention's sinks, experts' biases"
 UNKNOWN = "no"
-
-Cell = dict[str, str] | str
-ROWS: dict[str, tuple[str, tuple[Cell, ...]]] = {
-    "llama": (
-        "Llama 2 and 3",
-        (yes(a="llama3_scaled"), yes(g="llama"), yes(i="llama"), yes(k="llama"), yes(o="llama"), yes(p="llama")),
-    ),
-    "qwen2": (
-        "Qwen2, Qwen2.5",
-        (yes(b="True"), yes(f=""), yes(i="qwen2"), yes(j=""), yes(o="qwen2"), yes(p="qwen2", r="qwen2", t="")),
-    ),
-    "qwen3": (
-        "Qwen3",
-        (yes(a="qwen3"), yes(g="qwen3"), yes(i="qwen3"), yes(k="qwen3 over 4 workers"), yes(o="qwen3"), yes(p="qwen3")),
-    ),
-    "qwen3_moe": (
-        "Qwen3-MoE",
-        (
-            yes(a="qwen3_moe"),
-            yes(h="qwen3_moe_tied-one rank"),
-            yes(i="qwen3_moe"),
-            yes(l=""),
-            yes(o="qwen3_moe"),
-            yes(p="qwen3_moe", s=""),
-        ),
-    ),
-    "mistral": (
-        "Mistral",
-        (
-            yes(a="mistral", e="mistral"),
-            yes(g="mistral"),
-            yes(i="mistral"),
-            yes(m="mistral"),
-            yes(o="mistral"),
-            yes(p="mistral"),
-        ),
-    ),
-    "mixtral": (
-        "Mixtral",
-        (
-            yes(a="mixtral_sliding", e="mixtral"),
-            yes(g="mixtral_sliding"),
-            yes(i="mixtral"),
-            yes(m="mixtral"),
-            yes(o="mixtral"),
-            yes(p="mixtral"),
-        ),
-    ),
-    "gemma3_text": (
-        "Gemma 3, its language model",
-        (yes(a="gemma3", e="gemma3"), NORMS, yes(i="gemma3"), yes(m="gemma3"), NORMS, yes(p="gemma3")),
-    ),
-    "deepseek_v3": (
-        "DeepSeek-V3, R1, V3.1, Moonlight",
-        (
-            yes(a="deepseek_v3"),
-            yes(h="deepseek_v3-one rank"),
-            yes(i="deepseek_v3"),
-            "untried on devices; on CPUs 0.1 nats off",
-            yes(o="deepseek_v3"),
-            yes(p="deepseek_v3", r="deepseek_v3"),
-        ),
-    ),
-    "glm4_moe": (
-        "GLM-4.5, GLM-4.5-Air",
-        (
-            yes(a="glm4_moe", e="glm4_moe"),
-            yes(g="glm4_moe"),
-            yes(i="glm4_moe"),
-            yes(m="glm4_moe"),
-            yes(o="glm4_moe"),
-            yes(p="glm4_moe"),
-        ),
-    ),
-    "gpt_oss": (
-        "gpt-oss",
-        (
-            yes(a="gpt_oss", e="gpt_oss"),
-            SINKS,
-            yes(i="gpt_oss"),
-            "untried: on CPUs vLLM computes its experts in bfloat16 alone",
-            SINKS,
-            yes(p="gpt_oss"),
-        ),
-    ),
+OFF = "untried on devices; on CPUs 0.1 nats off"
+HALF = "untried: on CPUs vLLM computes its experts in bfloat16 alone"
+ROWS = {  # title; a cell for each of COLUMNS, without a name where it is the family's
+    "llama": ("Llama 2 and 3", "a=llama3_scaled | g | i | k | o | p"),
+    "qwen2": ("Qwen2, Qwen2.5", "b=True | f= | i | j= | o | p, r, t="),
+    "qwen3": ("Qwen3", "a | g | i | k=qwen3 over 4 workers | o | p"),
+    "qwen3_moe": ("Qwen3-MoE", "a | h=qwen3_moe_tied-one rank | i | l= | o | p, s="),
+    "mistral": ("Mistral", "a, e | g | i | m | o | p"),
+    "mixtral": ("Mixtral", "a=mixtral_sliding, e | g=mixtral_sliding | i | m | o | p"),
+    "gemma3_text": ("Gemma 3, its language model", f"a=gemma3, e=gemma3 | {NORMS} | i=gemma3 | m=gemma3 | {NORMS} | p=gemma3"),
+    "deepseek_v3": ("DeepSeek-V3, R1, V3.1, Moonlight", f"a | h=deepseek_v3-one rank | i | {OFF} | o | p, r"),
+    "glm4_moe": ("GLM-4.5, GLM-4.5-Air", "a, e | g | i | m | o | p"),
+    "gpt_oss": ("gpt-oss", f"a, e | {SINKS} | i | {HALF} | {SINKS} | p"),
 }
-TITLES = {
-    "exaone4": "EXAONE 4",
-    "falcon_h1": "Falcon-H1",
-    "gemma2": "Gemma 2",
-    "glm4": "GLM-4",
-    "granite": "Granite 3",
-    "lfm2": "LFM2",
-    "mamba2": "Mamba 2",
-    "olmo2": "OLMo 2",
-    "olmo3": "OLMo 3",
-    "opt": "OPT",
-    "phi3": "Phi-3, Phi-4",
-    "qwen3_next": "Qwen3-Next",
-    "seed_oss": "Seed-OSS",
-    "smollm3": "SmolLM3",
-}
+TITLES = (
+    {"exaone4": "EXAONE 4", "falcon_h1": "Falcon-H1", "gemma2": "Gemma 2", "glm4": "GLM-4", "granite": "Granite 3"}
+    | {"lfm2": "LFM2", "mamba2": "Mamba 2", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "opt": "OPT"}
+    | {"phi3": "Phi-3, Phi-4", "qwen3_next": "Qwen3-Next", "seed_oss": "Seed-OSS", "smollm3": "SmolLM3"}
+)
 ROLLED_OUT = {"granite", "olmo3", "phi3", "qwen3_next"}
 STEPPED = {"granite", "olmo3", "phi3"} | (WIDE.keys() - set(PACKED))
 UNSERVED = {
@@ -220,16 +134,21 @@ UNSERVED = {
 }
 
 
+def _cell(kind: str, text: str) -> Cell:
+    checks = [each.partition("=") for each in text.split(", ")]
+    if not all(check in CHECKS for check, _, _ in checks):
+        return text
+    return {check: case if told else kind for check, told, case in checks}
+
+
 def rows() -> Iterator[tuple[str, str, tuple[Cell, ...]]]:
     """Title, model_type, cells."""
     for kind, (title, cells) in ROWS.items():
-        yield title, kind, cells
+        yield title, kind, tuple(_cell(kind, text) for text in cells.split(" | "))
     for kind, title in TITLES.items():
-        served: Cell = UNSERVED.get(kind) or yes(**({"n": kind} if kind in ROLLED_OUT else {}))
-        if isinstance(served, dict) and kind != "qwen3_next":
-            served |= {"m": kind}
-        trained = yes(c=kind, **({"a": kind} if kind in STEPPED else {}), **({"e": kind} if kind == "qwen3_next" else {}))
-        yield title, kind, (trained, UNKNOWN, yes(q=kind), served, UNKNOWN, yes(p=kind))
+        served = UNSERVED.get(kind) or ", ".join(["n"] * (kind in ROLLED_OUT) + ["m"] * (kind != "qwen3_next"))
+        trained = ", ".join(["c"] + ["a"] * (kind in STEPPED) + ["e"] * (kind == "qwen3_next"))
+        yield title, kind, tuple(_cell(kind, text) for text in (trained, UNKNOWN, "q", served, UNKNOWN, "p"))
 
 
 def named() -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,51 +33,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {**_COMMON, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": {**_COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
     "qwen3_moe": {**_COMMON, **_EXPERTS, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16},
-    "deepseek_v3": {
-        **_COMMON,
-        "model_type": "deepseek_v3",
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "num_key_value_heads": 8,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 10,
-        "n_routed_experts": 4,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-    },
-    "glm4_moe": {
-        **_COMMON,
-        "model_type": "glm4_moe",
-        "architectures": ["Glm4MoeForCausalLM"],
-        "attention_bias": True,
-        "head_dim": 16,
-        "use_qk_norm": True,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": True,
-    },
+    "deepseek_v3": (
+        {**_COMMON, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+        | {"num_key_value_heads": 8, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12}
+        | {"qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 4, "n_shared_experts": 2}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1}
+        | {"topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+    ),
+    "glm4_moe": (
+        {**_COMMON, "model_type": "glm4_moe", "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True}
+        | {"head_dim": 16, "use_qk_norm": True, "n_routed_experts": 4, "n_shared_experts": 1}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+        | {"routed_scaling_factor": 1.5, "norm_topk_prob": True}
+    ),
     "mistral": {**_COMMON, "model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16},
-    "mixtral": {
-        **_COMMON,
-        "model_type": "mixtral",
-        "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "sliding_window": None,
-    },
+    "mixtral": (
+        {**_COMMON, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+        | {"num_experts_per_tok": 2, "sliding_window": None}
+    ),
 }
+
+
+def session_folder(name: str) -> Path:
+    """Where this process keeps what its tests share, for as long as it runs."""
+    return Path(os.environ["SLUICE_TEST_FOLDER"]) / f"{name}-{os.getpid()}"
 
 
 def make_family(case: str, *, value_head: bool = False, **changes: Any) -> Family:

@@ -34,15 +34,10 @@ DEEPSEEK = {
     "vocab_size": 129280,
     "max_position_embeddings": 163840,
     "tie_word_embeddings": False,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
+    "rope_scaling": (
+        {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+        | {"original_max_position_embeddings": 4096}
+    ),
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,

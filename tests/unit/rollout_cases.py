@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,23 @@ import torch
 from runtime import codec
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams
+
+Make = Callable[..., TorchRolloutEngine]
+
+
+@contextmanager
+def engines(folder: Path, **usual: Any) -> Iterator[Make]:
+    """Yields what makes engines of the folder's model, or of another one's; they are closed at the end."""
+    made: list[TorchRolloutEngine] = []
+
+    def make(slots: int = 4, path: Path = folder, **options: Any) -> TorchRolloutEngine:
+        chosen = {"device": torch.device("cpu"), "dtype": torch.float32, "max_model_len": 64, **usual, **options}
+        made.append(TorchRolloutEngine(str(path), slots=slots, **chosen))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        asyncio.run(engine.close())
 
 
 async def update(
@@ -39,6 +58,13 @@ async def drain(engine: TorchRolloutEngine) -> AsyncIterator[GeneratedGroup]:
     while engine.has_work:
         for group in await engine.advance(never):
             yield group
+
+
+async def begin(engine: TorchRolloutEngine, requests: list[GroupRequest], steps: int) -> list[GeneratedGroup]:
+    """Submit them and take so many steps, in which some may end."""
+    engine.submit(requests)
+    checks = iter([False] * steps + [True])
+    return await engine.advance(lambda: next(checks))
 
 
 def run(engine: TorchRolloutEngine, *requests: GroupRequest) -> dict[int, list[Sample]]:

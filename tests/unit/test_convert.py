@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from launcher import cli
 from runtime.models import hf_policy
 from runtime.models.families import Layout
 from runtime.weights.tensor_files import TensorWriter
-from tests.unit.family_cases import CONFIGS, make_family, write_folder
+from tests.unit.family_cases import make_family, write_folder
 
 Tensors = dict[str, torch.Tensor]
 
@@ -58,17 +59,15 @@ def refused(capsys: pytest.CaptureFixture[str], folder: Path, *told: str) -> Non
     assert {path.name for path in folder.iterdir()} <= {"hf", "core"}
 
 
-LAYOUTS = [
-    "",
-    "--tensor-parallel 2",
-    "--tensor-parallel 4 --pipeline-parallel 2",
-    "--tensor-parallel 2 --pipeline-parallel 3 --layers-per-stage 1,2,1",
-    "--tensor-parallel 2 --make-vocab-size-divisible-by 64",
-]
+HALVES, QUARTERS = "--tensor-parallel 2", "--tensor-parallel 4 --pipeline-parallel 2"
+UNEVEN = "--tensor-parallel 2 --pipeline-parallel 3 --layers-per-stage 1,2,1"
+PADDED = "--tensor-parallel 2 --make-vocab-size-divisible-by 64"
+CASES = [("llama", QUARTERS), ("mistral", ""), ("qwen2", UNEVEN), ("qwen2-tied", QUARTERS), ("qwen2-tied", PADDED)]
+CASES += [("qwen3", HALVES), ("qwen3_moe", UNEVEN), ("qwen3_moe", PADDED), ("mixtral", QUARTERS), ("deepseek_v3", HALVES)]
+CASES += [("deepseek_v3", UNEVEN), ("glm4_moe", PADDED), ("glm4_moe", QUARTERS)]
 
 
-@pytest.mark.parametrize("options", LAYOUTS)
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case,options", CASES)
 def test_there_and_back_is_bit_for_bit_the_same(case: str, options: str, tmp_path: Path) -> None:
     tensors = write_folder(tmp_path / "hf", case, torch.bfloat16)
     assert to_core(tmp_path / "hf", tmp_path / "core", *options.split()) == 0
@@ -144,98 +143,98 @@ class TestValueHead:
         assert config["architectures"] == ["Qwen2ForSequenceClassification"]
         assert len(config["id2label"]) == 1
 
-    def test_of_a_critic_is_kept(self, tmp_path: Path) -> None:
-        tensors = write_folder(tmp_path / "hf", "qwen2-tied") | {"score.weight": torch.randn(1, 32)}
-        save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    @pytest.mark.parametrize("case", ["qwen2", "qwen2-tied"])
+    def test_of_a_critic_is_kept_and_comes_back_as_one(self, case: str, tmp_path: Path) -> None:
+        tensors = write_folder(tmp_path / "hf", case) | {"score.weight": torch.randn(1, 32)}
+        tensors.pop("lm_head.weight", None)
+        save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
         assert to_core(tmp_path / "hf", tmp_path / "core", "--value-head", "--pipeline-parallel", "2") == 0
-        assert torch.equal(
-            load_file(tmp_path / "core" / "tp_00_pp_01.safetensors")["output_layer.weight"], tensors["score.weight"]
-        )
+        head = load_file(tmp_path / "core" / "tp_00_pp_01.safetensors")["output_layer.weight"]
+        assert torch.equal(head, tensors["score.weight"])
         assert to_hf(tmp_path / "core", tmp_path / "back") == 0
         assert same(load_folder(tmp_path / "back"), tensors)
+        assert torch.equal(hf_policy.load_critic(str(tmp_path / "back")).score.weight, tensors["score.weight"])
 
-    def test_what_comes_back_is_a_critic(self, tmp_path: Path) -> None:
-        tensors = write_folder(tmp_path / "hf", "qwen2") | {"score.weight": torch.randn(1, 32)}
-        del tensors["lm_head.weight"]
-        save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-        assert to_core(tmp_path / "hf", tmp_path / "core", "--value-head", "--tensor-parallel", "4") == 0
-        assert to_hf(tmp_path / "core", tmp_path / "back") == 0
-        critic = hf_policy.load_critic(str(tmp_path / "back"))
-        assert torch.equal(critic.score.weight, tensors["score.weight"])
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def change(path: Path, name: str, by: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensors = load_file(path)
+    tensors[name] = by(tensors[name])
+    save_file(tensors, path)
+
+
+def change_json(path: Path, **keys: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+NORM = "decoder.layers.0.input_layernorm.weight"
+
+
+def spoil_tensors(hf: Path) -> None:
+    tensors = load_file(hf / "model.safetensors") | {f"more.{number:02d}": torch.zeros(1) for number in range(12)}
+    del tensors["model.norm.weight"]
+    save_file(tensors, hf / "model.safetensors")
+
+
+def halve(hf: Path) -> None:
+    """The dtype of one of several tensors that become one."""
+    change(hf / "model.safetensors", "model.layers.1.self_attn.k_proj.weight", torch.Tensor.bfloat16)
+
+
+MISSING = "1 tensors are missing: model.norm.weight", "12 tensors are too many: more.00, ", "more.09, ..."
+DTYPES = "linear_qkv.weight is made of tensors of several dtypes", "k_proj.weight bfloat16"
 
 
 class TestRefusedToCore:
     @pytest.mark.parametrize(
-        "case,options,told",
+        "spoil,options,told",
         [
-            ("qwen2", "--tensor-parallel 3", "tensor parallel is 3; must divide attention heads (8)"),
-            ("qwen2", "--tensor-parallel 8", "tensor parallel is 8; must divide key-value heads (4)"),
-            ("qwen2", "--pipeline-parallel 3", "pipeline parallel is 3; must divide the layers (4)"),
-            ("qwen2", "--pipeline-parallel 2 --layers-per-stage 2,3", "must be positive and add up to the layers (4)"),
-            ("qwen2", "--pipeline-parallel 2 --layers-per-stage two", "--layers-per-stage: 'two' is not a list of numbers"),
-            ("qwen2", "--expert-parallel 2", "must be 1 for a model without experts"),
-            ("qwen3_moe", "--expert-parallel 3", "expert parallel is 3; must divide the experts of a layer (4)"),
-            ("qwen2", "--tensor-parallel 0", "tensor parallel is 0; must be at least 1"),
+            (None, "--tensor-parallel 3", "tensor parallel is 3; must divide attention heads (8)"),
+            (None, "--pipeline-parallel 2 --layers-per-stage two", "--layers-per-stage: 'two' is not a list of numbers"),
+            (None, "--expert-parallel 2", "must be 1 for a model without experts"),
+            (shutil.rmtree, "", "/hf is not a folder"),
+            (
+                lambda hf: change_json(hf / "config.json", model_type="gpt_oss"),
+                "",
+                "must be one of llama, qwen2, qwen3, qwen3_moe",
+            ),
+            (lambda hf: (hf / "config.json").unlink(), "", "has no config.json"),
+            (lambda hf: (hf / "config.json").write_text("{"), "", "config.json: not valid JSON"),
+            (lambda hf: (hf / "config.json").write_text("[]"), "", "config.json: is not a JSON object"),
+            (lambda hf: (hf / "model.safetensors").unlink(), "", "has neither model.safetensors nor"),
+            (lambda hf: (hf / "model.safetensors").write_bytes(b"torn"), "", "is not a whole safetensors file"),
+            (lambda hf: cut(hf / "model.safetensors"), "", "is not a whole safetensors file: it has"),
+            (spoil_tensors, "", MISSING),
+            (halve, "", DTYPES),
         ],
     )
-    def test_layouts(self, case: str, options: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        write_folder(tmp_path / "hf", case)
-        assert to_core(tmp_path / "hf", tmp_path / "core", *options.split()) == 2
-        refused(capsys, tmp_path, told)
-
-    def test_a_source_that_is_no_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert to_core(tmp_path / "hf", tmp_path / "core") == 2
-        refused(capsys, tmp_path, f"--in: {tmp_path / 'hf'} is not a folder")
-
-    @pytest.mark.parametrize("name", ["deepseek_v2", "gpt_oss"])
-    def test_architectures(self, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        write_folder(tmp_path / "hf", "qwen2")
-        (tmp_path / "hf" / "config.json").write_text(json.dumps({**CONFIGS["qwen2"], "model_type": name}))
-        assert to_core(tmp_path / "hf", tmp_path / "core") == 2
-        refused(capsys, tmp_path, f"model_type {name!r}", "must be one of llama, qwen2, qwen3, qwen3_moe")
-
-    def test_missing_and_extra_tensors(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        tensors = write_folder(tmp_path / "hf", "qwen2")
-        del tensors["model.norm.weight"]
-        tensors |= {f"more.{number:02d}": torch.zeros(1) for number in range(12)}
-        save_file(tensors, tmp_path / "hf" / "model.safetensors")
-        assert to_core(tmp_path / "hf", tmp_path / "core") == 2
-        refused(
-            capsys, tmp_path, "1 tensors are missing: model.norm.weight", "12 tensors are too many: more.00, ", "more.09, ..."
-        )
-
-    def test_one_matrix_of_several_dtypes(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        write_folder(tmp_path / "hf", "qwen2")
-        change(tmp_path / "hf" / "model.safetensors", "model.layers.1.self_attn.k_proj.weight", torch.Tensor.bfloat16)
-        assert to_core(tmp_path / "hf", tmp_path / "core") == 2
-        refused(capsys, tmp_path, "linear_qkv.weight is made of tensors of several dtypes", "k_proj.weight bfloat16")
-        assert to_core(tmp_path / "hf", tmp_path / "core", "--params-dtype", "fp32") == 0
-
-    @pytest.mark.parametrize(
-        "spoil,told",
-        [
-            (lambda hf: (hf / "config.json").unlink(), "has no config.json"),
-            (lambda hf: (hf / "config.json").write_text("{"), "config.json: not valid JSON"),
-            (lambda hf: (hf / "config.json").write_text("[]"), "config.json: is not a JSON object"),
-            (lambda hf: (hf / "model.safetensors").unlink(), "has neither model.safetensors nor"),
-            (lambda hf: (hf / "model.safetensors").write_bytes(b"torn"), "is not a whole safetensors file"),
-            (lambda hf: cut(hf / "model.safetensors"), "is not a whole safetensors file: it has"),
-        ],
-    )
-    def test_folders(
-        self, spoil: Callable[[Path], None], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    def test_folders_and_layouts(
+        self,
+        spoil: Callable[[Path], object] | None,
+        options: str,
+        told: str | tuple[str, ...],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         write_folder(tmp_path / "hf", "qwen2")
-        spoil(tmp_path / "hf")
-        assert to_core(tmp_path / "hf", tmp_path / "core") == 2
-        refused(capsys, tmp_path, told)
+        if spoil is not None:
+            spoil(tmp_path / "hf")
+        assert to_core(tmp_path / "hf", tmp_path / "core", *options.split()) == 2
+        refused(capsys, tmp_path, *((told,) if isinstance(told, str) else told))
 
     def test_a_target_that_exists(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        write_folder(tmp_path / "hf", "qwen2")
-        before = (tmp_path / "hf" / "model.safetensors").read_bytes()
+        tensors = write_folder(tmp_path / "hf", "qwen2")
         assert to_core(tmp_path / "hf", tmp_path / "hf") == 2
         refused(capsys, tmp_path, "hf: exists; must be a new folder")
-        assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before
+        assert same(load_folder(tmp_path / "hf"), tensors)
+
+    def test_several_dtypes_may_become_one_that_is_given(self, tmp_path: Path) -> None:
+        write_folder(tmp_path / "hf", "qwen2")
+        halve(tmp_path / "hf")
+        assert to_core(tmp_path / "hf", tmp_path / "core", "--params-dtype", "fp32") == 0
 
     def test_too_little_room(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         write_folder(tmp_path / "hf", "qwen2")
@@ -256,21 +255,12 @@ class TestRefusedToCore:
         refused(capsys, tmp_path, "linear_fc1.weight does not give model.layers.1.mlp.gate_proj.weight again")
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-4])
+def first(core: Path) -> Path:
+    return core / "tp_01_pp_00.safetensors"
 
 
-def change(path: Path, name: str, by: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    tensors = load_file(path)
-    tensors[name] = by(tensors[name])
-    save_file(tensors, path)
-
-
-def change_json(path: Path, **keys: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
-
-
-NORM = "decoder.layers.0.input_layernorm.weight"
+def last(core: Path) -> Path:
+    return core / "tp_01_pp_01.safetensors"
 
 
 class TestRefusedToHf:
@@ -280,12 +270,9 @@ class TestRefusedToHf:
             (lambda core: (core / "layout.json").unlink(), "is not a model in megatron-core's layout: layout.json"),
             (lambda core: (core / "layout.json").write_text("{}"), "layout.json: Object missing required field `layout`"),
             (lambda core: change_json(core / "layout.json", format=2), "layout.json: format is 2; must be 1"),
-            (
-                lambda core: change_json(core / "layout.json", layout={"tensor": 4}),
-                "tp_00_pp_00.safetensors: 15 tensors are missing: ",
-            ),
-            (lambda core: (core / "tp_01_pp_01.safetensors").unlink(), "tp_01_pp_01.safetensors: cannot be read: No such file"),
-            (lambda core: cut(core / "tp_01_pp_00.safetensors"), "tp_01_pp_00.safetensors: is not a whole safetensors file"),
+            (lambda core: change_json(core / "layout.json", layout={"tensor": 4}), "15 tensors are missing: "),
+            (lambda core: last(core).unlink(), "tp_01_pp_01.safetensors: cannot be read: No such file"),
+            (lambda core: cut(first(core)), "tp_01_pp_00.safetensors: is not a whole safetensors file"),
             (
                 lambda core: change_json(core / "config.json", model_type="qwen3"),
                 "tp_00_pp_00.safetensors: 2 tensors are too many: decoder.layers.0.self_attention.linear_qkv.bias",
@@ -294,22 +281,16 @@ class TestRefusedToHf:
                 lambda core: change_json(core / "config.json", intermediate_size=64),
                 "decoder.layers.0.mlp.linear_fc1.weight [48, 32] instead of [64, 32]",
             ),
+            (lambda core: change(first(core), NORM, torch.neg), f"pp_00.safetensors: {NORM} differs from what another"),
             (
-                lambda core: change(core / "tp_01_pp_00.safetensors", NORM, torch.neg),
-                f"tp_01_pp_00.safetensors: {NORM} differs from what another rank has",
-            ),
-            (
-                lambda core: change(core / "tp_01_pp_01.safetensors", "decoder.final_layernorm.weight", torch.neg),
+                lambda core: change(last(core), "decoder.final_layernorm.weight", torch.neg),
                 "decoder.final_layernorm.weight differs from what another rank has of model.norm.weight",
             ),
             (
                 lambda core: change(core / "tp_00_pp_01.safetensors", "output_layer.weight", torch.neg),
                 "tp_00_pp_01.safetensors: output_layer.weight differs from what another rank has of model.embed_tokens.weight",
             ),
-            (
-                lambda core: change(core / "tp_01_pp_00.safetensors", NORM, torch.Tensor.bfloat16),
-                f"tp_01_pp_00.safetensors: {NORM} is bfloat16, on another rank float32",
-            ),
+            (lambda core: change(first(core), NORM, torch.Tensor.bfloat16), f"{NORM} is bfloat16, on another rank float32"),
         ],
     )
     def test_folders(

@@ -1,23 +1,43 @@
-"""The mapping tables: what each rank holds is what megatron-core's layout says, and all ranks together give the model again."""
+"""The mapping tables: what each rank holds is what megatron-core's layout says, and all ranks together give the model again. Of
+DeepSeek-V3, also what its config.json means, how it routes, and what a slot of the cache holds.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from runtime.errors import InvariantViolated, UserError
-from runtime.models import tiny_model
+from runtime.models import hf_policy, tiny_model
+from runtime.models.experts import join_experts, route_corrected
 from runtime.models.families import Family, Layout, Parameter, family_for
+from runtime.models.families.family import dtype_of
+from runtime.models.families.shape import ExpertShape
+from runtime.models.hf_config import parse, read_config
+from runtime.models.hf_weights import WeightFiles
+from runtime.models.limits import kv_cache_bytes
+from runtime.rollout.torch.decoder import Decoder, KVCache, kv_bytes
+from runtime.rollout.torch.next_weights import NextWeights
+from tests.closeness import assert_close
 from tests.unit.family_cases import CONFIGS, make_family, make_tensors
+from tests.unit.tiny_models import saved
 
 Tensors = dict[str, torch.Tensor]
+CPU = torch.device("cpu")
+DEEPSEEK = CONFIGS["deepseek_v3"]
 
 LAYOUTS = [
-    *(Layout(tensor=t, pipeline=p, expert=e) for t, p, e in product((1, 2, 4), (1, 2), (1, 2))),
+    *(Layout(tensor=t, pipeline=p, expert=e) for t, p, e in [(1, 1, 1), (4, 1, 1), (2, 2, 1), (1, 2, 2), (4, 2, 2), (2, 1, 2)]),
     Layout(tensor=2, pipeline=3, layers_per_stage=(1, 2, 1)),
     Layout(tensor=4, pipeline=2, layers_per_stage=(3, 1), make_vocab_size_divisible_by=16),
 ]
@@ -225,12 +245,22 @@ class TestRefusals:
             layout.require(make_family("qwen3_moe").shape)
         assert told in str(raised.value)
 
-    def test_intermediate_size_and_experts_that_there_are_not(self) -> None:
-        faults = Layout(tensor=4, expert=2).faults(make_family("llama", intermediate_size=50).shape)
-        assert faults == [
-            "tensor parallel is 4; must divide the intermediate size (50)",
-            "expert parallel is 2; must be 1 for a model without experts",
-        ]
+    @pytest.mark.parametrize(
+        "layout,family,told",
+        [
+            (Layout(tensor=4), make_family("llama", intermediate_size=50), "must divide the intermediate size (50)"),
+            (Layout(expert=2), make_family("llama"), "must be 1 for a model without experts"),
+            (Layout(tensor=8), make_family("deepseek_v3", q_lora_rank=20), "must divide q_lora_rank (20)"),
+            (
+                Layout(tensor=4),
+                make_family("deepseek_v3", qk_rope_head_dim=10),
+                "must divide kv_lora_rank and qk_rope_head_dim (26)",
+            ),
+        ],
+    )
+    def test_what_else_does_not_divide(self, layout: Layout, family: Family, told: str) -> None:
+        (fault,) = layout.faults(family.shape)
+        assert fault.endswith(told)
 
     @pytest.mark.parametrize(
         "config,told",
@@ -249,6 +279,21 @@ class TestRefusals:
             ({**CONFIGS["qwen3_moe"], "num_experts_per_tok": 1}, "num_experts_per_tok 1 with weights that add up to 1 is"),
             ({**CONFIGS["mixtral"], "num_local_experts": "some"}, "num_local_experts is 'some'; must be a positive integer"),
             ({**CONFIGS["mixtral"], "num_experts_per_tok": 5}, "num_experts_per_tok is 5; must be at most num_local_experts 4"),
+            ({**DEEPSEEK, "scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; must be 'sigmoid'"),
+            ({**DEEPSEEK, "topk_method": "greedy"}, "topk_method 'greedy' is not supported; must be 'noaux_tc'"),
+            ({**DEEPSEEK, "norm_topk_prob": False}, "norm_topk_prob False is not supported"),
+            ({**DEEPSEEK, "moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
+            ({**DEEPSEEK, "rope_interleave": False}, "rope_interleave False is not supported"),
+            ({**DEEPSEEK, "attention_bias": True}, "attention_bias True is not supported"),
+            ({**DEEPSEEK, "kv_lora_rank": None}, "kv_lora_rank is None; must be a positive integer"),
+            ({**DEEPSEEK, "qk_rope_head_dim": 7}, "qk_rope_head_dim is 7; must be even"),
+            ({**DEEPSEEK, "n_group": 3}, "topk_group 1 of n_group 3 for 4 n_routed_experts"),
+            ({**DEEPSEEK, "topk_group": 2}, "topk_group 2 of n_group 1"),
+            ({**DEEPSEEK, "num_experts_per_tok": 1}, "must be from 2 to the experts of topk_group groups (4)"),
+            ({**DEEPSEEK, "n_group": 2, "num_experts_per_tok": 3}, "must be from 2 to the experts of topk_group groups (2)"),
+            ({**DEEPSEEK, "n_routed_experts": 12, "n_group": 2, "num_experts_per_tok": 5}, "must be twice topk_group"),
+            ({**DEEPSEEK, "routed_scaling_factor": 0}, "routed_scaling_factor is 0; must be a positive number"),
+            ({**DEEPSEEK, "n_shared_experts": None}, "n_shared_experts is None"),
         ],
     )
     def test_models_without_a_mapping(self, config: dict[str, Any], told: str) -> None:
@@ -304,3 +349,130 @@ class TestRefusals:
         parameter = next(entry for entry in family.parameters(Layout()) if "linear_qkv.weight" in entry.name)
         with pytest.raises(UserError, match="several dtypes"):
             parameter.from_hf(tensors.__getitem__)
+
+
+# ------------------------------------------------------------------------------------------------ DeepSeek-V3
+
+
+class TestConfig:
+    def test_without_a_rank_of_queries_these_are_projected_at_once(self) -> None:
+        names = make_family("deepseek_v3", q_lora_rank=None).tensors()
+        assert names["model.layers.0.self_attn.q_proj.weight"] == (8 * 20, 32)
+        assert not any("q_a" in name or "q_b" in name for name in names)
+
+    def test_all_layers_may_have_experts(self) -> None:
+        for changes in ({"first_k_dense_replace": 0}, {"first_k_dense_replace": None}):
+            config = {key: value for key, value in {**DEEPSEEK, **changes}.items() if value is not None}
+            shape = family_for(config).shape
+            assert shape.experts is not None and shape.experts.layers == {0, 1, 2, 3}
+
+    @pytest.mark.parametrize(
+        ("scaling", "scale"),
+        [
+            (None, 20**-0.5),
+            ({"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}, 20**-0.5 * (0.1 * math.log(40) + 1) ** 2),
+            ({"type": "yarn", "factor": 40}, 20**-0.5),
+        ],
+    )
+    def test_yarns_temperature_is_of_all_scores(self, scaling: dict[str, Any] | None, scale: float) -> None:
+        config = parse({**DEEPSEEK, "rope_scaling": scaling}, "here")
+        assert config.score_scale == pytest.approx(scale)
+        assert config.rope.amplitude == pytest.approx(1.0 if scaling is None or "mscale" in scaling else 0.1 * math.log(40) + 1)
+
+
+def chosen_by_hand(scores: np.ndarray, correction: np.ndarray, shape: ExpertShape) -> tuple[dict[int, float], ...]:
+    """By the paper, token by token in float64: expert to weight."""
+    found = []
+    for row in scores:
+        corrected = row + correction
+        size = shape.count // shape.groups
+        worth = [sorted(corrected[group * size : (group + 1) * size])[-2:] for group in range(shape.groups)]
+        groups = sorted(range(shape.groups), key=lambda group: -sum(worth[group]))[: shape.groups_per_token]
+        allowed = [expert for expert in range(shape.count) if expert // size in groups]
+        picked = sorted(allowed, key=lambda expert: -corrected[expert])[: shape.per_token]
+        total = sum(row[expert] for expert in picked)
+        found.append({expert: shape.scale * row[expert] / total for expert in picked})
+    return tuple(found)
+
+
+@pytest.mark.parametrize(("groups", "per_group"), [(1, 1), (4, 2), (8, 3)])
+def test_experts_are_chosen_by_corrected_scores_and_weighed_by_their_own(groups: int, per_group: int) -> None:
+    torch.manual_seed(groups)
+    logits, correction = torch.randn(50, 24), torch.randn(24)
+    sizes: dict[str, Any] = {"count": 24, "intermediate_size": 1, "per_token": 5, "normalized": True, "layers": frozenset()}
+    shape = ExpertShape(**sizes, groups=groups, groups_per_token=per_group, scale=2.5)
+    weights, chosen = route_corrected(logits, correction, shape)
+    expected = chosen_by_hand(1 / (1 + np.exp(-logits.double().numpy())), correction.double().numpy(), shape)
+    for row, picks, by_hand in zip(weights.tolist(), chosen.tolist(), expected, strict=True):
+        assert set(picks) == by_hand.keys()
+        assert_close(row, [by_hand[pick] for pick in picks], terms=10)
+
+
+def moe(seed: int = 1, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 8, "moe_intermediate_size": 6, "n_routed_experts": 16, "num_experts_per_tok": 4}
+    block = DeepseekV3MoE(DeepseekV3Config(**sizes | {"n_group": 4, "topk_group": 2, "n_shared_experts": 2} | options))
+    torch.nn.init.normal_(block.gate.weight, std=0.5)
+    torch.nn.init.normal_(block.gate.e_score_correction_bias, 0.6, 0.1)
+    return block
+
+
+def test_transformers_block_has_the_same_outputs_and_gradients() -> None:
+    theirs, ours = moe(), moe()
+    join_experts(ours)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    x = torch.randn(1, 9, 8)
+    found = []
+    for module in (ours, theirs):
+        given = x.clone().requires_grad_()
+        out = module(given)
+        out.square().sum().backward()
+        found.append({"out": out, "x": given.grad, **{name: each.grad for name, each in module.named_parameters()}})
+    for name, expected in found[1].items():
+        if expected is None:
+            assert found[0][name] is None or not found[0][name].any(), name
+        else:
+            assert_close(found[0][name], expected, terms=2 * (8 + 12 + 4 + 9), what=name)
+
+
+def test_weights_that_do_not_add_up_to_1_are_left_to_the_block() -> None:
+    theirs, ours = moe(norm_topk_prob=False), moe(norm_topk_prob=False)
+    join_experts(ours)
+    x = torch.randn(1, 9, 8)
+    assert torch.equal(ours(x), theirs(x))
+
+
+def test_the_cache_holds_one_vector_a_token() -> None:
+    config = read_config(saved("deepseek_v3")[0])
+    cache = KVCache(config, 3, 10, CPU, torch.float32)
+    assert cache.data.shape == (4, 1, 3, 1, 10, 16 + 8)
+    raw = {"num_hidden_layers": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "num_attention_heads": 4, "hidden_size": 32}
+    assert cache.data.nbytes == kv_bytes(config, 3, 10, torch.float32) == kv_cache_bytes(raw, 3, 10, 4)
+
+
+def test_what_corrects_scores_stays_float32(tmp_path: Path) -> None:
+    """In half precision too: of the decoder, and in what is published and exported."""
+    folder, model = saved("deepseek_v3")
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    bias = model.state_dict()[name]
+    decoder = Decoder.from_pretrained(folder, CPU, torch.bfloat16)
+    held = decoder.weights.layers[2].score_bias
+    assert held is not None and torch.equal(held, bias)
+    assert decoder.weights.layers[2].router is not None and decoder.weights.layers[2].router.dtype == torch.bfloat16
+    policy = hf_policy.load_policy(str(folder))
+    assert torch.equal(hf_policy.fixed_tensors(policy)[name], bias)
+    tensors = {**dict(policy.named_parameters()), **hf_policy.fixed_tensors(policy)}
+    (tmp_path / "written").mkdir()
+    hf_policy.write_model(tmp_path / "written", tensors, tensors.items(), 0, torch.bfloat16, str(folder))
+    written = Decoder.from_pretrained(tmp_path / "written", CPU, torch.bfloat16).weights.layers[2].score_bias
+    assert written is not None and torch.equal(written, bias)
+
+
+def test_weights_of_another_dtype_are_copied_over_those_in_use() -> None:
+    """Also where those that are float32 in any case come among them."""
+    folder, _ = saved("deepseek_v3")
+    decoder = Decoder.from_pretrained(folder, CPU, torch.float32)
+    sent = {name: each.to(dtype_of(name, torch.bfloat16)) for name, each in dict(WeightFiles(folder)).items()}
+    waiting = NextWeights(decoder.weights, "")
+    asyncio.run(waiting.stage(sent))
+    assert waiting.staged is sent

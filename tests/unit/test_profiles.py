@@ -34,7 +34,7 @@ from tests.unit.training_steps import assert_same, weights
 PATIENCE = 100.0
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
+def run(test: Coroutine[Any, Any, object]) -> None:
     async def within() -> None:
         await asyncio.wait_for(test, PATIENCE)
 
@@ -90,16 +90,8 @@ def test_a_trainers_profile_is_of_the_steps_after_the_one_under_way(tmp_path: Pa
         found = names(trace)
         assert {name for name in found if name.startswith(("begin", "apply"))} == {"begin 2", "apply 2", "begin 3", "apply 3"}
         assert any("Backward" in name for name in found)
-        await service.close()
-
-    run(test())
-
-
-def test_no_more_steps_than_are_left(tmp_path: Path) -> None:
-    async def test() -> None:
-        service = trainer(tmp_path, steps=3)
-        with pytest.raises(UserError, match=r"^--steps: 3; after the one under way 2 are left"):
-            await service.profile(Profile(step=0, steps=3))
+        with pytest.raises(UserError, match=r"^--steps: 5; after the one under way 4 are left"):
+            await service.profile(Profile(step=0, steps=5))
         await service.close()
 
     run(test())
@@ -136,11 +128,8 @@ def test_a_profile_is_measured_as_the_process_is(unit: profiles.Unit, asked: Pro
     async def take(_: Profile) -> list[Path]:
         raise AssertionError
 
-    async def test() -> None:
-        with pytest.raises(UserError, match=f"x-0: is profiled for so many {unit}"):
-            await profiles.Profiles("x-0", take, unit).profile(asked)
-
-    run(test())
+    with pytest.raises(UserError, match=f"x-0: is profiled for so many {unit}"):
+        run(profiles.Profiles("x-0", take, unit).profile(asked))
 
 
 def test_a_file_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> None:
@@ -163,39 +152,27 @@ def test_memory_is_of_cuda_alone(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--memory: is of CUDA's allocator, and this process computes on"):
         platform.TorchProfile(tmp_path / "x", memory=True)
 
-    async def test() -> None:
-        with pytest.raises(UserError, match=r"^--memory: is of CUDA's allocator"):
-            await profiles.by_spy(tmp_path / "x", Profile(seconds=1.0, memory=True))
-
-    run(test())
-
-
-def test_without_py_spy_a_line_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    async def test() -> None:
-        with pytest.raises(UserError, match=rf"^has no torch.*pip install py-spy; .*py-spy record --pid {os.getpid()}"):
-            await profiles.by_spy(tmp_path / "x", Profile(seconds=1.0))
-
-    run(test())
+    with pytest.raises(UserError, match=r"^--memory: is of CUDA's allocator"):
+        run(profiles.by_spy(tmp_path / "x", Profile(seconds=1.0, memory=True)))
 
 
 @pytest.mark.parametrize(
-    ("script", "said"), [("echo one; echo may not look; exit 3", "may not look"), ("exit 3", "exit code 3")]
+    ("script", "said"),
+    [
+        ("", rf"has no torch.*pip install py-spy; .*py-spy record --pid {os.getpid()}"),
+        ("echo one; echo may not look; exit 3", "py-spy: may not look$"),
+        ("exit 3", "py-spy: exit code 3$"),
+    ],
+    ids=["without", "one that says why", "one that says nothing"],
 )
-def test_what_py_spy_says_when_it_fails_is_told(
-    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "py-spy").write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / "py-spy").chmod(0o755)
+def test_what_py_spy_cannot_is_told_in_a_line(script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if script:
+        (tmp_path / "py-spy").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "py-spy").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-
-    async def test() -> None:
-        with pytest.raises(UserError, match=f"^py-spy: {said}$"):
-            await profiles.by_spy(tmp_path / "x", Profile(seconds=1.0))
-
-    run(test())
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if script else str(tmp_path))
+    with pytest.raises(UserError, match=f"^{said}"):
+        run(profiles.by_spy(tmp_path / "x", Profile(seconds=1.0)))
 
 
 def trained(folder: Path, profiled: bool) -> dict[str, torch.Tensor]:
@@ -248,6 +225,7 @@ asyncio.run(main())
 
 
 def test_a_process_that_ends_in_the_middle_of_a_profile_ends_well(tmp_path: Path) -> None:
+    """An interpreter of its own: what is forked ends without torch's end, in which the profile would crash."""
     command = [sys.executable, "-c", ENDS, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (0, "trainer-0 ended before its profile was whole\n"), done.stderr

@@ -78,6 +78,7 @@ def same(found: Iterable[tuple[str, torch.Tensor]], expected: dict[str, torch.Te
 
 
 def test_every_tensor_and_every_part_is_what_it_stands_for(tmp_path: Path) -> None:
+    """In one file, or with scales in another."""
     expected = quantised(tmp_path)
     files = WeightFiles(tmp_path)
     same(files, expected)
@@ -85,10 +86,6 @@ def test_every_tensor_and_every_part_is_what_it_stands_for(tmp_path: Path) -> No
     with files.slices() as read:
         for index in (slice(3, 40), slice(0, 0), (slice(0, 17), slice(5, 13)), (slice(None), slice(15, 16))):
             torch.testing.assert_close(read(NAME)[index], expected[NAME][index], rtol=2**-23, atol=0)
-
-
-def test_scales_may_lie_in_another_file(tmp_path: Path) -> None:
-    expected = quantised(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
     parts = {name: "two" if name.endswith("_scale_inv") else "one" for name in tensors}
@@ -110,15 +107,11 @@ def test_decoder_and_policy_compute_with_what_they_stand_for(tmp_path: Path, nam
     for decoder in (fp8, plain):
         decoder.reserve_positions(128)
     torch.testing.assert_close(whole_logits(fp8, TOKENS), whole_logits(plain, TOKENS), rtol=1e-5, atol=1e-5)
-    policies = [hf_policy.load_policy(str(tmp_path / kind)) for kind in ("fp8", "plain")]
-    same(policies[0].state_dict().items(), {name: tensor.float() for name, tensor in policies[1].state_dict().items()})
-
-
-def test_what_is_written_is_not_quantised(tmp_path: Path) -> None:
-    quantised(tmp_path / "fp8")
     (tmp_path / "copy").mkdir()
     hf_policy.write_description(tmp_path / "fp8", tmp_path / "copy", None)
     assert "quantization_config" not in json.loads((tmp_path / "copy" / "config.json").read_text())
+    policies = [hf_policy.load_policy(str(tmp_path / kind)) for kind in ("fp8", "plain")]
+    same(policies[0].state_dict().items(), {name: tensor.float() for name, tensor in policies[1].state_dict().items()})
 
 
 def test_a_conversion_stores_the_declared_dtype(tmp_path: Path) -> None:
@@ -147,10 +140,9 @@ def test_a_conversion_stores_the_declared_dtype(tmp_path: Path) -> None:
 def test_other_kinds_are_refused_by_name(tmp_path: Path, config: Any, told: str) -> None:
     save_model(tmp_path)
     edit(tmp_path, quantization_config=config)
+    fault = f"quantization_config: .*{told} is not supported; must be fp8, e4m3 and two"
     for read in (WeightFiles, lambda folder: hf_policy.load_policy(str(folder))):
-        with pytest.raises(
-            UserError, match=f"quantization_config: .*{told} is not supported; must be fp8, e4m3 and two"
-        ) as raised:
+        with pytest.raises(UserError, match=fault) as raised:
             read(tmp_path)
         assert len(str(raised.value).splitlines()) == 1
 

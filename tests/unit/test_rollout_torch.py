@@ -1,11 +1,13 @@
-"""The embedded rollout engine: right tokens and log-probabilities whatever the batching, versions, swaps, aborts."""
+"""The embedded rollout engine: right tokens and log-probabilities whatever the batching, versions, swaps, aborts; put to sleep,
+it gives its memory of keys and values back, and goes on after it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +21,24 @@ from runtime import codec
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
 from runtime.rollout.torch import engine as torch_engine
 from runtime.rollout.torch import slots as rollout_slots
-from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.rollout.torch.sampling import uniforms
-from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
+from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion
 from tests.closeness import LOGITS, assert_close, forward_terms
-from tests.unit.rollout_cases import drain, request, run, tokens_of, update
-from tests.unit.tiny_models import VOCABULARY, save_model
+from tests.unit.rollout_cases import Make, begin, drain, engines, from_scratch, never, request, run, tokens_of, update
+from tests.unit.tiny_models import VOCABULARY, save_model, saved
 
 pytestmark = pytest.mark.numeric
 
-CPU = torch.device("cpu")
-Make = Callable[..., TorchRolloutEngine]
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_model(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Any:
-    return save_model(folder)
+@pytest.fixture
+def model() -> Any:
+    return saved()[1]
 
 
 @pytest.fixture
-def make(folder: Path) -> Iterator[Make]:
-    engines = []
-
-    def build(slots: int = 4, max_model_len: int = 64, **options: Any) -> TorchRolloutEngine:
-        engine = TorchRolloutEngine(
-            str(folder), device=CPU, dtype=torch.float32, slots=slots, max_model_len=max_model_len, **options
-        )
-        engines.append(engine)
-        return engine
-
-    yield build
-    for engine in engines:
-        asyncio.run(engine.close())
+def make() -> Iterator[Make]:
+    with engines(saved()[0]) as build:
+        yield build
 
 
 def many_requests() -> list[GroupRequest]:
@@ -71,7 +52,7 @@ def many_requests() -> list[GroupRequest]:
             temperature=float(rng.choice([0.7, 1.0, 1.5])),
             stop_token_ids=(3, 4),
         )
-        for group_id in range(14)
+        for group_id in range(9)
     ]
 
 
@@ -116,32 +97,28 @@ def test_log_probabilities_are_those_of_the_model(make: Make, model: Any, temper
     done = run(make(), *requests)
     for each in requests:
         for sample in done[each.group_id]:
-            text = torch.tensor([[*each.prompt.tolist(), *sample.tokens.tolist()]])
-            with torch.no_grad():
-                logits = model(text).logits[0, len(each.prompt) - 1 : -1].double()
-            expected = torch.log_softmax(logits / (temperature or 1.0), -1).gather(1, text[0, len(each.prompt) :, None])[:, 0]
+            expected = from_scratch(model, each.prompt, sample, temperature or 1.0)
             assert_close(sample.logprobs, expected, terms=forward_terms(64), scale=LOGITS / (temperature or 1.0))
 
 
-@pytest.mark.parametrize("worth_splitting", [0, 10**9])
-def test_replies_do_not_depend_on_slots_or_company(make: Make, monkeypatch: pytest.MonkeyPatch, worth_splitting: int) -> None:
-    """Nor on whether long and short sequences are attended apart."""
-    monkeypatch.setattr(rollout_slots, "_WORTH_SPLITTING", worth_splitting)
-    requests = many_requests()
-    wide, narrow = run(make(slots=64), *requests), run(make(slots=3), *requests)
-    assert wide.keys() == {each.group_id for each in requests}
+def test_replies_do_not_depend_on_slots_or_company(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor on whether long and short sequences are attended apart. Each ends by a stop token or its limit."""
+    requests, one = many_requests(), make(slots=1)
+    alone = {each.group_id: run(one, each)[each.group_id] for each in requests}
+    for worth_splitting in (0, 10**9):
+        monkeypatch.setattr(rollout_slots, "_WORTH_SPLITTING", worth_splitting)
+        for slots in (64, 3):
+            found = run(make(slots), *requests)
+            assert {name: tokens_of(each) for name, each in found.items()} == {n: tokens_of(each) for n, each in alone.items()}
+    reasons = set()
     for each in requests:
-        alone = run(make(slots=1), each)[each.group_id]
-        assert len(alone) == each.n
-        assert tokens_of(wide[each.group_id]) == tokens_of(alone) == tokens_of(narrow[each.group_id])
-
-
-def test_samples_of_a_group_differ_and_a_seed_repeats_them(make: Make) -> None:
-    engine = make(slots=8)
-    first = run(engine, request(1, n=8))[1]
-    again = run(engine, request(1, n=3))[1]
-    assert len({tuple(each) for each in tokens_of(first)}) == 8
-    assert tokens_of(again) == tokens_of(first)[:3]
+        assert len(alone[each.group_id]) == each.n
+        for sample in alone[each.group_id]:
+            stops = np.isin(sample.tokens, (3, 4))
+            assert not stops[:-1].any()
+            assert (sample.finish_reason == "stop") == stops[-1]
+            reasons.add(sample.finish_reason)
+    assert reasons == {"stop", "length"}
 
 
 def test_each_token_is_drawn_with_its_own_uniform_number(make: Make, model: Any) -> None:
@@ -169,27 +146,10 @@ def test_a_slot_forgets_the_stop_tokens_of_the_one_before(make: Make) -> None:
         assert sample.tokens[-1] == 60 if sample.finish_reason == "stop" else len(sample.tokens) == 30
 
 
-def test_a_reply_ends_by_its_stop_token_or_its_limit(make: Make) -> None:
-    reasons = set()
-    for samples in run(make(slots=5), *many_requests()).values():
-        for sample in samples:
-            stops = np.isin(sample.tokens, (3, 4))
-            assert not stops[:-1].any()
-            assert (sample.finish_reason == "stop") == stops[-1]
-            reasons.add(sample.finish_reason)
-    assert reasons == {"stop", "length"}
-
-
 def test_the_header_describes_the_payload(make: Make) -> None:
     engine = make(version=PolicyVersion(2, 7))
     each = request(5, n=6, stop_token_ids=(3, 4), limit=15)
-
-    async def one() -> GeneratedGroup:
-        engine.submit([each])
-        (group,) = [group async for group in drain(engine)]
-        return group
-
-    group = asyncio.run(one())
+    (group,) = asyncio.run(begin(engine, [each], 99))
     payload = codec.decode(GroupPayload, group.payload)
     assert payload.prompt.tolist() == each.prompt.tolist()
     assert (group.group_id, payload.group_id, group.prompt_tokens) == (5, 5, 3)
@@ -216,17 +176,13 @@ def test_filters_and_greedy_rows_share_a_batch_with_plain_ones(make: Make) -> No
     assert min(sample.logprobs.min() for sample in together[3]) > np.log(1e-3)
 
 
-def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make, tmp_path: Path) -> None:
-    other = save_model(tmp_path, seed=1)
-    tensors = load_file(tmp_path / "model.safetensors")
-    engine = make(slots=2)
-    each = request(1, n=3, limit=20)
+def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make) -> None:
+    folder, other = saved(seed=1)
+    engine, each = make(slots=2), request(1, n=3, limit=20)
 
     async def swapped() -> GeneratedGroup:
-        engine.submit([each])
-        checks = iter([False] * 6 + [True])
-        assert await engine.advance(lambda: next(checks)) == []
-        await update(engine, tensors, PolicyVersion(0, 1))
+        assert await begin(engine, [each], 6) == []
+        await update(engine, load_file(folder / "model.safetensors"), PolicyVersion(0, 1))
         assert engine.version == PolicyVersion(0, 1)
         (group,) = [group async for group in drain(engine)]
         return group
@@ -237,26 +193,20 @@ def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make, tmp_path
     # Six steps on the first token of the prefill; the third sample had no slot before the swap.
     assert [(sample.versions == 0).sum() for sample in samples] == [7, 7, 0]
     assert tokens_of(samples[:1])[0][:7] == tokens_of(run(make(), each)[1])[0][:7]
-    text = torch.tensor([[*each.prompt.tolist(), *samples[2].tokens.tolist()]])
-    with torch.no_grad():
-        logp = torch.log_softmax(other(text).logits[0, 2:-1], -1)
-    assert_close(samples[2].logprobs, logp.gather(1, text[0, 3:, None])[:, 0], terms=forward_terms(64), scale=LOGITS)
+    assert_close(samples[2].logprobs, from_scratch(other, each.prompt, samples[2]), terms=forward_terms(64), scale=LOGITS)
 
 
 @pytest.mark.parametrize("adopts", [True, False], ids=["in their memory", "copied"])
-def test_swapped_weights_generate_what_loaded_ones_do_bit_for_bit(make: Make, tmp_path: Path, adopts: bool) -> None:
-    other = save_model(tmp_path, seed=1)
+def test_swapped_weights_generate_what_loaded_ones_do_bit_for_bit(make: Make, adopts: bool) -> None:
+    folder, other = saved(seed=1)
     stored = {name: each.detach() for name, each in other.named_parameters()}
     flat = torch.cat([each.flatten() for each in stored.values()])  # one after the other, as in a bucket
     parts = flat.split([each.numel() for each in stored.values()])
     tensors = {name: part.view(each.shape) for (name, each), part in zip(stored.items(), parts, strict=True)}
-    engine, fresh = make(), TorchRolloutEngine(str(tmp_path), device=CPU, dtype=torch.float32, slots=4, max_model_len=64)
+    engine, fresh = make(), make(path=folder)
     engine.adopts = engine._next.adopts = "float32" if adopts else ""
     asyncio.run(update(engine, tensors, PolicyVersion(0, 1)))
-    try:
-        found, expected = (run(each, *many_requests()) for each in (engine, fresh))
-    finally:
-        asyncio.run(fresh.close())
+    found, expected = (run(each, *many_requests()) for each in (engine, fresh))
     assert (engine._decoder.weights.embedding.data_ptr() == flat.data_ptr()) == adopts
     for group_id, samples in expected.items():
         assert tokens_of(found[group_id]) == tokens_of(samples)
@@ -300,29 +250,16 @@ def test_weights_that_do_not_fit_leave_the_engine_as_it_was(make: Make) -> None:
 def test_aborted_groups_leave_and_the_others_are_untouched(make: Make) -> None:
     engine = make(slots=5)
     requests = [request(group_id, n=2, limit=30) for group_id in range(6)]
+    alone = {each.group_id: tokens_of(run(make(), each)[each.group_id]) for each in requests[1::2]}
 
-    async def aborted() -> set[int]:
-        engine.submit(requests)
-        checks = iter([False] * 5 + [True])
-        await engine.advance(lambda: next(checks))
+    async def aborted() -> dict[int, list[list[int]]]:
+        await begin(engine, requests, 5)
         assert engine.abort([0, 2, 4, 99]) == [0, 2, 4]
         assert engine.abort([0]) == []
         assert engine.stats().running == 2
-        left = {}
-        async for group in drain(engine):
-            left[group.group_id] = codec.decode(GroupPayload, group.payload).samples
-        for group_id, samples in left.items():
-            assert tokens_of(samples) == tokens_of(run_in_thread(make(), requests[group_id]))
-        return set(left)
+        return {each.group_id: tokens_of(codec.decode(GroupPayload, each.payload).samples) async for each in drain(engine)}
 
-    def run_in_thread(other: TorchRolloutEngine, each: GroupRequest) -> list[Sample]:
-        with torch.inference_mode():
-            other.submit([each])
-            while other._groups:
-                other._step()
-        return codec.decode(GroupPayload, other._finished[0].payload).samples
-
-    assert asyncio.run(aborted()) == {1, 3, 5}
+    assert asyncio.run(aborted()) == alone
     assert engine.stats().running == engine.stats().waiting == 0
 
 
@@ -366,23 +303,12 @@ def test_statistics_count_tokens(make: Make) -> None:
 
 def test_it_tells_what_runs_what_waits_and_how_full_the_cache_is(make: Make) -> None:
     engine = make(slots=2)
-
-    async def stopped() -> None:
-        engine.submit([request(1, n=3, limit=20)])
-        checks = iter([False] * 6 + [True])
-        assert await engine.advance(lambda: next(checks)) == []
-
-    asyncio.run(stopped())
+    assert asyncio.run(begin(engine, [request(1, n=3, limit=20)], 6)) == []
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.kv_shared, stats.preemptions) == (2, 1, False, 0)
     assert stats.kv_use == 2 * (3 + 6) / (3 * 64), "prompts, and a token a step; a third slot is kept for a probe"
-    asyncio.run(drain_all(engine))
+    asyncio.run(begin(engine, [], 99))
     assert engine.stats().kv_use == 0
-
-
-async def drain_all(engine: TorchRolloutEngine) -> None:
-    async for _ in drain(engine):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -410,3 +336,86 @@ def test_an_impossible_request_queues_nothing(make: Make, options: dict[str, Any
 def test_a_context_beyond_the_model_is_a_user_error(make: Make) -> None:
     with pytest.raises(UserError, match="300 is more than the 256 positions"):
         make(max_model_len=300)
+
+
+# ---------------------------------------------------------------------------------------------- sleep
+
+
+def copied(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """For an engine to take over, and to give back."""
+    return {name: each.clone() for name, each in weights.items()}
+
+
+def test_sleep_gives_the_cache_back_and_loses_no_group(make: Make) -> None:
+    engine = make(slots=2)
+
+    async def go() -> list[GeneratedGroup]:
+        engine.submit([request(1)])
+        plain = [group async for group in drain(engine)]
+        assert await begin(engine, [request(2)], 1) == []
+        again = [group async for group in drain(engine)]
+        assert [group.group_id for group in again] == [2]
+        await engine.sleep()
+        assert engine._cache.data.untyped_storage().nbytes() == 0
+        engine.submit([request(1)])
+        assert not engine.has_work
+        assert await engine.advance(never) == []
+        with pytest.raises(InvariantViolated, match="asleep"):
+            await engine.swap(PolicyVersion(0, 1))
+        await engine.wake()
+        after = [group async for group in drain(engine)]
+        assert after == plain
+        return after
+
+    assert len(asyncio.run(go())) == 1
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_weights_are_taken_over_before_the_cache_is_back(make: Make, on_host: bool) -> None:
+    """`on_host`: as on an accelerator, weights that are given back are kept on the host."""
+    engine, weights = make(slots=2), saved(seed=1)[1].state_dict()
+    engine.adopts = engine._next.adopts = "" if on_host else "float32"
+
+    async def go() -> None:
+        before = [tensor.clone() for tensor in engine._decoder.weights.tensors()]
+        await engine.sleep()
+        embedding = engine._decoder.weights.embedding
+        assert (embedding.untyped_storage().nbytes() == 0) == on_host
+        await engine.wake(cache=False)
+        assert all(map(torch.equal, before, engine._decoder.weights.tensors()))
+        engine.submit([request(1)])
+        assert not engine.has_work
+        await engine.stage(copied(weights))
+        await engine.swap(PolicyVersion(0, 1))
+        assert not engine.has_work
+        await engine.sleep()
+        await engine.wake()
+        (group,) = [group async for group in drain(engine)]
+        assert group.oldest == PolicyVersion(0, 1)
+        assert torch.equal(engine._decoder.weights.embedding, weights["model.embed_tokens.weight"])
+
+    asyncio.run(go())
+
+
+def test_what_runs_as_it_goes_to_sleep_goes_on_with_the_next_weights(make: Make) -> None:
+    """Bit for bit as where the keys and values are made anew at the swap, and nothing sleeps."""
+    other = saved(seed=1)[1].state_dict()
+
+    async def generated(sleeps: bool) -> list[GeneratedGroup]:
+        engine = make(slots=2)
+        assert await begin(engine, [request(1), request(2)], 3) == []
+        assert engine.stats().running
+        if sleeps:
+            await engine.sleep()
+            assert engine._cache.data.untyped_storage().nbytes() == 0
+            assert not engine.has_work
+            await engine.wake(cache=False)
+        await engine.stage(copied(other))
+        await engine.swap(PolicyVersion(0, 1), recompute=not sleeps)
+        if sleeps:
+            await engine.wake()
+        return [group async for group in drain(engine)]
+
+    plain, slept = (asyncio.run(generated(sleeps)) for sleeps in (False, True))
+    assert slept == plain
+    assert {(group.oldest.step, group.newest.step) for group in slept} == {(0, 1), (1, 1)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from runtime.models.experts import route, route_corrected
 from runtime.models.families.shape import ExpertShape
 from runtime.models.passes import Packing
 from runtime.rollout.torch import prefill
-from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.trainer import rows as train_rows
 from runtime.trainer.fsdp import experts as fsdp_experts
 from runtime.trainer.micro_batch import MicroBatch, micro_batches
@@ -35,8 +34,8 @@ from runtime.trainer.statistics import StepStatistics
 from runtime.trainer.step import ModelTrainer, policy_trainer
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, TrainGroup
 from tests.closeness import LOGITS, STEP, assert_close, forward_terms
-from tests.unit.rollout_cases import drain, request, update
-from tests.unit.tiny_models import save_model
+from tests.unit.rollout_cases import begin, drain, engines, request, update
+from tests.unit.tiny_models import saved
 from tests.unit.training_cases import VOCAB, fed_tokens, make_config, make_groups, random_experts
 from tests.unit.training_steps import assert_same, run_step, weights
 
@@ -46,19 +45,26 @@ pytestmark = pytest.mark.numeric
 SHAPES = {"qwen3_moe": (2, 2, 4), "deepseek_v3_whole_queries": (3, 4, 16), "glm4_moe": (2, 2, 4), "gpt_oss": (3, 2, 4)}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    made: dict[str, str] = {}
+@pytest.fixture
+def folders() -> Callable[[str], str]:
+    return _folder
 
-    def folder(family: str) -> str:
-        if family not in made:
-            path = tmp_path_factory.mktemp(family)
-            save_model(path, family)
-            (path / "tokenizer.json").write_text('{"version": "1.0"}')
-            made[family] = str(path)
-        return made[family]
 
-    return folder
+@cache
+def _folder(family: str) -> str:
+    path, _ = saved(family)
+    (path / "tokenizer.json").write_text('{"version": "1.0"}')
+    return str(path)
+
+
+@cache
+def _watched(path: str) -> Any:
+    """transformers' model in float64, whose blocks note the experts that they choose."""
+    model = hf_policy.load_policy(path).double()
+    for module in model.modules():
+        if hasattr(module, "watch"):
+            module.watch.keeps = True
+    return model
 
 
 def with_moe(path: str, trainer: Any = None, **moe: Any) -> Config:
@@ -66,19 +72,18 @@ def with_moe(path: str, trainer: Any = None, **moe: Any) -> Config:
 
 
 def sampled(path: str, *requests: GroupRequest, **options: Any) -> dict[int, GroupPayload]:
-    engine = TorchRolloutEngine(
-        path, device=torch.device("cpu"), dtype=torch.float32, slots=5, max_model_len=64, **{"replays": True, **options}
-    )
+    """One group after the other."""
 
     async def generate() -> list[GeneratedGroup]:
         found = []
         for each in requests:
             engine.submit([each])
             found += [group async for group in drain(engine)]
-        await engine.close()
         return found
 
-    return {group.group_id: codec.decode(GroupPayload, group.payload) for group in asyncio.run(generate())}
+    with engines(Path(path), **{"replays": True, **options}) as make:
+        engine = make(5)
+        return {group.group_id: codec.decode(GroupPayload, group.payload) for group in asyncio.run(generate())}
 
 
 def some(group_id: int, n: int = 4, **sampling: Any) -> GroupRequest:
@@ -94,13 +99,12 @@ def to_train(payload: GroupPayload) -> TrainGroup:
 # ------------------------------------------------------------------------------------------ what the rollout records
 
 
+@torch.no_grad()
 def expected_rows(path: str, prompt: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of the tokens that are fed [n, L, k], sorted, by transformers' model in float64, and where no two experts are so near
     that rounding decides [n, L]."""
-    model = hf_policy.load_policy(path).double()
+    model = _watched(path)
     blocks = [module for module in model.modules() if hasattr(module, "watch")]
-    for block in blocks:
-        block.watch.keeps = True
     ids = torch.from_numpy(np.concatenate([prompt, tokens[:-1]]).astype(np.int64))
     cells = torch.arange(len(ids))
     packing = Packing(rows=[cells[None]], cells=cells)
@@ -121,8 +125,8 @@ def expected_rows(path: str, prompt: np.ndarray, tokens: np.ndarray) -> tuple[np
 def test_the_rollout_tells_the_experts_that_its_tokens_took(folders: Callable[[str], str], family: str) -> None:
     """Of prompts that are computed side by side, of replies of one token, and with drafts, some of which are wrong."""
     path = folders(family)
-    requests = [some(0, n=7), some(1), request(2, n=2, prompt=(5,), limit=1, experts_from=0)]
-    payloads = sampled(path, *requests, *(replace(some(0, n=7), group_id=3 + at) for at in range(3)), drafts=True)
+    requests = [some(0, n=6), some(1, n=2), request(2, n=2, prompt=(5,), limit=1, experts_from=0)]
+    payloads = sampled(path, *requests, *(replace(some(0, n=6), group_id=3 + at) for at in range(2)), drafts=True)
     share = []
     for payload in payloads.values():
         assert payload.experts is not None and payload.experts.fit(fed_tokens(payload), *SHAPES[family])
@@ -168,17 +172,14 @@ def test_tokens_keep_the_experts_that_they_took_before_weights_changed(folders: 
     changed = {name: tensor + 0.5 * torch.randn_like(tensor) for name, tensor in tensors.items()}
 
     async def generate() -> GroupPayload:
-        options: dict[str, Any] = {"slots": 5, "max_model_len": 64, "replays": True}
-        engine = TorchRolloutEngine(path, device=torch.device("cpu"), dtype=torch.float32, **options)
-        engine.submit([some(0)])
-        left = iter(range(6))
-        await engine.advance(lambda: next(left, None) is None)
+        await begin(engine, [some(0)], 6)
         await update(engine, changed, PolicyVersion(0, 1), recompute)
         done = [group async for group in drain(engine)]
-        await engine.close()
         return codec.decode(GroupPayload, done[0].payload)
 
-    after = asyncio.run(generate())
+    with engines(Path(path), replays=True) as make:
+        engine = make(5)
+        after = asyncio.run(generate())
     assert before.experts is not None and after.experts is not None
     assert after.experts.fit(fed_tokens(after), *SHAPES["qwen3_moe"])
     pairs = zip(before.experts.by_row(before.lengths.tolist()), after.experts.by_row(after.lengths.tolist()), strict=True)
@@ -296,7 +297,7 @@ def balance_of(logits: torch.Tensor, taken: np.ndarray, corrected: bool) -> tupl
     return count * (f * p).sum(), torch.stack([torch.log(row.exp().sum()) ** 2 for row in logits]).mean()
 
 
-@pytest.mark.parametrize(("family", "checkpointing"), [("qwen3_moe", True), *((family, False) for family in SHAPES)])
+@pytest.mark.parametrize(("family", "checkpointing"), [(family, family == "qwen3_moe") for family in SHAPES])
 def test_logits_gradients_and_balance_are_those_of_a_model_that_is_forced(
     folders: Callable[[str], str], family: str, checkpointing: bool
 ) -> None:

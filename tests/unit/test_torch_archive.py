@@ -146,105 +146,13 @@ def name(module: str, attribute: str) -> bytes:
     return f"c{module}\n{attribute}\n".encode()
 
 
-OF_TYPE = name("torch._tensor", "_rebuild_from_type_v2")
-PARAMETER = name("torch._utils", "_rebuild_parameter")
+REBUILD, WITH_STATE = (name("torch._utils", f"_rebuild_parameter{more}") for more in ("", "_with_state"))
 MEMORY = b"(" + text("storage") + name("torch", "ByteStorage") + text("0") + text("cpu") + b"K\x40tQ"  # data/0, 64 elements
 TENSOR = name("torch._utils", "_rebuild_tensor_v2") + b"(" + MEMORY + b"K\x00(K\x40t(K\x01ttR"
-
-
-class TestNothingIsRun:
-    @pytest.mark.parametrize("protocol", [2, 4])
-    @pytest.mark.parametrize(
-        "function,name",
-        [
-            (os.system, f"{os.system.__module__}.system"),
-            (eval, "builtins.eval"),
-            (exec, "builtins.exec"),
-            (functools.partial, "functools.partial"),
-            (os.path.join, "posixpath.join"),
-            (torch.load, "torch.serialization.load"),
-            (__import__, "builtins.__import__"),
-        ],
-    )
-    def test_a_call_is_refused_by_name(self, function: Callable[..., Any], name: str, protocol: int, tmp_path: Path) -> None:
-        told = refused(write(tmp_path / "a.pt", {"model": {}, "args": Call(function, "touch here")}, protocol))
-        assert f"its pickle wants {name}, which no checkpoint needs; nothing of it was run" in told
-
-    def test_not_even_what_a_shell_would_do(self, tmp_path: Path) -> None:
-        refused(write(tmp_path / "a.pt", [Call(os.system, f"touch {tmp_path / 'done'}")]))
-        assert not (tmp_path / "done").exists()
-        torch.load(tmp_path / "a.pt", weights_only=False)
-        assert (tmp_path / "done").exists()  # which the file would have done
-
-    def test_known_names_are_not_followed(self, tmp_path: Path) -> None:
-        """What is named like a part of Megatron is not imported, and getattr gets no attribute."""
-        code = b"\x80\x02cmegatron.nothing\nsystem\n(X\x04\x00\x00\x00textt\x85R."
-        found = read_archive(raw(tmp_path / "a.pt", code.replace(b"\x85R", b"R")))
-        assert isinstance(found, Inert)
-        assert "megatron.nothing" not in sys.modules
-        found = read_archive(
-            raw(tmp_path / "b.pt", b"\x80\x02c__builtin__\ngetattr\n(cargparse\nNamespace\nX\x04\x00\x00\x00__mrtR.")
-        )
-        assert isinstance(found, Inert)
-
-    def test_what_is_called_cannot_be_changed(self, tmp_path: Path) -> None:
-        """A pickle may not set attributes of functions, which the next file would get too."""
-        state = b"(N}X\x05\x00\x00\x00_workNst"
-        told = refused(raw(tmp_path / "a.pt", b"\x80\x02ctorch\nSize\n" + state + b"b."))
-        assert "is not a whole file of torch.save: its pickle sets attributes of a Function" in told
-        assert read_archive(write(tmp_path / "b.pt", torch.Size([2]))) == (2,)
-
-    def test_a_file_elsewhere_is_not_read(self, tmp_path: Path) -> None:
-        """Whoever could set attributes of the path that a tensor holds, and of the tensor, would have any file's bytes."""
-        (tmp_path / "secret").write_bytes(b"s" * 64)
-        path = OF_TYPE + b"(" + PARAMETER + b"N" + MEMORY + b"NtR"  # the first of what the tensor's memory was
-        elsewhere = path + b"N}" + text("_str") + text(str(tmp_path / "secret")) + b"s\x86b"
-        first_byte = TENSOR + b"}" + text("_memory") + b"(K\x00K\x40tsb"
-        code = b"\x80\x02}" + text("tensor") + first_byte + b"s" + text("path") + elsewhere + b"s."
-        assert "its pickle sets attributes of an ArchiveTensor" in refused(raw(tmp_path / "a.pt", code, {"0": bytes(64)}))
-        told = refused(raw(tmp_path / "b.pt", b"\x80\x02" + elsewhere + b".", {"0": bytes(64)}))
-        assert "its pickle calls a Function" in told
-
-    @pytest.mark.parametrize(
-        "target,told",
-        [
-            (TENSOR, "an ArchiveTensor"),
-            (MEMORY, "an ArchiveMemory"),
-            (PARAMETER, "a Function"),
-            (text("a"), "'a'"),
-            (b"]", "a list"),
-        ],
-    )
-    def test_what_a_pickle_is_given_cannot_be_changed(self, target: bytes, told: str, tmp_path: Path) -> None:
-        path = raw(tmp_path / "a.pt", b"\x80\x02" + target + b"N}" + text("_any") + b"Ns\x86b.", {"0": bytes(64)})
-        assert f"its pickle sets attributes of {told}" in refused(path)
-
-    @pytest.mark.parametrize("function", ["_rebuild_parameter", "_rebuild_parameter_with_state"])
-    def test_the_memory_of_a_tensor_is_given_to_tensors_alone(self, function: str, tmp_path: Path) -> None:
-        code = b"\x80\x02" + name("torch._utils", function) + MEMORY + b"\x85R."
-        assert "it has an ArchiveMemory as a parameter" in refused(raw(tmp_path / "a.pt", code, {"0": bytes(64)}))
-        code = b"\x80\x02" + name("torch", "Size") + MEMORY + b"\x85R."
-        assert "is not a whole file" in refused(raw(tmp_path / "b.pt", code, {"0": bytes(64)}))
-        code = b"\x80\x02" + name("torch._utils", function) + MEMORY + b"R."  # as the arguments themselves
-        assert "its pickle calls a Function" in refused(raw(tmp_path / "c.pt", code, {"0": bytes(64)}))
-
-    def test_torch_is_not_asked_for_names(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """It imports parts of itself when it is."""
-        asked: list[str] = []
-        monkeypatch.setattr(torch, "__getattr__", asked.append)
-        assert "its pickle wants torch._part, which no" in refused(raw(tmp_path / "a.pt", b"\x80\x02ctorch\n_part\n."))
-        assert asked == []
-
-    def test_what_it_wants_is_told_in_a_line(self, tmp_path: Path) -> None:
-        told = refused(raw(tmp_path / "a.pt", b"\x80\x04" + text("os\nfine") + text("x" * 900) + b"\x93."))
-        assert "its pickle wants 'os\\nfine.xxx" in told
-        assert len(told) < 400 + len(str(tmp_path))
-
-    def test_another_storage_than_the_file_has(self, tmp_path: Path) -> None:
-        told = refused(
-            raw(tmp_path / "a.pt", b"\x80\x02(X\x06\x00\x00\x00modulectorch\nFloatStorage\nX\x01\x00\x00\x000NK\x01tQ.")
-        )
-        assert "it wants 'module' from outside" in told
+ELSEWHERE = name("torch._tensor", "_rebuild_from_type_v2") + b"(" + REBUILD + b"N" + MEMORY + b"NtR"  # what its memory was
+ELSEWHERE += b"N}" + text("_str") + text("/secret") + b"s\x86b"
+MODULE = b"(" + text("module") + name("torch", "FloatStorage") + text("0") + b"NK\x01tQ"
+PUT = b"N}" + text("_any") + b"Ns\x86b"  # an attribute
 
 
 def raw(path: Path, code: bytes, memory: dict[str, bytes] | None = None, compression: int = zipfile.ZIP_STORED) -> Path:
@@ -283,6 +191,95 @@ def nested(depth: int) -> bytes:
     return b"N\x85" + b"q\x00h\x00\x86" * depth
 
 
+class TestNothingIsRun:
+    @pytest.mark.parametrize("protocol", [2, 4])
+    @pytest.mark.parametrize(
+        "function,name",
+        [
+            (os.system, f"{os.system.__module__}.system"),
+            (eval, "builtins.eval"),
+            (exec, "builtins.exec"),
+            (functools.partial, "functools.partial"),
+            (os.path.join, "posixpath.join"),
+            (torch.load, "torch.serialization.load"),
+            (__import__, "builtins.__import__"),
+        ],
+    )
+    def test_a_call_is_refused_by_name(self, function: Callable[..., Any], name: str, protocol: int, tmp_path: Path) -> None:
+        told = refused(write(tmp_path / "a.pt", {"model": {}, "args": Call(function, "touch here")}, protocol))
+        assert f"its pickle wants {name}, which no checkpoint needs; nothing of it was run" in told
+
+    def test_not_even_what_a_shell_would_do(self, tmp_path: Path) -> None:
+        refused(write(tmp_path / "a.pt", [Call(os.system, f"touch {tmp_path / 'done'}")]))
+        assert not (tmp_path / "done").exists()
+        torch.load(tmp_path / "a.pt", weights_only=False)
+        assert (tmp_path / "done").exists()  # which the file would have done
+
+    @pytest.mark.parametrize(
+        "code",
+        [
+            name("megatron.nothing", "system") + b"(" + text("text") + b"t\x85R",
+            name("megatron.nothing", "system") + b"(" + text("text") + b"tR",
+            name("__builtin__", "getattr") + b"(" + name("argparse", "Namespace") + text("__mr") + b"tR",
+        ],
+    )
+    def test_known_names_are_not_followed(self, code: bytes, tmp_path: Path) -> None:
+        """What is named like a part of Megatron is not imported, and getattr gets no attribute."""
+        assert isinstance(read_archive(raw(tmp_path / "a.pt", b"\x80\x02" + code + b".")), Inert)
+        assert "megatron.nothing" not in sys.modules
+
+    @pytest.mark.parametrize(
+        "code,told",
+        [
+            # What is called cannot be changed: the next file would get it too.
+            (name("torch", "Size") + b"(N}" + text("_work") + b"Nstb", "its pickle sets attributes of a Function"),
+            (TENSOR + PUT, "its pickle sets attributes of an ArchiveTensor"),
+            (MEMORY + PUT, "its pickle sets attributes of an ArchiveMemory"),
+            (REBUILD + PUT, "its pickle sets attributes of a Function"),
+            (text("a") + PUT, "its pickle sets attributes of 'a'"),
+            (b"]" + PUT, "its pickle sets attributes of a list"),
+            # Who could set attributes of the path that a tensor holds, and of the tensor, would have any file's bytes.
+            (TENSOR + b"}" + text("_memory") + b"(K\x00K\x40tsb" + ELSEWHERE, "its pickle sets attributes of an ArchiveTensor"),
+            (ELSEWHERE, "its pickle calls a Function"),
+            # The memory of a tensor is given to tensors alone, and not as the arguments themselves.
+            (REBUILD + MEMORY + b"\x85R", "it has an ArchiveMemory as a parameter"),
+            (WITH_STATE + MEMORY + b"\x85R", "it has an ArchiveMemory as a parameter"),
+            (REBUILD + MEMORY + b"R", "its pickle calls a Function"),
+            (WITH_STATE + MEMORY + b"R", "its pickle calls a Function"),
+            (name("torch", "Size") + MEMORY + b"\x85R", "is not a whole file"),
+            (MODULE, "it wants 'module' from outside"),
+            # Keys that take long to find: of a tuple, the time doubles with each.
+            (b"}" + nested(16) + b"Ns", "its pickle has a tuple"),
+            (b"}]Ns", "its pickle has a list"),
+            (b"}G" + struct.pack(">d", 2.0**61) + b"Ns", "its pickle has 2.305843009213694e+18"),
+            (b"}\x8a\x08" + struct.pack("<q", (1 << 61) - 1) + b"Ns", "its pickle has 2305843009213693951"),
+            (b"}" + text("x" * 1001) + b"Ns", "its pickle has 'xxx"),
+            # What torch does not write.
+            (b"N2", "its pickle has DUP, which torch.save"),
+            (b"I1\n", "its pickle has INT, which torch.save"),
+            (b"\x8b\x01\x00\x00\x00\x05", "its pickle has LONG4, which torch.save"),
+            (b"(ios\nsystem\n", "its pickle has INST, which torch.save"),
+            (b"\x82\x05", "its pickle has EXT1, which torch.save"),
+            (b"P0\n", "its pickle has PERSID, which torch.save"),
+        ],
+    )
+    def test_what_a_pickle_may_not(self, code: bytes, told: str, tmp_path: Path) -> None:
+        assert told in refused(raw(tmp_path / "a.pt", b"\x80\x02" + code + b".", {"0": bytes(64)}))
+        assert read_archive(write(tmp_path / "b.pt", torch.Size([2]))) == (2,)
+
+    def test_torch_is_not_asked_for_names(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It imports parts of itself when it is."""
+        asked: list[str] = []
+        monkeypatch.setattr(torch, "__getattr__", asked.append)
+        assert "its pickle wants torch._part, which no" in refused(raw(tmp_path / "a.pt", b"\x80\x02ctorch\n_part\n."))
+        assert asked == []
+
+    def test_what_it_wants_is_told_in_a_line(self, tmp_path: Path) -> None:
+        told = refused(raw(tmp_path / "a.pt", b"\x80\x04" + text("os\nfine") + text("x" * 900) + b"\x93."))
+        assert "its pickle wants 'os\\nfine.xxx" in told
+        assert len(told) < 400 + len(str(tmp_path))
+
+
 class TestSmallFilesTakeLittle:
     def test_a_memo_of_millions(self, tmp_path: Path) -> None:
         path = raw(tmp_path / "a.pt", b"\x80\x02Nr" + struct.pack("<I", 20_000_000) + b".")
@@ -299,37 +296,10 @@ class TestSmallFilesTakeLittle:
         assert "'a/data.pkl' is compressed or encrypted" in refused(path)
 
     @pytest.mark.parametrize(
-        "key,told",
-        [
-            (nested(16), "a tuple"),  # of which the time doubles with each
-            (b"]", "a list"),
-            (b"G" + struct.pack(">d", 2.0**61), "2.305843009213694e+18"),
-            (b"\x8a\x08" + struct.pack("<q", (1 << 61) - 1), "2305843009213693951"),
-            (text("x" * 1001), "'xxx"),
-        ],
-    )
-    def test_keys_that_take_long_to_find(self, key: bytes, told: str, tmp_path: Path) -> None:
-        assert f"its pickle has {told}" in refused(raw(tmp_path / "a.pt", b"\x80\x02}" + key + b"Ns."))
-
-    @pytest.mark.parametrize(
         "key,value", [(text("a"), "a"), (b"K\x05", 5), (b"N", None), (text("a") + text("b") + b"\x86", ("a", "b"))]
     )
     def test_keys_of_checkpoints(self, key: bytes, value: object, tmp_path: Path) -> None:
         assert read_archive(raw(tmp_path / "a.pt", b"\x80\x02}" + key + b"K\x01s.")) == {value: 1}
-
-    @pytest.mark.parametrize(
-        "code,told",
-        [
-            (b"N2", "DUP"),
-            (b"I1\n", "INT"),
-            (b"\x8b\x01\x00\x00\x00\x05", "LONG4"),
-            (b"(ios\nsystem\n", "INST"),
-            (b"\x82\x05", "EXT1"),
-            (b"P0\n", "PERSID"),
-        ],
-    )
-    def test_what_torch_does_not_write(self, code: bytes, told: str, tmp_path: Path) -> None:
-        assert f"its pickle has {told}, which torch.save" in refused(raw(tmp_path / "a.pt", b"\x80\x02" + code + b"."))
 
     def test_long_pickles(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = raw(tmp_path / "a.pt", b"\x80\x02" + b"N0" * 50 + b"N.")
@@ -371,10 +341,21 @@ class TestTorn:
         with pytest.raises(UserError, match=r"elements in the memory of 20$"):
             tensor[:]
 
-    @pytest.mark.parametrize("shape,stride", [((0, 1 << 62, 1 << 62), (1, 1, 1)), ((1,), (1 << 63,)), ((1 << 63,), (0,))])
-    def test_sizes_beyond_numbers(self, shape: tuple[int, ...], stride: tuple[int, ...], tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="has more elements than there are numbers"):
-            ArchiveTensor(ArchiveMemory(tmp_path, 0, 20, "float32"), 0, shape, stride)
+    @pytest.mark.parametrize(
+        "offset,shape,stride,told",
+        [
+            (0, (0, 1 << 62, 1 << 62), (1, 1, 1), "has more elements than there are numbers"),
+            (0, (1,), (1 << 63,), "has more elements than there are numbers"),
+            (0, (1 << 63,), (0,), "has more elements than there are numbers"),
+            (0, (3, 4), (4, 1), r"a tensor \[3, 4\] lies beyond its memory"),
+            (-1, (1,), (1,), "lies beyond"),
+        ],
+    )
+    def test_a_tensor_beyond_numbers_or_its_memory(
+        self, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], told: str, tmp_path: Path
+    ) -> None:
+        with pytest.raises(ValueError, match=told):
+            ArchiveTensor(ArchiveMemory(tmp_path, 0, 11, "float32"), offset, shape, stride)
 
     @pytest.mark.parametrize("kept", [0, 10, 200, -1, -30])
     def test_a_file_that_ends_too_early(self, kept: int, tmp_path: Path) -> None:
@@ -397,12 +378,6 @@ class TestTorn:
         path = write(tmp_path / "a.pt", TENSORS)
         spoil(path)
         assert told in refused(path)
-
-    def test_a_tensor_beyond_its_memory(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"a tensor \[3, 4\] lies beyond its memory"):
-            ArchiveTensor(ArchiveMemory(tmp_path, 0, 11, "float32"), 0, (3, 4), (4, 1))
-        with pytest.raises(ValueError, match="lies beyond"):
-            ArchiveTensor(ArchiveMemory(tmp_path, 0, 11, "float32"), -1, (1,), (1,))
 
     def test_a_file_that_is_cut_while_it_is_read(self, tmp_path: Path) -> None:
         found = read_archive(write(tmp_path / "a.pt", TENSORS))

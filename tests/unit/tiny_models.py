@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 
 from runtime.models.families.family import ROUTER_BIAS
+from tests.unit.family_cases import session_folder
 
 VOCABULARY = 61
 _SHAPE = {
@@ -30,52 +32,24 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-    "num_hidden_layers": 3,
-    "mlp_only_layers": [1],
-}
-_GEMMA = {
-    "head_dim": 12,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "query_pre_attn_scalar": 20,
-    "rope_local_base_freq": 50.0,
-    "rope_theta": 500.0,
-    "sliding_window": 7,
-    "sliding_window_pattern": 3,
-    "tie_word_embeddings": True,
-}
-_LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "n_routed_experts": 16,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "num_hidden_layers": 4,
-    "topk_method": "noaux_tc",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500.0,
-    "tie_word_embeddings": False,
-}
-_GLM = {
-    "head_dim": 16,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 3,
-    "partial_rotary_factor": 0.5,
-    "rope_theta": 500.0,
-    "routed_scaling_factor": 1.5,
-    "tie_word_embeddings": False,
-}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+_EXPERTS_IN_TWO = {**_EXPERTS, "num_hidden_layers": 3, "mlp_only_layers": [1]}
+_GEMMA = (
+    {"head_dim": 12, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 20}
+    | {"rope_local_base_freq": 50.0, "rope_theta": 500.0, "sliding_window": 7, "sliding_window_pattern": 3}
+    | {"tie_word_embeddings": True}
+)
+_LATENT = (
+    {"num_key_value_heads": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+    | {"n_routed_experts": 16, "n_shared_experts": 2, "num_experts_per_tok": 4, "moe_intermediate_size": 24}
+    | {"first_k_dense_replace": 1, "num_hidden_layers": 4, "topk_method": "noaux_tc", "rms_norm_eps": 1e-5}
+    | {"rope_theta": 500.0, "tie_word_embeddings": False}
+)
+_GLM = (
+    {"head_dim": 16, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    | {"num_hidden_layers": 3, "partial_rotary_factor": 0.5, "rope_theta": 500.0, "routed_scaling_factor": 1.5}
+    | {"tie_word_embeddings": False}
+)
 _CLASSES = {"Gemma3Config": "Gemma3TextConfig", "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification"}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
@@ -96,15 +70,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 WITH_EXPERTS = {
     "gpt_oss": (
         "GptOss",
-        {
-            "head_dim": 8,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "num_hidden_layers": 3,
-            "rope_scaling": {**_YARN, "truncate": False},
-            "sliding_window": 7,
-            "tie_word_embeddings": False,
-        },
+        (
+            {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3}
+            | {"rope_scaling": {**_YARN, "truncate": False}, "sliding_window": 7, "tie_word_embeddings": False}
+        ),
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
     "mixtral_sliding": ("Mixtral", {"num_local_experts": 3, "sliding_window": 7, "tie_word_embeddings": True}),
@@ -124,28 +93,20 @@ WITH_EXPERTS = {
         "DeepseekV3",
         {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
     ),
-    "qwen3_moe": ("Qwen3Moe", {"head_dim": 12, "tie_word_embeddings": False, **_EXPERTS}),
+    "qwen3_moe": ("Qwen3Moe", {"head_dim": 12, "tie_word_embeddings": False, **_EXPERTS_IN_TWO}),
     "qwen3_moe_tied": (
         "Qwen3Moe",
-        {"head_dim": 12, "tie_word_embeddings": True, **_EXPERTS, "norm_topk_prob": False, "num_hidden_layers": 4},
+        {"head_dim": 12, "tie_word_embeddings": True, **_EXPERTS_IN_TWO, "norm_topk_prob": False, "num_hidden_layers": 4},
     ),
 }
 
 # No family of ours: `tests/unit/families_page.py` says which of them run packed.
-_RECURRENT = {
-    "head_dim": 12,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_value_head_dim": 8,
-    "moe_intermediate_size": 24,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "shared_expert_intermediate_size": 24,
-    "tie_word_embeddings": False,
-}
+_RECURRENT = (
+    {"head_dim": 12, "layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4}
+    | {"linear_key_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 8}
+    | {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 24}
+    | {"tie_word_embeddings": False}
+)
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 _SCALED = {"attention_multiplier": 0.2, "embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.6}
 WIDE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -175,6 +136,13 @@ def save_model(folder: Path, name: str = "qwen2", seed: int = 0, **save: Any) ->
     return _saved(folder, name, "ForCausalLM", seed, {}, save)
 
 
+@cache
+def saved(name: str = "qwen2", seed: int = 0) -> tuple[Path, Any]:
+    """The folder and the model of `save_model`, made once in a process: to be read, not to be changed."""
+    folder = session_folder("models") / f"{name}-{seed}"
+    return folder, save_model(folder, name, seed)
+
+
 def save_classifier(folder: Path, name: str = "qwen2", **options: Any) -> Any:
     """The same of a sequence classifier with one label, `options` being keys of its configuration."""
     return _saved(folder, name, "ForSequenceClassification", 0, {"num_labels": 1, **options}, {})
@@ -191,9 +159,8 @@ def _saved(folder: Path, name: str, task: str, seed: int, options: dict[str, Any
         if parameter.dim() == 1 or name.endswith("bias"):  # norms and biases start as ones and zeros, which would hide mistakes
             torch.nn.init.normal_(parameter, 1.0 if parameter.mean() > 0.5 else 0.0, 0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith(
-            ROUTER_BIAS
-        ):  # above 0 with a score: transformers gives those that are left out a 0, megatron-core and vLLM -inf
+        # Above 0 with a score: transformers gives those that are left out a 0, megatron-core and vLLM -inf.
+        if name.endswith(ROUTER_BIAS):
             torch.nn.init.normal_(buffer, 0.6, 0.15)
     model.save_pretrained(folder, **save)
     return model

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from runtime import codec
@@ -45,6 +46,12 @@ class Rig:
         self.models = {0: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()}
         self.newest = 0
 
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def run(self, work: Awaitable[T], timeout: float = 240.0) -> T:
         return self._loop.run_until_complete(asyncio.wait_for(work, timeout))
 
@@ -73,20 +80,15 @@ class Rig:
         found = {payload.group_id: payload.samples for payload in self.run(self.finish(len(requests)))}
         return [found[request.group_id] for request in requests]
 
-    async def until_tokens(self, count: int) -> None:
-        """Generate until the engine has made `count` tokens more."""
+    async def until_tokens(self, count: int, done: list[Sample] | None = None) -> None:
+        """Generate until the engine has made `count` tokens more; without `done`, no sample may end meanwhile."""
         goal = self.engine.stats().decode_tokens + count
         while self.engine.stats().decode_tokens < goal:
             assert self.engine.has_work
-            assert not await self.engine.advance(lambda: self.engine.stats().decode_tokens >= goal)
-
-    async def until_tokens_or_finished(self, count: int, done: list[Sample]) -> None:
-        """As `until_tokens`, where samples (of groups of one) may be done meanwhile."""
-        goal = self.engine.stats().decode_tokens + count
-        while self.engine.stats().decode_tokens < goal:
-            assert self.engine.has_work
-            for each in await self.engine.advance(lambda: self.engine.stats().decode_tokens >= goal):
-                done += codec.decode(GroupPayload, each.payload).samples
+            ended = await self.engine.advance(lambda: self.engine.stats().decode_tokens >= goal)
+            assert done is not None or not ended
+            for each in ended:
+                done += codec.decode(GroupPayload, each.payload).samples  # type: ignore[operator]
 
     def next_weights(self, scale: float = 0.05) -> dict[str, torch.Tensor]:
         """Weights of the version after the newest, quite unlike it."""
@@ -99,6 +101,12 @@ class Rig:
         self.models = {self.newest - 1: self.models[self.newest - 1], self.newest: model}
         tied = model.config.tie_word_embeddings
         return {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+
+    def publish_files(self, folder: Path) -> None:
+        """The next version by the names of a checkpoint's files: of experts, one tensor each, as the trainer has them."""
+        self.next_weights()
+        self.models[self.newest].save_pretrained(folder)
+        self.run(self.swap(load_file(folder / "model.safetensors"), PolicyVersion(0, self.newest)))
 
     async def update(self, recompute: bool = False) -> None:
         await self.swap(self.next_weights(), PolicyVersion(0, self.newest), recompute)
@@ -127,6 +135,15 @@ class Rig:
         """The largest difference from the model of `version`, over the tokens `where`."""
         difference = np.abs(self.logprobs(version, PROMPT, sample) - sample.logprobs)
         return float(difference[where if where is not None else slice(None)].max(initial=0.0))
+
+    def begin(self, *requests: GroupRequest, tokens: int) -> None:
+        """Submit them, and generate so many tokens."""
+        self.engine.submit(requests)
+        self.run(self.until_tokens(tokens))
+
+    def finish_one(self) -> GroupPayload:
+        (payload,) = self.run(self.finish(1))
+        return payload
 
     def check_exact(self, samples: Sequence[Sample]) -> None:
         """Every token has the log-probability that the weights of its version give it."""

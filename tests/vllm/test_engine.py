@@ -20,9 +20,8 @@ pytestmark = pytest.mark.timeout(900)  # the first test's includes the start of 
 
 @pytest.fixture(scope="module")
 def rig(model_path: Path) -> Iterator[Rig]:
-    made = Rig(model_path)
-    yield made
-    made.close()
+    with Rig(model_path) as made:
+        yield made
 
 
 def test_log_probabilities_are_the_trainers_before_and_after_updates(rig: Rig) -> None:
@@ -38,10 +37,9 @@ def test_log_probabilities_are_the_trainers_before_and_after_updates(rig: Rig) -
 
 def test_recompute_in_flight_is_exact_at_the_boundary(rig: Rig) -> None:
     request = rig.request(n=SLOTS + 4, tokens=60)
-    rig.engine.submit([request])
-    rig.run(rig.until_tokens(300))
+    rig.begin(request, tokens=300)
     rig.run(rig.update(recompute=True))
-    (payload,) = rig.run(rig.finish(1))
+    payload = rig.finish_one()
     rig.check_exact(payload.samples)
     assert sum(len(set(sample.versions.tolist())) == 2 for sample in payload.samples) >= SLOTS // 2
     assert payload.samples[-1].versions[0] == rig.newest  # begun after the swap
@@ -49,8 +47,7 @@ def test_recompute_in_flight_is_exact_at_the_boundary(rig: Rig) -> None:
 
 def test_keep_in_flight_goes_on_but_begins_nothing_on_old_keys(rig: Rig) -> None:
     first, second = rig.request(n=SLOTS, tokens=60), rig.request(n=4, tokens=20)
-    rig.engine.submit([first])
-    rig.run(rig.until_tokens(300))
+    rig.begin(first, tokens=300)
     rig.run(rig.update())
     rig.engine.submit([second])
     payloads = {payload.group_id: payload.samples for payload in rig.run(rig.finish(2))}
@@ -70,7 +67,7 @@ def test_what_has_no_token_at_a_swap_is_begun_under_the_new_version(rig: Rig) ->
     rig.engine.submit([rig.request(n=SLOTS)])
     rig.run(rig.engine._feed())
     rig.run(rig.update())
-    (payload,) = rig.run(rig.finish(1))
+    payload = rig.finish_one()
     assert {version for sample in payload.samples for version in sample.versions.tolist()} == {rig.newest}
     rig.check_exact(payload.samples)
 
@@ -92,7 +89,7 @@ def test_updates_during_continuous_generation(rig: Rig) -> None:
             while sent - len(done) < 2 * SLOTS:
                 rig.engine.submit([rig.request(n=1, tokens=20, prompt=PROMPT[:10])])
                 sent += 1
-            await rig.until_tokens_or_finished(SLOTS, done)
+            await rig.until_tokens(SLOTS, done)
             await rig.swap(tensors[update % 2], PolicyVersion(1, update), recompute=update % 3 == 0)
         while len(done) < sent:
             done += [payload.samples[0] for payload in await rig.finish(1)]
@@ -130,8 +127,7 @@ def test_adapters_that_come_alone_are_added_to_the_folders_weights(rig: Rig, mod
 
 def test_it_tells_how_full_its_memory_is_and_that_it_preempts_nobody(rig: Rig) -> None:
     """That of CPUs holds all slots' longest sequences. What a swap has computed anew is no preemption."""
-    rig.engine.submit([rig.request(n=SLOTS, tokens=100)])
-    rig.run(rig.until_tokens(30 * SLOTS))
+    rig.begin(rig.request(n=SLOTS, tokens=100), tokens=30 * SLOTS)
     stats = rig.engine.stats()
     assert 0 < stats.kv_use <= 1 and not stats.kv_shared and stats.waiting == 0
     rig.run(rig.update(recompute=True))
@@ -142,8 +138,7 @@ def test_it_tells_how_full_its_memory_is_and_that_it_preempts_nobody(rig: Rig) -
 
 def test_an_aborted_group_is_forgotten_and_the_others_go_on(rig: Rig) -> None:
     gone, waiting, stays = rig.request(n=SLOTS - 1, tokens=100), rig.request(n=SLOTS), rig.request(n=2)
-    rig.engine.submit([gone, stays, waiting])
-    rig.run(rig.until_tokens(60))
+    rig.begin(gone, stays, waiting, tokens=60)
     assert rig.engine.abort([gone.group_id, waiting.group_id, 10**6]) == [gone.group_id, waiting.group_id]
     payloads = rig.run(rig.finish(1))
     assert [payload.group_id for payload in payloads] == [stays.group_id]
@@ -152,8 +147,7 @@ def test_an_aborted_group_is_forgotten_and_the_others_go_on(rig: Rig) -> None:
 
 
 def test_an_abort_of_the_last_group_is_told_to_vllm(rig: Rig) -> None:
-    rig.engine.submit([rig.request(n=2, tokens=200)])
-    rig.run(rig.until_tokens(10))
+    rig.begin(rig.request(n=2, tokens=200), tokens=10)
     rig.engine.abort([rig._ids])
     assert rig.engine.has_work
     assert rig.run(rig.engine.advance(lambda: False)) == []
@@ -161,8 +155,7 @@ def test_an_abort_of_the_last_group_is_told_to_vllm(rig: Rig) -> None:
 
 
 def test_held_begins_nothing_and_finishes_what_runs(rig: Rig) -> None:
-    rig.engine.submit([rig.request(n=SLOTS, tokens=30), rig.request(n=2)])
-    rig.run(rig.until_tokens(SLOTS))
+    rig.begin(rig.request(n=SLOTS, tokens=30), rig.request(n=2), tokens=SLOTS)
     rig.engine.held = True
     rig.run(rig.finish(1))
     assert not rig.engine.has_work
@@ -262,8 +255,7 @@ def test_weights_that_do_not_fit_change_nothing(rig: Rig) -> None:
 
 def test_a_worker_that_fails_quarantines_the_engine_until_a_whole_version_comes(rig: Rig) -> None:
     tensors = {name: tensor.clone() for name, tensor in rig.next_weights().items()}
-    rig.engine.submit([rig.request(n=4, tokens=60)])
-    rig.run(rig.until_tokens(40))
+    rig.begin(rig.request(n=4, tokens=60), tokens=40)
     broken = {**tensors, "model.layers.1.mlp.down_proj.weight": tensors["model.layers.1.mlp.down_proj.weight"].fill_(BREAKS)}
     before = rig.engine.version
     with pytest.raises(ServiceFault, match=r"rollout-0: swap: version 0\.\d+ was not loaded: .*injected fault at model"):
@@ -271,7 +263,7 @@ def test_a_worker_that_fails_quarantines_the_engine_until_a_whole_version_comes(
     assert rig.engine.version == before
     assert not rig.engine.has_work
     rig.run(rig.update(recompute=True))
-    (payload,) = rig.run(rig.finish(1))
+    payload = rig.finish_one()
     for sample in payload.samples:
         steps = sample.versions & 0xFFFFFFFF
         assert rig.error(rig.newest, sample, steps == rig.newest) < TOLERANCE
@@ -293,8 +285,7 @@ def test_a_dead_engine_is_a_named_error(rig: Rig) -> None:
     """Last, as it ends the module's engine."""
     import psutil
 
-    rig.engine.submit([rig.request(n=2, tokens=200)])
-    rig.run(rig.until_tokens(10))
+    rig.begin(rig.request(n=2, tokens=200), tokens=10)
     for child in psutil.Process().children(recursive=True):
         if "EngineCore" in " ".join(child.cmdline()) or "EngineCore" in child.name():
             child.kill()

@@ -1,17 +1,20 @@
-"""Other families than the quickstart's, with a head of their own, over as many workers as there are heads."""
+"""Other families than the quickstart's, with a head of their own, over as many workers as there are heads. The first weights
+that are published show whether vLLM's model takes them all, and gets all that it has.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from runtime.config import Config, Model, Run, Warmup
+from runtime.errors import UserError
 from runtime.models import tiny_model
 from runtime.types import GroupPayload, PolicyVersion
 from tests.opted import opted
@@ -20,16 +23,11 @@ from tests.vllm.rig import Rig
 
 pytestmark = pytest.mark.timeout(600)
 
-SHAPE = {
-    "vocab_size": 320,
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 256,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+SHAPE = (
+    {"vocab_size": 320, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "intermediate_size": 256, "max_position_embeddings": 512}
+    | {"tie_word_embeddings": False}
+)
 
 
 @pytest.mark.parametrize(
@@ -42,33 +40,24 @@ def test_log_probabilities_are_the_trainers_before_and_after_updates(
 ) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    rig = Rig(tmp_path, tensor_parallel=workers)
-    try:
+    with Rig(tmp_path, tensor_parallel=workers) as rig:
         for _ in range(3):
             (samples,) = rig.generate(rig.request())
             rig.check_exact(samples)
             rig.run(rig.update())
-    finally:
-        rig.close()
 
 
 def test_a_mixture_of_experts_takes_new_weights(tmp_path: Path) -> None:
     """As `tiny:qwen3_moe` has them, in the names of a checkpoint's files, where each expert has tensors of its own. It tells
     the experts that tokens took."""
     tiny = Config(run=Run(name="a"), model=Model(path="tiny:qwen3_moe"), warmup=Warmup(cache=str(tmp_path / "cache")))
-    rig = Rig(Path(tiny_model.made(tiny).model.path), replays=True)
-    try:
+    with Rig(Path(tiny_model.made(tiny).model.path), replays=True) as rig:
         for _ in range(3):
             rig.engine.submit([rig.request(experts_from=3)])
-            (payload,) = rig.run(rig.finish(1))
+            payload = rig.finish_one()
             rig.check_exact(payload.samples)
             check_experts(payload, rig.models[rig.newest], 3)
-            rig.next_weights()
-            rig.models[rig.newest].save_pretrained(tmp_path / "next")
-            tensors = load_file(tmp_path / "next" / "model.safetensors")
-            rig.run(rig.swap(tensors, PolicyVersion(0, rig.newest)))
-    finally:
-        rig.close()
+            rig.publish_files(tmp_path / "next")
 
 
 @torch.no_grad()
@@ -92,32 +81,48 @@ def check_experts(payload: GroupPayload, model: Any, begin: int) -> None:
     "family",
     [
         "gemma2",
-        *opted(
-            "deepseek_v3_whole_queries",
-            "exaone4",
-            "gemma3",
-            "glm4",
-            "glm4_moe",
-            "granite",
-            "mistral",
-            "mixtral",
-            "olmo2",
-            "olmo3",
-        ),
+        *opted("deepseek_v3_whole_queries", "exaone4", "gemma3", "glm4", "glm4_moe"),
+        *opted("granite", "mistral", "mixtral", "olmo2", "olmo3"),
         *opted("phi3", "qwen2", "seed_oss", "smollm3"),
     ],
 )
 def test_a_family_is_served_as_it_is_trained(family: str, tmp_path: Path) -> None:
     """All that the trainer publishes has a place, and all that vLLM has gets its weights: else the first swap would fail."""
     save_served(tmp_path, family)
-    rig = Rig(tmp_path)
-    try:
+    with Rig(tmp_path) as rig:
         for _ in range(2):
             (samples,) = rig.generate(rig.request())
             rig.check_exact(samples)
-            rig.next_weights()
-            rig.models[rig.newest].save_pretrained(tmp_path / "next")  # of experts, one tensor each, as the trainer has them
-            tensors = load_file(tmp_path / "next" / "model.safetensors")
-            rig.run(rig.swap(tensors, PolicyVersion(0, rig.newest)))
-    finally:
-        rig.close()
+            rig.publish_files(tmp_path / "next")
+
+
+BIASES = [f"model.layers.{layer}.self_attn.{part}_proj.bias" for layer in range(2) for part in "qkv"]
+
+
+@pytest.mark.parametrize(
+    ("config", "theirs", "fault", "named"),
+    [
+        (Qwen2Config(**SHAPE), "LlamaForCausalLM", "6 published weights have no place in it", BIASES),
+        (
+            LlamaConfig(**SHAPE),
+            "Qwen2ForCausalLM",
+            "2 of its parameters get none",
+            [f"model.layers.{layer}.self_attn.qkv_proj.bias" for layer in range(2)],
+        ),
+    ],
+    ids=["no place", "no weight"],
+)
+def test_what_is_not_delivered_is_named(
+    config: PretrainedConfig, theirs: str, fault: str, named: list[str], tmp_path: Path
+) -> None:
+    """vLLM itself starts, and would compute with other weights than the trainer has."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(described | {"architectures": [theirs]}))
+    with Rig(tmp_path) as rig:
+        with pytest.raises(UserError, match=rf"^model\.path: vLLM.s model is not the trainer.s: {fault}") as caught:
+            rig.run(rig.swap(dict(model.state_dict()), PolicyVersion(0, 0)))
+        assert all(name in str(caught.value) for name in named)
+        assert str(caught.value).count("model.layers") == len(named)

@@ -48,24 +48,18 @@ def with_config(path: Path, folder: Path, **changes: object) -> Path:
         ({"engine_args": {"block_sise": 16}}, "this vLLM has no such argument; nearest is 'block_size'"),
         ({"engine_args": {"dtype": "float64"}}, "services.rollout.engine_args.dtype: Sluice sets it"),
         ({"engine_args": {"kv_cache_memory_bytes": 300_000}}, "services.rollout: vLLM did not start: ValueError: .*KV cache"),
+        ({}, r"services\.rollout: vLLM did not start: .*NobodyKnowsForCausalLM"),
     ],
+    ids=["unknown", "Sluice's own", "too little memory", "a model that it does not support"],
 )
 def test_arguments_that_do_not_work(
-    model_path: Path, options: dict[str, object], fault: str, capfd: pytest.CaptureFixture[str]
+    model_path: Path, tmp_path: Path, options: dict[str, object], fault: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    model = model_path if options else with_config(model_path, tmp_path / "model", architectures=["NobodyKnowsForCausalLM"])
     before = descendants()
     # Captured, what a forked process logs would pass by the engine, which reads it for the error.
     with capfd.disabled(), pytest.raises(UserError, match=fault) as caught:
-        Rig(model_path, **options)
-    assert "\n" not in str(caught.value)
-    until(lambda: descendants() <= before, 60)
-
-
-def test_a_model_that_vllm_does_not_support(model_path: Path, tmp_path: Path) -> None:
-    folder = with_config(model_path, tmp_path / "model", architectures=["NobodyKnowsForCausalLM"])
-    before = descendants()
-    with pytest.raises(UserError, match=r"services\.rollout: vLLM did not start: .*NobodyKnowsForCausalLM") as caught:
-        Rig(folder)
+        Rig(model, **options)
     assert "\n" not in str(caught.value)
     until(lambda: descendants() <= before, 60)
 
@@ -127,15 +121,11 @@ def until(holds: Callable[[], bool], seconds: float) -> None:
 
 def test_memory_that_is_too_little_for_all_slots_is_told_and_so_is_who_lost_it(model_path: Path) -> None:
     blocks = 12 * 128 * 1024  # bytes: 12 of 128 tokens, and 16 sequences of 350 tokens need three each
-    rig = Rig(model_path, engine_args={"kv_cache_memory_bytes": blocks})
-    try:
-        rig.engine.submit([rig.request(n=16, tokens=200)])
-        rig.run(rig.until_tokens(16 * 20))
+    with Rig(model_path, engine_args={"kv_cache_memory_bytes": blocks}) as rig:
+        rig.begin(rig.request(n=16, tokens=200), tokens=16 * 20)
         stats = rig.engine.stats()
         assert stats.kv_shared and stats.kv_use > 0.8
-        (payload,) = rig.run(rig.finish(1))
+        payload = rig.finish_one()
         assert len(payload.samples) == 16
         assert rig.engine.stats().preemptions > 0
         rig.check_exact(payload.samples)
-    finally:
-        rig.close()

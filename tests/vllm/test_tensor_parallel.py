@@ -17,9 +17,8 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def rig(model_path: Path) -> Iterator[Rig]:
-    made = Rig(model_path, tensor_parallel=2)
-    yield made
-    made.close()
+    with Rig(model_path, tensor_parallel=2) as made:
+        yield made
 
 
 def test_log_probabilities_are_the_trainers_before_and_after_updates(rig: Rig) -> None:
@@ -30,10 +29,9 @@ def test_log_probabilities_are_the_trainers_before_and_after_updates(rig: Rig) -
 
 
 def test_recompute_in_flight_is_exact_at_the_boundary(rig: Rig) -> None:
-    rig.engine.submit([rig.request(n=SLOTS, tokens=60)])
-    rig.run(rig.until_tokens(300))
+    rig.begin(rig.request(n=SLOTS, tokens=60), tokens=300)
     rig.run(rig.update(recompute=True))
-    (payload,) = rig.run(rig.finish(1))
+    payload = rig.finish_one()
     rig.check_exact(payload.samples)
     assert sum(len(set(sample.versions.tolist())) == 2 for sample in payload.samples) >= SLOTS // 2
 
@@ -52,7 +50,7 @@ def test_it_sleeps_and_wakes(rig: Rig) -> None:
     rig.engine.submit([rig.request(n=1)])
     assert not rig.engine.has_work
     rig.run(rig.engine.wake())
-    (payload,) = rig.run(rig.finish(1))
+    payload = rig.finish_one()
     rig.check_exact(payload.samples)
 
 
@@ -65,19 +63,18 @@ def test_weights_are_swapped_before_the_cache_is_back(rig: Rig) -> None:
     rig.engine.submit([rig.request(n=1)])
     assert not rig.engine.has_work
     rig.run(rig.engine.wake())
-    (payload,) = rig.run(rig.finish(1))
+    payload = rig.finish_one()
     rig.check_exact(payload.samples)
     assert set(payload.samples[0].versions.tolist()) == {rig.engine.version.pack()}
 
 
 def test_what_runs_as_it_goes_to_sleep_goes_on_with_the_next_weights(rig: Rig) -> None:
-    rig.engine.submit([rig.request(n=SLOTS, tokens=60)])
-    rig.run(rig.until_tokens(300))
+    rig.begin(rig.request(n=SLOTS, tokens=60), tokens=300)
     rig.run(rig.engine.sleep())
     assert not rig.engine.has_work
     rig.run(rig.engine.wake(cache=False))
     rig.run(rig.update())
     rig.run(rig.engine.wake())
-    (payload,) = rig.run(rig.finish(1))
+    payload = rig.finish_one()
     rig.check_exact(payload.samples)
     assert sum(len(set(sample.versions.tolist())) == 2 for sample in payload.samples) >= SLOTS // 2

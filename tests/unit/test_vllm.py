@@ -1,31 +1,35 @@
-"""What is said to vLLM, and what is refused before it is asked. Needs no vLLM."""
+"""What is said to vLLM and refused before it is asked, what its processes print and leave behind. Needs no vLLM."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
-import json
+import os
 import subprocess
 import sys
+import tempfile
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from runtime.config import loading
 from runtime.config.checks import semantic_faults
 from runtime.errors import InvalidMessage, UserError
-from runtime.rollout.vllm import arguments, relay, shim
-from runtime.types import GroupRequest, SamplingParams
-from runtime.weights.group import Location, locate, memory_file
-
-
-def request(temperature: float) -> GroupRequest:
-    chosen = SamplingParams(max_new_tokens=4, temperature=temperature)
-    return GroupRequest(group_id=7, prompt=np.array([1], np.int32), n=1, seed=3, sampling=chosen)
+from runtime.rollout.vllm import arguments, leftovers, relay, shim
+from runtime.rollout.vllm import engine as rollout_vllm
+from runtime.rollout.vllm.engine import VLLMRolloutEngine
+from runtime.rollout.vllm.leftovers import Leftovers
+from runtime.types import SamplingParams
+from runtime.weights.group import Location, Mapped, locate, memory_file
+from tests.loopback.ranks import Helper
+from tests.unit.rollout_cases import request
+from tests.unit.training_cases import make_policy
 
 
 def test_a_fault_that_vllm_finds_shows_no_arguments_values() -> None:
@@ -91,24 +95,18 @@ def test_every_sample_has_a_seed_of_its_own() -> None:
     assert arguments.sample_seed(5, 1) == arguments.sample_seed(5, 1)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.01, 1.0])
-def test_temperatures_that_vllm_takes(temperature: float) -> None:
-    arguments.check_temperature(request(temperature))
-
-
 def test_a_temperature_that_vllm_would_change() -> None:
+    for temperature in (0.0, 0.01, 1.0):
+        arguments.check_temperature(request(7, temperature=temperature))
     with pytest.raises(InvalidMessage, match=r"group 7: temperature is 0\.005"):
-        arguments.check_temperature(request(0.005))
+        arguments.check_temperature(request(7, temperature=0.005))
 
 
-def test_arguments_that_sluice_sets() -> None:
-    faults = list(arguments.own_faults({"max_num_seqs": 3, "block_size": 16}))
-    assert faults == ["services.rollout.engine_args.max_num_seqs: Sluice sets it; services.rollout.slots decides it"]
-
-
-def test_unknown_arguments_name_the_nearest() -> None:
-    faults = list(arguments.unknown_faults({"block_sise": 16}, ["block_size", "gpu_memory_utilization"]))
-    assert faults == ["services.rollout.engine_args.block_sise: this vLLM has no such argument; nearest is 'block_size'"]
+def test_arguments_that_sluice_sets_or_does_not_know() -> None:
+    (fault,) = arguments.own_faults({"max_num_seqs": 3, "block_size": 16})
+    assert fault == "services.rollout.engine_args.max_num_seqs: Sluice sets it; services.rollout.slots decides it"
+    (fault,) = arguments.unknown_faults({"block_sise": 16}, ["block_size", "gpu_memory_utilization"])
+    assert fault == "services.rollout.engine_args.block_sise: this vLLM has no such argument; nearest is 'block_size'"
 
 
 # ------------------------------------------------------------------------------------------------ configuration
@@ -126,6 +124,7 @@ def faults_of(tmp_path: Path, *overrides: str) -> list[str]:
     return [line for line in semantic_faults(loading.load(path, overrides)) if "rollout" in line or "temperature" in line]
 
 
+KEPT = "needs rollouts of engine torch: vllm tells no kept sets"
 VLLM = ("services.rollout.engine=vllm", f"services.rollout.python={sys.executable}")
 
 
@@ -146,14 +145,8 @@ VLLM = ("services.rollout.engine=vllm", f"services.rollout.python={sys.executabl
             (*VLLM, "evaluation.temperature=0.001"),
             "evaluation.temperature: 0.001 is too low for engine vllm; must be 0 or at least 0.01",
         ),
-        (
-            (*VLLM, "sampling.top_p=0.9"),
-            "sampling.top_p: 0.9 needs rollouts of engine torch: vllm tells no kept sets; must be 1.0",
-        ),
-        (
-            (*VLLM, "sampling.top_k=5"),
-            "sampling.top_k: 5 needs rollouts of engine torch: vllm tells no kept sets; must be 0",
-        ),
+        ((*VLLM, "sampling.top_p=0.9"), f"sampling.top_p: 0.9 {KEPT}; must be 1.0"),
+        ((*VLLM, "sampling.top_k=5"), f"sampling.top_k: 5 {KEPT}; must be 0"),
     ],
 )
 def test_faults_are_found_without_vllm(tmp_path: Path, overrides: tuple[str, ...], fault: str) -> None:
@@ -166,20 +159,11 @@ def test_a_good_configuration(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ shared buffers
 
-READER = """
-import json, sys
-from runtime.weights.group import Location, Mapped
-mapped = Mapped()
-print([mapped.tensor(Location(*fields)).double().sum().item() for fields in json.loads(sys.argv[1])])
-"""
 
-
-def read_elsewhere(locations: list[Location]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", READER, json.dumps(locations)], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def read_sums(connection: Any) -> None:
+    mapped = Mapped()
+    locations: Sequence[Sequence[Any]] = connection.recv()
+    connection.send([mapped.tensor(Location(*fields)).double().sum().item() for fields in locations])
 
 
 def test_another_process_reads_what_was_staged() -> None:
@@ -192,7 +176,12 @@ def test_another_process_reads_what_was_staged() -> None:
     }
     locations, copies = locate(staged)
     assert len(copies) == 1  # what lies in a shared buffer is not copied
-    assert read_elsewhere(locations) == "[25.0, 4.0, 15.0]"
+    reader = Helper(read_sums)
+    try:
+        reader.tell(*map(tuple, locations))
+        assert reader.hear() == [25.0, 4.0, 15.0]
+    finally:
+        reader.end()
 
 
 def test_a_buffer_goes_with_its_last_view() -> None:
@@ -239,3 +228,111 @@ def test_what_children_print_is_passed_on_and_kept() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "own ValueError: no\n"
     assert done.stderr.split() == ["out", "ValueError:", "no"]
+
+
+# ------------------------------------------------------------------------------------------------ what its processes leave
+
+MEETING = "vllm_dist_0123"
+NOTED, NAMED_AFTER, ANOTHERS = "psm_1", f"{MEETING}-tp:0-[0-1]-cpushm_0", "psm_2"
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of /dev/shm, with files of one engine, and of another."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    for name in (NOTED, NAMED_AFTER, ANOTHERS):
+        (folder / name).write_text("")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(leftovers, "SHARED", folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return folder
+
+
+def leaving() -> Leftovers:
+    made = Leftovers()
+    with made.starting():
+        assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(made._folder)
+        (Path(tempfile.gettempdir()) / MEETING).write_text("")
+    made._names.add(NOTED)
+    made.note()
+    return made
+
+
+def left(shared: Path) -> tuple[set[str], int]:
+    """Files in shared memory, and folders of engines."""
+    return {file.name for file in shared.iterdir()}, len(list(Path(tempfile.gettempdir()).iterdir()))
+
+
+def test_it_goes_with_the_engine(shared: Path) -> None:
+    variables = dict(os.environ)
+    made = leaving()
+    assert dict(os.environ) == variables
+    made.remove()
+    made.remove()
+    assert left(shared) == ({ANOTHERS}, 0)
+
+
+@pytest.mark.parametrize(("longest", "beside"), [(1000, False), (10, True)])
+def test_sockets_go_with_the_engine_too_where_their_paths_are_short_enough(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, longest: int, beside: bool
+) -> None:
+    monkeypatch.setattr(leftovers, "_PATH_BYTES", longest)
+    monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
+    usual, made = tempfile.gettempdir(), Leftovers()
+    with made.starting():
+        assert os.environ["VLLM_RPC_BASE_PATH"] == (usual if beside else str(made._folder))
+    made.remove()
+
+
+def test_what_a_killed_engine_left_goes_with_the_next_and_what_is_in_use_stays(shared: Path) -> None:
+    made = leaving()
+    leftovers.clear()
+    assert left(shared) == ({NOTED, NAMED_AFTER, ANOTHERS}, 1)
+    os.close(made._lock)  # as the kernel does
+    Leftovers().remove()
+    assert left(shared) == ({ANOTHERS}, 0)
+
+
+def test_names_that_are_not_vllms_are_not_noted() -> None:
+    names = ("psm_00e1b003", "vllm_dist_5d09-tp:0-[0-1]-cpushm_1", "29500-tp:0-[0-1]-cpushm_0", "sem.ga4gVC", "torch_1_2")
+    assert [bool(leftovers._OF_VLLM.match(name)) for name in names] == [True, True, True, False, False]
+
+
+# ------------------------------------------------------------------------------------------------ with all slots taken
+
+SLOTS = 2
+
+
+class Core:
+    dead = False
+    vocabulary = 61
+
+    def __init__(self, own: dict[str, Any], arguments: dict[str, Any]) -> None:
+        self.own = own
+        self.asked: list[int] = []  # the prompts' first tokens
+
+    async def add(self, request_id: str, prompt: list[int], sampling: dict[str, Any], salt: str) -> None:
+        self.asked.append(prompt[0])
+
+
+def test_a_probe_goes_before_all_that_wait_into_a_sequence_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_vllm, "Core", Core)
+    for name in ("prepare_environment", "check_version"):
+        monkeypatch.setattr(rollout_vllm, name, lambda *_: None)
+    path, cpu = make_policy(tmp_path), torch.device("cpu")
+    engine = VLLMRolloutEngine(
+        path, name="rollout-0", device=cpu, dtype=torch.float32, slots=SLOTS, max_model_len=64, swap_timeout=1.0
+    )
+    core: Any = engine._core
+    assert core.own["max_num_seqs"] == SLOTS + 1
+    engine.submit([request(1, n=3, prompt=(1,)), request(2, n=2, prompt=(2,))])
+    asyncio.run(engine._feed())
+    assert core.asked == [1, 1]
+    probes = [request(group_id, n=1, prompt=(9 + group_id,)) for group_id in (-1, -2)]
+    probes = [replace(probe, purpose="probe") for probe in probes]
+    engine.submit(probes[:1])
+    asyncio.run(engine._feed())
+    engine.submit(probes[1:])  # there is one such sequence
+    asyncio.run(engine._feed())
+    assert core.asked == [1, 1, 8]
