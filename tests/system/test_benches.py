@@ -78,6 +78,7 @@ def test_the_rule_and_fixed_numbers_are_given_the_same_programs() -> None:
     assert told[0] == "tools of 0 s: the rule finds its number" and told[-1] == "tools of 0 s, round 1 of 1: 1"
 
 
+@pytest.mark.long
 def test_programs_that_fail_fail_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of their conversations has room for a second turn."""
     monkeypatch.setattr(concurrency, "CONTEXT", concurrency.REPLY + 64)

@@ -57,7 +57,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_where_it_was_until_it_is_as_accurate_a
     assert "accuracy 100.0% reached 99.0%" in second["stop_reason"]
     assert now > done
     assert [point["step"] for point in steps(folder)] == list(range(1, now + 1))
-    assert checkpoints(folder)[-1] == now == second["steps"]
+    assert checkpoints(folder)[-1] == now == done + second["steps"]
     with LedgerReader(folder / "ledger") as reader:
         assert reader.check_final(4)["retired"] == 4 * now
         trained_on = sorted(group.problem for group in reader.groups() if group.why is None)

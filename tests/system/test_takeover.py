@@ -86,9 +86,10 @@ def test_it_goes_on_with_the_processes_that_it_had_and_the_weights_are_those_of_
     (tmp_path / "sitecustomize.py").write_text(CLOCKS)
     path = f"PYTHONPATH: {tmp_path}"
     clocks = (f"services.coordinator.env={{{path}}}", f"services.rollout.env={{{path}, OFF: '7200'}}", "stop.hours=1")
-    settings, chance, made = (*DETERMINISTIC, "training.steps=30", "checkpoint.every=7"), random.Random(11), {}
-    for name, kills, disturbed in (("undisturbed", 0, ()), ("disturbed", 6, (*OFTEN, *clocks))):
-        with started(config, *settings, *disturbed, folder=tmp_path / name) as run:
+    settings, chance = (*DETERMINISTIC, "training.steps=30", "checkpoint.every=7"), random.Random(11)
+    made: dict[str, bytes] = {}
+    for name, kills in (("undisturbed", 0), ("disturbed", 6)):
+        with started(config, *settings, *(OFTEN + clocks if kills else ()), folder=tmp_path / name) as run:
             run.reaches(1)
             before = others(run)
             for _ in range(kills):
