@@ -181,6 +181,13 @@ def forgotten(before: set[str]) -> set[str]:
     return {name for name in new & shared_files() if f"{SHARED_MEMORY / name}" not in held}
 
 
+def table(text: str) -> dict[str, list[str]]:
+    """The cells of each process's row in the first table of `sluice status`."""
+    first = text[: text.index("└")]
+    rows = ([cell.strip() for cell in line.strip("│ \n").split("│")] for line in first.splitlines() if "│" in line)
+    return {row[0]: row for row in rows}
+
+
 def everyone(run: Live) -> list[psutil.Process]:
     """The launcher and all that descend from it, a reward's workers included."""
     launcher = psutil.Process(run.process.pid)

@@ -48,9 +48,10 @@ def patch():
         if once("sending", 0, after="hccl"):
             raise DistBackendError("HCCL error in a publication, made up")
         send_whole(self, group, version, give_up)
+        once("sent", 0, after="sending")
     def require_same(self, index, digest, name):
         self.whole(index, digest, name)
-        if once("flipped", 1, after="sending"):
+        if once("flipped", 1, after="sent"):
             own = [number for number, _ in self._own]
             self._buffers[own.index(index)][0] ^= 1  # behind the checksum's back: receivers find it, then the sender
     WeightSender._send_all, WeightSender._require_same = send_all, require_same
@@ -67,7 +68,7 @@ def test_errors_of_collectives_end_their_process_or_publication_and_a_bucket_tha
     loss = f"algorithm.loss={tmp_path / 'mine.py'}:faulty"
     with started(config, *SETTINGS, *two, *soon, loss, folder=tmp_path / "run") as run:
         assert run.wait(END) == 0, run.output + run.errors
-    assert {path.name for path in tmp_path.iterdir()} >= {"nccl", "hccl", "sending", "flipped"}
+    assert {path.name for path in tmp_path.iterdir()} >= {"nccl", "hccl", "sending", "sent", "flipped"}
     for error in ("DistBackendError: NCCL error", "RuntimeError: ERR02200 DIST call hccl"):
         assert f"trainer-0: run: {error}" in run.output
     assert run.output.count("started again") == 2

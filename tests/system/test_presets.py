@@ -142,7 +142,7 @@ def test_adapters_alone_are_trained_against_the_policy_without_them_and_come_bac
     name = min(changed)
     save_file(before | {name: before[name] + 1}, other / "model.safetensors", metadata={"format": "pt"})
     going = ("model={}", f"model.path={other}", "training.steps=14", "run.resume=auto")
-    both = [rf"{path} \(fingerprint \w+\)" for path in (other, load(folder / "config.yaml").model.path)]
+    both = [rf"{path} \(fingerprint \w+\)" for path in (other, base)]
     told = rf"model\.path: {both[0]} is not what the adapters of .* were trained on, which is {both[1]}"
     assert re.search(told, refused(config, folder, *overrides, *going, whole=True))
 
@@ -165,10 +165,6 @@ def test_ppo_with_two_updates_a_mini_batch_and_a_reward_model(tmp_path: Path) ->
         assert point["score/max"] > point["score/min"]
     assert all(point["score/mean"] == pytest.approx(point["reward_model_rewards/mean"], abs=1e-5) for point in found)
     assert not list((run.folder / "logs").glob("reward-*"))
-    # Values begin at 0, and approach the returns.
-    first, last = (abs(point["critic/values/mean"] - point["critic/returns/mean"]) for point in (found[0], found[-1]))
-    assert abs(found[0]["critic/values/mean"]) < 0.1 * abs(found[0]["critic/returns/mean"])
-    assert last < first
     newest = run.folder / "checkpoints" / f"step-{STEPS:08d}" / "critic" / "model"
     assert AutoModelForSequenceClassification.from_pretrained(newest).score.weight.abs().sum() > 0
     AutoModelForCausalLM.from_pretrained(run.folder / "model")

@@ -1,5 +1,5 @@
 """One run that is looked at while it trains, in every way: status, health and reflection, samples, Prometheus, profiles, the
-page; it is scaled, and processes of it are lost. A SIGTERM to every process ends it in order."""
+page; and processes of it are lost. A SIGTERM to every process ends it in order."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ from tests.system.runs import (
     sluice,
     started,
     summary,
+    table,
     write_config,
 )
 from tests.system.test_page_browser import VIEWS, WAIT, shows
@@ -137,13 +138,6 @@ def live(running: Live) -> Live:
     return running
 
 
-def table(text: str) -> dict[str, list[str]]:
-    """The cells of each process's row in the first table."""
-    first = text[: text.index("└")]
-    rows = ([cell.strip() for cell in line.strip("│ \n").split("│")] for line in first.splitlines() if "│" in line)
-    return {row[0]: row for row in rows}
-
-
 def addresses(live: Live) -> dict[str, str]:
     return {name: row[-1] for name, row in table(sluice("status", str(live.folder)).stdout).items()}
 
@@ -219,18 +213,6 @@ def test_a_second_run_in_the_same_folder_is_refused(live: Live) -> None:
 
 def test_samples_can_be_looked_at_meanwhile(live: Live) -> None:
     assert len(shown(live.folder, "--limit", "2", "--state", "retired")) == 2 * 4
-
-
-def test_it_is_scaled_up_and_down(live: Live) -> None:
-    assert sluice("scale", "rollout=3", str(live.folder), timeout=PATIENCE).stdout == "started: rollout-2\n"
-
-    def serves() -> bool:
-        row = table(sluice("status", str(live.folder), timeout=PATIENCE).stdout).get("rollout-2", [""] * 3)
-        return row[1] == "ready" and int(row[2].partition(".")[2]) > 0  # it has weights of a step, and groups to make
-
-    eventually(serves, PATIENCE, "rollout-2 serves")
-    assert sluice("scale", "rollout=2", str(live.folder), timeout=PATIENCE).stdout == "stopped: rollout-2\n"
-    live.reaches(live.steps() + 3)
 
 
 # ------------------------------------------------------------------------------------------------ Prometheus

@@ -32,7 +32,7 @@ from sluice import RuleContext, rule
 @rule("slow")
 def slow(text: str, label: str, context: RuleContext) -> float:
     if Path(__file__).with_name("score").exists():
-        time.sleep(0.5)
+        time.sleep(0.2)
     return float(len(set(text)))
 """
 ROLLOUT = """
