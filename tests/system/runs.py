@@ -57,7 +57,8 @@ def here(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def refused(config: Path | str, folder: Path, *overrides: str, command: str = "train", whole: bool = False) -> str:
-    """The one line in which `sluice COMMAND` says what the user has to mend; `whole`: once processes run."""
+    """The one line in which `sluice COMMAND` says what the user has to mend. `whole`: in a process of its own, as it has to be
+    where processes run by then, or where the folder is used again, which it locks."""
     run = sluice if whole else here
     ended = run(command, str(config), f"run.dir={folder}", *overrides)
     assert ended.returncode == 2, ended.stdout + ended.stderr

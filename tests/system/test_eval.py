@@ -51,7 +51,7 @@ def test_several_sets_are_evaluated_without_anything_of_training_and_a_second_on
     assert point["eval/easy/pass@3"] == other.pass_at[3]
 
     # Over what is there, once that is asked for: a rollout is lost, and Ctrl-C keeps the replies so far.
-    assert "run.overwrite" in refused(config, folder, command="eval")
+    assert "run.overwrite" in refused(config, folder, command="eval", whole=True)
     with started(config, *LONG, "run.overwrite=true", folder=folder, command="eval") as run:
         run.says("evaluating")
         run.member("rollout-1").kill()

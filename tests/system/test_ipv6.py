@@ -1,4 +1,4 @@
-"""A run on the loopback of IPv6, where this machine has that. test_cluster.py has one over nodes that have no address of IPv4 at all."""
+"""A run on the loopback of IPv6, where there is one. test_cluster.py has nodes that have no address of IPv4 at all."""
 
 from __future__ import annotations
 

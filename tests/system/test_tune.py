@@ -43,7 +43,7 @@ def test_it_learns_sums_though_it_was_stopped(sums: Path, tmp_path: Path) -> Non
     done = len(points(folder))
     assert done < 180
     assert f"{done} of 180 steps, loss " in run.output
-    assert refused(sums, folder, command="tune").startswith(f"run.dir: {folder} holds a run already")
+    assert refused(sums, folder, command="tune", whole=True).startswith(f"run.dir: {folder} holds a run already")
     with started(sums, "run.resume=auto", folder=folder, command="tune") as run:  # one rank goes on from two
         assert run.wait(RUN) == 0, run.output + run.errors
         check_gone(folder)
