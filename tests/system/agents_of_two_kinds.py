@@ -1,12 +1,14 @@
-"""Two kinds of agents for tests/system/test_environments.py: a function, and a class with every method."""
+"""Two kinds of agents for tests/system/test_environments.py: a function with a tool, and a class with every method."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 
 async def sums(data: dict[str, Any], *, episode: Any, **_: Any) -> float:
     message = await episode.chat(data["messages"])
+    await asyncio.sleep(data.get("tool", 0.0))  # a tool that is slow
     return len(set(message["content"] or "")) / 16
 
 

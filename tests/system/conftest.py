@@ -10,7 +10,6 @@ import pytest
 from runtime.config import Warmup
 from runtime.data import arithmetic
 from runtime.models import tiny_model
-from tests.real_data import real_file
 from tests.system.namespaces import why_not
 from tests.system.runs import write_config
 
@@ -48,12 +47,6 @@ def config(tiny: Path, tmp_path: Path) -> Path:
 def warmups() -> Path:
     """A folder of all workers for `warmup.cache`: a model that one test had taught is there for the next."""
     return Path(os.environ["SLUICE_TEST_FOLDER"]) / "warmups"
-
-
-@pytest.fixture(scope="session")
-def gsm8k() -> Path:
-    """The real file."""
-    return real_file("gsm8k/train.jsonl")
 
 
 @pytest.fixture(scope="session")

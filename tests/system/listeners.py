@@ -13,8 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from tests.system.runs import ROOT
+from runtime import run_files
+from tests.system.runs import ROOT, Live, belonging
 
+LOOPBACK = "127.0.0.1"
 TCP_LISTENS, UDP_OPEN = "0A", "07"  # states of /proc/net/tcp and udp
 _FAMILIES = {"tcp": TCP_LISTENS, "tcp6": TCP_LISTENS, "udp": UDP_OPEN, "udp6": UDP_OPEN}
 
@@ -77,6 +79,41 @@ def documented() -> set[tuple[str, str, str]]:
     guide = (ROOT / "docs" / "guides" / "network.md").read_text()
     table = guide.partition("## What listens\n")[2].partition("\n## ")[0]
     return set(_rows(table))
+
+
+def places(ip: str, interface: str) -> set[str]:
+    """What the table calls an address of a node whose `network.interface` is at `interface`."""
+    address = ipaddress.ip_address(ip)
+    names = {"interface": ip == interface, "loopback": address.is_loopback, "all": address.is_unspecified}
+    return {name for name, holds in names.items() if holds}
+
+
+def check_documented(found: list[Listener], grpc: set[str], stores: set[str], interface: str) -> None:
+    """Each of them is in the guide's table. `grpc` and `stores`: the addresses of those."""
+    table = {(role, what.split(" ")[0].rstrip(":"), place) for role, what, place in documented()}
+    unknown = []
+    for one in found:
+        what = "gRPC" if one.address in grpc else "store" if one.address in stores else "gloo"
+        if one.protocol != "tcp" or not any((one.role, what, place) in table for place in places(one.ip, interface)):
+            unknown.append((what, one))
+    assert unknown == []
+
+
+def addresses(folder: Path) -> dict[str, str]:
+    """HOST:PORT of every process that answers over gRPC, by its name."""
+    log = (folder / run_files.LOGS / "coordinator.log").read_text().splitlines()
+    words = [line.split() for line in log if " registered: pid " in line]
+    found = {line[line.index("registered:") - 1]: line[line.index("at") + 1].rstrip(",") for line in words}
+    return {"coordinator": (folder / run_files.ADDRESS).read_text().strip(), **found}
+
+
+def check_run(run: Live) -> None:
+    """A run on this machine listens on what the guide lists, and on a store."""
+    found, grpc = listeners(belonging(run.folder)), set(addresses(run.folder).values())
+    stores = {one.address for one in found if one.address not in grpc and is_store(one.address)}
+    assert grpc <= {one.address for one in found}
+    assert stores
+    check_documented(found, grpc, stores, LOOPBACK)
 
 
 def _rows(table: str) -> Iterator[tuple[str, str, str]]:

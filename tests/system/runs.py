@@ -5,6 +5,7 @@ Every process of a run says in its command line where the run lives, so that wha
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+
+from launcher import cli
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,6 +44,36 @@ def sluice(
     """One command that is to end by itself. `modules`: a folder whose modules come before all others."""
     command, env = [str(python), "-m", "launcher.cli", *arguments], _environment(modules)
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """One command in this process, which is sooner done: for what reads files, and for what starts nothing."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+    return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def refused(config: Path | str, folder: Path, *overrides: str, command: str = "train", whole: bool = False) -> str:
+    """The one line in which `sluice COMMAND` says what the user has to mend. `whole`: in a process of its own, as it has to be
+    where processes run by then, or where the folder is used again, which it locks."""
+    run = sluice if whole else here
+    ended = run(command, str(config), f"run.dir={folder}", *overrides)
+    assert ended.returncode == 2, ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stdout
+    check_gone(folder)
+    line = one_line(ended.stderr)
+    assert line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+def shown(run: Path, *options: str) -> list[dict[str, Any]]:
+    """What `sluice samples` shows."""
+    ended = here("samples", str(run), "--jsonl", *options)
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
 def _environment(modules: Path = ROOT) -> dict[str, str]:
@@ -147,6 +180,28 @@ def forgotten(before: set[str]) -> set[str]:
         with suppress(OSError):
             held += maps.read_text(errors="replace")
     return {name for name in new & shared_files() if f"{SHARED_MEMORY / name}" not in held}
+
+
+def table(text: str) -> dict[str, list[str]]:
+    """The cells of each process's row in the first table of `sluice status`."""
+    first = text[: text.index("└")]
+    rows = ([cell.strip() for cell in line.strip("│ \n").split("│")] for line in first.splitlines() if "│" in line)
+    return {row[0]: row for row in rows}
+
+
+def everyone(run: Live) -> list[psutil.Process]:
+    """The launcher and all that descend from it, a reward's workers included."""
+    launcher = psutil.Process(run.process.pid)
+    return [launcher, *launcher.children(recursive=True)]
+
+
+def all_gone(processes: list[psutil.Process]) -> None:
+    """Waits for it."""
+
+    def running() -> list[psutil.Process]:
+        return [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+    eventually(lambda: not running(), END, "the end of every process")
 
 
 def listening(processes: list[psutil.Process]) -> set[int]:

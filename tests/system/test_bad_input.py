@@ -1,4 +1,4 @@
-"""A user's mistakes: one line on stderr that names it, exit code 2, nothing started or left running."""
+"""A user's mistakes: one line on stderr that names it, exit code 2, nothing started or left running. And what starts none."""
 
 from __future__ import annotations
 
@@ -9,23 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.runs import belonging, check_gone, one_line, sluice, trained
+from tests.system.runs import ROOT, belonging, here, one_line, refused, sluice
 
 pytestmark = pytest.mark.timeout(300)
-
-AT_ONCE = 150.0  # seconds, on a busy machine, until a mistake is told that can be seen without starting anything
-STARTED = 200.0  # and until one that shows only once processes run
-
-
-def refused(config: Path, folder: Path, *overrides: str, timeout: float = AT_ONCE) -> str:
-    """What `sluice train` says of the mistake."""
-    ended = sluice("train", str(config), f"run.dir={folder}", *overrides, timeout=timeout)
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert "Traceback" not in ended.stdout
-    check_gone(folder)
-    line = one_line(ended.stderr)
-    assert line.startswith("error: ")
-    return line.removeprefix("error: ")
 
 
 def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
@@ -53,7 +39,7 @@ def test_a_value_that_cannot_be(config: Path, tmp_path: Path, override: str, par
 
 
 def test_each_mistake_has_a_line_of_its_own(config: Path, tmp_path: Path) -> None:
-    ended = sluice("train", str(config), f"run.dir={tmp_path / 'run'}", "training.stepz=3", "sampling.group_size=x")
+    ended = here("train", str(config), f"run.dir={tmp_path / 'run'}", "training.stepz=3", "sampling.group_size=x")
     assert ended.returncode == 2
     first, second = sorted(ended.stderr.splitlines())
     assert "sampling.group_size" in first
@@ -74,7 +60,7 @@ def test_weights_that_are_torn(config: Path, tiny: Path, tmp_path: Path) -> None
     shutil.copytree(tiny / "model", folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert str(folder) in refused(config, tmp_path / "run", f"model.path={folder}", timeout=STARTED)
+    assert str(folder) in refused(config, tmp_path / "run", f"model.path={folder}", whole=True)
 
 
 def test_a_reference_with_another_vocabulary(config: Path, tiny: Path, tmp_path: Path) -> None:
@@ -91,7 +77,7 @@ def test_a_reference_with_another_vocabulary(config: Path, tiny: Path, tmp_path:
 def test_a_port_in_use(config: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        line = refused(config, tmp_path / "run", f"services.coordinator.port={port}", timeout=STARTED)
+        line = refused(config, tmp_path / "run", f"services.coordinator.port={port}", whole=True)
     assert str(port) in line
     assert "in use" in line
 
@@ -102,46 +88,59 @@ def test_more_slots_than_memory(config: Path, tmp_path: Path) -> None:
     assert "GiB" in line
 
 
-def test_data_of_which_nothing_can_be_used(config: Path, tmp_path: Path) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"question": "1+1=", "reply": "2"}\n')
-    line = refused(config, tmp_path / "run", f"data.train={data}", timeout=STARTED)
-    assert str(data) in line
-    assert "answer" in line
-
-
-def test_a_folder_that_holds_a_run(config: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    trained(config, "training.steps=1", folder=folder, timeout=STARTED)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    line = refused(config, folder)
-    assert str(folder) in line
-    assert "run.resume=auto" in line
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
 def test_a_service_whose_interpreter_is_not_there(config: Path, tmp_path: Path) -> None:
     line = refused(config, tmp_path / "run", "services.reward.python=/nowhere/python")
     assert line.startswith("services.reward.python: ")
     assert "/nowhere/python" in line
 
 
-@pytest.mark.parametrize("command", ["samples", "status"])
-def test_a_run_that_is_not_there(command: str, tmp_path: Path) -> None:
-    ended = sluice(command, str(tmp_path / "none"), timeout=AT_ONCE)
-    assert ended.returncode == 2
-    assert str(tmp_path / "none") in one_line(ended.stderr)
+def test_a_run_that_is_not_there(tmp_path: Path) -> None:
+    for command in ("samples", "status", "report"):
+        ended = here(command, str(tmp_path / "none"))
+        assert ended.returncode == 2
+        assert str(tmp_path / "none") in one_line(ended.stderr)
+
+
+def test_a_variable_that_is_not_there(config: Path, tmp_path: Path) -> None:
+    line = refused(config, tmp_path / "run", "services.trainer.env.A={from: NOT_SET_ANYWHERE}")
+    assert line == "services.trainer.env.A: {from: NOT_SET_ANYWHERE}: this machine's environment has no NOT_SET_ANYWHERE"
 
 
 def test_validate_looks_for_the_address_of_the_only_machine(config: Path) -> None:
-    ended = sluice("validate", str(config), "network.interface=nowhere0", timeout=AT_ONCE)
+    ended = here("validate", str(config), "network.interface=nowhere0")
     assert ended.returncode == 2
     assert one_line(ended.stderr).startswith("error: network.interface: 'nowhere0' is neither an address, nor a network")
 
 
 def test_validate_finds_the_same_mistakes_and_starts_nothing(config: Path, tmp_path: Path) -> None:
-    ended = sluice("validate", str(config), f"run.dir={tmp_path / 'run'}", "services.rollout.slots=100000000", timeout=AT_ONCE)
+    ended = here("validate", str(config), f"run.dir={tmp_path / 'run'}", "services.rollout.slots=100000000")
     assert ended.returncode == 2
     assert one_line(ended.stderr).startswith("error: services.rollout.slots: ")
     assert not (tmp_path / "run").exists()
     assert not belonging(tmp_path / "run")
+
+
+def test_validate_says_what_would_run(config: Path) -> None:
+    ended = here("validate", str(config), "services.trainer.processes=2")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "coordinator: " in ended.stdout
+    (row,) = (line for line in ended.stdout.splitlines() if "trainer-0" in line)  # of this machine, without accelerators
+    members = {"rollout-0", "rollout-1", "reward-0", "reference-0", "trainer-0", "trainer-1"}
+    assert {name.strip() for name in row.split("│")[-2].split(",")} == members
+
+
+@pytest.mark.parametrize("name", ["quickstart.yaml", "gsm8k.yaml"])
+def test_a_configuration_that_is_shipped_is_valid_as_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    ended = here("validate", str(ROOT / "configs" / name))
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_the_schema_describes_every_section_and_help_names_the_commands() -> None:
+    schema = json.loads(here("schema").stdout)
+    assert schema["$schema"].endswith("2020-12/schema")
+    sections = schema["$defs"]["Config"]["properties"]
+    assert {"run", "model", "data", "training", "services", "algorithm"} <= sections.keys()
+    assert schema["$defs"]["Training"]["properties"]["staleness"]["minimum"] == 0
+    said = sluice("--help").stdout  # in a process of its own, as a user has it
+    assert all(command in said for command in ("train", "validate", "schema", "status", "samples", "bench"))

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("namespaces")]
 FAULTS = 20
 
 
+@pytest.mark.long
 def test_a_run_outlives_twenty_faults(tmp_path: Path) -> None:
     measured = chaos.play(FAULTS, 7, tmp_path)
     assert sum(map(len, measured.values())) == FAULTS

@@ -1,9 +1,13 @@
 """`sluice convert` of Megatron-LM's own checkpoints: what megatron-core's GPTModel saves so, transformers computes as well, and
-what is converted into that layout, GPTModel loads strictly and computes."""
+what is converted into that layout, GPTModel loads strictly and computes. The peak of memory stays below 1.5 times the largest
+shard and a little, whatever the model's size."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +18,24 @@ from safetensors.torch import load_file, save_file
 from runtime.models import hf_policy
 from runtime.models.passes import Packing
 from tests.system.classic_member import TOKENS, Case, run
+from tests.system.runs import ROOT
 from tests.unit.family_cases import CONFIGS, write_folder
 from tests.unit.test_convert import load_folder, same, sluice
 
 VOCABULARY = 101
+LONG = pytest.mark.long
 SAVED = [
     Case(tensor=2, pipeline=2),
     Case(pipeline=2, chunks=2, family="qwen3"),
-    Case(pipeline=2, tied=True, family="llama"),
-    Case(expert=2, family="qwen3_moe"),
+    pytest.param(Case(pipeline=2, tied=True, family="llama"), marks=LONG),
+    pytest.param(Case(expert=2, family="qwen3_moe"), marks=LONG),
     Case(family="qwen3_moe", grouped=True),
     Case(tensor=2, expert=2, expert_tensor=1, family="qwen3_moe"),
 ]
 LOADED = [
-    (Case(tensor=2, pipeline=2), ""),
+    pytest.param(Case(tensor=2, pipeline=2), "", marks=LONG),
     (Case(pipeline=2, chunks=2, family="qwen3"), "--layers-per-virtual-stage 1"),
-    (Case(expert=2, tensor=1, family="qwen3_moe"), ""),
+    pytest.param(Case(expert=2, tensor=1, family="qwen3_moe"), "", marks=LONG),
     (Case(family="qwen3_moe", grouped=True), "--moe-grouped-gemm"),
     (Case(tensor=2, expert=2, expert_tensor=1, family="qwen3_moe"), "--expert-tensor-parallel 1"),
 ]
@@ -130,3 +136,43 @@ def critic_values(folder: Path) -> torch.Tensor:
     packing = Packing(rows=[every[None]], cells=every)
     values = critic(input_ids=torch.tensor([TOKENS]), keep=every, position_ids=every[None], packing=packing)
     return values[:, None]
+
+
+ALLOCATOR = 32 << 20  # bytes that it keeps of what was freed, and that do not grow with the model
+# The kernel's count begins with the program; that of `getrusage` begins with what the parent held.
+CODE = """
+import sys
+from launcher import cli
+try:
+    cli.main(sys.argv[1:])
+finally:
+    print(open("/proc/self/status").read())
+"""
+
+
+def peak(direction: str, source: Path, target: Path, *options: str) -> int:
+    """Bytes that the process held at most."""
+    command = [sys.executable, "-c", CODE, "convert", direction, "--in", str(source), "--out", str(target), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"^VmHWM:\s+(\d+) kB$", done.stdout, re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "there,back,files", [("hf2mcore", "mcore2hf", "*.safetensors"), ("hf2megatron", "megatron2hf", "*/*/*.pt")]
+)
+def test_peak_of_memory(there: str, back: str, files: str, tmp_path: Path) -> None:
+    options = ("--tensor-parallel", "2", "--pipeline-parallel", "2")
+    write_folder(tmp_path / "small", "qwen2")
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "vocab_size": 8_000}
+    write_folder(tmp_path / "large", "qwen2", **sizes)
+    interpreter = peak(there, tmp_path / "small", tmp_path / "small-core", *options)
+    to_core = peak(there, tmp_path / "large", tmp_path / "core", *options) - interpreter
+    to_hf = peak(back, tmp_path / "core", tmp_path / "back") - interpreter
+    largest = max(path.stat().st_size for path in (tmp_path / "core").glob(files))
+    print(f"{there}: {to_core / largest:.2f} of the largest shard ({largest / 1e6:.0f} MB), {back}: {to_hf / largest:.2f}")
+    assert largest > 40e6
+    assert max(to_core, to_hf) < 1.5 * largest + ALLOCATOR

@@ -1,4 +1,4 @@
-"""`sluice eval`: what it starts, what it leaves, how it ends when it cannot go on."""
+"""`sluice eval`: what it starts and what it leaves, and how it goes on and ends. test_quickstart.py has its figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
-from tests.system.runs import START, Live, belonging, check_gone, eventually, one_line, sluice, started, trained
+from tests.system.runs import START, check_gone, eventually, refused, shown, started
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -19,26 +19,16 @@ LONG = ("evaluation.samples=2000", "evaluation.temperature=1", "evaluation.probl
 WITHOUT_TRAINING = ("data.train=''", "sampling.group_size=1", "services.trainer.processes=3")
 
 
-def evaluated(config: Path, *overrides: str, folder: Path) -> Live:
-    with started(config, *overrides, folder=folder, command="eval") as run:
-        assert run.wait(RUN) == 0, run.output + run.errors
-        check_gone(folder)
-    return run
-
-
-def refused(config: Path, folder: Path, *overrides: str) -> str:
-    ended = sluice("eval", str(config), f"run.dir={folder}", *overrides)
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    check_gone(folder)
-    return one_line(ended.stderr).removeprefix("error: ")
-
-
-def test_several_sets_are_evaluated_without_anything_of_training(config: Path, tiny: Path, tmp_path: Path) -> None:
+def test_several_sets_are_evaluated_without_anything_of_training_and_a_second_one_is_disturbed(
+    config: Path, tiny: Path, tmp_path: Path
+) -> None:
     sets = json.dumps(
         [{"name": "easy", "path": str(tiny / "train.jsonl"), "problems": 5, "samples": 6, "k": [1, 3], "temperature": 1}]
     )
     folder = tmp_path / "run"
-    run = evaluated(config, *WITHOUT_TRAINING, f"evaluation.sets={sets}", folder=folder)
+    with started(config, *WITHOUT_TRAINING, f"evaluation.sets={sets}", folder=folder, command="eval") as run:
+        assert run.wait(RUN) == 0, run.output + run.errors
+        check_gone(folder)
     assert sorted(path.stem for path in (folder / "eval" / "logs").iterdir()) == [
         "coordinator",
         "reward-0",
@@ -56,29 +46,28 @@ def test_several_sets_are_evaluated_without_anything_of_training(config: Path, t
     assert {each.versions for each in replies} == {("0.0", "0.0")}
     for words in ("held_out", "easy", "pass@3", "maj@3", str(evaluation.folder_for(folder / "eval", 0))):
         assert words in run.output
-    shown = sluice("samples", str(folder / "eval"), "--eval", "--jsonl", "--limit", "0").stdout.splitlines()
-    assert len(shown) == 16 + 30
+    assert len(shown(folder / "eval", "--eval", "--limit", "0")) == 16 + 30
     (point,) = (json.loads(line) for line in (folder / "eval" / "metrics.jsonl").read_text().splitlines())
     assert point["eval/easy/pass@3"] == other.pass_at[3]
 
-    assert "run.overwrite" in refused(config, folder)
-    evaluated(config, "run.overwrite=true", folder=folder)
-    (again,) = evaluation.read(folder / "eval")
-    assert [each.name for each in again.sets] == ["held_out"]
-    assert again.sets[0].pass_at == held_out.pass_at
+    # Over what is there, once that is asked for: a rollout is lost, and Ctrl-C keeps the replies so far.
+    assert "run.overwrite" in refused(config, folder, command="eval", whole=True)
+    with started(config, *LONG, "run.overwrite=true", folder=folder, command="eval") as run:
+        run.says("evaluating")
+        run.member("rollout-1").kill()
+        run.says("rollout-1: run: was killed by SIGKILL; started again in 0.5 s")
+        again = folder / "eval" / "logs" / "rollout-1.1.log"
+        eventually(lambda: again.exists() and "serves on" in again.read_text(), START, "another in its place")
+        run.says("/32")
+        run.interrupt()
+        assert run.wait(TOLD) == 0, run.output + run.errors
+        check_gone(folder)
+    assert "the replies so far are in" in run.output
+    assert not run.errors
+    assert evaluation.read(folder / "eval") == []
     assert not (evaluation.folder_for(folder / "eval", 0) / "easy.jsonl").exists()
-
-
-def test_a_checkpoint_and_an_export_are_models_and_the_run_beside_is_left_alone(config: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    trained(config, "training.steps=2", "evaluation.after=true", folder=folder, timeout=RUN)
-    (after,) = evaluation.read(folder)
-    for model in (folder / "model", folder / "checkpoints" / "step-00000002" / "model"):
-        evaluated(config, f"model.path={model}", "run.overwrite=true", folder=folder)
-        (result,) = evaluation.read(folder / "eval")
-        assert (result.accuracy, result.sets[0].lengths) == (after.accuracy, after.sets[0].lengths)
-    assert evaluation.read(folder) == [after]
-    assert (folder / "ledger" / "ledger.sqlite").exists()
+    assert list(generations.read(evaluation.folder_for(folder / "eval", 0) / "held_out.jsonl"))
+    assert "Traceback" not in (folder / "eval" / "logs" / "coordinator.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -94,54 +83,5 @@ def test_a_checkpoint_and_an_export_are_models_and_the_run_beside_is_left_alone(
     ],
 )
 def test_a_mistake_is_one_line(config: Path, tmp_path: Path, overrides: tuple[str, ...], parts: list[str]) -> None:
-    line = refused(config, tmp_path / "run", *overrides)
+    line = refused(config, tmp_path / "run", *overrides, command="eval")
     assert all(part in line for part in parts), line
-
-
-def test_a_rollout_that_is_killed_is_replaced(config: Path, tmp_path: Path) -> None:
-    with started(config, *LONG, folder=tmp_path / "run", command="eval") as run:
-        run.says("evaluating")
-        run.member("rollout-1").kill()
-        run.says("rollout-1: run: was killed by SIGKILL; started again in 0.5 s")
-        again = run.folder / "eval" / "logs" / "rollout-1.1.log"
-        eventually(lambda: again.exists() and "serves on" in again.read_text(), START, "another in its place")
-        run.interrupt()
-        assert run.wait(TOLD) == 0, run.output + run.errors
-        check_gone(run.folder)
-
-
-@pytest.mark.parametrize("name", ["reward-0", "coordinator"])
-def test_a_process_that_is_killed_is_named(config: Path, tmp_path: Path, name: str) -> None:
-    never = ("services.reward.restarts.attempts=0", "services.coordinator.restarts.attempts=0")
-    with started(config, *LONG, *never, folder=tmp_path / "run", command="eval") as run:
-        run.says("evaluating")
-        run.member(name).kill()
-        assert run.wait(TOLD) == 1, run.output + run.errors
-        check_gone(run.folder)
-        line = one_line(run.errors)
-        assert line.startswith(f"error: {name}: ")
-        assert "SIGKILL" in line
-        assert evaluation.read(run.folder / "eval") == []
-
-
-def test_ctrl_c_stops_in_order_and_keeps_the_replies_so_far(config: Path, tmp_path: Path) -> None:
-    with started(config, *LONG, folder=tmp_path / "run", command="eval") as run:
-        run.says("/32")
-        run.interrupt()
-        assert run.wait(TOLD) == 0, run.output + run.errors
-        check_gone(run.folder)
-        assert "the replies so far are in" in run.output
-        assert not run.errors
-        assert list(generations.read(evaluation.folder_for(run.folder / "eval", 0) / "held_out.jsonl"))
-        assert evaluation.read(run.folder / "eval") == []
-        assert "Traceback" not in (run.folder / "eval" / "logs" / "coordinator.log").read_text()
-
-
-def test_ctrl_c_twice_ends_at_once(config: Path, tmp_path: Path) -> None:
-    with started(config, *LONG, folder=tmp_path / "run", command="eval") as run:
-        run.says("evaluating")
-        run.interrupt()
-        run.interrupt()
-        assert run.wait(TOLD) in (0, 130)
-        check_gone(run.folder)
-        assert not belonging(run.folder)

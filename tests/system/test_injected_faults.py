@@ -11,7 +11,8 @@ from tests.system.runs import started, steps
 pytestmark = pytest.mark.timeout(600)
 
 END = 240.0  # seconds that a run may take
-SETTINGS = ("training.steps=16", "checkpoint.every=1")
+STEPS = 12
+SETTINGS = (f"training.steps={STEPS}", "checkpoint.every=1", "services.trainer.restarts.backoff=0.1")
 
 LOSS = """
 import os
@@ -88,7 +89,7 @@ def test_errors_of_collectives_end_their_process_or_their_publication(config: Pa
     for error in ("DistBackendError: NCCL error", "RuntimeError: ERR02200 DIST call hccl"):
         assert f"trainer-0: run: {error}" in run.output
     found = steps(run.folder)
-    assert sorted({point["step"] for point in found}) == list(range(1, 17))
+    assert sorted({point["step"] for point in found}) == list(range(1, STEPS + 1))
     assert sum(point.get("publication/aborts", 0) for point in found) == 1
 
 
@@ -100,7 +101,7 @@ def test_a_bucket_that_changed_in_a_senders_memory_is_gathered_and_sent_again(co
         assert run.wait(END) == 0, run.output + run.errors
     assert (tmp_path / "flipped").exists()
     found = steps(run.folder)
-    assert sorted({point["step"] for point in found}) == list(range(1, 17))
+    assert sorted({point["step"] for point in found}) == list(range(1, STEPS + 1))
     assert sum(point.get("publication/aborts", 0) for point in found) == 2  # the receivers' find, then the sender's
     assert {point["publication/incarnation"] for point in found if "publication/incarnation" in point} <= {0}
     assert "started again" not in run.output

@@ -1,4 +1,4 @@
-"""Replicas that are killed or stopped in the middle of a run: it goes on, and another process comes in their place."""
+"""Replicas that are killed in the middle of a run: it goes on, and another process comes in their place."""
 
 from __future__ import annotations
 
@@ -77,26 +77,4 @@ def test_replicas_that_are_killed_are_replaced_while_the_run_goes_on(config: Pat
         sees(run, lambda point: sum(one["rollout/lost"] for one in steps(run.folder)) == 3, "both losses in the books")
         sees(run, lambda point: point["rollout/serving"] == 2, "the return of both")
         assert run.member("trainer-0").pid == trainer
-        ends_well(run)
-
-
-def test_a_rollout_that_is_stopped_is_given_up_named_and_replaced(config: Path, tmp_path: Path) -> None:
-    # A probe and a transfer wait for it, one after the other; after 10 s its agent would end it as one that is stopped.
-    deadlines = tuple(f"publication.{phase}_timeout=3" for phase in ("transfer", "commit", "abort"))
-    with started(config, *LONG, *RESTARTS, *deadlines, folder=tmp_path / "run") as run:
-        run.reaches(2)
-        stopped = run.member("rollout-1")
-        stopped.suspend()
-        sees(run, lambda point: sum(one["rollout/lost"] for one in steps(run.folder)) == 1, "the loss in the books")
-        eventually(lambda: not stopped.is_running() or stopped.status() == "zombie", BACK, "the end of what was given up")
-        run.says("rollout-1: run: version ", BACK)
-        line = next(line for line in run.output.splitlines() if "rollout-1: run: " in line)
-        # By the transfer's end, or, where the sender was not heard of either, by that of the order to leave; or in the commit.
-        silent = ("no answer within 3 s", "AbortWeights: did not answer", "CommitWeights: did not answer")
-        assert any(f"rollout-1: {said}" in line for said in silent)
-        # One that was stopped within the commit holds up a version that counts already: nothing is aborted then.
-        aborted = "publication aborted in epoch 1: version" in (run.folder / "logs" / "coordinator.log").read_text()
-        assert aborted == (": commit: " not in line)
-        assert sum(point["publication/aborts"] for point in steps(run.folder)) == aborted
-        sees(run, lambda point: point["rollout/serving"] == 2, "the rollout's return")
         ends_well(run)

@@ -1,22 +1,28 @@
-"""One training in every layout of megatron-core, for each family: all as the torch engine does it."""
+"""One training in every layout of megatron-core, for each family: all as the torch engine does it. What is marked `long` is a
+combination of layouts, or of a family with one, whose parts others have."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from runtime.config import model_checks
 from tests.loopback.megatron_equality import assert_adapters, assert_equal, assert_published
 from tests.loopback.megatron_member import SAVED, STEPS, Layout, train
+from tests.loopback.ranks import FRESH
+from tests.system.runs import ROOT
 from tests.unit.lora_cases import grown
 from tests.unit.tiny_models import save_model
 from tests.unit.training_cases import make_policy
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
 
+SPREAD = "tensor with sequence and context"
 TORCH, TENSOR = Layout(0), Layout(2, processes=2)
 LAYOUTS = {
     "one rank": Layout(1),
@@ -71,11 +77,18 @@ def whole(folder: Path) -> dict[str, Any]:
     return train(folder, TENSOR)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_layout_is_the_torch_engine(folder: Path, expected: dict[str, Any], layout: Layout) -> None:
-    found = train(folder, layout)
+def some(names: Iterable[str], brief: set[str]) -> list[Any]:
+    """The parameters of a test: those that are not in `brief` are `long`."""
+    return [pytest.param(name, id=name, marks=() if name in brief else pytest.mark.long) for name in names]
+
+
+@pytest.mark.parametrize(
+    "layout", some(LAYOUTS, {"pipeline", "data", "tensor with sequence and context", "tensor and pipeline"})
+)
+def test_a_layout_is_the_torch_engine(folder: Path, expected: dict[str, Any], layout: str) -> None:
+    found = train(folder, LAYOUTS[layout])
     assert_equal(found, expected)
-    assert_published(folder, layout, found)
+    assert_published(folder, LAYOUTS[layout], found)
 
 
 def test_stages_of_different_lengths(tmp_path: Path) -> None:
@@ -97,7 +110,7 @@ def test_in_bfloat16_layouts_agree_as_far_as_it_goes(folder: Path) -> None:
         assert own["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=BFLOAT16)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "pipeline", "data", "context"])
+@pytest.mark.parametrize("layout", some(["one rank", "pipeline", "data", "context"], {"pipeline"}))
 def test_what_tensor_parallel_saved_goes_on_in_another_layout(folder: Path, whole: dict[str, Any], layout: str) -> None:
     found = train(folder, LAYOUTS[layout], resumed=TENSOR.name)
     assert_equal(found, whole, last=STEPS - SAVED)
@@ -105,7 +118,7 @@ def test_what_tensor_parallel_saved_goes_on_in_another_layout(folder: Path, whol
         assert own["actor/pg_loss"] == pytest.approx(other["actor/pg_loss"], abs=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some(FAMILIES, {"qwen3", "llama3_scaled", "glm4_moe"}))
 def test_a_family_is_the_torch_engine(tmp_path: Path, family: str) -> None:
     save_model(tmp_path / "policy", family)
     (tmp_path / "policy" / "tokenizer.json").write_text('{"version": "1.0"}')
@@ -125,13 +138,11 @@ def expected_of_experts(of_experts: Path) -> dict[str, Any]:
     return train(of_experts, TORCH)
 
 
-@pytest.mark.parametrize("layout", EXPERTS.values(), ids=EXPERTS)
-def test_a_mixture_of_experts_is_the_torch_engine(
-    of_experts: Path, expected_of_experts: dict[str, Any], layout: Layout
-) -> None:
-    found = train(of_experts, layout)
+@pytest.mark.parametrize("layout", some(EXPERTS, {"expert and tensor", "expert and pipeline", "expert and context"}))
+def test_a_mixture_of_experts_is_the_torch_engine(of_experts: Path, expected_of_experts: dict[str, Any], layout: str) -> None:
+    found = train(of_experts, EXPERTS[layout])
     assert_equal(found, expected_of_experts)
-    assert_published(of_experts, layout, found)
+    assert_published(of_experts, EXPERTS[layout], found)
 
 
 def test_fsdp_has_a_gradient_for_experts_that_one_rank_has_no_token_for(
@@ -140,7 +151,7 @@ def test_fsdp_has_a_gradient_for_experts_that_one_rank_has_no_token_for(
     assert_equal(train(of_experts, Layout(0, processes=2)), expected_of_experts)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "tensor with sequence"])
+@pytest.mark.parametrize("layout", some(["one rank", "tensor with sequence"], {"tensor with sequence"}))
 def test_what_expert_and_tensor_parallel_saved_goes_on_in_another_layout(of_experts: Path, layout: str) -> None:
     saved = EXPERTS["expert and tensor"]
     if not (of_experts / f"{saved.name}.pt").exists():
@@ -164,13 +175,17 @@ def test_adapters_are_engine_torchs(tmp_path: Path, family: str) -> None:
         assert_adapters(tmp_path, layout, found)
 
 
+@pytest.mark.long
 def test_the_critic_may_have_experts(of_experts: Path) -> None:
     make_reward_model(of_experts / "policy", of_experts / "critic")
     layout = Layout(1, processes=2, expert=2)
     assert_equal(train(of_experts, layout, role="critic"), train(of_experts, TORCH, role="critic"))
 
 
-@pytest.mark.parametrize("layout", ["one rank", "tensor with sequence and context", "tensor and pipeline"])
+@pytest.mark.parametrize(
+    "layout",
+    some(["one rank", "tensor with sequence and context", "tensor and pipeline"], {"tensor with sequence and context"}),
+)
 def test_the_critic_is_the_torch_engines(folder: Path, layout: str) -> None:
     make_reward_model(folder / "policy", folder / "critic")
     found = train(folder, LAYOUTS[layout], role="critic")
@@ -187,3 +202,36 @@ def make_reward_model(policy: Path, folder: Path) -> None:
     torch.manual_seed(5)
     torch.nn.init.normal_(model.score.weight, std=0.3)
     model.save_pretrained(folder)
+
+
+# ------------------------------------------------------------------------------------------------ 0.12.1, MindSpeed's
+
+OLDER, VERSION = ROOT / ".megatron-0.12", "0.12.1"
+needs_older = pytest.mark.skipif(not OLDER.exists(), reason="needs `make .megatron-0.12/installed`")
+
+
+@pytest.fixture(scope="module")
+def of_older(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A policy, and what the torch engine makes of it."""
+    folder = tmp_path_factory.mktemp("older")
+    make_policy(folder / "policy", tied=False, layers=3)
+    return folder, train(folder, TORCH)
+
+
+@needs_older
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["one rank", "tensor", "data", "context", "uneven pipeline"])
+def test_a_layout_of_the_older_megatron_is_the_torch_engine(
+    of_older: tuple[Path, dict[str, Any]], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(OLDER))
+    uneven = {"uneven pipeline": Layout(1, 2, processes=2, layers_per_stage=(2, 1))}
+    found = train(of_older[0], (LAYOUTS | uneven)[layout], context=FRESH)
+    assert found["megatron"] == VERSION
+    assert_equal(found, of_older[1])
+
+
+@needs_older
+def test_the_configurations_checks_know_the_older_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(OLDER))
+    assert model_checks._version() == VERSION

@@ -1,4 +1,4 @@
-"""The page in a real browser: of a long run that is over, of a run while it goes on, and of a model's hostile words."""
+"""The page in a real browser: of a long run that is over, and of a model's hostile words. test_prometheus.py follows a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from benchmarks import browser
 from benchmarks.browser import NARROW, WIDE, opened, served, until
 from benchmarks.recorded_run import record, reply_of
 from runtime.errors import UserError
-from tests.system.runs import LONG, check_gone, eventually, started
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -115,22 +114,3 @@ def test_what_a_model_says_is_text(tmp_path: Path) -> None:
         assert "\\u202egnihton\\u202c \\x1b[2J\\x00" in told
         page.wait_for_function("document.title === 'recorded – Sluice'", timeout=WAIT)
         assert faults == []
-
-
-def test_a_run_is_followed_while_it_goes_on(config: Path, tmp_path: Path) -> None:
-    with started(config, *LONG, "page={}", folder=tmp_path / "run") as run:
-        address = eventually(lambda: re.search(r"page: (http\S+)", run.output), WAIT / 1000, "the page's address")[1]
-        run.reaches(3)
-        with opened(address) as (page, faults):
-            shows(page, "why")
-            reached = "Number(document.getElementById('state').textContent.match(/step (\\d+)/)?.[1])"
-            until(page, f"{reached} >= 3")
-            first = page.evaluate(reached)
-            until(page, f"{reached} > {first} + 5")
-            assert "under way" in page.inner_text("#state")
-            for view in VIEWS:
-                shows(page, view)
-            assert faults == []
-        run.interrupt()
-        assert run.wait(WAIT / 1000) == 0, run.output + run.errors
-        check_gone(run.folder)

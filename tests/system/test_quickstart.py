@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -15,13 +14,15 @@ from runtime.coordinator.metrics_recorder import NEW_TOKENS
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import LedgerReader
-from tests.system.runs import ROOT, Live, points, sluice, steps, summary, trained
+from tests.system.runs import ROOT, Live, here, points, refused, shown, sluice, steps, summary, trained
+from tests.system.test_presets import check_names
 
 pytestmark = pytest.mark.timeout(900)
 
 TOTAL = 800.0  # seconds, the warm-up on a busy machine included
 RL_SECONDS = 300.0  # on a busy machine; a quiet one takes a tenth
 MEMORY = 4 << 30
+AGENTS = ROOT / ".venv-agents" / "bin" / "python"
 BOUND = 2  # η of the quickstart
 
 FIELDS = {
@@ -101,7 +102,7 @@ def test_its_folder_has_everything(run: Live) -> None:
 
 
 def test_its_report_is_one_file(run: Live) -> None:
-    done = sluice("report", str(run.folder))
+    done = here("report", str(run.folder))
     assert (done.returncode, done.stderr) == (0, "")
     text = (run.folder / "report.html").read_text(encoding="utf-8")
     result = summary(run.folder)
@@ -137,6 +138,7 @@ def test_its_metrics_name_what_each_step_did(run: Live) -> None:
     # Groups wait ahead of their step, so that in the time of one, the last above all, none may be generated or scored.
     for phase in ("rollout", "reference_model", "rule_reward"):
         assert sum(f"timing/{phase}" in point for point in found) > 0.5 * len(found)
+    check_names(run.folder)
     for point in found:
         assert names <= point.keys(), names - point.keys()
         assert all(math.isfinite(value) for value in point.values() if isinstance(value, float))
@@ -173,8 +175,7 @@ def test_the_trained_model_says_what_the_last_evaluation_says(run: Live) -> None
     torch.set_num_threads(1)
     folder = run.folder / "model"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    shown = sluice("samples", str(run.folder), "--eval", "--step", "200", "--jsonl", "--limit", "16")
-    samples = [json.loads(line) for line in shown.stdout.splitlines()]
+    samples = shown(run.folder, "--eval", "--step", "200", "--limit", "16")
     assert len(samples) == 16
     for sample in samples:
         question = sample["prompt"].removeprefix("<|user|>").removesuffix("<|im_end|><|assistant|>")
@@ -187,19 +188,14 @@ def test_the_trained_model_says_what_the_last_evaluation_says(run: Live) -> None
         assert tokenizer.decode(reply, skip_special_tokens=False) == sample["reply"]
 
 
-@pytest.mark.parametrize(
-    ("model", "step", "accuracy"), [((), 0, "accuracy_before"), (("model.path={run}/model",), 200, "accuracy_after")]
-)
-def test_an_evaluation_of_its_own_says_the_same(
-    run: Live, warmups: Path, tmp_path: Path, model: tuple[str, ...], step: int, accuracy: str
-) -> None:
-    """`sluice eval` on the model that the run began with, and on the one that it exported: same seeds, same replies."""
-    overrides = [f"warmup.cache={warmups}", *(one.format(run=run.folder) for one in model)]
-    ended = sluice("eval", str(ROOT / "configs" / "quickstart.yaml"), f"run.dir={tmp_path}", *overrides, timeout=TOTAL)
+def test_an_evaluation_of_its_own_says_the_same(run: Live, tmp_path: Path) -> None:
+    """`sluice eval` on the model that the run exported: same seeds, same replies."""
+    model, step, before = f"model.path={run.folder / 'model'}", 200, evaluation.read(run.folder)
+    ended = sluice("eval", str(ROOT / "configs" / "quickstart.yaml"), f"run.dir={tmp_path}", model, timeout=TOTAL)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (alone,) = evaluation.read(tmp_path / "eval")
     beside = {result.step: result for result in evaluation.read(run.folder)}[step]
-    assert alone.accuracy == beside.accuracy == summary(run.folder)[accuracy]
+    assert alone.accuracy == beside.accuracy == summary(run.folder)["accuracy_after"]
     (held_out,), (expected,) = alone.sets, beside.sets
     assert (held_out.pass_at, held_out.lengths) == (expected.pass_at, expected.lengths)
     files = (
@@ -209,6 +205,7 @@ def test_an_evaluation_of_its_own_says_the_same(
     assert len(replies) == 256
     assert [(each.problem, each.reply) for each in replies] == [(each.problem, each.reply) for each in those_of_the_run]
     assert f"{alone.accuracy:.1%}" in ended.stdout
+    assert evaluation.read(run.folder) == before
 
 
 def test_it_says_how_it_went(run: Live) -> None:
@@ -219,11 +216,10 @@ def test_it_says_how_it_went(run: Live) -> None:
 
 
 def test_its_samples_can_be_looked_at(run: Live) -> None:
-    shown = sluice("samples", str(run.folder), "--step", "199", "--limit", "1").stdout
-    assert "<|user|>" in shown
-    assert "####" in shown
-    lines = sluice("samples", str(run.folder), "--step", "10:11", "--jsonl", "--limit", "0").stdout.splitlines()
-    samples = [json.loads(line) for line in lines]
+    printed = here("samples", str(run.folder), "--step", "199", "--limit", "1").stdout
+    assert "<|user|>" in printed
+    assert "####" in printed
+    samples = shown(run.folder, "--step", "10:11", "--limit", "0")
     assert len(samples) == 2 * 64
     for sample in samples:
         assert sample["step"] in (10, 11)
@@ -232,5 +228,26 @@ def test_its_samples_can_be_looked_at(run: Live) -> None:
         right = sample["reply"].removesuffix("<|im_end|>").rpartition("####")[2].strip() == sample["label"]
         if sample["finish"] == "stop" and "####" in sample["reply"]:
             assert sample["rules"]["gsm8k"] == float(right), sample
-    good = sluice("samples", str(run.folder), "--reward", "1.05:", "--jsonl", "--limit", "3").stdout.splitlines()
-    assert len(good) == 3 * 8
+    assert len(shown(run.folder, "--reward", "1.05:", "--limit", "3")) == 3 * 8
+
+
+def test_another_run_does_not_write_over_it(run: Live) -> None:
+    folder = run.folder
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    line = refused(folder / "config.yaml", folder)
+    assert str(folder) in line
+    assert "run.resume=auto" in line
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not AGENTS.exists(), reason=f"{AGENTS} is not there: make install-agents makes it")
+def test_a_strangers_program_learns_to_ask_its_tool(warmups: Path, tmp_path: Path) -> None:
+    """The agent's job as it is shipped: a program plays it, with the package `openai` and a URL."""
+    overrides = [f"warmup.cache={warmups}", "warmup.max_seconds=500"]
+    run = trained(ROOT / "configs" / "agent_quickstart.yaml", *overrides, folder=tmp_path / "run", timeout=TOTAL)
+    result, points = summary(run.folder), steps(run.folder)
+    assert result["accuracy_before"] <= 0.6 and result["accuracy_after"] >= 0.9
+    assert points[-1]["episode/turns"] > points[0]["episode/turns"] and points[-1]["episode/turns"] >= 1.8
+    assert all(point["episode/environment_tokens"] > 0 for point in points)
+    assert {point["gateway/forks"] for point in points if "gateway/forks" in point} == {0}  # a short step may have none yet

@@ -1,8 +1,11 @@
-"""Whole runs whose rewards come from more than rules: a reward model, a process of the user's, or both."""
+"""A run whose rewards come from a rule that is given a secret, a reward model, and a process of the user's. No file has the
+secret; a process that comes back to a mistake of the user's ends the run."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,17 +23,22 @@ from runtime.ledger.states import Phase
 from runtime.rewards.remote_messages import RemoteResult, RemoteScoreReply
 from runtime.types import GroupPayload
 from services.reward import SCORE
-from tests.system.runs import check_gone, one_line, sluice, started, steps, trained, write_config
+from tests.system.runs import Live, check_gone, here, one_line, started, steps, write_config
 
 pytestmark = pytest.mark.timeout(240)
 
 RUN = 120.0
+VALUE = "s3cr3t-value"
 RULE = """
+import json, os
+from pathlib import Path
+
 from runtime.rewards.rules import rule
 
 
 @rule("length")
 def length(text, label, context):
+    Path(__file__).with_name("seen.json").write_text(json.dumps(dict(os.environ)))
     return float(sum(map(ord, text)) % 7)
 """
 
@@ -73,19 +81,31 @@ def judge() -> Iterator[str]:
     server.stop(None).wait()
 
 
-def test_rules_remote_reward_and_model_add_up(
-    tiny: Path, tmp_path: Path, rule: dict[str, Any], reward_model: Path, judge: str
+def test_rule_remote_reward_and_model_add_up(
+    tiny: Path, tmp_path: Path, rule: dict[str, Any], reward_model: Path, judge: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("MINE", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, VALUE)
     rewards = {
         "rules": [rule],
+        "workers": 1,
         "remote": [{"name": "tokens", "address": judge, "weight": -0.25}],
         "model": {"path": str(reward_model), "weight": 0.5},
     }
-    config = write_config(tmp_path / "config.yaml", tiny, rewards=rewards)
-    run = trained(config, folder=tmp_path / "run", timeout=RUN)
+    services = {"reward": {"env": {"JUDGE_KEY": {"from": "MINE"}}}}
+    config = write_config(tmp_path / "config.yaml", tiny, rewards=rewards, services=services)
+    aside = tmp_path / "aside"
+    with started(config, "training.steps=100000", folder=tmp_path / "run") as run:
+        run.reaches(4)
+        assert "reward_model-0" in here("status", str(run.folder)).stdout
+        (reward_model / "model.safetensors").rename(aside)
+        run.member("reward_model-0").kill()
+        assert run.wait(RUN) == 2, run.output + run.errors
+        check_gone(run.folder)
+        aside.rename(reward_model / "model.safetensors")
+        assert str(reward_model) in one_line(run.errors)
     points = steps(run.folder)
-    assert len(points) == 4
-    for point in points:
+    for point in points[:4]:
         parts = point["length_rewards/mean"] - 0.25 * point["tokens_rewards/mean"] + 0.5 * point["reward_model_rewards/mean"]
         assert point["score/mean"] == pytest.approx(parts, abs=1e-4)
         assert point["tokens_rewards/mean"] == pytest.approx(point["response_length/mean"])
@@ -93,6 +113,19 @@ def test_rules_remote_reward_and_model_add_up(
     for phase in ("rule_reward", "reward_model"):
         assert any(point.get(f"timing/{phase}", 0.0) > 0 for point in points)
     check_scores(run.folder, reward_model)
+    check_secret(run, json.loads((tmp_path / "seen.json").read_text()))
+
+
+def check_secret(run: Live, environment: dict[str, str]) -> None:
+    """The process that names it has it, and nothing that the run leaves."""
+    assert environment["JUDGE_KEY"] == VALUE
+    assert not environment.keys() & {"MINE", "WANDB_API_KEY"}
+    written = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert [path for path in written if VALUE.encode() in path.read_bytes()] == []
+    assert VALUE not in run.output + run.errors
+    private = [run.folder / run_files.CONFIG, *(run.folder / run_files.NODES).iterdir()]
+    assert len(private) == 2
+    assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {0o600}
 
 
 def check_scores(folder: Path, reward_model: Path) -> None:
@@ -110,31 +143,3 @@ def check_scores(folder: Path, reward_model: Path) -> None:
         np.testing.assert_allclose(row.scores.rules["reward_model"], expected, atol=1e-4)
         scores += expected
     assert np.ptp(scores) > 0.1
-
-
-def test_a_reward_model_alone_trains_and_is_named_when_it_is_killed(tiny: Path, tmp_path: Path, reward_model: Path) -> None:
-    rewards = {"rules": [], "model": {"path": str(reward_model)}}
-    config = write_config(tmp_path / "config.yaml", tiny, rewards=rewards)
-    with started(config, "training.steps=100000", "services.reward_model.restarts.attempts=0", folder=tmp_path / "run") as run:
-        run.reaches(3)
-        assert not list((run.folder / "logs").glob("reward-*"))
-        shown = sluice("status", str(run.folder))
-        assert "reward_model-0" in shown.stdout
-        run.member("reward_model-0").kill()
-        assert run.wait(RUN) == 1
-        line = one_line(run.errors)
-        assert line.startswith("error: reward_model-0: ")
-        assert "SIGKILL" in line
-        check_gone(run.folder)
-    for point in steps(run.folder):
-        assert point["score/mean"] == pytest.approx(point["reward_model_rewards/mean"], abs=1e-5)
-
-
-def test_a_run_does_not_start_without_its_remote_reward(tiny: Path, tmp_path: Path, rule: dict[str, Any]) -> None:
-    remote = {"name": "tokens", "address": "127.0.0.1:1", "timeout": 1}
-    config = write_config(tmp_path / "config.yaml", tiny, rewards={"rules": [rule], "remote": [remote]})
-    ended = sluice("train", str(config), f"run.dir={tmp_path / 'run'}", timeout=RUN)
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    line = one_line(ended.stderr)
-    assert line.startswith("error: rewards.remote: tokens: no RemoteReward at 127.0.0.1:1 within 1 s: UNAVAILABLE")
-    check_gone(tmp_path / "run")

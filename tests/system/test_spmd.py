@@ -1,27 +1,44 @@
-"""A trainer of two ranks computes what one rank computes, and both of them publish it."""
+"""One training, on-policy, in other layouts: two ranks of trainer and critic, one of which is killed; and megatron-core, killed
+while it saves, which goes on in another layout. All are what one rank of engine torch makes undisturbed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from runtime.ledger.checkpoint import steps as checkpoints
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
-from tests.system.runs import Live, steps, trained, write_config
+from runtime.telemetry.report.record import read_jsonl
+from tests.system.conftest import make_tiny
+from tests.system.listeners import check_run
+from tests.system.runs import (
+    LEARNS,
+    ROOT,
+    Live,
+    check_gone,
+    one_line,
+    started,
+    steps,
+    summary,
+    trained,
+    write_config,
+)
 from tests.unit.training_steps import assert_metrics
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
-RUN = 150.0
-STEPS = 3
-COMPARED = ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "score/mean")
-SMOOTH = {
-    "learning_rate": 1e-2,
-    "eps": 1e-2,
-}  # with a small eps, the rounding of a gradient near 0 decides the sign of an update
-
+RUN = 240.0
+STEPS, EVERY = 8, 2
+COMPARED = {
+    *("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "score/mean", "response_length/mean"),
+    *("critic/vf_loss", "critic/grad_norm", "critic/returns/mean"),
+}
+# With a small eps, the rounding of a gradient near 0 decides the sign of an update.
+SMOOTH = {"learning_rate": 1e-2, "eps": 1e-2}
 # Random weights earn nothing from rules of arithmetic, and without differences in reward there is no gradient.
 VARIETY = """
 from runtime.rewards.rules import rule
@@ -31,47 +48,126 @@ from runtime.rewards.rules import rule
 def variety(text, label, context):
     return len(set(text)) / 16
 """
+MEGATRON = ("services.trainer.engine=megatron", "services.trainer.processes=2", "services.critic.engine=megatron")
+TENSOR, PIPELINE = "services.trainer.parallel.tensor=2", "services.trainer.parallel.pipeline=2"
+REFERENCE = ("services.reference.engine=megatron", "services.reference.processes=2")  # two blocks, each with its own groups
+AWAY = ("services.trainer.offload_train_optimizer=true", "services.trainer.offload_train_param=true")
 
 
-def assert_compared(own: Mapping[str, float], other: Mapping[str, float]) -> None:
-    """What a step reports is the same but for rounding, which adds up from the first step on."""
-    compared, expected = ({name: each[name] for name in COMPARED} for each in (own, other))
-    assert_metrics(compared, expected, steps=int(other["step"]) + 1)
-
-
-def trained_groups(run: Live) -> list[GroupRow]:
-    with LedgerReader(run.folder / "ledger") as reader:
-        return sorted(reader.groups(states=[Phase.RETIRED]), key=lambda group: group.group_id)
-
-
-def test_two_ranks_have_the_losses_of_one(tiny: Path, tmp_path: Path) -> None:
-    rule = tmp_path / "variety.py"
-    rule.write_text(VARIETY)
-    config = write_config(
-        tmp_path / "config.yaml",
-        tiny,
-        rewards={"rules": [{"name": f"{rule}:variety"}]},
-        algorithm={"kl_coefficient": 0.1},
-        # On-policy, so that both runs train the same groups: what is generated depends on the weights and seeds alone.
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """On-policy, so that all runs train the same groups: what is generated depends on the weights and seeds alone."""
+    folder = tmp_path_factory.mktemp("spmd")
+    (folder / "variety.py").write_text(VARIETY)
+    return write_config(
+        folder / "config.yaml",
+        make_tiny(folder / "tiny", kv_heads=2),
+        rewards={"rules": [{"name": f"{folder / 'variety.py'}:variety"}]},
+        algorithm={"preset": "ppo", "kl_coefficient": 0.1, "kl_placement": "loss", "kl": "k3"},
+        critic={"optimizer": SMOOTH},
         training={"steps": STEPS, "staleness": 0, "optimizer": SMOOTH},
+        checkpoint={"every": EVERY},
+        deadlines={"stop": 60.0},
     )
-    one, two = (
-        trained(
-            config,
-            f"services.trainer.processes={ranks}",
-            "publication.senders=all",
-            folder=tmp_path / f"ranks-{ranks}",
-            timeout=RUN,
-        )
-        for ranks in (1, 2)
-    )
-    for alone, shared in zip(trained_groups(one), trained_groups(two), strict=True):
-        assert (alone.group_id, alone.problem, alone.step) == (shared.group_id, shared.problem, shared.step)
-        assert alone.response_tokens == shared.response_tokens
-        assert alone.reward == shared.reward
-    points = list(zip(steps(one.folder), steps(two.folder), strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(config: Path) -> Live:
+    run = trained(config, folder=config.with_name("alone"), timeout=RUN)
+    points = steps(run.folder)
     assert len(points) == STEPS
-    for alone, shared in points:
-        assert alone["actor/grad_norm"] > 1e-3
-        assert_compared(shared, alone)
-    assert points[-1][0]["actor/kl_loss"] > 1e-5  # the weights have moved
+    assert all(point["actor/grad_norm"] > 1e-3 for point in points)
+    assert points[-1]["actor/kl_loss"] > 1e-5  # the weights have moved
+    # Values begin at 0, and approach the returns.
+    first, last = (abs(point["critic/values/mean"] - point["critic/returns/mean"]) for point in (points[0], points[-1]))
+    assert abs(points[0]["critic/values/mean"]) < 0.1 * abs(points[0]["critic/returns/mean"]) and last < first
+    return run
+
+
+def groups(run: Live) -> list[tuple[Any, ...]]:
+    """What was trained, in the order in which it was begun."""
+    with LedgerReader(run.folder / "ledger") as reader:
+        found: Sequence[GroupRow] = sorted(reader.groups(states=[Phase.RETIRED]), key=lambda group: group.group_id)
+    return [(one.group_id, one.problem, one.step, one.response_tokens, one.reward) for one in found]
+
+
+def assert_same(run: Live, alone: Live) -> None:
+    """What each step reports is the same but for rounding, which adds up from the first step on."""
+    for own, other in zip(read_jsonl(run.folder / "metrics.jsonl"), steps(alone.folder), strict=True):
+        compared, expected = ({name: each[name] for name in COMPARED} for each in (own, other))
+        assert_metrics(compared, expected, steps=int(other["step"]) + 1)
+
+
+def test_two_ranks_are_one_though_one_of_them_is_killed(config: Path, tmp_path: Path, alone: Live) -> None:
+    """Both ranks' weights, moments and all are restored: what is made again is what would have been."""
+    two = ("services.trainer.processes=2", "services.critic.processes=2", "publication.senders=all")
+    soon = ("services.trainer.restarts.backoff=0.1", "services.critic.restarts.backoff=0.1")
+    with started(config, *two, *soon, folder=tmp_path / "run") as run:
+        run.reaches(EVERY + 1, RUN)
+        run.member("trainer-0", rank=1).kill()
+        run.says("trainer-0: run: ", RUN)
+        assert run.wait(RUN) == 0, run.output + run.errors
+        check_gone(run.folder)
+    assert (run.folder / "logs" / "trainer-0.1.log").exists()
+    assert groups(run) == groups(alone)
+    assert_same(run, alone)
+
+
+# In the trainer's interpreter: the files of the second checkpoint reach the disk no more.
+SLOW_DISK = """
+import os, pathlib, threading
+
+really = os.fsync
+
+def fsync(file):
+    if ".step-00000004.partial/megatron" in os.readlink(f"/proc/self/fd/{file}"):
+        pathlib.Path("MARK").touch()
+        threading.Event().wait(100)
+    really(file)
+
+os.fsync = fsync
+"""
+
+
+def test_megatron_killed_while_it_saves_goes_on_in_another_layout(config: Path, tmp_path: Path, alone: Live) -> None:
+    """It is killed twice: the second time it may not be started again."""
+    pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
+    mark, folder = tmp_path / "writing", tmp_path / "run"
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DISK.replace("MARK", str(mark)))
+    slow = (f"services.trainer.env.PYTHONPATH={tmp_path}:{ROOT}", "checkpoint.async_save=true")
+    once = "services.trainer.restarts={attempts: 1, backoff: 0.1}"
+    with started(config, *MEGATRON, TENSOR, *AWAY, *slow, once, folder=folder) as run:
+        run.comes(mark.exists, RUN, "the second checkpoint's files")
+        run.reaches(5)  # beside it: the one of step 6 waits
+        assert checkpoints(folder) == [2]
+        check_run(run)
+        done = len(steps(folder))
+        run.member("trainer-0").kill()
+        run.comes(lambda: len(steps(folder)) >= done + 2, RUN, "steps 3 and 4 again")
+        run.member("trainer-0").kill()
+        assert run.wait(RUN) == 1, run.output + run.errors
+        check_gone(folder)
+        line = one_line(run.errors)
+        assert line.startswith("error: trainer-0: run: ") and "services.trainer.restarts allows no further start" in line
+    assert checkpoints(folder) == [2]
+    other = (*MEGATRON, PIPELINE, *REFERENCE, *AWAY, "checkpoint.async_save=true", "checkpoint.keep=9")
+    run = trained(config, *other, "run.resume=auto", folder=folder, timeout=RUN)
+    assert checkpoints(folder) == [2, 4, 6, 8]
+    assert_same(run, alone)
+    assert groups(run) == groups(alone)
+    resumed = steps(folder)[2 - STEPS :]
+    assert [point["step"] for point in resumed] == list(range(3, STEPS + 1))
+    assert all(point["timing/onload"] > 0 for point in resumed)
+    assert any(point.get("timing/checkpoint") for point in resumed)
+    assert any(point.get("timing/save") for point in resumed)
+    with LedgerReader(folder / "ledger") as reader:
+        assert reader.check_final(None)["retired"] == 4 * STEPS
+
+
+@pytest.mark.long
+def test_the_quickstart_on_megatron_learns_to_add(warmups: Path, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")
+    overrides = [f"warmup.cache={warmups}", "warmup.max_seconds=500", "evaluation.every=0", f"training.steps={LEARNS}"]
+    run = trained(ROOT / "configs" / "quickstart_megatron.yaml", *overrides, folder=tmp_path / "run", timeout=800.0)
+    found = summary(run.folder)
+    assert found["accuracy_before"] <= 0.60 and found["accuracy_after"] >= 0.80

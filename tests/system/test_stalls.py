@@ -1,4 +1,5 @@
-"""Processes that live and do not go on: each is found, named, ended and followed by another, and the run goes on to its end."""
+"""Processes that live and do not go on: each is found, named, ended and followed by another, and the run goes on. Ctrl-C twice
+ends it even though its trainer is stopped."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.system.runs import Live, eventually, started
+from tests.system.runs import Live, check_gone, eventually, started
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -57,12 +58,17 @@ def test_whoever_makes_no_progress_is_named_and_followed(config: Path, tmp_path:
             goes_on(run)
         launcher, told = psutil.Process(run.process.pid), run.output.count("is stopped")
         launcher.suspend()
-        goes_on(run, steps=50)
+        goes_on(run, steps=20)
         launcher.resume()
         goes_on(run)
         assert run.output.count("is stopped") == told
+        run.member("trainer-0").suspend()  # so that it does not end in order
         run.interrupt()
-        assert run.wait(END) == 0, run.output + run.errors
+        run.says("stopping")
+        run.interrupt()
+        assert run.wait(END) == 130
+        check_gone(run.folder)
+        assert "Traceback" not in run.errors
     assert "trainer-0: run: rank 1: no progress in forward of micro-batch" in hung
     assert f"deadlines.stall.forward: {LIMIT:g} s" in hung
     assert "other ranks wait for it in collective" in hung

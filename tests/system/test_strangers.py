@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import os
 import pwd
@@ -25,18 +24,15 @@ from runtime.errors import Forbidden
 from runtime.status import Registration, Stop
 from services.rpc import contract, session
 from tests.system.cluster import NAMES, PORT, Cluster, cluster
-from tests.system.conftest import make_tiny
-from tests.system.listeners import Listener, documented, is_store, listeners
+from tests.system.listeners import LOOPBACK, addresses, check_documented, check_run, listeners
 from tests.system.namespaces import Node, joined
 from tests.system.runs import (
     LONG,
     ROOT,
-    VLLM_PYTHON,
     Live,
     belonging,
     check_gone,
     eventually,
-    needs_vllm,
     one_line,
     started,
     steps,
@@ -44,32 +40,23 @@ from tests.system.runs import (
     write_config,
 )
 from tests.system.strangers import Found, Targets
-from tests.system.test_cluster import END, NODES, START, ends_well, goes_on, needs_megatron
+from tests.system.test_cluster import NODES, START, ends_well, goes_on
 
 pytestmark = pytest.mark.timeout(600)
 
 PATIENCE = 150.0  # seconds that a stranger takes at most
-LOOPBACK = "127.0.0.1"
 TWO = "services.trainer.processes=2"
-VLLM: dict[str, Any] = {"services": {"rollout": {"engine": "vllm", "replicas": 1, "slots": 8, "python": str(VLLM_PYTHON)}}}
-TOPOLOGIES = {
-    "two ranks": ({}, [TWO, "publication.transport=collective"]),
-    "critic": (
-        {"algorithm": {"preset": "ppo"}, "critic": {"optimizer": {"learning_rate": 1e-3}}},
-        ["services.critic.processes=2"],
-    ),
-    "megatron": ({}, [TWO, "services.trainer.engine=megatron", "services.trainer.parallel.tensor=2"]),
-    "vllm": ({**VLLM, "deadlines": {"start": 300.0}}, []),
-}
-MARKS = {"megatron": [needs_megatron], "vllm": [needs_vllm, pytest.mark.vllm]}
+JOIN = contract.METHODS["Coordinator", "Join"]
+PPO = {"algorithm": {"preset": "ppo"}, "critic": {"optimizer": {"learning_rate": 1e-3}}}
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A run on one node, in the middle of its training, that has to end well after all that strangers do to it."""
+def live(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A run on one node with groups of two ranks, that has to end well after all that strangers do to it."""
     folder = tmp_path_factory.mktemp("live")
-    tiny = make_tiny(folder / "tiny", kv_heads=2)
-    with started(write_config(folder / "config.yaml", tiny), *LONG, TWO, folder=folder / "run") as run:
+    config = write_config(folder / "config.yaml", tiny, **PPO)
+    groups = (TWO, "services.critic.processes=2", "publication.transport=collective")
+    with started(config, *LONG, *groups, folder=folder / "run") as run:
         run.reaches(2)
         yield run
         run.interrupt()
@@ -77,46 +64,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         check_gone(run.folder)
 
 
-def places(ip: str, interface: str) -> set[str]:
-    """What the table calls an address of a node whose `network.interface` is at `interface`."""
-    address = ipaddress.ip_address(ip)
-    names = {"interface": ip == interface, "loopback": address.is_loopback, "all": address.is_unspecified}
-    return {name for name, holds in names.items() if holds}
-
-
-def check_documented(found: list[Listener], grpc: set[str], stores: set[str], interface: str) -> None:
-    """Each of them is in the guide's table. `grpc` and `stores`: the addresses of those."""
-    table = {(role, what.split(" ")[0].rstrip(":"), place) for role, what, place in documented()}
-    unknown = []
-    for one in found:
-        what = "gRPC" if one.address in grpc else "store" if one.address in stores else "gloo"
-        if one.protocol != "tcp" or not any((one.role, what, place) in table for place in places(one.ip, interface)):
-            unknown.append((what, one))
-    assert unknown == []
-
-
-def addresses(folder: Path) -> dict[str, str]:
-    """HOST:PORT of every process that answers over gRPC, by its name."""
-    log = (folder / run_files.LOGS / "coordinator.log").read_text().splitlines()
-    words = [line.split() for line in log if " registered: pid " in line]
-    found = {line[line.index("registered:") - 1]: line[line.index("at") + 1].rstrip(",") for line in words}
-    return {"coordinator": (folder / run_files.ADDRESS).read_text().strip(), **found}
-
-
-@pytest.mark.parametrize("topology", [pytest.param(name, marks=MARKS.get(name, [])) for name in TOPOLOGIES])
-def test_what_listens_is_what_the_guide_lists(tmp_path: Path, topology: str) -> None:
-    sections, overrides = TOPOLOGIES[topology]
-    tiny = make_tiny(tmp_path / "tiny", kv_heads=2, hidden_size=64)
-    config = write_config(tmp_path / "config.yaml", tiny, **sections)
-    with started(config, *LONG, *overrides, folder=tmp_path / "run") as run:
-        run.reaches(2, 2 * START)
-        found, grpc = listeners(belonging(run.folder)), set(addresses(run.folder).values())
-        stores = {one.address for one in found if one.address not in grpc and is_store(one.address)}
-        assert grpc <= {one.address for one in found}
-        assert stores
-        check_documented(found, grpc, stores, LOOPBACK)
-        run.interrupt()
-        assert run.wait(END) == 0, run.output + run.errors
+def test_what_listens_is_what_the_guide_lists(live: Live) -> None:
+    """Those with megatron-core and vLLM are looked at in test_spmd.py and test_vllm.py."""
+    check_run(live)
 
 
 # ------------------------------------------------------------------------------------------ on the machine
@@ -168,43 +118,34 @@ def refused(address: str, method: tuple[str, str], request: Any) -> None:
     assert str(error.value) == f"peer: {method[1]}: /sluice.v1.{'/'.join(method)} needs a key of this run"
 
 
-def test_a_stranger_exports_nothing_over_a_folder_of_the_user(live: Live, tmp_path: Path) -> None:
+def test_a_stranger_who_asks_for_one_thing_does_not_get_it(live: Live, tmp_path: Path) -> None:
+    """Nothing is exported over a folder of the user's, no node joins, no rollout's place is taken, and nothing is stopped."""
+    found, before = addresses(live.folder), {process.pid for process in belonging(live.folder)}
     book = tmp_path / "book" / "chapter1.tex"
     book.parent.mkdir()
     book.write_text("Once upon a time")
     for name in ("trainer-0", "trainer-1"):
-        refused(addresses(live.folder)[name], ("Trainer", "Export"), Export(folder=str(book.parent)))
+        refused(found[name], ("Trainer", "Export"), Export(folder=str(book.parent)))
     assert [path.name for path in book.parent.iterdir()] == ["chapter1.tex"]
-    live.reaches(live.steps() + 1)
 
-
-def test_a_stranger_joins_as_no_node_and_is_told_nothing_of_the_configuration(live: Live) -> None:
     async def join() -> None:
         node = NodeRegistration(name="evil", address=LOOPBACK)
-        method = contract.METHODS["Coordinator", "Join"]
-        channel = session.Channel(addresses(live.folder)["coordinator"])
-        async with channel, aclosing(session.items(channel, "coordinator", method, node)) as assignments:
+        channel = session.Channel(found["coordinator"])
+        async with channel, aclosing(session.items(channel, "coordinator", JOIN, node)) as assignments:
             async for assignment in assignments:
                 pytest.fail(f"was told {assignment.config}")
 
     with pytest.raises(Forbidden, match=r"^coordinator: Join: /sluice\.v1\.Coordinator/Join needs a key of this run$"):
         asyncio.run(asyncio.wait_for(join(), PATIENCE))
-
-
-def test_a_stranger_does_not_take_the_place_of_a_rollout(live: Live) -> None:
     false = Registration(role="rollout", name="rollout-0", address=f"{LOOPBACK}:1", pid=1, host="evil", incarnation=7)
-    refused(addresses(live.folder)["coordinator"], ("Coordinator", "Register"), false)
+    refused(found["coordinator"], ("Coordinator", "Register"), false)
+    for address in found.values():
+        refused(address, ("Process", "Stop"), Stop(term=1 << 30))
+
     live.reaches(live.steps() + 2)
-    assert steps(live.folder)[-1]["rollout/serving"] == 2
+    eventually(lambda: steps(live.folder)[-1]["rollout/serving"] == 2, PATIENCE, "both rollouts")
     log = (live.folder / run_files.LOGS / "coordinator.log").read_text()
     assert log.count(" rollout-0 registered: ") == 1
-
-
-def test_a_stranger_stops_nothing(live: Live) -> None:
-    before = {process.pid for process in belonging(live.folder)}
-    for address in addresses(live.folder).values():
-        refused(address, ("Process", "Stop"), Stop(term=1 << 30))
-    live.reaches(live.steps() + 2)
     assert before == {process.pid for process in belonging(live.folder)}
 
 
@@ -281,9 +222,9 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("secret", SAID, ids=["no secret", "another secret", "the secret, but another program"])
 @pytest.mark.usefixtures("namespaces")
-def test_an_agent_executes_nothing_for_a_false_coordinator(tiny: Path, tmp_path: Path, secret: str) -> None:
+def test_an_agent_executes_nothing_for_a_false_coordinator(tiny: Path, tmp_path: Path) -> None:
+    """Without a secret, with another one, and with the run's own, but with another program."""
     config = write_config(tmp_path / "config.yaml", tiny, cluster={"nodes": [{"name": name} for name in NAMES[:2]]})
     program, mark = tmp_path / "python", tmp_path / "executed"
     program.write_text(f"#!/bin/sh\ntouch {mark}\n")
@@ -292,23 +233,25 @@ def test_an_agent_executes_nothing_for_a_false_coordinator(tiny: Path, tmp_path:
         first, second = network.nodes
         false = tmp_path / "false.yaml"
         false.write_text(told(config, first, f"services.rollout.python={program}"))
-        command = [sys.executable, "-c", FALSE, str(false), f"{first.address}:{PORT}", secret]
-        server = first.start(command, cwd=ROOT, stdout=subprocess.PIPE)
-        assert server.stdout is not None and server.stdout.readline() == "listening\n"
         where = overrides(first, tmp_path)
-        agent = second.start(
-            [sys.executable, "-m", "launcher.node", str(config), "--name", "second", *where],
-            {"SLUICE_SECRET": OWN},
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        _, errors = agent.communicate(timeout=PATIENCE)
-        code, said = SAID[secret]
-        assert agent.returncode == code, errors
-        assert said in one_line(errors)
-        assert not mark.exists()
+        for secret, (code, said) in SAID.items():
+            command = [sys.executable, "-c", FALSE, str(false), f"{first.address}:{PORT}", secret]
+            server = first.start(command, cwd=ROOT, stdout=subprocess.PIPE)
+            assert server.stdout is not None and server.stdout.readline() == "listening\n"
+            agent = second.start(
+                [sys.executable, "-m", "launcher.node", str(config), "--name", "second", *where],
+                {"SLUICE_SECRET": OWN},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+            _, errors = agent.communicate(timeout=PATIENCE)
+            assert agent.returncode == code, errors
+            assert said in one_line(errors)
+            assert not mark.exists()
+            first.kill()
+            server.communicate(timeout=PATIENCE)
 
 
 def overrides(first: Node, folder: Path) -> list[str]:

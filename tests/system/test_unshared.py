@@ -32,12 +32,13 @@ SECTIONS = {
         "rollout": {"replicas": 1, "placement": [FIRST]},
     },
 }
+no_megatron = importlib.util.find_spec("megatron") is None
 ENGINES = [
-    pytest.param(["services.trainer.engine=torch"], id="torch"),
+    pytest.param(["services.trainer.engine=torch"], id="torch", marks=() if no_megatron else pytest.mark.long),
     pytest.param(
         ["services.trainer.engine=megatron", "services.trainer.parallel.pipeline=2"],
         id="megatron",
-        marks=pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make install-dev"),
+        marks=pytest.mark.skipif(no_megatron, reason="needs megatron-core: make install-dev"),
     ),
 ]
 
@@ -66,8 +67,18 @@ def part(run: Cluster, name: str, step: int) -> Path:
 def test_all_are_killed_and_it_goes_on_from_the_newest_step_that_is_whole_on_every_node(
     tmp_path: Path, own: list[Path], engine: list[str]
 ) -> None:
+    """One node has another model at first, and is named."""
     made = write_config(tmp_path / "config.yaml", own[1], **SECTIONS)
-    with cluster(made, *engine, "training.steps=100000", folder=own[0], own=own) as run:
+    settings = tmp_path / f"tiny.{THIRD}" / "model" / "config.json"
+    right = settings.read_text()
+    with cluster(made, *engine, "training.steps=100000", folder=own[0], own=own, start=2) as run:
+        settings.write_text(right + "\n")
+        run.start(THIRD, torchrun=False)
+        assert run.agents[THIRD].wait(START) == 2
+        told = rf"error: model\.path: {own[1]}/model is not the same on node {THIRD} \(hash \w+\) as on {FIRST} \(\w+\)"
+        assert re.fullmatch(told, one_line(run.agents[THIRD].errors))
+        settings.write_text(right)
+        run.start(THIRD)
         run.run.comes(lambda: len(checkpoint.steps(run.folder)) > 1, START, "two checkpoints")
         for name in (THIRD, FIRST, SECOND):  # in the middle of whatever they do
             run.node(name).kill()
@@ -95,14 +106,3 @@ def test_all_are_killed_and_it_goes_on_from_the_newest_step_that_is_whole_on_eve
     if "megatron" in engine[0]:  # gathered
         assert len(list(part(run, SECOND, newest + 2).rglob("*.distcp"))) == 2
     assert (run.place(SECOND, own[0]) / "model" / "model.safetensors").exists()
-
-
-def test_a_node_with_another_model_is_named(tmp_path: Path, own: list[Path]) -> None:
-    made = write_config(tmp_path / "config.yaml", own[1], **SECTIONS)
-    settings = tmp_path / f"tiny.{THIRD}" / "model" / "config.json"
-    settings.write_text(settings.read_text() + "\n")
-    with cluster(made, folder=own[0], own=own, start=1) as run:
-        run.start(THIRD, torchrun=False)
-        assert run.agents[THIRD].wait(START) == 2
-        told = rf"error: model\.path: {own[1]}/model is not the same on node {THIRD} \(hash \w+\) as on {FIRST} \(\w+\)"
-        assert re.fullmatch(told, one_line(run.agents[THIRD].errors))

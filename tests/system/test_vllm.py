@@ -8,12 +8,15 @@ import pytest
 
 from runtime.ledger.reader import LedgerReader
 from tests.system.conftest import make_tiny
+from tests.system.listeners import check_run
 from tests.system.runs import (
     LEARNS,
     ROOT,
     VLLM_PYTHON,
+    all_gone,
     check_gone,
     eventually,
+    everyone,
     needs_vllm,
     started,
     steps,
@@ -21,13 +24,12 @@ from tests.system.runs import (
     trained,
     write_config,
 )
-from tests.system.test_faults import all_gone, everyone
 from tests.system.test_gateway import AGENT
 
 pytestmark = [needs_vllm, pytest.mark.vllm, pytest.mark.timeout(900)]
 
 START = 300.0  # vLLM takes its time
-STEPS = 150  # in the first of which vLLM is killed
+STEPS = 100  # in the first of which vLLM is killed
 GROUPS = 8  # of a step: more than one rollout is sent at once, so that both have work however fast they are
 FLEETS = [{"slots": 16}, {"engine": "vllm", "slots": 8, "python": str(VLLM_PYTHON)}]
 CLOSE = 1e-4  # log-probabilities of float32, between engines
@@ -50,6 +52,7 @@ def test_both_engines_serve_the_same_versions_and_the_run_goes_on_when_vllm_dies
     with started(config, *overrides, folder=tmp_path / "run") as run:
         run.reaches(3, START)
         family = everyone(run)
+        check_run(run)
         eventually(lambda: len(common(run.folder)) >= 3, START, "three versions that both engines served")
         run.member("rollout-1").kill()
         run.says("rollout-1: run: was killed by SIGKILL; started again in 0.5 s")
@@ -85,6 +88,7 @@ def test_episodes_of_several_turns_are_trained_as_they_were_sampled(tmp_path: Pa
         assert point["mismatch/max"] < CLOSE
 
 
+@pytest.mark.long
 def test_the_quickstart_learns_to_add(warmups: Path, tmp_path: Path) -> None:
     overrides = [f"warmup.cache={warmups}", "warmup.max_seconds=500", "evaluation.every=0", f"training.steps={LEARNS}"]
     run = trained(ROOT / "configs" / "quickstart_vllm.yaml", *overrides, folder=tmp_path / "run", timeout=800.0)
