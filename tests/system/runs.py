@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from launcher import cli
+from tests import record
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
@@ -245,6 +246,7 @@ def started(
     folder.parent.mkdir(parents=True, exist_ok=True)
     console = folder.with_name(f"{folder.name}.console")
     shared = shared_files()
+    record.counts["runs"] += 1
     with console.open("w") as out, console.with_suffix(".err").open("w") as err:
         process = subprocess.Popen(
             [str(python), "-m", "launcher.cli", command, str(config), f"run.dir={folder}", *overrides],

@@ -24,7 +24,7 @@ from tests.system.runs import ROOT, check_gone, eventually, here, one_line, slui
 from tests.system.test_gateway import BACK, MIXED, SUMS, TWO, with_tasks
 from tests.system.test_why import blamed, why
 from tests.unit.docs_blocks import own_files
-from tests.unit.trace_cases import check_trace
+from tests.unit.test_trace import check_trace
 
 pytestmark = pytest.mark.timeout(400)
 
