@@ -234,7 +234,7 @@ def test_its_samples_can_be_looked_at(run: Live) -> None:
 def test_another_run_does_not_write_over_it(run: Live) -> None:
     folder = run.folder
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    line = refused(folder / "config.yaml", folder)
+    line = refused(folder / "config.yaml", folder, "run.overwrite=false")
     assert str(folder) in line
     assert "run.resume=auto" in line
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
