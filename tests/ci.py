@@ -227,16 +227,18 @@ def say(line: str) -> None:
 def main() -> None:
     names = [name for group in GROUPS for name in group]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", nargs="*", choices=names, metavar="STEP", help="the steps to run; without any: all")
+    parser.add_argument("steps", nargs="*", default=names, metavar="STEP", help=f"the steps to run, of {', '.join(names)}")
     parser.add_argument("--installed", type=float, default=0.0, help="seconds that the installation before this command took")
     parser.add_argument(
         "--table", action="store_true", help="write the costs of the last time into CONTRIBUTING.md; run nothing"
     )
     options = parser.parse_args()
+    if unknown := set(options.steps) - set(names):
+        parser.error(f"STEP: {', '.join(sorted(unknown))}; known are {', '.join(names)}")
     if options.table:
         return write_tables()
     FOLDER.mkdir(exist_ok=True)
-    steps = [Step("install", seconds=options.installed), *run_steps(options.steps or names)]
+    steps = [Step("install", seconds=options.installed), *run_steps(options.steps)]
     (FOLDER / "steps.json").write_text(json.dumps({step.name: round(step.seconds, 1) for step in steps}))
     errors = [line for step in steps for line in run_again(step)] + check_costs(steps)
     say("".join(f"\nerror: {line}" for line in errors) or "\nall steps passed")

@@ -79,7 +79,7 @@ def main() -> None:
     bugs = {patch.stem: read(patch) for patch in sorted(FOLDER.glob("*.patch"))}
     assert len({module for module, _ in bugs.values()}) == len(bugs), "two bugs are in the same module"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=bugs, metavar="NAME")
+    parser.add_argument("names", nargs="*", default=list(bugs), metavar="NAME")
     parser.add_argument("--share", default="all", metavar="WORD", help="a seventh of the bugs, chosen by a word such as a date")
     options = parser.parse_args()
     results: list[str] = []
@@ -87,7 +87,7 @@ def main() -> None:
         tree = Path(folder).resolve()
         copy_tree(tree)
         assert run(tree, sys.executable, "-c", WHERE)[1].strip() == str(tree / "runtime" / "__init__.py")
-        for name in (name for name in options.names or bugs if is_in_share(name, options.share)):
+        for name in (name for name in options.names if is_in_share(name, options.share)):
             began = time.monotonic()
             results.append(hunt(tree, FOLDER / f"{name}.patch", bugs[name][1]))
             print(f"{name:<30} {results[-1]}  {time.monotonic() - began:.1f} s", flush=True)
