@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing.process
+import os
 import sys
 import zlib
 from collections import Counter, defaultdict
@@ -57,6 +58,8 @@ class Recorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
+        for name in (FILE, ONLY):
+            os.environ.pop(name, None)  # a test that runs pytest has no part in this record
         item.user_properties.append(("before", dict(counts)))
         if item.get_closest_marker("long") is not None:
             item.user_properties.append(("long", True))
