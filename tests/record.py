@@ -77,7 +77,7 @@ class Recorder:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Iterator[None]:
         yield
-        before = dict(item.user_properties)["before"]
+        before: Any = dict(item.user_properties)["before"]
         item.user_properties.append(("started", {name: counts[name] - before.get(name, 0) for name in counts}))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -89,7 +89,7 @@ class Recorder:
         if report.when in ("setup", "call"):
             return  # a worker that crashed reports another phase, and no teardown
         fixtures = [value for name, value in report.user_properties if name == "fixture"]
-        known = dict(report.user_properties)
+        known: dict[str, Any] = dict(report.user_properties)
         self._write(
             id=report.nodeid,
             outcome="failed" if report.nodeid in self._failed else "passed",
