@@ -23,7 +23,6 @@ import psutil
 import pytest
 import yaml
 
-from launcher import cli
 from tests import record
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +48,8 @@ def sluice(
 
 def here(*arguments: str) -> subprocess.CompletedProcess[str]:
     """One command in this process, which is sooner done: for what reads files, and for what starts nothing."""
+    from launcher import cli  # not at the top: the agents' environment lacks what it imports
+
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setenv("COLUMNS", "200")
