@@ -188,10 +188,11 @@ def test_the_trained_model_says_what_the_last_evaluation_says(run: Live) -> None
         assert tokenizer.decode(reply, skip_special_tokens=False) == sample["reply"]
 
 
-def test_an_evaluation_of_its_own_says_the_same(run: Live, tmp_path: Path) -> None:
+def test_an_evaluation_of_its_own_says_the_same(run: Live, warmups: Path, tmp_path: Path) -> None:
     """`sluice eval` on the model that the run exported: same seeds, same replies."""
     model, step, before = f"model.path={run.folder / 'model'}", 200, evaluation.read(run.folder)
-    ended = sluice("eval", str(ROOT / "configs" / "quickstart.yaml"), f"run.dir={tmp_path}", model, timeout=TOTAL)
+    overrides = [f"run.dir={tmp_path}", f"warmup.cache={warmups}", model]
+    ended = sluice("eval", str(ROOT / "configs" / "quickstart.yaml"), *overrides, timeout=TOTAL)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (alone,) = evaluation.read(tmp_path / "eval")
     beside = {result.step: result for result in evaluation.read(run.folder)}[step]
@@ -234,7 +235,7 @@ def test_its_samples_can_be_looked_at(run: Live) -> None:
 def test_another_run_does_not_write_over_it(run: Live) -> None:
     folder = run.folder
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    line = refused(folder / "config.yaml", folder, "run.overwrite=false")
+    line = refused(folder / "config.yaml", folder, "run.overwrite=false", whole=True)
     assert str(folder) in line
     assert "run.resume=auto" in line
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
