@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.record import is_in_share
+from tests import record
 
 FOLDER, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 LIMIT = 600.0  # seconds of the tests of one bug: it is not found if they take longer
@@ -48,7 +48,8 @@ def copy_tree(tree: Path) -> None:
 
 def run(tree: Path, *command: str | Path) -> tuple[int | None, str]:
     """Run a command in the copy, whose modules come first. Returns its exit code, None at the limit, and what it printed."""
-    env = {**os.environ, **ENV, **SHARED, "PYTHONPATH": str(tree), "GIT_CEILING_DIRECTORIES": str(tree.parent)}
+    own = {name: value for name, value in os.environ.items() if name not in (record.FILE, record.ONLY)}
+    env = {**own, **ENV, **SHARED, "PYTHONPATH": str(tree), "GIT_CEILING_DIRECTORIES": str(tree.parent)}
     with tempfile.TemporaryFile("w+") as output:
         process = psutil.Popen(command, cwd=tree, env=env, stdout=output, stderr=output, start_new_session=True)
         try:
@@ -87,7 +88,7 @@ def main() -> None:
         tree = Path(folder).resolve()
         copy_tree(tree)
         assert run(tree, sys.executable, "-c", WHERE)[1].strip() == str(tree / "runtime" / "__init__.py")
-        for name in (name for name in options.names if is_in_share(name, options.share)):
+        for name in (name for name in options.names if record.is_in_share(name, options.share)):
             began = time.monotonic()
             results.append(hunt(tree, FOLDER / f"{name}.patch", bugs[name][1]))
             print(f"{name:<30} {results[-1]}  {time.monotonic() - began:.1f} s", flush=True)
