@@ -684,9 +684,6 @@ def test_dppo_kl_leaves_out_what_has_become_certain():
     torch.testing.assert_close(outputs.loss, expected, rtol=1e-14, atol=0)
 
 
-# ------------------------------------------------------------------------------------------------------ the choice of tokens
-
-
 def step(seed: int, count: int = 400) -> StepTokens:
     rng = np.random.default_rng(seed)
     advantages, logp, draws, moved = (
