@@ -31,11 +31,11 @@ TESTS ?=
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
 test: install-dev
-	$(PYTEST) $(WORKERS) $(or $(TESTS),tests/unit tests/loopback tests/contract)
+	$(PYTEST) $(WORKERS) $(if $(TESTS),,-m 'not ranks') $(or $(TESTS),tests/unit tests/loopback tests/contract)
 
-# Results that depend on the order of additions, computed with other instructions than the best of this processor.
+# Results that depend on the order of additions, computed with other instructions than the best of this processor, and groups of ranks.
 test-numeric: install-dev
-	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(PYTEST) $(WORKERS) -m numeric $(or $(TESTS),tests/unit tests/loopback)
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(PYTEST) $(WORKERS) -m 'numeric or ranks' $(or $(TESTS),tests/unit tests/loopback)
 
 # Whole runs.
 test-system: install-dev .megatron-0.12/installed

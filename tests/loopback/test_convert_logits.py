@@ -20,7 +20,7 @@ from tests.closeness import FLOAT32, LOGITS, forward_terms
 from tests.unit.family_cases import CONFIGS, write_folder
 from tests.unit.test_convert import sluice
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.ranks]
 
 LLAMA_3_1 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3_1 |= {"original_max_position_embeddings": 8192}

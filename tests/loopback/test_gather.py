@@ -41,6 +41,8 @@ from tests.unit.lora_cases import lora_config
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import assert_same, run_step
 
+pytestmark = [pytest.mark.numeric, pytest.mark.ranks]
+
 DEADLINE = 60.0
 BUCKET = 1 << 11  # the tensors are of some dozen buckets
 
@@ -361,7 +363,6 @@ def assert_served(rollout: Any, here: Stage) -> None:
     assert_same(dict(engine._decoder.weights._views), expected)
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize(
     "publication",
     [{}, {"transport": "files"}, {"transport": "collective", "encoding": "delta", "dtype": "bfloat16"}],
@@ -392,7 +393,6 @@ async def test_rollouts_have_the_policy_and_so_has_a_late_one(publication: dict[
             assert_served(rollout, here)
 
 
-@pytest.mark.numeric
 @on_a_loop
 async def test_another_base_is_refused_in_one_line(tmp_path: Path) -> None:
     site = Site(tmp_path)

@@ -19,6 +19,8 @@ from runtime.weights.gloo_mesh import GlooMesh
 from runtime.weights.plan import TRAILER
 from tests.unit.family_cases import make_family, make_tensors
 
+pytestmark = pytest.mark.ranks
+
 PATIENCE = 60.0
 KEY = bytes(range(32))
 HEADS = {"num_attention_heads": 12, "num_key_value_heads": 12}

@@ -40,7 +40,7 @@ from tests.unit.training_cases import VOCAB, make_config, make_episodes, make_gr
 from tests.unit.training_steps import assert_metrics, assert_same, assert_updated, make_probes, weights
 from tests.unit.training_steps import run_step as run_plain_step
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.ranks]
 
 STEPS = 3
 Found = dict[str, Any]

@@ -42,6 +42,7 @@ from tests.unit.training_steps import comparable, make_probes, weights
 
 pytestmark = [
     pytest.mark.numeric,
+    pytest.mark.ranks,
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None, reason="needs megatron-core: pip install 'sluice-rl[megatron]'"
     ),

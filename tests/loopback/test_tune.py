@@ -11,7 +11,7 @@ from tests.loopback.ranks import run_two
 from tests.unit.training_steps import assert_updated
 from tests.unit.tuning_cases import make_sums, make_tune, points, resumed, tuned
 
-pytestmark = pytest.mark.numeric
+pytestmark = [pytest.mark.numeric, pytest.mark.ranks]
 
 SMOOTH = {"eps": 1e-2, "learning_rate": 1e-3, "max_grad_norm": 0.5}
 

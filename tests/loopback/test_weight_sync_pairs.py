@@ -11,6 +11,8 @@ from msgspec.structs import replace
 from tests.loopback.test_rollout_staging import SLOTS, Models, Site, run, until
 from tests.unit.test_rollout_in_flight import versions
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
