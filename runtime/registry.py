@@ -1,6 +1,6 @@
 """Named implementations: a decorator adds one, a lookup that fails tells the user which names there are.
 
-A name of the form `FILE.py:NAME` is one that the user's own file registers.
+A name of the form `FILE.py:NAME` is one that the user's own file registers, or has as a plain function.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Generic, TypeVar
 
 from runtime.errors import UserError
@@ -29,6 +30,7 @@ class Registry(Generic[T]):
     def __init__(self, label: str):
         self.label = label
         self._entries: dict[str, T] = {}
+        self._files: dict[str, Path | None] = {}  # which of the user's files registered an entry
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator that adds its target under `name`. Raises ValueError when the name is taken by another target."""
@@ -36,6 +38,7 @@ class Registry(Generic[T]):
         def add(entry: T) -> T:
             if self._entries.setdefault(name, entry) is not entry:
                 raise ValueError(f"{self.label}: {name!r} is registered twice")
+            self._files[name] = _executed[-1] if _executed else None
             return entry
 
         return add
@@ -49,7 +52,7 @@ class Registry(Generic[T]):
             raise UserError(f"{key or self.label}: unknown name {name!r}; {self._hint(name)}allowed: {allowed}") from None
 
     def find(self, name: str, key: str = "") -> T:
-        """The entry called `name`, or the one that `FILE.py:NAME` registers.
+        """The entry called `name`, or the one that `FILE.py:NAME` registers or, of rules, defines.
 
         Raises UserError, naming `key` (the label), for an unknown name, and for a file that is missing or cannot be imported.
         """
@@ -60,15 +63,21 @@ class Registry(Generic[T]):
         if not path.is_file():
             raise UserError(f"{key or self.label}: {path} is not a file")
         try:
-            _execute(path)
+            module = _execute(path)
+            if self._files.get(entry) != path and (found := self.undecorated(entry, getattr(module, entry, None))) is not None:
+                return found
         except UserError:
             raise
         except Exception as error:
             raise UserError(f"{key or self.label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
         if entry not in self:
-            told = f"{self._hint(entry)}no decorator in {path} registers it"
+            told = f"{self._hint(entry)}{path} neither registers nor defines it"
             raise UserError(f"{key or self.label}: unknown name {entry!r}; {told}")
         return self._entries[entry]
+
+    def undecorated(self, name: str, value: object) -> T | None:
+        """Make an entry of a value that a user's file has under `name`; None where that is no entry. Raises TypeError."""
+        return None
 
     def _hint(self, name: str) -> str:
         near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
@@ -81,11 +90,20 @@ class Registry(Generic[T]):
         return iter(sorted(self._entries))
 
 
+_executed: list[Path] = []  # the files that are being executed, the innermost last
+
+
 @cache
-def _execute(path: Path) -> None:
+def _execute(path: Path) -> ModuleType:
     """Run the file once per process; its decorators register what it has. It may import what lies beside it, or in the folder
     in which `sluice` was called; nothing there hides a module that is found elsewhere."""
     sys.path += [folder for folder in dict.fromkeys((str(path.parent), str(Path.cwd()))) if folder not in sys.path]
     spec = importlib.util.spec_from_file_location(f"sluice_own_{path.stem}", path)
     assert spec is not None and spec.loader is not None, path
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module = importlib.util.module_from_spec(spec)
+    _executed.append(path)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        _executed.pop()
+    return module

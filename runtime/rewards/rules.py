@@ -1,15 +1,17 @@
 """What a reward rule is, and how one is added.
 
-    from sluice import RuleContext, rule
+    from sluice import RuleContext
 
-    @rule("polite")
     def polite(text: str, label: str, context: RuleContext) -> bool:
         return "please" in text
 
+`FILE.py:polite` names the rule in the configuration. The decorator `rule` adds a screen, an answer or another name.
+
 A rule is a pure function of the reply's text (special tokens left out; of an episode of several turns the last one's), the
-problem's label and the context; it may be `async`. A bool earns the configuration's `correct` or `wrong`; a float is the value
-itself. It runs in a worker process that is killed at its limits, unless its `screen` settles the case in the service: only for
-what is short and certain to end.
+problem's label and the context; it may be `async`. A bool earns the configuration's `correct` or `wrong`; a number is the value
+itself. Functions with the parameters of verl's or TRL's reward functions are rules too (`signatures.py`). A rule runs in a
+worker process that is killed at its limits, unless its `screen` settles the case in the service: only for what is short and
+certain to end.
 
 A rule over a whole group sees all replies to a prompt at once, and gives a value for each, in their order:
 
@@ -22,8 +24,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Iterable
+from decimal import Decimal
+from numbers import Real
+from typing import Any, TypeVar, overload
 
 import msgspec
 
@@ -78,9 +82,13 @@ class RewardRule(msgspec.Struct, frozen=True):
     sandboxed: bool = False
 
 
+NO_NUMBER = "no number: "
+"""How the error of an outcome begins whose rule gave a value of another type, which follows. The mistake is the user's."""
+
+
 class RuleOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """One evaluation: a value, or the reason why there is none: timeout, memory, crash, or exception:NAME. Of a rule over a
-    group: `values`, one for each reply."""
+    """One evaluation: a value, or the reason why there is none: timeout, memory, crash, exception:NAME, or NO_NUMBER. Of a rule
+    over a group: `values`, one for each reply."""
 
     value: bool | float | None = None
     error: str = ""
@@ -92,35 +100,71 @@ class RuleOutcome(msgspec.Struct, frozen=True, array_like=True):
         return self.value is None and self.values is None and not self.error
 
 
-RULES: Registry[RewardRule] = Registry("rewards.rules.name")
+def _rule_of(
+    name: str, function: Any, screen: Screen | None = None, answer: Answer | None = None, grouped: bool = False
+) -> RewardRule:
+    """Make a rule of a function. Raises TypeError for a function that fails on every reply because of its parameters."""
+    from runtime.rewards.signatures import adapted  # which needs the contexts above
+
+    try:
+        evaluate, of_groups = adapted(function)
+    except TypeError as error:
+        raise TypeError(f"rule {name!r} {error}") from None
+    if evaluate is function:
+        _check(function, name, f"({'texts' if grouped else 'text'}, label, context), as verl calls it or as TRL does")
+    return RewardRule(name, evaluate, screen, answer, grouped or of_groups)
 
 
-def rule(name: str, screen: Screen | None = None, answer: Answer | None = None) -> Callable[[Function], Function]:
-    """Register the decorated function, of (text, label, RuleContext), as the reward rule `name`; it may be `async`.
+class RuleRegistry(Registry[RewardRule]):
+    """The registry in which a plain function of a user's file is a rule, too."""
+
+    def undecorated(self, name: str, value: object) -> RewardRule | None:
+        return _rule_of(name, value) if callable(value) else None
+
+
+RULES = RuleRegistry("rewards.rules.name")
+
+
+@overload
+def rule(name: Function) -> Function: ...
+@overload
+def rule(name: str, screen: Screen | None = None, answer: Answer | None = None) -> Callable[[Function], Function]: ...
+def rule(name: Any, screen: Screen | None = None, answer: Answer | None = None) -> Any:
+    """Register the decorated function, of (text, label, RuleContext), as the reward rule `name`; it may be `async`. A bare
+    `@rule` takes the function's own name. So far a function needs no decorator: `FILE.py:NAME` finds it.
 
     It gives a bool, which earns the configuration's `correct` or `wrong`, or a number, the value itself. What it raises masks
     the sample out. `screen`: tried first, within the service, with the same arguments; None leaves the case to a worker.
     `answer`: from a reply's text to its final answer, None where it has none: what maj@k counts.
     """
 
+    if callable(name):
+        return rule(name.__name__)(name)
+
     def register(function: Function) -> Function:
-        _check(function, name, "(text, label, context)")
-        RULES.register(name)(RewardRule(name, function, screen, answer))
+        RULES.register(name)(_rule_of(name, function, screen, answer))
         return function
 
     return register
 
 
-def group_rule(name: str) -> Callable[[Function], Function]:
-    """Register the decorated function, of (texts, label, GroupContext), as the rule `name` over whole groups.
+@overload
+def group_rule(name: Function) -> Function: ...
+@overload
+def group_rule(name: str) -> Callable[[Function], Function]: ...
+def group_rule(name: Any) -> Any:
+    """Register the decorated function, of (texts, label, GroupContext), as the rule `name` over whole groups. A bare
+    `@group_rule` takes the function's own name.
 
     It gives one value for each text, in their order, as a rule does; it may be `async`. It always runs in a worker. Where it
     fails, all replies of the group are masked out.
     """
 
+    if callable(name):
+        return group_rule(name.__name__)(name)
+
     def register(function: Function) -> Function:
-        _check(function, name, "(texts, label, context)")
-        RULES.register(name)(RewardRule(name, function, grouped=True))
+        RULES.register(name)(_rule_of(name, function, grouped=True))
         return function
 
     return register
@@ -160,29 +204,41 @@ def attempt(
     """Call a rule or a screen; with the texts of a group, a rule over groups. Whatever it raises becomes the outcome's error,
     after `told` has seen it.
 
-    So does a value that is no number (exception:TypeError) or not finite (exception:ValueError), and of a group another number
-    of values than it has texts (exception:ValueError).
+    So does a value that is not finite (exception:ValueError), and of a group another number of values than it has texts
+    (exception:ValueError). A value that is no number becomes the error NO_NUMBER and its type.
     """
     try:
         value: Any = function(text, label, context)  # type: ignore[arg-type]  # a screen is called with one text
         if isinstance(text, str):
             return RuleOutcome(value if value is None else _number(value))
+        if not isinstance(value, Iterable):
+            raise _NoNumberError(f"{type(value).__name__}, for {len(text)} texts")
         values = [_number(each) for each in value]
         if len(values) != len(text):
             raise ValueError(f"{len(values)} values for {len(text)} texts")
         return RuleOutcome(values=values)
     except MemoryError:
         return RuleOutcome(error="memory")
+    except _NoNumberError as error:
+        return RuleOutcome(error=f"{NO_NUMBER}{error}")
     except Exception as error:  # noqa: BLE001 - a rule is the user's code: its failure is a result, counted by type
         told(error)
         return RuleOutcome(error=f"exception:{type(error).__name__}")
 
 
+class _NoNumberError(Exception):
+    """A value of a type that is no reward, which `str(error)` names."""
+
+
 def _number(value: object) -> Value:
-    if isinstance(value, bool):
-        return value
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"{type(value).__name__} is no number")
-    if not math.isfinite(value):
+    """The value as a bool or a float: of any real number, and of a scalar of numpy or torch."""
+    scalar: Any = value
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        scalar = scalar.item()
+    if isinstance(scalar, bool):
+        return scalar
+    if not isinstance(scalar, (Real, Decimal)):
+        raise _NoNumberError(type(value).__name__)
+    if not math.isfinite(scalar):
         raise ValueError(f"{value} is not finite")
-    return float(value)
+    return float(scalar)

@@ -13,7 +13,7 @@ from runtime.errors import ServiceFault, UserError
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.pool import KillablePool
 from runtime.rewards.replies import ReadReply, ReplyDecoder, read_replies
-from runtime.rewards.rules import GroupContext, RewardRule, RuleContext, RuleOutcome, attempt
+from runtime.rewards.rules import NO_NUMBER, GroupContext, RewardRule, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task
 from runtime.rewards.worker_process import Limits
 from runtime.types import GroupPayload, ScoreRequest, Scores
@@ -73,8 +73,8 @@ class RewardScorer:
         """Scores of a group.
 
         A sample on which a rule failed has valid 0, reward 0 and NaN as that rule's value, and is counted in `errors`.
-        Raises InvalidMessage for a payload that does not decode, ServiceFault when the pool cannot start a worker or,
-        with `on_error: fail`, when a rule failed.
+        Raises InvalidMessage for a payload that does not decode, UserError for a rule that gives no number, ServiceFault when
+        the pool cannot start a worker or, with `on_error: fail`, when a rule failed.
         """
         payload = codec.decode(GroupPayload, request.payload)
         found = read_replies(payload, self._tokenizer)
@@ -125,6 +125,9 @@ class RewardScorer:
             name = weighted.rule.name
             column = np.array([_value(outcome, weighted.settings) for outcome in found])
             for index, outcome in enumerate(found):
+                if outcome.error.startswith(NO_NUMBER):
+                    given = outcome.error.removeprefix(NO_NUMBER)
+                    raise UserError(f"rewards.rules: rule {name} gave a value of type {given}; must be a bool or a number")
                 if outcome.error:
                     if self._fail:
                         raise ServiceFault("reward", f"rule {name}", f"{outcome.error} on sample {index} of group {group_id}")

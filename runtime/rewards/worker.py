@@ -26,7 +26,7 @@ import msgspec
 
 from runtime.config.sandbox import Sandbox
 from runtime.process.os_process import die_with_parent
-from runtime.rewards.rules import Context, Evaluate, RewardRule, RuleOutcome, Value, attempt
+from runtime.rewards.rules import NO_NUMBER, Context, Evaluate, RewardRule, RuleOutcome, Value, attempt
 
 LENGTH = struct.Struct("<I")
 TOLD_LINES, TOLD_CHARACTERS = 20, 1000  # of a rule's traceback: the last entries, and of each
@@ -98,8 +98,7 @@ def serve(requests: BinaryIO, replies: BinaryIO, rules: list[str], cpu_seconds: 
             outcome = attempt(evaluate[task.rule], task.text, task.label, task.context, told)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             if outcome.unresolved:
-                told(TypeError("it returned None, which is no number"))
-                outcome = RuleOutcome(error="exception:TypeError")  # only a screen may leave a case open
+                outcome = RuleOutcome(error=f"{NO_NUMBER}NoneType")  # only a screen may leave a case open
             replies.write(frame(msgspec.msgpack.encode(Verdict(outcome, time.perf_counter() - start))))
 
 

@@ -201,7 +201,7 @@ def test_each_failure_costs_its_own_sample(rule: str, tmp_path: Path, monkeypatc
         "abort": RuleOutcome(error="crash"),
         "raise": RuleOutcome(error="exception:KeyError"),
         "hog": RuleOutcome(error="timeout"),
-        "none": RuleOutcome(error="exception:TypeError"),
+        "none": RuleOutcome(error="no number: NoneType"),
         "print": RuleOutcome(True),
         "\x00\U0001f642": RuleOutcome(False),
     }

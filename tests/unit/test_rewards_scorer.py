@@ -182,19 +182,6 @@ def test_rules_are_checked_at_the_start(tmp_path: Path) -> None:
     assert "'gsm8k' is registered twice" in refused(f"{tmp_path}/taken.py:gsm8k")
 
 
-@pytest.mark.parametrize(("decorator", "texts"), [("rule", "text"), ("group_rule", "texts")])
-def test_a_rule_that_cannot_be_called_is_refused_at_the_start(tmp_path: Path, decorator: str, texts: str) -> None:
-    file = tmp_path / f"of_{decorator}.py"
-    file.write_text(
-        f"from runtime.rewards.rules import {decorator} as reward\n"
-        "@reward('test_of_trl')\ndef of_trl(completions, **columns): return [1.0 for _ in completions]\n"
-    )
-    with pytest.raises(UserError) as error:
-        find_rule(f"{file}:test_of_trl")
-    said = "TypeError: rule 'test_of_trl' takes (completions, **columns); it is called with"
-    assert str(error.value).endswith(f"{said} ({texts}, label, context)")
-
-
 def test_a_file_imports_what_lies_beside_it_and_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "beside_a_rule.py").write_text("VALUE = 0.5\n")
@@ -213,8 +200,8 @@ def test_a_file_imports_what_lies_beside_it_and_hides_nothing(tmp_path: Path, mo
     [
         *((True, RuleOutcome(True)), (3, RuleOutcome(3.0)), (None, RuleOutcome())),
         (float("nan"), RuleOutcome(error="exception:ValueError")),
-        *((10**400, RuleOutcome(error="exception:OverflowError")), ("1", RuleOutcome(error="exception:TypeError"))),
-        (np.float32(0.5), RuleOutcome(error="exception:TypeError")),
+        *((10**400, RuleOutcome(error="exception:OverflowError")), ("1", RuleOutcome(error="no number: str"))),
+        (np.float32(0.5), RuleOutcome(0.5)),
     ],
 )
 def test_outcome_of_a_returned_value(value: object, outcome: RuleOutcome) -> None:
@@ -225,9 +212,10 @@ def test_the_rules_of_the_guide_are_rules(monkeypatch: pytest.MonkeyPatch) -> No
     """The code of docs/guides/reward-rules.md, as a user would copy it."""
     monkeypatch.setitem(sys.modules, "httpx", types.SimpleNamespace(AsyncClient=lambda: None))  # the user's own choice
     guide = Path(__file__).parents[2] / "docs" / "guides" / "reward-rules.md"
+    found: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
-        exec(compile(block, str(guide), "exec"), {})
-    assert attempt(find_rule("brief").evaluate, "", "", RuleContext(tokens=150)) == RuleOutcome(0.5)  # type: ignore[arg-type]
+        exec(compile(block, str(guide), "exec"), found)
+    assert attempt(found["brief"], "", "", RuleContext(tokens=150)) == RuleOutcome(0.5)
     assert find_rule("polite").screen is not None
     assert inspect.iscoroutinefunction(find_rule("judged").evaluate)
 
