@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from launcher.commands import options as of_command
 from runtime.errors import SluiceError, UserError
-from runtime.process.command_line import CommandParser, ended_as_by_ctrl_c
+from runtime.process.command_line import CommandParser, ended_as_by_ctrl_c, outlive_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 EXIT_CODES = """exit codes:
-  0    done; or stopped in order by Ctrl-C or SIGTERM, what was learnt being saved
+  0    done; or stopped in order by Ctrl-C, SIGTERM or a lost terminal, what was learnt being saved
   1    a fault, which the last line names; of accept: a check has failed
   2    the user's to mend: the command, the configuration, what it names, a full disk; each fault is a line
   130  stopped at once, by a second Ctrl-C or because stopping in order took too long"""
@@ -79,6 +79,7 @@ def run_and_report(work: Callable[[], int | None]) -> int:
     the stacks, as in every process of a run, and ends nothing."""
     with suppress(OSError, RuntimeError):  # a stderr that is no file
         faulthandler.register(signal.SIGUSR1)
+    outlive_terminal()
     try:
         return work() or 0
     except UserError as error:

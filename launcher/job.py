@@ -32,6 +32,7 @@ from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
 from runtime.models import tiny_model
 from runtime.process import keys, os_process
 from runtime.process.aio import unless_failed
+from runtime.process.command_line import ending_signals
 from runtime.status import Progress
 from runtime.telemetry import startup
 from runtime.telemetry.startup import Startup
@@ -95,8 +96,8 @@ class Job(ABC, Generic[Result]):
             self.supervisor = Supervisor(logs, self.view, self.config.logs, self._fork_server)
             self._coordinator = CoordinatorKeeper(self.supervisor)
             loop = asyncio.get_running_loop()
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, self._on_signal)
+            for number in ending_signals():
+                loop.add_signal_handler(number, self._on_signal, number)
             config = on_this_machine(tiny_model.made(await self.prepared()), self._here.address)
             run_files.write_private(self.folder / run_files.CONFIG, loading.to_yaml(config))
             await self._until_done(await self._start(config))
@@ -230,10 +231,10 @@ class Job(ABC, Generic[Result]):
                 waiting.cancel()
             await asyncio.gather(task, death, twice, return_exceptions=True)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         now = time.monotonic()
-        if now - self._signalled < self._here.echo:
-            return
+        if now - self._signalled < self._here.echo or (number is signal.SIGHUP and self._signals):
+            return  # a lost terminal may tell so several times
         self._signalled = now
         self._signals += 1
         if self._signals > 1:

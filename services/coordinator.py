@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -39,6 +38,7 @@ from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import LedgerWriter
 from runtime.process import disk, keys
 from runtime.process.aio import first_error, unless_failed
+from runtime.process.command_line import ending_signals
 from runtime.process.spans import STATE, LineStates
 from runtime.status import Loss, Profile, Progress, Registration, RunFigures, Status, Stop, Topology
 from runtime.telemetry.startup import Phases, Startup, collect_rarely, in_order
@@ -114,7 +114,7 @@ class CoordinatorProcess:
             await self._open_ledger()
         await server.start()
         await server.set_serving(True)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
         where = self._folder / run_files.ADDRESS
         await disk.done(lambda: where.write_text(self._address), where)

@@ -264,7 +264,8 @@ class ServiceProcess:
         loop, grace = asyncio.get_running_loop(), max(timeouts.INTERRUPTED_GRACE, service.config.deadlines.stop)
         loop.add_signal_handler(signal.SIGINT, self._stop.set)
         # A scheduler that ends a job tells every process so: the coordinator among them, which says when all is saved.
-        loop.add_signal_handler(signal.SIGTERM, loop.call_later, grace, self._stop.set)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, loop.call_later, grace, self._stop.set)
         try:
             async with exposed(service.config, self) as self._metrics:
                 await self._load()

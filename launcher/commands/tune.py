@@ -26,6 +26,7 @@ from runtime.config import Config, loading
 from runtime.config.checks import alone, tune_faults
 from runtime.errors import ConfigError
 from runtime.models import tiny_model
+from runtime.process.command_line import ending_signals
 from sluice import start
 
 NAME = "trainer-0"
@@ -79,13 +80,15 @@ async def _followed(child: Child, view: View) -> dict[str, Any]:
     loop = asyncio.get_running_loop()
     signals: list[signal.Signals] = []
 
-    def on_signal() -> None:
+    def on_signal(number: signal.Signals) -> None:
+        if number is signal.SIGHUP and signals:
+            return  # a lost terminal may tell so several times
         signals.append(signal.SIGKILL if signals else signal.SIGTERM)
         view.phase("stopping (again to stop now)")
         child.signal_group(signals[-1])
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    for number in ending_signals():
+        loop.add_signal_handler(number, on_signal, number)
     told: dict[str, Any] = {}
     assert child.process.stdout is not None
     async for line in child.process.stdout:

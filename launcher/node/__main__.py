@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import Coroutine
@@ -39,7 +38,7 @@ from runtime.config import Config, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
 from runtime.process import network
 from runtime.process.aio import done_within
-from runtime.process.command_line import CommandParser
+from runtime.process.command_line import CommandParser, ending_signals
 from services.rpc import session
 from sluice import start
 
@@ -67,7 +66,7 @@ class FollowerNode:
 
     async def run(self) -> None:
         """Until the run ends, or this node is told to leave it; no process is left. Raises UserError, ServiceFault."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             asyncio.get_running_loop().add_signal_handler(number, self._told.set)
         lives: list[Coroutine[Any, Any, None]] = [self._agent.follow(), self._deaths(), self._course(), self._leaves()]
         if self._agent.config.services.coordinator.standby == self._here.name:

@@ -72,7 +72,7 @@ def start(options: argparse.Namespace) -> dict[int, tuple[int, subprocess.Popen[
 
 def main() -> None:
     options = arguments()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # the ranks get it too, and say what comes of it
     left: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
 

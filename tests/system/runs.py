@@ -5,6 +5,7 @@ Every process of a run says in its command line where the run lives, so that wha
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -241,9 +243,15 @@ def check_gone(folder: Path, ports: set[int] = frozenset()) -> None:  # type: ig
 
 @contextmanager
 def started(
-    config: Path, *overrides: str, folder: Path, command: str = "train", python: Path | str = sys.executable
+    config: Path,
+    *overrides: str,
+    folder: Path,
+    command: str = "train",
+    python: Path | str = sys.executable,
+    terminal: int | None = None,
 ) -> Iterator[Live]:
-    """`sluice COMMAND` in a process group of its own. Leaving the block ends what is left of it, and only that."""
+    """`sluice COMMAND` in a process group of its own, on the pseudo-terminal `terminal` if there is one, which then has what it
+    prints. Leaving the block ends what is left of it, and only that."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     console = folder.with_name(f"{folder.name}.console")
     shared = shared_files()
@@ -253,11 +261,12 @@ def started(
             [str(python), "-m", "launcher.cli", command, str(config), f"run.dir={folder}", *overrides],
             cwd=ROOT,
             env=_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
+            stdin=subprocess.DEVNULL if terminal is None else terminal,
+            stdout=out if terminal is None else terminal,
+            stderr=err if terminal is None else terminal,
             text=True,
             start_new_session=True,
+            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY),
         )
     try:
         yield Live(process, folder, console)

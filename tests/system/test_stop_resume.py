@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from runtime.ledger.checkpoint import read_position
 from runtime.ledger.checkpoint import steps as checkpoints
 from runtime.ledger.reader import LedgerReader
-from tests.system.runs import LONG, check_gone, refused, started, steps, summary, trained
+from tests.system.runs import LONG, START, check_gone, refused, started, steps, summary, trained
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -66,6 +69,25 @@ def test_ctrl_c_saves_and_the_run_goes_on_where_it_was_until_it_is_as_accurate_a
     resumed = [point for point in steps(folder) if point["step"] == done + 1]
     assert resumed[0]["actor/kl_loss"] > 1e-9
     assert f"reference: {tiny / 'model'}" in (folder / "config.yaml").read_text()
+
+
+def test_a_lost_terminal_saves_as_ctrl_c_does(config: Path, tmp_path: Path) -> None:
+    folder, shown = tmp_path / "run", bytearray()
+    ours, theirs = pty.openpty()
+    with started(config, *LONG, folder=folder, terminal=theirs) as run:
+        os.close(theirs)
+
+        def trains() -> bool:
+            if select.select([ours], [], [], 0)[0]:  # a terminal that nobody reads blocks who writes
+                shown.extend(os.read(ours, 1 << 16))
+            return run.steps() >= 2
+
+        run.comes(trains, START, "step 2")
+        os.close(ours)
+        assert run.wait(ORDERLY) == 0, shown.decode()
+        check_gone(folder)
+    assert summary(folder)["stop_reason"] == "interrupted"
+    assert checkpoints(folder)[-1] == summary(folder)["steps"] >= 2
 
 
 def test_ctrl_c_before_there_is_anything_to_save_ends_the_run_in_time(config: Path, tmp_path: Path) -> None:
