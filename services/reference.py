@@ -38,7 +38,7 @@ class ReferenceService(FrozenModelService):
 
         device, model = platform.device(), self.config.model
         settings, away = self.config.services.reference, reference_takes_part(self.config)
-        dtype, budget = platform.resolve_dtype(settings.dtype, device), settings.max_tokens_per_microbatch
+        dtype, budget = platform.resolve_dtype(settings.dtype, device, model.dtype), settings.max_tokens_per_microbatch
 
         def load(folder: str) -> OffloadableScorer:
             make = TorchScorer if read_raw(folder).get("model_type") in DECODED else PolicyScorer

@@ -31,7 +31,7 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
     from runtime.process import platform
 
     settings, device = replicas(config)[name], platform.device()
-    dtype = platform.resolve_dtype(settings.dtype, device)
+    dtype = platform.resolve_dtype(settings.dtype, device, config.model.dtype)
     longest, replays = longest_text(config), config.moe.replay == "routing"
     if settings.engine == "torch":
         from runtime.rollout.torch.engine import TorchRolloutEngine

@@ -18,6 +18,7 @@ from runtime.cluster.topology import has_several_nodes
 from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
 from runtime.config.model_checks import kv_caches, memory_of_ranks, spread_models
+from runtime.config.service_checks import unequal_numbers
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError
 from runtime.models import tiny_model
@@ -63,6 +64,8 @@ def validate(path: Path, overrides: Sequence[str], since: str | None = None) -> 
     console.print(placement_table(config, here.offer))
     for line in _memory(config, memory):
         say(console, line)
+    for line in unequal_numbers(config, on_cpus=memory is not None):
+        say(console, f"warning: {line}")
 
 
 def _other_defaults(config: Config) -> Iterator[str]:

@@ -90,7 +90,7 @@ def semantic_faults(
         *_values(config),
         *_updates(config),
         *_lora(config),
-        *publication_faults(config, policy),
+        *publication_faults(config),
         *of_layouts,
         *(() if of_layouts else rank_faults(config, available_bytes)),
     ]

@@ -19,6 +19,7 @@ import msgspec
 from runtime.cluster.topology import block_size, fleets, model_key, teachers, uses_reference
 from runtime.config import Config, Parallel, RewardModel, Spread, Trainer, Warmup
 from runtime.config.reference_checks import token_fault
+from runtime.config.service_checks import computed_dtype
 from runtime.errors import UserError
 from runtime.models import hf_config, limits, quantized, tiny_model
 from runtime.models.families import FAMILIES, family_for
@@ -354,10 +355,9 @@ def kv_caches(config: Config, on_cpus: bool) -> dict[str, int]:
     policy = policy_model(config)
     if policy is None:
         return {}
-    auto = "float32" if on_cpus else "bfloat16"
     return {
         path: kv_cache_bytes(
-            policy, fleet.slots + PROBES, longest_text(config), _DTYPE_BYTES[auto if fleet.dtype == "auto" else fleet.dtype]
+            policy, fleet.slots + PROBES, longest_text(config), _DTYPE_BYTES[computed_dtype(config, fleet.dtype, on_cpus)]
         )
         for path, fleet in fleets(config).items()
         if fleet.engine == "torch" and "num_attention_heads" in policy  # vLLM divides its own memory

@@ -108,7 +108,7 @@ class Rollout(Computing, frozen=True):
     """Engine torch, with a `gateway`: keys and values of conversations that wait for their next turn, the least recently used
     of which leave first. vLLM keeps them in its prefix cache."""
     dtype: DType = "auto"
-    """`auto`: bfloat16 on accelerators, float32 on CPUs."""
+    """What rollouts compute in. `auto`: `model.dtype`."""
     speculation: Literal["auto", "off"] = "auto"
     """Engine torch: speculative decoding without a draft model. `auto`: tokens are drafted from other replies to the same
     prompt, as far as that pays; the replies are those of `off`. Engine vllm has none."""
@@ -195,7 +195,7 @@ class Scorer(Computing, frozen=True):
     max_tokens_per_microbatch: Tokens = 16384
     """Of one forward pass."""
     dtype: DType = "auto"
-    """`auto`: bfloat16 on accelerators, float32 on CPUs."""
+    """What the model computes in. `auto`: `model.dtype`; of a reward model bfloat16 on accelerators, float32 on CPUs."""
 
 
 class Parallel(Section, frozen=True):
@@ -330,8 +330,8 @@ class Publication(Section, frozen=True):
     """`one`: rank 0 of the trainer gathers and sends everything. `all`: each rank that can have a tensor whole sends a share of
     the buckets. Not for `files`."""
     dtype: DType = "auto"
-    """On the wire and in the exported model. `auto`: `model.dtype`, or what the model's `config.json` declares when that is
-    `auto` too."""
+    """On the wire. `auto`: what the trainer computes in (`model.dtype`), so that rollouts sample from the same numbers; with
+    `encoding: delta` bfloat16. The exported model has the dtype that the `config.json` of `model.path` declares."""
     join_timeout: Seconds = 60.0
     """To connect the group. A rollout that stops in it holds publications up for as long, or for `deadlines.silence` if that is
     shorter and it served."""

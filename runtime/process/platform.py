@@ -144,8 +144,10 @@ def set_rng_state(where: torch.device, state: dict[str, torch.Tensor]) -> None:
         _accelerator(where.type).set_rng_state(state[where.type], where)
 
 
-def resolve_dtype(dtype: DType, where: torch.device) -> torch.dtype:
-    """The torch dtype of a configured one; "auto" is bfloat16 on accelerators and float32 on the CPU."""
+def resolve_dtype(dtype: DType, where: torch.device, policy: DType = "auto") -> torch.dtype:
+    """Return the torch dtype of a configured one. "auto" is `policy`, the configured `model.dtype`; and if that is "auto" too,
+    bfloat16 on accelerators and float32 on the CPU."""
+    dtype = policy if dtype == "auto" else dtype
     if dtype == "auto":
         return torch.float32 if where.type == "cpu" else torch.bfloat16
     resolved: torch.dtype = getattr(torch, dtype)

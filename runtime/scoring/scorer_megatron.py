@@ -30,7 +30,7 @@ class MegatronScorer:
         """Load the reference's model. Raises UserError for what the configuration or the folder gets wrong."""
         settings = config.services.reference
         source = config.model.reference or config.model.path
-        compute = platform.resolve_dtype(settings.dtype, device)
+        compute = platform.resolve_dtype(settings.dtype, device, config.model.dtype)
         seed, timeout = config.run.seed, config.deadlines.score
         self._passes = MegatronPasses(source, settings, compute, device, seed=seed, timeout=timeout)
         self._model, self._grid, self._shape = self._passes.model, self._passes.grid, self._passes.shape

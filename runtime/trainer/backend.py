@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from runtime.config import Config, Optimizer, Spread, Trainer
 from runtime.errors import UserError
-from runtime.models import hf_policy
 from runtime.process import platform
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.rows import Routes
@@ -261,10 +260,11 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return platform.resolve_dtype(config.model.dtype, device)
 
 
-def wire_dtype(config: Config) -> torch.dtype:
-    """What the policy is published and exported in."""
-    for name in (config.publication.dtype, config.model.dtype):
-        if name != "auto":
-            dtype: torch.dtype = getattr(torch, name)
-            return dtype
-    return hf_policy.declared_dtype(config.model.path)
+def wire_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """What the policy is published in: by default the numbers that the trainer's passes compute with, so that rollouts sample
+    from the same policy. Deltas are of 16 bits."""
+    if config.publication.dtype == "auto" and config.publication.encoding == "delta":
+        return torch.bfloat16
+    if config.publication.dtype == "auto":
+        return compute_dtype(config, device)
+    return platform.resolve_dtype(config.publication.dtype, device)

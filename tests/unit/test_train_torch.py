@@ -24,7 +24,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from runtime import codec
-from runtime.config import Config, Trainer
+from runtime.cluster.topology import replicas
+from runtime.config import Config, Lora, Trainer
 from runtime.errors import UserError
 from runtime.models import experts, hf_config, passes
 from runtime.models.experts import join_experts, mixture, route
@@ -33,6 +34,7 @@ from runtime.trainer.micro_batch import micro_batches
 from runtime.trainer.rows import Needs, decode_groups
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import GroupPayload, PolicyVersion, TrainGroup, ValueRequest
+from services.rollout import make_engine
 from tests.closeness import BFLOAT16, LOGITS, STEP, assert_close, forward_terms
 from tests.unit.lora_cases import LORA, lora_config
 from tests.unit.test_train_updates import PPO
@@ -236,7 +238,7 @@ def test_precision_of_compute_and_wire(policy: str, tmp_path: Path):
     assert {spec.dtype for spec in engine.backend.tensor_specs()} == {"bfloat16"}
     assert {spec.dtype for spec in exact.backend.tensor_specs()} == {"float32"}
     engine.backend.export(tmp_path)
-    assert "bfloat16" in (tmp_path / "config.json").read_text()
+    assert "bfloat16" not in (tmp_path / "config.json").read_text()  # as the folder that it comes from
     with pytest.raises(UserError, match=r"model\.dtype: 'float16'"):
         policy_trainer(make_config(policy, dtype="float16"))
 
@@ -338,6 +340,39 @@ def test_dropout_of_any_kind_is_off(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(described | {"dropout": 0.5, "attention_dropout": 0.5}))
     engine = policy_trainer(make_config(str(folder)))
     assert np.array_equal(*(logprobs(engine, groups, 1 << 20) for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora", "computes"),
+    [("auto", None, torch.float32), ("float32", LORA, torch.float32), ("bfloat16", None, torch.bfloat16)],
+)
+def test_rollouts_compute_with_the_numbers_of_the_trainer(
+    tmp_path: Path, dtype: str, lora: Lora | None, computes: torch.dtype
+) -> None:
+    """Of a folder in bfloat16, with weights and a learning rate of the usual size: an update is below a weight's last digit."""
+    folder = Path(make_policy(tmp_path / "policy", initializer_range=0.02, max_position_embeddings=1024))
+    described = folder / "config.json"
+    described.write_text(described.read_text().replace("float32", "bfloat16"))
+    stored = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    made = lora_config(str(folder), lora, optimizer={"learning_rate": 1e-6, "eps": 1e-8})
+    made = replace(made, model=replace(made.model, dtype=dtype))
+    engine = policy_trainer(made)
+    for seed in range(2):
+        run_step(engine, make_groups(seed))
+    trained = {name: tensor.detach().to(computes) for name, tensor in engine.backend.parameters.items()}
+    (fleet,) = replicas(made)
+    rolled_out: Any = make_engine(made, fleet)
+    (served,) = {tensor.dtype for tensor in rolled_out._decoder.weights._views.values()}
+    assert served == computes
+    if lora is None:
+        assert_same(weights(engine), trained)
+        assert any(not torch.equal(trained[name], tensor.to(computes)) for name, tensor in stored.items())
+    assert {spec.dtype for spec in engine.backend.tensor_specs()} == {str(computes).removeprefix("torch.")}
+    (tmp_path / "export").mkdir()
+    engine.backend.export(tmp_path / "export")
+    exported = [tensor for file in (tmp_path / "export").glob("*.safetensors") for tensor in load_file(file).values()]
+    assert {tensor.dtype for tensor in exported} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("family", STATE_SPACE)

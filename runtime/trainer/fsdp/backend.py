@@ -59,7 +59,7 @@ class FsdpBackend(ModelBackend):
             self.model: Any = hf_policy.load_critic(self._source)
         else:
             self.model = hf_policy.load_policy(self._source)
-            self._wire_dtype = wire_dtype(config)
+            self._wire_dtype = wire_dtype(config, rank_info.device)
             if config.lora is not None:
                 frozen = self._frozen_dtype(rank_info.world_size)
                 adapted = lora.adapt(self.model, config.lora, self._source, config.run.seed, frozen)
@@ -251,7 +251,7 @@ class FsdpBackend(ModelBackend):
         rank = self.rank_info.rank
         adapted = None if self._adapters is None else self._adapters.merged()
         wholes = sharding.wholes(self._policy) if adapted is None else chain(adapted, self._fixed.items())
-        hf_policy.write_model(folder, self._policy, wholes, rank, self._wire_dtype, self._source)
+        hf_policy.write_model(folder, self._policy, wholes, rank, hf_policy.declared_dtype(self._source), self._source)
         if self._adapters is not None:
             self._adapters.write(folder / lora.FOLDER, rank)
 

@@ -54,7 +54,7 @@ class MegatronBackend(ModelBackend):
         device, settings = rank_info.device, trained.settings
         compute = compute_dtype(config, device)
         if not trained.has_value_head:
-            self._wire_dtype = wire_dtype(config)
+            self._wire_dtype = wire_dtype(config, device)
         self._source = trained.source
         self._passes = MegatronPasses(
             trained.source,
@@ -175,7 +175,8 @@ class MegatronBackend(ModelBackend):
         self.optimizer.settle()
         like = {name: torch.empty(shape, device="meta") for name, shape in self._weights.shapes.items()}
         # Copies: numpy, by which files are written, never lets go of memory that it was shown, not even to lend a device out.
-        whole = ((name, tensor.to("cpu", copy=True)) for name, tensor in self._weights.wholes(self._wire_dtype))
-        hf_policy.write_model(folder, like, whole, self.rank_info.rank, self._wire_dtype, self._source)
+        dtype = hf_policy.declared_dtype(self._source)
+        whole = ((name, tensor.to("cpu", copy=True)) for name, tensor in self._weights.wholes(dtype))
+        hf_policy.write_model(folder, like, whole, self.rank_info.rank, dtype, self._source)
         if self._adapters is not None:
             self._adapters.write(folder / FOLDER)
