@@ -87,5 +87,5 @@ class View:
             return
         if progress.alarm not in ("", self._alarm):
             self._alarm = progress.alarm
-            self.say(f"ALARM: {progress.alarm}")
+            say(self._console, f"ALARM: {progress.alarm}", "bold red")
         self.phase(progress.phase, progress.done, progress.total, progress.detail)

@@ -27,6 +27,8 @@ class Registry(Generic[T]):
     `label` is what messages call it: the configuration key that holds such a name, or the kind ("reward rule").
     """
 
+    absent = "no decorator in {path} registers it"
+
     def __init__(self, label: str):
         self.label = label
         self._entries: dict[str, T] = {}
@@ -71,8 +73,7 @@ class Registry(Generic[T]):
         except Exception as error:
             raise UserError(f"{key or self.label}: {path} cannot be imported: {type(error).__name__}: {error}") from error
         if entry not in self:
-            told = f"{self._hint(entry)}{path} neither registers nor defines it"
-            raise UserError(f"{key or self.label}: unknown name {entry!r}; {told}")
+            raise UserError(f"{key or self.label}: unknown name {entry!r}; {self._hint(entry)}{self.absent.format(path=path)}")
         return self._entries[entry]
 
     def undecorated(self, name: str, value: object) -> T | None:

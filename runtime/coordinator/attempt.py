@@ -252,11 +252,14 @@ class Attempt:
         """After each step: its metrics, an evaluation if one is due, and the conditions to stop."""
         config, step, history = self._config, trained.step + 1, self._history
         history.version = PolicyVersion(self._incarnation, step)
+        alarms = history.alarms
         await self.recorder.step(trained)
         if startup.TOTAL not in self._context.startup.phases:
             await self._started_up()
         if config.stop.hours and now() - history.rl_began >= config.stop.hours * 3600:
             self.stop(f"{config.stop.hours:g} hours are over")
+        if config.mismatch.action == "stop" and history.alarms > alarms:
+            self.stop(f"mismatch.action is stop: {history.alarm}")
         if self.evaluates(step):
             if self._evaluating is not None and not self._evaluating.done():
                 history.skipped_evaluations += 1  # training waits for none

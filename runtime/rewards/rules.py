@@ -118,6 +118,8 @@ def _rule_of(
 class RuleRegistry(Registry[RewardRule]):
     """The registry in which a plain function of a user's file is a rule, too."""
 
+    absent = "{path} neither registers nor defines it"
+
     def undecorated(self, name: str, value: object) -> RewardRule | None:
         return _rule_of(name, value) if callable(value) else None
 

@@ -34,9 +34,9 @@ def literal(text: str, style: str = "") -> Text:
     return Text(shown(text).expandtabs(), style)
 
 
-def say(console: Console, line: str) -> None:
+def say(console: Console, line: str, style: str = "") -> None:
     """A line, which the terminal wraps where it has to."""
-    console.print(literal(line), soft_wrap=True)
+    console.print(literal(line, style), soft_wrap=True)
 
 
 class LiteralTable(table.Table):

@@ -24,9 +24,10 @@ T = TypeVar("T")
 CONTROL = ("coordinator", LAUNCHER)  # the processes that only direct others
 MISMATCH = "mismatch/"
 MEANS, EXTREMES = (
-    ("abs_logprob", "k1", "k3", "over_0.1"),
-    ("abs_logprob_p99", "max", "worst_rollout"),
+    ("abs_logprob", "k1", "k3", "over_0.1", "older_keys_abs_logprob"),
+    ("abs_logprob_p99", "max", "worst_rollout", "older_keys_max"),
 )  # of these, the others sums
+OLDER_KEYS = "older_keys_"
 
 
 class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -115,16 +116,17 @@ class Totals(Struct):
     def _add_mismatch(self, step: Mapping[str, float]) -> None:
         """Means are over the tokens of all steps, extremes those of any step; the others are sums. `steps`: in which any token
         was compared."""
-        known, tokens = self.mismatch, step.get("tokens", 0)
+        known = self.mismatch
         for name, value in step.items():
             if name in EXTREMES:
                 known[name] = max(known.get(name, value), value)
             elif name in MEANS:
-                before = known.get("tokens", 0.0)
+                of = f"{OLDER_KEYS}tokens" if name.startswith(OLDER_KEYS) else "tokens"
+                before, tokens = known.get(of, 0.0), step.get(of, 0)
                 known[name] = (known.get(name, 0.0) * before + value * tokens) / (before + tokens)
         for name in step.keys() - {*EXTREMES, *MEANS}:
             _add(known, name, step[name])
-        _add(known, "steps", bool(tokens))
+        _add(known, "steps", bool(step.get("tokens", 0)))
 
     def summary(self, *, rl_seconds: float, **rest: Any) -> Summary:
         """The summary of the steps added. `rest`: the fields that steps do not tell."""

@@ -105,18 +105,21 @@ class PolicyObjective(Objective):
         self._staleness_power = config.training.lr_staleness_power
         self._interpolated = algorithm.proximal == "interpolated"
         self._seed = config.run.seed
+        self._keeps_keys = config.publication.in_flight == "keep"
 
     def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
         _report_rows(rows, step, statistics)
         advantages = self.advantages(rows, self.kl_control.coefficient, statistics)
         if self._config.critic is not None:
             _report_advantages(rows, advantages, statistics)
-        age = step - rows.steps
+        age = (step - rows.steps) * rows.mask
+        fresh, older = (age == 0) & rows.mask, _behind_older(age, rows) if self._keeps_keys else np.zeros_like(rows.mask)
         columns = _episode_columns(rows) | {
             "advantages": advantages,
             "behaviour": rows.behaviour * rows.mask,
-            "age": age * rows.mask,
-            "fresh": (age == 0) & rows.mask,
+            "age": age,
+            "fresh": fresh & ~older,
+            "older_keys": fresh & older,
         }
         for name, values in (("reference", rows.reference), ("proximal", rows.proximal)):
             if values is not None:
@@ -188,10 +191,11 @@ class PolicyObjective(Objective):
             values = values - self._entropy_coefficient * entropy
         if (balance := self._backend.balance(batch, statistics)) is not None:
             values = values + balance
-        fresh = batch.columns["fresh"]
+        fresh, older = batch.columns["fresh"], batch.columns["older_keys"]
         add_mismatch(statistics, behaviour, start, fresh)
+        add_older_keys(statistics, behaviour, start, older)
         self.token_figures = start, batch.columns["advantages"]
-        statistics.total("mismatch/tokens_of_other_versions", tokens - fresh.sum())
+        statistics.total("mismatch/tokens_of_other_versions", tokens - fresh.sum() - older.sum())
         return self._aggregate(values, batch).total
 
     def _aggregate(self, values: torch.Tensor, batch: MicroBatch) -> Aggregate:
@@ -230,6 +234,13 @@ def _episode_columns(rows: Rows) -> dict[str, np.ndarray]:
     tokens = rows.trained_tokens()
     of_episode = np.bincount(rows.episode, weights=tokens)[rows.episode]
     return {EPISODE_TOKENS: of_episode[:, None], COUNTS: rows.first_of_episode(tokens > 0)[:, None]}
+
+
+def _behind_older(age: np.ndarray, rows: Rows) -> np.ndarray:
+    """Tell of each token, bool flat, whether a token of older weights is before it in its row: after a swap in flight the
+    rollout then had keys and values of these weights. Tokens that another row trains are not seen."""
+    before: np.ndarray = np.cumsum(age > 0) - (age > 0)
+    return before > np.repeat(before[np.minimum(rows.start, len(before) - 1)], rows.length)
 
 
 def _report_rows(rows: Rows, step: int, statistics: StepStatistics) -> None:
@@ -273,6 +284,14 @@ def add_mismatch(statistics: StepStatistics, sampled: torch.Tensor, trained: tor
     statistics.maximum("mismatch/max", torch.where(tokens > 0, size.max(), -torch.inf))
     statistics.histogram("mismatch/abs_logprob", size, counted)
     statistics.total("mismatch/tokens", tokens)
+
+
+def add_older_keys(statistics: StepStatistics, sampled: torch.Tensor, trained: torch.Tensor, counted: torch.Tensor) -> None:
+    """The same of tokens that the version being trained sampled over keys and values of older weights."""
+    size, tokens = (sampled - trained).abs() * counted, counted.sum()
+    statistics.mean("mismatch/older_keys_abs_logprob", size.sum(), tokens)
+    statistics.maximum("mismatch/older_keys_max", torch.where(tokens > 0, size.max(), -torch.inf))
+    statistics.total("mismatch/older_keys_tokens", tokens)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -545,6 +545,15 @@ def test_who_keeps_old_weights_is_named_in_progress_and_summary(tmp_path: Path) 
     assert [point["mismatch/worst_rollout"] for point in folder.points()] == [0.0] * 3 + [1.0] * (PROBED - 3)
 
 
+def test_an_alarm_ends_the_run_where_it_is_to(tmp_path: Path) -> None:
+    folder: Any = RunFolder(tmp_path, steps=PROBED, sections={"mismatch": config.Mismatch(action="stop")})
+    cast = Cast.make()
+    cast.rollouts[1] = Pretending("rollout-1", cast.weights, LongTail(1))
+    summary = folder.run(cast)
+    assert summary.stop_reason.startswith("mismatch.action is stop: rollout-1, version 0.3: ")
+    assert 3 < summary.steps < PROBED
+
+
 @pytest.mark.parametrize("limit", [0.0, 1.5])
 def test_no_alarm_is_raised_below_the_limit_or_without_one(tmp_path: Path, limit: float) -> None:
     folder: Any = RunFolder(tmp_path, steps=PROBED, sections={"mismatch": config.Mismatch(limit=limit)})

@@ -184,7 +184,7 @@ def test_validate_finds_what_files_of_ones_own_lack(tmp_path: Path, capsys: pyte
     assert len(said) == 2
     assert said[0].startswith("error: algorithm.loss: ")
     assert said[0].endswith("broken.py cannot be imported: ModuleNotFoundError: No module named 'no_such_module'")
-    told = f"unknown name 'mine_alnoe'; did you mean 'mine_alone'? no decorator in {tmp_path}/mine.py registers it"
+    told = f"unknown name 'mine_alnoe'; did you mean 'mine_alone'? {tmp_path}/mine.py neither registers nor defines it"
     assert said[1] == f"error: rewards.rules.1.name: {told}"
     assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/mine.py:mine_alone"]) == 0
 
@@ -197,10 +197,10 @@ def test_a_file_of_ones_own_imports_its_neighbour_and_registers_what_is_named(
     rule = "@rule('calls_alone')\ndef calls(*_): return neighbour_score()\n"
     (tmp_path / "calls.py").write_text(f"from neighbour_alone import neighbour_score\nfrom sluice import rule\n{rule}")
     assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/calls.py:calls_alone"]) == 0
-    assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/neighbour_alone.py:neighbour_score"]) == 2
+    assert ended(["validate", str(QUICKSTART), f"rewards.rules.1.name={tmp_path}/neighbour_alone.py:calls"]) == 2
     line = capsys.readouterr().err
-    assert "unknown name 'neighbour_score'; " in line  # a name of another test's may be proposed next
-    assert line.endswith(f"no decorator in {tmp_path}/neighbour_alone.py registers it\n")
+    assert "unknown name 'calls'; " in line  # a name of another test's may be proposed next
+    assert line.endswith(f"{tmp_path}/neighbour_alone.py neither registers nor defines it\n")
 
 
 def test_validate_reads_the_tokenizer_with_its_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -278,7 +278,7 @@ def test_one_that_does_not_take_them_is_told_of_in_a_line(otlp: Any, receiver: R
 
 def test_without_the_packages_a_line_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
-    monkeypatch.delitem(sys.modules, "launcher.commands.otlp")
+    monkeypatch.delitem(sys.modules, "launcher.commands.otlp", raising=False)
     with pytest.raises(UserError, match=r"--otlp: needs packages: pip install 'sluice-rl\[otel\]'"):
         importlib.import_module("launcher.commands.otlp")
 

@@ -202,14 +202,31 @@ def test_metrics(policy: str):
     assert metrics["staleness/token_mean"] == 1
     assert {name: value for name, value in metrics.items() if name.startswith("mismatch/")} == {
         "mismatch/tokens": 0,
+        "mismatch/older_keys_tokens": 0,
         "mismatch/tokens_of_other_versions": trained,
     }
 
 
-def test_the_gap_to_the_rollout_is_that_of_the_tokens_of_the_version_being_trained(policy: str):
+def with_swaps(group: TrainGroup) -> TrainGroup:
+    """Of each second reply the first half has been sampled by version 0, the rest by version 1."""
+    payload = codec.decode(GroupPayload, group.payload)
+    samples = list(payload.samples)
+    for place, sample in list(enumerate(samples))[::2]:
+        half = len(sample.tokens) // 2
+        versions = np.repeat([PolicyVersion(3, step).pack() for step in (0, 1)], [half, len(sample.tokens) - half])
+        samples[place] = replace(sample, versions=versions)
+    return replace(group, payload=codec.encode(GroupPayload.of(group.group_id, payload.prompt, samples)))
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_the_gap_to_the_rollout_is_that_of_the_tokens_of_the_version_being_trained(policy: str, in_flight: str):
     """The exact numbers are of a forward pass in float64."""
     config = make_config(policy)
-    engine, groups, gaps, others = policy_trainer(config), make_groups(3, (20, 24, 16), step=1, longest=16), [], 0
+    config = replace(config, publication=replace(config.publication, in_flight=in_flight))
+    engine, others = policy_trainer(config), 0
+    groups = [with_swaps(group) for group in make_groups(3, (20, 24, 16), step=1, longest=16)]
+    gaps: list[float] = []
+    over_older_keys: list[float] = []
     run_step(engine, make_groups(2))
     oracle = Oracle(policy)
     oracle.model.load_state_dict({name: tensor.double() for name, tensor in weights(engine).items()}, strict=False)
@@ -217,11 +234,18 @@ def test_the_gap_to_the_rollout_is_that_of_the_tokens_of_the_version_being_train
         gap = np.abs(row.logp.detach().numpy() - row.sample.logprobs)
         steps = np.array([PolicyVersion.unpack(int(version)).step for version in row.sample.versions])
         trained = row.sample.loss_mask.astype(bool) & bool(row.group.valid[row.index])
-        gaps += list(gap[trained & (steps == 1)])
+        older = (np.cumsum(trained & (steps != 1)) > 0) & (in_flight == "keep")
+        gaps += list(gap[trained & (steps == 1) & ~older])
+        over_older_keys += list(gap[trained & (steps == 1) & older])
         others += int((trained & (steps != 1)).sum())
     metrics = comparable(run_step(engine, groups))
     assert (metrics["mismatch/tokens"], metrics["mismatch/tokens_of_other_versions"]) == (len(gaps), others)
-    assert len(gaps) > 100 and others > 100
+    assert len(gaps) > 50 and others > 100
+    assert metrics["mismatch/older_keys_tokens"] == len(over_older_keys)
+    assert (len(over_older_keys) > 50) == (in_flight == "keep")
+    if over_older_keys:
+        assert_close(metrics["mismatch/older_keys_abs_logprob"], np.mean(over_older_keys), terms=STEP)
+        assert_close(metrics["mismatch/older_keys_max"], max(over_older_keys), terms=forward_terms(22), scale=LOGITS)
     assert_close(metrics["mismatch/abs_logprob"], np.mean(gaps), terms=STEP)
     assert_close(metrics["mismatch/max"], max(gaps), terms=forward_terms(22), scale=LOGITS)
     exact = sorted(gaps)[math.ceil(0.99 * len(gaps)) - 1]
