@@ -30,6 +30,7 @@ from runtime.commands import Priority
 from runtime.config import Config, loading
 from runtime.errors import SluiceError, Unreachable, UserError
 from runtime.process import keys, os_process, progress, spans
+from runtime.process.command_line import ending_signals
 from runtime.process.keys import Keys
 from runtime.process.network import transport_variables
 from runtime.status import CallStats, Profile, Registration, State, Status, Stop
@@ -262,10 +263,10 @@ class ServiceProcess:
         await server.start()
         await server.set_serving(False)
         loop, grace = asyncio.get_running_loop(), max(timeouts.INTERRUPTED_GRACE, service.config.deadlines.stop)
-        loop.add_signal_handler(signal.SIGINT, self._stop.set)
         # A scheduler that ends a job tells every process so: the coordinator among them, which says when all is saved.
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in ending_signals():
             loop.add_signal_handler(number, loop.call_later, grace, self._stop.set)
+        loop.add_signal_handler(signal.SIGINT, self._stop.set)
         try:
             async with exposed(service.config, self) as self._metrics:
                 await self._load()

@@ -48,6 +48,13 @@ Processes = Annotated[int, in_unit("processes", ge=1)]
 Layers = Annotated[int, in_unit("layers", ge=1)]
 
 
+def computed_dtype(dtype: DType, policy: DType, on_cpus: bool) -> str:
+    """Return the name of the dtype that a process computes in. "auto" is `policy`, the configured `model.dtype`; and if that is
+    "auto" too, float32 on CPUs and bfloat16 on accelerators."""
+    chosen = (each for each in (dtype, policy) if each != "auto")
+    return next(chosen, "float32" if on_cpus else "bfloat16")
+
+
 class Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every section: immutable, and unknown keys are errors. The string under a field is its meaning."""
 

@@ -18,8 +18,8 @@ import msgspec
 
 from runtime.cluster.topology import block_size, fleets, model_key, teachers, uses_reference
 from runtime.config import Config, Parallel, RewardModel, Spread, Trainer, Warmup
+from runtime.config.base import computed_dtype
 from runtime.config.reference_checks import token_fault
-from runtime.config.service_checks import computed_dtype
 from runtime.errors import UserError
 from runtime.models import hf_config, limits, quantized, tiny_model
 from runtime.models.families import FAMILIES, family_for
@@ -357,7 +357,10 @@ def kv_caches(config: Config, on_cpus: bool) -> dict[str, int]:
         return {}
     return {
         path: kv_cache_bytes(
-            policy, fleet.slots + PROBES, longest_text(config), _DTYPE_BYTES[computed_dtype(config, fleet.dtype, on_cpus)]
+            policy,
+            fleet.slots + PROBES,
+            longest_text(config),
+            _DTYPE_BYTES[computed_dtype(fleet.dtype, config.model.dtype, on_cpus)],
         )
         for path, fleet in fleets(config).items()
         if fleet.engine == "torch" and "num_attention_heads" in policy  # vLLM divides its own memory

@@ -103,7 +103,7 @@ class Mismatch(Section, frozen=True):
     """An alarm is raised when one rollout's log-probabilities are further from the trainer's, on average over its continuation
     (8 tokens): progress, `sluice status`, summary and the last line say so. 0: never."""
     action: Literal["warn", "stop"] = "warn"
-    """What else an alarm does. `stop`: the run ends after the step, saves, and tells why. `warn`: nothing."""
+    """After an alarm. `warn`: the run goes on. `stop`: the run finishes the step, saves and ends."""
     keep_tokens: Annotated[int, in_unit("tokens", ge=0)] = 2048
     """Of so many tokens of a step each rank of the trainer keeps the log-probability that it computed, and the advantage:
     `trained/` in the run's folder, for `sluice page`. 0: none."""

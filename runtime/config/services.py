@@ -108,7 +108,7 @@ class Rollout(Computing, frozen=True):
     """Engine torch, with a `gateway`: keys and values of conversations that wait for their next turn, the least recently used
     of which leave first. vLLM keeps them in its prefix cache."""
     dtype: DType = "auto"
-    """What rollouts compute in. `auto`: `model.dtype`."""
+    """The dtype of the rollouts' forward pass. `auto`: `model.dtype`."""
     speculation: Literal["auto", "off"] = "auto"
     """Engine torch: speculative decoding without a draft model. `auto`: tokens are drafted from other replies to the same
     prompt, as far as that pays; the replies are those of `off`. Engine vllm has none."""
@@ -195,7 +195,8 @@ class Scorer(Computing, frozen=True):
     max_tokens_per_microbatch: Tokens = 16384
     """Of one forward pass."""
     dtype: DType = "auto"
-    """What the model computes in. `auto`: `model.dtype`; of a reward model bfloat16 on accelerators, float32 on CPUs."""
+    """The dtype of the forward pass. `auto` of the reference: `model.dtype`. `auto` of a reward model: bfloat16 on
+    accelerators, float32 on CPUs."""
 
 
 class Parallel(Section, frozen=True):

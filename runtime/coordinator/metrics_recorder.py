@@ -308,7 +308,7 @@ class Probes:
                 continue
             told = (
                 f"{name}, version {version}: its log-probabilities are {gap:.3g} nats from the trainer's on average, more than "
-                f"mismatch.limit {self._limit:g}; it has other weights, or a setting of which sluice validate warns"
+                f"mismatch.limit {self._limit:g}; it has other weights or computes in another dtype (sluice validate)"
             )
             self._history.off(told if name not in self._off else "")
             self._off.add(name)

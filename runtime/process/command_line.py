@@ -1,10 +1,12 @@
-"""What all commands do: a mistake in their arguments is one line, as one in the configuration is. Ctrl-C, SIGTERM, SIGHUP and a
-lost terminal end a command in the same order.
+"""Arguments, signals and the terminal of every command.
+
+A mistake in an argument is one line. Ctrl-C, SIGTERM, SIGHUP and a lost terminal end a command in the same way.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -61,7 +63,9 @@ class _Terminal:
     def _unless_lost(self, work: Callable[[], Result], otherwise: Result) -> Result:
         try:
             return work()
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

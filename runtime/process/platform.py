@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from runtime.config import DType
+from runtime.config.base import computed_dtype
 from runtime.errors import UserError
 
 DeviceKind = Literal["npu", "cuda", "cpu"]
@@ -145,12 +146,8 @@ def set_rng_state(where: torch.device, state: dict[str, torch.Tensor]) -> None:
 
 
 def resolve_dtype(dtype: DType, where: torch.device, policy: DType = "auto") -> torch.dtype:
-    """Return the torch dtype of a configured one. "auto" is `policy`, the configured `model.dtype`; and if that is "auto" too,
-    bfloat16 on accelerators and float32 on the CPU."""
-    dtype = policy if dtype == "auto" else dtype
-    if dtype == "auto":
-        return torch.float32 if where.type == "cpu" else torch.bfloat16
-    resolved: torch.dtype = getattr(torch, dtype)
+    """Return torch's dtype of the one that `computed_dtype` names, for a process on the device `where`."""
+    resolved: torch.dtype = getattr(torch, computed_dtype(dtype, policy, where.type == "cpu"))
     return resolved
 
 

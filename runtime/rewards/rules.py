@@ -32,6 +32,7 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from runtime.registry import Registry
+from runtime.rewards.signatures import adapted
 
 Value = bool | float
 
@@ -104,8 +105,6 @@ def _rule_of(
     name: str, function: Any, screen: Screen | None = None, answer: Answer | None = None, grouped: bool = False
 ) -> RewardRule:
     """Make a rule of a function. Raises TypeError for a function that fails on every reply because of its parameters."""
-    from runtime.rewards.signatures import adapted  # which needs the contexts above
-
     try:
         evaluate, of_groups = adapted(function)
     except TypeError as error:
@@ -133,13 +132,12 @@ def rule(name: Function) -> Function: ...
 def rule(name: str, screen: Screen | None = None, answer: Answer | None = None) -> Callable[[Function], Function]: ...
 def rule(name: Any, screen: Screen | None = None, answer: Answer | None = None) -> Any:
     """Register the decorated function, of (text, label, RuleContext), as the reward rule `name`; it may be `async`. A bare
-    `@rule` takes the function's own name. So far a function needs no decorator: `FILE.py:NAME` finds it.
+    `@rule` takes the function's own name. A function without a screen and an answer needs no decorator.
 
     It gives a bool, which earns the configuration's `correct` or `wrong`, or a number, the value itself. What it raises masks
     the sample out. `screen`: tried first, within the service, with the same arguments; None leaves the case to a worker.
     `answer`: from a reply's text to its final answer, None where it has none: what maj@k counts.
     """
-
     if callable(name):
         return rule(name.__name__)(name)
 
@@ -161,7 +159,6 @@ def group_rule(name: Any) -> Any:
     It gives one value for each text, in their order, as a rule does; it may be `async`. It always runs in a worker. Where it
     fails, all replies of the group are masked out.
     """
-
     if callable(name):
         return group_rule(name.__name__)(name)
 

@@ -10,11 +10,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from runtime.rewards.rules import GroupContext, RuleContext
+if TYPE_CHECKING:
+    from runtime.rewards.rules import GroupContext, RuleContext
 
+VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 LABEL_COLUMNS = ("label", "ground_truth", "answer", "solution", "target")
 """Under each of these names a function of TRL's shape finds the label, unless the row has such a column of its own."""
 
@@ -31,7 +33,8 @@ def adapted(function: Callable[..., Any]) -> tuple[Ours, bool]:
     except ValueError:  # some functions of C have no signature
         return function, False
     if "solution_str" in parameters:
-        _need(parameters, "verl", ("data_source", "solution_str", "ground_truth", "extra_info"))
+        if others := [name for name in _required(parameters) if name not in VERL]:
+            raise TypeError(f"takes {', '.join(others)}, which verl's reward functions do not get; allowed: {', '.join(VERL)}")
         return _called(function, lambda *given: _chosen(parameters, _verl_arguments(*given)), _verl_score), False
     if "completions" in parameters:
         if "completion_ids" in _required(parameters):
@@ -55,13 +58,8 @@ def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
     return [name for name, each in parameters.items() if each.default is each.empty and each.kind not in variable]
 
 
-def _need(parameters: Mapping[str, inspect.Parameter], whose: str, known: Sequence[str]) -> None:
-    if others := [name for name in _required(parameters) if name not in known]:
-        raise TypeError(f"takes {', '.join(others)}, which {whose}'s reward functions do not get; allowed: {', '.join(known)}")
-
-
 def _chosen(parameters: Mapping[str, inspect.Parameter], given: dict[str, Any]) -> dict[str, Any]:
-    """What the function has a parameter for: all where it takes **kwargs."""
+    """Return the arguments that the function has a parameter for. A function with **kwargs takes all."""
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return given
     return {name: value for name, value in given.items() if name in parameters}
@@ -71,7 +69,7 @@ def _verl_arguments(text: str, label: str, context: RuleContext) -> dict[str, An
     """`data_source` and `extra_info`: columns of these names, else the file, and all of `data.additional_keys`."""
     extra = context.extra.get("extra_info", context.extra)
     source = context.extra.get("data_source", context.source)
-    return {"data_source": source, "solution_str": text, "ground_truth": label, "extra_info": extra}
+    return dict(zip(VERL, (source, text, label, extra), strict=True))
 
 
 def _verl_score(found: Any) -> Any:

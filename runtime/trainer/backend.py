@@ -261,10 +261,9 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def wire_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """What the policy is published in: by default the numbers that the trainer's passes compute with, so that rollouts sample
-    from the same policy. Deltas are of 16 bits."""
-    if config.publication.dtype == "auto" and config.publication.encoding == "delta":
-        return torch.bfloat16
-    if config.publication.dtype == "auto":
-        return compute_dtype(config, device)
-    return platform.resolve_dtype(config.publication.dtype, device)
+    """Return the dtype in which the policy is published. The default is what the trainer computes in: rollouts then have its
+    numbers. Deltas have 16 bits."""
+    publication = config.publication
+    return platform.resolve_dtype(
+        publication.dtype, device, "bfloat16" if publication.encoding == "delta" else config.model.dtype
+    )

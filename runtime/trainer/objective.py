@@ -237,10 +237,10 @@ def _episode_columns(rows: Rows) -> dict[str, np.ndarray]:
 
 
 def _behind_older(age: np.ndarray, rows: Rows) -> np.ndarray:
-    """Tell of each token, bool flat, whether a token of older weights is before it in its row: after a swap in flight the
-    rollout then had keys and values of these weights. Tokens that another row trains are not seen."""
-    before: np.ndarray = np.cumsum(age > 0) - (age > 0)
-    return before > np.repeat(before[np.minimum(rows.start, len(before) - 1)], rows.length)
+    """Tell of each token, bool flat, whether a token of older weights is before the token in its row. After a swap in flight
+    the rollout then had keys and values of these weights. Tokens that another row trains are not seen."""
+    before = np.concatenate([[0], np.cumsum(age > 0)])  # one more than tokens: a row without a token may begin at the end
+    return before[:-1] > np.repeat(before[rows.start], rows.length)
 
 
 def _report_rows(rows: Rows, step: int, statistics: StepStatistics) -> None:
@@ -287,7 +287,7 @@ def add_mismatch(statistics: StepStatistics, sampled: torch.Tensor, trained: tor
 
 
 def add_older_keys(statistics: StepStatistics, sampled: torch.Tensor, trained: torch.Tensor, counted: torch.Tensor) -> None:
-    """The same of tokens that the version being trained sampled over keys and values of older weights."""
+    """Add how far the engines are apart on tokens that the version being trained sampled over keys of older weights."""
     size, tokens = (sampled - trained).abs() * counted, counted.sum()
     statistics.mean("mismatch/older_keys_abs_logprob", size.sum(), tokens)
     statistics.maximum("mismatch/older_keys_max", torch.where(tokens > 0, size.max(), -torch.inf))

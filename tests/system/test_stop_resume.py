@@ -78,7 +78,7 @@ def test_a_lost_terminal_saves_as_ctrl_c_does(config: Path, tmp_path: Path) -> N
         os.close(theirs)
 
         def trains() -> bool:
-            if select.select([ours], [], [], 0)[0]:  # a terminal that nobody reads blocks who writes
+            if select.select([ours], [], [], 0)[0]:  # nobody reads a full terminal: the run would block
                 shown.extend(os.read(ours, 1 << 16))
             return run.steps() >= 2
 

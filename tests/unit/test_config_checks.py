@@ -14,7 +14,7 @@ from runtime.cluster.topology import alternates, reference_takes_part, takes_tur
 from runtime.config import Config
 from runtime.config.checks import semantic_faults
 from runtime.config.loading import resolve, type_faults
-from runtime.config.service_checks import colocation_faults, device_faults, network_faults
+from runtime.config.service_checks import colocation_faults, device_faults, network_faults, unequal_numbers
 from runtime.coordinator.run_context import accelerators
 from runtime.models.families import FAMILIES
 from tests.unit.config_cases import EXPERTS, PPO, cases, checked, configured, model_folder
@@ -218,6 +218,24 @@ def test_weights_travel_by_a_shared_folder(sound: dict[str, Any], tmp_path: Path
     assert checked(sound, publication=files) == checked(sound, publication=files | {"encoding": "delta"}) == []
     monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
     assert checked(sound, publication=files) == [f"publication.folder: '{folder}' cannot be written"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_cpus", "keys"),
+    [
+        ({}, True, []),
+        ({}, False, []),
+        ({"model": {"dtype": "bfloat16"}}, True, []),
+        ({"publication": {"dtype": "bfloat16"}}, True, ["publication.dtype: bfloat16"]),
+        ({"publication": {"dtype": "bfloat16"}}, False, []),
+        ({"publication": {"encoding": "delta"}}, True, ["publication.encoding: delta"]),
+        ({"services": {"rollout": {"dtype": "bfloat16"}}}, True, ["services.rollout.dtype: rollouts compute in bfloat16"]),
+        ({"services": {"rollout": {"dtype": "float32"}}}, False, ["services.rollout.dtype: rollouts compute in float32"]),
+    ],
+)
+def test_numbers_that_are_unequal_are_told(changes: dict[str, Any], on_cpus: bool, keys: list[str]) -> None:
+    told = list(unequal_numbers(msgspec.convert({"run": {"name": "r"}, **changes}, Config), on_cpus))
+    assert [line.startswith(key) for line, key in zip(told, keys, strict=True)] == [True] * len(keys)
 
 
 def test_deltas_of_float32_would_be_whole_versions(sound: dict[str, Any]) -> None:

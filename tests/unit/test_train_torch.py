@@ -40,7 +40,7 @@ from tests.unit.lora_cases import LORA, lora_config
 from tests.unit.test_train_updates import PPO
 from tests.unit.test_train_updates import settings as update_settings
 from tests.unit.tiny_models import WIDE, save_classifier, save_model
-from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
+from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy, with_swaps
 from tests.unit.training_oracle import Oracle
 from tests.unit.training_steps import LOSS_TERMS, assert_metrics, assert_same, assert_updated, comparable, run_step, weights
 
@@ -205,17 +205,6 @@ def test_metrics(policy: str):
         "mismatch/older_keys_tokens": 0,
         "mismatch/tokens_of_other_versions": trained,
     }
-
-
-def with_swaps(group: TrainGroup) -> TrainGroup:
-    """Of each second reply the first half has been sampled by version 0, the rest by version 1."""
-    payload = codec.decode(GroupPayload, group.payload)
-    samples = list(payload.samples)
-    for place, sample in list(enumerate(samples))[::2]:
-        half = len(sample.tokens) // 2
-        versions = np.repeat([PolicyVersion(3, step).pack() for step in (0, 1)], [half, len(sample.tokens) - half])
-        samples[place] = replace(sample, versions=versions)
-    return replace(group, payload=codec.encode(GroupPayload.of(group.group_id, payload.prompt, samples)))
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])

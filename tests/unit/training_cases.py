@@ -113,6 +113,17 @@ def with_sets(group: TrainGroup, rng: np.random.Generator) -> TrainGroup:
     return replace(group, payload=codec.encode(replace(payload, kept=KeptSets.of(sets, VOCAB))))
 
 
+def with_swaps(group: TrainGroup) -> TrainGroup:
+    """Return the group with a swap in flight: version 0 sampled the first half of each second reply, version 1 the rest."""
+    payload = codec.decode(GroupPayload, group.payload)
+    samples = list(payload.samples)
+    for place, sample in list(enumerate(samples))[::2]:
+        half = len(sample.tokens) // 2
+        versions = np.repeat([PolicyVersion(3, step).pack() for step in (0, 1)], [half, len(sample.tokens) - half])
+        samples[place] = replace(sample, versions=versions)
+    return replace(group, payload=codec.encode(GroupPayload.of(group.group_id, payload.prompt, samples)))
+
+
 def fed_tokens(payload: GroupPayload) -> int:
     """Of prompt and rows."""
     return len(payload.prompt) + sum(max(int(length) - 1, 0) for length in payload.lengths)
