@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from tests import record
@@ -114,7 +115,11 @@ def run_step(name: str, record_path: Path, stream: bool, arguments: Sequence[str
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """Kill what is left of a step that hangs or that was interrupted."""
+    """Kill what is left of a step that hangs or that was interrupted, with the whole runs that its tests have started."""
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):  # a whole run is no member of the step's group
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -237,6 +242,7 @@ def main() -> None:
         parser.error(f"STEP: {', '.join(sorted(unknown))}; known are {', '.join(names)}")
     if options.table:
         return write_tables()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whatever ends this command, it ends its steps
     FOLDER.mkdir(exist_ok=True)
     steps = [Step("install", seconds=options.installed), *run_steps(options.steps)]
     (FOLDER / "steps.json").write_text(json.dumps({step.name: round(step.seconds, 1) for step in steps}))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -98,7 +99,8 @@ def _pid(process: str) -> int:
 
 
 def _names(folder: str) -> list[str]:
-    return [path.name for path in Path(folder).iterdir()]
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries]
 
 
 def _files() -> list[str]:
@@ -106,11 +108,11 @@ def _files() -> list[str]:
 
 
 def _ports() -> list[str]:
-    """On which this process listens."""
+    """On which this process listens. Twice a test, and so without pathlib."""
     found = []
     for number in _names("/proc/self/fd"):
         with suppress(OSError):
-            if str(Path(f"/proc/self/fd/{number}").readlink()).startswith("socket:") and (port := _listening(int(number))):
+            if stat.S_ISSOCK(os.fstat(int(number)).st_mode) and (port := _listening(int(number))):
                 found.append(f"port {port}")
     return found
 
@@ -128,8 +130,8 @@ def _listening(number: int) -> int:
 def _children() -> list[str]:
     pids = set[int]()
     for thread in _names("/proc/self/task"):
-        with suppress(OSError):
-            pids.update(map(int, Path(f"/proc/self/task/{thread}/children").read_text().split()))
+        with suppress(OSError), Path(f"/proc/self/task/{thread}/children").open() as file:
+            pids.update(map(int, file.read().split()))
     return [told for pid in pids if (told := _process(pid))]
 
 

@@ -128,7 +128,7 @@ def test_state_is_small() -> None:
 
 # ------------------------------------------------------------------------------------------------ several sources
 
-WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5)
+WEIGHTS = st.lists(st.floats(0.1, 100.0), min_size=1, max_size=5)
 
 
 @given(WEIGHTS, st.integers(0, 10**9))
