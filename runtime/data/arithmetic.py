@@ -88,6 +88,55 @@ def split(
     return train, held[:held_out]
 
 
+WORDS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+)
+FORMS = ("words", "story")
+
+
+class AskedProblem(NamedTuple):
+    """A sum, or a difference that is not negative, as a user asks for one: in words, or as a story with digits."""
+
+    a: int
+    b: int
+    minus: bool
+    form: str  # of FORMS
+
+    @property
+    def question(self) -> str:
+        if self.form == "words":
+            asked = f"What is {WORDS[self.a]} {'minus' if self.minus else 'plus'} {WORDS[self.b]}?"
+        else:
+            does = f"gives away {self.b} of them" if self.minus else f"buys {self.b} more"
+            asked = f"Mia has {self.a} apples and {does}. How many apples does Mia have now?"
+        return f"{asked} Answer in digits."
+
+    @property
+    def answer(self) -> str:
+        return str(self.a - self.b if self.minus else self.a + self.b)
+
+
+def asked_problems(largest: int, held_out: int, seed: int) -> tuple[list[AskedProblem], list[AskedProblem]]:
+    """All sums and differences of two numbers in [2, `largest`], each in all FORMS, shuffled, as (training, held-out) problems.
+
+    Two numbers are held out in both orders, with their difference and in all forms, so that no problem is known from another.
+    At least `held_out` problems are held out. `largest`: 20 at most, the last of WORDS.
+    """
+    pairs = [(a, b) for a in range(2, largest + 1) for b in range(2, a + 1)]
+    shuffle = random.Random(seed).shuffle
+    shuffle(pairs)
+    train: list[AskedProblem] = []
+    held: list[AskedProblem] = []
+    for a, b in pairs:
+        side = held if len(held) < held_out else train
+        tasks = sorted({(a, b, False), (b, a, False), (a, b, True)})
+        side.extend(AskedProblem(*task, form) for task in tasks for form in FORMS)
+    shuffle(train)
+    shuffle(held)
+    return train, held
+
+
 def write_jsonl(path: Path, problems: Iterable[Answered]) -> None:
     """One JSON object a line, with `question` and `answer`."""
     lines = (json.dumps({"question": p.question, "answer": p.answer}) + "\n" for p in problems)

@@ -61,6 +61,23 @@ def _gsm8k_answer(text: str, label: str, context: RuleContext) -> float:
 gsm8k_answer = rule("gsm8k_answer", screen=up_to(INLINE_CHARACTERS, _gsm8k_answer), answer=vote(final_answer))(_gsm8k_answer)
 
 
+_LAST_NUMBER = re.compile(r"(?:(?<![0-9])-)?[0-9][0-9,]*(?:\.[0-9]+)?")
+
+
+def last_number_answer(text: str) -> str | None:
+    """The last number of the reply, within its last TAIL_CHARACTERS; None without any."""
+    found = _LAST_NUMBER.findall(text[-TAIL_CHARACTERS:])
+    return found[-1].rstrip(",") if found else None
+
+
+def _last_number(text: str, label: str, context: RuleContext) -> bool:
+    """The reply's last number is `label`, whatever else it says. A reply that only repeats a sum has no answer to it."""
+    return numeric_equal(last_number_answer(text) or "", label)
+
+
+last_number = rule("last_number", screen=_last_number, answer=vote(last_number_answer))(_last_number)
+
+
 # ---------------------------------------------------------------------------------------------------- mathematics
 
 Extract = Callable[[str], "str | None"]

@@ -48,11 +48,11 @@ def raise_faults():
 def patch():
     from torch.distributed import DistBackendError
     from runtime.weights.sender import WeightSender
-    if hasattr(WeightSender, "whole"):
+    if hasattr(WeightSender, "whole") or not (Path(__file__).parent / "hccl").exists():  # in a trainer that lives on
         return
     WeightSender.whole = WeightSender._send_all
     def send_all(self, group, version, give_up):
-        if once("sending", after="hccl"):
+        if once("sending"):
             raise DistBackendError("HCCL error in a publication, made up")
         self.whole(group, version, give_up)
     WeightSender._send_all = send_all

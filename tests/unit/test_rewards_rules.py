@@ -308,7 +308,17 @@ HOSTILE: dict[str, Callable[[int], str]] = {
     "NUL": lambda size: "\0" * size,
 }
 RULES_OF_FORM = ("format", "strict_format", "r1_zero_format", "think_answer", "think_prefix", "step", "format_answer")
-RULES_OF_ANSWERS = ("acc", "base_acc", "math_17k_acc", "r1_zero_acc", "acc_for_dapo", "gsm8k_answer", "gsm8k_format", "gsm8k")
+RULES_OF_ANSWERS = (
+    "acc",
+    "base_acc",
+    "math_17k_acc",
+    "r1_zero_acc",
+    "acc_for_dapo",
+    "gsm8k_answer",
+    "gsm8k_format",
+    "gsm8k",
+    "last_number",
+)
 
 
 @pytest.mark.parametrize("made", HOSTILE.values(), ids=HOSTILE)
@@ -318,6 +328,14 @@ def test_every_rule_takes_linear_time(made: Callable[[int], str]) -> None:
     for name in names:
         value(name, whole)
     assert [name for name in names if not is_linear(partial(value, name), made, 4_000)] == []
+
+
+def test_the_last_number_is_the_answer_and_a_sum_that_is_only_repeated_is_none() -> None:
+    right = ("14", "5 + 9 = 14", "The answer is 14.", "14.0,", "so\n\n1,014 no: 14 apples.", "=-14 or 14")
+    wrong = ("", "fourteen", "5 + 9", "14 or 15", "-14", "1.14", "114", "14 = 5 + 9", "There are 14 - 0")
+    assert [value("last_number", text, "14") for text in right] == [1.0] * len(right)
+    assert [value("last_number", text, "14") for text in wrong] == [0.0] * len(wrong)
+    assert value("last_number", "from 20 to -3", "-3") == 1.0 and value("last_number", "10-3", "3") == 1.0
 
 
 # ------------------------------------------------------------------------------------------------ shared files

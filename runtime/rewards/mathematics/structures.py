@@ -227,11 +227,16 @@ def _same_with_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Ve
 
 
 def _values(relation: ExpressionNode, lenient: bool) -> list[ExpressionNode]:
-    """What an equation says the answer is: the sides that are no names. `lenient`: whatever stands on its left side."""
+    """What an equation says the answer is: the sides that are no names. `lenient`: whatever stands on its left side.
+
+    A side that the last one contradicts is none of them: 10 - 3 = 6 says 6, and not 7 as well. A decimal may be rounded.
+    """
     first, last = relation.args[0], relation.args[-1]
     if _is_name(last) and not _is_name(first):
         return [first]
     constants = [side for side in relation.args if side.head != "word" and not symbols(side)]
+    if last.head == "number" and set(str(relation.value).split()) == {"="}:
+        constants = [side for side in constants if same(side, last) is not False]
     if _is_name(first) or not symbols(first) or (lenient and last != number(0)):
         return [last, *(side for side in constants if side is not last)]
     return []
