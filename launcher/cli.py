@@ -118,18 +118,18 @@ def _train(options: argparse.Namespace) -> int:
 def _quickstart(options: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from launcher.commands import pretrained, quickstart
+    from launcher.commands import quickstart
     from runtime.telemetry.shown import shown
 
     options.config = quickstart.PRETRAINED if options.pretrained else quickstart.FILE
     if options.pretrained:
-        pretrained.prepare(_config(options), lambda line: print(shown(line), flush=True))
+        quickstart.prepare(_config(options), lambda line: print(shown(line), flush=True))
     if options.write is not None:
         told = quickstart.write(options.config, options.write, options.overrides)
     else:
         _train(options)  # which raises where it fails
         config = _config(options)
-        if options.pretrained and (table := pretrained.replies(config)):
+        if options.pretrained and (table := quickstart.replies(config)):
             Console().print(table)
         told = quickstart.advice(config.run.dir, "quickstart --pretrained" if options.pretrained else "quickstart")
     print("\n".join(map(shown, told)))

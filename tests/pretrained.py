@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.commands.pretrained import MODEL
+from launcher.commands.quickstart import MODEL
 from runtime.data import arithmetic
 from runtime.errors import UserError
 from runtime.models import smollm2

@@ -107,9 +107,10 @@ class AskedProblem(NamedTuple):
     def question(self) -> str:
         if self.form == "words":
             asked = f"What is {WORDS[self.a]} {'minus' if self.minus else 'plus'} {WORDS[self.b]}?"
+        elif self.minus:
+            asked = f"Mia has {self.a} apples and eats {self.b} of them. How many apples are left?"
         else:
-            does = f"gives away {self.b} of them" if self.minus else f"buys {self.b} more"
-            asked = f"Mia has {self.a} apples and {does}. How many apples does Mia have now?"
+            asked = f"Mia has {self.a} apples and buys {self.b} more. How many apples does Mia have now?"
         return f"{asked} Answer in digits."
 
     @property

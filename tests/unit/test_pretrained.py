@@ -22,7 +22,7 @@ def test_problems_have_the_answers_of_their_questions_and_those_held_out_are_lik
             words = re.findall(r"[\w-]+|\+|-", problem.question)
             numbers = [spoken.get(word, int(word) if word.isdecimal() else -1) for word in words]
             a, b = (number for number in numbers if number > 0)
-            minus = not {"-", "minus", "away"}.isdisjoint(words)
+            minus = not {"-", "minus", "eats"}.isdisjoint(words)
             assert problem.answer == str(a - b if minus else a + b) and not problem.answer.startswith("-")
             found.add((max(a, b), min(a, b)))
         pairs.append(found)
