@@ -507,7 +507,7 @@ def test_whatever_is_composed_is_printed_as_text() -> None:
 
 def test_processes_of_ours_are_started_by_start() -> None:
     """`-m MODULE` would look into the working folder first; what is named sluice there users have to import as ours anyway."""
-    by_module = re.compile(r'"-m",(?! "(?:torch\.|sluice\.|pip"))')
+    by_module = re.compile(r'"-m",(?!\s+"(?:torch\.|sluice\.|pip"))')
     benches = [path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").rglob("*.py")]
     sources = [*benches, *(file for file in FILES if not file.startswith("sluice/"))]
     assert [file for file in sources if by_module.search(text(file))] == []
