@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime import run_files, timeouts
-from runtime.errors import DeadlineExceeded, UserError
+from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from sluice import start
 
 if TYPE_CHECKING:
@@ -42,9 +42,10 @@ _NEXT = {
 
 
 def prepare(config: Config, say: Callable[[str], None]) -> None:
-    """Make the model and the problems of the configuration, where `config` names them still and they are not there.
+    """Write the problems, and make the model unless it is there, where `config` names those of PRETRAINED.
 
-    Raises UserError where pip does not get the model's package, DeadlineExceeded.
+    Raises UserError where pip does not get the model's package, ServiceFault where the process that makes the model dies, and
+    DeadlineExceeded.
     """
     from runtime.data import arithmetic
 
@@ -60,8 +61,11 @@ def prepare(config: Config, say: Callable[[str], None]) -> None:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=deadline)
         except subprocess.TimeoutExpired:
             raise DeadlineExceeded("smollm2", "make", "did not end", deadline) from None
+        told = done.stderr.strip().rpartition("\n")[2]
+        if done.returncode == 2:  # as of every command, a mistake that its user can mend
+            raise UserError(f"--pretrained: {told}")
         if done.returncode:
-            raise UserError(f"--pretrained: {done.stderr.strip().rpartition('error: ')[2]}")
+            raise ServiceFault("smollm2", "make", told or f"ended with status {done.returncode}")
 
 
 def write(configuration: Path, file: Path, overrides: Sequence[str]) -> list[str]:
@@ -79,7 +83,7 @@ def write(configuration: Path, file: Path, overrides: Sequence[str]) -> list[str
 
 
 def advice(folder: str, command: str) -> list[str]:
-    """What a run of `command` in `folder` left there, and commands that show it: one line each."""
+    """Return what a run of `command` left in `folder`, and the commands that show the run, each as a line."""
     files = {f"{folder}/{name}": what for name, what in _WRITTEN.items()}
     commands = {f"sluice {line.format(run=shlex.quote(folder), command=command)}": what for line, what in _NEXT.items()}
     width = max(map(len, files | commands))

@@ -198,7 +198,8 @@ def main() -> None:
     try:
         make(Path(sys.argv[1]))
     except (UserError, OSError) as error:
-        sys.exit(f"error: {error}")
+        print(error, file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def test_rollout_and_trainer_agree(folder: Path, overrides: list[str], bound: fl
 
 
 def test_it_is_tuned_resumed_and_evaluated_and_its_export_is_what_transformers_computes(folder: Path) -> None:
-    """Of each reply of an evaluation of the export, transformers has the tokens and the log-probability."""
+    """Compare each reply that an evaluation of the export gave with transformers: its tokens, and their log-probability."""
     config, run = write_config(folder / "config.yaml", folder, **SMALL), folder / "run"
     rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)[:8]
     (folder / "taught.jsonl").write_text("".join(rows))

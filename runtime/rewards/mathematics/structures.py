@@ -227,9 +227,10 @@ def _same_with_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Ve
 
 
 def _values(relation: ExpressionNode, lenient: bool) -> list[ExpressionNode]:
-    """What an equation says the answer is: the sides that are no names. `lenient`: whatever stands on its left side.
+    """Return the sides of an equation that are answers: those that are no names. `lenient`: whatever stands on the left side.
 
-    A side that the last one contradicts is none of them: 10 - 3 = 6 says 6, and not 7 as well. A decimal may be rounded.
+    A side that the last side contradicts is no answer: 10 - 3 = 6 says 6, and not 7 as well. A last side that is a decimal may
+    be rounded, and contradicts nothing.
     """
     first, last = relation.args[0], relation.args[-1]
     if _is_name(last) and not _is_name(first):
