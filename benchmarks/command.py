@@ -45,6 +45,7 @@ class Options(Struct, frozen=True, kw_only=True):
     sizes: str | None = None
     receivers: int | None = None
     depth: str | None = None
+    pretrained: bool = False
 
 
 def run(name: str, options: Options) -> None:
@@ -74,6 +75,8 @@ def _check(name: str, options: Options) -> None:
         raise UserError(f"--vllm-python: bench {name} runs no vLLM; {' and '.join(VLLM)} do")
     if options.trl_python is not None and name not in ("train", ALL):
         raise UserError(f"--trl-python: bench {name} runs no TRL; train is the only one that does")
+    if options.pretrained and name != "train":
+        raise UserError(f"--pretrained: bench {name} has a model of its own; train takes the published one too")
     if options.json is not None and not options.json.parent.is_dir():
         raise UserError(f"--json: there is no folder {options.json.parent}")
 
@@ -175,12 +178,15 @@ def _staleness(options: Options, show: Show) -> Measured:
 
 
 def _train(options: Options, show: Show) -> Measured:
+    from benchmarks import inputs, train_trl
     from benchmarks import train as bench
-    from benchmarks import train_trl
 
     python = train_trl.interpreter(options.trl_python)
-    report = asyncio.run(bench.measure(INPUTS, bench.QUICK if options.quick else bench.TrainBenchSettings(), python, show))
-    return bench, report
+    if options.pretrained:
+        config, settings = inputs.pretrained_config(), bench.PRETRAINED_QUICK if options.quick else bench.PRETRAINED
+    else:
+        config, settings = inputs.bench_config(INPUTS), bench.QUICK if options.quick else bench.TrainBenchSettings()
+    return bench, asyncio.run(bench.measure(config, settings, python, show))
 
 
 def _all(options: Options, show: Show) -> Measured:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from launcher.commands import quickstart
 from runtime.config import Config, Warmup, loading
 from runtime.data import arithmetic
 
@@ -35,6 +36,23 @@ def bench_config(folder: Path, model: Warmup = QUICKSTART, vocabulary: int = 0) 
             data=replace(config.data, train=str(folder / "train.jsonl")),
         )
     )
+
+
+def pretrained_config() -> Config:
+    """The configuration of `sluice quickstart --pretrained`, resolved, with its model and problems made unless they are there.
+
+    Groups without signal count too, as they do for the loops that a run is compared with; nothing is evaluated.
+    Raises UserError where the model's package cannot be had.
+    """
+    overrides = ("algorithm.dynamic_sampling=false", "evaluation.before=false", "evaluation.after=false")
+    config = loading.resolve(loading.load(quickstart.PRETRAINED, overrides))
+    quickstart.prepare(config, lambda line: None)
+    return config
+
+
+def answer_pattern(config: Config) -> str:
+    """The regular expression whose first group is what a reply answers, for the loops that do without Sluice's rules."""
+    return r"#### (-?\d+)\s*$" if config.rewards.rules[0].name == "gsm8k" else r"(-?\d+)(?!.*\d)"
 
 
 def _make(folder: Path, settings: Warmup, vocabulary: int) -> None:

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
+from benchmarks.inputs import answer_pattern
 from runtime.config import Config
 from runtime.data.sources import training_prompts
 from runtime.data.tokenizer import Tokenizer
 
 MICRO_BATCHES = 4
 COMPACT_BELOW = 0.875  # finished rows leave the batch once fewer than this share are alive
-ANSWER = re.compile(r"#### (-?\d+)\s*$")
 
 
 class Replies(NamedTuple):
@@ -33,22 +33,23 @@ class Replies(NamedTuple):
 
 
 class PlainLoop:
-    """`step` is one whole iteration. Qwen2 with tied embeddings only, float32, on the CPU."""
+    """`step` is one whole iteration. Qwen2 and Llama with tied embeddings only, float32, on the CPU."""
 
     def __init__(self, config: Config, seed: int = 0):
         factory: Any = AutoModelForCausalLM
         self._model = factory.from_pretrained(config.model.path, attn_implementation="sdpa").float().train()
-        self._reference = copy.deepcopy(self._model).eval().requires_grad_(False)
         optimizer = config.training.optimizer
         rate, betas, ramp = optimizer.learning_rate, optimizer.betas, max(1, optimizer.warmup_steps)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=rate, betas=betas, weight_decay=0.0, fused=True)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: min(1.0, (step + 1) / ramp))
         self._beta = config.algorithm.kl_coefficient
+        self._reference = copy.deepcopy(self._model).eval().requires_grad_(False) if self._beta else self._model
         self._group_size = config.sampling.group_size
         self._groups = config.training.groups_per_step
         self._limit = config.sampling.max_new_tokens
         weights = {rule.name: rule.weight for rule in config.rewards.rules}
-        self._correct, self._form = weights["gsm8k"], weights["format_answer"]
+        self._correct, self._form = config.rewards.rules[0].weight, weights.get("format_answer", 0.0)
+        self._answer = re.compile(answer_pattern(config), re.DOTALL)
         self._tokenizer = Tokenizer(config.model.path)
         self._stops = torch.tensor(self._tokenizer.eos_ids)
         self._prompts = training_prompts(config.data, self._tokenizer)
@@ -133,7 +134,7 @@ class PlainLoop:
         drawn = torch.rand(len(logits), 1, generator=self._random) * cumulative[:, -1:]
         return torch.searchsorted(cumulative, drawn, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
 
-    def _fused(self) -> list[dict[str, torch.Tensor]]:
+    def _fused(self) -> list[dict[str, Any]]:
         """The layers' weights of now, projections that share their input joined."""
         out = []
         for layer in self._model.model.layers:
@@ -143,7 +144,7 @@ class PlainLoop:
                 {
                     "input_norm": layer.input_layernorm.weight,
                     "qkv": torch.cat([projection.weight for projection in projections]),
-                    "qkv_bias": torch.cat([projection.bias for projection in projections]),
+                    "qkv_bias": None if attention.q_proj.bias is None else torch.cat([each.bias for each in projections]),
                     "output": attention.o_proj.weight,
                     "mlp_norm": layer.post_attention_layernorm.weight,
                     "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
@@ -154,7 +155,7 @@ class PlainLoop:
 
     def _forward(
         self,
-        weights: Sequence[dict[str, torch.Tensor]],
+        weights: Sequence[dict[str, Any]],
         tokens: torch.Tensor,
         positions: torch.Tensor,
         cache: Sequence[torch.Tensor],
@@ -190,7 +191,7 @@ class PlainLoop:
     # ------------------------------------------------------------------------------------------ training
 
     def _answers(self, replies: Sequence[Sequence[int]]) -> list[str | None]:
-        found = [ANSWER.search(text) for text in self._tokenizer.decode_batch(replies)]
+        found = [self._answer.search(text) for text in self._tokenizer.decode_batch(replies)]
         return [match and match.group(1) for match in found]
 
     def _score(self, replies: Sequence[Sequence[int]], labels: Sequence[str]) -> list[float]:
@@ -209,7 +210,7 @@ class PlainLoop:
             tokens, mask = padded([prompts[row] for row in rows], [replies[row] for row in rows])
             logp = logprobs(self._model, tokens)
             with torch.no_grad():
-                reference = logprobs(self._reference, tokens)
+                reference = logprobs(self._reference, tokens) if self._beta else logp
             behind = reference - logp
             # One update a batch: the policy that sampled is the one being trained, so the ratio is 1 and only carries gradient.
             loss = self._beta * (behind.expm1() - behind) - (logp - logp.detach()).exp() * advantages[rows, None]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import psutil
@@ -18,22 +21,27 @@ from rich.console import Console
 
 from benchmarks import train_trl
 from benchmarks.compared import Compared
-from benchmarks.inputs import bench_config
+from benchmarks.train_trl import TrlMeasured
 from benchmarks.worker import Measured, Worker, total
 from launcher.commands.train import train
 from launcher.view import View
+from runtime import run_files
 from runtime.config import Config
 from runtime.errors import ServiceFault
 from runtime.status import Progress
+from runtime.telemetry.report.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable
 
 ALONE = ("train", "generate", "reference")
 SERVICES = ("coordinator", "reward-0", "launcher")  # what is no engine, whole; of the others' processes the engines are most
-AIM = 0.85  # of the bound
-AIM_OVER_TRL = 5
 
 
 class TrainBenchSettings(Struct, frozen=True):
+    workload: str = "tiny Qwen2, float32, replies of 15 tokens on average and 64 at most"
+    aim: float = 0.85  # of the bound
+    aim_over_trl: float = 5
+    aim_of_memory: float | None = None  # of TRL's
+    goal: float = 2.0  # mean reward of two steps in a row, to which the seconds are measured; above 1: none
     rounds: int = 2
     seconds: float = 5.0  # of one measure of the plain loop, and of the engines alone
     steps: int = 120  # of one run
@@ -41,9 +49,24 @@ class TrainBenchSettings(Struct, frozen=True):
     tail: int = 10
     trl_warm: int = 3  # steps of TRL's that are left out
     trl_steps: int = 12
+    trl_threads: tuple[int, ...] = (1, 2)
 
 
 QUICK = TrainBenchSettings(seconds=3.0, steps=80, trl_steps=6)
+PRETRAINED = TrainBenchSettings(
+    workload="SmolLM2-135M-Instruct, float32, replies of 10 tokens at most",
+    aim=0.9,
+    aim_over_trl=6,
+    aim_of_memory=0.5,
+    goal=0.5,
+    seconds=12.0,
+    steps=16,
+    warm=3,
+    tail=1,
+    trl_warm=1,
+    trl_threads=(2,),
+)
+PRETRAINED_QUICK = replace(PRETRAINED, rounds=1, seconds=6.0, steps=10, trl_steps=3)
 
 
 class TrainRound(Struct):
@@ -59,10 +82,14 @@ class TrainBenchReport(Struct):
     """Rates in samples per second, over all rounds; `step_seconds` of the engines alone, by phase. By process: `cpu_seconds` of
     one step, and `wake_ups` of one sample (what the kernel calls voluntary switches; Linux).
 
+    `peak_bytes` of a run are proportional (PSS) and of all processes, those of TRL resident. `seconds_to_goal`: the median of
+    the rounds that came to the settings' goal.
+
     `bound_with_services` is that of two cores that never wait, and do the engines' work as alone and that of the `SERVICES` as
     in the run. `trl` is by number of threads, and empty where no environment has it.
     """
 
+    settings: TrainBenchSettings
     samples_per_step: int
     pipeline: float
     plain_two_threads: float
@@ -77,15 +104,22 @@ class TrainBenchReport(Struct):
     rounds: list[TrainRound]
     trl: dict[int, float]
     pipeline_over_trl: float | None  # over the faster number of threads
+    peak_bytes: dict[str, int]
+    seconds_to_goal: dict[str, float | None]
 
 
 class SteadyWindow(Struct):
-    """The steady part of one run: from one step to another, with the processor seconds and wake-ups of each process."""
+    """The steady part of one run: from one step to another, with the processor seconds and wake-ups of each process.
+
+    Of the whole run: the largest memory, and the seconds since training began and the mean reward of each step.
+    """
 
     steps: int
     seconds: float
     cpu: dict[str, float]
     wake_ups: dict[str, int]
+    peak_bytes: int = 0
+    points: list[tuple[float, float]] = []
 
 
 class ProcessUse(NamedTuple):
@@ -103,10 +137,12 @@ class Probe(View):
         self._first, self._last = first, last
         self._begin: tuple[int, float, dict[str, ProcessUse]] | None = None
         self._end: tuple[int, float, dict[str, ProcessUse]] | None = None
+        self.training_since = 0.0  # the epoch's seconds
 
     def progress(self, progress: Progress) -> None:
         if progress.phase != "training":
             return
+        self.training_since = self.training_since or time.time()
         if self._begin is None and progress.step >= self._first:
             self._begin = progress.step, time.monotonic(), used()
         if self._end is None and progress.step >= self._last:
@@ -150,18 +186,17 @@ _WAKE_UPS = re.compile(r"^voluntary_ctxt_switches:\s*(\d+)", re.MULTILINE)
 
 
 async def measure(
-    folder: Path, settings: TrainBenchSettings, trl_python: str | None = None, show: Callable[[str], None] = lambda line: None
+    config: Config, settings: TrainBenchSettings, trl_python: str | None = None, show: Callable[[str], None] = lambda line: None
 ) -> TrainBenchReport:
     """Runs, the plain loop, TRL where there is an interpreter that has it, and the engines alone, in turn.
 
     Raises UserError, ServiceFault.
     """
-    config = bench_config(folder)
     windows: list[SteadyWindow] = []
     plain: list[Measured] = []
     pairs: list[tuple[Measured, Measured]] = []
-    alone: dict[str, list[Measured]] = {what: [] for what in ALONE}
-    trl: dict[int, list[Measured]] = {threads: [] for threads in train_trl.THREADS if trl_python is not None}
+    trl: dict[int, list[TrlMeasured]] = {threads: [] for threads in settings.trl_threads if trl_python is not None}
+    alone: dict[str, list[Measured]] = {what: [] for what in ALONE if what != "reference" or config.algorithm.kl_coefficient}
     async with (
         Worker.started(config, 1) as first,
         Worker.started(config, 1) as second,
@@ -181,10 +216,10 @@ async def measure(
                 assert trl_python is not None
                 found.append(await train_trl.trial(config, trl_python, threads, settings.trl_warm, settings.trl_steps))
             show(f"round {number + 1} of {settings.rounds}: the engines alone")
-            for what in ALONE:
+            for what in alone:
                 await first.measure(what, 0.1)
                 alone[what].append(await first.measure(what, settings.seconds))
-    return _report(config, windows, plain, pairs, alone, trl)
+    return _report(config, settings, windows, plain, pairs, alone, trl)
 
 
 async def _run(config: Config, settings: TrainBenchSettings) -> SteadyWindow:
@@ -192,16 +227,31 @@ async def _run(config: Config, settings: TrainBenchSettings) -> SteadyWindow:
         run = replace(config.run, dir=folder)
         probe = Probe(settings.warm, settings.steps - settings.tail)
         await train(replace(config, run=run, training=replace(config.training, steps=settings.steps)), probe)
-        return probe.window()
+        window, rows = probe.window(), read_jsonl(Path(folder) / run_files.METRICS)
+        window.points = [(row["time"] - probe.training_since, row["score/mean"]) for row in rows if "score/mean" in row]
+        summary = json.loads((Path(folder) / run_files.SUMMARY).read_text(encoding="utf-8"))
+        window.peak_bytes = summary["peak_pss_bytes"]
+        return window
+
+
+def seconds_to(goal: float, points: Sequence[tuple[float, float]]) -> float | None:
+    """Seconds until the mean reward of a step and of the one before it is at least `goal`; None where it never is."""
+    return next((seconds for (_, before), (seconds, reward) in pairwise(points) if (before + reward) / 2 >= goal), None)
+
+
+def _seconds_to_goal(goal: float, rounds: Iterable[Sequence[tuple[float, float]]]) -> float | None:
+    reached = [seconds for points in rounds if (seconds := seconds_to(goal, points)) is not None]
+    return median(reached) if reached else None
 
 
 def _report(
     config: Config,
+    settings: TrainBenchSettings,
     windows: list[SteadyWindow],
     plain: list[Measured],
     pairs: list[tuple[Measured, Measured]],
     alone: dict[str, list[Measured]],
-    trl: dict[int, list[Measured]],
+    trl: dict[int, list[TrlMeasured]],
 ) -> TrainBenchReport:
     samples = config.training.groups_per_step * config.sampling.group_size
     steps = sum(window.steps for window in windows)
@@ -211,6 +261,7 @@ def _report(
     trl_rates = {threads: total(rounds).rate for threads, rounds in trl.items()}
     threaded, processes = total(plain).rate, sum(total(side).rate for side in zip(*pairs, strict=True))
     cpu = {name: sum(window.cpu[name] for window in windows) / steps for name in windows[0].cpu}
+    trials = [trial for rounds in trl.values() for trial in rounds]
     work = sum(seconds.values()) + sum(cpu.get(name, 0.0) for name in SERVICES)
     return TrainBenchReport(
         samples_per_step=samples,
@@ -235,43 +286,67 @@ def _report(
         ],
         trl=trl_rates,
         pipeline_over_trl=pipeline / max(trl_rates.values()) if trl_rates else None,
+        peak_bytes={
+            "run": max(window.peak_bytes for window in windows),
+            **({"trl": max(trial.peak_bytes for trial in trials)} if trials else {}),
+        },
+        seconds_to_goal={
+            "run": _seconds_to_goal(settings.goal, (window.points for window in windows)),
+            **({"trl": _seconds_to_goal(settings.goal, (trial.points for trial in trials))} if trials else {}),
+        },
+        settings=settings,
     )
 
 
 def compared(report: TrainBenchReport) -> list[Compared]:
-    rounds = report.rounds
-    return [
-        Compared.of("run / bound of the engines alone", [one.run / one.bound for one in rounds], f"≥ {AIM}"),
+    rounds, settings, peak = report.rounds, report.settings, report.peak_bytes
+    out = [
+        Compared.of("run / bound of the engines alone", [one.run / one.bound for one in rounds], f"≥ {settings.aim:g}"),
         Compared.of("run / faster plain loop", [one.run / one.plain for one in rounds]),
-        Compared.of("run / faster TRL", [one.run / one.trl for one in rounds if one.trl], f"≥ {AIM_OVER_TRL}"),
+        Compared.of("run / faster TRL", [one.run / one.trl for one in rounds if one.trl], f"≥ {settings.aim_over_trl:g}"),
     ]
+    if settings.aim_of_memory is not None and "trl" in peak:
+        out.append(Compared("memory of a run / of TRL", [peak["run"] / peak["trl"]], f"≤ {settings.aim_of_memory:g}"))
+    return out
 
 
 def bound_of(samples: int, seconds: dict[str, float]) -> float:
     """Samples per second of two cores that never wait, one training, the other generating and referring."""
-    return samples / max(seconds["train"], seconds["generate"] + seconds["reference"])
+    return samples / max(seconds["train"], seconds["generate"] + seconds.get("reference", 0.0))
+
+
+_WAYS = {"run": "whole run (PSS of all processes)", "trl": "TRL"}
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
 
 
 def render(report: TrainBenchReport) -> list[LiteralTable]:
     rates = LiteralTable(title="Training, samples/s", title_justify="left", title_style="bold", show_header=False)
     rates.add_column()
     rates.add_column(justify="right")
-    rates.add_row("whole run (every service), steady state", f"{report.pipeline:,.0f}")
-    rates.add_row("plain loop, one process of two threads", f"{report.plain_two_threads:,.0f}")
-    rates.add_row("plain loop, two independent processes of one thread", f"{report.plain_two_processes:,.0f}")
+    rates.add_row("whole run (every service), steady state", _rate(report.pipeline))
+    rates.add_row("plain loop, one process of two threads", _rate(report.plain_two_threads))
+    rates.add_row("plain loop, two independent processes of one thread", _rate(report.plain_two_processes))
     for threads, rate in report.trl.items():
-        rates.add_row(f"TRL's GRPOTrainer, one process, threads: {threads}", f"{rate:,.0f}")
-    seconds = report.step_seconds
-    parts = ", ".join(f"{what} {value * 1e3:.1f} ms" for what, value in seconds.items())
-    rates.add_row(f"bound of the engines alone ({parts})", f"{report.bound:,.0f}")
-    rates.add_row(f"run / bound (aim {AIM})", f"{report.pipeline_over_bound:.2f}")
+        rates.add_row(f"TRL's GRPOTrainer, one process, threads: {threads}", _rate(rate))
+    seconds, settings = report.step_seconds, report.settings
+    parts = ", ".join(f"{what} {value * 1e3:,.1f} ms" for what, value in seconds.items())
+    rates.add_row(f"bound of the engines alone ({parts})", _rate(report.bound))
+    rates.add_row(f"run / bound (aim {settings.aim:g})", f"{report.pipeline_over_bound:.2f}")
     with_services = report.pipeline / report.bound_with_services
-    rates.add_row(f"run / bound with the services' own work ({report.bound_with_services:,.0f})", f"{with_services:.2f}")
+    rates.add_row(f"run / bound with the services' own work ({_rate(report.bound_with_services)})", f"{with_services:.2f}")
     rates.add_row("run / faster plain loop", f"{report.pipeline_over_plain:.2f}")
     if report.pipeline_over_trl is not None:
-        rates.add_row(f"run / faster TRL (aim {AIM_OVER_TRL})", f"{report.pipeline_over_trl:.2f}")
+        rates.add_row(f"run / faster TRL (aim {settings.aim_over_trl:g})", f"{report.pipeline_over_trl:.2f}")
+    for way, held in report.peak_bytes.items():
+        rates.add_row(f"memory at most, GiB: {_WAYS[way]}", f"{held / 2**30:.2f}")
+    for way, reached in report.seconds_to_goal.items() if settings.goal <= 1 else ():
+        told = "not reached" if reached is None else f"{reached:.0f}"
+        rates.add_row(f"seconds of training until {settings.goal:.0%} of two steps' replies are right: {way}", told)
     rates.caption = (
-        f"tiny Qwen2, float32, {report.samples_per_step} samples a step, replies of 15 tokens on average and 64 at most; "
+        f"{settings.workload}; {report.samples_per_step} samples a step; "
         f"bound = {report.samples_per_step} / max(train, generate + reference)"
     )
     if report.pipeline_over_trl is None:

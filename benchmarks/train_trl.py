@@ -9,6 +9,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from benchmarks.inputs import answer_pattern
 from benchmarks.worker import Measured
 from runtime.config import Config
 from runtime.data.sources import training_prompts
@@ -18,7 +21,6 @@ from runtime.errors import ServiceFault, UserError
 DEFAULT_PYTHON = Path(".venv-trl/bin/python")
 TRIAL = Path(__file__).with_name("trl_trial.py")
 MISSING = f"TRL is left out: there is no {DEFAULT_PYTHON}; make install-trl makes it, --trl-python PATH names another"
-THREADS = (1, 2)
 DEADLINE = 900.0  # seconds of one trial
 
 
@@ -37,6 +39,7 @@ def order(config: Config, threads: int, warm: int, steps: int) -> dict[str, Any]
     return {
         "model": str(Path(config.model.path).resolve()),
         "questions": [problem.messages[0]["content"] for problem in prompts.problems],
+        "answer": answer_pattern(config),
         "labels": [problem.label for problem in prompts.problems],
         "tokens": [tokens.tolist() for tokens in prompts.tokens],
         "samples": config.training.groups_per_step * config.sampling.group_size,
@@ -51,8 +54,18 @@ def order(config: Config, threads: int, warm: int, steps: int) -> dict[str, Any]
     }
 
 
-async def trial(config: Config, python: str, threads: int, warm: int, steps: int) -> Measured:
-    """Samples of `steps` steps after `warm` ones, in a process of its own. Raises ServiceFault with its last line of errors."""
+class TrlMeasured(Measured):
+    """TRL's `count` samples in `seconds`; `peak_bytes` are resident.
+
+    `points`: seconds since training began and mean reward of each step.
+    """
+
+    peak_bytes: int
+    points: list[tuple[float, float]]
+
+
+async def trial(config: Config, python: str, threads: int, warm: int, steps: int) -> TrlMeasured:
+    """Measure `steps` steps after `warm` ones, in a process of its own. Raises ServiceFault with its last line of errors."""
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     pipe = asyncio.subprocess.PIPE
     # -I: neither PYTHONPATH nor the script's folder, whose modules would hide some of that environment's, is searched.
@@ -70,5 +83,4 @@ async def trial(config: Config, python: str, threads: int, warm: int, steps: int
     if process.returncode:
         said = errors.decode(errors="replace").split("\n")
         raise ServiceFault("bench", "trl", next((line for line in reversed(said) if line.strip()), "ended without an answer"))
-    found = json.loads(out.splitlines()[-1])
-    return Measured(found["count"], found["seconds"])
+    return msgspec.json.decode(out.splitlines()[-1], type=TrlMeasured)

@@ -1,8 +1,9 @@
 """Steps of TRL's GRPOTrainer, timed: run by `sluice bench train` with the interpreter of an environment that has trl.
 
 A JSON object on standard input says what to train (`benchmarks.train_trl.order`); the last line of standard output is
-{"count": samples, "seconds": S, "tokens": of the replies}, of the steps after the warm ones. It imports nothing of Sluice's,
-whose own dependencies that environment need not have.
+{"count": samples, "seconds": S}, of the steps after the warm ones, with "peak_bytes", resident, and "points": the seconds
+since training began and the mean reward of each step. It imports nothing of Sluice's, whose own dependencies that environment
+need not have.
 
 The trainer is set as suits it on CPUs: float32, no recomputation of activations, which it has by default, the whole step as
 one batch, nothing written or reported. Generation is transformers' own.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import sys
 import tempfile
 import time
@@ -23,33 +25,40 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-ANSWER = re.compile(r"#### (-?\d+)\s*$")
-
 
 class Clock(TrainerCallback):
     """The time from the end of the last warm step to the end of the last step, and what was sampled in it."""
 
-    def __init__(self, warm: int):
+    def __init__(self, answer: str, warm: int):
+        self._answer = re.compile(answer, re.DOTALL)
         self._warm = warm
-        self._samples = self._tokens = 0
-        self._begun = self._ended = 0.0
+        self._samples = 0
+        self._reward = 0.0  # mean of the newest batch
+        self._started = self._begun = self._ended = 0.0
+        self._points: list[tuple[float, float]] = []
 
     def reward(
         self, completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], label: Sequence[str], **_: Any
     ) -> Any:
-        """1 for the label after ####, otherwise 0; the replies are counted here."""
+        """1 for an answer that is the label, otherwise 0; the replies are counted here."""
         self._samples += len(completion_ids)
-        self._tokens += sum(map(len, completion_ids))
-        found = [ANSWER.search(completion[0]["content"]) for completion in completions]
-        return [float(match is not None and match.group(1) == right) for match, right in zip(found, label, strict=True)]
+        found = [self._answer.search(completion[0]["content"]) for completion in completions]
+        rewards = [float(match is not None and match.group(1) == right) for match, right in zip(found, label, strict=True)]
+        self._reward = sum(rewards) / len(rewards)
+        return rewards
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._ended = time.perf_counter()
+        self._points.append((self._ended - self._started, self._reward))
         if state.global_step == self._warm:
-            self._begun, self._samples, self._tokens = self._ended, 0, 0
+            self._begun, self._samples = self._ended, 0
 
-    def measured(self) -> dict[str, float]:
-        return {"count": self._samples, "seconds": self._ended - self._begun, "tokens": self._tokens}
+    def measured(self) -> dict[str, Any]:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
+        return {"count": self._samples, "seconds": self._ended - self._begun, "peak_bytes": peak, "points": self._points}
 
 
 def main() -> None:
@@ -59,7 +68,7 @@ def main() -> None:
     prompts = [[{"role": "user", "content": question}] for question in asked["questions"]]
     if tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"] != asked["tokens"]:
         raise SystemExit("transformers encodes the prompts otherwise than Sluice does")
-    clock = Clock(asked["warm"])
+    clock = Clock(asked["answer"], asked["warm"])
     with tempfile.TemporaryDirectory(prefix="sluice-bench-") as folder:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32),

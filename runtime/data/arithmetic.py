@@ -92,36 +92,33 @@ WORDS = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 )
-FORMS = ("words", "story")
+FORMS = ("plus", "minus", "story")
 
 
 class AskedProblem(NamedTuple):
-    """A sum, or a difference that is not negative, as a user asks for one: in words, or as a story with digits."""
+    """A sum or a difference in words, or a sum as a story with digits, as a user asks for it."""
 
     a: int
     b: int
-    minus: bool
     form: str  # of FORMS
 
     @property
     def question(self) -> str:
-        if self.form == "words":
-            asked = f"What is {WORDS[self.a]} {'minus' if self.minus else 'plus'} {WORDS[self.b]}?"
-        elif self.minus:
-            asked = f"Mia has {self.a} apples and eats {self.b} of them. How many apples are left?"
-        else:
+        if self.form == "story":
             asked = f"Mia has {self.a} apples and buys {self.b} more. How many apples does Mia have now?"
+        else:
+            asked = f"What is {WORDS[self.a]} {self.form} {WORDS[self.b]}?"
         return f"{asked} Answer in digits."
 
     @property
     def answer(self) -> str:
-        return str(self.a - self.b if self.minus else self.a + self.b)
+        return str(self.a - self.b if self.form == "minus" else self.a + self.b)
 
 
 def asked_problems(largest: int, held_out: int, seed: int) -> tuple[list[AskedProblem], list[AskedProblem]]:
-    """All sums and differences of two numbers in [2, `largest`], each in all FORMS, shuffled, as (training, held-out) problems.
+    """Sums and differences of two numbers in [2, `largest`], in all FORMS, shuffled, as (training, held-out) problems.
 
-    Two numbers are held out in both orders, with their difference and in all forms, so that no problem is known from another.
+    A difference is not negative. Two numbers are held out in both orders and in all forms: no problem is known from another.
     At least `held_out` problems are held out. `largest`: 20 at most, the last of WORDS.
     """
     pairs = [(a, b) for a in range(2, largest + 1) for b in range(2, a + 1)]
@@ -131,8 +128,8 @@ def asked_problems(largest: int, held_out: int, seed: int) -> tuple[list[AskedPr
     held: list[AskedProblem] = []
     for a, b in pairs:
         side = held if len(held) < held_out else train
-        tasks = sorted({(a, b, False), (b, a, False), (a, b, True)})
-        side.extend(AskedProblem(*task, form) for task in tasks for form in FORMS)
+        orders = sorted({(a, b), (b, a)})
+        side.extend(AskedProblem(*order, form) for order in orders for form in FORMS if form != "minus" or order == (a, b))
     shuffle(train)
     shuffle(held)
     return train, held

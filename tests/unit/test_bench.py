@@ -128,14 +128,21 @@ def test_the_train_report_is_made_of_its_parts(config: Config) -> None:
             steps=10, seconds=1.0, cpu={"trainer-0": 1.0, "reward-0": 0.4}, wake_ups={"trainer-0": 640, "reward-0": 0}
         ),
         train.SteadyWindow(
-            steps=10, seconds=3.0, cpu={"trainer-0": 2.0, "reward-0": 0.4}, wake_ups={"trainer-0": 1280, "reward-0": 0}
+            steps=10,
+            seconds=3.0,
+            cpu={"trainer-0": 2.0, "reward-0": 0.4},
+            wake_ups={"trainer-0": 1280, "reward-0": 0},
+            peak_bytes=2 << 30,
         ),
     ]
     alone = {"train": [Measured(320, 0.5)] * 2, "generate": [Measured(320, 0.4)] * 2, "reference": [Measured(320, 0.2)] * 2}
     plain = [Measured(100, 1.0)] * 2
-    trl = {1: [Measured(320, 4.0)] * 2, 2: [Measured(640, 10.0), Measured(640, 6.0)]}
+    learned, not_yet = [(10.0, 0.5), (20.0, 0.4), (30.0, 0.7), (40.0, 0.9)], [(10.0, 0.7), (20.0, 0.2)]
+    trials = [train.TrlMeasured(640, 10.0, 4 << 30, learned), train.TrlMeasured(640, 6.0, 5 << 30, not_yet)]
+    trl = {1: [train.TrlMeasured(320, 4.0, 1 << 30, [])] * 2, 2: trials}
     pairs = [(Measured(80, 1.0), Measured(80, 1.0))] * 2
-    report = train._report(config, windows, plain, pairs, alone, trl)
+    settings = train.TrainBenchSettings(goal=0.5, aim_of_memory=0.5)
+    report = train._report(config, settings, windows, plain, pairs, alone, trl)
     assert (report.samples_per_step, report.pipeline) == (64, pytest.approx(64 * 20 / 4.0))
     assert report.step_seconds == pytest.approx({"train": 0.1, "generate": 0.08, "reference": 0.04})
     assert report.bound == pytest.approx(64 / 0.12)
@@ -146,12 +153,15 @@ def test_the_train_report_is_made_of_its_parts(config: Config) -> None:
     # The engines' 220 ms and the reward's 40 on two cores: 130 ms a step.
     assert report.bound_with_services == pytest.approx(64 / 0.13)
     assert [one.run for one in report.rounds] == pytest.approx([640.0, 640 / 3])
-    bound, over_plain, over_trl = (one.values for one in train.compared(report))
+    bound, over_plain, over_trl, memory = (one.values for one in train.compared(report))
     assert bound == pytest.approx([640 * 0.12 / 64, 640 * 0.12 / 64 / 3])
     assert over_plain == pytest.approx([4.0, 4 / 3])
     assert over_trl == pytest.approx([8.0, 2.0])
     assert (report.trl, report.pipeline_over_trl) == ({1: 80.0, 2: 80.0}, pytest.approx(4.0))
-    assert "TRL is left out" in printed([train.render(train._report(config, windows, plain, pairs, alone, {}))[0]])[1]
+    assert (memory, report.peak_bytes) == ([0.4], {"run": 2 << 30, "trl": 5 << 30})
+    assert report.seconds_to_goal == {"run": None, "trl": 30.0}
+    without = train._report(config, settings, windows, plain, pairs, alone, {})
+    assert "TRL is left out" in printed([train.render(without)[0]])[1] and len(train.compared(without)) == 3
 
 
 def test_a_bench_that_is_terminated_ends_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +279,7 @@ def test_t_quantiles_agree_with_tables() -> None:
         ("publication", {"data": Path()}, "--data: only bench rewards and bench scale take a folder"),
         ("publication", {"json": Path("none/figures.json")}, "--json: there is no folder"),
         ("train", {"trl_python": Path("/no/python")}, "--trl-python: '/no/python' is not an executable$"),
+        ("engine", {"pretrained": True}, "--pretrained: bench engine has a model of its own"),
         ("engine", {"trl_python": Path("python3")}, "bench engine runs no TRL; train is the only one that does"),
     ],
 )

@@ -19,15 +19,14 @@ def test_problems_have_the_answers_of_their_questions_and_those_held_out_are_lik
     for problems in sides:
         found = set()
         for problem in problems:
-            words = re.findall(r"[\w-]+|\+|-", problem.question)
+            words = re.findall(r"[\w-]+", problem.question)
             numbers = [spoken.get(word, int(word) if word.isdecimal() else -1) for word in words]
             a, b = (number for number in numbers if number > 0)
-            minus = not {"-", "minus", "eats"}.isdisjoint(words)
-            assert problem.answer == str(a - b if minus else a + b) and not problem.answer.startswith("-")
+            assert problem.answer == str(a - b if "minus" in words else a + b) and not problem.answer.startswith("-")
             found.add((max(a, b), min(a, b)))
         pairs.append(found)
     assert pairs[0].isdisjoint(pairs[1]) and len(pairs[0] | pairs[1]) == 66
-    assert sum(map(len, sides)) == 2 * (11 * 11 + 66) and len(sides[1]) >= 32
+    assert sum(map(len, sides)) == 2 * 11 * 11 + 66 and len(sides[1]) >= 32
 
 
 def test_a_package_that_pip_does_not_get_is_told(
