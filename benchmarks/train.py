@@ -33,15 +33,18 @@ from runtime.telemetry.report.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable
 
 ALONE = ("train", "generate", "reference")
+ARITHMETIC = ("train products", "products")
 SERVICES = ("coordinator", "reward-0", "launcher")  # what is no engine, whole; of the others' processes the engines are most
+AIM_OF_MEMORY = 0.5  # of TRL's
+AIM_OF_PRODUCTS = 0.7  # of the rate of matrix products
+GOAL = 0.5  # mean reward of two steps in a row, to which the seconds are measured
 
 
 class TrainBenchSettings(Struct, frozen=True):
     workload: str = "tiny Qwen2, float32, replies of 15 tokens on average and 64 at most"
     aim: float = 0.85  # of the bound
     aim_over_trl: float = 5
-    aim_of_memory: float | None = None  # of TRL's
-    goal: float = 2.0  # mean reward of two steps in a row, to which the seconds are measured; above 1: none
+    pretrained: bool = False  # the model learns, and is of a size at which its memory and its arithmetic count
     rounds: int = 2
     seconds: float = 5.0  # of one measure of the plain loop, and of the engines alone
     steps: int = 120  # of one run
@@ -57,8 +60,7 @@ PRETRAINED = TrainBenchSettings(
     workload="SmolLM2-135M-Instruct, float32, replies of 10 tokens at most",
     aim=0.9,
     aim_over_trl=6,
-    aim_of_memory=0.5,
-    goal=0.5,
+    pretrained=True,
     seconds=12.0,
     steps=16,
     warm=3,
@@ -83,7 +85,8 @@ class TrainBenchReport(Struct):
     one step, and `wake_ups` of one sample (what the kernel calls voluntary switches; Linux).
 
     `peak_bytes` of a run are proportional (PSS) and of all processes, those of TRL resident. `seconds_to_goal`: the median of
-    the rounds that came to the settings' goal.
+    the rounds that came to GOAL. `step_flops`: of the products that a step of training computes; `products`: floating-point
+    operations per second of large float32 products, one thread; both 0 where the settings are not `pretrained`.
 
     `bound_with_services` is that of two cores that never wait, and do the engines' work as alone and that of the `SERVICES` as
     in the run. `trl` is by number of threads, and empty where no environment has it.
@@ -106,6 +109,13 @@ class TrainBenchReport(Struct):
     pipeline_over_trl: float | None  # over the faster number of threads
     peak_bytes: dict[str, int]
     seconds_to_goal: dict[str, float | None]
+    step_flops: float
+    products: float
+
+    @property
+    def product_share(self) -> float:
+        """The trainer's rate of floating-point operations, alone, over that of large products."""
+        return self.step_flops / self.step_seconds["train"] / self.products
 
 
 class SteadyWindow(Struct):
@@ -219,7 +229,8 @@ async def measure(
             for what in alone:
                 await first.measure(what, 0.1)
                 alone[what].append(await first.measure(what, settings.seconds))
-    return _report(config, settings, windows, plain, pairs, alone, trl)
+        arithmetic = [await first.measure(what, settings.seconds) for what in ARITHMETIC if settings.pretrained]
+    return _report(config, settings, windows, plain, pairs, alone, trl, arithmetic)
 
 
 async def _run(config: Config, settings: TrainBenchSettings) -> SteadyWindow:
@@ -234,14 +245,14 @@ async def _run(config: Config, settings: TrainBenchSettings) -> SteadyWindow:
         return window
 
 
-def seconds_to(goal: float, points: Sequence[tuple[float, float]]) -> float | None:
-    """Seconds until the mean reward of a step and of the one before it is at least `goal`; None where it never is."""
-    return next((seconds for (_, before), (seconds, reward) in pairwise(points) if (before + reward) / 2 >= goal), None)
-
-
-def _seconds_to_goal(goal: float, rounds: Iterable[Sequence[tuple[float, float]]]) -> float | None:
-    reached = [seconds for points in rounds if (seconds := seconds_to(goal, points)) is not None]
-    return median(reached) if reached else None
+def _seconds_to_goal(rounds: Iterable[Sequence[tuple[float, float]]]) -> float | None:
+    """The median, over the rounds, of the seconds until a step and the one before it have a mean reward of GOAL or more."""
+    reached = [
+        next((seconds for (_, before), (seconds, reward) in pairwise(points) if (before + reward) / 2 >= GOAL), None)
+        for points in rounds
+    ]
+    found = [seconds for seconds in reached if seconds is not None]
+    return median(found) if found else None
 
 
 def _report(
@@ -252,6 +263,7 @@ def _report(
     pairs: list[tuple[Measured, Measured]],
     alone: dict[str, list[Measured]],
     trl: dict[int, list[TrlMeasured]],
+    arithmetic: Sequence[Measured] = (),
 ) -> TrainBenchReport:
     samples = config.training.groups_per_step * config.sampling.group_size
     steps = sum(window.steps for window in windows)
@@ -291,10 +303,12 @@ def _report(
             **({"trl": max(trial.peak_bytes for trial in trials)} if trials else {}),
         },
         seconds_to_goal={
-            "run": _seconds_to_goal(settings.goal, (window.points for window in windows)),
-            **({"trl": _seconds_to_goal(settings.goal, (trial.points for trial in trials))} if trials else {}),
+            "run": _seconds_to_goal(window.points for window in windows),
+            **({"trl": _seconds_to_goal(trial.points for trial in trials)} if trials else {}),
         },
         settings=settings,
+        step_flops=arithmetic[0].count if arithmetic else 0.0,
+        products=arithmetic[1].rate if arithmetic else 0.0,
     )
 
 
@@ -305,8 +319,10 @@ def compared(report: TrainBenchReport) -> list[Compared]:
         Compared.of("run / faster plain loop", [one.run / one.plain for one in rounds]),
         Compared.of("run / faster TRL", [one.run / one.trl for one in rounds if one.trl], f"≥ {settings.aim_over_trl:g}"),
     ]
-    if settings.aim_of_memory is not None and "trl" in peak:
-        out.append(Compared("memory of a run / of TRL", [peak["run"] / peak["trl"]], f"≤ {settings.aim_of_memory:g}"))
+    if settings.pretrained:
+        memory = [peak["run"] / peak["trl"]] if "trl" in peak else []
+        out.append(Compared("memory of a run / of TRL", memory, f"≤ {AIM_OF_MEMORY}"))
+        out.append(Compared("trainer / rate of products", [report.product_share], f"≥ {AIM_OF_PRODUCTS}"))
     return out
 
 
@@ -315,7 +331,7 @@ def bound_of(samples: int, seconds: dict[str, float]) -> float:
     return samples / max(seconds["train"], seconds["generate"] + seconds.get("reference", 0.0))
 
 
-_WAYS = {"run": "whole run (PSS of all processes)", "trl": "TRL"}
+_WAYS = {"run": "whole run", "trl": "TRL"}
 
 
 def _rate(value: float) -> str:
@@ -342,9 +358,12 @@ def render(report: TrainBenchReport) -> list[LiteralTable]:
         rates.add_row(f"run / faster TRL (aim {settings.aim_over_trl:g})", f"{report.pipeline_over_trl:.2f}")
     for way, held in report.peak_bytes.items():
         rates.add_row(f"memory at most, GiB: {_WAYS[way]}", f"{held / 2**30:.2f}")
-    for way, reached in report.seconds_to_goal.items() if settings.goal <= 1 else ():
+    for way, reached in report.seconds_to_goal.items() if settings.pretrained else ():
         told = "not reached" if reached is None else f"{reached:.0f}"
-        rates.add_row(f"seconds of training until {settings.goal:.0%} of two steps' replies are right: {way}", told)
+        rates.add_row(f"seconds of training until {GOAL:.0%} of two steps' replies are right: {_WAYS[way]}", told)
+    if settings.pretrained:
+        told = f"{report.step_flops / 1e9:,.0f} GFLOP a step; products do {report.products / 1e9:.0f} GFLOP/s"
+        rates.add_row(f"trainer alone / rate of products ({told}; aim {AIM_OF_PRODUCTS})", f"{report.product_share:.2f}")
     rates.caption = (
         f"{settings.workload}; {report.samples_per_step} samples a step; "
         f"bound = {report.samples_per_step} / max(train, generate + reference)"

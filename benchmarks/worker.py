@@ -125,6 +125,8 @@ class Bench:
             "generate": self.generate,
             "reference": self.reference,
             "train": self.train,
+            "train products": self.train_products,
+            "products": self.products,
             "plain": self.plain,
             **{way: partial(self.trial, way) for way in WAYS},
             **{way: partial(self.trees, way) for way in (TREES, APART)},
@@ -163,6 +165,27 @@ class Bench:
     def train(self, seconds: float) -> Measured:
         """Samples trained on, a step's batch at a time."""
         return self._repeat(self._train_step, self._train_batches, seconds)
+
+    def train_products(self, seconds: float) -> Measured:
+        """Floating-point operations of the products of one step of training; however many seconds are asked for."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        begun = time.perf_counter()
+        with FlopCounterMode(display=False) as counter:
+            self._train_step(self._train_batches[0])
+        return Measured(counter.get_total_flops(), time.perf_counter() - begun)
+
+    def products(self, seconds: float) -> Measured:
+        """Floating-point operations of large float32 products."""
+        import torch
+
+        side = 1536
+        one, other = torch.rand(2, side, side).unbind()
+        begun, done = time.perf_counter(), 0
+        while time.perf_counter() - begun < seconds:
+            torch.mm(one, other)
+            done += 2 * side**3
+        return Measured(done, time.perf_counter() - begun)
 
     def _train_step(self, batch: Sequence[TrainGroup]) -> None:
         self.trainer.begin_step(self.trainer.step)

@@ -84,18 +84,17 @@ def judge(folder: Path) -> str:
             FLOAT32,
             id="an agent of two turns",
         ),
-        pytest.param(
-            [f"services.rollout={{engine: vllm, python: {VLLM_PYTHON}, slots: 8}}", "deadlines.start=300"],
-            FLOAT32,
-            id="vllm",
-            marks=[needs_vllm, pytest.mark.vllm],
-        ),
     ],
 )
 def test_rollout_and_trainer_agree(folder: Path, overrides: list[str], bound: float, request: pytest.FixtureRequest) -> None:
     if any("JUDGE" in override for override in overrides):
         overrides = [override.replace("JUDGE", request.getfixturevalue("judge")) for override in overrides]
     overrides = [override.replace("MODEL", str(smollm())) for override in overrides]
+    agrees(folder, overrides, bound)
+
+
+def agrees(folder: Path, overrides: list[str], bound: float) -> None:
+    """Train two steps in `folder`/run, in which rollout and trainer differ by at most `bound`."""
     trained(write_config(folder / "config.yaml", folder, **SMALL), *overrides, folder=folder / "run", timeout=RUN)
     points = steps(folder / "run")
     assert [point["step"] for point in points] == [1, 2]
@@ -119,14 +118,26 @@ def test_it_is_tuned_resumed_and_evaluated_and_its_export_is_what_transformers_c
     assert [point["step"] for point in points] == [1, 2]
     assert all(0.0 < point["mismatch/abs_logprob"] <= FLOAT32 for point in points)
 
-    asked = folder / "asked"
-    with started(config, f"model.path={run / 'model'}", "evaluation.problems=4", folder=asked, command="eval") as evaluated:
+    is_what_transformers_computes(run / "model", folder)
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_vllm_agrees_and_computes_of_the_export_what_transformers_does(folder: Path) -> None:
+    vllm = [f"services.rollout={{engine: vllm, python: {VLLM_PYTHON}, slots: 8}}", "deadlines.start=300"]
+    agrees(folder, vllm, FLOAT32)
+    is_what_transformers_computes(folder / "run" / "model", folder, *vllm)
+
+
+def is_what_transformers_computes(exported: Path, folder: Path, *overrides: str) -> None:
+    """Evaluate an export; each reply has the tokens, and they the log-probabilities, that transformers gives them."""
+    asked, on = folder / "asked", f"model.path={exported}"
+    config = folder / "config.yaml"
+    with started(config, on, "evaluation.problems=4", *overrides, folder=asked, command="eval") as evaluated:
         assert evaluated.wait(RUN) == 0, evaluated.output + evaluated.errors
-    model = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(run / "model")
-    assert (
-        model.config.dtype == torch.float32 and json.loads((run / "model" / "config.json").read_text())["dtype"] == "bfloat16"
-    )
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    assert json.loads((exported / "config.json").read_text())["dtype"] == "bfloat16"
     found = list(generations.read(evaluation.folder_for(asked / "eval", 0) / "held_out.jsonl"))
     assert len(found) == 4
     for each in found:

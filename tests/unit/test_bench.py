@@ -98,7 +98,17 @@ def test_plain_gradient_is_grpos(loop: PlainLoop, monkeypatch: pytest.MonkeyPatc
 
 def test_every_measure_counts_what_was_done(config: Config) -> None:
     bench = Bench(replace(config, training=replace(config.training, groups_per_step=2)))
-    for what in ("decode", "generate", "reference", "train", "plain", "plain decode", *DRAFT_WAYS[:2]):
+    for what in (
+        "decode",
+        "generate",
+        "reference",
+        "train",
+        "plain",
+        "plain decode",
+        "train products",
+        "products",
+        *DRAFT_WAYS[:2],
+    ):
         measured = bench.measures[what](0.001)
         assert measured.seconds >= 0.001 and measured.count == int(measured.count) > 0, what
 
@@ -141,8 +151,8 @@ def test_the_train_report_is_made_of_its_parts(config: Config) -> None:
     trials = [train.TrlMeasured(640, 10.0, 4 << 30, learned), train.TrlMeasured(640, 6.0, 5 << 30, not_yet)]
     trl = {1: [train.TrlMeasured(320, 4.0, 1 << 30, [])] * 2, 2: trials}
     pairs = [(Measured(80, 1.0), Measured(80, 1.0))] * 2
-    settings = train.TrainBenchSettings(goal=0.5, aim_of_memory=0.5)
-    report = train._report(config, settings, windows, plain, pairs, alone, trl)
+    settings, arithmetic = train.TrainBenchSettings(pretrained=True), [Measured(3e9, 1.0), Measured(8e10, 2.0)]
+    report = train._report(config, settings, windows, plain, pairs, alone, trl, arithmetic)
     assert (report.samples_per_step, report.pipeline) == (64, pytest.approx(64 * 20 / 4.0))
     assert report.step_seconds == pytest.approx({"train": 0.1, "generate": 0.08, "reference": 0.04})
     assert report.bound == pytest.approx(64 / 0.12)
@@ -153,14 +163,16 @@ def test_the_train_report_is_made_of_its_parts(config: Config) -> None:
     # The engines' 220 ms and the reward's 40 on two cores: 130 ms a step.
     assert report.bound_with_services == pytest.approx(64 / 0.13)
     assert [one.run for one in report.rounds] == pytest.approx([640.0, 640 / 3])
-    bound, over_plain, over_trl, memory = (one.values for one in train.compared(report))
+    bound, over_plain, over_trl, memory, products = (one.values for one in train.compared(report))
     assert bound == pytest.approx([640 * 0.12 / 64, 640 * 0.12 / 64 / 3])
     assert over_plain == pytest.approx([4.0, 4 / 3])
     assert over_trl == pytest.approx([8.0, 2.0])
     assert (report.trl, report.pipeline_over_trl) == ({1: 80.0, 2: 80.0}, pytest.approx(4.0))
+    assert products == pytest.approx([3e9 / 0.1 / 4e10])
     assert (memory, report.peak_bytes) == ([0.4], {"run": 2 << 30, "trl": 5 << 30})
     assert report.seconds_to_goal == {"run": None, "trl": 30.0}
-    without = train._report(config, settings, windows, plain, pairs, alone, {})
+    assert "until 50% of two steps' replies are right: TRL" in printed([train.render(report)[0]])[1]
+    without = train._report(config, train.TrainBenchSettings(), windows, plain, pairs, alone, {})
     assert "TRL is left out" in printed([train.render(without)[0]])[1] and len(train.compared(without)) == 3
 
 
