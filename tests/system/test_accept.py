@@ -13,6 +13,7 @@ from tests.system.runs import one_line, sluice
 TOTAL = 400.0  # seconds, on a busy machine
 
 
+@pytest.mark.long
 @pytest.mark.timeout(TOTAL + 20)
 def test_every_check_passes_and_leaves_its_figures(config: Path, tmp_path: Path) -> None:
     """SIMULATION: a stand-in for torch_npu over the CPU and gloo. It shows that Sluice's code for NPUs runs, and no more; what

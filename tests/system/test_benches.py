@@ -236,6 +236,7 @@ def test_messages_are_answered_by_every_way() -> None:
     assert len(messages.render(report)) == 2
 
 
+@pytest.mark.long
 def test_a_run_over_engines_that_compute_nothing_costs_the_coordinator_something(tmp_path: Path) -> None:
     settings = coordinator.CoordinatorBenchSettings(replicas=(1, 3), groups=2, samples=SAMPLES, warm=1, rounds=1)
     report = asyncio.run(coordinator.measure(tmp_path / "inputs", settings))
@@ -247,6 +248,7 @@ def test_a_run_over_engines_that_compute_nothing_costs_the_coordinator_something
 # ------------------------------------------------------------------------------------------------ publication
 
 
+@pytest.mark.long
 def test_a_megabyte_goes_every_way(tmp_path: Path) -> None:
     tiny = pauses.PausesModel("tiny", PackingShape(64, 1, 2, 1, 64), "float32")
     settings = PublicationSettings(
@@ -290,6 +292,7 @@ def test_a_megabyte_goes_every_way(tmp_path: Path) -> None:
 SMALL = RolloutBenchSettings(shapes=(PackingShape(128, 1, 4, 2, 64),), sequences=(8, 16), rounds=2, seconds=0.5, updates=2)
 
 
+@pytest.mark.long
 @needs_vllm
 @pytest.mark.vllm
 @pytest.mark.timeout(600)

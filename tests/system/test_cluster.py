@@ -58,6 +58,7 @@ def ends_well(run: Cluster, *names: str) -> None:
     eventually(lambda: not any(node.processes() for node in run.network.nodes), END, "the end of every process")
 
 
+@pytest.mark.long
 def test_a_run_over_three_nodes_outlives_what_happens_to_them(nodes: Path, tmp_path: Path) -> None:
     """Without IPv4, where this machine has IPv6. The trainer has ranks on two of them, whose groups are formed over the bridge,
     although this machine's name stands for loopback on every node. The third comes late."""

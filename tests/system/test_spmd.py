@@ -129,6 +129,7 @@ os.fsync = fsync
 """
 
 
+@pytest.mark.long
 def test_megatron_killed_while_it_saves_goes_on_in_another_layout(config: Path, tmp_path: Path, alone: Live) -> None:
     """It is killed twice: the second time it may not be started again."""
     pytest.importorskip("megatron.core", reason="needs megatron-core: pip install 'sluice-rl[megatron]'")

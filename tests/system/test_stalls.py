@@ -40,6 +40,7 @@ def hangs(inputs, options):
 """
 
 
+@pytest.mark.long
 def test_whoever_makes_no_progress_is_named_and_followed(config: Path, tmp_path: Path) -> None:
     """A rank in a call that never returns; then one process of each role, stopped, long before `deadlines.silence`. A launcher
     that is stopped is waited for."""

@@ -34,6 +34,7 @@ def sums(tmp_path: Path) -> Path:
     return tmp_path / "sums.yaml"
 
 
+@pytest.mark.long
 def test_it_learns_sums_though_it_was_stopped(sums: Path, tmp_path: Path) -> None:
     folder, two = tmp_path / "run", "services.trainer.processes=2"
     with started(sums, two, folder=folder, command="tune") as run:
