@@ -13,7 +13,7 @@ AGENTS_PIP := $(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-
 # are compiled once, also where the environment says otherwise.
 TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 RES_OPTIONS="timeout:1 attempts:1"
 
-.PHONY: run run-pretrained run-agent test test-numeric test-system test-system-vllm test-vllm test-agents test-all test-long test-share check lint format costs environments proto \
+.PHONY: run run-pretrained run-agent test test-ranks test-numeric test-system test-system-vllm test-vllm test-agents test-all test-long test-share check lint format costs environments proto \
 	reference install install-dev install-vllm install-trl install-agents clean accept-ascend accept-cuda accept-cpu contract-wheels cluster-demo dist docs mutants screenshots swarm swarm-bugs
 
 run: install
@@ -37,9 +37,13 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 test: install-dev
 	$(PYTEST) $(WORKERS) $(if $(TESTS),,-m 'not ranks') $(or $(TESTS),tests/unit tests/loopback tests/contract)
 
-# Results that depend on the order of additions, computed with other instructions than the best of this processor, and groups of ranks.
+# Groups of ranks, and all else whose results depend on the order of additions: with other instructions than the best of this processor.
+OTHER_INSTRUCTIONS := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE
+test-ranks: install-dev
+	$(OTHER_INSTRUCTIONS) $(PYTEST) $(WORKERS) -m ranks $(or $(TESTS),tests/unit tests/loopback)
+
 test-numeric: install-dev
-	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE $(PYTEST) $(WORKERS) -m 'numeric or ranks' $(or $(TESTS),tests/unit tests/loopback)
+	$(OTHER_INSTRUCTIONS) $(PYTEST) $(WORKERS) -m 'numeric and not ranks' $(or $(TESTS),tests/unit tests/loopback)
 
 # Whole runs.
 test-system: install-dev .megatron-0.12/installed
@@ -55,12 +59,12 @@ test-vllm: install-vllm
 test-agents: install-dev install-agents
 	$(TEST_ENV) $(AGENTS)/bin/python -m pytest $(or $(TESTS),tests/agents)
 
-test-all: test-numeric test-system test-system-vllm
+test-all: test-ranks test-system test-system-vllm
 	$(MAKE) test-agents & agents=$$!; $(MAKE) test-vllm; vllm=$$?; wait $$agents && exit $$vllm
 
 # What a release runs, for hours: all that is too long for each change. `.ci/run` runs a share of the tests marked `long` that changes by date.
 FAULTS ?= 1000
-test-long: test-numeric swarm swarm-bugs
+test-long: test-ranks test-numeric swarm swarm-bugs
 	SLUICE_LONG=all SLUICE_EXAMPLES=long $(PYTEST) $(WORKERS) --timeout 1200 $(or $(TESTS),tests/unit tests/loopback)
 	SLUICE_LONG=all $(PYTEST) $(RUN_WORKERS) -m long $(or $(TESTS),tests/system)
 	$(TEST_ENV) $(BIN)/python -m tests.planted

@@ -2,7 +2,7 @@
 
 ::
 
-    check ┐          numeric ┐                             vllm   ┐
+    check ┐          ranks ┐                               vllm   ┐
           ├─► test ─►        ├─► system ─► system-vllm ─►         ├─► failed tests once more, alone ─► costs
     envs  ┘          share   ┘                             agents ┘
 
@@ -37,9 +37,9 @@ ROOT = Path(__file__).parents[1]
 LIMITS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("limits.yaml").read_text())
 FOLDER = ROOT / ".ci-costs"
 """A record of each step of the last time, for `make costs`."""
-GROUPS = (("check", "environments"), ("test",), ("numeric", "share"), ("system",), ("system-vllm",), ("vllm", "agents"))
+GROUPS = (("check", "environments"), ("test",), ("ranks", "share"), ("system",), ("system-vllm",), ("vllm", "agents"))
 TARGETS = {"check": "lint docs", "test": "test", "environments": "environments"} | {
-    name: f"test-{name}" for name in ("numeric", "share", "system", "system-vllm", "vllm", "agents")
+    name: f"test-{name}" for name in ("ranks", "share", "system", "system-vllm", "vllm", "agents")
 }
 GIVE_UP = 4.0  # times its limit: a step that takes longer hangs, and is ended
 AGAIN = 10  # failed tests at most are run again: more are no accident

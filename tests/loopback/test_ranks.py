@@ -76,6 +76,7 @@ def ranks(
         process.communicate(timeout=DEADLINE)
 
 
+@pytest.mark.ranks
 def test_ranks_meet_on_loopback_alone(tmp_path: Path) -> None:
     with ranks(tmp_path, MEETS) as group:
         out, errors = group.communicate(timeout=DEADLINE)
@@ -83,6 +84,7 @@ def test_ranks_meet_on_loopback_alone(tmp_path: Path) -> None:
     assert sorted(out.splitlines()) == ["rank 0 0 3 ['127.0.0.1']", "rank 1 1 3 []"]
 
 
+@pytest.mark.ranks
 def test_an_address_that_a_stranger_planted_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLUICE_STORE_KEY", "5e" * 32)
     with network.listen("127.0.0.1", None, 1) as free:

@@ -46,7 +46,7 @@ def test_fails():
 MAKEFILE = """
 test:
 	{python} -m pytest -q -p no:cacheprovider $(or $(TESTS),test_all.py)
-test-numeric:
+test-ranks:
 	@setsid --wait sh -c 'echo $$$$ > run; exec sleep 60'
 test-vllm:
 	exit 3
@@ -96,13 +96,13 @@ def test_a_step_that_hangs_is_ended_and_a_step_without_tests_is_not_repeated(
     suite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_limits(monkeypatch, 0.25)
-    (hangs,) = ci.run_steps(["numeric"])
-    assert hangs.output.endswith("error: numeric did not end within 1 s\n")
+    (hangs,) = ci.run_steps(["ranks"])
+    assert hangs.output.endswith("error: ranks did not end within 1 s\n")
     run = int((suite / "run").read_text())  # of a session of its own, as whole runs are
     assert not psutil.pid_exists(run) or psutil.Process(run).status() == psutil.STATUS_ZOMBIE
-    assert ci.run_again(hangs) == ["numeric: failed"]
+    assert ci.run_again(hangs) == ["ranks: failed"]
     (over,) = ci.check_costs([hangs])
-    assert over.startswith("numeric: 1 s, more than twice its limit of 0.25 s")
+    assert over.startswith("ranks: 1 s, more than twice its limit of 0.25 s")
     set_limits(monkeypatch, 100.0)
     (breaks,) = ci.run_steps(["vllm"])
     assert ci.run_again(breaks) == ["vllm: failed"]
