@@ -101,6 +101,17 @@ def test_log_probabilities_are_those_of_the_model(make: Make, model: Any, temper
             assert_close(sample.logprobs, expected, terms=forward_terms(64), scale=LOGITS / (temperature or 1.0))
 
 
+def test_what_all_prompts_begin_with_is_computed_once(make: Make, model: Any) -> None:
+    """One prompt is what the others begin with; its last token is computed with theirs."""
+    engine, first = make(), tuple(range(5, 25))
+    requests = [request(index, prompt=(*first, *rest)) for index, rest in enumerate([(7,), (8, 9), ()])]
+    done = run(engine, *requests)
+    assert engine.stats().prefill_tokens == 19 + 2 + 3 + 1
+    for each in requests:
+        for sample in done[each.group_id]:
+            assert_close(sample.logprobs, from_scratch(model, each.prompt, sample, 1.0), terms=forward_terms(64), scale=LOGITS)
+
+
 def test_replies_do_not_depend_on_slots_or_company(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor on whether long and short sequences are attended apart. Each ends by a stop token or its limit."""
     requests, one = many_requests(), make(slots=1)

@@ -237,6 +237,9 @@ class TorchRolloutEngine(RolloutEngine):
             group.prefilled = Prefilled(text, stream, tokens[own], logprobs[own], version, kept, taken)
 
     def _compute(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> prefill.Computed:
+        if not begun and self._routing.of is None:  # experts are read off a pass over whole texts
+            begun = prefill.beginnings(self._decoder, texts)
+            self._stats.prefill_tokens += begun[0].shape[3] if begun else 0
         self._stats.prefill_tokens += sum(map(len, texts)) - sum(each.shape[3] for each in begun)
         return prefill.continued(self._decoder, texts, begun) if begun else prefill.whole(self._decoder, texts)
 

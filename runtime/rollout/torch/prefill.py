@@ -10,12 +10,23 @@ import torch
 
 from runtime.rollout.torch.decoder import Decoder
 
+SHARED = 16  # tokens with which all texts begin, from which on these are computed once
 MASK = 1 << 26  # entries of an attention mask; more new tokens are computed one part after another
 
 
 class Computed(NamedTuple):
     last: torch.Tensor  # [texts, hidden]: the last layer's output of each text's last token
     keys_values: list[torch.Tensor]  # of each text, [layers, parts, heads, its length, width]
+
+
+def beginnings(decoder: Decoder, texts: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """Compute once what all texts begin with, as a system prompt: for `continued`. Empty where that is less than SHARED."""
+    shortest = min(map(len, texts)) - 1
+    same = (np.stack([text[:shortest] for text in texts]) == texts[0][:shortest]).all(0)
+    shared = shortest if same.all() else int(same.argmin())
+    if len(texts) == 1 or shared < SHARED:
+        return []
+    return whole(decoder, [texts[0][:shared]]).keys_values * len(texts)
 
 
 def whole(decoder: Decoder, texts: Sequence[np.ndarray]) -> Computed:
