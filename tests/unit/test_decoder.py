@@ -89,13 +89,20 @@ def test_sharded_files_load_like_one(tmp_path: Path) -> None:
     assert_equals(model, whole_logits(load(tmp_path), TOKENS))
 
 
-def test_bfloat16_stays_near_float32() -> None:
-    folder, model = saved("qwen3")
+def test_bfloat16_is_rounded_where_the_trainer_rounds() -> None:
+    """Under autocast. Roundings at other places make a difference of 1 to 2 %; there is a tenth of that for those that another
+    order of additions turns round. A mixture's experts are not transformers', of either side."""
     tokens = torch.arange(40).view(1, -1)
-    found = whole_logits(load(folder, torch.bfloat16), tokens)
-    assert found.dtype == torch.float32
-    expected = logits(copy.deepcopy(model).to(torch.bfloat16), tokens).float()
-    assert (found - expected).abs().mean() < 0.02 * expected.abs().mean()  # a few round-offs of 2^-8: 0.4 % each
+    for name in FAMILIES:
+        folder, model = saved(name)
+        rounded = copy.deepcopy(model)
+        for key, held in [*rounded.named_parameters(), *rounded.named_buffers()]:
+            held.data = held.data.bfloat16().float() if "inv_freq" not in key else held.data
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = logits(rounded, tokens).float()
+        found = whole_logits(load(folder, torch.bfloat16), tokens)
+        assert found.dtype == torch.float32
+        assert (found - expected).abs().mean() < 2e-3 * expected.abs().mean(), name
 
 
 def edited(folder: Path, name: str, **changes: object) -> Path:

@@ -1,7 +1,8 @@
 """A lean decoder for the families of `runtime.models.families`: few operators a step.
 
-Tokens are flattened to [m, hidden]; only the attention knows of sequences. Softmax statistics, norms and logits are float32
-whatever the weights are.
+Tokens are flattened to [m, hidden]; only the attention knows of sequences. What layers add to, norms, rotations, softmax
+statistics and the logits that are returned are float32 whatever the weights are: the trainer computes under `torch.autocast`,
+which rounds at the same places. Then bfloat16 gives both the same log-probabilities, which roundings elsewhere move by 0.05.
 """
 
 from __future__ import annotations
@@ -151,8 +152,8 @@ class Decoder:
         self._rotations = self._rotated(0)
         self._windows = self.config.windows or (0,) * self.config.layers
         self._scale = self.config.score_scale or self.config.head_dim**-0.5
-        # A tensor, so that it is rounded as the embeddings are.
-        self._embedding_scale = torch.tensor(self.config.embedding_scale, device=self.device, dtype=self.dtype)
+        # A tensor, so that it is rounded as the trainer rounds it.
+        self._embedding_scale = torch.tensor(self.config.embedding_scale, device=self.device, dtype=self.dtype).float()
         # For one query a sequence, MKL's batched GEMM takes 0.75 of the time of torch's CPU attention kernel.
         self._attend_cached: Any = attend_batched if self.device.type == "cpu" or self.config.sinks else attend_fused
 
@@ -177,7 +178,8 @@ class Decoder:
         local = self.config.local_theta
         ropes = [self.config.rope] + ([] if local is None else [Rope(local)])
         return [
-            rope_tables(rope, self.config.rotary_dim or self.config.head_dim, length, self.device, self.dtype) for rope in ropes
+            rope_tables(rope, self.config.rotary_dim or self.config.head_dim, length, self.device, torch.float32)
+            for rope in ropes
         ]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -319,23 +321,21 @@ class Decoder:
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attention) -> torch.Tensor:
         config, weights = self.config, self.weights
         rotations = [(cos.index_select(0, positions), sin.index_select(0, positions)) for cos, sin in self._rotations]
-        x = F.embedding(tokens, weights.embedding)
+        x = F.embedding(tokens, weights.embedding).float()
         if config.embedding_scale != 1.0:
             x = x * self._embedding_scale
         for index, layer in enumerate(weights.layers):
             rotation = rotations[-1 if self._windows[index] else 0]
-            made = attend(index, self._project(layer, self._norm(x, layer.input_norm), *rotation))
-            x = self._added(x, made, layer.output, layer.attention_norm)
-            if layer.output_bias is not None:
-                x += layer.output_bias
-            normed = self._norm(x, layer.mlp_norm)
+            made = attend(index, self._project(layer, self._norm(x, layer.input_norm).to(self.dtype), *rotation))
+            x = self._added(x, made, layer.output, layer.attention_norm, layer.output_bias)
+            normed = self._norm(x, layer.mlp_norm).to(self.dtype)
             if layer.router is not None and config.experts is not None:
                 x += routed(normed, layer, layer.router, config.experts, self.chosen)
                 continue
             gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
             gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
             x = self._added(x, gate.mul_(up), layer.down, layer.mlp_out_norm)
-        return self._norm(x, weights.norm)
+        return self._norm(x, weights.norm).to(self.dtype)
 
     def _project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """What a layer's attention takes, of its normed input [m, hidden]."""
@@ -344,23 +344,38 @@ class Decoder:
         config = self.config
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
         qk = qkv[:, : config.heads + config.kv_heads]
-        if layer.qk_norm is not None:
-            qk.copy_(self._norm(qk, layer.qk_norm))
-        rotated = qk[..., : cos.shape[-1]]
+        exact = qk if layer.qk_norm is None else self._norm(qk, layer.qk_norm)
+        exact = exact.float()  # without norms, and in float32, still a part of qkv
+        rotated = exact[..., : cos.shape[-1]]
         swapped = rotated.roll(cos.shape[-1] // 2, -1)
         rotated.mul_(cos).addcmul_(swapped, sin)
+        if exact is not qk:
+            qk.copy_(exact)
         return qkv
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Over the last dimension; `weight` has that alone, or is one for each head."""
+        """Over the last dimension; `weight` has that alone, or is one for each head. As transformers rounds them: before the
+        weight, which makes float32 of it, or behind one that is centred."""
         shape, eps = x.shape[-1:], self.config.norm_eps
         if self.config.centred_norms:
             return (F.rms_norm(x.float(), shape, None, eps) * (1.0 + weight.float())).to(x.dtype)
-        return F.rms_norm(x, shape, weight, eps) if weight.dim() == 1 else F.rms_norm(x, shape, None, eps) * weight
+        if x.dtype == torch.float32 and weight.dim() == 1:
+            return F.rms_norm(x, shape, weight.float(), eps)
+        return F.rms_norm(x.float(), shape, None, eps).to(x.dtype) * weight.float()
 
-    def _added(self, x: torch.Tensor, made: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+    def _added(
+        self,
+        x: torch.Tensor,
+        made: torch.Tensor,
+        weight: torch.Tensor,
+        norm: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """x and the product of `made` with `weight`, of which a norm is taken where there is one."""
-        return torch.addmm(x, made, weight.t()) if norm is None else x + self._norm(F.linear(made, weight), norm)
+        if norm is None and bias is None and self.dtype == torch.float32:
+            return torch.addmm(x, made, weight.t())
+        out = F.linear(made, weight, bias)
+        return x + (out if norm is None else self._norm(out, norm))
 
 
 def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

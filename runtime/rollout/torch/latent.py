@@ -81,4 +81,4 @@ class LatentAttention:
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """[m, n, rotated], whose pairs are neighbours, not halves: those of the result are halves, of queries as of keys."""
     halves = x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
-    return halves * cos + halves.roll(halves.shape[2] // 2, -1) * sin
+    return (halves * cos + halves.roll(halves.shape[2] // 2, -1) * sin).to(x.dtype)

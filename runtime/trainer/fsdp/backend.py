@@ -136,8 +136,8 @@ class FsdpBackend(ModelBackend):
             return values.float()
 
     def _precision(self) -> contextlib.AbstractContextManager:
-        """FSDP2 casts by itself; a single rank computes under autocast, its parameters being the master weights."""
-        if self.rank_info.world_size > 1 or self._compute == torch.float32:
+        """Products are of the dtype to compute in; what layers add to, norms and rotations are float32, as in rollouts."""
+        if self._compute == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.rank_info.device.type, self._compute)
 
@@ -275,6 +275,7 @@ def to_device(model: Any, trained: TrainedRole, compute: torch.dtype, rank_info:
             buffer.copy_(buffer.to(compute))
     model.train()
     if world_size > 1:
+        model.get_input_embeddings().register_forward_hook(lambda module, given, made: made.float())
         sharding.shard(model, device, compute, settings.cpu_offload)
     else:
         model.to(device)

@@ -25,7 +25,9 @@ def shard(model: torch.nn.Module, device: torch.device, compute: torch.dtype, cp
 
     # Of the group that there is: a mesh made by init_device_mesh has one over NCCL beside a gloo group, where torch sees CUDA.
     mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), device.type)
-    precision = MixedPrecisionPolicy() if compute == torch.float32 else MixedPrecisionPolicy(compute, torch.float32)
+    # What layers add to stays float32, as under autocast without FSDP2: no layer casts what it is called with.
+    options = {} if compute == torch.float32 else {"param_dtype": compute, "reduce_dtype": torch.float32}
+    precision = MixedPrecisionPolicy(**options, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     layers = set(getattr(model, "_no_split_modules", None) or ())
     units = [module for module in model.modules() if type(module).__name__ in layers]
