@@ -24,8 +24,9 @@ pytestmark = [pytest.mark.pretrained, pytest.mark.timeout(600)]
 
 RUN = 400.0  # seconds of a run, on a busy machine
 # Nats, in the mean over the tokens that are compared. float32: some hundred roundings of 6e-8 of logits of up to 30, in another
-# order; megatron-core's modules differ more. bfloat16: other roundings in 30 layers move a log-probability by 0.03 to 0.05.
-FLOAT32, MEGATRON, BFLOAT16 = 1e-5, 3e-5, 0.02
+# order; megatron-core's modules differ more. bfloat16: other additions turn a rounding round, and what follows from it in 30 layers and logits
+# moves a log-probability by 0.02 to 0.03 in the mean; few tokens are compared.
+FLOAT32, MEGATRON, BFLOAT16 = 1e-5, 3e-5, 0.06
 SMALL: dict[str, Any] = {
     "data": {"handler": "plain", "max_prompt_tokens": 96},
     "sampling": {"group_size": 2, "max_new_tokens": 6},

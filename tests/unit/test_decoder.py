@@ -100,9 +100,16 @@ def test_bfloat16_is_rounded_where_the_trainer_rounds() -> None:
             held.data = held.data.bfloat16().float() if "inv_freq" not in key else held.data
         with torch.autocast("cpu", torch.bfloat16):
             expected = logits(rounded, tokens).float()
-        found = whole_logits(load(folder, torch.bfloat16), tokens)
-        assert found.dtype == torch.float32
-        assert (found - expected).abs().mean() < 2e-3 * expected.abs().mean(), name
+        decoder = load(folder, torch.bfloat16)
+        found, cache = [whole_logits(decoder, tokens)], KVCache(decoder.config, 1, 64, CPU, decoder.dtype)
+        with torch.inference_mode():
+            steps = (
+                decoder.decode(tokens[:, at], torch.tensor([at]), cache, [Span(0, 1, at + 1)]) for at in range(tokens.shape[1])
+            )
+            found.append(torch.stack(list(steps), 1))
+        for each in found:
+            assert each.dtype == torch.float32
+            assert (each - expected).abs().mean() < 2e-3 * expected.abs().mean(), name
 
 
 def edited(folder: Path, name: str, **changes: object) -> Path:

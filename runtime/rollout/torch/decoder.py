@@ -154,8 +154,9 @@ class Decoder:
         self._scale = self.config.score_scale or self.config.head_dim**-0.5
         # A tensor, so that it is rounded as the trainer rounds it.
         self._embedding_scale = torch.tensor(self.config.embedding_scale, device=self.device, dtype=self.dtype).float()
-        # For one query a sequence, MKL's batched GEMM takes 0.75 of the time of torch's CPU attention kernel.
-        self._attend_cached: Any = attend_batched if self.device.type == "cpu" or self.config.sinks else attend_fused
+        # For one query a sequence, MKL's batched GEMM takes 0.75 of the time of torch's CPU attention kernel; it rounds scores.
+        batched = self.config.sinks or (self.device.type == "cpu" and self.dtype == torch.float32)
+        self._attend_cached: Any = attend_batched if batched else attend_fused
 
     @classmethod
     def from_pretrained(cls, path: str | Path, device: torch.device, dtype: torch.dtype) -> Decoder:
