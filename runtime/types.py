@@ -80,6 +80,10 @@ def snake(name: str) -> str:
     return re.sub("(?!^)([A-Z])", r"_\1", name).lower()
 
 
+GATEWAY_GROUPS = -(1 << 32)
+"""The ids of groups that gateways ask for are below this one; the coordinator's are not."""
+
+
 class GroupRequest(Command["GeneratedGroup"], frozen=True, kw_only=True):
     """Generate `n` replies to one prompt. Sample i uses the random stream of `(seed, first + i)` whatever else is there. A
     probe goes before all that wait, into a slot that is kept for it."""

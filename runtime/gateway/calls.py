@@ -30,7 +30,7 @@ from runtime.gateway.episode import GatewayEpisode, mixed
 from runtime.gateway.graph import Extension
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.gateway.tool_calls import without_start_of
-from runtime.types import GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
+from runtime.types import GATEWAY_GROUPS, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
 
 T = TypeVar("T")
 
@@ -133,7 +133,7 @@ class PolicyCalls:
 
     async def _generate(self, episode: GatewayEpisode, request: GroupRequest) -> list[Sample]:
         """With an id that no other call has: they are below those of evaluations, and above those of probes."""
-        own = replace(request, group_id=-(1 << 32) - secrets.randbits(60))
+        own = replace(request, group_id=GATEWAY_GROUPS - 1 - secrets.randbits(60))
         least = PolicyVersion() if episode.request is None else episode.request.version
         samples, episode.rollout = await self._rollouts(own, episode.rollout, least)
         return samples

@@ -32,6 +32,7 @@ from runtime.process import keys
 from runtime.rewards.remote_messages import RemoteScoreReply, RemoteScoreRequest
 from runtime.trainer.rows import balance, balance_each
 from runtime.types import (
+    GATEWAY_GROUPS,
     SCHEMA_VERSION,
     SCORERS,
     GroupRequest,
@@ -154,7 +155,9 @@ class Method:
         return "/".join((self.name, *(str(getattr(command, field)) for field in self.key)))
 
     def speaker_of(self, command: Any) -> str:
-        """Who alone may say it; "" where any of the callers may."""
+        """Who alone may say it; "" where any of the callers may. A gateway speaks of groups of its own alone."""
+        if isinstance(command, GroupRequest) and command.group_id >= GATEWAY_GROUPS:
+            return keys.COORDINATOR
         named = [getattr(command, field) for field in self.speaker]
         return (keys.node_agent if keys.NODE_AGENT in self.callers else keys.process)(*named) if named else ""
 

@@ -68,6 +68,17 @@ def check_caller(method: contract.Method) -> None:
         raise Forbidden(f"{caller} may not call {method.path}")
 
 
+def is_coordinator() -> bool:
+    """Whether the caller, whose session this is, is the coordinator, as everybody is where nobody needs a key."""
+    return _CALLER.get() in (None, COORDINATOR)
+
+
+def check_coordinator(what: str) -> None:
+    """Raises Forbidden when the caller is another: `what` it may not."""
+    if not is_coordinator():
+        raise Forbidden(f"{_CALLER.get()} may not {what}")
+
+
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
     """Of the server of the party that has `keys`."""
 

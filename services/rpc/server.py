@@ -43,6 +43,7 @@ OPTIONS = (
 RPCS = 1 << 14  # calls and streams at the same time of a server: 1,000 nodes have two each, and up to 8 processes that register
 KEPT = 256 << 20  # bytes of a service's answers that are kept for callers who have not acknowledged them
 PING = 0.3  # a share, not seconds: a connection that is silent for this part of the silence that it is allowed is pinged
+TERMS = 1 << 31  # that coordinators may have had whom a process has not heard of
 ERROR_KEY = "sluice-error-bin"
 SHOWN = 400  # characters of an error in a unary reply: gRPC refuses trailing metadata of more than 8 KiB
 
@@ -205,7 +206,9 @@ class Fence:
         self._term = 0
 
     def check(self, term: int) -> None:
-        """Raises Fenced for a term below the highest so far."""
+        """Raises Fenced for a term below the highest so far, and InvalidMessage for one that no coordinator has come to."""
+        if term > self._term + TERMS:
+            raise errors.InvalidMessage(f"term {term}, after {self._term}")
         if term < self._term:
             raise errors.Fenced(f"the coordinator of term {term} has been followed by that of term {self._term}")
         self._term = term
@@ -215,7 +218,8 @@ class _SessionHandler:
     """Serves `Session` streams: each call of a frame goes to its handler; replies leave in frames, in order of completion.
 
     A call that has a key outlives its stream: the next coordinator asks for it by the same key, and gets its answer. One
-    without is withdrawn as its stream ends.
+    without is withdrawn as its stream ends. Terms, keys and answers that are kept are the coordinator's: no other caller
+    has any, or touches them.
     """
 
     def __init__(self, service: str, handlers: Mapping[str, Handler], fence: Fence):
@@ -224,7 +228,7 @@ class _SessionHandler:
         self._fence = fence
         self._running: dict[str, asyncio.Future[Any]] = {}  # calls that have a key, by it
         self._kept = KeptAnswers(KEPT)
-        self._held = stream.Held()
+        self._held = {True: stream.Held(), False: stream.Held()}  # of the coordinator's streams, and of all others'
 
     async def serve(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         outbox = stream.Outbox()
@@ -234,9 +238,9 @@ class _SessionHandler:
             while replies := await outbox.frame():
                 await context.write(stream.frame(common_pb2.ReplyFrame(schema=SCHEMA_VERSION), "replies", replies))
             await reader
-        except (errors.InvalidMessage, errors.Fenced) as error:
+        except (errors.InvalidMessage, errors.Fenced, errors.Forbidden) as error:
             refusals.tell(context.peer(), str(error))
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            await context.abort(_CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), str(error))
         finally:
             reader.cancel()
             for key, answer in list(answering.values()):
@@ -249,11 +253,13 @@ class _SessionHandler:
         outbox: stream.Outbox,
         answering: dict[int, tuple[str, asyncio.Future[Any]]],
     ) -> None:
-        joiner = stream.Joiner(self._held)
+        joiner = stream.Joiner(self._held[security.is_coordinator()])
         try:
             async for data in frames:
                 frame = contract.frame_of(common_pb2.CallFrame, data)
-                if frame.term:  # a gateway has none
+                if frame.term or frame.acknowledged or any(call.key for call in frame.calls):
+                    security.check_coordinator("have a term, or keys of calls")
+                if frame.term:
                     self._fence.check(frame.term)
                 for key in frame.acknowledged:
                     self._kept.forget(key)
@@ -283,24 +289,26 @@ class _SessionHandler:
         answering: dict[int, tuple[str, asyncio.Future[Any]]],
     ) -> None:
         """Hand a call over; its answer leaves when it is there. No task of its own: that would cost as much as the call."""
-        if (kept := self._kept.get(call.key)) is not None:
-            _put(outbox, call.id, kept, urgent=True)
-            return
         method = contract.METHODS.get((self._service, call.method))
         try:
             if method is None or call.method not in self._handlers:
                 raise errors.InvalidMessage(f"{self._service} has no method {call.method!r}")
             security.check_caller(method)
-            answer = self._running.get(call.key) or asyncio.ensure_future(
-                self._handlers[method.name](method.request.parse(body))
-            )
+            command = method.request.parse(body)
+            security.check_speaker(method, command)
+            if call.key != (key := method.key_of(command)):
+                raise errors.InvalidMessage(f"{method.name}: the key of {key or 'a call without one'} is not {call.key!r}")
+            if (kept := self._kept.get(key)) is not None:
+                _put(outbox, call.id, kept, urgent=True)
+                return
+            answer = self._running.get(key) or asyncio.ensure_future(self._handlers[method.name](command))
         except Exception as error:  # noqa: BLE001 - the error goes to the caller
             _put_error(outbox, call.id, error)
             return
-        answering[call.id] = call.key, answer
-        if call.key:
-            self._running[call.key] = answer
-        answer.add_done_callback(partial(self._reply, call.id, call.key, method, outbox, answering))
+        answering[call.id] = key, answer
+        if key:
+            self._running[key] = answer
+        answer.add_done_callback(partial(self._reply, call.id, key, method, outbox, answering))
 
     def _reply(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -111,14 +111,21 @@ async def raw_stream(address: str) -> AsyncIterator[Any]:
 
 
 def frame(
-    *calls: common_pb2.Call, acknowledged: Sequence[str] = (), schema: int = SCHEMA_VERSION, term: int = 0
+    *calls: common_pb2.Call, acknowledged: Iterable[str] = (), schema: int = SCHEMA_VERSION, term: int = 0
 ) -> common_pb2.CallFrame:
     return common_pb2.CallFrame(schema=schema, calls=calls, acknowledged=acknowledged, term=term)
 
 
-def logprobs(id_: int, payload: bytes, **fields: Any) -> common_pb2.Call:
-    body = contract.METHODS["Reference", "Logprobs"].request.serialize(request(payload))
-    return common_pb2.Call(**{"id": id_, "method": "Logprobs", "timeout_ms": int(PATIENCE * 1000), "body": body} | fields)
+def key_of(group_id: int) -> str:
+    return LOGPROBS.key_of(request(group_id=group_id))
+
+
+def logprobs(id_: int, payload: bytes, group_id: int | None = None, **fields: Any) -> common_pb2.Call:
+    """Of an evaluation's group, which has no key, where it does not say of which."""
+    asked = request(payload, -1 if group_id is None else group_id)
+    made = {"id": id_, "method": "Logprobs", "timeout_ms": int(PATIENCE * 1000), "key": LOGPROBS.key_of(asked)}
+    made["body"] = LOGPROBS.request.serialize(asked)
+    return common_pb2.Call(**made | fields)
 
 
 def answer(reply: common_pb2.Reply) -> bytes:

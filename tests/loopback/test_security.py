@@ -23,13 +23,14 @@ from runtime.commands import Move
 from runtime.process import certificates, keys
 from runtime.process.keys import Keys
 from runtime.status import Registration
-from runtime.types import GroupRequest, SamplingParams
-from services.rpc import contract
+from runtime.types import GATEWAY_GROUPS, GeneratedGroup, GroupRequest, PolicyVersion, SamplingParams
+from services.rpc import contract, stream
+from services.rpc.generated import common_pb2
 from services.rpc.server import Server
 from services.rpc.session import Channel, Session, call
 from tests.coroutines import driven_by
 from tests.loopback.certificate_files import Authority, write_certificates
-from tests.loopback.session_peers import run, started
+from tests.loopback.session_peers import frame, replies, run, started
 
 PATIENCE = 30.0
 SHORT = 0.5  # seconds, of what cannot come about
@@ -166,7 +167,7 @@ async def test_a_gateway_calls_the_rollout_that_the_coordinator_names_and_genera
     coordinator = holder(keys.COORDINATOR)
     token = coordinator.token_of("gateway-0/1", "rollout-0/3")
     prompt = np.array([1, 2], np.int32)
-    generate = GroupRequest(group_id=-5, prompt=prompt, n=1, seed=1, sampling=SamplingParams(max_new_tokens=1))
+    generate = GroupRequest(group_id=GATEWAY_GROUPS - 5, prompt=prompt, n=1, seed=1, sampling=SamplingParams(max_new_tokens=1))
 
     async def told(address: str, own: Keys, shown: str) -> list[str]:
         """What the session answers to a call for replies, and to one of the coordinator's."""
@@ -192,6 +193,91 @@ async def test_a_gateway_calls_the_rollout_that_the_coordinator_names_and_genera
         ):
             assert all("may not call" in each or "needs a key" in each for each in await told(address, own, shown)), shown
         assert asked == ["Generate"]
+
+
+@asynccontextmanager
+async def speaking(address: str, own: Keys, called: str, token: str = "") -> AsyncIterator[Any]:
+    """The session stream of `own` without `Session`."""
+    async with Channel(address, own, called, token=token) as channel:
+        rpc = channel.grpc.stream_stream(
+            "/sluice.v1.Rollout/Session", common_pb2.CallFrame.SerializeToString, common_pb2.ReplyFrame.FromString
+        )(metadata=channel.metadata)
+        yield rpc
+        rpc.cancel()
+
+
+def generates(group_id: int, prompt: int, id_: int = 1, **fields: Any) -> common_pb2.Call:
+    method = contract.METHODS["Rollout", "Generate"]
+    sampling = SamplingParams(max_new_tokens=1)
+    command = GroupRequest(group_id=group_id, prompt=np.array([prompt], np.int32), n=1, seed=1, sampling=sampling)
+    made = {"id": id_, "method": "Generate", "body": method.request.serialize(command), "key": method.key_of(command)}
+    return common_pb2.Call(**made | fields)
+
+
+async def answered(rpc: Any, *calls: common_pb2.Call, **fields: Any) -> str:
+    """The prompt whose reply comes, or why none does."""
+    try:
+        await rpc.write(frame(*calls, **fields))
+        reply = (await replies(rpc, 1))[0]
+    except grpc.aio.AioRpcError as error:
+        return error.details() or ""
+    read = contract.METHODS["Rollout", "Generate"].reply.parse
+    return reply.error.message if reply.HasField("error") else read(reply.body).payload.decode()
+
+
+OWN = GATEWAY_GROUPS - 5  # a group of a gateway's
+KEY_17, KEY_18 = (generates(group, 0).key for group in (17, 18))
+OF_A_GATEWAY: dict[str, tuple[dict[str, Any], ...]] = {
+    "a kept answer": ({"group_id": 17, "prompt": 6},),
+    "a kept answer, by another group's call": ({"group_id": OWN, "prompt": 6, "key": KEY_17},),
+    "a kept answer, by a method of the coordinator's": ({"group_id": 17, "prompt": 6, "method": "CommitWeights"},),
+    "an answer for another group": ({"group_id": OWN, "prompt": 6, "key": KEY_18},),
+    "a group of the coordinator's": ({"group_id": 18, "prompt": 6, "key": ""},),
+    "an evaluation's group": ({"group_id": -1, "prompt": 6},),
+    "an acknowledgement": ({"group_id": OWN, "prompt": 6}, {"acknowledged": [KEY_17]}),
+    "a withdrawal": ({"group_id": OWN, "prompt": 6, "cancel": True, "key": KEY_17},),
+    "a term": ({"group_id": OWN, "prompt": 6}, {"term": 2**62}),
+}
+
+
+@driven_by(run)
+async def test_a_gateway_touches_nothing_of_the_coordinators_at_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither answers that are kept for it, nor calls of its, nor the term that is heeded, nor room for what it sends."""
+    asked: list[int] = []
+
+    async def generate(request: GroupRequest) -> GeneratedGroup:
+        asked.append(int(request.prompt[0]))
+        none, version = list[int](), PolicyVersion()
+        said = {"group_id": request.group_id, "prompt_tokens": 1, "response_tokens": none, "truncated": 0}
+        return GeneratedGroup(**said, oldest=version, newest=version, payload=b"reply to %d" % request.prompt[0])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stream, "HELD_IN_ALL", 1000)
+    rollout, coordinator, gateway = of_process("rollout-0", 3), holder(keys.COORDINATOR), of_process("gateway-0", 1)
+    token = coordinator.token_of("gateway-0/1", "rollout-0/3")
+    server = Server({"Rollout": {"Generate": generate}}, {}, keys=rollout)
+    async with started(server) as address:
+        async with speaking(address, gateway, "rollout-0/3", token) as rpc:
+            assert await answered(rpc, generates(OWN, 6)) == "reply to 6"
+        async with speaking(address, coordinator, "rollout-0/3") as former:
+            assert await answered(former, generates(17, 9), term=5) == "reply to 9"
+        for what, (call_, *fields) in OF_A_GATEWAY.items():
+            async with speaking(address, gateway, "rollout-0/3", token) as rpc:
+                told = await answered(rpc, generates(**call_), **(fields[0] if fields else {}))
+                assert "gateway-0/1 may not" in told, what
+        async with speaking(address, gateway, "rollout-0/3", token) as rpc:
+            await rpc.write(frame(generates(OWN, 6, body=bytes(900), more=True)))
+            assert await answered(rpc, generates(OWN, 7, 2)) == "reply to 7"
+            async with speaking(address, coordinator, "rollout-0/3") as own:
+                assert (
+                    await answered(own, generates(19, 9, 3, body=bytes(200), more=True), generates(17, 9), term=6)
+                    == "reply to 9"
+                )
+                assert await answered(own, generates(18, 1), term=6) == "reply to 1"
+                assert asked == [6, 9, 7, 1], "an answer of the coordinator's was dropped"
+                assert "Generate/20/0" in await answered(own, generates(20, 1, key="Generate/21/0"), term=6)
+                assert "term" in await answered(own, generates(20, 1), term=6 + 2**32)
+        async with speaking(address, coordinator, "rollout-0/3") as own:
+            assert await answered(own, generates(20, 1), term=7) == "reply to 1"
 
 
 REGISTRATION = Registration(role="rollout", name="rollout-0", address="127.0.0.1:1", pid=1, host="a")

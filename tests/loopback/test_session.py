@@ -28,6 +28,7 @@ from tests.loopback.session_peers import (
     connected,
     echo,
     frame,
+    key_of,
     logprobs,
     raw_peer,
     raw_stream,
@@ -395,20 +396,23 @@ async def test_a_peer_that_is_stopped_is_silent_and_one_that_only_computes_is_no
 # ---- A call that comes again under its key is done once, and answered as before until its answer is acknowledged
 
 
+K, OTHER = 1_000_001, 1_000_002  # groups
+
+
 @driven_by(run)
 async def test_a_call_is_joined_while_it_is_under_way_and_answered_from_memory_after_it() -> None:
     peer = Peer()
     async with serving(peer.logprobs) as address:
         async with raw_stream(address) as rpc:
-            await rpc.write(frame(logprobs(7, b"a", key="k")))
+            await rpc.write(frame(logprobs(7, b"a", group_id=K)))
             await peer.arrived.wait()
-            await rpc.write(frame(logprobs(8, b"a", key="k"), logprobs(9, b"b", key="other")))
+            await rpc.write(frame(logprobs(8, b"a", group_id=K), logprobs(9, b"b", group_id=OTHER)))
             peer.gate.set()
             assert sorted((one.id, answer(one)) for one in await replies(rpc, 3)) == [(7, b"a!"), (8, b"a!"), (9, b"b!")]
-            await rpc.write(frame(logprobs(10, b"a", key="k")))
+            await rpc.write(frame(logprobs(10, b"a", group_id=K)))
             assert [answer(one) for one in await replies(rpc, 1)] == [b"a!"]
         async with raw_stream(address) as rpc:  # also on the stream of another caller
-            await rpc.write(frame(logprobs(1, b"b", key="other")))
+            await rpc.write(frame(logprobs(1, b"b", group_id=OTHER)))
             assert [answer(one) for one in await replies(rpc, 1)] == [b"b!"]
         assert peer.seen == [b"a", b"b"]
 
@@ -417,10 +421,13 @@ async def test_a_call_is_joined_while_it_is_under_way_and_answered_from_memory_a
 async def test_what_is_acknowledged_or_has_no_key_is_done_again() -> None:
     peer = Peer(ready=True)
     async with serving(peer.logprobs) as address, raw_stream(address) as rpc:
-        for calls, acknowledged in (([logprobs(1, b"a", key="k"), logprobs(2, b"b")], []), ([logprobs(3, b"b")], ["k"])):
+        for calls, acknowledged in (
+            ([logprobs(1, b"a", group_id=K), logprobs(2, b"b")], []),
+            ([logprobs(3, b"b")], [key_of(K)]),
+        ):
             await rpc.write(frame(*calls, acknowledged=acknowledged))
             await replies(rpc, len(calls))
-        await rpc.write(frame(logprobs(4, b"a", key="k")))
+        await rpc.write(frame(logprobs(4, b"a", group_id=K)))
         assert [answer(one) for one in await replies(rpc, 1)] == [b"a!"]
         assert peer.seen == [b"a", b"b", b"b", b"a"]
 
@@ -458,21 +465,21 @@ async def test_a_session_acknowledges_what_it_is_told_to_and_what_it_withdrew(mo
 async def test_a_call_that_was_withdrawn_is_done_anew_and_one_that_has_a_key_outlives_its_stream() -> None:
     peer = Peer()
     async with serving(peer.logprobs) as address, raw_stream(address) as rpc:
-        await rpc.write(frame(logprobs(7, b"a", key="k")))
+        await rpc.write(frame(logprobs(7, b"a", group_id=K)))
         await peer.arrived.wait()
         await rpc.write(frame(common_pb2.Call(id=7, cancel=True)))
         assert [one.error.kind for one in await replies(rpc, 1)] == ["Cancelled"]
         peer.gate.set()
-        await rpc.write(frame(logprobs(8, b"a", key="k")))
+        await rpc.write(frame(logprobs(8, b"a", group_id=K)))
         assert [answer(one) for one in await replies(rpc, 1)] == [b"a!"]
     peer = Peer()
     async with serving(peer.logprobs) as address:
         async with raw_stream(address) as rpc:
-            await rpc.write(frame(logprobs(1, b"a", key="k"), logprobs(2, b"b")))
+            await rpc.write(frame(logprobs(1, b"a", group_id=K), logprobs(2, b"b")))
             await peer.arrived.wait()
         await peer.withdrawn.wait()  # the one without
         async with raw_stream(address) as rpc:  # of the next coordinator
-            await rpc.write(frame(logprobs(1, b"a", key="k"), term=2))
+            await rpc.write(frame(logprobs(1, b"a", group_id=K), term=2))
             await rpc.write(frame(logprobs(2, b"c"), term=2))
             peer.gate.set()
             assert sorted(answer(one) for one in await replies(rpc, 2)) == [b"a!", b"c!"]
