@@ -14,7 +14,7 @@ STATUS_INTERVAL = 0.5  # poll of the rollouts' status, which tells of one that i
 AGENT_STREAM_POLL = 0.1  # poll whether a node's former stream has ended
 FRAME_WINDOW = 0.002  # that a data message waits for company: a frame costs its sender about 0.4 ms
 PING_LEAST = 1.0  # the least time between two pings of a peer, half of its interval if that is less: others end its connection
-HANDSHAKE = 10.0  # deadline by which a new connection has said that it speaks HTTP/2
+HANDSHAKE = 10.0  # deadline by which a new connection has said that it speaks HTTP/2, and who has no key what it wants
 LEDGER_LOCK = 5.0  # deadline of a write that waits for another process's lock
 
 # ------------------------------------------------------------------------------------------------ processes and nodes

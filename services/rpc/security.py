@@ -6,6 +6,7 @@ anything of a call's body is read. What each may call is a column of `contract.M
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from runtime import timeouts
 from runtime.config import RemoteServer
 from runtime.config.secret_values import resolved
 from runtime.errors import Forbidden
@@ -29,6 +31,7 @@ SCHEME = "Bearer "
 Metadata = tuple[tuple[str, str], ...]
 
 ANYBODY = ("",)  # also who has no key
+STRANGERS = 256  # calls at the same time of those who have none
 
 
 def _of_session(service: str) -> tuple[str, ...]:
@@ -38,7 +41,8 @@ def _of_session(service: str) -> tuple[str, ...]:
 
 
 _CALLERS: dict[str, tuple[str, ...]] = {
-    "grpc.health.v1.Health": ANYBODY,
+    "grpc.health.v1.Health/Check": ANYBODY,
+    "grpc.health.v1.Health": contract.METHODS["Process", "Status"].callers,
     "grpc.reflection.v1alpha.ServerReflection": (OPERATOR,),
     **{method.path.lstrip("/"): method.callers for method in contract.METHODS.values()},
     **{f"{contract.PACKAGE}.{service}/Session": _of_session(service) for service, _ in contract.METHODS},
@@ -84,15 +88,37 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no 
 
     def __init__(self, keys: Keys):
         self._keys = keys
+        self._strangers = 0  # calls of theirs that have not been read yet
 
     async def intercept_service(self, go_on: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
         allowed = callers_of(call.method)
         token = next((str(value) for key, value in call.invocation_metadata if key == HEADER), "")
         caller = self._keys.caller(token.removeprefix(SCHEME))
-        if allowed == ANYBODY or (caller and is_one_of(caller, allowed)):
+        if caller and (allowed == ANYBODY or is_one_of(caller, allowed)):
             _CALLER.set(caller)
             return await go_on(call)
+        if allowed == ANYBODY:
+            return self._bounded(await go_on(call))
         return grpc.stream_stream_rpc_method_handler(self._refusal(call.method, caller))  # nothing is read
+
+    def _bounded(self, handler: Any) -> Any:
+        """A unary method's handler for those who have no key: so many at once, and each says what it wants in time."""
+
+        async def answer(_: Any, context: Any) -> None:
+            if self._strangers >= STRANGERS:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many at once who have no key of this run")
+            self._strangers += 1
+            try:
+                request = await asyncio.wait_for(context.read(), timeouts.HANDSHAKE)
+            except asyncio.TimeoutError:
+                request = grpc.aio.EOF
+            finally:
+                self._strangers -= 1
+            if request is grpc.aio.EOF:
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no question within {timeouts.HANDSHAKE:g} s")
+            await context.write(await handler.unary_unary(request, context))
+
+        return grpc.stream_stream_rpc_method_handler(answer, handler.request_deserializer, handler.response_serializer)
 
     def _refusal(self, path: str, caller: str) -> Any:
         async def refuse(_: Any, context: Any) -> None:

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from runtime import errors
+from runtime import errors, timeouts
 from runtime.cluster.nodes import Death, NodeRegistration
 from runtime.commands import Move
 from runtime.process import certificates, keys
 from runtime.process.keys import Keys
 from runtime.status import Registration
 from runtime.types import GATEWAY_GROUPS, GeneratedGroup, GroupRequest, PolicyVersion, SamplingParams
-from services.rpc import contract, stream
+from services.rpc import contract, security, stream
 from services.rpc.generated import common_pb2
 from services.rpc.server import Server
 from services.rpc.session import Channel, Session, call
@@ -316,6 +316,34 @@ async def test_nothing_of_a_stranger_is_read() -> None:
                     async with grpc.aio.insecure_channel(address, options=options) as large:
                         await large.unary_unary("/sluice.v1.Rollout/Generate")(huge, metadata=channel.metadata)
                 assert refused.value.code() is code
+
+
+@driven_by(run)
+async def test_a_stranger_asks_for_health_once_and_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a watch, nor the calls of those who have a key, and a question that never ends is ended."""
+    monkeypatch.setattr(security, "STRANGERS", 2)
+    monkeypatch.setattr(timeouts, "HANDSHAKE", SHORT)
+    async with served(CALLERS["rollout"], "Rollout") as (address, _), grpc.aio.insecure_channel(address) as channel:
+        assert "needs a key" in await refusal_of(channel.unary_stream("/grpc.health.v1.Health/Watch")(b""))
+        check = "/grpc.health.v1.Health/Check"
+        assert not await refusal_of(channel.unary_unary(check)(b""))
+        half = [channel.stream_stream(check)() for _ in range(5)]
+        ended = [await refusal_of(each) for each in half]
+        assert sorted("too many" in each for each in ended) == [False] * 2 + [True] * 3
+        assert sum("no question" in each for each in ended) == 2
+        assert not await refusal_of(channel.unary_unary(check)(b""))
+        async with Channel(address, CALLERS["coordinator"], "rollout-0/0") as own:
+            watching = own.grpc.unary_stream("/grpc.health.v1.Health/Watch")(b"", metadata=own.metadata)
+            assert (await watching.read()) is not grpc.aio.EOF
+            watching.cancel()
+
+
+async def refusal_of(rpc: Any) -> str:
+    try:
+        await (rpc if hasattr(rpc, "__await__") else rpc.read())
+    except grpc.aio.AioRpcError as error:
+        return error.details() or ""
+    return ""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
