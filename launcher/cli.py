@@ -139,7 +139,9 @@ def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
     """Train, with this machine as the coordinator's node, and print what came of it; `verbose`: and what each process here
     writes. Raises SluiceError."""
     from launcher.node.fork_server import ForkServer, forked_roles
+    from runtime.process import os_process
 
+    os_process.close_to_others()
     fork_server = ForkServer(forked_roles(config, True, here.machine))  # it imports while this process does
     from rich.console import Console
 

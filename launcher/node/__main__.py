@@ -36,7 +36,7 @@ from runtime import run_files, timeouts
 from runtime.cluster.nodes import name_fault
 from runtime.config import Config, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
-from runtime.process import network
+from runtime.process import network, os_process
 from runtime.process.aio import done_within
 from runtime.process.command_line import CommandParser, ending_signals
 from services.rpc import session
@@ -165,6 +165,7 @@ def main() -> None:
 
 def run_node(options: argparse.Namespace) -> int:
     """The exit code. Raises SluiceError."""
+    os_process.close_to_others()
     config = loading.resolve(loading.load(options.config, options.overrides))
     here = LocalNode.of(config, options.name, options.address, options.devices)
     if fault := name_fault(config.cluster, here.name):

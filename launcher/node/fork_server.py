@@ -18,7 +18,7 @@ from launcher.node.machine import Machine
 from runtime import timeouts
 from runtime.cluster.topology import instances, settings_of
 from runtime.config import Computing, Config, Process
-from runtime.process import os_process
+from runtime.process import keys, os_process
 from runtime.process.fork import LARGEST, ROOM, ForkRequest
 from sluice import start
 
@@ -82,7 +82,7 @@ class ForkServer:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what cannot be imported, a service's own start says
-                env={**os.environ, **OF_TORCH, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                env={**keys.inherited(), **OF_TORCH, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
                 preexec_fn=os_process.before_exec,
             )

@@ -202,7 +202,7 @@ class Supervisor:
         own = resolved(spec.env, os.environ, f"services.{spec.role}.env")
         output = await disk.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)
         with output.writer() as out:
-            env = {**self._inherited(), **own, **self._told(spec, incarnation)}
+            env = {**keys.inherited(), **own, **self._told(spec, incarnation)}
             try:
                 process = (await self._fork_server.fork(spec.command, env, out) if spec.forked else None) or (
                     await asyncio.create_subprocess_exec(
@@ -228,9 +228,6 @@ class Supervisor:
         self.children.append(child)
         self._beats.began(spec.name, process.pid)
         return child
-
-    def _inherited(self) -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name != keys.SECRET}
 
     def _told(self, spec: ProcessSpec, incarnation: int) -> dict[str, str]:
         own = keys.to_give(self.keys, spec.services, incarnation) if self.keys is not None and spec.services else {}

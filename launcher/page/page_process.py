@@ -9,6 +9,7 @@ from pathlib import Path
 from launcher.view import View
 from runtime import run_files, timeouts
 from runtime.config import Config
+from runtime.process import keys
 from sluice import start
 
 LOG = "page.log"
@@ -34,6 +35,7 @@ class PageBeside:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=errors,
+                    env=keys.inherited(),
                     start_new_session=True,  # Ctrl-C ends the run first
                 )
         except OSError as error:

@@ -213,6 +213,11 @@ def to_give(keys: Keys, names: tuple[str, ...], incarnation: int) -> dict[str, s
     return {GIVEN: msgspec.json.encode({name: keys.of_process(name, incarnation) for name in names}).decode()}
 
 
+def inherited() -> dict[str, str]:
+    """This process's environment for one that it starts, which is not told the secret."""
+    return {name: value for name, value in os.environ.items() if name != SECRET}
+
+
 def begun(folder: Path) -> bytes:
     """The secret of a run that begins: that of the environment, or a new one. Other nodes may read it in the run's folder.
 
@@ -220,6 +225,7 @@ def begun(folder: Path) -> bytes:
     """
     secret = _of_environment() or secrets.token_bytes(BYTES)
     run_files.write_private(folder / run_files.SECRET, secret.hex())
+    os.environ.pop(SECRET, None)  # it is in the file now
     return secret
 
 

@@ -27,6 +27,7 @@ MISTAKE = 2  # exit code of what the user can mend
 
 _PARENT = "SLUICE_PARENT"
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_CHILD_SUBREAPER = 36
 _START_TIME = 19  # in /proc/PID/stat, counted from what follows the name: clock ticks after the machine's start
@@ -129,6 +130,13 @@ def children_may_look() -> Iterator[None]:
     finally:
         if linux:
             _LIBC.prctl(_PR_SET_PTRACER, 0)
+
+
+def close_to_others() -> None:
+    """Let none of the user's other processes read this one's memory, nor the environment that it began with, which may have the
+    run's secret: what was taken over runs as the same user. No core is written, and py-spy needs root."""
+    if sys.platform.startswith("linux"):
+        _LIBC.prctl(_PR_SET_DUMPABLE, 0)
 
 
 def find_program(name: str) -> str | None:

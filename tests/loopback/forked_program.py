@@ -9,8 +9,11 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import psutil
+
+from runtime.process import keys
 
 
 def main() -> None:
@@ -19,6 +22,7 @@ def main() -> None:
         "session": os.getsid(0),
         "modules": [name for name in ("torch", "transformers") if name in sys.modules],
         "environment": {name: os.environ.get(name) for name in ("MINE", "OMP_NUM_THREADS", "NOT_MINE")},
+        "secret": keys.SECRET.encode() in Path("/proc/self/environ").read_bytes(),
         "threads": sys.modules["torch"].get_num_threads() if "torch" in sys.modules else 0,
         "command": [word for word in psutil.Process().cmdline() if word],
         "input": sys.stdin.read(),

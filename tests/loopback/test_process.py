@@ -24,6 +24,7 @@ from launcher.node.topology import ProcessSpec
 from runtime.config import Config, Deadlines, Model, Network, Restarts, Rewards, Rule, Run, loading
 from runtime.errors import Unreachable, UserError
 from runtime.models.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
+from runtime.process import keys
 from runtime.status import Registration, Status, Stop
 from runtime.types import ScoreRequest, Scores
 from services.rpc import contract
@@ -318,6 +319,7 @@ async def test_what_is_forked_is_as_a_process_that_was_started_and_is_forked_aga
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NOT_MINE", "as this one has it")
+    monkeypatch.setenv(keys.SECRET, "00" * 32)
     said: list[str] = []
     supervisor = Supervisor(tmp_path, Lines(said), fork_server=ForkServer(["rollout"]))
     try:
@@ -341,6 +343,7 @@ async def test_what_is_forked_is_as_a_process_that_was_started_and_is_forked_aga
             "session": child.pid,
             "modules": ["torch"],
             "environment": {"MINE": "own", "OMP_NUM_THREADS": "2", "NOT_MINE": "as this one has it"},
+            "secret": False,
             "threads": 2,
             "command": [*start.command(PROGRAM, "3")],
             "input": "",

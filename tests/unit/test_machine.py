@@ -27,7 +27,7 @@ from runtime import codec, timeouts
 from runtime.cluster.nodes import Launch
 from runtime.config import Config, Deadlines
 from runtime.errors import ServiceFault
-from runtime.process import disk, platform, progress
+from runtime.process import disk, os_process, platform, progress
 from runtime.process.aio import done_within
 from runtime.process.progress import Beat, Work
 from runtime.telemetry import memory
@@ -381,3 +381,18 @@ def test_what_does_not_pass_is_a_fault() -> None:
         waited(failing(errno.ENOSPC, errno.EACCES))
     with pytest.raises(ServiceFault, match="/run/a"):
         disk.until_done(failing(errno.EACCES), Path("/run/a"))
+
+
+# ---- What others may look at
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone has it")
+def test_what_knows_the_secret_is_not_dumpable() -> None:
+    get, set_ = 3, 4  # PR_GET_DUMPABLE and PR_SET_DUMPABLE, prctl(2)
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(get) == 1
+    try:
+        os_process.close_to_others()
+        assert libc.prctl(get) == 0
+    finally:
+        libc.prctl(set_, 1)
