@@ -19,6 +19,7 @@ from runtime.config.secret_values import resolved
 from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
 from runtime.environments.sandboxes import EpisodeSandboxes
 from runtime.environments.workers import AgentWorkers
+from runtime.process import keys
 from runtime.rewards.worker_process import worker_environment
 from runtime.sandbox import check
 from services import process
@@ -54,9 +55,9 @@ class EnvironmentService(process.Service):
         """All that the agents' processes find in their environment."""
         made = worker_environment(()) | {"PYTHONUNBUFFERED": "1"}
         made.pop("PYTHONPATH", None)  # their interpreter has modules of its own
-        if self.keys is not None and self.keys.tls:
+        if self.keys is not None and keys.https(self.config.network):
             ca = Path(self.config.run.dir) / run_files.GATEWAYS_CA
-            ca.write_bytes(self.keys.ca())
+            ca.write_bytes(self.keys.pem().ca)
             made["SSL_CERT_FILE"] = str(ca.absolute())
         return made | resolved(self._settings.env, os.environ, f"{self._key}.env")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import secrets
 import ssl
 import sys
@@ -34,7 +35,7 @@ from runtime.gateway.http import runner
 from runtime.gateway.players import Players
 from runtime.models.limits import longest_text
 from runtime.process.aio import done_within, now
-from runtime.process.keys import Keys
+from runtime.process.keys import Keys, https
 from runtime.process.network import host_port
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
 from services import process
@@ -227,18 +228,13 @@ class GatewayService(process.Service):
 
     def _tls(self) -> ssl.SSLContext | None:
         """Where the run has TLS, its certificates; programs believe in them by `CA` in the run's folder."""
-        if self.keys is None or not self.keys.tls:
+        if self.keys is None or not https(self.config.network):
             return None
-        folder, files = Path(self.config.run.dir), self.keys.files
-        if files is None:
-            from runtime.process import certificates  # which takes 100 ms to import
-
-            own = folder / run_files.CERTIFICATES
-            own.mkdir(mode=0o700, exist_ok=True)
-            files = certificates.written(self.keys, own / self.name)
-        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(files.certificate, files.key)
-        (folder / run_files.GATEWAYS_CA).write_bytes(Path(files.ca).read_bytes())
+        context, pem = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), self.keys.pem()
+        with os.fdopen(os.memfd_create("certificate"), "wb", buffering=0) as file:  # it takes files alone
+            file.write(pem.key + pem.own)
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+        (Path(self.config.run.dir) / run_files.GATEWAYS_CA).write_bytes(pem.ca)
         return context
 
     async def close(self) -> None:

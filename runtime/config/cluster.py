@@ -60,8 +60,8 @@ class Network(Section, frozen=True):
     """The same on the NPUs' own interfaces."""
     security: Literal["auto", "token", "tls", "none"] = "auto"
     """Who may call a process of the run. `token`: who knows the run's secret, or a key made of it; `tls`: the same, and both
-    ends show certificates and all is encrypted (TLS 1.3); `auto`: `token` where `interface` is loopback and there is no `tls`,
-    else `tls`; `none`: anybody who reaches it."""
+    ends show certificates and all is encrypted (TLS 1.3); `auto`: `tls`, but gateways speak plain HTTP where `interface` is
+    loopback and there is no section `tls`; `none`: anybody who reaches it."""
     tls: Tls | None = None
     """Null: the run makes its own certificates."""
 

@@ -22,16 +22,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from runtime import run_files
 from runtime.config import Tls
 from runtime.errors import ConfigError
-from runtime.process.keys import Certificates, Keys
+from runtime.process.keys import Certificates, Keys, server_name
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the group of NIST P-256, FIPS 186-4 D.1.2.3
 _SINCE, _UNTIL = (datetime.datetime(year, 1, 1, tzinfo=datetime.timezone.utc) for year in (2000, 2100))
 _NAME = 64  # characters of a common name, RFC 5280 appendix A
-
-
-def server_name(party: str) -> str:
-    """By which host name a caller knows that it has reached `party`: `3.rollout-0.sluice`; "": anybody of the run."""
-    return ".".join(filter(None, (*reversed(party.split("/")), "sluice")))
 
 
 def issued(authority: bytes, party: str, address: str = "") -> Certificates:
@@ -86,11 +81,6 @@ def _builder(name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name) -> x
     )
 
 
-def read(files: Tls) -> Certificates:
-    """As they are now: who renews them replaces the files. Raises OSError."""
-    return Certificates(*(Path(path).read_bytes() for path in (files.ca, files.certificate, files.key)))
-
-
 def written(keys: Keys, folder: Path) -> Tls:
     """The run's own certificates of `keys` as files in `folder`, for another program. Raises OSError."""
     assert keys.certificates is not None
@@ -109,7 +99,7 @@ def check(files: Tls) -> None:
             faults.append(f"network.tls.{key}: {path} is not a file")
     if faults:
         raise ConfigError(faults)
-    pem, where = read(files), f"network.tls.certificate: {files.certificate}"
+    pem, where = Keys(name="", secret=b"", files=files).pem(), f"network.tls.certificate: {files.certificate}"
     try:
         authorities, own = x509.load_pem_x509_certificates(pem.ca), x509.load_pem_x509_certificates(pem.own)[0]
         private = serialization.load_pem_private_key(pem.key, None)

@@ -73,6 +73,11 @@ class Certificates(Struct, frozen=True):
         return "Certificates(...)"
 
 
+def server_name(party: str) -> str:
+    """By which host name a caller knows that it has reached `party`: `3.rollout-0.sluice`; "": anybody of the run."""
+    return ".".join(filter(None, (*reversed(party.split("/")), "sluice")))
+
+
 class Keys(Struct, frozen=True, kw_only=True):
     """Those of one party, `name`. `secret`: the run's, or of a process its own key. Without TLS there are neither
     `certificates`, which are of the run's own, nor `files`, which are the user's. `address`: of its node."""
@@ -90,10 +95,12 @@ class Keys(Struct, frozen=True, kw_only=True):
     def tls(self) -> bool:
         return self.certificates is not None or self.files is not None
 
-    def ca(self) -> bytes:
-        """PEM: whom to believe, where there is TLS."""
-        assert self.tls
-        return self.certificates.ca if self.certificates is not None else Path(self.files.ca).read_bytes()  # type: ignore[union-attr]
+    def pem(self) -> Certificates:
+        """Where there is TLS; the user's as they are now: who renews them replaces the files. Raises OSError."""
+        if self.files is None:
+            assert self.certificates is not None
+            return self.certificates
+        return Certificates(*(Path(path).read_bytes() for path in (self.files.ca, self.files.certificate, self.files.key)))
 
     def token(self, called: str) -> str:
         """What a call to `called` carries."""
@@ -150,10 +157,14 @@ def _issued(secret: bytes, party: str, address: str) -> Certificates:
 
 
 def security(network: Network) -> str:
-    """`none`, `token` or `tls`: what `network.security` says, or what `auto` means at the address `network.interface`."""
-    if network.security != "auto":
-        return network.security
-    return "token" if is_loopback(network.interface) and network.tls is None else "tls"
+    """`none`, `token` or `tls`, which is what `auto` means."""
+    return "tls" if network.security == "auto" else network.security
+
+
+def https(network: Network) -> bool:
+    """Whether gateways speak HTTPS: where TLS is asked for, or others than this machine's reach them."""
+    asked = network.security == "tls" or network.tls is not None
+    return security(network) == "tls" and (asked or not is_loopback(network.interface))
 
 
 def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:

@@ -20,7 +20,7 @@ from runtime import timeouts
 from runtime.config import RemoteServer
 from runtime.config.secret_values import resolved
 from runtime.errors import Forbidden
-from runtime.process.keys import COORDINATOR, OPERATOR, Certificates, Keys, is_one_of
+from runtime.process.keys import COORDINATOR, OPERATOR, Certificates, Keys, is_one_of, server_name
 from services.rpc import contract, refusals
 
 log = logging.getLogger("sluice")
@@ -132,17 +132,14 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no 
 
 def server_credentials(keys: Keys) -> Any:
     """TLS where both ends show certificates; the user's own are taken as they are when somebody connects."""
+    known = keys.pem()
     if keys.files is None:
-        assert keys.certificates is not None
-        return grpc.ssl_server_credentials(*_of_server(keys.certificates), require_client_auth=True)
-    from runtime.process import certificates
-
-    files, known = keys.files, certificates.read(keys.files)
+        return grpc.ssl_server_credentials(*_of_server(known), require_client_auth=True)
 
     def newer() -> Any:
         nonlocal known
         try:
-            found = certificates.read(files)
+            found = keys.pem()
         except OSError as error:
             log.warning("network.tls: %s; those from before are used", error)
             return None
@@ -164,12 +161,9 @@ def connection(kind: Any, address: str, keys: Keys | None, called: str, options:
     user's has to be for the address."""
     if keys is None or not keys.tls:
         return kind.insecure_channel(address, options=options)
-    from runtime.process import certificates
-
-    pem = certificates.read(keys.files) if keys.files is not None else keys.certificates
-    assert pem is not None
+    pem = keys.pem()
     if keys.files is None:
-        options = (*options, ("grpc.ssl_target_name_override", certificates.server_name(called)))
+        options = (*options, ("grpc.ssl_target_name_override", server_name(called)))
     return kind.secure_channel(address, grpc.ssl_channel_credentials(pem.ca, pem.key, pem.own), options=options)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -20,10 +21,12 @@ from msgspec.structs import replace
 from runtime import errors, timeouts
 from runtime.cluster.nodes import Death, NodeRegistration
 from runtime.commands import Move
+from runtime.config import Config, Network
 from runtime.process import certificates, keys
 from runtime.process.keys import Keys
 from runtime.status import Registration
 from runtime.types import GATEWAY_GROUPS, GeneratedGroup, GroupRequest, PolicyVersion, SamplingParams
+from services.gateway import GatewayService
 from services.rpc import contract, security, stream
 from services.rpc.generated import common_pb2
 from services.rpc.server import Server
@@ -338,6 +341,30 @@ async def test_a_stranger_asks_for_health_once_and_holds_nothing(monkeypatch: py
             watching.cancel()
 
 
+@driven_by(run)
+async def test_who_listens_in_the_place_of_another_is_shown_no_token() -> None:
+    """On loopback too, where each port is everybody's once it is free: without certificates of the run, or with another's."""
+    shown: list[str] = []
+
+    class Listener(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
+        async def intercept_service(self, go_on: Any, call_: Any) -> Any:
+            shown.extend(key for key, _ in call_.invocation_metadata if key == security.HEADER)
+            return await go_on(call_)
+
+    agent = keys.holder(Network(), keys.node_agent("a"), SECRET)
+    for credentials in (None, security.server_credentials(holder(keys.COORDINATOR, ANOTHER, tls=True))):
+        stranger = grpc.aio.server(interceptors=(Listener(),))
+        address = "127.0.0.1:0"
+        port = stranger.add_secure_port(address, credentials) if credentials else stranger.add_insecure_port(address)
+        await stranger.start()
+        async with Channel(f"127.0.0.1:{port}", agent) as channel:
+            with pytest.raises(errors.SluiceError):
+                method = contract.METHODS["Coordinator", "ReportDeath"]
+                await call(channel, "coordinator", method, Death(node="a", name="rollout-0"), SHORT)
+        await stranger.stop(0)
+    assert not shown
+
+
 async def refusal_of(rpc: Any) -> str:
     try:
         await (rpc if hasattr(rpc, "__await__") else rpc.read())
@@ -420,6 +447,15 @@ async def test_what_lies_between_and_ends_tls_is_named() -> None:
         await status_of(f"{host}:{port}", holder(keys.COORDINATOR, tls=True), timeout=SHORT)
     proxy.close()
     await proxy.wait_closed()
+
+
+def test_a_gateways_private_key_is_in_no_file(tmp_path: Path) -> None:
+    network = {"security": "tls"}
+    given = {"run": {"name": "a", "dir": str(tmp_path)}, "model": {"path": "none"}, "gateway": {}, "network": network}
+    gateway = GatewayService(msgspec.convert(given, Config), "gateway-0", 0)
+    gateway.keys = of_process("gateway-0", tls=True)
+    context = gateway._tls()
+    assert context is not None and [path.name for path in tmp_path.rglob("*")] == ["gateways-ca.pem"]
 
 
 @driven_by(run)

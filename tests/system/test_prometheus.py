@@ -159,8 +159,7 @@ def test_status_shows_every_process(live: Live) -> None:
 
 def test_status_takes_an_address_too_with_the_runs_secret(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     address = (live.folder / "coordinator.address").read_text().strip()
-    asked = "needs a key of this run"
-    for secret, said in ((None, asked), ("00" * 32, asked), ("1", "64 hexadecimal digits")):
+    for secret, said in ((None, "wants TLS"), ("00" * 32, "certificates do not fit"), ("1", "64 hexadecimal digits")):
         if secret is not None:
             monkeypatch.setenv("SLUICE_SECRET", secret)
         ended = sluice("status", address, timeout=PATIENCE)

@@ -30,16 +30,17 @@ def no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("network", "mode"),
     [
-        (LOOPBACK, "token"),
-        (replace(LOOPBACK, interface="::1"), "token"),
-        (ELSEWHERE, "tls"),
-        (replace(LOOPBACK, tls=OWN), "tls"),
+        (LOOPBACK, "tls"),
+        (replace(LOOPBACK, interface="::1"), "tls"),
+        (replace(LOOPBACK, security="tls"), "tls, https"),
+        (ELSEWHERE, "tls, https"),
+        (replace(LOOPBACK, tls=OWN), "tls, https"),
         (replace(ELSEWHERE, security="token"), "token"),
         (replace(ELSEWHERE, security="none"), "none"),
     ],
 )
 def test_what_auto_means(network: Network, mode: str) -> None:
-    assert keys.security(network) == mode
+    assert keys.security(network) + ", https" * keys.https(network) == mode
 
 
 def test_every_start_has_a_new_secret_that_its_owner_alone_reads(tmp_path: Path) -> None:
