@@ -43,8 +43,8 @@ OF_ONE_RUN = (
 def write_private(path: Path, text: str) -> None:
     """Write a file that its owner alone can read, in place of one that is there. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        os.fchmod(file.fileno(), 0o600)
+    partial.unlink(missing_ok=True)  # a link would be followed, and who made it may hold it open
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
     partial.replace(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,8 +42,8 @@ async def show(run: str, watch: bool, grpcurl: str = "", gateway: bool = False) 
             print(shown(line))
         return
     if grpcurl:
-        found = _arguments(await processes_of(address, own, "status"), grpcurl, own, Path(run) / run_files.CERTIFICATES)
-        print(shown(" ".join(found)))
+        for line in for_grpcurl(await processes_of(address, own, "status"), grpcurl, own, Path(run) / run_files.CERTIFICATES):
+            print(shown(line))
         return
     tables = await _tables(address, own)
     if not watch:
@@ -69,23 +70,32 @@ def party(process: Registration) -> str:
     return name if name == keys.COORDINATOR else keys.process(name, incarnation)
 
 
-def _arguments(processes: Sequence[Registration], name: str, own: Keys | None, folder: Path) -> list[str]:
-    """Of grpcurl, none with a space. With TLS the user's certificate, and its key, lie in `folder` afterwards. Raises
-    UserError."""
+def for_grpcurl(processes: Sequence[Registration], name: str, own: Keys | None, folder: Path) -> list[str]:
+    """Lines of a shell: the token as a variable, since command lines are everybody's to read; a function that calls with it.
+    With TLS the user's certificate, and its key, lie in `folder` afterwards. Raises UserError.
+    """
     found = next((one for one in processes if one.name == name), None)
     if found is None:
         raise UserError(f"--grpcurl: '{name}' is not one of {', '.join(one.name for one in processes)}")
-    header = [] if own is None else ["-H", f"{security.HEADER}:{own.token(party(found))}"]
-    if own is None or not own.tls:
-        return ["-plaintext", *header, found.address]
+    token, arguments = [], ["-plaintext"]
+    if own is not None:
+        token = [f"export SLUICE_TOKEN={shlex.quote(own.token(party(found)))}"]
+        arguments = ["-expand-headers", "-H", f"{security.HEADER}:${{SLUICE_TOKEN}}", *_over(own, party(found), folder)]
+    return [*token, f'sluice_grpcurl() {{ grpcurl {shlex.join([*arguments, found.address])} "$@"; }}']
+
+
+def _over(own: Keys, called: str, folder: Path) -> list[str]:
+    """How grpcurl connects to `called`."""
+    if not own.tls:
+        return ["-plaintext"]
     files, name_of_peer = own.files, []
     if files is None:
         from runtime.process import certificates
 
         if not folder.parent.is_dir():
             raise UserError("--grpcurl: with TLS certificates are written: name the run's folder, not an address")
-        files, name_of_peer = certificates.written(own, folder), ["-authority", certificates.server_name(party(found))]
-    return ["-cacert", files.ca, "-cert", files.certificate, "-key", files.key, *name_of_peer, *header, found.address]
+        files, name_of_peer = certificates.written(own, folder), ["-authority", keys.server_name(called)]
+    return ["-cacert", files.ca, "-cert", files.certificate, "-key", files.key, *name_of_peer]
 
 
 def endpoint(folder: Path) -> list[str]:

@@ -193,17 +193,20 @@ def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
 def of_user(run: str) -> Keys | None:
     """Those of the user's commands, for a run's folder or an address of it, by which nobody knows more than the environment.
 
-    None where nobody needs any, or the user has none. Raises UserError.
+    None where nobody needs any, or the user has none. A folder of another's may name whatever address it likes: the secret of
+    the environment is for one's own, and for an address over certificates of the run alone. Raises UserError.
     """
-    folder = Path(run)
-    if (folder / run_files.CONFIG).exists():
-        network = loading.load(folder / run_files.CONFIG).network
+    config, secret = Path(run) / run_files.CONFIG, None
+    if config.exists():
+        network = loading.load(config).network
+        if (secret := _of_file(config.parent)) is None and SECRET in os.environ:
+            _check_owner(config, config.stat())
     elif SECRET in os.environ:
         network = Network(interface=run.rpartition(":")[0].strip("[]"))
     else:
         return None
     try:
-        return holder(network, OPERATOR, known(folder))
+        return holder(network, OPERATOR, secret or _of_environment())
     except Forbidden as error:
         raise UserError(str(error)) from None
 
@@ -241,21 +244,30 @@ def begun(folder: Path) -> bytes:
 
 
 def known(folder: Path) -> bytes | None:
-    """The secret of a run that has begun, if this user is told. Raises UserError for one that others are told too."""
-    if (secret := _of_environment()) is not None:
-        return secret
+    """The secret of a run that has begun, if this user is told. Raises UserError for one that others are told, or tell."""
+    return _of_environment() or _of_file(folder)
+
+
+def _of_file(folder: Path) -> bytes | None:
     path = folder / run_files.SECRET
     try:
         with path.open() as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            found = os.fstat(file.fileno())
             text = file.read()
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}; it can be read by who started the run") from None
-    if mode & OTHERS:
+    _check_owner(path, found)
+    if (mode := stat.S_IMODE(found.st_mode)) & OTHERS:
         raise UserError(f"{path}: has mode {mode:04o}, by which others can read it; must be 0600")
     return _parsed(text, str(path))
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    """Raises UserError for a file of another's; root, whose files others' servers may call nobody's, takes everybody's."""
+    if os.geteuid() not in (0, found.st_uid):
+        raise UserError(f"{path}: belongs to another user ({found.st_uid}); must be yours, who started the run")
 
 
 def _of_environment() -> bytes | None:

@@ -189,15 +189,19 @@ def test_every_process_answers_health_and_reflection(live: Live) -> None:
     found = addresses(live)
     assert len(set(found.values())) == len(MEMBERS)  # each has a port of its own
     for name, address in found.items():
-        with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        asked = sluice("status", str(live.folder), "--grpcurl", name, timeout=PATIENCE).stdout
+        script = f"grpcurl() {{ printf '%s\\n' \"$@\"; }}\n{asked}sluice_grpcurl; echo authorization:$SLUICE_TOKEN"
+        said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
+        ca, own, key = (Path(said[said.index(flag) + 1]).read_bytes() for flag in ("-cacert", "-cert", "-key"))
+        named = [("grpc.ssl_target_name_override", said[said.index("-authority") + 1]), ("grpc.enable_http_proxy", 0)]
+        assert said[-2] == address
+        with grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, own), options=named) as channel:
             grpc.channel_ready_future(channel).result(PATIENCE)
             health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE)
             assert health.status == health_pb2.HealthCheckResponse.SERVING
-            plain, _, header, asked = sluice("status", str(live.folder), "--grpcurl", name, timeout=PATIENCE).stdout.split()
-            assert (plain, asked) == ("-plaintext", address)
             with pytest.raises(grpc.RpcError, match="needs a key of this run"):
                 ProtoReflectionDescriptorDatabase(channel).get_services()
-            database = ProtoReflectionDescriptorDatabase(grpc.intercept_channel(channel, Shown(header)))
+            database = ProtoReflectionDescriptorDatabase(grpc.intercept_channel(channel, Shown(said[-1])))
             assert {f"sluice.v1.{MEMBERS[name]}", "sluice.v1.Process", "grpc.health.v1.Health"} <= set(database.get_services())
             service = DescriptorPool(database).FindServiceByName(f"sluice.v1.{MEMBERS[name]}")
             assert service.methods

@@ -401,3 +401,10 @@ def test_a_private_file_is_its_owners_alone_also_where_another_was(tmp_path: Pat
     assert path.read_text(encoding="utf-8") == "ü"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(tmp_path.iterdir()) == [path]
+    partial, elsewhere = tmp_path / "config.yaml.partial", tmp_path / "elsewhere"
+    partial.symlink_to(elsewhere)
+    run_files.write_private(path, "not through a link")
+    assert not elsewhere.exists() and not path.is_symlink()
+    with partial.open("w+") as held:  # by who made it before
+        run_files.write_private(path, "not to who holds it")
+        assert held.read() == "" and path.read_text() == "not to who holds it"

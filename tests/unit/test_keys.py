@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import datetime
 import os
+import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from msgspec.structs import replace
 
-from runtime.config import Network, Tls
+from launcher.commands import status
+from runtime import run_files
+from runtime.config import Config, Network, Tls, loading
 from runtime.errors import ConfigError, Forbidden, UserError
 from runtime.process import certificates, keys
 from runtime.process.keys import Keys
+from runtime.status import Registration
 from tests.loopback.certificate_files import DAY, NOW, Authority, write_certificates
 
 SECRET = bytes(range(32))
 LOOPBACK, ELSEWHERE = Network(), Network(interface="10.1.0.7")
+RUN = {"run": {"name": "a"}, "model": {"path": "none"}}
 OWN = Tls(ca="a", certificate="b", key="c")
 
 
@@ -75,6 +81,42 @@ def test_a_file_that_is_no_secret(tmp_path: Path, text: str, mode: int, said: st
     (tmp_path / ".secret").chmod(mode)
     with pytest.raises(UserError, match=said):
         keys.known(tmp_path)
+
+
+def test_a_command_shows_the_environments_secret_to_ones_own_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of another's names an address of theirs, and certificates."""
+    config, folder = msgspec.convert(RUN | {"network": {"security": "token"}}, Config), str(tmp_path)
+    (tmp_path / "config.yaml").write_text(loading.to_yaml(config))
+    monkeypatch.setenv(keys.SECRET, SECRET.hex())
+    own = keys.of_user(folder)
+    assert own is not None and own.secret == SECRET
+    assert keys.of_user("127.0.0.1:1").tls, "an address shows nothing of the run's but a certificate"  # type: ignore[union-attr]
+    with monkeypatch.context() as other:
+        other.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+        with pytest.raises(UserError, match=r"config.yaml: belongs to another user \(\d+\)"):
+            keys.of_user(folder)
+    run_files.write_private(tmp_path / ".secret", bytes(32).hex())
+    own = keys.of_user(folder)
+    assert own is not None and own.secret == bytes(32), "what the folder has is the run's"
+    monkeypatch.delenv(keys.SECRET)
+    with monkeypatch.context() as other:
+        other.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+        with pytest.raises(UserError, match=r"\.secret: belongs to another user \(\d+\)"):
+            keys.known(tmp_path)
+
+
+def test_grpcurl_has_the_token_from_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command lines are everybody's to read."""
+    found = [Registration(role="coordinator", name="coordinator", address="127.0.0.1:1", pid=0, host="")]
+    for network, flags in ((replace(LOOPBACK, security="token"), "-plaintext"), (LOOPBACK, "-cacert")):
+        own = keys.holder(network, keys.OPERATOR, SECRET)
+        assert own is not None
+        token, called = "\n".join(status.for_grpcurl(found, "coordinator", own, tmp_path / "certificates")).split("\n", 1)
+        assert token == f"export SLUICE_TOKEN={own.token(keys.COORDINATOR)}"
+        script = f"grpcurl() {{ printf '%s\\n' \"$@\"; }}\n{called}\nsluice_grpcurl list"
+        said = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+        assert said[:3] == ["-expand-headers", "-H", "authorization:${SLUICE_TOKEN}"] and said[-2:] == ["127.0.0.1:1", "list"]
+        assert flags in said and own.token(keys.COORDINATOR) not in " ".join(said)
 
 
 def test_a_process_takes_its_keys_out_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
