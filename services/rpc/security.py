@@ -58,6 +58,18 @@ def callers_of(path: str) -> tuple[str, ...]:
 _CALLER: ContextVar[str | None] = ContextVar("caller", default=None)
 
 
+_CERTIFIED: ContextVar[bool] = ContextVar("whether certificates are the run's own", default=False)
+
+
+def check_certificate(context: Any) -> None:
+    """Raises Forbidden where the certificates are the run's own, and the caller's is not of whom its key is."""
+    caller = _CALLER.get()
+    if caller and _CERTIFIED.get():
+        names = context.auth_context().get("x509_subject_alternative_name", ())
+        if server_name(caller).encode() not in names:
+            raise Forbidden(f"{caller}: its certificate is another's")
+
+
 def check_speaker(method: contract.Method, command: Any) -> None:
     """Raises Forbidden when the caller of the call that is served says what is another's to say."""
     caller = _CALLER.get()
@@ -96,6 +108,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no 
         caller = self._keys.caller(token.removeprefix(SCHEME))
         if caller and (allowed == ANYBODY or is_one_of(caller, allowed)):
             _CALLER.set(caller)
+            _CERTIFIED.set(self._keys.certificates is not None)
             return await go_on(call)
         if allowed == ANYBODY:
             return self._bounded(await go_on(call))

@@ -165,6 +165,7 @@ def _service_handlers(
 def _unary(method: contract.Method, handler: Handler) -> Any:
     async def call(data: bytes, context: grpc.aio.ServicerContext) -> bytes:
         try:
+            security.check_certificate(context)
             command = method.request.parse(data)
             security.check_speaker(method, command)
             return method.reply.serialize(await handler(command))
@@ -178,6 +179,7 @@ def _unary(method: contract.Method, handler: Handler) -> Any:
 def _streaming(method: contract.Method, source: StreamHandler) -> Any:
     async def call(data: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         try:
+            security.check_certificate(context)
             command = method.request.parse(data)
             security.check_speaker(method, command)
             async with aclosing(source(command)) as items:
@@ -231,6 +233,10 @@ class _SessionHandler:
         self._held = {True: stream.Held(), False: stream.Held()}  # of the coordinator's streams, and of all others'
 
     async def serve(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        try:
+            security.check_certificate(context)
+        except errors.Forbidden as error:  # before anything is read
+            await _refuse(error, context)
         outbox = stream.Outbox()
         answering: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # of each call its key, and the answer to come
         reader = asyncio.create_task(self._read(frames, outbox, answering))
