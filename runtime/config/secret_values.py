@@ -16,7 +16,13 @@ NOT_SHOWN = "(not shown)"
 _WORDS = {"token", "key", "secret", "password", "passwd"}  # a key with one of these words has a secret as its value
 _BETWEEN_WORDS = re.compile(r"[-_.]|(?<=[a-z])(?=[A-Z])")
 _URL_WITH_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/@:]*:[^\s/@]+@")
+_PASSWORD = re.compile(r"(?<=://)[^\s/@]*:[^\s/@]+(?=@)")
 _HOLDERS = ("env", "engine_args")
+_HARMLESS = {
+    *("dtype", "quantization", "kv_cache_dtype", "load_format", "tokenizer_mode", "attention_backend", "moe_backend", "mode"),
+    *("distributed_executor_backend", "scheduling_policy", "reasoning_parser", "tool_call_parser", "cudagraph_mode", "method"),
+}
+"""The keys of `engine_args` whose texts are words of vLLM's; another may be of a secret, whatever it is called."""
 
 
 class _Entry(NamedTuple):
@@ -44,13 +50,22 @@ def refused(section: Any, path: str) -> list[str]:
 
 
 def without_secrets(config: Any) -> Any:
-    """A configuration, decoded or not, as plain values that may be shown to anybody: no value of `env`, and none of the secrets
-    of `engine_args`. References stay."""
+    """A configuration, decoded or not, as plain values that may be shown to anybody: no value of `env`, no text of
+    `engine_args` but those that are known to be harmless, and no password of a URL. References stay."""
     shown = msgspec.to_builtins(config)
     for entry in list(_entries(shown)):
-        if not _is_reference(entry.value) and (entry.within == "env" or (entry.is_secret and _is_text(entry))):
+        hidden = _is_text(entry) and (entry.is_secret or entry.key not in _HARMLESS)
+        if not _is_reference(entry.value) and (entry.within == "env" or hidden):
             entry.holder[entry.key] = NOT_SHOWN
-    return shown
+    return _without_passwords(shown)
+
+
+def _without_passwords(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _without_passwords(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_without_passwords(value) for value in node]
+    return _PASSWORD.sub(NOT_SHOWN, node) if isinstance(node, str) else node
 
 
 def references(role: Process, path: str) -> dict[str, str]:

@@ -352,13 +352,26 @@ def of_roles(**roles: Any) -> Config:
 
 
 def test_who_sees_a_configuration_sees_no_value_that_may_be_a_secret() -> None:
-    """Also where one is there: earlier versions took it."""
-    arguments = {"hf_token": VALUE, "block_size": 16, "kv": [{"url": f"redis://me:{VALUE}@host"}], "key": {"from": "KEY"}}
-    config = of_roles(rollout=[{"engine_args": arguments}], trainer={"env": {"UNKNOWN": VALUE, "HF_TOKEN": {"from": "MINE"}}})
+    """Also where one is there: earlier versions took it; whatever it is called, and in a URL anywhere."""
+    arguments: dict[str, Any] = {
+        "auth": VALUE,
+        "HF_PAT": VALUE,
+        "headers": [VALUE],
+        "dtype": "float16",
+        "hf_token": VALUE,
+        "block_size": 16,
+        "kv": [{"url": f"redis://me:{VALUE}@host"}],
+        "key": {"from": "KEY"},
+    }
+    roles = {"rollout": [{"engine_args": arguments}], "trainer": {"env": {"UNKNOWN": VALUE, "HF_TOKEN": {"from": "MINE"}}}}
+    given = {"run": {"name": "a"}, "services": roles, "model": {"path": f"https://me:{VALUE}@host/m"}}
+    config = msgspec.convert(given, Config)
     shown = without_secrets(config)
     assert VALUE not in json.dumps(shown)
     assert shown["services"]["trainer"]["env"] == {"UNKNOWN": NOT_SHOWN, "HF_TOKEN": {"from": "MINE"}}
-    hidden = {"hf_token": NOT_SHOWN, "block_size": 16, "kv": [{"url": NOT_SHOWN}], "key": {"from": "KEY"}}
+    assert shown["model"]["path"] == f"https://{NOT_SHOWN}@host/m"
+    hidden: dict[str, Any] = dict.fromkeys(("auth", "HF_PAT"), NOT_SHOWN) | {"headers": [NOT_SHOWN], "dtype": "float16"}
+    hidden |= {"hf_token": NOT_SHOWN, "block_size": 16, "kv": [{"url": NOT_SHOWN}], "key": {"from": "KEY"}}
     assert shown["services"]["rollout"][0]["engine_args"] == hidden
     assert shown["services"]["critic"] == msgspec.to_builtins(config)["services"]["critic"]
     assert config.services.trainer.env["UNKNOWN"] == VALUE  # it is not changed itself
