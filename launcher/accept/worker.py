@@ -216,7 +216,8 @@ def _expected(folder: Path, prompt: Any, reply: Any) -> Any:
     factory: Any = AutoModelForCausalLM
     tokens = torch.from_numpy(np.concatenate([prompt, reply]).astype(np.int64))
     with torch.no_grad():
-        logits = factory.from_pretrained(folder).float()(tokens[None]).logits[0, len(prompt) - 1 : -1]
+        model = factory.from_pretrained(folder, local_files_only=True, use_safetensors=True).float()
+        logits = model(tokens[None]).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, tokens[len(prompt) :, None])[:, 0].numpy()
 
 

@@ -180,6 +180,11 @@ def test_there_is_no_pickle_and_no_bare_except() -> None:
         if last_name(node.func) == "load" and ast.unparse(node.func) == "torch.load":
             flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
             assert flags.get("weights_only") == "True", f"{file}:{node.lineno}: torch.load unpickles"
+        if last_name(node.func) == "from_pretrained" and not ast.unparse(node.func).startswith(("cls.", "Decoder.")):
+            flags = {word.arg or "": ast.unparse(word.value) for word in node.keywords}
+            safe = {"use_safetensors"} if "Config" not in ast.unparse(node.func) else set()
+            ours = not file.startswith("benchmarks/")  # which load what they made themselves
+            assert not ours or {"local_files_only"} | safe <= flags.keys(), f"{file}:{node.lineno}: may unpickle, or fetch"
     handlers = ((file, node) for file in FILES for node in nodes(file) if isinstance(node, ast.ExceptHandler))
     assert [f"{file}:{node.lineno}" for file, node in handlers if node.type is None] == []
 
