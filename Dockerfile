@@ -3,7 +3,7 @@
 #   docker build --tag sluice .
 #   docker run --rm --volume "$PWD/runs:/home/sluice/runs" sluice quickstart
 # Whether a run in it serves is asked by gRPC, once its address is fixed and told:
-#   docker run --env SLUICE_HEALTH=127.0.0.1:29400 ... sluice quickstart services.coordinator.port=29400
+#   docker run --env SLUICE_HEALTH=127.0.0.1:29400 --env SLUICE_RUN=runs/quickstart ... sluice quickstart services.coordinator.port=29400
 # On several machines: docs/guides/cluster.md.
 # On CUDA:        docker build --target cuda --tag sluice:cuda .      (docs/guides/cuda.md)
 # On Ascend NPUs: docker build --target ascend --tag sluice:ascend .  (docs/guides/ascend.md)
