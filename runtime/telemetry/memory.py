@@ -22,12 +22,12 @@ class Memory(Struct, frozen=True):
 
 
 def of(pids: Iterable[int]) -> Memory:
-    """These processes together; those that are gone count 0."""
+    """These processes together; those that are gone, or cannot be looked into, count 0."""
     total = Memory()
     for pid in pids:
         try:
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        except (FileNotFoundError, ProcessLookupError):
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # the last: as it is forked of one that is closed
             continue
         total += Memory(_figure(rollup, "Rss:"), _figure(rollup, "Pss:"))
     return total
