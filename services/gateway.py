@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from aiohttp import web
 from msgspec.structs import replace
 
 from runtime import codec, run_files, timeouts
@@ -31,12 +30,13 @@ from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.gateway.calls import PolicyCalls
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.family_rendering import renderer_of
-from runtime.gateway.http import runner
+from runtime.gateway.http import server
 from runtime.gateway.players import Players
 from runtime.models.limits import longest_text
+from runtime.process import network
 from runtime.process.aio import done_within, now
+from runtime.process.http_server import HttpServer
 from runtime.process.keys import Keys, https
-from runtime.process.network import host_port
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
 from services import process
 from services.environment_channels import EnvironmentChannels
@@ -164,7 +164,7 @@ class GatewayService(process.Service):
         self._settings = config.gateway
         self._lag = LoopLag()
         self._watching: asyncio.Task[None] | None = None
-        self._runner: web.AppRunner | None = None
+        self._server: HttpServer | None = None
         self._rollouts: RolloutSessions
         self._calls: PolicyCalls
         self._episodes: Episodes
@@ -213,14 +213,14 @@ class GatewayService(process.Service):
         host, port = self.config.network.interface, self.config.services.gateway.port
         if port:
             port += int(self.name.rpartition("-")[2])
-        self._runner = runner(self._episodes, self._settings.max_body)
-        await self._runner.setup()
-        context = self._tls()
+        most, tls = self._settings.episodes, self._tls()
         try:
-            await web.TCPSite(self._runner, host, port, ssl_context=context, backlog=self._settings.episodes).start()
+            listener = network.listener(host, port, most)
         except OSError as error:
-            raise UserError(f"services.gateway.port: cannot listen on {host_port(host, port)}: {error.strerror}") from None
-        self.url = f"{'https' if context else 'http'}://{host_port(host, self._runner.addresses[0][1])}"
+            why = os.strerror(error.errno or 0)
+            raise UserError(f"services.gateway.port: cannot listen on {network.host_port(host, port)}: {why}") from None
+        self._server = server(self._episodes, self._settings.max_body, most)
+        self.url = await self._server.open(listener, tls, most)
         folder = Path(self.config.run.dir) / run_files.GATEWAYS
         folder.mkdir(parents=True, exist_ok=True)
         (folder / self.name).write_text(self.url, encoding="utf-8")
@@ -246,8 +246,8 @@ class GatewayService(process.Service):
             self._calls.close()
             await self._rollouts.close()
             await self._environments.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            await self._server.close()
 
     async def play(self, request: PlayRequest) -> GeneratedGroup:
         return await self._episodes.play(request)

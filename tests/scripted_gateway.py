@@ -40,7 +40,7 @@ class ScriptedBackend:
     `loose`: calls with the gateway's own key belong to no episode."""
 
     def __init__(self, tasks: list[EpisodeTask] | None = None, loose: bool = False):
-        self.model = "scripted"
+        self.model, self.key = "scripted", KEY
         self.tasks = tasks
         self.episodes: dict[str, ScriptedEpisode] = {}
         self.hold = asyncio.Event()
@@ -66,6 +66,9 @@ class ScriptedBackend:
     def episode(self, id: str, key: str) -> Any:
         if self._loose is not None and not id and key == KEY:
             return self._loose
+        for episode in self.episodes.values():
+            if episode.key == id:
+                return episode
         if id and id not in self.episodes:
             raise Refused(404, f"there is no open episode {id!r}")
         for episode in self.episodes.values():

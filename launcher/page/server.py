@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import math
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -21,10 +21,14 @@ from launcher.page.views import RunView
 from runtime import run_files, timeouts
 from runtime.errors import SluiceError, UserError
 from runtime.process import network
+from runtime.process.http_server import Handler, HttpServer, bounded, let_in
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 THIS = "_"  # the name of a run that is alone
 COOKIE = "sluice-page"
+CONNECTIONS, BACKLOG = 256, 32
+FOLLOWERS = 64  # pages that are told what changes
+LARGEST = 2**53  # that a query may name: of what is larger floats do not have each
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -77,23 +81,23 @@ def _is_run(folder: Path) -> bool:
 
 
 class PageGuard:
-    """On a loopback address without a token: then the Host header has to name it, lest a page of another site, whose name leads
-    here by now (DNS rebinding), reads a run. With a token whoever shows it may, once in the address and then by a cookie."""
+    """Whoever shows the token may ask, once in the address and then by a cookie: others use this machine too. On a loopback
+    address the Host header has to name it besides, lest a page of another site, whose name leads here by now (DNS rebinding),
+    reads a run."""
 
     def __init__(self, host: str, token: str):
-        self._token, self._names = token, {*LOCAL, host}
+        self._token, self._names = token, {*LOCAL, host} if host in LOCAL else None
 
     @web.middleware
-    async def check(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         cookie = f"{COOKIE}-{request.url.port}"  # cookies are a host's, whatever the port
         given = request.query.get("token", request.cookies.get(cookie, ""))
-        if self._token and not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
-            raise web.HTTPUnauthorized(text="this page wants the token that `sluice page` printed: ?token=…\n")
-        if not self._token and (request.url.host or "") not in self._names:
+        if self._names is not None and (request.url.host or "") not in self._names:
             raise web.HTTPForbidden(text=f"this page is not {request.host}: open it as localhost\n")
-        if self._token and "token" in request.query and request.method == "GET":
+        if not hmac.compare_digest(given.encode(errors="surrogateescape"), self._token.encode()):
+            raise web.HTTPUnauthorized(text="this page wants the token that `sluice page` printed: ?token=…\n")
+        let_in(request)
+        if "token" in request.query and request.method == "GET":
             again = web.HTTPFound(request.url.without_query_params("token"))
             again.set_cookie(cookie, self._token, httponly=True, samesite="Strict")
             raise again
@@ -118,7 +122,7 @@ class PageRoutes:
     """Each view in a thread, so that a long one delays no other's."""
 
     def __init__(self, pages: Pages):
-        self._pages = pages
+        self._pages, self._followers = pages, 0
 
     async def file(self, request: web.Request) -> web.Response:
         name = request.match_info.get("name") or "page.html"
@@ -151,7 +155,9 @@ class PageRoutes:
             "configuration": lambda: run.configuration(self._pages.of(query["other"])[0] if query.get("other") else None),
             "what-if": run.what_if,
             "samples": lambda: samples.index(_filter(query)),
-            "rows": lambda: samples.rows([int(each) for each in query.get("groups", "").split(",") if each][:200]),
+            "rows": lambda: samples.rows(
+                [_integer("groups", each) for each in query.get("groups", "").split(",") if each][:200]
+            ),
             "group": lambda: samples.group(_whole(query, "id") or 0),
         }
         name = request.match_info["view"]
@@ -169,6 +175,15 @@ class PageRoutes:
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """What of the run's files has changed, until the browser goes."""
+        if self._followers >= FOLLOWERS:
+            raise web.HTTPServiceUnavailable(text=f"{FOLLOWERS} pages follow runs already\n")
+        self._followers += 1
+        try:
+            return await self._follow(request)
+        finally:
+            self._followers -= 1
+
+    async def _follow(self, request: web.Request) -> web.StreamResponse:
         folder = (await asyncio.to_thread(self._pages.of, request.match_info["run"]))[0].folder
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         before = await asyncio.to_thread(follow.marks, folder)
@@ -199,16 +214,31 @@ def _plotly() -> str:
 
 
 def _whole(query: Any, name: str) -> int | None:
-    value = _number(query, name, None)
-    return None if value is None or not math.isfinite(value) else int(value)
+    return _integer(name, query[name]) if query.get(name) else None
+
+
+def _integer(name: str, text: str) -> int:
+    if abs(value := _real(name, text)) > LARGEST:
+        raise _no_number(name, text)
+    return int(value)
 
 
 def _number(query: Any, name: str, otherwise: Any) -> Any:
-    text = query.get(name, "")
+    return _real(name, query[name]) if query.get(name) else otherwise
+
+
+def _real(name: str, text: str) -> float:
     try:
-        return float(text) if text else otherwise
+        value = float(text)
     except ValueError:
-        raise web.HTTPBadRequest(text=f"{name}: {text!r} is no number\n") from None
+        raise _no_number(name, text) from None
+    if not math.isfinite(value):
+        raise _no_number(name, text)
+    return value
+
+
+def _no_number(name: str, text: str) -> web.HTTPBadRequest:
+    return web.HTTPBadRequest(text=f"{name}: {text[:40]!r} is no number, or none that is shown\n")
 
 
 def _filter(query: Any) -> SampleFilter:
@@ -223,7 +253,7 @@ def _filter(query: Any) -> SampleFilter:
         source=query.get("source", ""),
         replica=query.get("replica", ""),
         text=query.get("text", ""),
-        after=int(_number(query, "after", -1)),
+        after=-1 if (after := _whole(query, "after")) is None else after,
     )
 
 
@@ -231,7 +261,7 @@ def _filter(query: Any) -> SampleFilter:
 
 
 def application(pages: Pages, guard: PageGuard) -> web.Application:
-    made = web.Application(middlewares=[guard.check])
+    made = web.Application(middlewares=[bounded, guard.check])
     made.on_response_prepare.append(_sign)
     routes = PageRoutes(pages)
     made.router.add_get("/", routes.file)
@@ -244,18 +274,14 @@ def application(pages: Pages, guard: PageGuard) -> web.Application:
 
 async def serve(root: Path, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Until cancelled; `ready` is told the address. Raises UserError where the port is another's, or the folder no run's."""
-    token = "" if host in LOCAL else secrets.token_urlsafe(24)
-    runner = web.AppRunner(
-        application(Pages(root), PageGuard(host, token)), access_log=None, shutdown_timeout=timeouts.PAGE_GRACE
-    )
-    await runner.setup()
+    token = secrets.token_urlsafe(24)
+    server = HttpServer(application(Pages(root), PageGuard(host, token)), CONNECTIONS, timeouts.PAGE_GRACE)
     try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            raise UserError(f"--port: {host}:{port}: {(error.strerror or str(error)).lower()}") from None
-        address = network.host_port(host, runner.addresses[0][1])
-        ready(f"http://{address}/" + (f"?token={token}" if token else ""))
+        listener = network.listener(host, port, BACKLOG)
+    except OSError as error:
+        raise UserError(f"--port: {host}:{port}: {(error.strerror or str(error)).lower()}") from None
+    try:
+        ready(f"{await server.open(listener)}/?token={token}")
         await asyncio.Event().wait()
     finally:
-        await runner.cleanup()
+        await server.close()

@@ -4,10 +4,9 @@ comes of them in `episodes`."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,14 +24,15 @@ from runtime.gateway.dialects.fields import FieldTable, NonNegative, decode
 from runtime.gateway.episode import GatewayEpisode
 from runtime.gateway.episodes import Episodes
 from runtime.process.aio import done_within
+from runtime.process.http_server import Handler, HttpServer, bounded, let_in, log
 
-log = logging.getLogger("sluice")
 T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # What takes the event loop a millisecond; more is done in a thread.
 LONG_BODY = 1 << 16  # bytes of a request
 LONG_ANSWER = 2048  # tokens, with their log-probabilities
+
+CONNECTIONS, SPARE = 4, 256  # an episode may have, and besides
 
 _DIALECTS: dict[str, Parse] = {
     "/v1/chat/completions": chat.parse,
@@ -61,10 +61,9 @@ class _EndBody(Struct, frozen=True):
 _BEGIN, _REWARD, _END = FieldTable(_BeginBody), FieldTable(_RewardBody), FieldTable(_EndBody)
 
 
-def runner(episodes: Episodes, max_body: int) -> web.AppRunner:
-    """The application, to be set up and given a site. A client that hangs up cancels what it has asked for. `max_body`: bytes
-    of a request."""
-    made = web.Application(middlewares=[_errors], client_max_size=max_body)
+def server(episodes: Episodes, max_body: int, most: int = 4096) -> HttpServer:
+    """To be opened. A client that hangs up cancels what it has asked for. `max_body`: bytes of a request. `most`: episodes."""
+    made = web.Application(middlewares=[_errors, bounded], client_max_size=max_body)
     made.on_response_prepare.append(_sign)
     routes = _GatewayRoutes(episodes)
     for prefix in ("", "/episodes/{episode}", "/episodes/{episode}/branches/{branch}"):
@@ -75,7 +74,7 @@ def runner(episodes: Episodes, max_body: int) -> web.AppRunner:
     made.router.add_post("/v1/episodes/{episode}/reward", routes.reward)
     made.router.add_post("/v1/episodes/{episode}/end", routes.end)
     made.router.add_get("/health", _health)
-    return web.AppRunner(made, handler_cancellation=True, access_log=None, shutdown_timeout=timeouts.SERVER_GRACE)
+    return HttpServer(made, CONNECTIONS * most + SPARE, timeouts.SERVER_GRACE)
 
 
 async def _health(_: web.Request) -> web.Response:
@@ -91,7 +90,9 @@ class _GatewayRoutes:
         self._episodes = episodes
 
     async def begin(self, request: web.Request) -> web.Response:
+        self._refuse_browsers(request)
         self._episodes.check(key := _key(request))  # before anything is read
+        let_in(request)
         return _json(await self._episodes.begin(key, (await _body(request, _BEGIN)).wait))
 
     async def reward(self, request: web.Request) -> web.Response:
@@ -131,7 +132,15 @@ class _GatewayRoutes:
         return await _aside(_is_long(completion), lambda: _json(asked.answer(completion)))
 
     def _episode(self, request: web.Request) -> GatewayEpisode:
-        return self._episodes.episode(request.match_info.get("episode", ""), _key(request))
+        self._refuse_browsers(request)
+        episode = self._episodes.episode(request.match_info.get("episode", ""), _key(request))
+        let_in(request)
+        return episode
+
+    def _refuse_browsers(self, request: web.Request) -> None:
+        """Where there is no key: any site that its user visits could ask. They say whose a request is, and programs do not."""
+        if not self._episodes.key and "Origin" in request.headers:
+            raise Refused(403, "without keys (network.security: none) nothing is answered to a browser")
 
     async def _stream(
         self, request: web.Request, episode: GatewayEpisode, call: PolicyCall, events: Events
@@ -197,8 +206,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _refused(error: Exception, request: web.Request) -> Refused:
     """What a client is told of an error. One that is not meant for it is logged."""
     what = f"{request.method} {request.rel_url.raw_path}"
+    if isinstance(error, web.RequestPayloadError):
+        error = Refused(400, "the body is not what the request's headers say")
     if not isinstance(error, (Refused, web.HTTPException)):
-        log.error("gateway: %s failed", what, exc_info=error)
+        resource = request.match_info.route.resource  # whose path has names where that of the request may have a key
+        log.error("gateway: %s %s failed", request.method, resource and resource.canonical, exc_info=error)
     error.__traceback__ = None  # which knows the error, and the request with its body: they would not be freed at once
     if isinstance(error, Refused):
         return error

@@ -15,7 +15,6 @@ import hmac
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
@@ -27,14 +26,14 @@ from runtime.config import Config
 from runtime.config.secret_values import resolved
 from runtime.errors import UserError
 from runtime.process import network, spans
+from runtime.process.http_server import Handler, HttpServer, bounded, let_in
 from runtime.status import RunFigures, Status
 from runtime.telemetry import prometheus
 
 log = logging.getLogger("sluice")
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 BACKLOG = 16  # connections that wait for the event loop
+CONNECTIONS = 64  # that there may be at once
 
 
 class Scraped(Protocol):
@@ -58,25 +57,23 @@ class ScrapeServer:
         token = None if settings.token is None else resolved(settings.token, os.environ, "metrics.prometheus.token")
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._thread = ThreadPoolExecutor(1, "metrics")
-        self._runner: web.AppRunner | None = None
+        self._server: HttpServer | None = None
 
     async def open(self) -> str:
         """Returns HOST:PORT. Raises UserError where the port is taken, or all of the range are."""
-        made = web.Application(middlewares=[self._guard])
+        made = web.Application(middlewares=[bounded, self._guard])
         made.router.add_get("/metrics", self._metrics)
         if self._leads:
             made.router.add_get("/sd", self._discovery)
         listener = self._listener()
-        self._runner = web.AppRunner(made, handler_cancellation=True, access_log=None, shutdown_timeout=timeouts.SERVER_GRACE)
-        await self._runner.setup()
-        await web.SockSite(self._runner, listener).start()
-        address = network.host_port(*listener.getsockname()[:2])
-        log.info("metrics for Prometheus at http://%s/metrics", address)
-        return address
+        self._server = HttpServer(made, CONNECTIONS, timeouts.SERVER_GRACE)
+        url = await self._server.open(listener, backlog=BACKLOG)
+        log.info("metrics for Prometheus at %s/metrics", url)
+        return url.partition("//")[2]
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            await self._server.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _listener(self) -> socket.socket:
@@ -95,6 +92,7 @@ class ScrapeServer:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if self._expected is not None and not hmac.compare_digest(given, self._expected):
             raise web.HTTPUnauthorized(text="metrics.prometheus.token is missing, or another\n")
+        let_in(request)
         return await handler(request)
 
     async def _metrics(self, _: web.Request) -> web.Response:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from urllib.parse import unquote
 
+from runtime.process.counted_log import counted
+
 log = logging.getLogger("sluice")
-
-PEERS = 256  # that are told apart
-
-_counts: Counter[str] = Counter()  # of refusals, by the peer's host
 
 
 def tell(peer: str, why: str) -> None:
     """Log the first message of a host that is refused, the tenth, the hundredth and so on. `peer`: as gRPC names it,
     `ipv4:HOST:PORT` or `ipv6:%5BHOST%5D:PORT`."""
     host = unquote(peer.rpartition(":")[0] or peer)
-    if count := _counted(host):
+    if count := counted(host):
         log.warning("%s: %d refused so far: %s", host, count, why)
 
 
@@ -28,15 +25,7 @@ class OneLine(logging.Filter):
         if not record.exc_info or getattr(record.exc_info[0], "__name__", "") != "DecodeError":
             return True
         record.exc_info = None
-        return bool(_counted(record.getMessage()))
+        return bool(counted(record.getMessage()))
 
 
 logging.getLogger("grpc._cython.cygrpc").addFilter(OneLine())
-
-
-def _counted(whom: str) -> int:
-    """How many there are now, where that is to be told: a power of ten; else 0."""
-    whom = whom if whom in _counts or len(_counts) < PEERS else "others"
-    _counts[whom] += 1
-    count = _counts[whom]
-    return count if str(count).strip("0") == "1" else 0

@@ -14,22 +14,21 @@ from pathlib import Path
 
 from aiohttp import web
 
-from runtime.gateway.http import runner
+from runtime.gateway.http import server
+from runtime.process import network
 from tests.scripted_gateway import KEY, ScriptedBackend
 
 MAX_BODY = 1 << 20
 
 
 async def serve() -> None:
-    made = runner(ScriptedBackend(), MAX_BODY)
+    made = server(ScriptedBackend(), MAX_BODY)
     if path := os.environ.get("SLUICE_TEST_BODIES"):
-        made.app.middlewares.append(_recorder(Path(path)))
-    await made.setup()
-    await web.TCPSite(made, "127.0.0.1", 0).start()
-    host, port = made.addresses[0]
-    print(json.dumps({"url": f"http://{host}:{port}", "key": KEY}), flush=True)
+        made.runner.app.middlewares.append(_recorder(Path(path)))
+    url = await made.open(network.listener("127.0.0.1", 0, 64))
+    print(json.dumps({"url": url, "key": KEY}), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    await made.cleanup()
+    await made.close()
 
 
 def _recorder(path: Path):  # type: ignore[no-untyped-def]

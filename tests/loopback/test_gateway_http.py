@@ -9,7 +9,7 @@ import logging
 import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
+from yarl import URL
 
 from runtime import codec, timeouts
 from runtime.gateway import http
@@ -25,8 +26,9 @@ from runtime.gateway.conversation import Completion, Message, PolicyCall, Policy
 from runtime.gateway.dialects import chat
 from runtime.gateway.episode import GatewayEpisode
 from runtime.gateway.episodes import Episodes
-from runtime.gateway.http import runner
 from runtime.gateway.rendering import TemplateRenderer
+from runtime.process import counted_log, network
+from runtime.process.http_server import HttpServer
 from runtime.types import EpisodeTask, GroupPayload, PlayRequest, Sample, SamplingParams
 from services.gateway import own
 from tests.coroutines import driven_by, handed, within
@@ -60,9 +62,9 @@ class Answer(NamedTuple):
 
 
 class Served:
-    def __init__(self, backend: ScriptedBackend, session: aiohttp.ClientSession, host: str, port: int):
-        self.backend, self.session, self.host, self.port = backend, session, host, port
-        self.url = f"http://{host}:{port}"
+    def __init__(self, backend: ScriptedBackend, session: aiohttp.ClientSession, server: HttpServer, url: str):
+        self.backend, self.session, self.server, self.url = backend, session, server, url
+        self.host, self.port = URL(url).host or "", URL(url).port
 
     async def begin(self) -> ScriptedEpisode:
         begun = (await self.post("/v1/episodes", {}, KEY)).json
@@ -87,15 +89,13 @@ class Served:
 
 @asynccontextmanager
 async def serving(backend: ScriptedBackend) -> AsyncIterator[Served]:
-    made = http.runner(backend, MAX_BODY)
-    await made.setup()
-    await web.TCPSite(made, "127.0.0.1", 0).start()
-    host, port = made.addresses[0]
+    made = http.server(backend, MAX_BODY)
+    url = await made.open(network.listener("127.0.0.1", 0, 64))
     try:
         async with aiohttp.ClientSession() as session:
-            yield Served(backend, session, host, port)
+            yield Served(backend, session, made, url)
     finally:
-        await made.cleanup()
+        await made.close()
 
 
 def run(test: Callable[[Served], Awaitable[None]], **backend: Any) -> None:
@@ -104,6 +104,11 @@ def run(test: Callable[[Served], Awaitable[None]], **backend: Any) -> None:
             await test(served)
 
     asyncio.run(asyncio.wait_for(whole(), PATIENCE))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    counted_log.counts.clear()
 
 
 def events_of(text: str) -> list[tuple[str, Any]]:
@@ -270,6 +275,117 @@ async def test_a_fault_is_told_shortly_and_logged_once(served: Served, stream: b
     (record,) = caplog.records
     assert record.getMessage() == "gateway: POST /v1/chat/completions failed"
     assert record.exc_info is not None and "a fault of the backend" in str(record.exc_info[1])
+
+
+# ---- What strangers may hold, and what is logged of them
+
+
+@handed(run)
+async def test_what_a_stranger_sends_costs_little_and_is_logged_briefly(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    episode = await served.begin()
+    head, keyed = "POST /v1/messages HTTP/1.1\r\nHost: x\r\n", f"x-api-key: {episode.key}\r\n"
+    chunked = f"{head}{keyed}Transfer-Encoding: chunked\r\n\r\n".encode()
+    compressed = f"{head}{{}}Content-Length: 3\r\nContent-Encoding: gzip\r\n\r\n"
+    failing = json.dumps({"messages": [{"role": "user", "content": "fail 500"}]})
+    path = f"/episodes/{episode.key}/v1/chat/completions"  # which is no path, or one in which the key has the place of the id
+    for sent, status in {
+        compressed.format("").encode() + b"\x1f\x8b\x00": 415,  # whether there is a key or none
+        compressed.format(keyed).encode() + b"\x1f\x8b\x00": 415,
+        f"{head}Content-Encoding: identity\r\n\r\n".encode(): 401,
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n": 401,
+        b"POST /v1/episodes HTTP/1.1\r\nHost: x\r\nx-api-key: \xff\xfe\r\n\r\n": 401,
+        chunked + b"this is no length\r\n": 400,
+        chunked + b"3\r\n{}": None,  # and then it hangs up
+        f"no HTTP, {episode.key}\r\n\r\n".encode(): 400,
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(failing)}\r\n\r\n{failing}".encode(): 500,
+    }.items():
+        before = len(caplog.records)
+        for _ in range(9):
+            reader, writer = await asyncio.open_connection(served.host, served.port)
+            writer.write(sent)
+            if status is not None:
+                assert f" {status} ".encode() in await reader.readline(), sent
+            writer.close()
+        assert len(caplog.records) - before <= 1 and (status == 500 or not caplog.records or not caplog.records[-1].exc_info)
+    assert (await served.post("/v1/messages", BODIES["/v1/messages"], episode.key)).status == 200
+    text = "".join(record.getMessage() + str(record.exc_info) for record in caplog.records)
+    assert episode.key not in text and "POST /episodes/{episode}/v1/chat/completions failed" in text
+
+
+@handed(run)
+async def test_who_asks_nothing_and_who_does_not_read_is_hung_up_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_HEAD", "HTTP_WRITE", "HTTP_IDLE"):
+        monkeypatch.setattr(timeouts, name, 0.05)
+    episode = await served.begin()
+    served.backend.hold.clear()
+    _, waits = await served.open("/v1/messages", {**BODIES["/v1/messages"], "stream": True}, episode.key)
+    await served.backend.under_way.wait()
+    for sent in (b"", b"POST /v1/mess", b"GET /health HTTP/1.1\r\nHost: x\r\nx-long: "):
+        reader, writer = await asyncio.open_connection(served.host, served.port)
+        writer.write(sent)
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+    assert not served.backend.cancelled, "who waits for an answer stays"
+    served.backend.hold.set()
+    waits.close()
+    body = {"messages": [{"role": "user", "content": "x" * (MAX_BODY // 2)}], "n": 40}
+    reader, writer = await served.open("/v1/chat/completions", body, episode.key)
+    reader._transport.pause_reading()  # type: ignore[attr-defined]
+    await asyncio.sleep(0)
+    while served.server.connections:  # noqa: ASYNC110 - it has been answered, and its connection ended
+        await asyncio.sleep(0.01)
+    writer.close()
+
+
+def test_connections_are_counted_and_those_with_a_key_stay() -> None:
+    async def test() -> None:
+        backend = ScriptedBackend()
+        server = http.server(backend, MAX_BODY, most=0)
+        server.most = 4
+        try:
+            url = URL(await server.open(network.listener("127.0.0.1", 0, 64)))
+            async with aiohttp.ClientSession() as session:
+                own = Served(backend, session, server, str(url))
+                episode = await own.begin()
+                friend = await own.open("/v1/models", {}, episode.key)
+                assert b" 405 " in await friend[0].readline()
+                friends = [await own.open("/v1/chat/completions", CHAT, episode.key) for _ in range(2)]
+                for reader, _ in friends:
+                    assert b" 200 " in await reader.readline()
+                strangers = [await asyncio.open_connection(own.host, own.port) for _ in range(4)]
+                for reader, _ in strangers[:3]:  # each for the next
+                    with suppress(ConnectionResetError):
+                        assert await reader.read() == b""
+                assert server.connections == 4
+                friends.append(await own.open("/v1/chat/completions", CHAT, episode.key))
+                assert b" 200 " in await friends[-1][0].readline()
+                with suppress(ConnectionResetError):  # of five with a key one is too many
+                    assert await (await own.open("/v1/chat/completions", CHAT, episode.key))[0].read() == b""
+                friends[0][1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                await friends[0][0].readuntil(b'{"status":"ok"}')
+                for _, writer in (*friends, *strangers, friend):
+                    writer.close()
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE))
+
+
+@handed(run)
+async def test_without_keys_a_browser_is_told_nothing(served: Served) -> None:
+    for key, status in ((KEY, 200), ("", 403)):
+        served.backend.key = key
+        for path, body, shown in (
+            ("/v1/episodes", b"", KEY),
+            ("/v1/messages", BODIES["/v1/messages"], (await served.begin()).key),
+        ):
+            answer = await served.post(path, body, shown, Origin="http://attacker.example", **{"Content-Type": "text/plain"})
+            assert answer.status == status
+            assert (await served.post(path, body, shown)).status == 200
 
 
 # ---- Streams and hang-ups
@@ -484,18 +600,16 @@ async def test_a_request_that_is_refused(renderer: TemplateRenderer, uncollected
     episodes, before = episodes_of(renderer, refuse), requests()
     playing = played(episodes, 1)
     begun = await episodes.begin(GATEWAY_KEY, PATIENCE)
-    served = runner(episodes, 1 << 20)
-    await served.setup()
-    await web.TCPSite(served, "127.0.0.1", 0).start()
-    host, port = served.addresses[0]
+    served = http.server(episodes, 1 << 20)
+    url = await served.open(network.listener("127.0.0.1", 0, 64))
     headers = {"Authorization": f"Bearer {begun.key}"}
     async with aiohttp.ClientSession(headers=headers) as session:
         for number in range(5):
             body = {"messages": [{"role": "user", "content": f"{number}?"}], "stream": stream}
-            async with session.post(f"http://{host}:{port}/v1/chat/completions", json=body) as answer:
+            async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
                 assert answer.status == 400
                 await answer.read()
-    await served.cleanup()
+    await served.close()
     await asyncio.sleep(0)
     await episodes.end(episodes.episode(begun.id, begun.key))
     await playing

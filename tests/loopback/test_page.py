@@ -18,20 +18,23 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 import pytest
-from aiohttp import ClientSession, CookieJar, web
+from aiohttp import ClientSession, CookieJar
 from yarl import URL
 
 from benchmarks.recorded_run import BEGAN, PROMPT, STEP, record, reply_of, reward_of
 from launcher.commands.report import report
-from launcher.page.server import THIS, PageGuard, Pages, application
+from launcher.page.server import CONNECTIONS, THIS, PageGuard, Pages, application, serve
 from runtime import run_files, timeouts
 from runtime.config import Config
 from runtime.errors import UserError
 from runtime.ledger.reader import DATABASE
+from runtime.process import network
+from runtime.process.http_server import HttpServer
 from runtime.status import Progress, Registration, RunFigures, Status
 from runtime.telemetry import prometheus
 from services.process import exposed
 
+TOKEN = "right"
 STEPS, GROUPS, SAMPLES = 6, 2, 3
 EPOCHS, LOST = (1, 1, 2, 2), (0, 0, 1, 2)  # of four steps
 HOSTILE = [
@@ -47,19 +50,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(tmp_path_factory.mktemp("page") / "run", STEPS, GROUPS, SAMPLES)
 
 
-def served(root: Path, use: Callable[[ClientSession, str], Awaitable[Any]], host: str = "127.0.0.1", token: str = "") -> Any:
-    """What `use` gives, with the page of `root` at its address."""
+def served(root: Path, use: Callable[[ClientSession, str], Awaitable[Any]], host: str = "127.0.0.1", shown: bool = True) -> Any:
+    """What `use` gives, with the page of `root` at its address. `shown`: its token has been, once."""
 
     async def work() -> Any:
-        runner = web.AppRunner(application(Pages(root), PageGuard(host, token)), access_log=None, shutdown_timeout=0.0)
-        await runner.setup()
+        server = HttpServer(application(Pages(root), PageGuard(host, TOKEN)), CONNECTIONS, 0.0)
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            address = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            address = await server.open(network.listener("127.0.0.1", 0, 16))
             async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as client:
+                if shown:
+                    async with client.get(f"{address}/?token={TOKEN}") as answer:
+                        assert answer.status == 200
                 return await use(client, address)
         finally:
-            await runner.cleanup()
+            await server.close()
 
     return asyncio.run(asyncio.wait_for(work(), 60))
 
@@ -73,7 +77,7 @@ def asked(root: Path, path: str, **more: Any) -> Any:
     return served(root, use)
 
 
-def statuses(root: Path, paths: Sequence[str], token: str = "", **more: Any) -> list[int]:
+def statuses(root: Path, paths: Sequence[str], shown: bool = True, **more: Any) -> list[int]:
     async def use(client: ClientSession, address: str) -> list[int]:
         found = []
         for path in paths:
@@ -82,7 +86,7 @@ def statuses(root: Path, paths: Sequence[str], token: str = "", **more: Any) -> 
                 assert "token" not in str(answer.url) or answer.status == 401
         return found
 
-    return list(served(root, use, token=token))
+    return list(served(root, use, shown=shown))
 
 
 def test_the_files_are_served_with_a_policy_that_lets_nothing_else_in(run: Path) -> None:
@@ -99,11 +103,26 @@ def test_the_files_are_served_with_a_policy_that_lets_nothing_else_in(run: Path)
     outside = ["/static/../server.py", "/static/..%2Fserver.py", f"/static/{quote(str(run / 'secret.html'), safe='')}"]
     outside += ["/static/server.py", "/static/nothing.js", "/api/run/other/why", f"/api/run/{THIS}/no"]
     assert set(statuses(run, outside)) == {404}
-    queries = ("samples?states=none", "rows?groups=a", "rows", "why?from=nan", "why?from=x", "group?id=inf")
-    assert statuses(run, [f"/api/run/{THIS}/{query}" for query in queries]) == [400, 400, 200, 200, 400, 200]
+    wrong = ["samples?states=none", "rows?groups=a", "why?from=x"]
+    for odd in ("nan", "inf", "-inf", "1e22", "9" * 20, "9" * 400, "１e9e"):
+        names = ("rows?groups", "why?from", "why?to", "group?id", "samples?after", "lanes?pixels")
+        wrong += [f"{name}={quote(odd)}" for name in names]
+    wrong += [
+        f"{name}={odd}" for name in ("samples?step-from", "samples?reward-to", "lanes?start") for odd in ("nan", "inf", "x")
+    ]
+    assert set(statuses(run, [f"/api/run/{THIS}/{query}" for query in wrong])) == {400}
+    right = (
+        "rows",
+        "group?id=9007199254740992",
+        "lanes?pixels=-1",
+        "lanes?pixels=0",
+        "lanes?start=9&end=9",
+        "samples?step-to=1e300",
+    )
+    assert set(statuses(run, [f"/api/run/{THIS}/{query}" for query in right])) == {200}
 
 
-def test_a_page_is_asked_by_its_own_names_alone_and_with_a_token_wants_it_once(run: Path) -> None:
+def test_a_page_is_asked_by_its_own_names_alone_and_wants_its_token_once(run: Path) -> None:
     async def use(client: ClientSession, address: str) -> list[int]:
         port = address.rpartition(":")[2]
         found = []
@@ -112,9 +131,33 @@ def test_a_page_is_asked_by_its_own_names_alone_and_with_a_token_wants_it_once(r
                 found.append(answer.status)
         return found
 
-    assert served(run, use) == [200, 200, 200, 403, 403]
-    queries = ("/", "/?token=wrong", f"/?token={quote('sésame')}", "/?token=right", "/")
-    assert statuses(run, queries, token="right") == [401, 401, 401, 200, 200]
+    assert served(run, use, shown=False) == [401, 401, 401, 403, 403]
+    paths = ("/", "/?token=wrong", f"/?token={quote('sésame')}", "/?token=%ff", f"/?token={TOKEN}", "/", "/api/runs")
+    assert statuses(run, paths, shown=False) == [401, 401, 401, 401, 200, 200, 200]
+    other = {"Cookie": "sluice-page-1=\udcff", "Authorization": "\udcff"}
+    assert statuses(run, ("/", f"/api/run/{THIS}/what-if"), shown=False, headers=other) == [401, 401]
+
+
+def test_where_a_page_is_printed_with_its_token(run: Path) -> None:
+    async def use(address: str) -> list[int]:
+        found = []
+        async with ClientSession(cookie_jar=CookieJar(unsafe=True)) as client:
+            for url in (URL(address).with_query({}), URL(address), URL(address).with_query({})):
+                async with client.get(url) as answer:
+                    found.append(answer.status)
+                    assert "token" not in str(answer.url)
+        return found
+
+    async def work() -> list[int]:
+        told = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(serve(run, "localhost", 0, told.set_result))
+        try:
+            return await use(await told)
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    assert asyncio.run(asyncio.wait_for(work(), 60)) == [401, 200, 200]
 
 
 def test_the_critical_paths_are_those_of_the_ledger_and_the_spans(run: Path) -> None:

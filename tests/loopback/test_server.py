@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from runtime import commands, errors, timeouts
+from runtime.process import counted_log
 from runtime.status import Progress, Status
 from runtime.types import LogprobRequest, PolicyVersion
 from services import health_check
@@ -272,8 +273,8 @@ CALM = 11  # the code of a GOAWAY: ENHANCE_YOUR_CALM
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "_counts", refusals.Counter())
+def fresh() -> None:
+    counted_log.counts.clear()
 
 
 async def refused(rpc: Any) -> str:
@@ -339,7 +340,7 @@ async def test_what_is_no_message_is_refused_and_is_a_line_of_the_log(
 
 
 def test_refusals_are_told_at_powers_of_ten_for_each_host(caplog: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "PEERS", 2)
+    monkeypatch.setattr(counted_log, "KINDS", 2)
     for port in range(1000):
         refusals.tell(f"ipv4:10.0.0.1:{port}", "why")
         refusals.tell(f"ipv6:%5B::1%5D:{port}", "why")
