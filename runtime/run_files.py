@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from runtime.errors import UserError
 
 CONFIG = "config.yaml"
 ADDRESS = "coordinator.address"
@@ -38,6 +41,20 @@ OF_ONE_RUN = (
     *(SUMMARY, STARTUP, GATEWAYS, GATEWAYS_CA),
 )
 """What a new run must not find."""
+
+NOT_DECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec raises of JSON that is none
+LARGEST = 1 << 30  # bytes of a file that is read whole
+
+
+def regular(path: Path, largest: int = LARGEST) -> Path:
+    """`path`, of a file that can be read to its end: a folder of others may have devices and pipes in the place of its files.
+    Raises UserError for these, and for one of more than `largest` bytes; OSError where there is none."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise UserError(f"{path}: is no regular file")
+    if found.st_size > largest:
+        raise UserError(f"{path}: has {found.st_size} bytes; must have at most {largest}")
+    return path
 
 
 def write_private(path: Path, text: str) -> None:

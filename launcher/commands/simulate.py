@@ -14,9 +14,11 @@ from rich.console import Console
 
 from runtime import run_files
 from runtime.config import Config, loading
+from runtime.config.checks import chosen_names
 from runtime.errors import SluiceError, UserError
 from runtime.ledger.reader import LedgerReader
 from runtime.process.command_line import ended_as_by_ctrl_c
+from runtime.registry import OWN
 from runtime.simulation.calibration import LEAST, Calibration, assumed, calibrate
 from runtime.simulation.costs import Costs, Fixed
 from runtime.simulation.prediction import Prediction, refuse, simulated, variations
@@ -53,7 +55,7 @@ def simulate(options: argparse.Namespace) -> None:
     began, console = time.monotonic(), Console()
     config = loading.resolve(loading.load(options.config, options.overrides))
     refuse(config)
-    calibration = calibrated(source) if source else Calibration(_assumed(config))
+    calibration = calibrated(source, config) if source else Calibration(_assumed(config))
     if lend is not None and (lend < 0 or calibration.costs.cores):
         shared = "a node's processes share its processors, which who waits lends already; must be left out"
         raise UserError(f"--lend: {lend:g}: " + ("must be at least 0" if lend < 0 else shared))
@@ -77,7 +79,7 @@ def simulate(options: argparse.Namespace) -> None:
 
 def what_if(source: Path) -> tuple[list[Row], list[str]]:
     """What would change a run, calibrated on its folder: "as it is" first; and how sure that is. Raises UserError."""
-    config, calibration = loading.resolve(loading.load(source / run_files.CONFIG, ())), calibrated(source)
+    calibration, config = calibrated(source), loading.resolve(loading.load(source / run_files.CONFIG, ()))
     refuse(config)
     base = _row("as it is", config, calibration.costs, STEPS)
     if base.prediction is None:
@@ -86,11 +88,16 @@ def what_if(source: Path) -> tuple[list[Row], list[str]]:
     return [base, *others], [*_sure(calibration, source), _NOT_MODELLED]
 
 
-def calibrated(source: Path) -> Calibration:
-    """On a run's folder. Raises UserError where it holds too little, or is of another version."""
+def calibrated(source: Path, given: Config | None = None) -> Calibration:
+    """On a run's folder. Raises UserError where it holds too little, or is of another version; and where it names a function of
+    a file that `given`, a configuration of the user's, does not: nobody has it executed by looking at a folder."""
     if not (source / run_files.CONFIG).is_file():
         raise UserError(f"--from {source}: not a run's folder: {run_files.CONFIG} is not in it")
     config = loading.resolve(loading.load(source / run_files.CONFIG, ()))
+    if others := _own_functions(config) - (set() if given is None else _own_functions(given)):
+        raise UserError(
+            f"{source}: {', '.join(sorted(others))}: not executed; name it in CONFIG of `sluice simulate CONFIG --from RUN`"
+        )
     points = [point for point in read_jsonl(source / run_files.METRICS) if "timing/all" in point]
     with LedgerReader(source / run_files.LEDGER) as reader:
         groups = list(reader.groups())
@@ -99,6 +106,10 @@ def calibrated(source: Path) -> Calibration:
     if started is not None:
         costs = replace(costs, start=Fixed(started.phases["services"]))
     return calibrate(costs, points, groups, lambda costs: simulated(config, costs, deadlines, steps).observed)
+
+
+def _own_functions(config: Config) -> set[str]:
+    return {name for _, name, _ in chosen_names(config) if OWN in name}
 
 
 def _assumed(config: Config) -> Costs:

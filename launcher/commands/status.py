@@ -103,11 +103,20 @@ def endpoint(folder: Path) -> list[str]:
     places = sorted((folder / run_files.GATEWAYS).glob("*"))
     own = keys.of_user(str(folder))
     key = "" if own is None else keys.of_programs(own.secret)
-    lines = [f"export SLUICE_GATEWAY_URL={place.read_text()}" for place in places]
+    lines = [f"export SLUICE_GATEWAY_URL={_url(place)}" for place in places]
     lines.append(f"export SLUICE_GATEWAY_KEY={key or 'none'}")
     if (ca := folder / run_files.GATEWAYS_CA).exists():
-        lines.append(f"export SSL_CERT_FILE={ca.absolute()}")
+        lines.append(f"export SSL_CERT_FILE={shlex.quote(str(ca.absolute()))}")
     return lines
+
+
+def _url(place: Path) -> str:
+    """Of a gateway, to be pasted into a shell whoever wrote the file. Raises UserError."""
+    url = run_files.regular(place).read_text(encoding="utf-8", errors="replace").strip()
+    scheme, _, address = url.partition("://")
+    if scheme not in ("http", "https") or not is_host_port(address):
+        raise UserError(f"--gateway: {place}: {url[:80]!r} is not http://HOST:PORT or https://HOST:PORT")
+    return shlex.quote(url)
 
 
 def address_of(run: str, command: str) -> str:
@@ -118,10 +127,13 @@ def address_of(run: str, command: str) -> str:
             return run
         raise UserError(f"{command}: {run!r} is neither a run's folder nor host:port or [IPv6]:port")
     try:
-        return (folder / run_files.ADDRESS).read_text().strip()
+        address = run_files.regular(folder / run_files.ADDRESS).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         why = "it has ended, or its coordinator is not there yet, as before and during a warm-up"
         raise UserError(f"{command}: no run is under way in {folder}: {why}") from None
+    if not is_host_port(address):
+        raise UserError(f"{command}: {folder / run_files.ADDRESS}: {address[:80]!r} is not host:port or [IPv6]:port")
+    return address
 
 
 @contextmanager

@@ -257,7 +257,7 @@ class RunView:
                 for file in self._spans.files.values()
             ]
         started = Startup.read(self.folder)
-        logs = {path.name: _tail(path) for path in sorted((self.folder / run_files.LOGS).glob("*.log"))}
+        logs = {path.name: _tail(path) for path in sorted((self.folder / run_files.LOGS).glob("*.log")) if self._is_own(path)}
         failures = tables.failures(lineages.history(self.record().points))
         summary = Summary.read(self.folder) if (self.folder / run_files.SUMMARY).is_file() else None
         return {
@@ -267,6 +267,10 @@ class RunView:
             "logs": logs,
             "failures": [] if failures is None else failures.rows,
         }
+
+    def _is_own(self, path: Path) -> bool:
+        """Whether it is a file of this folder, and not what a link in it leads to."""
+        return path.is_file() and path.resolve().is_relative_to(self.folder.resolve())
 
     def configuration(self, other: RunView | None) -> dict[str, Any]:
         """As YAML, and what of it differs from the defaults, or from another run's."""

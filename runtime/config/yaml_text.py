@@ -14,8 +14,11 @@ import msgspec
 import yaml
 
 from runtime.errors import ConfigError
+from runtime.run_files import regular
 
-MOST_VALUES = 100_000  # of a file, those that aliases repeat each time
+MOST_BYTES = 1 << 20  # of a file
+MOST_VALUES = 100_000  # of it, those that aliases repeat each time
+DEEPEST = 100  # of values within values
 _SHOWN_CHARACTERS = 60
 
 _BOOLEANS = {"on", "off", "yes", "no", "y", "n"}  # of YAML 1.1
@@ -34,13 +37,17 @@ class _Loader(yaml.SafeLoader):
 
     def __init__(self, stream: str | bytes):
         super().__init__(stream)
-        self._count = 0
+        self._count = self._depth = 0
         self._counts: dict[yaml.Node, int] = {}  # how many values each node is, itself among them
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Counted before anything is made: a few bytes of aliases of aliases are gigabytes of values."""
         mark, before = self.peek_event().start_mark, self._count
+        if self._depth >= DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"more than {DEEPEST} values within each other", mark)
+        self._depth += 1
         node: Any = super().compose_node(parent, index)
+        self._depth -= 1
         self._count += self._counts.get(node, 1)
         self._counts.setdefault(node, self._count - before)
         if self._count > MOST_VALUES:
@@ -111,6 +118,8 @@ def write_texts(raw: Any) -> str:
 
 
 def _read(text: str | bytes, loader: type[_Loader]) -> Any:
+    if len(text) > MOST_BYTES:
+        raise yaml.YAMLError(f"{len(text)} bytes; must be at most {MOST_BYTES}")
     try:
         # Aliased nodes are one object; copied, an override of one place does not show in another.
         return msgspec.to_builtins(yaml.load(text, Loader=loader))
@@ -121,7 +130,7 @@ def _read(text: str | bytes, loader: type[_Loader]) -> Any:
 def read_mapping(path: Path, needed: str = "at least run.name is needed") -> dict[Any, Any]:
     """A YAML file that holds a mapping. Raises ConfigError; `needed` says what an empty one lacks."""
     try:
-        raw = read_value(path.read_bytes())
+        raw = read_value(regular(path, MOST_BYTES).read_bytes())
     except OSError as error:
         raise ConfigError([f"{path}: {(error.strerror or str(error)).lower()}"]) from error
     except yaml.YAMLError as error:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from runtime import config
+from runtime import config, run_files
 from runtime.data.handlers import Problem
 from runtime.errors import UserError
 from runtime.process import disk
@@ -137,11 +137,11 @@ def read(path: Path) -> Iterator[Generation]:
     """The replies in a file; a last line that is still being written is left out. Raises UserError."""
     decode = msgspec.json.Decoder(Generation).decode
     try:
-        with path.open("rb") as file:
+        with run_files.regular(path).open("rb") as file:
             for line in file:
                 if line.endswith(b"\n"):
                     yield decode(line)
     except OSError as error:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except run_files.NOT_DECODED as error:
         raise UserError(f"{path}: not the replies of an evaluation: {error}") from error

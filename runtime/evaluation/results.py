@@ -109,10 +109,10 @@ def read(run_dir: Path) -> list[EvaluationResult]:
     results = []
     for _, folder in folders(run_dir):
         path = folder / RESULTS
-        if path.is_file():
+        if path.exists():
             try:
-                results.append(msgspec.json.decode(path.read_bytes(), type=EvaluationResult))
-            except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
+                results.append(msgspec.json.decode(run_files.regular(path).read_bytes(), type=EvaluationResult))
+            except (OSError, *run_files.NOT_DECODED) as error:
                 raise UserError(f"{path}: not the results of an evaluation: {error}") from error
     return results
 

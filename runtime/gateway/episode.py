@@ -52,7 +52,7 @@ class GatewayEpisode:
         self.calls = 0  # so far
         self.call_seconds: float | None = None  # that one may take; None: as `deadlines.generate` says
         self.under_way: dict[str, SharedCall] = {}  # by what makes a request the same
-        self.answered: dict[str, Completion] = {}  # to those that had an idempotency key
+        self.answered: dict[str, Completion] = {}  # the newest, to those that had an idempotency key
         self.timer: asyncio.TimerHandle | None = None
         self._phase, self._since = "", 0.0
         self._tools, self._tools_since = "", 0.0

@@ -17,6 +17,10 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from functools import partial
+
+import msgspec
+import xxhash
 
 from runtime import timeouts
 from runtime.environments.messages import STOP_REASONS
@@ -30,6 +34,9 @@ from runtime.types import GeneratedGroup, PlayRequest
 
 log = logging.getLogger("sluice")
 
+
+KEYED = "key:"  # begins the name of a request that has an idempotency key
+ANSWERED = 256  # answers that are kept for repeats of their requests
 
 Answer = Callable[[GatewayEpisode, PolicyCall, Told | None], Awaitable[Completion]]
 
@@ -61,6 +68,7 @@ class Episodes:
         """Has one of a group's episodes played, where its task names an environment."""
         self._open: dict[str, GatewayEpisode] = {}
         self._by_key: dict[str, GatewayEpisode] = {}
+        self._outside = GatewayEpisode(renderer)  # nobody's: what calls of no episode are the same, by their keys
         self.counts: Counter[str] = Counter()
         self.forks: Counter[str] = Counter()
 
@@ -198,14 +206,16 @@ class Episodes:
         withdraws the call and leaves the episode."""
         if episode.over:
             raise Refused(404, f"episode {episode.id} is over ({episode.stop_reason})")
-        if (known := episode.answered.get(call.repeats)) is not None:
+        name, kept = call.repeats or secrets.token_hex(), episode
+        if episode.id not in self._open and name.startswith(KEYED):  # the keys of all who call outside of an episode
+            name, kept = f"{name} {xxhash.xxh3_128_hexdigest(msgspec.json.encode(call))}", self._outside
+        if (known := kept.answered.get(name)) is not None:
             return known
-        name = call.repeats or secrets.token_hex()
-        shared = episode.under_way.get(name)
+        shared = kept.under_way.get(name)
         if shared is None:
             work = asyncio.get_running_loop().create_task(self._counted(episode, call, told))
-            shared = episode.under_way[name] = SharedCall(work)
-            work.add_done_callback(lambda _: episode.under_way.pop(name, None))
+            shared = kept.under_way[name] = SharedCall(work)
+            work.add_done_callback(partial(_keep, kept, name))
         try:
             return await shared.answer()
         except asyncio.CancelledError:
@@ -234,8 +244,6 @@ class Episodes:
         known = {tool.name for tool in call.tools}
         called = (tool.name for reply in completion.replies for tool in reply.message.tool_calls)
         episode.calls_tools(name if name in known else "unknown" for name in called)
-        if call.repeats.startswith("key:"):
-            episode.answered[call.repeats] = completion
         if call.branch:
             episode.branches[call.branch] = completion.id
         return completion
@@ -300,6 +308,15 @@ class Episodes:
         for group in {group for group, _ in self._waiting}:
             if not group.done.done():
                 group.done.set_exception(Cancelled("the gateway was stopped"))
+
+
+def _keep(episode: GatewayEpisode, name: str, work: asyncio.Task[Completion]) -> None:
+    """The answer is here: for repeats of a request with a key."""
+    episode.under_way.pop(name, None)
+    if name.startswith(KEYED) and not work.cancelled() and work.exception() is None:
+        episode.answered[name] = work.result()
+        if len(episode.answered) > ANSWERED:
+            del episode.answered[next(iter(episode.answered))]
 
 
 def _same(one: str, other: str) -> bool:

@@ -20,10 +20,11 @@ import xxhash
 from msgspec import Struct
 
 from runtime.columns import KeptSets, RoutedExperts, common
-from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
+from runtime.gateway.conversation import TOO_LONG, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import GroupPayload, PolicyVersion, Sample, TurnReward
 
+MOST_HELD, CALL = 1 << 24, 256  # tokens that an episode may hold, among which each call counts as some more
 NEW, EDITED, TOOLS = "new conversation", "history edited", "tools changed"
 TWICE, NO_PREFIX = "two calls from one message", "not a prefix"
 
@@ -84,6 +85,7 @@ class EpisodeGraph:
     """`extend` changes nothing and may run in a thread beside others; everything else is called by one thread alone."""
 
     def __init__(self, renderer: TemplateRenderer):
+        self.held = 0  # tokens, those of prompts that were given again too
         self.forks: Counter[str] = Counter()  # by what stands before the colon of the reason
         self.nodes: list[ReplyNode] = []
         self._renderer = renderer
@@ -92,7 +94,10 @@ class EpisodeGraph:
         self._completions: dict[str, tuple[ReplyNode, ...]] = {}
 
     def extend(self, call: PolicyCall) -> Extension:
-        """Raises Refused for what the model's template cannot render, and for a tool choice that is none of the tools."""
+        """Raises Refused for what the model's template cannot render, for a tool choice that is none of the tools, and where
+        the episode holds as much as one may."""
+        if self.held >= MOST_HELD:
+            raise Refused(400, f"the episode holds {self.held} tokens of its calls; one may hold {MOST_HELD}", code=TOO_LONG)
         if call.tokens is not None or call.text is not None:
             ids = call.tokens if call.tokens is not None else self._renderer.encode(call.text or "")
             return self._by_tokens(np.array(ids, np.int32))
@@ -121,6 +126,7 @@ class EpisodeGraph:
         if fork := extension.fork or (beside and (NEW if parent is None else TWICE)) or "":
             self.forks[fork.partition(":")[0]] += 1
         conversation = extension.conversation
+        self.held += CALL + len(extension.given) + sum(len(reply.tokens) for reply in replies)
         nodes = []
         self._prefixes.update(extension.digests)
         for reply in replies:

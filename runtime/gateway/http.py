@@ -22,7 +22,7 @@ from runtime.gateway.dialects import anthropic, chat, completions, responses
 from runtime.gateway.dialects.answers import Events, Parse, error_body
 from runtime.gateway.dialects.fields import FieldTable, NonNegative, decode
 from runtime.gateway.episode import GatewayEpisode
-from runtime.gateway.episodes import Episodes
+from runtime.gateway.episodes import KEYED, Episodes
 from runtime.process.aio import done_within
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in, log
 
@@ -125,7 +125,7 @@ class _GatewayRoutes:
         key = request.headers.get("Idempotency-Key")
         digest = xxhash.xxh3_128_hexdigest(f"{request.method} {request.path}\n".encode() + body)
         branch = request.match_info.get("branch", "")
-        call = replace(call, repeats=f"key:{key}" if key else f"body:{digest}", branch=branch)
+        call = replace(call, repeats=f"{KEYED}{key}" if key else f"body:{digest}", branch=branch)
         if asked.stream:
             return await self._stream(request, episode, call, asked.events(self._episodes.model, time.time()))
         completion = await self._episodes.call(episode, call, None)

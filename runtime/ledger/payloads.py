@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from msgspec import Struct
 
 from runtime.errors import SluiceError, StorageFull, is_full
 from runtime.process import disk
+from runtime.run_files import regular
 
 _HEADER = struct.Struct("<QQ")
 _NAME = re.compile(r"segment-(\d{5,})\.bin")
@@ -53,7 +55,9 @@ def read(folder: Path, handle: Handle) -> bytes:
     """The bytes of one record. Raises PayloadLost. Any thread or process may read while a store appends."""
     path = segment_path(folder, handle.segment)
     try:
-        with path.open("rb", buffering=0) as file:
+        with regular(path, sys.maxsize).open("rb", buffering=0) as file:
+            if not 0 <= handle.length <= os.fstat(file.fileno()).st_size or handle.offset < 0:  # a damaged row's
+                raise PayloadLost(f"{path.name}: there is no record at {handle.offset} of {handle.length} bytes")
             record = os.pread(file.fileno(), _HEADER.size + handle.length, handle.offset)
     except FileNotFoundError:
         raise PayloadLost(f"{path.name} is gone") from None

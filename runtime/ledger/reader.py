@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,10 +14,11 @@ import numpy as np
 from msgspec import Struct
 
 from runtime import codec
-from runtime.errors import InvariantViolated, UserError
+from runtime.errors import InvalidMessage, InvariantViolated, UserError
 from runtime.ledger import payloads
 from runtime.ledger.payloads import Handle
 from runtime.ledger.states import Mark, Phase
+from runtime.run_files import regular
 from runtime.types import Outcomes, PolicyVersion, Scores
 
 T = TypeVar("T")
@@ -103,7 +105,14 @@ def _decoded(kind: type[T], blob: bytes | None) -> T | None:
 
 
 def group_row(row: sqlite3.Row) -> GroupRow:
-    """Decode a row of `SELECT * FROM groups`."""
+    """Decode a row of `SELECT * FROM groups`. Raises LedgerDamaged."""
+    try:
+        return _group_row(row)
+    except (InvalidMessage, ArithmeticError, TypeError, ValueError) as error:
+        raise LedgerDamaged(f"{DATABASE}: the row of group {row['id']!r} is damaged: {error}") from error
+
+
+def _group_row(row: sqlite3.Row) -> GroupRow:
     plain = {name: row[name] for name in GroupRow.__struct_fields__ if name in row.keys()}  # noqa: SIM118
     handles = {
         part: Handle(row[f"{part}_segment"], row[f"{part}_offset"], row[f"{part}_length"])
@@ -140,6 +149,8 @@ class LedgerReader:
         path = self.folder / DATABASE
         if not path.exists():
             raise UserError(f"{self.folder}: no ledger here; a run's ledger is {DATABASE}")
+        for file in filter(Path.exists, (path, *(path.with_name(f"{DATABASE}-{kind}") for kind in ("wal", "shm")))):
+            regular(file, sys.maxsize)
         # SQLite wants to write beside a database in WAL mode even to read it; a closed one has no WAL and needs no such files.
         frozen = not os.access(self.folder, os.W_OK) and not path.with_name(f"{DATABASE}-wal").exists()
         uri = f"{path.absolute().as_uri()}?{'immutable=1' if frozen else 'mode=ro'}"

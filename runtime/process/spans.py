@@ -241,14 +241,14 @@ class SpanFile(Struct):
     def follow(self) -> list[TracedSpan]:
         """What came since, which is also behind the others in `spans`. A line that is still being written is left for later;
         one that is torn, by a kill, is left out."""
-        with self.path.open("rb") as file:
+        with run_files.regular(self.path).open("rb") as file:
             self.header = msgspec.json.decode(file.read(_HEADER), type=SpanHeader)
             file.seek(self.at)
             whole, newline, _ = file.read().rpartition(b"\n")
         self.at += len(whole) + len(newline)
         new: list[TracedSpan] = []
         for line in whole.splitlines():
-            with suppress(msgspec.DecodeError, msgspec.ValidationError):
+            with suppress(*run_files.NOT_DECODED):
                 new.append(_decoded(line))
         self.spans += new
         return new
@@ -268,9 +268,9 @@ class SpanFolder:
         for path in paths:
             if path.name not in self.files:
                 try:
-                    with path.open("rb") as file:
+                    with run_files.regular(path).open("rb") as file:
                         header = msgspec.json.decode(file.read(_HEADER), type=SpanHeader)
-                except (msgspec.DecodeError, msgspec.ValidationError):
+                except run_files.NOT_DECODED:
                     continue  # not whole yet
                 self.files[path.name] = SpanFile(path, header)
             self.files[path.name].follow()

@@ -31,6 +31,7 @@ INSTALL = {"bwrap": "apt-get install bubblewrap", "docker": "see docs.docker.com
 EVERY_UID = "0 0 4294967295"  # the map of a user namespace that has them all
 OUTPUT = 1 << 20
 NOWHERE = "127.0.0.1:1024"  # a gateway, to try one
+CONNECTIONS = 64  # from within a sandbox to the gateway, at once
 SHOWN = 300  # characters of what a runtime says
 
 _SOURCE = Path(__file__).with_name("keeper.py").read_text("utf-8")
@@ -82,6 +83,7 @@ class Box:
         self._home = f"{tempfile.gettempdir()}/{self._name}" if sandbox.runtime == "subprocess" else HOME
         self._process: asyncio.subprocess.Process
         self._relay: asyncio.Server | None = None
+        self._led = 0  # connections to the gateway
         self._usable = False
 
     async def __aenter__(self) -> Box:
@@ -223,13 +225,18 @@ class Box:
             raise ServiceFault("sandbox", "start", "it is not ready", timeouts.SANDBOX_START) from None
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection from within, led on to the gateway until either end closes it."""
-        try:
-            there, onward = await asyncio.open_connection(*self._gateway)
-        except OSError:
+        """One connection from within, led on to the gateway until either end closes it. One too many is closed."""
+        if self._led >= CONNECTIONS:
             writer.close()
             return
-        await asyncio.gather(_copy(reader, onward), _copy(there, writer))
+        self._led += 1
+        try:
+            there, onward = await asyncio.wait_for(asyncio.open_connection(*self._gateway), timeouts.SANDBOX_START)
+            await asyncio.gather(_copy(reader, onward), _copy(there, writer))
+        except (OSError, asyncio.TimeoutError):
+            writer.close()
+        finally:
+            self._led -= 1
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

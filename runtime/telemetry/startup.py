@@ -35,10 +35,11 @@ class Startup(Struct, kw_only=True):
 
     @classmethod
     def read(cls, folder: Path) -> Startup | None:
-        """None where no first step was submitted."""
+        """None where no first step was submitted, and where the file is damaged: nothing but a line rests on it. Raises
+        UserError for what is no file."""
         try:
-            return msgspec.json.decode((folder / run_files.STARTUP).read_bytes(), type=cls)
-        except FileNotFoundError:
+            return msgspec.json.decode(run_files.regular(folder / run_files.STARTUP).read_bytes(), type=cls)
+        except (FileNotFoundError, *run_files.NOT_DECODED):
             return None
 
 

@@ -68,10 +68,10 @@ class Summary(Struct, kw_only=True, forbid_unknown_fields=True):
         """What the run in the folder `run_dir` came to. Raises UserError when it has no summary, or not a whole one."""
         path = Path(run_dir) / run_files.SUMMARY
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+            return msgspec.json.decode(run_files.regular(path).read_bytes(), type=cls)
         except OSError as error:
             raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except run_files.NOT_DECODED as error:
             raise UserError(f"{path}: not a summary: {error}") from error
 
 

@@ -189,6 +189,9 @@ NO_ITEM = 'is not "message" or "function_call" or "function_call_output" or "rea
         (CHAT, {"messages": [{"role": "assistant", "refusal": "no"}]}, 'messages[0].refusal: "no": expected null, got str'),
         (CHAT, {"stream_options": {"include_all": True}}, "stream_options.include_all: is not implemented"),
         (CHAT, {"stop": [""]}, 'stop[0]: "": expected str of length >= 1'),
+        (CHAT, {"stop": ["x"] * 65}, "expected array of length <= 64"),
+        (MESSAGES, {"stop_sequences": ["x"] * 65}, "expected array of length <= 64"),
+        (CHAT, {"stop": "x" * 1025}, "expected str of length <= 1024"),
         (CHAT, said({"type": "image_url", "image_url": {}}), f'messages[0].content[0].type: "image_url" {NO_VISION}'),
         (MESSAGES, {"max_tokens": None}, "max_tokens: is missing"),
         (MESSAGES, said({"type": "text", "text": "a"}, IMAGE), f'messages[0].content[1].type: "image" {NO_VISION}'),
@@ -239,6 +242,11 @@ def test_a_conversation_in_the_words_of_chat_completions() -> None:
         Message("tool", "1", tool_call_id="c1"),
         Message("tool", "2", tool_call_id="c2"),
     )
+    thought = {"role": "assistant", "content": "so", "reasoning": "hm"}  # which vLLM names so, and others by both names
+    for other in ({}, {"reasoning_content": "hm"}, {"reasoning_content": None}):
+        assert ask(CHAT, messages=[*HELLO, {**thought, **other}]).call.messages[1] == Message("assistant", "so", reasoning="hm")
+    told = over_the_wire(ask(CHAT).answer(completion_of(Message("assistant", "so", reasoning="hm"))))["choices"][0]["message"]
+    assert told["reasoning"] == told["reasoning_content"] == "hm"
     assert refused(CHAT, messages=[{"role": "tool", "content": "1"}]).param == "messages[0].tool_call_id"
     assert refused(CHAT, messages=[{**messages[2], "role": "user"}]).param == "messages[0].role"
 

@@ -21,7 +21,7 @@ from runtime.columns import KeptSets, encode_set
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage
 from runtime.gateway import graph as product
-from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
+from runtime.gateway.conversation import TOO_LONG, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.graph import EpisodeGraph, payload_of
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import GroupPayload, PolicyVersion
@@ -316,6 +316,16 @@ def test_a_forced_beginning_is_given_and_not_trained(engine: Engine) -> None:
     assert [(made.name, made.arguments) for made in message.tool_calls] == [("add", '{"a": 1}')]
     engine.call([*call.messages, message, Message("tool", "3", tool_call_id=message.tool_calls[0].id)], tools=TOOLS)
     assert engine.graph.forks == {}
+    engine.check()
+
+
+def test_an_episode_holds_no_more_than_it_may(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = engine.call([user("1?")])
+    monkeypatch.setattr(product, "MOST_HELD", engine.graph.held + 1)
+    history = engine.call([*history, user("2?")])
+    with pytest.raises(Refused, match="one may hold") as refused:
+        engine.graph.extend(PolicyCall(messages=(*history, user("3?"))))
+    assert refused.value.code == TOO_LONG
     engine.check()
 
 

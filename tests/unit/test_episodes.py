@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -214,6 +215,7 @@ async def test_keys_give_access_to_one_episode_and_die_with_it(episodes: Episode
         return refused.value.status
 
     assert [status(one.id, other.key), status(one.id, ""), status("", KEY), status("none", one.key)] == [401, 401, 401, 404]
+    assert [status(one.id, "\udcff"), status("", "\udcff"), await refusal(episodes.begin("\udcff"))] == [401] * 3  # of no UTF-8
     playing.cancel()
     await asyncio.gather(playing, return_exceptions=True)
     assert [status(one.id, one.key), status(one.key, ""), status("", other.key)] == [404, 404, 401]
@@ -366,6 +368,15 @@ async def test_where_the_gateway_serves_calls_need_no_episode(episodes: Episodes
     assert not episodes.episode("", KEY).graph.nodes and not episodes.open
     own = await opened(episodes)
     assert own.group is None and (await episodes.call(own, call())).id == "call-1"
+    once, said = call(repeats="key:a"), Message("user", "another")
+    none = [episodes.episode("", KEY) for _ in range(6)]  # calls of no episode
+    first = await asyncio.gather(*(episodes.call(episode, once) for episode in none[:2]))
+    others = [await episodes.call(none[2], each) for each in (once, call(said, repeats="key:a"), call(repeats="body:a"))]
+    assert [each.id for each in (*first, *others)] == ["call-2", "call-2", "call-2", "call-3", "call-4"]
+    with mock.patch("runtime.gateway.episodes.ANSWERED", 1):
+        await episodes.call(none[3], call(repeats="key:b"))
+    assert (await episodes.call(none[4], once)).id == "call-6", "the oldest is forgotten"
+    assert (await episodes.call(own, once)).id == "call-7", "an episode has keys of its own"
 
 
 # ---- What is read of an episode, who gives it its reward, and what an evaluation makes of that

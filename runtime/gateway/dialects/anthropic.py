@@ -14,7 +14,7 @@ from runtime.gateway.dialects.fields import (
     FieldTable,
     NonNegative,
     Share,
-    StopText,
+    StopTexts,
     Strict,
     TopK,
     decode,
@@ -37,7 +37,7 @@ class _MessagesRequest(Struct, frozen=True, kw_only=True):
     max_tokens: Count
     messages: list[Any]
     system: Any = None
-    stop_sequences: tuple[StopText, ...] = ()
+    stop_sequences: StopTexts = ()
     stream: bool = False
     temperature: NonNegative | None = None
     top_p: Share | None = None

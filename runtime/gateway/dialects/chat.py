@@ -63,6 +63,7 @@ class _ChatMessage(Strict, frozen=True):
     tool_calls: list[_ChatToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, as vLLM names it now
     annotations: Any = None
     provider_specific_fields: Any = None
     cache_control: Any = None
@@ -98,7 +99,7 @@ class _ChatEvents(ChunkEvents[ChatAsked]):
     def rest(self, id: str, index: int, reply: PolicyReply) -> bytes:
         message = reply.message
         begin = self.told(id, index, "") if index not in self._sent else b""
-        reasoning = self._delta(id, index, reasoning_content=message.reasoning) if message.reasoning else b""
+        reasoning = self._delta(id, index, **_thought(message)) if message.reasoning else b""
         text = self.told(id, index, message.content)
         calls = [
             self._delta(id, index, tool_calls=[{"index": number, **called(call)}])
@@ -133,7 +134,8 @@ def parse(body: bytes) -> ChatAsked:
 def _message(given: Any, where: str) -> Message:
     message = read(_ChatMessage, given, where)
     role = one_of(f"{where}.role", message.role, ROLES)
-    if role != "assistant" and (message.tool_calls or message.reasoning_content):
+    thought = message.reasoning_content or message.reasoning or ""
+    if role != "assistant" and (message.tool_calls or thought):
         raise wrong(f"{where}.role", role, '"assistant", which alone has tool_calls and reasoning_content')
     if (role == "tool") != bool(message.tool_call_id):
         raise wrong(f"{where}.tool_call_id", message.tool_call_id, 'what a message of role "tool" has, and no other')
@@ -146,15 +148,20 @@ def _message(given: Any, where: str) -> Message:
         tool_calls=tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in calls),
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
-        reasoning=message.reasoning_content or "",
+        reasoning=thought,
     )
+
+
+def _thought(message: Message) -> dict[str, str]:
+    """By both names that clients look for."""
+    return {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
 
 
 def _answered(message: Message) -> dict[str, Any]:
     content = message.content or (None if message.tool_calls else "")
     answered: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if message.reasoning:
-        answered["reasoning_content"] = message.reasoning
+        answered |= _thought(message)
     if message.tool_calls:
         answered["tool_calls"] = [called(call) for call in message.tool_calls]
     return answered

@@ -26,7 +26,8 @@ NonNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1)]  # 0 or -1: off, as in vLLM
-StopText = Annotated[str, Meta(min_length=1)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+StopTexts = Annotated[tuple[StopText, ...], Meta(max_length=64)]  # each is looked for in the whole text at every piece
 
 _FAULT = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _NAMED = re.compile("Object (missing required|contains unknown) field `(.*)`")

@@ -15,6 +15,7 @@ from runtime.gateway.dialects.fields import (
     Seed,
     Share,
     StopText,
+    StopTexts,
     Strict,
     TopK,
     one_of,
@@ -40,7 +41,7 @@ class Sampled(Strict, frozen=True, kw_only=True):
 
     n: Replies = 1
     max_tokens: Count | None = None
-    stop: StopText | tuple[StopText, ...] = ()
+    stop: StopText | StopTexts = ()
     temperature: NonNegative | None = None
     top_p: Share | None = None
     top_k: TopK | None = None

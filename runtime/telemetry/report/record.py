@@ -125,7 +125,7 @@ def read(folder: Path, points: PointFile | None = None) -> RunRecord:
 def _text(path: Path) -> str:
     """ "" when there is no such file."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return run_files.regular(path).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
     except OSError as error:
@@ -168,7 +168,7 @@ class PointFile:
         """Read what came since. Raises UserError, naming the line, for what is no point."""
         path = self._path
         try:
-            with path.open("rb") as file:
+            with run_files.regular(path).open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self._read:  # a run in the place of another
                     self._read, self.points = 0, []
                 file.seek(self._read)
@@ -182,7 +182,7 @@ class PointFile:
             number = len(self.points) + 1
             try:
                 point = msgspec.json.decode(line, type=_Logged)
-            except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            except run_files.NOT_DECODED as error:
                 raise UserError(f"{path}: line {number} is not a point of metrics: {error}") from error
             if fault := _fault(point):
                 raise UserError(f"{path}: line {number} is not a point of metrics: {fault}")
@@ -220,13 +220,13 @@ def _fault(point: Point) -> str:
 
 def _ended(path: Path, points: list[Point]) -> Ended | None:
     try:
-        written, text = path.stat().st_mtime, path.read_bytes()
+        written, text = path.stat().st_mtime, run_files.regular(path).read_bytes()
         ended = msgspec.json.decode(text, type=Ended)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except run_files.NOT_DECODED as error:
         raise UserError(f"{path}: not a summary: {error}") from error
     newest = points[-1].get("time") if points else None
     return ended if not isinstance(newest, float) or newest <= written + CLOCKS else None
@@ -249,8 +249,8 @@ def _described(folder: Path, model: str) -> dict[str, Any] | None:
     places = [folder / run_files.MODEL, *(each / run_files.MODEL for each in checkpoints), *([Path(model)] if model else [])]
     for place in places:
         try:
-            found = json.loads((place / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            found = json.loads(run_files.regular(place / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError, UserError):
             continue  # the next place says the same
         if isinstance(found, dict):
             return found
