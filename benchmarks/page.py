@@ -170,8 +170,16 @@ async def _trained(folder: Path, name: str, kind: str, seed: int, settings: Page
 
 async def _watch(console: Path) -> None:
     """Ask for what a browser asks for that shows why steps take as long as they do."""
-    run = f"{await asyncio.to_thread(_address, console)}api/run/{THIS}"
-    async with aiohttp.ClientSession() as client, client.get(f"{run}/events") as events:
+    page = await asyncio.to_thread(_address, console)
+    run = f"{page.partition('?')[0]}api/run/{THIS}"
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as client:
+        async with client.get(page) as first:  # with its token, which is a cookie from then on
+            await first.read()
+        await _follow(client, run)
+
+
+async def _follow(client: aiohttp.ClientSession, run: str) -> None:
+    async with client.get(f"{run}/events") as events:
         async for line in events.content:
             if line.startswith(b"data: "):
                 for view in ("summary", "why"):

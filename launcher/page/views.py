@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -383,6 +384,7 @@ def _tail(path: Path) -> list[str]:
         return file.read().decode("utf-8", "replace").splitlines()[-LOG_LINES:]
 
 
+@cache
 def _defaults() -> dict[str, Any]:
     return _flat(read_texts(yaml.safe_dump(without_secrets(Config(run=Run(name=""))))))
 

@@ -92,7 +92,7 @@ class LivePage(Section, frozen=True):
     port: Port = 0
     """0: one that is free. Where it is told: on the console, as the run begins."""
     host: str = "127.0.0.1"
-    """The address that it listens on. Any but this machine's own wants a token, which is told with it."""
+    """The address that it listens on. The token that it wants is told with it. There is no TLS: off this machine take a tunnel."""
 
 
 class Mismatch(Section, frozen=True):

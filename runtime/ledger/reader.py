@@ -154,7 +154,10 @@ class LedgerReader:
         # SQLite wants to write beside a database in WAL mode even to read it; a closed one has no WAL and needs no such files.
         frozen = not os.access(self.folder, os.W_OK) and not path.with_name(f"{DATABASE}-wal").exists()
         uri = f"{path.absolute().as_uri()}?{'immutable=1' if frozen else 'mode=ro'}"
-        self._connection = sqlite3.connect(uri, uri=True)
+        try:
+            self._connection = sqlite3.connect(uri, uri=True)
+        except sqlite3.Error as error:
+            raise self._unreadable(error) from error
         self._connection.row_factory = sqlite3.Row
         try:
             check_format(self._connection, self.folder)
