@@ -92,7 +92,7 @@ class LivePage(Section, frozen=True):
     port: Port = 0
     """0: one that is free. Where it is told: on the console, as the run begins."""
     host: str = "127.0.0.1"
-    """The address that it listens on. The token that it wants is told with it. There is no TLS: off this machine take a tunnel."""
+    """The address that it listens on, without TLS: off this machine take a tunnel. The token that it wants is told with it."""
 
 
 class Mismatch(Section, frozen=True):

@@ -134,6 +134,7 @@ def test_a_page_is_asked_by_its_own_names_alone_and_wants_its_token_once(run: Pa
     assert served(run, use, shown=False) == [401, 401, 401, 403, 403]
     paths = ("/", "/?token=wrong", f"/?token={quote('sésame')}", "/?token=%ff", f"/?token={TOKEN}", "/", "/api/runs")
     assert statuses(run, paths, shown=False) == [401, 401, 401, 401, 200, 200, 200]
+    assert statuses(run, ("/", "/api/runs"), headers={"Content-Encoding": "gzip"}, shown=False) == [415, 415]
     other = {"Cookie": "sluice-page-1=\udcff", "Authorization": "\udcff"}
     assert statuses(run, ("/", f"/api/run/{THIS}/what-if"), shown=False, headers=other) == [401, 401]
 
@@ -392,6 +393,7 @@ def test_who_has_not_the_token_learns_nothing(monkeypatch: pytest.MonkeyPatch) -
             for path in ("/metrics", "/sd", "/other"):
                 code, body = await get(path, **({"Authorization": given} if given else {}))
                 assert code == 401 and "a run" not in body
+        assert (await get("/metrics", **{"Content-Encoding": "gzip", "Authorization": "Bearer token"}))[0] == 415
         assert told.asked == 0
         assert (await get("/metrics", Authorization="Bearer token"))[0] == 200
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from runtime.rewards.scorer import RewardScorer
 from runtime.rewards.worker import Task
 from runtime.rewards.worker_process import Limits
 from runtime.sandbox import Box, Finished, Sandbox, check, run
+from runtime.sandbox.box import CONNECTIONS
 from tests.sandboxes import members, namespaces_below, needs_bwrap
 from tests.unit.test_rewards_scorer import Bytes
 
@@ -177,6 +179,42 @@ def test_the_gateway_alone(bwrap: Sandbox) -> None:
     reached, refused = asyncio.run(session())
     assert reached.stdout == b"said\nheard\n\n"
     assert b"ConnectionRefusedError" in refused.stderr
+
+
+def test_connections_to_the_gateway_are_counted() -> None:
+    """By the relay itself, whatever runs in the sandbox."""
+
+    async def session() -> None:
+        async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(await reader.read(1))
+            await reader.read()
+            writer.close()
+
+        gateway = await asyncio.start_server(echo, "127.0.0.1", 0)
+        box = Box(Sandbox(network="gateway"), f"127.0.0.1:{gateway.sockets[0].getsockname()[1]}")
+        relay = await asyncio.start_server(box._connect, "127.0.0.1", 0)
+
+        async def opened() -> tuple[bytes, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection(*relay.sockets[0].getsockname())
+            writer.write(b"x")
+            with suppress(ConnectionResetError):
+                return await reader.read(1), writer
+            return b"", writer
+
+        async with gateway, relay:
+            ends = [await opened() for _ in range(CONNECTIONS + 1)]
+            assert [answer for answer, _ in ends] == [b"x"] * CONNECTIONS + [b""]
+            ends[0][1].close()
+            while box._led == CONNECTIONS:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0)
+            ends.append(await opened())
+            assert ends[-1][0] == b"x"
+            for _, writer in ends:
+                writer.close()
+            while box._led:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(session(), 60))
 
 
 # ------------------------------------------------------------------------------------------------ its end

@@ -185,7 +185,7 @@ def test_yaml_is_bounded_before_it_is_read() -> None:
 
 
 def faults(folder: Path, output: Path, number: int) -> Iterator[str]:
-    """Of the readers of `folder`, which has a run that is damaged and one that is not: each view, and a quarter of the commands."""
+    """Of readers of `folder`, which has a run that is damaged and one that is not: each view, a quarter of the commands."""
     for read in views(folder / "run"):
         try:
             read()
