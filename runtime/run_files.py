@@ -51,7 +51,7 @@ def regular(path: Path, largest: int = LARGEST) -> Path:
     Raises UserError for these, and for one of more than `largest` bytes; OSError where there is none."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise UserError(f"{path}: is no regular file")
+        raise UserError(f"{path}: is a directory" if stat.S_ISDIR(found.st_mode) else f"{path}: is no regular file")
     if found.st_size > largest:
         raise UserError(f"{path}: has {found.st_size} bytes; must have at most {largest}")
     return path

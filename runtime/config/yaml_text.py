@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, UserError
 from runtime.run_files import regular
 
 MOST_BYTES = 1 << 20  # of a file
@@ -130,7 +130,11 @@ def _read(text: str | bytes, loader: type[_Loader]) -> Any:
 def read_mapping(path: Path, needed: str = "at least run.name is needed") -> dict[Any, Any]:
     """A YAML file that holds a mapping. Raises ConfigError; `needed` says what an empty one lacks."""
     try:
-        raw = read_value(regular(path, MOST_BYTES).read_bytes())
+        own = path.is_relative_to("/dev")  # a pipe of the user's shell, which is in no folder
+        with (path if own else regular(path, MOST_BYTES)).open("rb") as file:
+            raw = read_value(file.read(MOST_BYTES + 1))
+    except UserError as error:  # no file, or a large one
+        raise ConfigError([str(error)]) from error
     except OSError as error:
         raise ConfigError([f"{path}: {(error.strerror or str(error)).lower()}"]) from error
     except yaml.YAMLError as error:

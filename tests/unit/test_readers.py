@@ -25,8 +25,8 @@ from launcher.page.server import Pages
 from launcher.page.views import RunView
 from runtime import run_files
 from runtime.config import yaml_text
-from runtime.config.yaml_text import DEEPEST, MOST_BYTES, dump, read_value
-from runtime.errors import SluiceError, UserError
+from runtime.config.yaml_text import DEEPEST, MOST_BYTES, dump, read_mapping, read_value
+from runtime.errors import ConfigError, SluiceError, UserError
 from runtime.evaluation import generations, results
 from runtime.simulation.calibration import LEAST
 from runtime.telemetry.startup import Startup
@@ -181,6 +181,13 @@ def test_yaml_is_bounded_before_it_is_read() -> None:
     ):
         with pytest.raises(yaml.YAMLError, match=why):
             read_value(text)
+    ours, theirs = os.pipe()
+    os.write(theirs, b"a: 1")
+    os.close(theirs)
+    assert read_mapping(Path(f"/dev/fd/{ours}")) == {"a": 1}, "a pipe of the user's own shell"
+    os.close(ours)
+    with pytest.raises(ConfigError, match="bytes; must be at most"):
+        read_mapping(Path("/dev/zero"))
     assert read_value("[" * DEEPEST + "]" * DEEPEST)
 
 
