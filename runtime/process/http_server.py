@@ -3,7 +3,7 @@
 ::
 
     connection ──► Connection: how many there are; seconds until a first request, and for what its client does not read
-                        └──► aiohttp ──► `bounded`: no body is expanded, and none is read behind its answer
+                        └──► aiohttp ──► `bounded`: no body is expanded
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import cast
 
 from aiohttp import web
 
@@ -88,7 +89,7 @@ class HttpServer:
             logger=log,
             shutdown_timeout=grace,
             auto_decompress=False,
-            lingering_time=0.0,
+            lingering_time=timeouts.HTTP_HEAD,  # many clients read no answer before they have sent all of their body
             keepalive_timeout=timeouts.HTTP_IDLE,
         )
 
@@ -157,13 +158,13 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport, self.host = transport, str((transport.get_extra_info("peername") or [""])[0])
+        self.transport = cast(asyncio.Transport, transport)  # which uvloop's is not by its class
+        self.host = str((transport.get_extra_info("peername") or [""])[0])
         self._taken = self._server.take(self)
         if not self._taken:
             self.end()
             return
-        transport.set_write_buffer_limits(0)  # whatever is not read is told of by `pause_writing`
+        self.transport.set_write_buffer_limits(0)  # whatever is not read is told of by `pause_writing`
         self._waiting = asyncio.get_running_loop().call_later(timeouts.HTTP_HEAD, self.end)
         self._inner.connection_made(transport)
 

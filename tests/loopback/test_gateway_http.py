@@ -16,6 +16,7 @@ from unittest import mock
 import aiohttp
 import numpy as np
 import pytest
+import uvloop
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from yarl import URL
@@ -107,8 +108,12 @@ def run(test: Callable[[Served], Awaitable[None]], **backend: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> None:
+def fresh() -> Iterator[None]:
+    """On the loop that gateways run on."""
     counted_log.counts.clear()
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    yield
+    asyncio.set_event_loop_policy(None)
 
 
 def events_of(text: str) -> list[tuple[str, Any]]:
