@@ -192,8 +192,8 @@ def test_yaml_is_bounded_before_it_is_read() -> None:
 
 
 def faults(folder: Path, output: Path, number: int) -> Iterator[str]:
-    """Of readers of `folder`, which has a run that is damaged and one that is not: each view, a quarter of the commands."""
-    for read in views(folder / "run"):
+    """Of readers of `folder`, one of whose two runs is damaged: half of the views, a quarter of the commands."""
+    for read in [*views(folder / "run")][number // 4 % 2 :: 2]:
         try:
             read()
         except SluiceError:
