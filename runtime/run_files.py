@@ -46,13 +46,14 @@ NOT_DECODED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what 
 LARGEST = 1 << 30  # bytes of a file that is read whole
 
 
-def regular(path: Path, largest: int = LARGEST) -> Path:
+def regular(path: Path, largest: int | None = LARGEST) -> Path:
     """`path`, of a file that can be read to its end: a folder of others may have devices and pipes in the place of its files.
-    Raises UserError for these, and for one of more than `largest` bytes; OSError where there is none."""
+    Raises UserError for these, and for one of more than `largest` bytes (None: it is not read whole); OSError where there is
+    none."""
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise UserError(f"{path}: is a directory" if stat.S_ISDIR(found.st_mode) else f"{path}: is no regular file")
-    if found.st_size > largest:
+    if largest is not None and found.st_size > largest:
         raise UserError(f"{path}: has {found.st_size} bytes; must have at most {largest}")
     return path
 

@@ -16,6 +16,7 @@ from runtime.errors import UserError
 from runtime.process import disk
 from runtime.types import FinishReason, GroupPayload, PolicyVersion, Sample, Scores
 
+LONGEST = 1 << 26  # bytes of a line
 SUFFIX = ".jsonl"
 
 
@@ -137,10 +138,9 @@ def read(path: Path) -> Iterator[Generation]:
     """The replies in a file; a last line that is still being written is left out. Raises UserError."""
     decode = msgspec.json.Decoder(Generation).decode
     try:
-        with run_files.regular(path).open("rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    yield decode(line)
+        with run_files.regular(path, None).open("rb") as file:
+            while (line := file.readline(LONGEST)).endswith(b"\n"):
+                yield decode(line)
     except OSError as error:
         raise UserError(f"{path}: {(error.strerror or str(error)).lower()}") from error
     except run_files.NOT_DECODED as error:

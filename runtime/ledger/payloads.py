@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 import struct
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -55,7 +54,7 @@ def read(folder: Path, handle: Handle) -> bytes:
     """The bytes of one record. Raises PayloadLost. Any thread or process may read while a store appends."""
     path = segment_path(folder, handle.segment)
     try:
-        with regular(path, sys.maxsize).open("rb", buffering=0) as file:
+        with regular(path, None).open("rb", buffering=0) as file:
             whole = 0 <= handle.length <= os.fstat(file.fileno()).st_size and handle.offset >= 0  # else a damaged row's
             record = os.pread(file.fileno(), _HEADER.size + handle.length, handle.offset) if whole else b""
     except FileNotFoundError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -150,7 +149,7 @@ class LedgerReader:
         if not path.exists():
             raise UserError(f"{self.folder}: no ledger here; a run's ledger is {DATABASE}")
         for file in filter(Path.exists, (path, *(path.with_name(f"{DATABASE}-{kind}") for kind in ("wal", "shm")))):
-            regular(file, sys.maxsize)
+            regular(file, None)
         # SQLite wants to write beside a database in WAL mode even to read it; a closed one has no WAL and needs no such files.
         frozen = not os.access(self.folder, os.W_OK) and not path.with_name(f"{DATABASE}-wal").exists()
         uri = f"{path.absolute().as_uri()}?{'immutable=1' if frozen else 'mode=ro'}"

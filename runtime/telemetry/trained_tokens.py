@@ -81,7 +81,7 @@ def _whole(path: Path) -> int:
 def read(run: Path, step: int) -> Iterator[TrainedTokens]:
     """What all ranks have kept of `step`; of a step that was done again also what was computed before."""
     for path in sorted((run / run_files.TRAINED).glob(f"*{SUFFIX}*")):
-        with run_files.regular(path).open("rb") as file:
+        with run_files.regular(path, None).open("rb") as file:
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
                 found, length = _HEAD.unpack(head)
                 if found != step:
