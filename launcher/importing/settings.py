@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from launcher.importing.keys import KeyTable, Outcome, TheirKey, shown
+from runtime.config.yaml_text import at_home
 
 
 class Unresolved(Struct, frozen=True):
@@ -121,7 +122,7 @@ class TranslatedSettings:
         assert found is not None, f"the table has {section}.{name}"
         place, key = found
         if entry is None or (entry.value is None and entry.path not in self._left_out):
-            return Setting(entry.path if entry else f"{place}.{name}".lstrip("."), _typed(key, key.default), False)
+            return Setting(entry.path if entry else f"{place}.{name}".lstrip("."), _typed(key, at_home(key.default)), False)
         if entry.path in self._left_out or _wrong(key, entry.value):
             return Setting(entry.path, None, True)  # the fault is known; nothing more is to be said of it
         return Setting(entry.path, _typed(key, entry.value), True)

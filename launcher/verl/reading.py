@@ -14,7 +14,7 @@ import yaml
 from launcher.importing.keys import KeyTable
 from launcher.importing.settings import FileEntry, Read, Unresolved
 from launcher.verl.script import TRAINERS, UNKNOWN, Script
-from runtime.config.yaml_text import read_mapping, read_value
+from runtime.config.yaml_text import at_home, read_mapping, read_value
 from runtime.errors import ConfigError
 
 TABLE = KeyTable("verl", "import-verl", Path(__file__).parent / "keys.yaml")
@@ -139,8 +139,7 @@ def _resolved(path: str, value: Any, values: Mapping[str, Any], depth: int = _DE
 def _found(path: str, value: Any, models: Path | None) -> Any:
     if isinstance(value, list):
         return [_found(path, each, models) for each in value]
-    if isinstance(value, str) and value.startswith("~/"):
-        return str(Path(value).expanduser())
+    value = at_home(value)
     if models is not None and isinstance(value, str) and path.endswith(_MODELS) and not Path(value).is_dir():
         folders = [folder for folder in (models / value, models / Path(value).name) if folder.is_dir()]
         return str(folders[0]) if folders else value

@@ -22,7 +22,7 @@ from runtime.config import Algorithm, Config, Parallel, Section, Services
 from runtime.config.model import TINY_PREFIX
 from runtime.config.names_of_trl import OF_TRL
 from runtime.config.secret_values import refused
-from runtime.config.yaml_text import dump, read_mapping, read_value, show
+from runtime.config.yaml_text import at_home, dump, read_mapping, read_value, show
 from runtime.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
@@ -136,7 +136,7 @@ def _fill_preset(raw: dict[Any, Any], key: str) -> list[str]:
     if not own and name not in preset_names(key):
         return [f"{key}: '{name}' is not one of {', '.join(preset_names(key))}, nor a path to FILE.yaml"]
     try:
-        preset = read_mapping(path, f"at least one key of section {section} is needed")
+        preset = at_home(read_mapping(path, f"at least one key of section {section} is needed"))
     except ConfigError as error:
         return [f"{key}: {fault}" for fault in error.faults]
     if own_key in preset:
@@ -196,7 +196,7 @@ def _spell_out(raw: dict[Any, Any]) -> list[str]:
 
 
 def _overridden(raw: dict[Any, Any], overrides: Sequence[str], root: inspect.Type) -> tuple[dict[Any, Any], list[str]]:
-    """`raw` with the overrides applied, and the faults of those that could not be."""
+    """`raw` with the overrides applied and paths of home directories, and the faults of overrides that could not be."""
     faults = _spell_out(raw) if root is _ROOT else []
     for override in overrides:
         try:
@@ -204,7 +204,7 @@ def _overridden(raw: dict[Any, Any], overrides: Sequence[str], root: inspect.Typ
         except ConfigError as error:
             faults += error.faults
         faults += _spell_out(raw) if root is _ROOT else []
-    return raw, faults
+    return at_home(raw), faults
 
 
 def _apply(raw: dict[Any, Any], override: str, root: inspect.Type) -> None:

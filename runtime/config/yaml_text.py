@@ -5,6 +5,7 @@ Scalars follow YAML 1.2's core schema: `1e-5` is a number, `on`, `no` and `2026-
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -144,6 +145,17 @@ def read_mapping(path: Path, needed: str = "at least run.name is needed") -> dic
     if not isinstance(raw, dict):
         raise ConfigError([f"{path}: holds {show(raw)}, not a mapping of keys"])
     return raw
+
+
+def at_home(value: Any) -> Any:
+    """`value`, in which each text that begins with `~/` or `~NAME/` is a path below the home of the user, or of NAME."""
+    if isinstance(value, dict):
+        return {key: at_home(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [at_home(each) for each in value]
+    if not isinstance(value, str) or not value.startswith("~") or "/" not in value:
+        return value
+    return os.path.expanduser(value)  # noqa: PTH111 - which leaves a NAME alone that nobody has
 
 
 def _yaml_fault(error: yaml.YAMLError) -> str:

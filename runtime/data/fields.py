@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -14,7 +15,9 @@ Row = dict[str, Any]
 Messages = list[dict[str, str]]
 
 ROLES = ("system", "user", "assistant")
+_SHAREGPT = {"human": "user", "gpt": "assistant", "system": "system"}  # by "from", with the text as "value"
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+_encode = msgspec.json.Encoder(decimal_format="number").encode
 
 
 class Rejected(Exception):
@@ -67,7 +70,7 @@ class Fields:
 
     def conversation(self) -> Messages:
         """The prompt as messages: text, with the query in a line of its own below, or a chat; before it the system text."""
-        prompt, query = self.value("prompt"), self.value("query")
+        prompt, query = _chat_if_any(self.value("prompt")), self.value("query")
         if isinstance(prompt, list):
             messages = _chat(prompt)
         elif prompt is None or isinstance(prompt, str):
@@ -85,7 +88,7 @@ class Fields:
 
     def chat(self) -> Messages:
         """The prompt as messages, whoever has the last one; before them the system text."""
-        prompt = self.value("prompt")
+        prompt = _chat_if_any(self.value("prompt"))
         if not isinstance(prompt, list):
             raise Rejected("prompt that is not a chat")
         return self._with_system(_turns(prompt))
@@ -106,22 +109,33 @@ def extra(row: Row, names: Sequence[str]) -> dict[str, Any]:
     for name in names:
         if name not in row:
             raise MissingColumn("additional", name)
-    try:
-        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode({name: row[name] for name in names}))
-    except (TypeError, ValueError, RecursionError):
-        raise Rejected("additional column that is no JSON value") from None
+    found: dict[str, Any] = msgspec.json.decode(
+        _json({name: row[name] for name in names}, "additional column that is no JSON value")
+    )
     return found
 
 
+def _json(value: Any, fault: str) -> str:
+    try:
+        return _encode(value).decode()
+    except (TypeError, ValueError, RecursionError):
+        raise Rejected(fault) from None
+
+
 def label_text(value: Any) -> str:
-    """A label as text; a whole float loses its point (contest files write 142 as 142.0). Raises Rejected."""
+    """A label as text; a whole number loses its point (contest files write 142 as 142.0), and a mapping or a list of such, as
+    tests of programs are, is JSON. Raises Rejected."""
     if value is None:
         raise Rejected("null label")
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+    if isinstance(value, dict) or (isinstance(value, list) and value and all(isinstance(each, dict) for each in value)):
+        return _json(value, "label that is no JSON value")
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
         raise Rejected("label that is neither text nor a number")
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    text = str(value).strip()
+    if isinstance(value, (float, Decimal)):
+        if math.isnan(value):
+            raise Rejected("null label")  # as pandas writes one
+        value = int(value) if math.isfinite(value) and value == int(value) else value
+    text = (format(value, "f") if isinstance(value, Decimal) else str(value)).strip()
     if not text:
         raise Rejected("empty label")
     return text
@@ -138,7 +152,7 @@ def difficulty(row: Row, column: str) -> float:
     if isinstance(value, str):
         found = _NUMBER.search(value)
         value = float(found.group()) if found else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)) or not math.isfinite(value) or value <= 0:
         raise Rejected("unknown difficulty")
     return float(value)
 
@@ -155,10 +169,27 @@ def _chat(turns: list[Any]) -> Messages:
     return messages
 
 
+def _chat_if_any(prompt: Any) -> Any:
+    """The chat that a text is in JSON, as tables have it in a column of texts; anything else as it is."""
+    if not isinstance(prompt, str) or not prompt.lstrip().startswith("[{"):
+        return prompt
+    try:
+        turns = msgspec.json.decode(prompt, type=list[dict[str, Any]])
+    except (msgspec.DecodeError, RecursionError):
+        return prompt
+    return turns if all({"role", "content"} <= turn.keys() or {"from", "value"} <= turn.keys() for turn in turns) else prompt
+
+
 def _turns(turns: list[Any]) -> Messages:
     messages: Messages = []
     for turn in turns:
-        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
+        if not isinstance(turn, dict):
+            raise Rejected("prompt that is not text")
+        role, content = turn.get("role"), turn.get("content")
+        if role is None:
+            role, content = _SHAREGPT.get(str(turn.get("from"))), turn.get("value")
+        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            content = "\n".join(str(part.get("text")) for part in content)
         if role not in ROLES or not isinstance(content, str):
             raise Rejected("prompt that is not text")
         messages.append({"role": role, "content": content})

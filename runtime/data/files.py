@@ -13,6 +13,7 @@ from runtime.errors import UserError
 T = TypeVar("T")
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".arrow")
+_PACKED = (".gz", ".zst")  # what may follow .json and .jsonl
 _SAVED = "state.json"  # what `Dataset.save_to_disk` writes beside its Arrow files
 _SPLITS = "dataset_dict.json"  # and `DatasetDict.save_to_disk` above the splits' folders
 _NOT_DATA = ("dataset_info.json", "dataset_infos.json", _SAVED, _SPLITS)
@@ -49,7 +50,7 @@ def data_files(path: str, key: str) -> DataFiles:
     if not root.is_dir():
         if not root.is_file():
             raise UserError(f"{key}: {path} is not a file")
-        return DataFiles(f"{root.absolute().parent.name}/{root.stem}", [root])
+        return DataFiles(f"{root.absolute().parent.name}/{unpacked(root).stem}", [root])
     if (root / _SPLITS).is_file():
         return data_files(str(root / _train(_decoded(root / _SPLITS, _Splits, key).splits, root, key)), key)
     source = "/".join(root.absolute().parts[-2:])
@@ -59,7 +60,7 @@ def data_files(path: str, key: str) -> DataFiles:
     found = _in_folder(root) or _in_folder(root / "data")
     if not found:
         raise UserError(f"{key}: {path} holds no {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file")
-    kinds = sorted({file.suffix for file in found})
+    kinds = sorted({unpacked(file).suffix for file in found})
     if len(kinds) > 1:
         raise UserError(f"{key}: {path} holds files of several kinds ({', '.join(kinds)}); name one of them")
     splits = [_split(file) for file in found]
@@ -72,10 +73,15 @@ def data_files(path: str, key: str) -> DataFiles:
     return DataFiles(source, [file for file, split in zip(found, splits, strict=True) if split in TRAIN])
 
 
+def unpacked(file: Path) -> Path:
+    """The name without that of a compression."""
+    return file.with_suffix("") if file.suffix in _PACKED else file
+
+
 def _in_folder(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES and file.name not in _NOT_DATA)
+    return sorted(file for file in folder.iterdir() if unpacked(file).suffix in SUFFIXES and file.name not in _NOT_DATA)
 
 
 def _split(file: Path) -> str:
@@ -94,5 +100,5 @@ def _train(splits: list[str], root: Path, key: str) -> str:
 def _decoded(file: Path, kind: type[T], key: str) -> T:
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{key}: {file} is not what save_to_disk writes: {error}") from error

@@ -139,6 +139,6 @@ def _read(path: Path, section: str) -> dict[str, PromptType]:
         listed = msgspec.json.decode(path.read_bytes(), type=list[PromptType])
     except OSError as error:
         raise UserError(f"{where}: {(error.strerror or str(error)).lower()}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{where}: not a list of templates: {error}") from error
     return {prompt_type.name: prompt_type for prompt_type in listed}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
@@ -16,14 +18,22 @@ from runtime.errors import UserError
 _BATCH_ROWS = 1024
 
 
-def rows(path: Path, key: str, parquet: bool) -> Iterator[tuple[int, Any]]:
-    """Yield (place, row), places from 1. Raises UserError, naming the configuration key `key`, for a file that is torn."""
+def rows(path: Path, key: str, parquet: bool, most: int) -> Iterator[tuple[int, Any]]:
+    """Yield (place, row), places from 1. No more than `most` bytes of rows are Python's objects at once.
+
+    Raises UserError, naming the configuration key `key`, for a file that is torn, for a value that Python does not have, and
+    for a row of more than `most` bytes.
+    """
     place = 0
     with _opened(path, key, parquet) as source:
-        for batch in pq.ParquetFile(source).iter_batches(_BATCH_ROWS) if parquet else _arrow(source):
-            for row in batch.to_pylist():
-                place += 1
-                yield place, row
+        for batch in _parquet(source) if parquet else _arrow(source):
+            exact = {field.name: make for field in batch.schema if (make := _exactly(field.type))}
+            for part in _parts(batch, most):
+                if part is None:
+                    raise UserError(f"{key}: {path}:{place + 1}: a row of more than {most} bytes")
+                for row in part.to_pylist():
+                    place += 1
+                    yield place, (row | {name: make(row[name]) for name, make in exact.items()} if exact else row)
 
 
 def count(path: Path, key: str, parquet: bool) -> int:
@@ -34,12 +44,23 @@ def count(path: Path, key: str, parquet: bool) -> int:
 
 @contextmanager
 def _opened(path: Path, key: str, parquet: bool) -> Iterator[pa.NativeFile]:
+    kind = "a Parquet" if parquet else "an Arrow"
     try:
         with pa.memory_map(str(path)) as source:
             yield source
     except (pa.ArrowException, OSError) as error:
-        kind = "a Parquet" if parquet else "an Arrow"
         raise UserError(f"{key}: {path}: not {kind} file: {str(error).splitlines()[0]}") from error
+    except (ValueError, OverflowError) as error:  # such as a date of the year 9999999, or nanoseconds
+        raise UserError(f"{key}: {path}: {kind} file with a value that cannot be read: {error}") from error
+
+
+def _parquet(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """Columns of text as they are stored: a dictionary holds once what thousands of rows name."""
+    columns = pq.ParquetFile(source).schema
+    texts = [each.path for each in columns if each.physical_type == "BYTE_ARRAY" and "." not in each.path]
+    source.seek(0)
+    batches: Iterator[pa.RecordBatch] = pq.ParquetFile(source, read_dictionary=texts).iter_batches(_BATCH_ROWS)
+    return batches
 
 
 def _arrow(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
@@ -50,3 +71,46 @@ def _arrow(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
         source.seek(0)
         return iter(pa.ipc.open_stream(source))
     return map(file.get_batch, range(file.num_record_batches))
+
+
+def _parts(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch | None]:
+    """The batch in parts of at most `most` bytes each; None for a row of more."""
+    if sum(map(_bytes, batch.columns)) <= most:
+        yield batch
+    elif batch.num_rows == 1:
+        yield None
+    else:
+        half = batch.num_rows // 2
+        yield from _parts(batch.slice(0, half), most)
+        yield from _parts(batch.slice(half), most)
+
+
+def _bytes(column: pa.Array) -> int:
+    """What the values have, each as often as a row names it."""
+    if isinstance(column, pa.DictionaryArray) and not pa.types.is_primitive(column.type.value_type):
+        return pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
+    if isinstance(column, pa.StructArray):
+        return sum(map(_bytes, column.flatten()))
+    return _bytes(column.flatten()) if type(column) in (pa.ListArray, pa.LargeListArray) else int(column.nbytes)
+
+
+def _exactly(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """What makes of a value in Python the one that was meant; None where it is so already.
+
+    Python's floats are of 64 bits: 0.3 of 32 bits would become 0.30000001192092896. A mapping would be a list of pairs.
+    """
+    if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+        width = np.float16 if pa.types.is_float16(kind) else np.float32
+        return lambda value: None if value is None else float(str(width(value)))
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _exactly(kind.value_type)
+    if pa.types.is_map(kind):
+        held = _exactly(kind.item_type) or (lambda value: value)
+        return lambda value: None if value is None else {name: held(each) for name, each in value}
+    if pa.types.is_struct(kind):
+        parts = {field.name: make for field in kind if (make := _exactly(field.type))}
+        if parts:
+            return lambda value: value and value | {name: make(value[name]) for name, make in parts.items()}
+    elif pa.types.is_nested(kind) and hasattr(kind, "value_type") and (item := _exactly(kind.value_type)):
+        return lambda value: value and [item(each) for each in value]
+    return None

@@ -61,6 +61,26 @@ def test_overrides_reach_sections_lists_and_defaults(loading: Loading) -> None:
     assert config.model.reference == ""
 
 
+def test_paths_of_home_directories_are_found_wherever_they_are_named(
+    loading: Loading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own.yaml").write_text("trainer: {engine: torch}\nrollout: {env: {HF_HOME: ~/models}}\n")
+    config = loading(
+        "run: {name: ~a, dir: ~/runs/a}\nservices: ~/own.yaml\nrewards: {rules: [{name: ~/own.py:near}]}",
+        "data.train=[{path: ~/a.jsonl}]",
+        "data.eval=~nobody-here/b.jsonl",
+        "data.system_prompt=~ is a tilde, and ~/x a path",
+        "model.path=~/models/small",
+    )
+    assert (config.run.name, config.run.dir) == ("~a", f"{tmp_path}/runs/a")
+    assert (config.data.train, config.data.eval) == ([Source(path=f"{tmp_path}/a.jsonl")], "~nobody-here/b.jsonl")
+    assert config.data.system_prompt == "~ is a tilde, and ~/x a path"
+    assert (config.rewards.rules[0].name, config.model.path) == (f"{tmp_path}/own.py:near", f"{tmp_path}/models/small")
+    (fleet,) = fleets(config).values()
+    assert fleet.env == {"HF_HOME": f"{tmp_path}/models"}
+
+
 def test_what_is_wrong_within_a_list_is_said_where_a_name_would_do_too(loading: Loading) -> None:
     assert loading("run: {name: a}", "data.train=[{path: x}, {path: y, weight: 2}]", "data.train.0.weight=3").data.train == [
         Source(path="x", weight=3.0),

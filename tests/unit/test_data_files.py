@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
+from collections.abc import Callable
 from datetime import date
+from decimal import Decimal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,8 @@ import pytest
 
 from runtime import config
 from runtime.coordinator.gateways import request_for
+from runtime.data import reading, tables
+from runtime.data.fields import Rejected, label_text
 from runtime.data.files import data_files
 from runtime.data.handlers import HANDLERS, Problem, ProblemSet, load_problems
 from runtime.data.overlap import keep_apart, overlap
@@ -179,19 +185,20 @@ def test_the_guide_s_own_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:
     answers = [0, None, None, " ", ["1", "2"], True]
+    answers += [[{"input": 1}, 2], {"inputs": ["1"]}, [{"input": "é"}]]
     rows = [{"question": "q", "answer": answer} for answer in answers]
     rows += [{"question": question, "answer": "1"} for question in ("", ["x"])]
     found = loaded(tmp_path, rows)
-    assert [problem.label for problem in found.problems] == ["0"]
-    assert found.rows == 8
+    assert [problem.label for problem in found.problems] == ["0", '{"inputs":["1"]}', '[{"input":"é"}]']
+    assert found.rows == 11
     assert found.dropped == {
         "null label": 2,
         "empty label": 1,
-        "label that is neither text nor a number": 2,
+        "label that is neither text nor a number": 3,
         "empty prompt": 1,
         "prompt that is not text": 1,
     }
-    assert found.report().startswith("8 rows, 1 problems (dropped: 2 null label, ")
+    assert found.report().startswith("11 rows, 3 problems (dropped: 2 null label, ")
 
 
 @pytest.mark.parametrize(
@@ -201,6 +208,10 @@ def test_unusable_rows_are_counted_by_reason(tmp_path: Path) -> None:
         ('{"question": "a", "answer": "1"}\n["a"]\n', "data.eval: {path}:2: a row is a JSON object, not list"),
         ('[{"question": "a", "answer": "1"}', "data.eval: {path}: not a JSON array"),
         ('{"question": "a", "answer": "\xff"}\n', "data.eval: {path}:1: not a line of JSON"),
+        (f'{{"a": {"[" * 9999}{"]" * 9999}}}\n', "data.eval: {path}:1: not a line of JSON: maximum recursion"),
+        (f'[{{"a": {"[" * 9999}{"]" * 9999}}}]', "data.eval: {path}: not a JSON array: maximum recursion"),
+        ("\x1f\x8b\x08", "data.eval: {path}: cannot be read: Truncated compressed stream"),
+        ("\x28\xb5\x2f\xfd", "data.eval: {path}: cannot be read: "),
         *(("\n\n", "data.eval: {path} has no rows"), ("[]", "data.eval: {path} has no rows")),
         ('{"question": "a"}\n', "data.label_key: {path}:1 has no column 'answer' (its columns: question)"),
         ('{"question": "a", "answer": null}\n', "data.eval: {path}: no row is left of 1 rows, 0 problems (dropped: 1 null"),
@@ -310,6 +321,116 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{}")
     with pytest.raises(UserError, match=r"^k: .*state\.json is not what save_to_disk writes: Object missing .*`_data_files`"):
         data_files(str(tmp_path), "k")
+    (tmp_path / "state.json").write_text('{"_data_files": ' + "[" * 9999 + "]" * 9999 + "}")
+    with pytest.raises(UserError, match=r"^k: .*state\.json is not what save_to_disk writes"):
+        data_files(str(tmp_path), "k")
+
+
+COLUMNS = [
+    *((pa.scalar(number, kind), text) for kind in (pa.float16(), pa.float32()) for number, text in ((0.3, "0.3"), (12, "12"))),
+    (pa.scalar(132.04, pa.float32()), "132.04"),
+    (pa.scalar(1e-7, pa.float64()), "1e-07"),
+    *((pa.scalar(Decimal("2.50"), kind), "2.50") for kind in (pa.decimal128(9, 2), pa.decimal256(60, 2))),
+    (pa.scalar(Decimal("4.00"), pa.decimal128(9, 2)), "4"),
+    *((pa.scalar("4", kind), "4") for kind in (pa.string(), pa.large_string())),
+    *((pa.scalar(4, kind), "4") for kind in (pa.int8(), pa.uint64())),
+    (pa.array([0.3], pa.float32()).dictionary_encode()[0], "0.3"),
+    (pa.array(["a"]).dictionary_encode()[0], "a"),
+    (pa.scalar({"at": [0.3, None]}, pa.struct([("at", pa.list_(pa.float32()))])), '{"at":[0.3,null]}'),
+    (pa.scalar([("at", 0.3)], pa.map_(pa.string(), pa.float32())), '{"at":0.3}'),
+    (pa.scalar({"day": date(2026, 1, 2)}), '{"day":"2026-01-02"}'),
+    *((pa.scalar(value), "Rejected") for value in (float("nan"), True, date(2026, 1, 2), b"4", [0.3], None)),
+]
+
+
+def test_every_type_of_a_column(tmp_path: Path) -> None:
+    for (value, label), name in product(COLUMNS, ("a.parquet", "a.arrow")):
+        table = pa.table({"answer": pa.array([value.as_py()], value.type), "question": ["q"]})
+        if name == "a.parquet":
+            pq.write_table(table, tmp_path / name)
+        else:
+            with pa.OSFile(str(tmp_path / name), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+                writer.write_table(table)
+        ((_, row),) = read_rows(tmp_path / name, "k")
+        try:
+            found = label_text(row["answer"])
+        except Rejected:
+            found = "Rejected"
+        assert (value, found) == (value, label)
+
+
+def test_what_python_does_not_have_and_a_row_of_any_size_are_one_line(tmp_path: Path) -> None:
+    """A dictionary holds once what each of its rows is to be."""
+    bad = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff"))
+    nanosecond, year = (pa.array([2**60 + 1], kind) for kind in (pa.timestamp("ns"), pa.timestamp("us")))
+    for column in (bad, nanosecond, year):
+        pq.write_table(pa.table({"answer": column}), tmp_path / "a.parquet")
+        with pytest.raises(UserError, match=r"^k: .*a\.parquet: a Parquet file with a value that cannot be read: [^\n]*$"):
+            list(read_rows(tmp_path / "a.parquet", "k"))
+    text = "0" * (1 << 20)
+    for rows, size, most in ((8, 1, 1 << 20), (8, 1, 3 << 20), (3, 2, 1 << 20)):
+        pq.write_table(pa.table({"answer": [text * size] * rows, "chat": [[{"content": text}]] * rows}), tmp_path / "a.parquet")
+        assert (tmp_path / "a.parquet").stat().st_size < 400_000
+        read = tables.rows(tmp_path / "a.parquet", "k", True, most)
+        if most > 1 << 20:
+            assert [place for place, row in read if len(row["answer"]) == len(text)] == [*range(1, rows + 1)]
+        else:
+            with pytest.raises(UserError, match=rf"^k: .*a\.parquet:1: a row of more than {most} bytes$"):
+                list(read)
+
+
+@pytest.mark.parametrize("packed", [gzip.compress, lambda data: pa.compress(data, "zstd", asbytes=True)])
+def test_json_may_be_compressed(tmp_path: Path, packed: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    suffix = ".gz" if packed is gzip.compress else ".zst"
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    for name, data in (
+        ("train.jsonl", packed(lines[:100]) + packed(lines[100:])),
+        ("train.json", packed(json.dumps(ROWS).encode())),
+    ):
+        file = tmp_path / name.rpartition(".")[2] / f"{name}{suffix}"
+        file.parent.mkdir()
+        file.write_bytes(data)
+        assert list(read_rows(file, "k")) == list(enumerate(ROWS, 1))
+        assert count_rows(file, "k") == len(ROWS)
+        assert labels(file.parent) == [row["answer"] for row in ROWS]
+        assert data_files(str(file), "k").source == f"{file.parent.name}/train"
+    file.write_bytes(packed(save_parquet(tmp_path / "a.parquet", 0, 3).read_bytes()))
+    with pytest.raises(UserError, match=r"^k: .*: a compressed table, .*; unpack it$"):
+        list(read_rows(file, "k"))
+    monkeypatch.setattr(reading, "_ROW_BYTES", 100)
+    monkeypatch.setattr(reading, "_ARRAY_BYTES", 100)
+    for data, what in ((b'{"a": "' + bytes(100), ":1: a row of"), (b"[" + bytes(100), ": a JSON array of")):
+        file.write_bytes(packed(data))
+        with pytest.raises(UserError, match=rf"^k: .*{suffix}{what} more than 100 bytes"):
+            list(read_rows(file, "k"))
+
+
+PART = {"type": "text", "text": "p", "image_url": None}
+
+
+CHATS: list[tuple[Any, str | None]] = [
+    ([{"role": "user", "content": [PART, {"type": "text", "text": "q"}]}], "p\nq"),
+    ([{"from": "system", "value": "s"}, {"from": "human", "value": "p"}], "p"),
+    ([{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}, {"from": "human", "value": "3", "role": None}], "3"),
+    ('[{"role": "user", "content": "p"}]', "p"),
+    (' [{"from": "human", "value": "p"}]', "p"),
+    *((text, text) for text in ('[{"a": 1}] has how many keys?', '[{"a": 1}]', "[1]", "[{" * 9999)),
+    ([{"role": "user", "content": [PART, {"type": "image", "image": "x"}]}], None),
+    *(([{"role": "user", "content": part}], None) for part in ([PART | {"text": None, "type": None}], ["p"], {"text": "p"})),
+    *(([{"from": who, "value": "p"}], None) for who in ("tool", None, ["human"])),
+    *(([turn], None) for turn in ("p", ["user", "p"], {"role": ["user"], "content": "p"})),
+]
+
+
+def test_forms_of_a_chat(tmp_path: Path) -> None:
+    for prompt, wanted in CHATS:
+        try:
+            (problem,) = loaded(tmp_path, [{"question": prompt, "answer": "1"}]).problems
+            found: str | None = problem.question
+        except UserError as error:
+            found = None
+            assert "1 prompt that is not text" in str(error)
+        assert (prompt, found) == (prompt, wanted)
 
 
 def test_a_torn_table_is_one_line(tmp_path: Path) -> None:

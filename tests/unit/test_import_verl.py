@@ -114,6 +114,11 @@ def test_the_environment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MODEL_PATH", "/elsewhere")
     ours = imported(tmp_path / "dapo.sh")
     assert (ours.services.platform, ours.training.steps, ours.model.path) == ("ascend", 2000, "/elsewhere")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "ours.yaml").unlink()
+    assert run("import-verl", script(tmp_path, "data.train_files=~/a.parquet"), "--output", tmp_path / "ours.yaml") == 0
+    text = (tmp_path / "ours.yaml").read_text()  # with verl's own default too
+    assert f"train: {tmp_path}/a.parquet, eval: {tmp_path}/data/rlhf/gsm8k/test.parquet" in text
 
 
 def test_what_verl_prints_is_read_alike(tmp_path: Path) -> None:
