@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from launcher.commands import options as of_command
 from runtime.errors import SluiceError, UserError
-from runtime.process.command_line import CommandParser, ended_as_by_ctrl_c, outlive_terminal
+from runtime.process.command_line import CommandParser, ended_as_by_ctrl_c, outlive_readers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,6 +64,7 @@ def _parser() -> CommandParser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Ends with one of EXIT_CODES."""
+    outlive_readers()
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse takes no more positional arguments behind an option.
@@ -71,15 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.parse_args(arguments)  # which says what is wrong
     else:
         options.overrides += rest
-    sys.exit(run_and_report(lambda: _COMMANDS[options.command](options)))
+    sys.exit(run_and_report(lambda: _COMMANDS[options.command](options), options.command in _SHOWING))
 
 
-def run_and_report(work: Callable[[], int | None]) -> int:
+def run_and_report(work: Callable[[], int | None], shows: bool = False) -> int:
     """The exit code of `work`, None for 0, or that of the error out of it, which the user is told of. A SIGUSR1 writes
-    the stacks, as in every process of a run, and ends nothing."""
+    the stacks, as in every process of a run, and ends nothing. Work that only `shows` something ends with its reader."""
     with suppress(OSError, RuntimeError):  # a stderr that is no file
         faulthandler.register(signal.SIGUSR1)
-    outlive_terminal()
+    outlive_readers(shows)
     try:
         return work() or 0
     except UserError as error:
@@ -88,9 +89,6 @@ def run_and_report(work: Callable[[], int | None]) -> int:
     except SluiceError as error:
         _tell(str(error))
         return 1
-    except BrokenPipeError:  # the reader of our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         return 130
 
@@ -289,6 +287,8 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "bench": _bench,
     "accept": _run_of("accept.command"),
 }
+
+_SHOWING = ("samples", "score", "status", "why")
 
 if __name__ == "__main__":
     main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
     """Print it. Raises UserError for what is no run's folder, and where none of these steps was made."""
     found = explained(options.run, options.steps)
     if options.json:
-        sys.stdout.write(msgspec.json.encode({"steps": found, "totals": critical_path.totals(found)}).decode() + "\n")
+        print(json.dumps(msgspec.to_builtins({"steps": found, "totals": critical_path.totals(found)})))
         return
     console = Console()
     seconds = sum(step.seconds for step in found)

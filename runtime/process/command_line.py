@@ -1,6 +1,7 @@
 """Arguments, signals and the terminal of every command.
 
-A mistake in an argument is one line. Ctrl-C, SIGTERM, SIGHUP and a lost terminal end a command in the same way.
+A mistake in an argument is one line. Ctrl-C, SIGTERM, SIGHUP and a lost terminal end a command in the same way. What is written
+ends none.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 Result = TypeVar("Result")
@@ -44,18 +46,22 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Terminal:
-    """A standard stream of this process on a terminal. Once the terminal is lost, the stream discards what is written, and the
-    process gets SIGHUP."""
+class _Stream:
+    """A standard stream of this process. What nobody reads any more is discarded; a lost terminal gives SIGHUP too."""
 
     def __init__(self, stream: Any):
-        self._stream = stream
+        self._stream, self._terminal = stream, stream.isatty()
+        self.ends = False  # the process with its reader
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         return self._unless_lost(lambda: self._stream.write(text), len(text))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def flush(self) -> None:
         self._unless_lost(self._stream.flush, None)
@@ -64,17 +70,27 @@ class _Terminal:
         try:
             return work()
         except OSError as error:
-            if error.errno != errno.EIO:
+            hung_up = error.errno == errno.EIO and self._terminal
+            if error.errno != errno.EPIPE and not hung_up:
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-            os.kill(os.getpid(), signal.SIGHUP)
+            if hung_up:
+                os.kill(os.getpid(), signal.SIGHUP)
+            elif self.ends:
+                sys.exit(0)
             return otherwise
 
 
-def outlive_terminal() -> None:
-    """Let this process end in order when its terminal is lost, and not by the error of a write."""
+def outlive_readers(ends: bool = False) -> None:
+    """Let no write to a standard stream end this process by an error: what the stream's encoding lacks is replaced, a terminal
+    that is lost ends the process in order, and a reader that has gone is outlived. `ends`: the process ends with its reader."""
     for name in ("stdout", "stderr"):
-        if (stream := getattr(sys, name)).isatty():
-            setattr(sys, name, _Terminal(stream))
+        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - None: it was closed from the first
+        if not isinstance(stream, _Stream):
+            if getattr(stream, "errors", "") in ("strict", "surrogateescape"):
+                stream.reconfigure(errors="replace")
+            stream = _Stream(stream)
+            setattr(sys, name, stream)
+        stream.ends = ends

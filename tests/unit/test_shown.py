@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, suppress
@@ -113,6 +115,69 @@ def test_tables(made: Callable[[str], list[object]], text: str) -> None:
     check(text, printed(lambda console: console.print(*made(text))))
 
 
+CHILD = """
+import sys
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from launcher import cli
+from runtime.errors import UserError
+from runtime.telemetry import summary
+from runtime.telemetry.shown import say
+
+
+def work():
+    print("begun", flush=True)
+    sys.stdin.readline()
+    for _ in range(3):
+        Console().print(summary.render(msgspec.json.decode(sys.argv[2], type=summary.Summary)))
+        say(Console(), "0 \u2192 1 \u2026 \u4e2d")
+        print("0 \u2192 1", flush=True)
+        sys.stdout.writelines(["\u2192\\n"] * 3)
+    Path(sys.argv[1], "done").touch()
+    raise UserError("a \u2192 b")
+
+
+sys.exit(cli.run_and_report(work, sys.argv[3] == "shows"))
+"""
+COUNTS = {"stop_reason": "all \u2192 done", "steps": 2, "accuracy_before": 0.1, "accuracy_after": 0.2, "groups": {"trained": 2}}
+COUNTS |= {"startup": {"load": 1.0}, "staleness_histogram": {"0": 2}, "timing": {"all": 2.0}, "peak_pss_bytes": 1 << 20}
+RATES = ["rl_seconds", "total_seconds", "samples_per_second", "tokens_per_second", "staleness_mean"]
+
+
+@pytest.mark.parametrize("console", ["ascii", "latin-1", "reader gone", "reader gone, shows", "closed"])
+def test_no_console_ends_a_command(console: str, tmp_path: Path) -> None:
+    """One that lacks a character, whose reader goes, or that is not there. What only shows something ends with its reader."""
+    told = json.dumps(COUNTS | dict.fromkeys(RATES, 1.0) | {"staleness_max": 0, "idle_trainer": 0.0, "idle_rollout": 0.0})
+    command = [sys.executable, "-c", CHILD, str(tmp_path), told, console.partition(", ")[2]]
+    if console == "closed":
+        command = ["sh", "-c", 'exec "$0" "$@" >&-', *command]
+    encoding = console if console in ("ascii", "latin-1") else "utf-8"
+    child = subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    with child:
+        assert child.stdout and child.stderr
+        begun = child.stdout.readline()
+        if console.startswith("reader gone"):
+            child.stdout.close()
+            child.stdout = None
+        out, error = child.communicate(b"\n", timeout=60)
+    ended = console == "reader gone, shows"
+    assert begun == (b"" if console == "closed" else b"begun\n")
+    assert (child.returncode, (tmp_path / "done").exists()) == ((0, False) if ended else (2, True))
+    told = error.decode(encoding)
+    assert told in (("",) if ended else ("error: a \\u2192 b\n", "error: a → b\n"))
+    if encoding != "utf-8":
+        assert "all ? done" in out.decode(encoding) and "0 ? 1" in out.decode(encoding)
+
+
 @given(TEXTS)
 def test_mistakes_faults_and_what_a_health_check_is_told(text: str) -> None:
     def work() -> int:
@@ -120,7 +185,7 @@ def test_mistakes_faults_and_what_a_health_check_is_told(text: str) -> None:
 
     output = io.StringIO()
     with redirect_stderr(output):
-        assert cli.run_and_report(work) == 1
+        assert cli.run_and_report(work, sys.argv[3] == "shows") == 1
         with suppress(SystemExit):
             CommandParser(prog="sluice").error(text)
         with mock.patch.object(health_check, "check", lambda *_: (False, text)):
