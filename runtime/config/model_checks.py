@@ -96,7 +96,12 @@ def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str
     if needs_tokenizer and not (path / "tokenizer.json").is_file():
         yield f"{key}: '{folder}' has no tokenizer.json"
     index = path / "model.safetensors.index.json"
-    shards = sorted(set(((_json(index) or {}).get("weight_map") or {}).values()))
+    try:
+        shards = hf_config.shard_names(index) if index.is_file() else []
+        _ = hf_config.described_files(path)  # which the trained model will have
+    except UserError as error:
+        yield f"{key}: {error}"
+        return
     missing = [shard for shard in shards if not (path / shard).is_file()]
     if missing:
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""

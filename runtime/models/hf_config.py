@@ -21,6 +21,14 @@ DECODED = tuple(FAMILIES)
 PACKED = (*FAMILIES, "exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
 """Families whose sequences, packed by transformers' model, have been compared with each alone. Others are trained padded."""
 
+MORE_TEMPLATES = "additional_chat_templates"
+_UNTRUE = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".npz", ".pkl"),
+    *(".index.json", "quantize_config.json", "quant_config.json", "adapter_config.json", "trainer_state.json"),
+    *("_results.json", "README.md"),  # what is said of the model that was
+)
+"""How names end of what is not true of a model that was trained further, or is its weights."""
+
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -66,6 +74,36 @@ def read_raw(folder: str | Path) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"model {folder}: has no config.json")
     return read_object(path, f"model {path}")
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that a model.safetensors.index.json names. Raises UserError for what is no name of such a file beside it."""
+    weight_map = read_object(index, f"model {index}").get("weight_map")
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else [""]
+    if not all(isinstance(name, str) and name.isprintable() and Path(name).name == name for name in names):
+        names = [""]
+    if not all(name.endswith(".safetensors") for name in names):
+        raise UserError(f"model {index}: not an index of safetensors shards, which are files beside it")
+    return sorted(set(names))
+
+
+def described_files(folder: str | Path) -> list[Path]:
+    """What a model trained from the one in `folder` takes over, by path within: everything beside the weights that is still
+    true of it.
+
+    Links lead to files within, or, in the hub's cache, to its blobs: a folder of somebody else's could publish any file here.
+    Raises UserError for other links and for what is no file.
+    """
+    root = Path(folder).resolve()
+    homes = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
+    found = []
+    for path in sorted([*root.iterdir(), *root.glob(f"{MORE_TEMPLATES}/*.jinja")]):
+        if path.name.startswith(".") or path.name.endswith(_UNTRUE) or path.is_dir():
+            continue
+        if not path.is_file() or not any(path.resolve().is_relative_to(home) for home in homes):
+            raise UserError(f"model {path}: must be a file, or a link to one within the folder (cp -rL makes files of links)")
+        found.append(path.relative_to(root))
+    return found
 
 
 def read_family(folder: str | Path, value_head: bool = False) -> Family:

@@ -50,9 +50,14 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
     import transformers
 
     quantized.blocks_of(hf_config.read_raw(path), f"{key}: {path!r}")
+    files = WeightFiles(path)  # before transformers opens what an index names
+    if (Path(path) / "adapter_config.json").exists():
+        raise UserError(
+            f"{key}: {path!r} has an adapter, of whatever model its adapter_config.json names; merge it, or remove it"
+        )
     transformers.AttentionInterface.register(PACKED_ATTENTION, packed_attention)
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **options)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False, **options)
         vars(config).pop(quantized.KEY, None)  # for which transformers needs kernels that only CUDA has
         for name, value in list(vars(config).items()):
             if type(value) is float and ("drop" in name or "jitter" in name):
@@ -65,6 +70,7 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
             config=config,
             attn_implementation=attention,
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -76,7 +82,7 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
         if wrong := set(report[fault]) - set(new):
             names = ", ".join(sorted(map(str, wrong))[:3])
             raise UserError(f"{key}: {path!r}: {len(wrong)} weights are wrong ({fault}: {names} ...)")
-    where, files = f"{key}: {path!r}", WeightFiles(path)
+    where = f"{key}: {path!r}"
     if attention == PACKED_ATTENTION:
         _require_packable(model, where)
     _require_places(model, report["unexpected_keys"], files, where, trained)
@@ -149,7 +155,7 @@ def take_head(model: Any) -> nn.Linear | None:
 
 def declared_dtype(path: str) -> torch.dtype:
     """The dtype that the folder's config.json declares for its weights; float32 when it declares none."""
-    raw = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    raw = hf_config.read_raw(path)
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     dtype = getattr(torch, str(name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -158,20 +164,23 @@ def declared_dtype(path: str) -> torch.dtype:
 
 
 def write_description(source: str | Path, folder: Path, dtype: torch.dtype | None, but: Collection[str] = ()) -> None:
-    """Everything of a model folder but its weights: configuration, tokenizer, chat template. Not the files named in `but`.
+    """Everything of a model folder but its weights that is still true: configuration, tokenizer, templates, code, licence. Not
+    the files named in `but`.
 
-    `dtype` is what config.json then declares; None: what it declared.
+    `dtype` is what config.json then declares; None: what it declared. Raises UserError as `described_files`.
     """
-    for path in sorted(Path(source).iterdir()):
-        if (
-            path.suffix in (".json", ".jinja", ".txt", ".model")
-            and not path.name.endswith(".index.json")
-            and path.name not in but
-        ):
-            shutil.copyfile(path, folder / path.name)
+    for name in hf_config.described_files(source):
+        if str(name) not in but:
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(Path(source) / name, folder / name)
     config = folder / "config.json"
-    raw: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
+    raw = hf_config.read_raw(folder)
     changed = raw.pop(quantized.KEY, None) is not None  # what is written is not quantised
+    if (
+        isinstance(code := raw.get("auto_map"), dict)
+        and (kept := {k: v for k, v in code.items() if "--" not in str(v)}) != code
+    ):
+        raw["auto_map"], changed = kept, True  # not of another repository: whoever trusts this folder's code has not seen that
     if dtype is not None:
         raw["dtype" if "dtype" in raw else "torch_dtype"] = str(dtype).removeprefix("torch.")
     if changed or dtype is not None:

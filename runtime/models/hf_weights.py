@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from runtime.errors import UserError
 from runtime.json_file import read_object
 from runtime.models import quantized
+from runtime.models.hf_config import shard_names
 
 log = logging.getLogger("sluice")
 
@@ -28,11 +29,7 @@ def weight_paths(folder: str | Path) -> list[Path]:
         return [single]
     if not index.is_file():
         raise UserError(f"model {folder}: has neither model.safetensors nor model.safetensors.index.json")
-    weight_map = read_object(index, f"model {index}").get("weight_map")
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else [""]
-    if not all(isinstance(name, str) and name.isprintable() and Path(name).name == name for name in names) or "" in names:
-        raise UserError(f"model {index}: not an index of safetensors shards, which are files beside it")
-    return [index.with_name(name) for name in sorted(set(names))]
+    return [index.with_name(name) for name in shard_names(index)]
 
 
 def misfit(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]], optional: str = "") -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -15,12 +17,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runtime import codec
 from runtime.config import Config, Optimizer, Trainer
+from runtime.config.checks import semantic_faults
+from runtime.config.loading import load, resolve
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
-from runtime.models import hf_policy
+from runtime.models import hf_config, hf_policy
 from runtime.trainer.fsdp import optimizers
 from runtime.trainer.megatron import facade
 from runtime.trainer.step import policy_trainer
@@ -110,14 +116,85 @@ class TestCheckpoint:
             engine.load(str(tmp_path / "other"))
 
 
+def fill(folder: Path) -> set[str]:
+    """Put what a folder may have besides into it; returns the files that the model trained from it is to have too."""
+    config = json.loads((folder / "config.json").read_text())
+    theirs = {"AutoModel": "somebody/repo--own.OwnModel", "AutoTokenizer": ["somebody/repo--own.Own", None]}
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "own.OwnConfig"} | theirs}))
+    kept = ["own.py", "LICENSE", "NOTICE.md", "merges.txt", "vocab.bpe", "qwen.tiktoken", "a.model", "processor_config.json"]
+    stale = ["training_args.bin", "optimizer.pt", "README.md", "trainer_state.json", "all_results.json", "quantize_config.json"]
+    stale += ["pytorch_model.bin.index.json", "a.gguf", ".gitattributes", "consolidated.safetensors", "rng_state_0.pth"]
+    for name in (*kept, *stale):
+        (folder / name).write_text("{}")
+    for name in (".git", "original", "additional_chat_templates"):
+        (folder / name).mkdir()
+        (folder / name / "named.jinja").write_text("{{ 'named ' + messages[0].content }}")
+    (folder / "vocab.json").symlink_to("own.py")
+    tokenizer = Tokenizer(BPE(vocab={"n": 0, "amed": 1}, merges=[]))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    more = ("vocab.json", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+    found = {str(path) for path in hf_config.described_files(folder)}
+    assert found == {*kept, *more, "additional_chat_templates/named.jinja"}
+    return found
+
+
+def test_links_lead_to_files_of_the_folder_or_to_blobs_of_the_hubs_cache(tmp_path: Path):
+    cached = tmp_path / "models--a--b" / "snapshots" / "0123"
+    for folder in (cached, cached.parents[1] / "blobs", tmp_path / "plain"):
+        folder.mkdir(parents=True)
+    (tmp_path / "key").write_text("secret")
+    (cached.parents[1] / "blobs" / "f00").write_text("{}")
+    (cached / "vocab.json").symlink_to("../../blobs/f00")
+    (tmp_path / "same").symlink_to(cached)
+    assert hf_config.described_files(cached) == hf_config.described_files(tmp_path / "same") == [Path("vocab.json")]
+    (tmp_path / "gone").symlink_to("nowhere")
+    for target in ("../key", "../gone", "loop.json", "../models--a--b/blobs/f00", "/dev/zero"):
+        (tmp_path / "plain" / "loop.json").symlink_to(target)
+        with pytest.raises(UserError, match=r"^model .*/plain/loop\.json: must be a file, or a link to one within the folder"):
+            hf_config.described_files(tmp_path / "plain")
+        (tmp_path / "plain" / "loop.json").unlink()
+    os.mkfifo(tmp_path / "plain" / "loop.json")
+    with pytest.raises(UserError, match=r"plain/loop\.json: must be a file"):
+        hf_config.described_files(tmp_path / "plain")
+    blobs = cached.parents[1] / "blobs"
+    blobs.rename(tmp_path / "elsewhere")
+    blobs.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"vocab\.json: must be a file"):
+        hf_config.described_files(cached)
+
+
+def test_nothing_is_opened_that_is_no_safetensors_file_of_the_folder(tmp_path: Path):
+    folder = Path(make_policy(tmp_path))
+    (folder / "model.safetensors").rename(folder / "w.safetensors")
+    config = resolve(load({"run": {"name": "a"}, "model": {"path": str(folder)}, "data": {"train": "a.jsonl"}}))
+    index = folder / "model.safetensors.index.json"
+    for name in ("../../etc/passwd", "w.bin", "a/w.safetensors", "w\n.safetensors", 3, ["w.safetensors"], ""):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(UserError, match="not an index of safetensors shards"):
+            hf_policy.load_policy(str(folder))
+        assert any("not an index of safetensors shards" in fault for fault in semantic_faults(config, {}, 1 << 40))
+    index.write_text(json.dumps({"weight_map": {"a": "w.safetensors"}}))
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
+    with pytest.raises(UserError, match=r"has an adapter, of whatever model its adapter_config\.json names"):
+        hf_policy.load_policy(str(folder))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_export_is_a_hugging_face_folder(tmp_path: Path, tied: bool):
     (tmp_path / "policy").mkdir()
     (tmp_path / "export").mkdir()
     path = make_policy(tmp_path / "policy", tied=tied)
+    beside = fill(tmp_path / "policy")
     engine = policy_trainer(make_config(path))
     run_step(engine, make_groups(0))
     engine.backend.export(tmp_path / "export")
+    exported = [file for file in (tmp_path / "export").rglob("*") if file.is_file()]
+    assert {str(file.relative_to(tmp_path / "export")) for file in exported} == {*beside, "model.safetensors"}
+    assert not any(file.is_symlink() for file in exported)
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["auto_map"] == {"AutoConfig": "own.OwnConfig"}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template="named", tokenize=False) == "named x"
     assert (tmp_path / "export" / "tokenizer.json").read_bytes() == (tmp_path / "policy" / "tokenizer.json").read_bytes()
     names = load_file(tmp_path / "export" / "model.safetensors").keys()
     assert (
