@@ -6,25 +6,30 @@ The environment is the one documented for `apply_chat_template`: blocks trimmed,
 
 from __future__ import annotations
 
-import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from importlib.metadata import version
+from time import strftime
+from types import FunctionType
 from typing import Any, NoReturn
 
 import jinja2
 import xxhash
-from jinja2 import nodes
+from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from runtime.data.template_sandbox import CountedSandbox
 from runtime.errors import UserError
 
 Message = Mapping[str, Any]
 
 
 _MOST_CHARACTERS = 1 << 22  # of a conversation
+_LEAST_JINJA = (3, 1, 6)  # whose sandbox lets no code out, as far as is known
+_BARE: dict[str, Any] = {"__builtins__": {}}  # the globals of functions that templates see hold nothing that they do not need
 
 
 class ChatTemplate:
@@ -36,8 +41,9 @@ class ChatTemplate:
         self.stop_words: tuple[str, ...] = ()
         self.source = source
         self._variables = dict(special_tokens)
+        self._environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = self._environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{origin}: not a chat template: line {error.lineno}: {error.message}") from error
         except Exception as error:  # whatever Python's compiler raises at what jinja2 makes of it
@@ -59,6 +65,7 @@ class ChatTemplate:
         `tools`: functions as OpenAI describes them, which some templates list. Raises UserError when the template refuses the
         messages.
         """
+        self._environment.begin()
         try:
             text = self._template.render(
                 messages=messages,
@@ -88,20 +95,16 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Nothing interrupts Python within a power, and a few characters can name one that takes years."""
-        raise jinja2.TemplateError("has a power, which no conversation needs")
-
-
 @lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+def _environment() -> CountedSandbox:
+    """Raises UserError for a jinja2 whose sandbox is known to let code out."""
+    if (found := tuple(map(int, re.findall(r"\d+", version("jinja2"))[:3]))) < _LEAST_JINJA:
+        least = ".".join(map(str, _LEAST_JINJA))
+        raise UserError(f"jinja2: {'.'.join(map(str, found))} is installed; chat templates need {least} or newer")
+    environment = CountedSandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = environment.counted("tojson", _tojson)
+    environment.globals["raise_exception"] = FunctionType(_raise_exception.__code__, {"TemplateError": TemplateError, **_BARE})
+    environment.globals["strftime_now"] = FunctionType(_strftime_now.__code__, {"strftime": strftime, **_BARE})
     return environment
 
 
@@ -116,8 +119,8 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise TemplateError(message)
 
 
 def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+    return strftime(form[:100])

@@ -50,7 +50,10 @@ def load_model(factory: str, path: str, key: str, new: Collection[str] = (), tra
     import transformers
 
     quantized.blocks_of(hf_config.read_raw(path), f"{key}: {path!r}")
-    files = WeightFiles(path)  # before transformers opens what an index names
+    try:
+        files = WeightFiles(path)  # before transformers opens what an index names
+    except UserError as error:
+        raise UserError(f"{key}: {path!r} cannot be loaded: {error}") from error
     if (Path(path) / "adapter_config.json").exists():
         raise UserError(
             f"{key}: {path!r} has an adapter, of whatever model its adapter_config.json names; merge it, or remove it"

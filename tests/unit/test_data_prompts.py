@@ -19,10 +19,12 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from runtime import codec
 from runtime.config import Curriculum
+from runtime.data import template_sandbox, templates
 from runtime.data.handlers import Problem, ProblemSet
 from runtime.data.order import Order, Share, turn
 from runtime.data.prompt_types import MODEL, names, slot_template
 from runtime.data.prompts import PromptStream, StreamState, group_seed, tokenise
+from runtime.data.templates import ChatTemplate, _environment
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.models import tiny_model
@@ -387,6 +389,109 @@ def test_a_template_that_fails_is_one_line(folder: Path, template: str, told: st
     with pytest.raises(UserError, match=re.escape(told)) as error:
         Tokenizer(str(folder)).encode_chats([USER])
     assert "\n" not in str(error.value)
+
+
+COSTLY = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 2000000000 }}",
+    "{{ '%1000000000d'|format(1) }}",
+    "{{ '%*d'|format(1000000000, 1) }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{{ '{:>1000000000}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 1000000000) }}",
+    "{{ '{0:>{1}}'.format_map({}) }}",
+    "{{ 'a'.ljust(2000000000) }}",
+    "{{ 'a'.center(2000000000) }}",
+    "{{ 'a'.rjust(2000000000) }}",
+    "{{ '1'.zfill(2000000000) }}",
+    "{{ '\t'.expandtabs(2000000000) }}",
+    "{{ 'a'|center(2000000000) }}",
+    "{{ lipsum(1000000) }}",
+    "{{ ('a ' * 1000000)|wordwrap(1, true, 'b' * 1000000) }}",
+    "{{ ('a\n' * 1000000)|indent(10000) }}",
+    "{{ 'a\n'|indent('b'*9000000) }}",
+    "{{ messages|tojson(indent=1000000000) }}",
+    "{{ strftime_now('%c' * 100000000) }}",
+    "{{ range(99999)|slice(1000000000)|list }}",
+    "{{ range(99999)|batch(1000000000, 1)|list }}",
+    "{{ ('a' * 10000000).replace('a', 'b' * 10000000) }}",
+    "{{ ('a' * 10000000)|replace('', 'b' * 10000000) }}",
+    "{{ ('a' * 1000000).join(range(99999)|map('string')|list) }}",
+    "{{ ('a' * 1000000).join('b' * 1000000) }}",
+    "{{ range(99999)|join('a' * 10000000) }}",
+    "{% for i in range(99999) %}{{ range(99999)|sum }}{% endfor %}",
+    "{% for a in range(99999) if range(99999)|sum %}{% endfor %}",
+    "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{{ [1] * 2000000000 }}",
+    "{% for x in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+    "{% set big = 'a' * 16000000 %}{% for x in range(99999) %}{{ big }}{% endfor %}",
+    "{% set big = 'a' * 16000000 %}{% set y %}{% for x in range(99999) %}{{ big }}{% endfor %}{% endset %}",
+    "{{ range(99999)|map('replace', '1', 'b' * 1000000)|list|length }}",
+    "{{ 'a'|e * 3000000000 }}",
+    "{% for i in range(99999) %}{% for j in range(99999)|select %}{% endfor %}{% endfor %}",
+    "{{ range(99999)|map('center', 9999)|join }}",
+    "{{ 'a'.encode().ljust(2000000000) }}",
+    "{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}",
+    *(
+        "{% set ns = namespace(x='ab', n=3, l=[1]) %}{% for _ in range(40) %}" + step + "{% endfor %}" + end
+        for step, end in (
+            ("{% set ns.n = ns.n * ns.n %}", ""),
+            ("{% set ns.x = ns.x ~ ns.x %}", ""),
+            ("{% set ns.x = ns.x + ns.x %}", ""),
+            *(
+                ("{% set ns.l = [ns.l, ns.l] %}", end)
+                for end in ("{{ ns.l }}", "{{ ns.l|tojson }}", "{{ ns.l|string }}", "{{ ns.l ~ '' }}")
+            ),
+        )
+    ),
+]
+"""Each would take minutes, or gigabytes."""
+
+
+def test_what_a_template_costs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_sandbox, "_MOST_WORK", 1 << 14)
+    monkeypatch.setattr(template_sandbox, "_MOST_SIZE", 1 << 20)
+    for source in COSTLY:
+        with pytest.raises(UserError, match=r"x: the chat template (cannot render|makes)") as error:
+            ChatTemplate(source, {}, "x").render(USER)
+        assert "\n" not in str(error.value), source
+
+
+def test_what_templates_need_is_there_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    for source, text in (
+        (
+            "{{ '%d%%' % 5 }} {{ '{:>3}|{}'.format(1, '{x}') }} {{ '%s'|format(3) }} {{ 1 + 2 * 3 }} {{ 'a' ~ 1 ~ none }}",
+            "5%   1|{x} 3 7 a1None",
+        ),
+        (
+            "{% for x in messages if x.role == 'user' %}{{ loop.first }}{{ loop.length }}{{ loop.last }}{% endfor %}",
+            "True1True",
+        ),
+        (
+            "{% for x in [0, 1, 2] %}{% if x == 1 %}{% continue %}{% endif %}{{ x }}{% break %}{% endfor %}",
+            "0",
+        ),
+        (
+            "{% for x in [] %}{% else %}none{% endfor %}{% macro m() %}1{{ caller() }}{% endmacro %}{% call m() %}y{% endcall %}",
+            "none1y",
+        ),
+        (
+            "{{ 'a,b'.split(',')|map('upper')|join('-') }} {{ [1, 2]|tojson(indent=2)|length }} {{ {'a': 'é'}|tojson }}",
+            'A-B 12 {"a": "é"}',
+        ),
+        ("{{ strftime_now('%Y')|length }}{{ strftime_now('%c' * 100000)|length < 2000 }}", "4True"),
+    ):
+        assert ChatTemplate(source, {}, "x").render(USER) == text
+    for name in ("raise_exception", "strftime_now"):
+        function = _environment().globals[name]
+        assert function.__globals__["__builtins__"] == {} and len(function.__globals__) == 2
+    long = [{"role": "user", "content": "word " * 100}, {"role": "assistant", "content": "x" * 100}] * 2000
+    assert len(ChatTemplate(CHATML, {"eos_token": "<|im_end|>"}, "x").render(long)) > 1_000_000
+    monkeypatch.setattr(templates, "version", lambda name: "3.1.5")
+    _environment.cache_clear()
+    with pytest.raises(UserError, match=r"^jinja2: 3\.1\.5 is installed; chat templates need 3\.1\.6 or newer$"):
+        ChatTemplate("", {}, "x")
 
 
 # ------------------------------------------------------------------------------------------------ named templates
