@@ -35,12 +35,14 @@ _BARE: dict[str, Any] = {"__builtins__": {}}  # the globals of functions that te
 class ChatTemplate:
     """A compiled template with the model's special tokens (`bos_token`, `eos_token` ...) as its variables."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str):
-        """`origin` names the template in errors. Raises UserError when `source` is not a template."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], origin: str, with_tools: str = ""):
+        """`origin` names the template in errors; `with_tools` is that of conversations with tools, where it is another. Raises
+        UserError when either is not a template."""
         self.origin = origin
         self.stop_words: tuple[str, ...] = ()
         self.source = source
         self._variables = dict(special_tokens)
+        self._with_tools = ChatTemplate(with_tools, special_tokens, origin) if with_tools else None
         self._environment = _environment()
         try:
             self._template = self._environment.from_string(source)
@@ -52,7 +54,8 @@ class ChatTemplate:
     @property
     def identity(self) -> str:
         """Equal where every conversation is rendered alike."""
-        return xxhash.xxh3_64_hexdigest(json.dumps([self.source, self._variables], sort_keys=True).encode())
+        more = [self._with_tools.source] if self._with_tools else []
+        return xxhash.xxh3_64_hexdigest(json.dumps([self.source, self._variables, *more], sort_keys=True).encode())
 
     def render(
         self,
@@ -65,6 +68,8 @@ class ChatTemplate:
         `tools`: functions as OpenAI describes them, which some templates list. Raises UserError when the template refuses the
         messages.
         """
+        if tools is not None and self._with_tools:
+            return self._with_tools.render(messages, add_generation_prompt, tools)
         self._environment.begin()
         try:
             text = self._template.render(

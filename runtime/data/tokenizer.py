@@ -17,6 +17,10 @@ from runtime.data.prompt_types import MODEL, SlotTemplate, slot_template
 from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import UserError
 from runtime.json_file import read_object
+from runtime.models.hf_config import MORE_TEMPLATES
+
+MARKS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
+"""What rules and gateways look for in a reply. They are special tokens of some models."""
 
 
 class Tokenizer:
@@ -52,9 +56,14 @@ class Tokenizer:
 
     @classmethod
     def of(cls, config: Config) -> Tokenizer:
-        """The policy's, with the template of the prompts. Raises UserError."""
-        data = config.data
-        return cls(config.model.path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
+        """The policy's, with the template of the prompts. Raises UserError, also where it has tokens that the model has not."""
+        data, path = config.data, config.model.path
+        found = cls(path, config.model.chat_template, data.prompt_type, data.prompt_type_path)
+        most = max(found.vocab_size, *(id + 1 for id in found.added_tokens), 0)
+        rows = found._json("config.json").get("vocab_size")
+        if type(rows) is int and most > rows:
+            raise UserError(f"model.path: {path}: the tokenizer has {most} tokens, the model {rows} (vocab_size)")
+        return found
 
     @property
     def vocab_size(self) -> int:
@@ -70,6 +79,12 @@ class Tokenizer:
     def added_tokens(self) -> dict[int, tokenizers.AddedToken]:
         """Those by id that are split off before any other text is encoded, the special ones among them."""
         return self._tokenizer.get_added_tokens_decoder()
+
+    @cached_property
+    def hidden_ids(self) -> np.ndarray:
+        """int64: special tokens that are neither text nor a mark which rules and gateways read."""
+        found = [id for id, token in self.added_tokens.items() if token.special and token.content not in MARKS]
+        return np.array(found, np.int64)
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
@@ -112,24 +127,30 @@ class Tokenizer:
 
     @cached_property
     def template(self) -> ChatTemplate | SlotTemplate:
-        """What prompts are made with: the named type, else the given file, chat_template.jinja or tokenizer_config.json."""
+        """What prompts are made with: the named type, else the given file, else `default` of the folder's files or of
+        tokenizer_config.json, and `tool_use` for tools."""
         if self.prompt_type != MODEL:
             return slot_template(self.prompt_type, self._prompt_type_path, self.special_tokens, self._section)
         if self._template_file:
-            return self._compile(Path(self._template_file), "model.chat_template")
-        beside = self.folder / "chat_template.jinja"
-        if beside.is_file():
-            return self._compile(beside, self._key)
-        source = self._json("tokenizer_config.json").get("chat_template")
-        if isinstance(source, list):
-            named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
-            source = named[-1].get("template") if named else None
+            file, key = Path(self._template_file), "model.chat_template"
+            return ChatTemplate(self._read(file, key), self.special_tokens, f"{key}: {file}")
+        files = [*self.folder.glob(f"{MORE_TEMPLATES}/*.jinja"), *self.folder.glob("chat_template.jinja")]
+        listed = self._json("tokenizer_config.json").get("chat_template")
+        named: dict[str, Any]
+        if files:  # which stand over all that the configuration has, as in transformers
+            named = {"default" if file.parent == self.folder else file.stem: self._read(file, self._key) for file in files}
+        elif isinstance(listed, list):
+            named = {str(each.get("name")): each.get("template") for each in listed if isinstance(each, dict)}
+        else:
+            named = {"default": listed}
+        source, with_tools = named.get("default"), named.get("tool_use")
         if not isinstance(source, str):
             raise UserError(
                 f"{self._section}prompt_type: {self.folder} has no chat template, which 'model' needs; name another type, "
                 "or (to train) a jinja file as model.chat_template"
             )
-        return ChatTemplate(source, self.special_tokens, f"{self._key}: {self.folder / 'tokenizer_config.json'}")
+        origin = f"{self._key}: {files[-1] if files else self.folder / 'tokenizer_config.json'}"
+        return ChatTemplate(source, self.special_tokens, origin, with_tools if isinstance(with_tools, str) else "")
 
     def encode_chats(self, conversations: Sequence[Sequence[Message]]) -> list[np.ndarray]:
         """int32 [P] of each rendered conversation. Special tokens come from the template alone, never twice."""
@@ -149,19 +170,20 @@ class Tokenizer:
         return [np.array(item.ids, np.int32) for item in found]
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """The text of `ids`; ids that the tokenizer does not know are left out."""
-        return self._tokenizer.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=skip_special)
+        """The text of `ids`; ids that the tokenizer does not know are left out. `skip_special`: without `hidden_ids`."""
+        return self.decode_batch([ids], skip_special)[0]
 
     def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True) -> list[str]:
-        lists = [np.asarray(ids, np.int64).tolist() for ids in batch]
-        return self._tokenizer.decode_batch(lists, skip_special_tokens=skip_special)
+        """As `decode`."""
+        arrays = [np.asarray(ids, np.int64) for ids in batch]
+        lists = [(ids[~np.isin(ids, self.hidden_ids)] if skip_special else ids).tolist() for ids in arrays]
+        return self._tokenizer.decode_batch(lists, skip_special_tokens=False)
 
-    def _compile(self, file: Path, key: str) -> ChatTemplate:
+    def _read(self, file: Path, key: str) -> str:
         try:
-            source = file.read_text(encoding="utf-8")
+            return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{key}: cannot read {file}: {error}") from error
-        return ChatTemplate(source, self.special_tokens, f"{key}: {file}")
 
     def _json(self, name: str) -> dict[str, Any]:
         file = self.folder / name

@@ -18,7 +18,7 @@ from runtime.errors import UserError
 from runtime.gateway import tool_calls
 from runtime.gateway.conversation import Message, Refused, Tool, ToolCall
 from runtime.gateway.probes import conversations
-from runtime.gateway.tool_calls import MARKS, THINK, THOUGHT, Format
+from runtime.gateway.tool_calls import THINK, THOUGHT, Format
 
 
 class TemplateRenderer:
@@ -40,8 +40,7 @@ class TemplateRenderer:
         self.stop_ids = tuple(sorted({*tokenizer.stop_ids, *closing}))
         self._opened = self._text_if_any(_ANSWERED[:1], ()).rstrip().endswith(THINK)
         self.thinks = self._opened or THINK in tokenizer.vocabulary or THINK in getattr(self.template, "source", "")
-        special = {id for id, token in tokenizer.added_tokens.items() if token.special and token.content not in MARKS}
-        self._hidden = special | set(self.stop_ids)  # neither text nor marks
+        self._hidden = {*tokenizer.hidden_ids.tolist(), *self.stop_ids}
         self.decodes_parts = True
         self._doubt = self._why_not()
 

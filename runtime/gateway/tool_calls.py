@@ -20,7 +20,6 @@ Format = Literal["hermes", "json", "none"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
-MARKS = (OPEN, CLOSE, THINK, THOUGHT)
 INCOMPLETE = "\ufffd"  # what a decoder gives for bytes that are no UTF-8, or not yet
 
 

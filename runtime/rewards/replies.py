@@ -6,6 +6,7 @@ the text that they are given is what the model wrote last, and the whole convers
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,6 +14,9 @@ import numpy as np
 from msgspec import Struct
 
 from runtime.types import GroupPayload, Sample
+
+_HEAD = 8  # tokens, of which the mark that opens a thought may be
+_OPENED = re.compile(r"<think>\s*\Z")
 
 
 class ReplyDecoder(Protocol):
@@ -23,8 +27,8 @@ class ReplyDecoder(Protocol):
 
 
 class ReadReply(Struct, frozen=True):
-    """`text`: the model's last turn; "" where it had none. `conversation`: all that stands behind the group's prompt, by the
-    model and its environment; "" where that is `text` alone."""
+    """`text`: the model's last turn, with the `<think>` that its prompt may end with; "" where it had none. `conversation`: all
+    that stands behind the group's prompt, by the model and its environment; "" where that is `text` alone."""
 
     row: Sample
     text: str
@@ -38,19 +42,35 @@ class ReadReply(Struct, frozen=True):
 def read_replies(payload: GroupPayload, tokenizer: ReplyDecoder) -> list[ReadReply]:
     """Of each episode."""
     rows = payload.last_rows
-    turns = [last_turn(row) for row in rows]
+    spans = [_last_turn(row) for row in rows]
+    turns = [row.tokens[span] for row, span in zip(rows, spans, strict=True)]
     several = [len(turn) < len(row.tokens) for turn, row in zip(turns, rows, strict=True)]
     whole = [row.tokens for row, more in zip(rows, several, strict=True) if more]
-    texts = tokenizer.decode_batch([*turns, *whole])
-    rest = iter(texts[len(rows) :])
-    return [ReadReply(row, text, next(rest) if more else "") for row, text, more in zip(rows, texts, several, strict=False)]
+    before = [row.tokens[: span.start] if span.start else payload.prompt for row, span in zip(rows, spans, strict=True)]
+    texts = tokenizer.decode_batch([*turns, *whole, *(each[-_HEAD:] for each in (*before, payload.prompt))])
+    heads, first, count = texts[-1 - len(rows) : -1], texts[-1], len(rows)
+    rest = (_thought(text, first) for text in texts[count : count + len(whole)])
+    return [
+        ReadReply(row, _thought(text, head), next(rest) if more else "")
+        for row, text, head, more in zip(rows, texts, heads, several, strict=False)
+    ]
+
+
+def _thought(text: str, before: str) -> str:
+    """A reply with the mark that opens its thought, where the template has written that before it."""
+    found = _OPENED.search(before)
+    return text if found is None or not text or text.lstrip().startswith("<think>") else found.group() + text
 
 
 def last_turn(row: Sample) -> np.ndarray:
     """int32: the last run of tokens that are trained."""
+    return row.tokens[_last_turn(row)]
+
+
+def _last_turn(row: Sample) -> slice:
     given = np.flatnonzero(row.loss_mask == 0)
     trained = np.flatnonzero(row.loss_mask)
     if not len(given) or not len(trained):
-        return row.tokens[: len(trained)]
+        return slice(0, len(trained))
     before = given[given < trained[-1]]
-    return row.tokens[before[-1] + 1 if len(before) else 0 : trained[-1] + 1]
+    return slice(before[-1] + 1 if len(before) else 0, trained[-1] + 1)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from runtime import codec
-from runtime.config import Curriculum
+from runtime.config import Config, Curriculum, Model, Run
 from runtime.data import template_sandbox, templates
 from runtime.data.handlers import Problem, ProblemSet
 from runtime.data.order import Order, Share, turn
@@ -327,10 +327,49 @@ def test_template_of_the_configuration_wins(folder: Path, tmp_path: Path) -> Non
     assert tokenizer.decode(tokenizer.encode_chats([[{"role": "user", "content": "1+1"}]])[0]) == "Q: 1+1\n\nA:\n"
 
 
-def test_named_templates_use_the_default(folder: Path) -> None:
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ eos_token }}"}]
-    write(folder / "tokenizer_config.json", eos_token="<|im_end|>", chat_template=named)
-    assert Tokenizer(str(folder)).encode_chats([USER])[0].tolist() == [256 + SPECIALS.index("<|im_end|>")]
+def test_named_templates_are_chosen_as_transformers_chooses(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: make install")
+    named = [{"name": "tool_use", "template": "listed tools"}, {"name": "default", "template": "{{ eos_token }}"}]
+    write(
+        folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", eos_token="<|im_end|>", chat_template=named
+    )
+    more = folder / "additional_chat_templates"
+    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
+    found = []
+    for file in (None, folder / "chat_template.jinja", more / "tool_use.jinja", more / "rag.jinja", None):
+        if file is not None:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f"{file.stem} {{{{ tools|length if tools }}}}")
+        elif found:
+            (folder / "chat_template.jinja").unlink()
+            with pytest.raises(UserError, match="has no chat template, which 'model' needs"):
+                _ = Tokenizer(str(folder)).template
+            break
+        theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+        ours = Tokenizer(str(folder)).template
+        assert isinstance(ours, ChatTemplate)
+        for tools in (None, [tool]):
+            found.append(ours.render(USER, tools=tools))
+            assert found[-1] == theirs.apply_chat_template(USER, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert found[:4] == ["<|im_end|>", "listed tools", "chat_template ", "chat_template 1"]
+    assert found[4:] == ["chat_template ", "tool_use 1"] * 2
+
+
+def test_marks_that_are_special_tokens_stay_and_tokens_without_a_row_are_refused(folder: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<think>", "</think>", "<pad>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ours = Tokenizer(str(folder))
+    ids = ours.encode_texts(["<s><think>a</think>b<pad><|im_end|>"])[0]
+    assert ours.decode(ids) == ours.decode_batch([ids])[0] == "<think>a</think>b"
+    assert ours.decode(ids, skip_special=False) == "<s><think>a</think>b<pad><|im_end|>"
+    config = Config(run=Run(name="a"), model=Model(path=str(folder)))
+    for rows in (263, 264, 1024):
+        write(folder / "config.json", vocab_size=rows)
+        assert Tokenizer.of(config).vocab_size == 263
+    write(folder / "config.json", vocab_size=262)
+    with pytest.raises(UserError, match=r"^model\.path: .*: the tokenizer has 263 tokens, the model 262 "):
+        Tokenizer.of(config)
 
 
 def test_eos_ids_are_all_that_the_folder_names(folder: Path) -> None:
@@ -473,8 +512,8 @@ def test_what_templates_need_is_there_and_no_more(monkeypatch: pytest.MonkeyPatc
             "0",
         ),
         (
-            "{% for x in [] %}{% else %}none{% endfor %}{% macro m() %}1{{ caller() }}{% endmacro %}{% call m() %}y{% endcall %}",
-            "none1y",
+            "{% for x in [] %}{% else %}no{% endfor %}{% macro m() %}1{{ caller() }}{% endmacro %}{% call m() %}y{% endcall %}",
+            "no1y",
         ),
         (
             "{{ 'a,b'.split(',')|map('upper')|join('-') }} {{ [1, 2]|tojson(indent=2)|length }} {{ {'a': 'é'}|tojson }}",

@@ -25,6 +25,7 @@ from runtime.models import tiny_model
 from runtime.process import spans
 from runtime.process.spans import TracedSpan
 from runtime.rewards.combination import played
+from runtime.rewards.format import answer_part
 from runtime.rewards.remote import RemoteScorer
 from runtime.rewards.remote_messages import RemoteItem, RemoteResult
 from runtime.rewards.replies import last_turn, read_replies
@@ -404,6 +405,21 @@ def test_the_text_is_the_last_turn_with_the_conversation_beside_it_and_a_reply_i
     assert [(each.text, each.conversation) for each in read_replies(payload, Bytes())] == READ
     for reply in (REPLY, make_sample(list(b""))):
         assert np.array_equal(last_turn(reply), reply.tokens)
+
+
+def test_a_thought_that_the_prompt_opens_is_part_of_the_reply() -> None:
+    """Of the group's prompt, and of what stands before a later turn."""
+    said = make_sample(list(b"1 </think> <answer>5</answer>"))
+    for prompt, opened in (("2+3=<think>\n", "<think>\n"), ("<think> 2+3=", ""), ("2+3=<think>", "<think>")):
+        payload = codec.decode(GroupPayload, request_of([[said], [make_sample(list(b"<think>5"))], [UNPLAYED]], prompt).payload)
+        texts = [each.text for each in read_replies(payload, Bytes())]
+        assert texts == [f"{opened}1 </think> <answer>5</answer>", "<think>5", ""]
+        assert bool(answer_part(texts[0])) is bool(opened)
+    later = make_branch(("a</think>b", True), ("go on<think>\n", False), ("c</think>d", True))
+    payload = codec.decode(GroupPayload, request_of([[later]], "<think>").payload)
+    (reply,) = read_replies(payload, Bytes())
+    assert reply.text == "<think>\nc</think>d"
+    assert reply.conversation == "<think>a</think>bgo on<think>\nc</think>d"
 
 
 RULES = """
