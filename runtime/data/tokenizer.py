@@ -17,7 +17,6 @@ from runtime.data.prompt_types import MODEL, SlotTemplate, slot_template
 from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import UserError
 from runtime.json_file import read_object
-from runtime.models.hf_config import MORE_TEMPLATES
 
 MARKS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
 """What rules and gateways look for in a reply. They are special tokens of some models."""
@@ -134,7 +133,7 @@ class Tokenizer:
         if self._template_file:
             file, key = Path(self._template_file), "model.chat_template"
             return ChatTemplate(self._read(file, key), self.special_tokens, f"{key}: {file}")
-        files = [*self.folder.glob(f"{MORE_TEMPLATES}/*.jinja"), *self.folder.glob("chat_template.jinja")]
+        files = [*self.folder.glob("additional_chat_templates/*.jinja"), *self.folder.glob("chat_template.jinja")]
         listed = self._json("tokenizer_config.json").get("chat_template")
         named: dict[str, Any]
         if files:  # which stand over all that the configuration has, as in transformers

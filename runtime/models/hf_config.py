@@ -21,7 +21,6 @@ DECODED = tuple(FAMILIES)
 PACKED = (*FAMILIES, "exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "seed_oss", "smollm3")
 """Families whose sequences, packed by transformers' model, have been compared with each alone. Others are trained padded."""
 
-MORE_TEMPLATES = "additional_chat_templates"
 _UNTRUE = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".npz", ".pkl"),
     *(".index.json", "quantize_config.json", "quant_config.json", "adapter_config.json", "trainer_state.json"),
@@ -97,7 +96,7 @@ def described_files(folder: str | Path) -> list[Path]:
     root = Path(folder).resolve()
     homes = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
     found = []
-    for path in sorted([*root.iterdir(), *root.glob(f"{MORE_TEMPLATES}/*.jinja")]):
+    for path in sorted([*root.iterdir(), *root.glob("additional_chat_templates/*.jinja")]):
         if path.name.startswith(".") or path.name.endswith(_UNTRUE) or path.is_dir():
             continue
         if not path.is_file() or not any(path.resolve().is_relative_to(home) for home in homes):

@@ -46,7 +46,7 @@ def ended_as_by_ctrl_c() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Stream:
+class _OutputStream:
     """A standard stream of this process. What nobody reads any more is discarded; a lost terminal gives SIGHUP too."""
 
     def __init__(self, stream: Any):
@@ -88,9 +88,9 @@ def outlive_readers(ends: bool = False) -> None:
     that is lost ends the process in order, and a reader that has gone is outlived. `ends`: the process ends with its reader."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115 - None: it was closed from the first
-        if not isinstance(stream, _Stream):
+        if not isinstance(stream, _OutputStream):
             if getattr(stream, "errors", "") in ("strict", "surrogateescape"):
                 stream.reconfigure(errors="replace")
-            stream = _Stream(stream)
+            stream = _OutputStream(stream)
             setattr(sys, name, stream)
         stream.ends = ends
