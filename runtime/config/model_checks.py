@@ -227,7 +227,7 @@ def _model_config(folder: str, *, scores: bool = False) -> ModelConfig | None:
 def _json(path: Path) -> dict[str, Any] | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, msgspec.ValidationError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -39,7 +39,7 @@ class TensorReader:
                 self._read_header(file)
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise UserError(f"{path}: is not a whole safetensors file: {error}") from error
 
     def _read_header(self, file: BinaryIO) -> None:

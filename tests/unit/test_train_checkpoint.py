@@ -6,10 +6,13 @@ import importlib.util
 import json
 import math
 import os
+import struct
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import product
 from pathlib import Path
+from tempfile import mkdtemp
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
@@ -25,12 +28,14 @@ from runtime import codec
 from runtime.config import Config, Optimizer, Trainer
 from runtime.config.checks import semantic_faults
 from runtime.config.loading import load, resolve
+from runtime.data.tokenizer import Tokenizer as Reader
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
 from runtime.models import hf_config, hf_policy
 from runtime.trainer.fsdp import optimizers
 from runtime.trainer.megatron import facade
 from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, TrainGroup
+from runtime.weights.tensor_files import TensorReader
 from tests.closeness import BFLOAT16, assert_close
 from tests.unit.lora_cases import saved
 from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
@@ -137,6 +142,34 @@ def fill(folder: Path) -> set[str]:
     found = {str(path) for path in hf_config.described_files(folder)}
     assert found == {*kept, *more, "additional_chat_templates/named.jinja"}
     return found
+
+
+def test_json_of_any_depth_is_read_or_refused_in_one_line(tmp_path: Path):
+    """Of every file that a folder has. The faults of a configuration, a policy, a tokenizer, an export."""
+    folder = Path(make_policy(tmp_path))
+    config = resolve(load({"run": {"name": "a"}, "model": {"path": str(folder)}, "data": {"train": "a.jsonl"}}))
+    whole = json.dumps(json.loads((folder / "config.json").read_text()))
+    reading: tuple[Callable[[], Any], ...] = (
+        lambda: semantic_faults(config, {}, 1 << 40),
+        lambda: hf_policy.load_policy(str(folder)),
+        lambda: hf_policy.declared_dtype(str(folder)),
+        lambda: (text_of := Reader(str(folder))).template and text_of.eos_ids,
+        lambda: hf_policy.write_description(folder, Path(mkdtemp(dir=tmp_path)), None),
+    )
+    for depth, name in product((900, 99_999), ("config", "generation_config", "tokenizer_config", "tokenizer", "a.index")):
+        deep = '"x": ' + "[" * depth + "]" * depth + "}"
+        before = (folder / f"{name}.json").read_text() if (folder / f"{name}.json").exists() else "{}"
+        (folder / f"{name}.json").write_text((whole[:-1] + ", " if name == "config" else "{") + deep)
+        for read in reading:
+            try:
+                read()
+            except UserError as error:
+                assert "\n" not in str(error)
+        (folder / f"{name}.json").write_text(before)
+    with (folder / "deep.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 99_999) + b"[" * 99_999)
+    with pytest.raises(UserError, match="is not a whole safetensors file"):
+        TensorReader(folder / "deep.safetensors")
 
 
 def test_links_lead_to_files_of_the_folder_or_to_blobs_of_the_hubs_cache(tmp_path: Path):
