@@ -54,8 +54,7 @@ class CountedSandbox(ImmutableSandboxedEnvironment):
 
     def _written(self, value: Any) -> Any:
         """A value that becomes text."""
-        self._allow(_size(value))
-        self._spend()
+        self._allow(len(value) if type(value) is str else _size(value))
         return value
 
     def _joined(self, *values: Any) -> str:
@@ -65,6 +64,9 @@ class CountedSandbox(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is str and type(right) is str:
+            self._allow(len(left) + len(right))
+            return left + right
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if operator == "**":
             raise jinja2.TemplateError("has a power, which no conversation needs")
@@ -136,7 +138,7 @@ class CountedSandbox(ImmutableSandboxedEnvironment):
         """Raises TemplateError for a value that is larger than any conversation."""
         if size > _MOST_SIZE:
             raise jinja2.TemplateError(f"makes a value of more than {_MOST_SIZE} characters")
-        self._spend(size // _CHARACTERS)
+        self._spend(1 + size // _CHARACTERS)
 
 
 class _Counting(NodeTransformer):
