@@ -98,7 +98,8 @@ def _folder_faults(key: str, folder: str, needs_tokenizer: bool) -> Iterator[str
     index = path / "model.safetensors.index.json"
     try:
         shards = hf_config.shard_names(index) if index.is_file() else []
-        _ = hf_config.described_files(path)  # which the trained model will have
+        if key in ("model.path", "critic.path"):  # of which the trained model has files
+            hf_config.described_files(path)
     except UserError as error:
         yield f"{key}: {error}"
         return

@@ -22,7 +22,22 @@ PACKED = (*FAMILIES, "exaone4", "glm4", "granite", "olmo2", "olmo3", "phi3", "se
 """Families whose sequences, packed by transformers' model, have been compared with each alone. Others are trained padded."""
 
 _UNTRUE = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".onnx_data", ".gguf", ".ot", ".npz", ".pkl"),
+    *(
+        ".safetensors",
+        ".bin",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".h5",
+        ".msgpack",
+        ".onnx",
+        ".onnx_data",
+        ".gguf",
+        ".ot",
+        ".npz",
+        ".pkl",
+        ".distcp",
+    ),
     *(".index.json", "quantize_config.json", "quant_config.json", "adapter_config.json", "trainer_state.json"),
     *("_results.json", "README.md"),  # what is said of the model that was
 )

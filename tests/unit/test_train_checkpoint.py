@@ -128,7 +128,14 @@ def fill(folder: Path) -> set[str]:
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "own.OwnConfig"} | theirs}))
     kept = ["own.py", "LICENSE", "NOTICE.md", "merges.txt", "vocab.bpe", "qwen.tiktoken", "a.model", "processor_config.json"]
     stale = ["training_args.bin", "optimizer.pt", "README.md", "trainer_state.json", "all_results.json", "quantize_config.json"]
-    stale += ["pytorch_model.bin.index.json", "a.gguf", ".gitattributes", "consolidated.safetensors", "rng_state_0.pth"]
+    stale += [
+        "pytorch_model.bin.index.json",
+        "a.gguf",
+        ".gitattributes",
+        "consolidated.safetensors",
+        "rng_state_0.pth",
+        "__0_0.distcp",
+    ]
     for name in (*kept, *stale):
         (folder / name).write_text("{}")
     for name in (".git", "original", "additional_chat_templates"):
