@@ -259,9 +259,7 @@ def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
     bench.add_argument(
         "--trl-python", type=Path, metavar="PATH", help="train: one that has TRL (default: .venv-trl/bin/python)"
     )
-    bench.add_argument(
-        "--pretrained", action="store_true", help="train: on the model of `sluice quickstart --pretrained`"
-    )
+    bench.add_argument("--pretrained", action="store_true", help="train: on the model of `sluice quickstart --pretrained`")
     bench.add_argument("--sizes", metavar="MB,MB,...", help="publication: of the weights (default: 64,512,2048)")
     bench.add_argument("--receivers", type=int, metavar="N", help="publication: rollouts (default: 1)")
     bench.add_argument("--depth", choices=("auto", "bound"), help="staleness: of training.depth (default: bound)")
