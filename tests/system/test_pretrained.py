@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.pretrained, pytest.mark.timeout(600)]
 
 RUN = 400.0  # seconds of a run, on a busy machine
 # Nats, in the mean over the tokens that are compared. float32: some hundred roundings of 6e-8 of logits of up to 30, in another
-# order; megatron-core's modules differ more. bfloat16: what is added up in another order is rounded otherwise here and there; 30
-# layers make 0.02 to 0.03 of that, in the mean over many tokens. Few are compared.
+# order; megatron-core's modules differ more. bfloat16: what is added up in another order is rounded otherwise here and there;
+# 30 layers make 0.02 to 0.03 of that, in the mean over many tokens. Few are compared.
 FLOAT32, MEGATRON, BFLOAT16 = 1e-5, 3e-5, 0.06
 SMALL: dict[str, Any] = {
     "data": {"handler": "plain", "max_prompt_tokens": 96},
