@@ -25,6 +25,7 @@ from runtime.coordinator.register import member_of
 from runtime.coordinator.roles import RewardScoring, Roles
 from runtime.coordinator.run_context import RunContext
 from runtime.coordinator.takeover import TakenUp
+from runtime.coordinator.unscored import unscored
 from runtime.data.prompts import PromptStream
 from runtime.errors import Cancelled, Unreachable
 from runtime.ledger.records import Note, Ticket
@@ -312,19 +313,25 @@ class DynamicSampling:
         self._limit = limit
         self._step = buffer.step
         self._dropped_for_step = 0
+        self._any_scored = False  # of those dropped for the step
         self._kept = self._dropped = 0  # since `close_step`
 
     def judge(self, group: Group) -> None:
-        """Drop `group`, which was just scored, unless it has signal."""
+        """Drop `group`, which was just scored, unless it has signal. Raises ServiceFault in place of a stop where none of the
+        groups that were dropped has a score."""
         if _has_signal(group):
             self._kept += 1
             return
         self._buffer.drop(group.group_id, NO_SIGNAL)
         self._dropped += 1
         if self._step != self._buffer.step:
-            self._step, self._dropped_for_step = self._buffer.step, 0
+            self._step, self._dropped_for_step, self._any_scored = self._buffer.step, 0, False
         self._dropped_for_step += 1
+        assert group.scores is not None
+        self._any_scored = self._any_scored or bool(group.scores.valid.any())
         if self._dropped_for_step >= self._limit and not self._step_has_enough():
+            if not self._any_scored:
+                raise unscored([group.scores], f"{self._dropped_for_step} groups")
             self._buffer.stop(f"too little signal: {self._dropped_for_step} groups with equal rewards dropped for one step")
 
     def judge_restored(self) -> None:

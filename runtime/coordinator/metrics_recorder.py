@@ -18,6 +18,7 @@ from runtime.coordinator.history import RunHistory
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import Member, member_of
 from runtime.coordinator.run_context import RunContext, accelerators
+from runtime.coordinator.unscored import UnscoredSteps
 from runtime.data.prompts import group_seed
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError
 from runtime.ports import RolePort
@@ -147,6 +148,7 @@ class MetricsRecorder:
         self._dynamic_sampling = dynamic_sampling
         self._totals = totals
         self._probes = probes
+        self._unscored = UnscoredSteps()
         self.incarnation = 0
         self.newest: Metrics = {}
         self.evaluated: Metrics = {}
@@ -155,6 +157,7 @@ class MetricsRecorder:
         """When the newest step was entered, on the loop's clock."""
 
     async def step(self, trained: TrainedStep) -> Metrics:
+        """Raises ServiceFault, when the step's metrics are told, where replies get no score (`UnscoredSteps`)."""
         timing = self._spans.close_step()
         groups = trained.groups
         probed = self._probes.close_step(PolicyVersion(self.incarnation, trained.step), trained.result.probes)
@@ -185,6 +188,8 @@ class MetricsRecorder:
         self._totals.add(metrics)
         self.newest, self.stepped = metrics, now()
         await self._trackers.log(trained.step + 1, metrics)
+        scores = [group.scores for group in groups if group.scores is not None]
+        self._unscored.step(scores, last=trained.step + 1 >= self._buffer.last_step)
         return metrics
 
     @property

@@ -9,7 +9,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from runtime import config
 from runtime.commands import WeightsCommitted
@@ -20,12 +22,13 @@ from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
-from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion
+from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, ScoreRequest, Scores
 from tests.loopback.pipeline_fakes import (
     DEADLINE,
     Cast,
     FakeCritic,
     FakeModel,
+    FakeReward,
     FakeRewardModel,
     FakeRollout,
     FakeTrainer,
@@ -119,6 +122,21 @@ def test_a_service_that_fails_ends_the_run_with_its_fault(tmp_path: Path, who: s
     folder = RunFolder(tmp_path, sections={"critic": config.Critic()})
     assert folder.fails(cast) is error
     assert not any(group.step is not None and group.step >= 3 for group in folder.groups())
+
+
+def test_a_run_whose_replies_get_no_score_ends_with_the_rule_and_the_cause(tmp_path: Path) -> None:
+    async def lost(scores: Scores, request: ScoreRequest) -> Scores:
+        scores.valid[:] = 0
+        scores.rules["gsm8k"][:] = np.nan
+        return replace(scores, errors={"timeout": len(scores.valid)})
+
+    cast = Cast.make()
+    cast.reward = around(FakeReward(), "score", after=lost)
+    folder = RunFolder(tmp_path)
+    assert str(folder.fails(cast)).startswith(
+        "reward: gsm8k: no reply of 3 steps in a row has a score; the last cause is timeout"
+    )
+    assert len(folder.points()) == 3
 
 
 def test_a_resumed_run_may_have_smaller_steps_and_a_smaller_bound(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ and what dynamic sampling drops is replaced."""
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from random import Random
 
@@ -19,7 +20,8 @@ from runtime.coordinator.pools import RolloutLoads
 from runtime.coordinator.register import Member
 from runtime.coordinator.staleness import OpenGroup, select
 from runtime.coordinator.takeover import TakenUp
-from runtime.errors import InvariantViolated
+from runtime.coordinator.unscored import UnscoredSteps
+from runtime.errors import InvariantViolated, ServiceFault
 from runtime.ledger.records import Change, Ticket
 from runtime.ledger.states import Mark, Phase
 from runtime.types import GeneratedGroup, PolicyVersion, Scores
@@ -349,6 +351,36 @@ def test_a_step_that_is_not_filled_is_told_at_the_limit(course: str, staleness: 
             sieve.score(group, good == "+")
         assert len(steps) == 1 or len(sieve.buffer.take(step)) == 2
     assert sieve.buffer.stop_reason == reason
+
+
+def test_a_run_ends_where_no_reply_gets_a_score() -> None:
+    """Three steps in a row; the last where none was scored before; and groups that dynamic sampling drops."""
+    told = "reward: judged: no reply of {} has a score; the last cause is exception:KeyError (logs/reward-*.log)"
+    nan = np.full(2, np.nan, np.float32)
+    lost, found = (
+        Scores(
+            group_id=0, rewards=nan, valid=np.array(valid, np.uint8), rules={"judged": nan}, errors={"exception:KeyError": 2}
+        )
+        for valid in ([0, 0], [0, 1])
+    )
+
+    def course(steps: str, last: int = 99) -> str:
+        counted = UnscoredSteps()
+        for step, kind in enumerate(steps):
+            counted.step([lost, found if kind == "+" else lost], last=step == last)
+        return steps
+
+    for steps, last in (("--+--+", 99), ("-+-", 2), ("--", 99)):
+        assert course(steps, last) == steps
+    for steps, last, of in (("+---", 99, 3), ("-", 0, 1), ("--", 1, 2)):
+        with pytest.raises(ServiceFault, match=re.escape(told.format(f"{of} steps in a row"))):
+            course(steps, last)
+    sieve = Sieve(limit=2)
+    first, second = sieve.dispatch(2)
+    assert not sieve.judge(first, [0.0, 0.0], [0, 0])
+    with pytest.raises(ServiceFault, match="reward: score: no reply of 2 groups has a score"):
+        sieve.judge(second, [0.0, 0.0], [0, 0])
+    assert not sieve.buffer.stop_reason
 
 
 def test_the_metrics_are_of_the_groups_scored_since_the_step_before() -> None:
