@@ -184,16 +184,19 @@ DAPO_CHARACTERS = 1 << 20  # whatever their number, 300 are looked at
 
 _LAST_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _DAPO_REPLACED = (
-    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
+    *(("an ", ""), ("a ", ""), (",\\!", ""), ("{,}", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")),
     *((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
 )
 _DAPO_UNITS = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "ft", "hours", "km", "units", "points", "feet", "minutes"),
     *("digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets"),
     *("multiples", "\\text{s}", "\\text{.}", "\\text{}^2", "\\text{}^3", "\\text{}", "\\mathrm{th}", "^\\circ"),
-    *("^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots", "\\ldots"),
+    *("^{\\circ}", "\\;", '"', "\\dots", "\\ldots"),
 )
 _FORMULA = re.compile(r"\$([^$]*)\$")
+_APART = re.compile(r"(?<=[0-9]) +(?![0-9]{3}(?![0-9]))(?=[0-9])")  # two numbers, and no 1 000
+_THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_MORE = re.compile(r"[$0-9]|not|wrong|incorrect|most|least|than")  # beside a formula: another value, or a denial
 _WRAPPED = re.compile(r"\\(?:text|textbf|overline|boxed)\{([^{}]*)\}")
 _SHORT_FRACTION = re.compile(r"\\frac([^{\\])([^{\\])")
 _SHORT_ROOT = re.compile(r"\\sqrt([^{\\])")
@@ -202,18 +205,19 @@ _EMPHASIS = "*_` "
 
 def normal_form(answer: str) -> str:
     """What stands behind the last `=`, without units, spaces, text commands and thousands commas; `\\frac12` in full."""
-    text = answer.strip(_EMPHASIS).rstrip(".").split("=")[-1]
+    text = _APART.sub("\0", answer.strip(_EMPHASIS).rstrip(".").split("=")[-1].replace("\0", ""))
     for old, new in _DAPO_REPLACED:
         text = text.replace(old, new)
     for unit in _DAPO_UNITS:
-        text = text.replace(unit, "")
-    if formula := _FORMULA.search(text):
+        text = text.replace(unit, "\0")
+    text = re.sub(r"(?<=[0-9])\0+(?=[0-9])", " ", text).replace("\0", "")  # 5 hours 30 minutes
+    formula = _FORMULA.search(text)
+    if formula and not _MORE.search(text[: formula.start()] + text[formula.end() :]):
         text = formula.group(1)
     text = _WRAPPED.sub(r"\1", text)
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text).replace("$", "").strip(_EMPHASIS)
-    digits = text.replace(",", "")
-    return digits if digits.isdigit() else text
+    return text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
 
 
 def _last_line(text: str) -> str | None:

@@ -6,17 +6,37 @@ import re
 
 _BOX_OR_BRACE = re.compile(r"\\boxed\s{0,8}\{|\\[\\{}]|[{}]")
 BOX = re.compile(r"\\boxed\s{0,8}\{")
+_OTHER_BOX = re.compile(r"\\f(?:rame)?box(?=\s{0,8}\{)")
+_GROUP = r"(?:[0-9]|\{[^{}\n]{1,40}\})"
+_AT_DOLLAR = r"(?= ?(?:\$|\\[)\]]))"
+_BARE_BOX = re.compile(  # \boxed 5
+    r"\\(?:boxed|fbox) {0,8}("
+    r"[-+]?\\?\$?[0-9]+(?:[,.][0-9]+)*(?:/[0-9]+)?(?:\\?%)?(?= ?(?:\$|\\[)\]]|[.,;:!]?(?:\s+[A-Za-z(]|\s*\Z|\n)))"
+    rf"|[-+]?(?:\\[dt]?frac ?{_GROUP} ?{_GROUP}|\\sqrt ?{_GROUP}|\\pi){_AT_DOLLAR}|[A-Za-z]{_AT_DOLLAR})"
+)
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\s#][^\n]*)")
-_CLOSING = re.compile(r"\banswer\b[*_` \t]{0,8}(?:is\b|was\b|[:=])[*_:=\s]{0,16}", re.IGNORECASE)
-_STATEMENT_END = re.compile(r"\n|[.!?;](?=\s|$)")
+_CLOSING = re.compile(
+    r"(?:\banswer\b[*_` \t]{0,8}(?:is\b|was\b|[:=])"
+    r"|答案[*_` ]{0,8}(?:就|应该?)?(?:[是为选:：=]|等于)|答[:：]|(?:[故应]|所以)选择?)[*_:：=\s]{0,16}"
+    r"(?:(?:therefore|thus|then|simply|just|indeed|clearly|probably|likely|equal to)\b[,:\s]{0,4})?",
+    re.IGNORECASE,
+)
+_STATEMENT_END = re.compile(r"\n|(?<!approx)[.!?](?=\s|$)|;(?=\s+[^-\s0-9$\\(]|\s*$)|[。！？；]")
+_DENIED = re.compile(  # "I do not think the answer is 5": up to the statement there is no other clause
+    r"(?:\b(?:not|never|no|cannot|doubt|whether|wrong|false)\b|n['’]t\b|不)"
+    r"(?:(?!\b(?:and|so|but|then|hence|thus|therefore)\b)[^,;:.!?\n，；：。！？])*\Z",
+    re.IGNORECASE,
+)
+_BEFORE_STATEMENT = 80  # characters
 _STATEMENT_LENGTH = 200  # characters that are looked at
 
 
 def last_boxed(text: str) -> str | None:
     r"""The content of the last complete `\boxed{...}`, braces matched, escaped braces skipped; None without one.
 
-    A box inside a complete box is part of it; a box inside one that is never closed stands for itself.
+    A box inside a complete box is part of it, and is given as a group; one inside a box that is never closed stands for itself.
     """
+    text = _braced(text)
     first = text.find("\\boxed")
     if first < 0:
         return None
@@ -34,16 +54,24 @@ def last_boxed(text: str) -> str | None:
                     start, end = content, token.start()
         elif mark.startswith("\\boxed"):
             opened.append((token.end(), True))
-    return None if start < 0 else text[start:end]
+    return None if start < 0 else BOX.sub("{", text[start:end])
 
 
 def last_box(text: str) -> str | None:
     r"""The content of the last `\boxed{...}`; empty where that box is never closed, None without any box."""
+    text = _braced(text)
     start = len(text)
     while (start := text.rfind("\\boxed", 0, start)) >= 0:
         if BOX.match(text, start):
             return last_boxed(text[start:] if last_boxed(text[start:]) is None else text) or ""
     return None
+
+
+def _braced(text: str) -> str:
+    r"""`text` with `\boxed{}` for other boxes: `\fbox{}`, and `\boxed 5` without braces."""
+    if "box" not in text:
+        return text
+    return _BARE_BOX.sub(r"\\boxed{\1}", _OTHER_BOX.sub(r"\\boxed", text))
 
 
 def last_hashes(text: str) -> str | None:
@@ -62,13 +90,14 @@ def last_answer_tag(text: str) -> str | None:
 
 
 def closing_statement(text: str) -> str | None:
-    """What the last "the answer is x" or "Final answer: x" names, up to the end of its sentence; None without one.
+    """What the last "the answer is x", "Final answer: x" or "答案是x" names, up to the end of its sentence; None without one.
 
-    A statement without a digit ("I hope the answer is clear") counts only where none has one.
+    A statement without a digit ("I hope the answer is clear") counts only where none has one; one that is denied does not.
     """
     named = [
         _STATEMENT_END.split(text[found.end() : found.end() + _STATEMENT_LENGTH], maxsplit=1)[0]
         for found in _CLOSING.finditer(text)
+        if not _DENIED.search(text[max(found.start() - _BEFORE_STATEMENT, 0) : found.start()])
     ]
     numbers = [statement for statement in named if any(map(str.isdigit, statement))]
     return (numbers or named or [None])[-1]

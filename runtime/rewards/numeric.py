@@ -9,13 +9,17 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
+from runtime.rewards.notation import uniform
+
 MAX_LENGTH = 200  # characters of an answer; longer ones are no number, and bound the cost of everything below
 
 _MINUS = str.maketrans("\u2212\u2013\u2012\ufe63\uff0d", "-----")
 _WRAPPER = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it|sf|tt|normal)|mbox|boldsymbol|bold|bm|pmb)\s*\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:,\\!|\{,\}|\\[,!])(?=[0-9]{3})")
+_SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3})+(?![0-9,]| ?[0-9/])")  # 1 000
 _SPACING = re.compile(r"\\(?:[,;: ]|quad\b)|~|\s+")
-_EXPONENT = re.compile(r" ?\^ ?(?:\{ ?([23]) ?\}|([23])(?![0-9]))")  # of a unit
+_EXPONENT = re.compile(r" ?\^ ?(?:\{ ?(-?[1-9]) ?\}|(-?[1-9])(?![0-9]))")  # of a unit
+_SIGNS_OF_UNITS = re.compile(r"\\(?:(mu)(?![A-Za-z]) ?|(Omega)(?![A-Za-z])|AA(?![A-Za-z]))|(µ)")
 _MARKUP = re.compile(r"\\(?:[!()\[\]]|(?:left|right|displaystyle)\b)")
 _ESCAPED = re.compile(r"\\([$%])")
 
@@ -23,7 +27,10 @@ _PLAIN_INTEGER = re.compile(r"-?[0-9]{1,18}")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?!,?[0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 _FRACTION = r"\\[dt]?frac ?(?:\{ ?(?P<top>[0-9]+) ?\} ?\{ ?(?P<bottom>[0-9]+) ?\}|(?P<top1>[0-9]) ?(?P<bottom1>[0-9]))"
-_LEAD = re.compile(r"(?:[A-Za-z]\w{0,20})? ?=|")  # of "x = 5" and "= 5"
+_ABOUT = "approximately|approx\\.?|about|around|roughly|exactly|nearly|almost|大?约为?|\\\\approx|≈"
+_LEAD = re.compile(
+    rf"(?:(?:[A-Za-z]\w{{0,20}})? ?=)? ?(?:(?:{_ABOUT})(?![A-Za-z])[ *_]{{0,4}})?", re.IGNORECASE
+)  # of "x = 5", "= 5", "about 5"
 _SIGN = re.compile(r" ?([-+]?) ?(?:(?:US ?\$|USD|Rs\.?|[$€£¥₹]) ?([-+]?) ?)?")  # "-$5", "$-5"
 _MAGNITUDE = re.compile(
     rf"(?P<whole>[0-9]*) ?{_FRACTION}"
@@ -33,16 +40,30 @@ _MAGNITUDE = re.compile(
     r"| ?(?:\\times|\\cdot|×) ?10 ?\^ ?\{?(?P<power>-?[0-9]{1,3})\}?)?"
 )
 _SYMBOL = re.compile(r"(?: ?(?:[%€£¥₹$]|\^ ?\{? ?\\circ ?\}?|°[CF]?|\\degrees?\b))?")
-_WORD_BREAK = re.compile(r"[ /()]+")
-_WORD = re.compile(r"[A-Za-z°][A-Za-z°'’.-]*(?:\^?[23]|[²³])?")
+_WORD_BREAK = re.compile(r"(?<=[A-Za-zΩ0-9]) ?(?:\\cdot|\\times|[·*]) ?(?=[A-Za-zμΩÅ])|[ /()]+")
+_WORD = re.compile(r"[A-Za-z°μΩÅ][A-Za-z°ΩÅ'’.-]*(?:\^-?[1-9]|[23])?")
 # Units written without a space; other letters behind a number are a variable's, as in "7x".
 _ATTACHED = re.compile(
     r"[kcm]?g|lbs?|oz|[kcm]?m|mi|ft|in|yd|m?[lL]|h|hrs?|hours?|min(?:ute)?s?|s|secs?|seconds?|days?|years?|"
-    r"[ap]\.?m|mph|km/?h|kph|cents?|dollars?|miles?|sq|(?:[kcdm]?m|ft|in|yd|mi)(?:\^?[23]|[²³])"
+    r"[ap]\.?m|mph|km/?h|kph|cents?|dollars?|miles?|sq|(?:[kcdm]?m|ft|in|yd|mi)\^?[23]|[kM]?Ω|μ[msgFAVLl]|Å"
 )
-_LETTER_UNITS = frozenset("gmlLhsCF")
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_NOT_UNITS = frozenset(("and", "or", "to", "plus", "minus", "times", "half", "pi", "sqrt"))
+
+
+def _words(*lines: str) -> frozenset[str]:
+    return frozenset(word for line in lines for word in line.split())
+
+
+_LETTER_UNITS = frozenset("gmlLhsCFNJWVΩÅ")
+SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+SCALES |= {"mil": 10**6, "mn": 10**6, "bn": 10**9, "tn": 10**12, "dozens": 12}
+NOT_UNITS = _words(
+    "and or to plus minus half pi sqrt not no never none nor neither either maybe perhaps possibly is isn't are was be wrong",
+    "incorrect false but versus vs by over point squared cubed factorial divided multiplied twice thrice double doubled triple",
+    "tripled halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth",
+    "tenths hundredth hundredths thousandth thousandths zero one two three four five six seven eight nine ten eleven twelve",
+    "thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety",
+)
+"""Words behind a number that make another value, or none, of it."""
 
 
 def number(text: str) -> Fraction | None:
@@ -70,10 +91,11 @@ def _plain(text: str) -> str:
     """`text` without math delimiters, emphasis and text commands; single spaces; thousands separated by commas."""
     if len(text) > 4 * MAX_LENGTH:
         return text
-    text = _THOUSANDS.sub(",", text.translate(_MINUS))
+    text = _THOUSANDS.sub(",", uniform(text.translate(_MINUS)))
     text = _ESCAPED.sub(r"\1", _MARKUP.sub("", text))
     text = _SPACING.sub(" ", _WRAPPER.sub(r" \1", text)).strip(" *_`")
-    text = _EXPONENT.sub(r"^\1\2", text)
+    text = _SIGNS_OF_UNITS.sub(lambda sign: "Ω" if sign.group(2) else "μ" if sign.group(1, 3) != (None, None) else "Å", text)
+    text = _SPACED.sub(lambda digits: digits.group().replace(" ", ""), _EXPONENT.sub(r"^\1\2", text))
     while len(text) > 1 and text[0] == text[-1] == "$":
         text = text[1:-1].strip(" *_`")
     if text.startswith("{") and text.endswith("}") and text.count("{") == 1:
@@ -100,14 +122,18 @@ def _scale(rest: str) -> int | None:
     symbol = _SYMBOL.match(rest)
     tail = rest[symbol.end() :]  # type: ignore[union-attr]  # matches the empty text
     words = [word for word in _WORD_BREAK.split(tail) if word]
+    scale = 1
     if not words:
-        return 1
+        return scale
     if tail[0] not in " /(" and not _ATTACHED.fullmatch(words[0].rstrip(".")):
         return None
-    for word in words:
-        if not _WORD.fullmatch(word) or word.lower() in _NOT_UNITS:
+    for place, word in enumerate(words):
+        folded = word.lower().rstrip(".")
+        if folded in SCALES and all(before.lower() in SCALES for before in words[:place][-1:]):
+            scale *= SCALES[folded]
+        elif folded in SCALES or folded in NOT_UNITS or not _WORD.fullmatch(word):
             return None
-        letters = word.rstrip("^23²³")
+        letters = word.rstrip("^-123456789")
         if len(letters) == 1 and letters not in _LETTER_UNITS:
             return None
-    return SCALES.get(words[0].lower(), 1)
+    return scale

@@ -211,6 +211,79 @@ ONE_WAY = r"""
 6m2 | 6 ¦ 5 m^2 | 5 ¦ a+b = 7 | 7 ¦ f(2) + g(3) = 7 | 7 ¦ The largest $n$ is 34. | $34$
 """
 
+# An answer and its label: unions and domains, degrees, ordinals, units, systems, Unicode, looks, remainders, choices.
+NOTATIONS = r"""
+x\le -1 \text{ or } x\ge 1 | (-\infty,-1]\cup[1,\infty) ¦ x<-1 or x>1 | (-\infty,-1)\cup(1,\infty)
+x<-1 or 2<x\le 3 | (-\infty,-1)\cup(2,3] ¦ x \in (-\infty,-1) \text{ or } x \in (1,\infty) | (-\infty,-1)\cup(1,\infty)
+x\le -1 \lor x \ge 1 | (-\infty,-1]\cup[1,\infty) ¦ x<-1 ∨ x>1 | (-\infty,-1)\cup(1,\infty)
+1<x or x<-1 | (-\infty,-1)\cup(1,\infty) ¦ (1,\infty) or (-\infty,-1) | (-\infty,-1)\cup(1,\infty)
+x = 0 \text{ or } x > 1 | \{0\}\cup(1,\infty) ¦ x > 1 \text{ or } x = 0 | x=0 or x>1 ¦ x\ne 2 | x<2 \text{ or } x>2
+x \in (-\infty,-1)\cup(1,\infty) | x<-1 \text{ or } x>1 ¦ \{x \mid x<-1 \text{ or } x>1\} | (-\infty,-1)\cup(1,\infty)
+\{x : x \in \mathbb{R}, x > 2\} | (2,\infty) ¦ \{x \in \mathbb{R} : x > 2\} | (2,\infty) ¦ \{x \in \R \mid x > 2\} | x > 2
+\{x \in \mathbb{R} \mid 1 < x \le 2\} | (1,2] ¦ \{x \in \mathbb{R} \mid x \ne 2\} | (-\infty,2)\cup(2,\infty)
+\{x\mid x>2, x\in\mathbb{R}\} | (2,\infty) ¦ x>2, x\in\mathbb{R} | (2,\infty)
+\{x \in \mathbb{R} \colon x \ge 2\} | [2,\infty) ¦ \left\{x \in \mathbb{R} \,\middle|\, x > 2\right\} | (2,\infty)
+\{y \in \mathbb{R} \mid y > 2\} | (2,\infty) ¦ x<-\sqrt2 \text{ or } x>\sqrt2 | (-\infty,-\sqrt{2})\cup(\sqrt{2},\infty)
+x<-1,\text{ or } x>1 | (-\infty,-1)\cup(1,\infty) ¦ x<-1\text{, or }x>1 | (-\infty,-1)\cup(1,\infty)
+x > 2 \text{ and } x < 5 | (2,5) ¦ x>2 and x<5 | 2<x<5 ¦ ]-\infty,-1[\,\cup\,]1,\infty[ | (-\infty,-1)\cup(1,\infty)
+30^o | 30^\circ ¦ 30^{o} | 30 ¦ 30^\text{o} | 30 ¦ 30^{\mathrm{o}} | 30 ¦ 30^{\textrm{o}} | 30 ¦ 30º | 30 ¦ 30˚ | 30
+30\,^{\circ} | 30 ¦ 30{}^\circ | 30 ¦ 30^{\,\circ} | 30 ¦ 30 deg | 30 ¦ 30\,\mathrm{deg} | 30 ¦ 30^oC | 30
+30^{\circ}\mathrm{C} | 30 ¦ 30℃ | 30 ¦ \ang{30} | 30^\circ ¦ \ang{-12.5} | -12.5 ¦ \SI{30}{\degree} | 30 ¦ \qty{5}{m} | 5
+\SI{5}{\metre\per\second} | 5 ¦ \num{5000} | 5000 ¦ \sin(30^o) | \frac12 ¦ \cos 60^{\text{o}} | 1/2 ¦ \tan(\ang{45}) | 1
+30\degree | 30 ¦ 30\textdegree | 30 ¦ \frac{90^o}{2} | 45 ¦ 12th | 12 ¦ 21st | 21 ¦ 2nd | 2 ¦ 3rd | 3 ¦ 12^{th} | 12
+12^{\mathrm{th}} | 12 ¦ 12\textsuperscript{th} | 12 ¦ 12^\text{th} | 12 ¦ 12^{\textrm{th}} | 12 ¦ 12\mathrm{th} | 12
+12ᵗʰ | 12 ¦ $12^{\text{th}}$ | 12 ¦ 1^{\text{st}} | 1 ¦ 22^{\text{nd}} | 22 ¦ n^{\text{th}} | n^{\text{th}} ¦ 5Ω | 5
+5\text{ }\Omega | 5 ¦ 5\,\text{k}\Omega | 5 ¦ 5\,k\Omega | 5 ¦ 5 kΩ | 5 ¦ 5\,\Omega\cdot\text{m} | 5 ¦ 5 μm | 5 ¦ 5 µm | 5
+5\,\mu m | 5 ¦ 5\,\mathrm{\mu m} | 5 ¦ 5\,\mu\mathrm{m} | 5 ¦ 5\,\mu\text{F} | 5 ¦ 5\,\text{μm} | 5 ¦ 5\,\text{Å} | 5
+5 Å | 5 ¦ 2\sqrt{3}\,\Omega | 2\sqrt3 ¦ 2\pi\,\mu\text{s} | 2\pi ¦ 5\,\mathrm{kg\cdot m/s^2} | 5 ¦ 5\,\mathrm{kg\,m^2} | 5
+5\,\mathrm{kg\,m^{2}\,s^{-2}} | 5 ¦ 5\,\mathrm{J\,mol^{-1}\,K^{-1}} | 5 ¦ 5\,\text{J}\cdot\text{s} | 5
+5\ \text{kg}\cdot\text{m}^2 | 5 ¦ 5\ \text{kg}\,\text{m}\,\text{s}^{-2} | 5 ¦ 5\,\mathrm{m}/\mathrm{s}^{2} | 5 ¦ 5 m/s^2 | 5
+5 kg m/s^2 | 5 ¦ 5 kg·m/s² | 5 ¦ 5 m s^{-1} | 5 ¦ 5 m·s⁻² | 5 ¦ 5 N·m | 5 ¦ 5\text{ N}\cdot\text{m} | 5
+5\,\frac{\mathrm{kg}}{\mathrm{m}^3} | 5 ¦ 5\,\mathrm{s^{-1}} | 5 ¦ 5 \mathrm{cm}^{3} | 5 ¦ 5\,\text{m}^{-1} | 5
+5 × 10⁻³ kg | 0.005 ¦ 6.02×10²³ | 6.02\times 10^{23} ¦ 5个 | 5 ¦ 5 个 | 5 ¦ 5米 | 5 ¦ 5厘米 | 5 ¦ 5平方厘米 | 5 ¦ 5 千克 | 5
+5小时 | 5 ¦ 5分钟 | 5 ¦ 5个苹果 | 5 ¦ 5只鸡 | 5 ¦ 5元/千克 | 5 ¦ 5米/秒 | 5 ¦ 5人 | 5 ¦ 5岁 | 5 ¦ 5% | 5 ¦ 5万 | 50000
+5万元 | 50000 ¦ 1.2亿 | 120000000 ¦ 2\sqrt{3}厘米 | 2\sqrt3 ¦ \frac{1}{2}米 | 0.5 ¦ 5\text{元} | 5 ¦ 5\text{ 厘米} | 5
+x=5厘米 | 5 ¦ \begin{align}x&=1\\y&=2\end{align} | x=1,y=2 ¦ \begin{gathered}x=1\\y=2\end{gathered} | x=1,y=2
+\begin{split}x&=1\\y&=2\end{split} | x=1,y=2 ¦ \begin{cases}x&=1\\y&=2\end{cases} | x=1,y=2
+\begin{cases}x=1,\\y=2\end{cases} | x=1,y=2 ¦ \left\{\begin{array}{l}x=1\\y=2\end{array}\right. | x=1,y=2
+\left\{ \begin{array}{rcl} x &=& 1 \\ y &=& 2 \end{array} \right. | x=1,y=2
+\left\{\begin{aligned}x&=1\\y&=2\end{aligned}\right. | x=1,y=2 ¦ \begin{aligned}x&=1,\\y&=2.\end{aligned} | (1,2)
+\begin{aligned}x&=2+3\\&=5\end{aligned} | 5 ¦ \begin{aligned}x+y&=3\\x-y&=1\end{aligned} | x+y=3, x-y=1
+\begin{dcases}x=1\\y=2\end{dcases} | x=1,y=2 ¦ \begin{eqnarray*}x&=&1\\y&=&2\end{eqnarray*} | x=1,y=2
+\begin{aligned}x&>1\\y&<2\end{aligned} | x>1,y<2 ¦ 3×10⁻² | 0.03 ¦ x⁵ | x^5 ¦ x¹² | x^{12} ¦ 2ⁿ | 2^n ¦ 10²³ | 10^{23}
+x₁=2, x₂=3 | 2,3 ¦ a₁₀ | a_{10} ¦ ⅓ | 1/3 ¦ 3⁄4 | 3/4 ¦ ５ | 5 ¦ ３．５ | 3.5 ¦ 25％ | 25 ¦ （1，2） | (1,2) ¦ ∛8 | 2
+\underline{\frac{1}{2}} | 0.5 ¦ \underline{\text{even}} | even ¦ \underline{\underline{5}} | 5 ¦ \emph{even} | even
+\ensuremath{5} | 5 ¦ \framebox{5} | 5 ¦ \colorbox{yellow}{5} | 5 ¦ \fcolorbox{red}{white}{5} | 5 ¦ {\large 5} | 5
+\Large{5} | 5 ¦ \huge 5 | 5 ¦ 5 \tag{1} | 5 ¦ \underline{B} | B ¦ \underline{\textbf{(B)}} | B ¦ 17 \mod 5 | 2 ¦ 17 mod 5 | 2
+17\text{ mod }5 | 2 ¦ 2^{10} \bmod 7 | 2 ¦ -17 \bmod 5 | 3 ¦ 2 | 17 \bmod 5 ¦ n \bmod 2 | \frac{1-(-1)^n}{2}
+x \equiv 2 \pmod 5 | x\equiv 2 \pmod{5} ¦ x \equiv 2 \pmod{5} | x \equiv 2 \bmod 5 ¦ x \equiv 2 \mod 5 | x\equiv 2 \pmod{5}
+(B) 12 | B ¦ B. 12 cm | B ¦ B.12 | B ¦ B: \frac12 | B ¦ \textbf{B.} 12 | B ¦ \text{B. } 12 | B ¦ \text{B) }12 | B
+**B.** 12 | B ¦ [B] 12 | B ¦ Option B | B ¦ Option B: 12 | B ¦ option (B) | B ¦ Choice B | B ¦ B．12 | B ¦ B、12 | B ¦ B。 | B
+(b) | B ¦ b) 12 | B ¦ B) the red one | B ¦ (D) none of the above | D ¦ (C) not enough information | C ¦ B. 3 and 4 | B
+B. 3 or 4 | B ¦ \fbox{5} | 5 ¦ \{x ∈ ℝ|x > 2\} | (2,\infty)
+"""
+
+# A rule, a reply that it finds right, and the label.
+REPLIES = r"""
+math | So \fbox{5} | 5 ¦ math | So $\boxed 5$ | 5 ¦ math | So $\boxed{4}$ no \fbox{5} | 5
+gsm8k | So $\fbox{4}$ no \boxed{5} | 5 ¦ gsm8k | So \boxed5. | 5 ¦ gsm8k | So \boxed 12 | 12
+gsm8k | So $\boxed 1,234$ | 1234 ¦ gsm8k | So \boxed -5 | -5 ¦ gsm8k | So \boxed 2.5. Done | 2.5
+math | So $\boxed\frac12$ | 1/2 ¦ math | So $\boxed \frac{1}{2}$ | 1/2 ¦ math | So $\boxed x$ | x ¦ acc | So $\boxed 5$ | 5
+acc | So \fbox{5} | 5 ¦ math_17k_acc | So \framebox{5} | 5 ¦ gsm8k | #### 1 000 | 1000 ¦ gsm8k | #### 12 345 678 | 12345678
+gsm8k | #### 1 000.50 | 1000.5 ¦ gsm8k | #### 1 000 dollars | 1000 ¦ gsm8k | #### $1 000 | 1000 ¦ gsm8k | #### 1\,000 | 1000
+gsm8k | #### -1 000 | -1000 ¦ gsm8k | #### approximately 5 | 5 ¦ gsm8k | <answer>about 5</answer> | 5
+gsm8k | The answer is around 5 | 5 ¦ gsm8k | The answer is roughly $5 | 5 ¦ gsm8k | The answer is exactly 5. | 5
+gsm8k | The answer is nearly 5 | 5 ¦ gsm8k | The answer is approx. 5 | 5 ¦ gsm8k | The answer is ~5 | 5
+gsm8k | The answer is ≈ 5 | 5 ¦ gsm8k | The answer is \approx 5 | 5 ¦ gsm8k | The answer is therefore 5 | 5
+gsm8k | The answer is simply 5. | 5 ¦ gsm8k | The answer is about $5.00$ dollars | 5
+gsm8k | Final answer: approximately **5** | 5 ¦ math | The answer is approximately $\frac{1}{2}$ | 0.5 ¦ gsm8k | 答案为5 | 5
+gsm8k | 答案：5 | 5 ¦ gsm8k | 答案: $5$ | 5 ¦ gsm8k | 所以，答案是 5 元。 | 5 ¦ gsm8k | 因此，最终答案是：**5**。 | 5
+gsm8k | 答案等于5 | 5 ¦ gsm8k | 答案就是5。 | 5 ¦ gsm8k | 答案应该是5。 | 5 ¦ gsm8k | 答案是约5 | 5
+gsm8k | 答案是大约5个苹果。 | 5 ¦ gsm8k | 正确答案为：5 | 5 ¦ gsm8k | 答：5 | 5 ¦ gsm8k | 最终答案为 \(5\)。 | 5
+gsm8k | 答案是5。谢谢！ | 5 ¦ math | 所以答案是 $\frac{1}{2}$。 | 1/2 ¦ math | 答案是B。 | B ¦ math | 故选B。 | B
+math | 所以选择B | B ¦ gsm8k | 答案是5万元。 | 50000 ¦ math | The answer is B) 12 | B
+"""
+
 
 def pairs(block: str) -> list[tuple[str, str]]:
     return [tuple(pair.split(" | ", 1)) for line in block.strip("\n").split("\n") for pair in line.split(" ¦ ")]  # type: ignore[misc]

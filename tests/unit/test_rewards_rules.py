@@ -31,9 +31,12 @@ from runtime.rewards.mathematics.tree import TooCostly
 from runtime.rewards.numeric import number
 from runtime.rewards.rules import RULES, RuleContext, RuleOutcome, attempt
 from tests.real_data import real_file
-from tests.unit.answer_pairs import DIFFERENT, ONE_WAY, classes, pairs
+from tests.unit.answer_pairs import DIFFERENT, NOTATIONS, ONE_WAY, REPLIES, classes, pairs
 from tests.unit.counted_work import is_linear, work
 from tests.unit.test_rewards_scorer import request, score
+from tests.unit.wrong_answers import RULES as ATTACKED
+from tests.unit.wrong_answers import accepted as paid
+from tests.unit.wrong_answers import wrong
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = RuleContext()
@@ -224,7 +227,7 @@ def test_anything_else_has_none() -> None:
     [
         (last_boxed, "\\boxed{1} then \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
         *((last_boxed, "\\boxed{\\{1\\}} done }", "\\{1\\}"), (last_boxed, "\\boxed{7} and \\boxed{8", "7")),
-        *((last_boxed, "\\boxed{7 and \\boxed{8}", "8"), (last_boxed, "\\boxed{a \\boxed{8} b}", "a \\boxed{8} b")),
+        *((last_boxed, "\\boxed{7 and \\boxed{8}", "8"), (last_boxed, "\\boxed{a \\boxed{8} b}", "a {8} b")),
         *((last_boxed, "\\boxed{}", ""), (last_boxed, "boxed{7} {7}", None)),
         (last_hashes, "#### 1\n#### 2 dollars\nbye", "2 dollars"),
         *((last_hashes, "#### 3\n####\n", "3"), (last_hashes, "### 1\n##### 2", None)),
@@ -341,6 +344,12 @@ def test_the_last_number_is_the_answer_and_a_sum_that_is_only_repeated_is_none()
 # ------------------------------------------------------------------------------------------------ shared files
 
 
+def test_the_cases_of_public_reports_agree() -> None:
+    cases = shared("cases/reports/verifier.jsonl")
+    assert len(cases) > 30
+    assert [case["id"] for case in cases if value(case["kind"], case["prediction"], case["truth"]) != case["expected"]] == []
+
+
 def test_the_open_cases_of_form_and_of_gsm8k_agree() -> None:
     found = shared("cases/verifier_open.jsonl")
     forms, answers = ([case for case in found if case["kind"] == kind] for kind in ("format", "gsm8k"))
@@ -380,6 +389,15 @@ def test_different_answers() -> None:
     assert wrong == []
 
 
+WRONG_ANSWERS = 2000 if os.environ.get("SLUICE_EXAMPLES") == "long" else 200  # of each rule
+
+
+def test_no_rule_pays_for_a_wrong_answer() -> None:
+    """Near misses, lists of everything, denials, multiples, compound quantities, and the label wherever else it may stand."""
+    for name in ATTACKED:
+        assert [case for case in wrong(name, WRONG_ANSWERS) if paid(name, *case)] == [], name
+
+
 def accepted(prediction: str, truth: str) -> bool:
     try:
         return equal(prediction, truth)
@@ -388,7 +406,9 @@ def accepted(prediction: str, truth: str) -> bool:
 
 
 def test_what_is_read_out_of_a_prediction_alone() -> None:
-    assert [pair for pair in pairs(ONE_WAY) if not equal(*pair)] == []
+    assert [pair for pair in (*pairs(ONE_WAY), *pairs(NOTATIONS)) if not equal(*pair)] == []
+    replies = [one.split(" | ") for line in REPLIES.strip().split("\n") for one in line.split(" ¦ ")]
+    assert [case for case in replies if not value(*case)] == []
     labels = [("6", "6m"), ("6", "6m^2"), ("6", "6m2"), ("7", "a+b = 7"), ("0", "x^2 - 5x + 6 = 0"), ("x^2 - 5x + 6 = 0", "0")]
     assert [pair for pair in labels if equal(*pair)] == []
 
@@ -517,7 +537,7 @@ def test_ends_of_intervals() -> None:
     ("text", "answer"),
     [
         *(("\\boxed{1} then \\boxed{2}", "2"), ("\\boxed{1} then \\boxed{}", ""), ("\\boxed{1} then \\boxed{2", "")),
-        *(("\\boxed{1 and \\boxed{2}", "2"), ("\\boxed{a \\boxed{8} b}", "a \\boxed{8} b")),
+        *(("\\boxed{1 and \\boxed{2}", "2"), ("\\boxed{a \\boxed{8} b}", "a {8} b")),
         *(("put it in \\boxed, as in \\boxed{5}. I used \\boxed.", "5"), ("{5}", None)),
     ],
 )
@@ -594,7 +614,13 @@ import runtime.data.prompts, runtime.rewards.scorer, runtime.tuning.warmup
 heavy("torch", "transformers")
 assert equal(r"\\int_0^1 x dx", "0.5") and "sympy" in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=True)
+    bare = """
+from runtime.rewards.catalogue import find_rule
+from runtime.rewards.rules import RuleContext
+raise SystemExit(find_rule("math_17k_acc").evaluate(r"so \\boxed{10/2}", "5", RuleContext()) is not True)
+"""
+    subprocess.run([sys.executable, "-OO", "-c", bare], cwd=ROOT, timeout=60, check=True)
 
 
 # ------------------------------------------------------------------------------------------------ hostile answers

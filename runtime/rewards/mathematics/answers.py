@@ -30,10 +30,17 @@ MAX_LENGTH = 4000  # characters; what is longer is compared as text alone
 _EXACT = re.compile(r"[^.%eE=]*")  # what cannot be a decimal, a percentage or an equation
 _WRAPPED = re.compile(r"\\(?:text[a-z]{0,6}|mbox|mathrm|mathbf) ?\{([^{}]*)\}")
 _SPACE = re.compile(r"(?<![0-9A-Za-z]) +| +(?![0-9A-Za-z])")
-_VARIABLE = re.compile(r"[0-9}](?: ?[A-Za-z]|[A-Za-z](?: ?\^ ?\{? ?)?[23²³])\W*\Z")  # behind a label's number no unit,
+_VARIABLE = re.compile(
+    r"[0-9}](?: ?(?:\\mu ?)?[A-Za-z]|[A-Za-z](?: ?\^ ?\{? ?)?[23²³])\W*\Z"
+)  # behind a label's number no unit,
 _SEPARATED = re.compile(r"[0-9](?:,|\{,\}|,\\!|\\,)[0-9]{3}(?![0-9])")  # unless that is written with separators
 _LETTER_CHOICE = re.compile(r"\( ?([A-Za-z]) ?\)")
-_CHOICE = re.compile(r"\(([A-J])\)|([A-J])[).:](?=[^0-9])")  # with what is chosen behind it: "(B) 12"
+_CHOICE = re.compile(
+    r"(?:(?:option|choice) ?)?(?:[(\[]([A-J])[)\]]|([A-J])(?:[).:、]|\Z))", re.IGNORECASE
+)  # "(B) 12", "Option B"
+_NO_CHOICE = re.compile(
+    r"(?<![A-Za-z\\])[A-J](?![A-Za-z])|(?:is|are) ?(?:not|wrong|incorrect|false)\b|\A ?(?:not|wrong|incorrect)\Z"
+)  # behind one: another
 
 
 def equal(prediction: str, truth: str) -> bool:
@@ -70,7 +77,8 @@ def screen(prediction: str, truth: str) -> bool | None:
     if answer and answer == label:
         return True
     choice = _CHOICE.match(answer) if len(label) == 1 and label.isupper() else None
-    return True if choice and label == (choice.group(1) or choice.group(2)) else None
+    chosen = choice and label == (choice.group(1) or choice.group(2)).upper() and not _NO_CHOICE.search(answer[choice.end() :])
+    return True if chosen else None
 
 
 def _names_variable(truth: str) -> bool:
@@ -140,15 +148,12 @@ def _is_word(text: str) -> bool:
 
 
 def _tree(text: str) -> ExpressionNode | None:
-    """The tree of a tidied answer, None where that is left to algebra. Raises Unreadable for what is no answer."""
+    """The tree of a tidied answer, None where it is left to algebra. Raises Unreadable for what is no answer: algebra reads a
+    part of it, such as the feet of 5 ft 3 in."""
     try:
         return parse(text)
     except Unknown:
         return None
-    except Unreadable:
-        if "\\" in text and affordable(text):
-            return None
-        raise
 
 
 _label_tree = lru_cache(maxsize=1024)(_tree)
@@ -173,7 +178,9 @@ _LONG_NUMBER = re.compile(r"[0-9]{30}")
 _GROWTH = re.compile(
     r"\^ ?\{? ?[0-9]{4}|[0-9]{4} ?(?:!|\}? ?\\choose)|\^ ?\{[^{}]*\^|\^ ?[A-Za-z0-9] ?\^|! ?!|\) ?!|\} ?!|\\binom ?\{ ?[0-9]{4}"
 )
-_BUILDER = re.compile(r"\\\{ ?[a-z] ?(?:\\mid(?![a-z])|\\colon(?![a-z])|[:|])(.*)\\\}")  # {x | x > 3}: what x is
+_BUILDER = re.compile(
+    r"\\\{ ?[a-z] ?(?:\\in ?\\mathbb ?\{? ?R ?\}? ?)?(?:\\mid(?![a-z])|\\colon(?![a-z])|[:|])(.*)\\\}"
+)  # {x | x > 3}: what x is
 _BRACKET = re.compile(r"\\?[({\[]|\\?[)}\]]")
 
 

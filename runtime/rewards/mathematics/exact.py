@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import zlib
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -166,6 +167,7 @@ _FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "min": lambda *values: min(values),
     "gcd": _integers(math.gcd),
     "lcm": _integers(math.lcm),
+    "mod": _integers(operator.mod),
 }
 _HEADS: dict[str, Callable[[ExpressionNode, Values], Fraction]] = {
     "number": _literal,

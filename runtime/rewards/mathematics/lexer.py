@@ -27,6 +27,7 @@ SPELLED_SYMBOLS = {
     **{name: f"\\{name}" for name in _words("pi alpha beta gamma delta epsilon theta lambda phi omega infty cup cbrt")},
     "inf": "\\infty",
     "infinity": "\\infty",
+    "mod": "\\bmod",
 }
 CONNECTIVES = _words("and or")
 UNITS = _words(
@@ -37,11 +38,11 @@ UNITS = _words(
 PERCENT = _words("percent pct")
 
 ACCENTS = _words(
-    r"\overline \bar \vec \hat \widehat \tilde \dot \ddot \overrightarrow \overleftrightarrow \underline",
+    r"\overline \bar \vec \hat \widehat \tilde \dot \ddot \overrightarrow \overleftrightarrow",
     r"\mathbb \mathcal \mathfrak \mathscr \stackrel \overset",
 )
 """Commands that make another symbol of what they are put on."""
-UNREAD = _words(r"\int \iint \oint \lim \limsup \liminf \sup \inf \mod \pmod \bmod \det \choose \atop")
+UNREAD = _words(r"\int \iint \oint \lim \limsup \liminf \sup \inf \det \choose \atop")
 """Commands whose meaning is left to algebra."""
 MATRICES = _words("matrix pmatrix bmatrix Bmatrix vmatrix Vmatrix smallmatrix array")
 

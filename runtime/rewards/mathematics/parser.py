@@ -6,13 +6,24 @@ From lists to factors; what a factor is made of is in primaries.
 from __future__ import annotations
 
 from runtime.rewards.mathematics.lexer import PERCENT, tokens
-from runtime.rewards.mathematics.primaries import BARS, CLOSING, PI, RELATIONS, SET_OPERATIONS, Primaries, product, with_sign
+from runtime.rewards.mathematics.primaries import (
+    BARS,
+    CLOSING,
+    PI,
+    RELATIONS,
+    SET_OPERATIONS,
+    Primaries,
+    is_domain,
+    product,
+    with_sign,
+)
 from runtime.rewards.mathematics.tree import UNNAMED, ExpressionNode, Unknown, Unreadable, number
-from runtime.rewards.numeric import SCALES
+from runtime.rewards.numeric import NOT_UNITS, SCALES
 
 _TIMES = frozenset(("*", "\\cdot", "\\times", "\\ast"))
 _OVER = frozenset(("/", "\\div"))
 _COMPARISONS = frozenset(("\\ne", "<", ">", "\\le", "\\ge"))
+_MODULO = frozenset(("\\bmod", "\\mod", "\\pmod"))
 _DEGREE = ExpressionNode("divide", (PI, number(180)))
 
 
@@ -28,19 +39,24 @@ class Parser(Primaries):
             raise Unreadable(f"{self._next!r} is left over")
         if not items:
             raise Unreadable("nothing")
-        return items[0] if len(items) == 1 else ExpressionNode("list", tuple(items))
+        return self._list(items)
 
     def _items(self) -> list[ExpressionNode]:
         """Statements between commas, semicolons and "and", up to what closes them."""
         items: list[ExpressionNode] = []
+        joints: set[str] = set()
         while True:
+            joint: list[str] = []
             while self._next in (",", ";"):
-                self._at += 1
+                joint.append(self._take().text.lower())
+            joints.update(joint[-1:])
             if not self._next or self._next in CLOSING or self._next in self._bars[-1:]:
-                return items
+                break
             items.append(self._statement())
             if self._next not in (",", ";"):
-                return items
+                break
+        self._joint = joints.pop() if joints in ({"or"}, {"and"}) else ""
+        return items
 
     def _statement(self) -> ExpressionNode:
         if self._next in ("=", "\\approx", "\\in"):
@@ -50,6 +66,10 @@ class Parser(Primaries):
         while self._next in RELATIONS:
             marks.append(RELATIONS[self._take().text])
             parts.append(self._sets())
+        if marks and self._next in _MODULO:
+            self._at += 1
+            parts.append(self._argument())
+            marks.append("mod")
         return ExpressionNode("relation", tuple(parts), " ".join(marks)) if marks else parts[0]
 
     def _sets(self) -> ExpressionNode:
@@ -60,6 +80,11 @@ class Parser(Primaries):
             same = left.head == operation != "difference"
             left = ExpressionNode(operation, (*left.args, right) if same else (left, right))
         return left
+
+    def _list(self, items: list[ExpressionNode]) -> ExpressionNode:
+        """One statement or a list; that a variable is a real number goes without saying."""
+        items = [item for item in items if not is_domain(item)] or items
+        return items[0] if len(items) == 1 else ExpressionNode("list", tuple(items), self._joint)
 
     def _ratio(self) -> ExpressionNode:
         parts = [self._sum()]
@@ -77,6 +102,11 @@ class Parser(Primaries):
             if self._next not in ("+", "-", "\\pm", "\\mp"):
                 break
             sign = self._sign()
+        if self._next in ("\\bmod", "\\mod") and all(token.text != "\\equiv" for token in self._tokens):
+            if len(terms) > 1:
+                raise Unreadable("what a remainder is of")
+            self._at += 1
+            return ExpressionNode("call", (terms[0], self._factor()), "mod")
         return ExpressionNode("add", tuple(terms)) if len(terms) > 1 else terms[0]
 
     def _sign(self) -> str:
@@ -98,6 +128,9 @@ class Parser(Primaries):
             follows = self._next
             if follows in _TIMES:
                 self._at += 1
+                if self._next in ("word", "text") and factors[-1].head != "word":
+                    self._unit(factors)
+                    continue
                 factors.append(self._signed_factor())
             elif follows in _OVER:
                 self._at += 1
@@ -132,7 +165,7 @@ class Parser(Primaries):
             and follows not in RELATIONS
             and follows not in SET_OPERATIONS
             and follows not in self._bars
-            and follows not in ("\\pm", "\\mp", "\\colon")
+            and follows not in ("\\pm", "\\mp", "\\colon", *_MODULO)
         )
 
     def _unit(self, factors: list[ExpressionNode]) -> None:
@@ -145,12 +178,14 @@ class Parser(Primaries):
                 factors[:] = [ExpressionNode("percent", (product(factors),))]
             elif folded in SCALES and factors[-1].head in ("number", "decimal"):
                 factors.append(number(SCALES[folded]))
+            elif not only_words and (folded in NOT_UNITS or folded in SCALES or word == "k"):
+                raise Unreadable(f"{word} is no unit")
             elif only_words:
                 factors[:] = [ExpressionNode("word", (), f"{factors[0].value} {folded}")]
-            while self._next in ("^", "/") and not only_words:
+            while self._next in ("^", "/", *_TIMES) and not only_words:
                 if self._next == "^":
                     self._at += 1
-                    self._argument()
+                    self._argument(signed=True)
                 elif self._tokens[self._at + 1].kind in ("word", "text"):
                     self._at += 1
                 else:

@@ -41,6 +41,11 @@ def product(factors: list[ExpressionNode]) -> ExpressionNode:
     return ExpressionNode("multiply", tuple(flat))
 
 
+def is_domain(node: ExpressionNode, of: str = "mathbb R") -> bool:
+    """Whether a statement says that a variable is a real number."""
+    return node.head == "relation" and node.value == "\\in" and node.args[0].head == "symbol" and node.args[1].value == of
+
+
 _INVERSE = {name: f"arc{name}" for name in TRIGONOMETRIC}
 _FUNCTION_LETTERS = frozenset("fg")
 _ARGUMENT_STARTS = frozenset(("letter", "\\pi", "\\frac", "\\sqrt", "\\theta", "\\alpha", "\\beta", "\\phi", "\\omega"))
@@ -56,6 +61,7 @@ class Primaries:
         self._bars: list[str] = []  # closing bars that are waited for
         self._angle = False  # within a trigonometric function's argument, where a degree sign counts
         self._builder = False  # directly within set braces, where a bar or colon says "such that"
+        self._joint = ""  # of the statements read last: "or" where that alone stood between them
 
     @property
     def _next(self) -> str:
@@ -93,6 +99,9 @@ class Primaries:
         raise NotImplementedError
 
     def _statement(self) -> ExpressionNode:
+        raise NotImplementedError
+
+    def _list(self, items: list[ExpressionNode]) -> ExpressionNode:
         raise NotImplementedError
 
     def _sum(self) -> ExpressionNode:
@@ -227,8 +236,10 @@ class Primaries:
             if self._next in ("|", "\\mid", ":", "\\colon"):
                 self._at += 1
                 self._builder = False
-                items = self._items()
-                node = items[0] if len(items) == 1 else ExpressionNode("list", tuple(items))
+                domain = [item for item in items if item.head == "relation" and not is_domain(item)]
+                node = self._list(self._items())
+                if domain:  # of integers, say: a set that is compared as it is written
+                    node = ExpressionNode("set", (*domain, node))
             else:
                 node = ExpressionNode("set", tuple(items))
             self._expect("\\}")
@@ -243,7 +254,7 @@ class Primaries:
                 if self._next == "\\\\":
                     self._at += 1
                     rows.append([])
-                elif self._next == "&":
+                elif self._next == "&" or (environment == "cases" and self._next in (",", ";")):
                     self._at += 1
                 else:
                     rows[-1].append(self._statement())
@@ -307,7 +318,7 @@ class Primaries:
             return ExpressionNode("symbol", (), "\\ldots")
         if command in UNREAD:
             raise Unknown(command)
-        if command in CLOSING or command in RELATIONS or command in SET_OPERATIONS:
+        if command in CLOSING or command in RELATIONS or command in SET_OPERATIONS or name.endswith("mod"):
             raise Unreadable(f"{command} is no value")
         if not name.isalpha():
             raise Unreadable(f"{command} is no value")

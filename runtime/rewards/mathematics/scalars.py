@@ -1,7 +1,8 @@
 """Whether two expressions have the same value: for constants exactly, for functions at several points.
 
-Points are derived from the variables' names, so that a verdict is the same at all times. Rational functions are evaluated
-exactly there; others to so many digits that what remains of the difference of equal values shrinks as digits are added.
+Points are derived from both expressions, so that a verdict is the same at all times, and no answer can be made for the points.
+Functions that consist of pieces, as |x| does, are compared far from 0 as well. Rational functions are evaluated exactly there;
+others to so many digits that what remains of the difference of equal values shrinks as digits are added.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from fractions import Fraction
 
 from runtime.rewards.mathematics.approximate import DIGITS, NumericEvaluation, Undefined, Value
 from runtime.rewards.mathematics.exact import Irrational, Values, exact
-from runtime.rewards.mathematics.tree import INFINITY, ExpressionNode, heads, key, number, replace, symbols, walk
+from runtime.rewards.mathematics.tree import INFINITY, ExpressionNode, TooCostly, heads, key, number, replace, symbols, walk
 
 POINTS = 4
+FAR = (10, 1000, 10**6, 10**12)  # factors of the points at which pieces are told apart: |x - 5| and 5 - x
 INTEGER_POINTS = 24  # for functions of integers, which agree at more points: remainders, floors
 AGREEING = 6  # significant digits to which a decimal has to agree with an exact form
 _NOISE = Fraction(1, 10**12)  # relative error of a value computed in floating point
-_WHOLE = frozenset(("floor", "ceil", "factorial", "binomial", "gcd", "lcm"))  # functions that are about integers
+_PIECES = frozenset(("abs", "max", "min", "floor", "ceil", "root", "mod", "gcd", "lcm"))
+_WHOLE = frozenset(("floor", "ceil", "factorial", "binomial", "gcd", "lcm", "mod"))  # functions that are about integers
 
 Verdict = bool | None  # None: cannot be told
 
@@ -30,6 +33,8 @@ def equal_values(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     if _is_infinite(prediction) or _is_infinite(truth):
         return False
     kinds = heads(prediction), heads(truth)
+    if ("word" in kinds[0]) != ("word" in kinds[1]):
+        return False
     if not all(kind <= _SCALAR for kind in kinds):
         unknown = (node.head in _SCALAR and not kind <= _SCALAR for node, kind in zip((prediction, truth), kinds, strict=True))
         return None if any(unknown) else False
@@ -165,17 +170,43 @@ def _significant_digits(value: Fraction) -> int | None:
     return len(str(digits).rstrip("0"))
 
 
+def rounds(value: ExpressionNode, rounded: ExpressionNode) -> bool:
+    """Whether `rounded` may be what a constant is about: a millionth away, or less than one in the last digit of a numeral."""
+    if (rounded.head == "percent") != (value.head == "percent"):
+        value = ExpressionNode("multiply", (value, number(100)))
+    evaluation = NumericEvaluation({}, DIGITS)
+    try:
+        found, about = evaluation.value(value), evaluation.value(rounded)
+    except (Undefined, Irrational, TooCostly):
+        return False
+    difference = abs(found - about)
+    if difference * 10**AGREEING < abs(about):
+        return True
+    decimal = rounded.value if rounded.head == "number" else bare_decimal(rounded)
+    if not isinstance(decimal, Fraction):
+        return False
+    places = next((places for places in range(DIGITS) if (decimal * 10**places).denominator == 1), DIGITS)
+    return bool(difference * 10**places < 1)
+
+
 # ---------------------------------------------------------------------------------------------------- points
 
 
 def _equal_at_points(prediction: ExpressionNode, truth: ExpressionNode, log_base: int, rounded: bool) -> Verdict:
     names = sorted(symbols(prediction) | symbols(truth))
+    both = prediction, truth
+    salt = zlib.crc32(" ".join(sorted(map(key, both))).encode())
+    pieces = any(part.head == "call" and part.value in _PIECES for node in both for part in walk(node))
     verdict: Verdict = None
-    for values, real_only in _points(names, _about_integers(prediction) or _about_integers(truth)):
+    for values, real_only in _points(names, any(map(_about_integers, both)), salt, pieces):
         try:
             found = _equal_at(prediction, truth, values, log_base, rounded, real_only)
         except Irrational:
             return None  # what cannot be evaluated
+        except TooCostly:
+            if max(map(abs, values.values()), default=0) < FAR[0]:
+                raise
+            continue
         if found is False:
             return False
         verdict = verdict or found
@@ -194,21 +225,32 @@ def _about_integers(node: ExpressionNode) -> bool:
     return False
 
 
-def _points(names: list[str], integral: bool) -> Iterator[tuple[Values, bool]]:
+def _points(names: list[str], integral: bool, salt: int, pieces: bool) -> Iterator[tuple[Values, bool]]:
     """Where to compare, and whether a point only counts when all roots and logarithms there are real."""
     if not names:
         yield {}, False
         return
     for index in range(INTEGER_POINTS if integral else POINTS):
-        yield {name: _integer(index, name) if integral else _positive(index, name) for name in names}, False
+        yield {name: _integer(index, name) if integral else _positive(index, name, salt) for name in names}, False
     if not integral:
-        for index in range(2):
-            signs = {name: (-1) ** (zlib.crc32(f"{name} {index}".encode()) // 7 + index) for name in names}
-            yield {name: signs[name] * _positive(index, name) for name in names}, True
+        for index in range(4):
+            yield {name: _sign(index, at) * _positive(index, name, salt) for at, name in enumerate(names)}, True
+    for index, factor in enumerate(FAR if pieces else ()):
+        points = {name: factor * _positive(index, name, salt) for name in names}
+        if integral:
+            yield {name: Fraction(int(1000 * value)) for name, value in points.items()}, True
+            continue
+        yield points, True
+        yield {name: _sign(index, at) * points[name] for at, name in enumerate(names)}, True
 
 
-def _positive(index: int, name: str) -> Fraction:
-    return Fraction(zlib.crc32(f"{index} {name}".encode()) % 1999 + 211, 1000)
+def _positive(index: int, name: str, salt: int) -> Fraction:
+    return Fraction(zlib.crc32(f"{index} {name} {salt}".encode()) % 1999 + 211, 1000)
+
+
+def _sign(index: int, place: int) -> int:
+    """That of the variable at `place` in the alphabet: each is negative somewhere, and any two differ somewhere."""
+    return -1 if index == 0 or (place >> (index - 1)) & 1 == index & 1 else 1
 
 
 def _integer(index: int, name: str) -> Fraction:
@@ -271,7 +313,7 @@ def proportional(a: ExpressionNode, b: ExpressionNode) -> int | None:
     names = sorted(symbols(a) | symbols(b))
     if not names:
         return None
-    first = next(_points(names, False))[0]
+    first = next(_points(names, False, 0, False))[0]
     try:
         top, bottom = exact(a, first), exact(b, first)
         if not top or not bottom:

@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterable, Sequence
 
 from runtime.rewards.mathematics.lexer import ALL_REALS, NO_SOLUTION
-from runtime.rewards.mathematics.scalars import Verdict, equal_values, proportional
+from runtime.rewards.mathematics.scalars import Verdict, bare_decimal, equal_values, proportional, rounds
 from runtime.rewards.mathematics.tree import (
     CONSTANTS,
+    INFINITY,
     UNNAMED,
     ExpressionNode,
     TooCostly,
@@ -19,6 +20,7 @@ from runtime.rewards.mathematics.tree import (
     key,
     negate,
     number,
+    replace,
     signs,
     symbols,
 )
@@ -34,6 +36,9 @@ _TIME = re.compile(r"1?[0-9]|2[0-4]")
 
 def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     """Whether two answers are the same. Raises TooCostly."""
+    prediction, truth = _between(_with_constant(prediction, truth)), _between(truth)
+    if _alternatives(prediction) != _alternatives(truth):
+        return False
     predicted_rows, expected_rows = _rows_by_name(prediction), _rows_by_name(truth)
     other = truth if predicted_rows else prediction
     rows = predicted_rows or expected_rows
@@ -44,7 +49,8 @@ def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
         return _any(same(_points(predicted_rows, order, prediction), _points(expected_rows, order, truth)) for order in orders)
     if key(prediction) == key(truth):
         return True
-    if _holds_sets(prediction) or _holds_sets(truth):
+    unequal = prediction.head == truth.head or "\\ne" not in (prediction.value, truth.value)
+    if _holds_sets(prediction) or _holds_sets(truth) or (not unequal and "or" in (prediction.value, truth.value)):
         return _same_real_sets(_members(prediction), _members(truth))
     if {prediction.head, truth.head} == {"set", "word"}:
         return _same_words(prediction, truth)
@@ -56,6 +62,22 @@ def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     if len(predicted) == len(expected) == 1:
         return _same_item(predicted[0], expected[0])
     return _same_in_any_order(predicted, expected)
+
+
+def _with_constant(node: ExpressionNode, other: ExpressionNode) -> ExpressionNode:
+    """`x + c` as `x + C` where the other has that: a constant of integration."""
+    for ours, theirs in (("c", "C"), ("C", "c")):
+        constant = ExpressionNode("symbol", (), ours)
+        apart = {ours, theirs} & symbols(node) == {ours} and {ours, theirs} & symbols(other) == {theirs}
+        if apart and any(part.head == "add" and constant in part.args for part in (node, *node.args)):
+            return replace(node, lambda part: ExpressionNode("symbol", (), theirs) if part == constant else None)  # noqa: B023
+    return node
+
+
+def _alternatives(node: ExpressionNode) -> bool:
+    """Whether an answer says something of the one variable or of the other: x = 1 or y = 2."""
+    firsts = {key(part.args[0]) for part in node.args if part.head == "relation" and part.value == "="}
+    return node.value == "or" and len(firsts) == len(node.args)
 
 
 def _bracketed(items: ExpressionNode, like: ExpressionNode) -> ExpressionNode:
@@ -223,21 +245,26 @@ def _same_with_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Ve
     marks = set(str(relation.value).split())
     if marks <= {"=", "\\approx", "\\in"}:
         return _any(same(value, other) for value in _values(relation, lenient=relation is prediction))
-    return None if other.head in ("tuple", "set") else False  # an inequality and an interval
+    interval = _real_set(relation)
+    if interval is not None and other.head == "tuple":
+        return same(interval, other)
+    return None if other.head in ("tuple", "set") else False  # what more than one inequality says
 
 
 def _values(relation: ExpressionNode, lenient: bool) -> list[ExpressionNode]:
     """Return the sides of an equation that are answers: those that are no names. `lenient`: whatever stands on the left side.
 
-    A side that the last side contradicts is no answer: 10 - 3 = 6 says 6, and not 7 as well. A last side that is a decimal may
-    be rounded, and contradicts nothing.
+    A side that the last side contradicts is no answer: 10 - 3 = 6 says 6, and not 7 as well. A last side that is a decimal or
+    stands behind an \\approx may be rounded.
     """
     first, last = relation.args[0], relation.args[-1]
-    if _is_name(last) and not _is_name(first):
+    if _is_name(last) and not _is_name(first) and symbols(first).isdisjoint(symbols(last)):
         return [first]
     constants = [side for side in relation.args if side.head != "word" and not symbols(side)]
-    if last.head == "number" and set(str(relation.value).split()) == {"="}:
+    if set(str(relation.value).split()) == {"="} and bare_decimal(last) is None:
         constants = [side for side in constants if same(side, last) is not False]
+    elif not symbols(last):
+        constants = [side for side in constants if rounds(side, last)]
     if _is_name(first) or not symbols(first) or (lenient and last != number(0)):
         return [last, *(side for side in constants if side is not last)]
     return []
@@ -304,10 +331,64 @@ def _same_real_sets(prediction: ExpressionNode, truth: ExpressionNode) -> Verdic
 
 
 def _members(node: ExpressionNode) -> ExpressionNode:
-    """The set in `x \\in S` and `D = S`."""
-    if node.head == "relation" and node.value in ("=", "\\in") and _is_name(node.args[0]):
+    """The set in `x \\in S` and `D = S`, and of inequalities and intervals with "or" between them their union."""
+    found = _real_set(node)
+    if found is not None:
+        return found
+    if node.head == "relation" and node.value == "=" and _is_name(node.args[0]):
         node = node.args[1]
     return _REALS if node.head == "word" and node.value in ALL_REALS else node
+
+
+def _real_set(node: ExpressionNode) -> ExpressionNode | None:
+    """The interval that an inequality of a variable with numbers stands for, or the union of such; None for anything else."""
+    if node.head == "union" or (node.head == "list" and node.value == "or"):
+        parts = [_real_set(part) or (part if part.head in ("tuple", "set") else None) for part in node.args]
+        if None in parts:
+            return None
+        flat = (part for whole in parts if whole for part in (whole.args if whole.head == "union" else (whole,)))
+        return ExpressionNode("union", tuple(flat))
+    if node.head != "relation":
+        return None
+    left, right = node.args[0], node.args[-1]
+    if node.value == "\\in" and _is_name(left):
+        return _real_set(right) or right
+    if node.value in ("=", "\\ne") and left.head == "symbol" and _is_name(left) and not symbols(right):
+        return ExpressionNode("set", (right,)) if node.value == "=" else ExpressionNode("union", (_below(right), _above(right)))
+    marks = str(_upward(node).value).split()
+    ends = _upward(node).args
+    names = [end for end in ends if symbols(end)]
+    if len(names) != 1 or names[0].head != "symbol" or not set(marks) <= {"<", "\\le"}:
+        return None
+    if len(ends) == 2:
+        return _below(ends[1], marks[0]) if ends[0] is names[0] else _above(ends[0], marks[0])
+    if len(ends) == 3 and ends[1] is names[0]:
+        return ExpressionNode(
+            "tuple", (ends[0], ends[2]), f"{'(' if marks[0] == '<' else '['}{')' if marks[1] == '<' else ']'}"
+        )
+    return None
+
+
+def _between(node: ExpressionNode) -> ExpressionNode:
+    """`x > 2 and x < 5` as an interval."""
+    if node.value != "and" or len(node.args) != 2 or symbols(node.args[0]) != symbols(node.args[1]):
+        return node
+    if {part.head for part in node.args} != {"relation"}:
+        return node
+    low, high = sorted(
+        (_real_set(part) or part for part in node.args), key=lambda part: part.head == "tuple" and part.args[1] != INFINITY
+    )
+    if low.head != "tuple" or high.head != "tuple" or low.args[1] != INFINITY or high.args[0] != negate(INFINITY):
+        return node
+    return ExpressionNode("tuple", (low.args[0], high.args[1]), f"{str(low.value)[0]}{str(high.value)[1]}")
+
+
+def _below(end: ExpressionNode, mark: str = "<") -> ExpressionNode:
+    return ExpressionNode("tuple", (negate(INFINITY), end), "()" if mark == "<" else "(]")
+
+
+def _above(end: ExpressionNode, mark: str = "<") -> ExpressionNode:
+    return ExpressionNode("tuple", (end, INFINITY), "()" if mark == "<" else "[)")
 
 
 # ---------------------------------------------------------------------------------------------------- several variables

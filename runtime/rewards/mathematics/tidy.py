@@ -10,18 +10,19 @@ import re
 
 from runtime.rewards.extraction import last_boxed
 from runtime.rewards.mathematics.lexer import NOT_PROSE
+from runtime.rewards.notation import uniform
 
 _COMMANDS = r"""
 \u00d7 \times|\u22c5 \cdot|\u00b7 \cdot|\u00f7 \div|\u03c0 \pi|\u03b8 \theta|\u221a \sqrt|\u221e \infty|\u00b0 ^\circ
 \u2264 \le|\u2265 \ge|\u2260 \ne|\u00b1 \pm|\u222a \cup|\u2229 \cap|\u2208 \in|\u2248 \approx|\u211d \mathbb{R}|\u2205 \emptyset
-\u00bd \frac{1}{2}|\u00bc \frac{1}{4}|\u00be \frac{3}{4}|\u00b2 ^2|\u00b3 ^3
+\u2228 \vee|\u2227 \wedge|\u2223 \mid|\u2124 \mathbb{Z}|\u2115 \mathbb{N}|\u211a \mathbb{Q}|\u2213 \mp|\u221b \cbrt
+\u00bd \frac{1}{2}|\u00bc \frac{1}{4}|\u00be \frac{3}{4}|\u2153 \frac{1}{3}|\u2154 \frac{2}{3}|\u2044 /|\u2215 /
 """  # each code point, and what it stands for
 _CHARACTERS = str.maketrans(
     {
-        **dict.fromkeys("\u2212\u2013\u2012\ufe63\uff0d", "-"),
+        **dict.fromkeys("\u2212\u2013\u2012\ufe63", "-"),
         **dict.fromkeys("\u00a0\u2009\u202f\u2002\u2003\u3000\n\t\r", " "),
         **dict.fromkeys("\u2018\u2019\u2032", "'"),
-        **dict(zip("\uff0c\uff08\uff09", ",()", strict=True)),
         **{chr(int(each[2:6], 16)): f"{each[7:]} " for line in _COMMANDS.strip().splitlines() for each in line.split("|")},
     }
 )
@@ -31,7 +32,8 @@ _ESCAPED_TWICE = re.compile(r"\\\\(?=[A-Za-z]{2})")
 _INVISIBLE = re.compile(
     r"\\(?:left|right) ?\.(?![0-9])"
     r"|\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits|mathstrut|middle)(?![A-Za-z])"
-    r"|\\(?:color|textcolor) ?\{[A-Za-z0-9!]{0,40}\}|(?<!\\)\\[()\[\]]|\\hline|\\(?:phantom|hspace|vspace) ?\{[^{}]*\}"
+    r"|\\(?:f?colorbox ?(?:\{[A-Za-z0-9!]{0,40}\} ?(?=\{[^{}]{0,40}\} ?\{))?|(?:text)?color) ?\{[A-Za-z0-9!]{0,40}\}"
+    r"|(?<!\\)\\[()\[\]]|\\hline|\\(?:phantom|hspace|vspace|tag|label) ?\*?\{[^{}]*\}"
 )
 _SPACING = re.compile(r"(?<!\\)\\[,;:! >]|\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|~")
 # `!=` glued to a number or a bracket says what a factorial is, as does `n!=n(n-1)!`.
@@ -42,7 +44,15 @@ _SAME = (
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\[dt]binom(?![A-Za-z])"), r"\\binom"),
     (re.compile(r"\\operatorname ?\*? ?\{ ?([kcdm]?m|ft|yd) ?\}"), r"\\text{\1}"),
-    (re.compile(r"(\\(?:text|mathrm|mbox) ?\{[A-Za-z ~]{1,20})\^ ?\{ ?([23]) ?\} ?\}"), r"\1}^\2 "),
+    (re.compile(r"(\\(?:text|mathrm|mbox) ?\{[A-Za-z ~]{1,20})\^ ?\{ ?(-?[1-9]) ?\} ?\}"), r"\1}^{\2}"),
+    (re.compile(r"\\mu ?\\(?:text|mathrm|mbox) ?\{ ?(?=[A-Za-z])"), r"\\text{micro"),
+    (
+        re.compile(r"(?<=[0-9})])((?: |\\cdot)*)(?:[kM]|\\(?:text|mathrm) ?\{ ?[kMmG] ?\})? ?\\Omega(?![A-Za-z])"),
+        r"\1\\text{ohm}",
+    ),
+    (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), r"\\text{ or }"),
+    (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), r"\\text{ and }"),
+    (re.compile(r"\\(?:R|reals|Reals)(?![A-Za-z])"), r"\\mathbb{R}"),
     (re.compile(r"\\(?:operatorname|mathop) ?\*? ?\{ ?([A-Za-z]{1,20}) ?\}"), r"\\\1 "),
     (re.compile(r"\\(?:mathbf|mathit|mathsf) ?\{ ?([A-Za-z]) ?\}|\\mathrm ?\{ ?([ied]) ?\}"), r" \1\2 "),
     (
@@ -56,20 +66,44 @@ _SAME = (
     (re.compile(r"\\lt(?![A-Za-z])"), "<"),
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"\*\*"), "^"),
+    (re.compile(r"(?<!\\)\{ ?\}(?= ?(?:\^|\\degree))"), ""),
+    (re.compile(r"\( ?\\?(?:mod|bmod|pmod)(?![A-Za-z]) ?([^(){}]{1,20})\)"), r"\\pmod{\1}"),
+    (re.compile(r"(\A|\\cup ?)\](?=[^\[\]]{1,80},[^\[\]]{1,80}[\[\]])"), r"\1("),  # an open end, as in ]0, 1]
+    (re.compile(r"(?<=[^ ,(\[\]])\[(?= ?(?:\\cup|\Z))"), ")"),
 )
 _FONT = re.compile(
-    r"\\(?:boldsymbol|bold|bm|pmb|mathtt|mathnormal|bf|it|sf|tt|bfseries|itshape)(?![A-Za-z])"
+    r"\\(?:boldsymbol|bold|bm|pmb|mathtt|mathnormal|bf|it|sf|tt|bfseries|itshape|underline|uline|emph|ensuremath|hbox|tiny|small"
+    r"|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])"
     r"|\\(?:mathbf|mathit|mathsf)(?![A-Za-z])(?! ?\{[A-Za-z0-9 ,.'~^/*+=;:()%-]*\})"  # what they hold may be a word
 )
 _ROMAN = re.compile(r"\{ ?\\rm(?![A-Za-z]) ?([A-Za-z ]{1,20})\}|\\rm ?\{([A-Za-z ]{1,20})\}")
 _UNIT = r"\{ ?\\(?:text[a-z]{0,6}|mathrm|mbox) ?\{[^{}]*\} ?(?:\^ ?\{?[0-9]\}?)? ?\}"
 _UNIT_FRACTION = re.compile(rf"\\frac ?{_UNIT} ?{_UNIT}")
+_FACTORS = re.compile(
+    r"\\(?:text|mathrm|mbox) ?\{((?:[A-Za-z /~]|\\(?:cdot|times|mu|Omega|[,;: ])|\^ ?(?:\{ ?-?[1-9] ?\}|[1-9]))+)\}"
+)
 _CURRENCY = re.compile(r"\\\$|[€£¥₹]")
+# A system of equations, however it is set.
+_SYSTEM = r"\{ ?(?:align(?:ed)?|gather(?:ed)?|split|eqnarray|equation|[dr]cases) ?\*?\}"
+_SYSTEMS = (
+    (re.compile(r"\\left ?\\(?:\{|lbrace) ?\\begin ?\{(?:array|matrix)\}(?: ?\{[|lcr ]*\})?"), r"\\begin{cases}"),
+    (re.compile(r"\\end ?\{(?:array|matrix)\} ?\\right ?\."), r"\\end{cases}"),
+    (re.compile(r"\\left ?\\(?:\{|lbrace) ?(?=\\begin)|(?<=\}) ?\\right ?\.\Z"), " "),
+    (re.compile(rf"\\(begin|end) ?{_SYSTEM}"), r"\\\1{cases}"),
+    (re.compile(r"& ?(?=[=<>]|\\(?:[lg]eq?|neq?|approx)(?![A-Za-z]))|(?<=[=<>]) ?&|(?<=\\le|\\ge|\\ne) ?&"), " "),
+    (re.compile(r"\\\\ *(?==)"), " "),  # a line that goes on with what was before
+)
 _SEGMENT = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\(((?:[^\\]|\\(?!\)))*)\\\)|\\\[((?:[^\\]|\\(?!\]))*)\\\]")
 _COMMAND = re.compile(r"\\(?:text[a-z]{0,6}|mbox|mathrm|operatorname|begin|end) ?\{[^{}]*\}|\\[A-Za-z]+")
 _PROSE_WORD = re.compile(r"(?<![A-Za-z])[A-Za-z]{2,}(?![A-Za-z])")
 _SAYS = re.compile(
-    r"\b(?:is|are|was|equals|be|answer|approximately|about|roughly|exactly)\b:?|[A-Za-z]{2}:(?= )", re.IGNORECASE
+    r"\b(?:is|are|was|equals|be|answer|approximately|about|around|roughly|exactly|nearly|almost)\b:?|[A-Za-z]{2}:(?= )",
+    re.IGNORECASE,
+)
+_DOUBT = re.compile(  # what says that what it names is not the value
+    r"\b(?:not|never|neither|nor|cannot|could|might|may|perhaps|maybe|possibly|wrong|incorrect|false|either|than|between|unless"
+    r"|except|half|twice|double|triple|at (?:least|most)|up to)\b|n['’]t\b",
+    re.IGNORECASE,
 )
 _HEADING = re.compile(r"\A[ *_#]{0,8}(?:(?:the )?final )?answer[*_ ]{0,4}[:=][*_ ]{0,4}", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?: ?/ ?[0-9]+)?")
@@ -79,11 +113,14 @@ _END = _START + "."
 
 def tidy(text: str) -> str:
     """`text` without what only affects its looks; commands with several names under one."""
-    text = text.translate(_CHARACTERS)
+    text = uniform(text.translate(_CHARACTERS))
     if "\\\\" in text and "\\begin" not in text:
         text = _ESCAPED_TWICE.sub(r"\\", text)
     if "\\" in text or "$" in text or "{,}" in text:
         text = _THOUSANDS.sub("", text)
+        if "\\begin" in text:
+            for pattern, same in _SYSTEMS:
+                text = pattern.sub(same, text)
         text = _CURRENCY.sub("", text)
         if "\\boxed" in text or "\\fbox" in text:
             text = text.replace("\\boxed", "").replace("\\fbox", "")
@@ -91,25 +128,31 @@ def tidy(text: str) -> str:
         text = text.replace("$", " ").replace("\\%", "%").replace("\\&", "&").replace("\\#", "#").replace("\\_", "_")
     else:
         text = _CURRENCY.sub("", text)
-    text = _FONT.sub(" ", _ROMAN.sub(r"\\text{\1\2}", text))
+    text = text.lstrip(_START).rstrip(_END)
+    text = _FONT.sub(" ", _ROMAN.sub(r"\\text{\1\2}", _FACTORS.sub(_plain_factors, text)))
     for pattern, same in _SAME:
         text = pattern.sub(same, text)
     text = _UNIT_FRACTION.sub(" ", text).lstrip(_START).rstrip(_END)
-    if text.startswith("]") and "," in text:
-        text = f"({text[1:]}"  # an open end, as ]0, 1] is written in some countries
-    if text.endswith("[") and "," in text:
-        text = f"{text[:-1]})"
     spaced = _SPACED_THOUSANDS.match(text)
     return text if spaced is None else spaced.group().replace(" ", "") + text[spaced.end() :]
 
 
+def _plain_factors(found: re.Match[str]) -> str:
+    r"""`\mathrm{m\,s^{-2}}` as `\text{m s}`: of a unit of several factors the words."""
+    words = re.sub(r"\\(?:cdot|times)|[^A-Za-z]", " ", found.group(1)).split()
+    return rf"\text{{{' '.join(words)}}}" if len(words) > 1 and re.search(r"[\\^]", found.group(1)) else found.group()
+
+
 def last_mathematics(text: str) -> str:
-    """The mathematics in a text: itself where it holds no prose, else what its prose says the answer is."""
+    """The mathematics in a text: itself where it holds no prose, else what its prose says the answer is; "" where that is in
+    doubt: "at most 5", "5 is wrong"."""
     text = _HEADING.sub("", text)
     for _ in range(4):
         text = text.lstrip(_START).rstrip(_END)
         if not _is_prose(text):
             return text
+        if _DOUBT.search(text):
+            return ""
         shorter = _said(text)
         if shorter is None or len(shorter) >= len(text):
             return text
@@ -155,5 +198,5 @@ def last_value(text: str) -> str | None:
 
 def unboxed(text: str) -> str:
     """The content of a text's last box, else the text."""
-    boxed = last_boxed(text) if "\\boxed" in text else None
+    boxed = last_boxed(text) if "box" in text else None
     return text if boxed is None else boxed

@@ -9,7 +9,8 @@ A node is a head, its arguments and a value. The heads:
     call        value: a function's name (see approximate.FUNCTIONS)
     opaque      value: a function's name that cannot be evaluated
     word        value: text, folded
-    tuple       value: its two brackets      set, list, matrix (of rows), row, ratio
+    tuple       value: its two brackets      set, matrix (of rows), row, ratio
+    list        value: "or" or "and" where that word alone stands between its members
     relation    value: the relations' signs, one fewer than the arguments
     union, intersection, difference         of sets
 """
@@ -104,7 +105,7 @@ def key(node: ExpressionNode) -> str:
     parts = [key(argument) for argument in node.args]
     if node.head in _COMMUTATIVE:
         parts.sort()
-    return f"{node.head} {node.value}({';'.join(parts)})"
+    return f"{node.head} {'' if node.head == 'list' else node.value}({';'.join(parts)})"
 
 
 LIMIT = 300_000.0
