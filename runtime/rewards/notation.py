@@ -28,7 +28,7 @@ _MEASURED = re.compile(r"\\(?:(ang)|num|SI|qty) ?\{ ?([-+]?[0-9.]{1,40}) ?\}(?: 
 
 # ---- Chinese: a power of ten, a unit or a word that counts things, and the things
 
-_AFTER_NUMBER = re.compile(r"(?<=[0-9)}%]) ?([一-鿿/]{1,12})(?![一-鿿]| ?[0-9])")
+_AFTER_NUMBER = re.compile(rf"(?<=[0-9)}}%]) ?(?:{_TEXT}\{{ ?([一-鿿/]{{1,12}}) ?\}}|([一-鿿/]{{1,12}}))(?![一-鿿]| ?[0-9])")
 _POWERS = {"万亿": 12, "亿": 8, "千万": 7, "百万": 6, "万": 4, "千": 3, "百": 2}
 _UNIT = (
     "(?:平方|立方)?(?:千米|公里|[分厘毫微纳]?米|英[里尺寸]|[尺寸])|公顷|亩|[千毫]?克|公斤|斤|吨|毫?升|个?小时|个?月|个?星期|分钟?|毫?秒|秒钟|"
@@ -56,7 +56,7 @@ def _value(found: re.Match[str]) -> str:
 
 def _without_unit(found: re.Match[str]) -> str:
     """Nothing for a unit, for 万 and the like a power of ten. What is neither stays, and is no number."""
-    measure = _MEASURE.fullmatch(found.group(1))
+    measure = _MEASURE.fullmatch(found.group(1) or found.group(2))
     if measure is None:
         return found.group()
     return rf"\cdot 10^{{{_POWERS[measure.group(1)]}}}" if measure.group(1) else ""

@@ -57,11 +57,12 @@ _LETTER_UNITS = frozenset("gmlLhsCFNJWVΩÅ")
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 SCALES |= {"mil": 10**6, "mn": 10**6, "bn": 10**9, "tn": 10**12, "dozens": 12}
 NOT_UNITS = _words(
-    "and or to plus minus half pi sqrt not no never none nor neither either maybe perhaps possibly is isn't are was be wrong",
-    "incorrect false but versus vs by over point squared cubed factorial divided multiplied twice thrice double doubled triple",
-    "tripled halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth",
-    "tenths hundredth hundredths thousandth thousandths zero one two three four five six seven eight nine ten eleven twelve",
-    "thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety",
+    "and or to plus minus negative half pi sqrt mu root not no never none nor neither either maybe perhaps possibly is",
+    "isn't are was be wrong incorrect false but versus vs by over point squared cubed factorial divided multiplied twice",
+    "thrice double doubled triple tripled halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths",
+    "eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths zero one two three four five six",
+    "seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty",
+    "fifty sixty seventy eighty ninety",
 )
 """Words behind a number that make another value, or none, of it."""
 

@@ -225,7 +225,7 @@ x \in (-\infty,-1)\cup(1,\infty) | x<-1 \text{ or } x>1 ¦ \{x \mid x<-1 \text{ 
 \{x \in \mathbb{R} \colon x \ge 2\} | [2,\infty) ¦ \left\{x \in \mathbb{R} \,\middle|\, x > 2\right\} | (2,\infty)
 \{y \in \mathbb{R} \mid y > 2\} | (2,\infty) ¦ x<-\sqrt2 \text{ or } x>\sqrt2 | (-\infty,-\sqrt{2})\cup(\sqrt{2},\infty)
 x<-1,\text{ or } x>1 | (-\infty,-1)\cup(1,\infty) ¦ x<-1\text{, or }x>1 | (-\infty,-1)\cup(1,\infty)
-x > 2 \text{ and } x < 5 | (2,5) ¦ x>2 and x<5 | 2<x<5 ¦ ]-\infty,-1[\,\cup\,]1,\infty[ | (-\infty,-1)\cup(1,\infty)
+]-\infty,-1[\,\cup\,]1,\infty[ | (-\infty,-1)\cup(1,\infty)
 30^o | 30^\circ ¦ 30^{o} | 30 ¦ 30^\text{o} | 30 ¦ 30^{\mathrm{o}} | 30 ¦ 30^{\textrm{o}} | 30 ¦ 30º | 30 ¦ 30˚ | 30
 30\,^{\circ} | 30 ¦ 30{}^\circ | 30 ¦ 30^{\,\circ} | 30 ¦ 30 deg | 30 ¦ 30\,\mathrm{deg} | 30 ¦ 30^oC | 30
 30^{\circ}\mathrm{C} | 30 ¦ 30℃ | 30 ¦ \ang{30} | 30^\circ ¦ \ang{-12.5} | -12.5 ¦ \SI{30}{\degree} | 30 ¦ \qty{5}{m} | 5

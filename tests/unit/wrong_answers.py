@@ -96,9 +96,9 @@ x=1,y=2 | \begin{aligned}x&=1\\y&=3\end{aligned} ¦ x=1,y=2 | x=1 or y=2 ¦ x \e
 x \equiv 2 \pmod 5 | x \equiv 2 \pmod 7 ¦ x \equiv 2 \pmod 5 | x = 2 ¦ 2 | x \equiv 7 \pmod 5 ¦ 2 | 17 \bmod 7 ¦ \pi | 3.14
 \pi | 3.1416 ¦ \frac13 | 0.333 ¦ 1011_2 | 1011_3 ¦ 90 | 90\pi ¦ \sqrt2 | \sqrt2+10^{-30} ¦ \frac13 | \frac13 + 10^{-30}
 \pi | \pi + 10^{-30} ¦ e^2 | e^2+10^{-60} ¦ 10-x | |x-10| ¦ 10 | \max(x,10) ¦ 10-x | \sqrt{(x-10)^2}
-0 | \lfloor n/40 \rfloor ¦ n | n + \lfloor n/10^5 \rfloor ¦ c | |c| ¦ b | |b| ¦ mn | |mn| ¦ x | \min(x,10^6) ¦ xy | |x||y|
-xy | \sqrt{x^2y^2} ¦ x-3 | |x-3| ¦ 0 | |x|-x ¦ n | n \bmod 1000 ¦ 1 | (-1)^{2n+\lfloor n/50 \rfloor} ¦ x | \frac{x^2}{|x|}
-a^2 | a|a| ¦ x+1 | x+1+10^{-50}x ¦ 0 | \lfloor x/10^9 \rfloor ¦ 1 | \frac{|x+10|}{x+10} ¦ t | \max(t,-t) ¦ \sin x | |\sin x|
+7 | 7+\lfloor n/40 \rfloor ¦ n | n + \lfloor n/10^5 \rfloor ¦ c | |c| ¦ b | |b| ¦ mn | |mn| ¦ x | \min(x,10^6) ¦ xy | |x||y|
+xy | \sqrt{x^2y^2} ¦ x-3 | |x-3| ¦ 7 | 7+|x|-x ¦ n | n \bmod 1000 ¦ 1 | (-1)^{2n+\lfloor n/50 \rfloor} ¦ x | \frac{x^2}{|x|}
+a^2 | a|a| ¦ x+1 | x+1+10^{-50}x ¦ 7 | 7+\lfloor x/10^9 \rfloor ¦ 1 | \frac{|x+10|}{x+10} ¦ t | \max(t,-t) ¦ \sin x | |\sin x|
 """
 
 
@@ -141,6 +141,11 @@ BOXED = (
     "\\boxed{§}|¶ So \\boxed{§}.|\\boxed{@}, no: \\boxed{§}|\\boxed{§} ¶|The answer is @. \\boxed{§}|#### @\n\\boxed{§}"
     "|\\fbox{@}\n\\fbox{§}"
 )
+LOOKS = (
+    "§|$§$|\\text{§}|z = §|\\underline{§}|**§**|{§}|The answer is $§$|\\(§\\)|\\left(§\\right)|\\displaystyle §|Answer: §|§."
+    "|\\mathbf{§}|\\mathrm{§}|\\boldsymbol{§}|\\textbf{§}|\\color{red}{§}|$$§$$|\\[§\\]|So the answer is §|\\fbox{§}"
+    "|\\begin{aligned}§\\end{aligned}"
+)
 MARKED = f"{BOXED}|¶\n#### §|<answer>@</answer> <answer>§</answer>|#### @\n#### §|<answer>¶</answer>#### §|¶ The answer is $§$"
 UNMARKED = (
     "¶|@|$@$|The answer is not @|I do not think the answer is @.|The answer is at least @|The answer is @ or 7|##### @"
@@ -162,7 +167,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("gsm8k", "gsm8k_answer"), (numbers, f"{MARKED}|{UNMARKED}")),
     "math": (MATH, f"{MARKED}|{UNMARKED}"),
     "boxed": (MATH, BOXED),
-    "expr": (MATH, "§"),
+    "expr": (MATH, LOOKS),
     **dict.fromkeys(("acc", "math_17k_acc", "r1_zero_acc"), (MATH, f"{BOXED}|{THOUGHT}|{UNMARKED}")),
     "base_acc": (MATH, f"{THOUGHT}|{BOXED}|\\boxed{{@}}|<think>¶</think><answer>@</answer>|<answer>\\boxed{{@}}</answer>"),
     "acc_for_dapo": (numbers, LINES),

@@ -80,6 +80,7 @@ _TOKEN = re.compile(
     r"|(?P<mark>[-+*/^_!'%=<>,;:&|()\[\]{}])"
 )
 _TEXT_TOKEN = re.compile(r"[ap]\.m\.|[A-Za-z][A-Za-z'’.-]*|[0-9][0-9,]*(?:\.[0-9]+)?|[-+*/^=,;:()%]")
+_SIGNS = re.compile(r"[^ ~.?\"'’‘“”`\[\]\\-]")
 _VOWEL = re.compile(r"[aeiouyAEIOUY]")
 MAX_DIGITS = 4000
 
@@ -154,9 +155,11 @@ def _letters(run: str) -> list[Token]:
 
 
 def _text(content: str) -> list[Token]:
-    """What a text command holds: words, numbers, connectives and marks."""
+    """What a text command holds: words, numbers, connectives and marks. Raises Unreadable for what could change a number."""
     found = []
     parts = _TEXT_TOKEN.findall(content)
+    if _SIGNS.search(_TEXT_TOKEN.sub(" ", content)):
+        raise Unreadable(f"{content!r} holds other signs")
     if any(len(part) > 1 and part[0].isalpha() for part in parts):
         parts = [part for part in parts if part not in "()"]  # a remark in parentheses
     if parts in (["i"], ["e"]):

@@ -6,24 +6,15 @@ From lists to factors; what a factor is made of is in primaries.
 from __future__ import annotations
 
 from runtime.rewards.mathematics.lexer import PERCENT, tokens
-from runtime.rewards.mathematics.primaries import (
-    BARS,
-    CLOSING,
-    PI,
-    RELATIONS,
-    SET_OPERATIONS,
-    Primaries,
-    is_domain,
-    product,
-    with_sign,
-)
-from runtime.rewards.mathematics.tree import UNNAMED, ExpressionNode, Unknown, Unreadable, number
+from runtime.rewards.mathematics.primaries import BARS, CLOSING, PI, RELATIONS, SET_OPERATIONS, Primaries, product, with_sign
+from runtime.rewards.mathematics.tree import UNNAMED, ExpressionNode, Unknown, Unreadable, is_domain, number
 from runtime.rewards.numeric import NOT_UNITS, SCALES
 
 _TIMES = frozenset(("*", "\\cdot", "\\times", "\\ast"))
 _OVER = frozenset(("/", "\\div"))
 _COMPARISONS = frozenset(("\\ne", "<", ">", "\\le", "\\ge"))
 _MODULO = frozenset(("\\bmod", "\\mod", "\\pmod"))
+_LETTERS = frozenset("mghslLdtNJWVAKCFTHBM")  # units of one letter
 _DEGREE = ExpressionNode("divide", (PI, number(180)))
 
 
@@ -178,7 +169,7 @@ class Parser(Primaries):
                 factors[:] = [ExpressionNode("percent", (product(factors),))]
             elif folded in SCALES and factors[-1].head in ("number", "decimal"):
                 factors.append(number(SCALES[folded]))
-            elif not only_words and (folded in NOT_UNITS or folded in SCALES or word == "k"):
+            elif not only_words and (folded in NOT_UNITS or folded in SCALES or not _is_unit(word, factors[-1])):
                 raise Unreadable(f"{word} is no unit")
             elif only_words:
                 factors[:] = [ExpressionNode("word", (), f"{factors[0].value} {folded}")]
@@ -225,6 +216,11 @@ class Parser(Primaries):
                 self._at += 1
                 exponent = ExpressionNode("power", (exponent, self._exponent()))
         return exponent
+
+
+def _is_unit(word: str, value: ExpressionNode) -> bool:
+    """Whether a word may be the unit of a value: 5 m, and not 5 x or B C."""
+    return len(word) > 1 or (word in _LETTERS and value.head != "symbol")
 
 
 def _mixed(whole: ExpressionNode, part: ExpressionNode) -> list[ExpressionNode]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 
 from runtime.rewards.mathematics.lexer import ACCENTS, LISTED, MATRICES, PREFIXED, SAME_FUNCTION, TRIGONOMETRIC, UNREAD, Token
-from runtime.rewards.mathematics.tree import ExpressionNode, Unknown, Unreadable, negate, number
+from runtime.rewards.mathematics.tree import ExpressionNode, Unknown, Unreadable, is_domain, negate, number
 
 MAX_DEPTH = 32  # of brackets and exponents
 
@@ -39,11 +39,6 @@ def product(factors: list[ExpressionNode]) -> ExpressionNode:
     for factor in factors:
         flat.extend(factor.args if factor.head == "multiply" else (factor,))
     return ExpressionNode("multiply", tuple(flat))
-
-
-def is_domain(node: ExpressionNode, of: str = "mathbb R") -> bool:
-    """Whether a statement says that a variable is a real number."""
-    return node.head == "relation" and node.value == "\\in" and node.args[0].head == "symbol" and node.args[1].value == of
 
 
 _INVERSE = {name: f"arc{name}" for name in TRIGONOMETRIC}

@@ -36,8 +36,8 @@ _TIME = re.compile(r"1?[0-9]|2[0-4]")
 
 def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
     """Whether two answers are the same. Raises TooCostly."""
-    prediction, truth = _between(_with_constant(prediction, truth)), _between(truth)
-    if _alternatives(prediction) != _alternatives(truth):
+    prediction = _with_constant(prediction, truth)
+    if _alternatives(prediction, truth) != _alternatives(truth, prediction):
         return False
     predicted_rows, expected_rows = _rows_by_name(prediction), _rows_by_name(truth)
     other = truth if predicted_rows else prediction
@@ -49,8 +49,7 @@ def same(prediction: ExpressionNode, truth: ExpressionNode) -> Verdict:
         return _any(same(_points(predicted_rows, order, prediction), _points(expected_rows, order, truth)) for order in orders)
     if key(prediction) == key(truth):
         return True
-    unequal = prediction.head == truth.head or "\\ne" not in (prediction.value, truth.value)
-    if _holds_sets(prediction) or _holds_sets(truth) or (not unequal and "or" in (prediction.value, truth.value)):
+    if _holds_sets(prediction) or _holds_sets(truth) or {prediction.value, truth.value} == {"\\ne", "or"}:
         return _same_real_sets(_members(prediction), _members(truth))
     if {prediction.head, truth.head} == {"set", "word"}:
         return _same_words(prediction, truth)
@@ -74,10 +73,11 @@ def _with_constant(node: ExpressionNode, other: ExpressionNode) -> ExpressionNod
     return node
 
 
-def _alternatives(node: ExpressionNode) -> bool:
-    """Whether an answer says something of the one variable or of the other: x = 1 or y = 2."""
+def _alternatives(node: ExpressionNode, other: ExpressionNode) -> bool:
+    """Whether "or" is not what a comma is: x = 1 or y = 2, and inequalities where the other has "and"."""
     firsts = {key(part.args[0]) for part in node.args if part.head == "relation" and part.value == "="}
-    return node.value == "or" and len(firsts) == len(node.args)
+    ordered = any(part.head == "relation" and part.value != "=" for part in node.args)
+    return node.value == "or" and (len(firsts) == len(node.args) or (ordered and other.value == "and"))
 
 
 def _bracketed(items: ExpressionNode, like: ExpressionNode) -> ExpressionNode:
@@ -354,41 +354,16 @@ def _real_set(node: ExpressionNode) -> ExpressionNode | None:
     if node.value == "\\in" and _is_name(left):
         return _real_set(right) or right
     if node.value in ("=", "\\ne") and left.head == "symbol" and _is_name(left) and not symbols(right):
-        return ExpressionNode("set", (right,)) if node.value == "=" else ExpressionNode("union", (_below(right), _above(right)))
-    marks = str(_upward(node).value).split()
-    ends = _upward(node).args
-    names = [end for end in ends if symbols(end)]
-    if len(names) != 1 or names[0].head != "symbol" or not set(marks) <= {"<", "\\le"}:
+        sides = (ExpressionNode("relation", (left, right), "<"), ExpressionNode("relation", (right, left), "<"))
+        return ExpressionNode("set", (right,)) if node.value == "=" else _real_set(ExpressionNode("list", sides, "or"))
+    marks, ends = str(_upward(node).value).split(), _upward(node).args
+    if len(ends) == 2 and symbols(ends[0]):
+        marks, ends = ["<", *marks], (negate(INFINITY), *ends)
+    elif len(ends) == 2:
+        marks, ends = [*marks, "<"], (*ends, INFINITY)
+    if len(ends) != 3 or ends[1].head != "symbol" or not set(marks) <= {"<", "\\le"} or symbols(ends[0]) | symbols(ends[2]):
         return None
-    if len(ends) == 2:
-        return _below(ends[1], marks[0]) if ends[0] is names[0] else _above(ends[0], marks[0])
-    if len(ends) == 3 and ends[1] is names[0]:
-        return ExpressionNode(
-            "tuple", (ends[0], ends[2]), f"{'(' if marks[0] == '<' else '['}{')' if marks[1] == '<' else ']'}"
-        )
-    return None
-
-
-def _between(node: ExpressionNode) -> ExpressionNode:
-    """`x > 2 and x < 5` as an interval."""
-    if node.value != "and" or len(node.args) != 2 or symbols(node.args[0]) != symbols(node.args[1]):
-        return node
-    if {part.head for part in node.args} != {"relation"}:
-        return node
-    low, high = sorted(
-        (_real_set(part) or part for part in node.args), key=lambda part: part.head == "tuple" and part.args[1] != INFINITY
-    )
-    if low.head != "tuple" or high.head != "tuple" or low.args[1] != INFINITY or high.args[0] != negate(INFINITY):
-        return node
-    return ExpressionNode("tuple", (low.args[0], high.args[1]), f"{str(low.value)[0]}{str(high.value)[1]}")
-
-
-def _below(end: ExpressionNode, mark: str = "<") -> ExpressionNode:
-    return ExpressionNode("tuple", (negate(INFINITY), end), "()" if mark == "<" else "(]")
-
-
-def _above(end: ExpressionNode, mark: str = "<") -> ExpressionNode:
-    return ExpressionNode("tuple", (end, INFINITY), "()" if mark == "<" else "[)")
+    return ExpressionNode("tuple", (ends[0], ends[2]), f"{'(' if marks[0] == '<' else '['}{')' if marks[1] == '<' else ']'}")
 
 
 # ---------------------------------------------------------------------------------------------------- several variables

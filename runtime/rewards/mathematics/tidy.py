@@ -11,6 +11,7 @@ import re
 from runtime.rewards.extraction import last_boxed
 from runtime.rewards.mathematics.lexer import NOT_PROSE
 from runtime.rewards.notation import uniform
+from runtime.rewards.numeric import SCALES
 
 _COMMANDS = r"""
 \u00d7 \times|\u22c5 \cdot|\u00b7 \cdot|\u00f7 \div|\u03c0 \pi|\u03b8 \theta|\u221a \sqrt|\u221e \infty|\u00b0 ^\circ
@@ -107,6 +108,7 @@ _DOUBT = re.compile(  # what says that what it names is not the value
 )
 _HEADING = re.compile(r"\A[ *_#]{0,8}(?:(?:the )?final )?answer[*_ ]{0,4}[:=][*_ ]{0,4}", re.IGNORECASE)
 _LAST_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?: ?/ ?[0-9]+)?")
+_SCALE = re.compile(rf"(?: (?:{'|'.join(SCALES)})\b)*", re.IGNORECASE)
 _START = " ,;:*_`"  # a point may start a decimal
 _END = _START + "."
 
@@ -139,14 +141,14 @@ def tidy(text: str) -> str:
 
 def _plain_factors(found: re.Match[str]) -> str:
     r"""`\mathrm{m\,s^{-2}}` as `\text{m s}`: of a unit of several factors the words."""
-    words = re.sub(r"\\(?:cdot|times)|[^A-Za-z]", " ", found.group(1)).split()
-    return rf"\text{{{' '.join(words)}}}" if len(words) > 1 and re.search(r"[\\^]", found.group(1)) else found.group()
+    words = re.sub(r"\\(?:cdot|times)|[^A-Za-z]", " ", re.sub(r"\\mu ?", "micro", found.group(1))).split()
+    return rf"\text{{{' '.join(words)}}}" if words and re.search(r"[\\^]", found.group(1)) else found.group()
 
 
 def last_mathematics(text: str) -> str:
     """The mathematics in a text: itself where it holds no prose, else what its prose says the answer is; "" where that is in
     doubt: "at most 5", "5 is wrong"."""
-    text = _HEADING.sub("", text)
+    text = _HEADING.sub("", _CURRENCY.sub("", text))
     for _ in range(4):
         text = text.lstrip(_START).rstrip(_END)
         if not _is_prose(text):
@@ -174,13 +176,14 @@ def _is_prose(text: str) -> bool:
 
 
 def _said(text: str) -> str | None:
-    """The part of a sentence that holds the answer: behind "is", else the last formula or number."""
+    """The part of a sentence that holds the answer: behind "is", else the only formula or number."""
     ends = [found.end() for found in _SAYS.finditer(text)]
     for end in reversed(ends):
         tail = text[end:].lstrip(_START).rstrip(_END)
         if any(map(str.isdigit, tail)) or "$" in tail or "\\" in tail:
             return tail
-    return last_value(text)
+    values = len(_SEGMENT.findall(text)) + len(_LAST_NUMBER.findall(_SEGMENT.sub(" ", text)))
+    return last_value(text) if values == 1 else None
 
 
 def last_value(text: str) -> str | None:
@@ -192,8 +195,12 @@ def last_value(text: str) -> str | None:
     for number in _LAST_NUMBER.finditer(text):  # noqa: B007
         pass
     if formula is not None and (number is None or formula.end() >= number.end()):
-        return next(group for group in formula.groups() if group is not None)
-    return None if number is None else number.group()
+        value, end = next(group for group in formula.groups() if group is not None), formula.end()
+    elif number is not None:
+        value, end = number.group(), number.end()
+    else:
+        return None
+    return value + _SCALE.match(text, end).group()  # type: ignore[union-attr]  # it matches the empty text
 
 
 def unboxed(text: str) -> str:

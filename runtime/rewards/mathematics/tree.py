@@ -58,6 +58,13 @@ def negate(node: ExpressionNode) -> ExpressionNode:
     return ExpressionNode("number", (), -node.value) if node.head == "number" else ExpressionNode("negate", (node,))  # type: ignore[operator]
 
 
+def is_domain(node: ExpressionNode) -> bool:
+    """Whether a statement says that a variable is a real number."""
+    return (
+        node.head == "relation" and node.value == "\\in" and node.args[0].head == "symbol" and node.args[1].value == "mathbb R"
+    )
+
+
 def walk(node: ExpressionNode) -> Iterator[ExpressionNode]:
     """`node` and everything below it."""
     pending = [node]
