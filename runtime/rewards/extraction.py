@@ -8,17 +8,17 @@ _BOX_OR_BRACE = re.compile(r"\\boxed\s{0,8}\{|\\[\\{}]|[{}]")
 BOX = re.compile(r"\\boxed\s{0,8}\{")
 _OTHER_BOX = re.compile(r"\\f(?:rame)?box(?=\s{0,8}\{)")
 _GROUP = r"(?:[0-9]|\{[^{}\n]{1,40}\})"
-_AT_DOLLAR = r"(?= ?(?:\$|\\[)\]]))"
+_AT_DOLLAR = r"(?= ?\.?(?:\$|\\[)\]]))"
 _BARE_BOX = re.compile(  # \boxed 5
     r"\\(?:boxed|fbox) {0,8}("
-    r"[-+]?\\?\$?[0-9]+(?:[,.][0-9]+)*(?:/[0-9]+)?(?:\\?%)?(?= ?(?:\$|\\[)\]]|[.,;:!]?(?:\s+[A-Za-z(]|\s*\Z|\n)))"
+    r"[-+]?\\?\$?[0-9]+(?:[,.][0-9]+)*(?:/[0-9]+)?(?:\\?%)?(?= ?\.?(?:\$|\\[)\]])|(?=[.,;:!]?(?:\s+[A-Za-z(]|\s*\Z|\n)))"
     rf"|[-+]?(?:\\[dt]?frac ?{_GROUP} ?{_GROUP}|\\sqrt ?{_GROUP}|\\pi){_AT_DOLLAR}|[A-Za-z]{_AT_DOLLAR})"
 )
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*([^\s#][^\n]*)")
 _CLOSING = re.compile(
-    r"(?:\banswer\b[*_` \t]{0,8}(?:is\b|was\b|[:=])"
-    r"|答案[*_` ]{0,8}(?:就|应该?)?(?:[是为选:：=]|等于)|答[:：]|(?:[故应]|所以)选择?)[*_:：=\s]{0,16}"
-    r"(?:(?:therefore|thus|then|simply|just|indeed|clearly|probably|likely|equal to)\b[,:\s]{0,4})?",
+    r"(?:\banswer\b[*_` \t]{0,8}(?:(?:is|was|equals|(?:would|should|must|will) be)\b|[:=≈])"
+    r"|答案[*_` 】]{0,8}(?:就|应该?|大?约|即)?(?:[是为选:：=]|等于)|【答案】|答[:：]|(?:[故应]|所以)选择?)[*_:：=\s]{0,16}"
+    r"(?:(?:therefore|thus|then|simply|just|only|indeed|clearly|probably|likely|equal to)\b[,:\s]{0,4})?",
     re.IGNORECASE,
 )
 _STATEMENT_END = re.compile(r"\n|(?<!approx)[.!?](?=\s|$)|;(?=\s+[^-\s0-9$\\(]|\s*$)|[。！？；]")

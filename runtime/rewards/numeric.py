@@ -27,9 +27,9 @@ _PLAIN_INTEGER = re.compile(r"-?[0-9]{1,18}")
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}(?!,?[0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
 _FRACTION = r"\\[dt]?frac ?(?:\{ ?(?P<top>[0-9]+) ?\} ?\{ ?(?P<bottom>[0-9]+) ?\}|(?P<top1>[0-9]) ?(?P<bottom1>[0-9]))"
-_ABOUT = "approximately|approx\\.?|about|around|roughly|exactly|nearly|almost|大?约为?|\\\\approx|≈"
+_ABOUT = "approximately|approx\\.?|about|around|roughly|exactly|nearly|almost|close to|大?约为?|\\\\approx|≈"
 _LEAD = re.compile(
-    rf"(?:(?:[A-Za-z]\w{{0,20}})? ?=)? ?(?:(?:{_ABOUT})(?![A-Za-z])[ *_]{{0,4}})?", re.IGNORECASE
+    rf"(?:(?:[A-Za-z]\w{{0,20}})? ?=)? ?(?:(?:{_ABOUT})(?![A-Za-z])(?: equal to)?[ *_:]{{0,4}})?", re.IGNORECASE
 )  # of "x = 5", "= 5", "about 5"
 _SIGN = re.compile(r" ?([-+]?) ?(?:(?:US ?\$|USD|Rs\.?|[$€£¥₹]) ?([-+]?) ?)?")  # "-$5", "$-5"
 _MAGNITUDE = re.compile(
@@ -37,7 +37,7 @@ _MAGNITUDE = re.compile(
     r"|(?P<mixed>[0-9]+) (?P<top2>[0-9]+)/(?P<bottom2>[0-9]+)"
     rf"|(?P<top3>{_DECIMAL}) ?/ ?(?P<bottom3>{_DECIMAL})"
     rf"|(?P<decimal>{_DECIMAL})(?:[eE](?P<exponent>[-+]?[0-9]{{1,3}})(?![0-9])"
-    r"| ?(?:\\times|\\cdot|×) ?10 ?\^ ?\{?(?P<power>-?[0-9]{1,3})\}?)?"
+    r"| ?(?:\\times|\\cdot|[×·x*]) ?10 ?\^ ?\{?(?P<power>-?[0-9]{1,3})\}?)?"
 )
 _SYMBOL = re.compile(r"(?: ?(?:[%€£¥₹$]|\^ ?\{? ?\\circ ?\}?|°[CF]?|\\degrees?\b))?")
 _WORD_BREAK = re.compile(r"(?<=[A-Za-zΩ0-9]) ?(?:\\cdot|\\times|[·*]) ?(?=[A-Za-zμΩÅ])|[ /()]+")
@@ -53,7 +53,7 @@ def _words(*lines: str) -> frozenset[str]:
     return frozenset(word for line in lines for word in line.split())
 
 
-_LETTER_UNITS = frozenset("gmlLhsCFNJWVΩÅ")
+_LETTER_UNITS = frozenset("gmlLhsCFNJWVKΩÅ")
 SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 SCALES |= {"mil": 10**6, "mn": 10**6, "bn": 10**9, "tn": 10**12, "dozens": 12}
 NOT_UNITS = _words(

@@ -225,17 +225,17 @@ x \in (-\infty,-1)\cup(1,\infty) | x<-1 \text{ or } x>1 ¦ \{x \mid x<-1 \text{ 
 \{x \in \mathbb{R} \colon x \ge 2\} | [2,\infty) ¦ \left\{x \in \mathbb{R} \,\middle|\, x > 2\right\} | (2,\infty)
 \{y \in \mathbb{R} \mid y > 2\} | (2,\infty) ¦ x<-\sqrt2 \text{ or } x>\sqrt2 | (-\infty,-\sqrt{2})\cup(\sqrt{2},\infty)
 x<-1,\text{ or } x>1 | (-\infty,-1)\cup(1,\infty) ¦ x<-1\text{, or }x>1 | (-\infty,-1)\cup(1,\infty)
-]-\infty,-1[\,\cup\,]1,\infty[ | (-\infty,-1)\cup(1,\infty)
-30^o | 30^\circ ¦ 30^{o} | 30 ¦ 30^\text{o} | 30 ¦ 30^{\mathrm{o}} | 30 ¦ 30^{\textrm{o}} | 30 ¦ 30º | 30 ¦ 30˚ | 30
-30\,^{\circ} | 30 ¦ 30{}^\circ | 30 ¦ 30^{\,\circ} | 30 ¦ 30 deg | 30 ¦ 30\,\mathrm{deg} | 30 ¦ 30^oC | 30
-30^{\circ}\mathrm{C} | 30 ¦ 30℃ | 30 ¦ \ang{30} | 30^\circ ¦ \ang{-12.5} | -12.5 ¦ \SI{30}{\degree} | 30 ¦ \qty{5}{m} | 5
-\SI{5}{\metre\per\second} | 5 ¦ \num{5000} | 5000 ¦ \sin(30^o) | \frac12 ¦ \cos 60^{\text{o}} | 1/2 ¦ \tan(\ang{45}) | 1
-30\degree | 30 ¦ 30\textdegree | 30 ¦ \frac{90^o}{2} | 45 ¦ 12th | 12 ¦ 21st | 21 ¦ 2nd | 2 ¦ 3rd | 3 ¦ 12^{th} | 12
-12^{\mathrm{th}} | 12 ¦ 12\textsuperscript{th} | 12 ¦ 12^\text{th} | 12 ¦ 12^{\textrm{th}} | 12 ¦ 12\mathrm{th} | 12
-12ᵗʰ | 12 ¦ $12^{\text{th}}$ | 12 ¦ 1^{\text{st}} | 1 ¦ 22^{\text{nd}} | 22 ¦ n^{\text{th}} | n^{\text{th}} ¦ 5Ω | 5
-5\text{ }\Omega | 5 ¦ 5\,\text{k}\Omega | 5 ¦ 5\,k\Omega | 5 ¦ 5 kΩ | 5 ¦ 5\,\Omega\cdot\text{m} | 5 ¦ 5 μm | 5 ¦ 5 µm | 5
-5\,\mu m | 5 ¦ 5\,\mathrm{\mu m} | 5 ¦ 5\,\mu\mathrm{m} | 5 ¦ 5\,\mu\text{F} | 5 ¦ 5\,\text{μm} | 5 ¦ 5\,\text{Å} | 5
-5 Å | 5 ¦ 2\sqrt{3}\,\Omega | 2\sqrt3 ¦ 2\pi\,\mu\text{s} | 2\pi ¦ 5\,\mathrm{kg\cdot m/s^2} | 5 ¦ 5\,\mathrm{kg\,m^2} | 5
+]-\infty,-1[\,\cup\,]1,\infty[ | (-\infty,-1)\cup(1,\infty) ¦ 30^o | 30^\circ ¦ 30^{o} | 30 ¦ 30^\text{o} | 30
+30^{\mathrm{o}} | 30 ¦ 30^{\textrm{o}} | 30 ¦ 30º | 30 ¦ 30˚ | 30 ¦ 30\,^{\circ} | 30 ¦ 30{}^\circ | 30 ¦ 30^{\,\circ} | 30
+30 deg | 30 ¦ 30\,\mathrm{deg} | 30 ¦ 30^oC | 30 ¦ 30^{\circ}\mathrm{C} | 30 ¦ 30℃ | 30 ¦ \ang{30} | 30^\circ
+\ang{-12.5} | -12.5 ¦ \SI{30}{\degree} | 30 ¦ \qty{5}{m} | 5 ¦ \SI{5}{\metre\per\second} | 5 ¦ \num{5000} | 5000
+\sin(30^o) | \frac12 ¦ \cos 60^{\text{o}} | 1/2 ¦ \tan(\ang{45}) | 1 ¦ 30\degree | 30 ¦ 30\textdegree | 30
+\frac{90^o}{2} | 45 ¦ 12th | 12 ¦ 21st | 21 ¦ 2nd | 2 ¦ 3rd | 3 ¦ 12^{th} | 12 ¦ 12^{\mathrm{th}} | 12
+12\textsuperscript{th} | 12 ¦ 12^\text{th} | 12 ¦ 12^{\textrm{th}} | 12 ¦ 12\mathrm{th} | 12 ¦ 12ᵗʰ | 12
+$12^{\text{th}}$ | 12 ¦ 1^{\text{st}} | 1 ¦ 22^{\text{nd}} | 22 ¦ n^{\text{th}} | n^{\text{th}} ¦ 5Ω | 5 ¦ 5\text{ }\Omega | 5
+5\,\text{k}\Omega | 5 ¦ 5\,k\Omega | 5 ¦ 5 kΩ | 5 ¦ 5\,\Omega\cdot\text{m} | 5 ¦ 5 μm | 5 ¦ 5 µm | 5 ¦ 5\,\mu m | 5
+5\,\mathrm{\mu m} | 5 ¦ 5\,\mu\mathrm{m} | 5 ¦ 5\,\mu\text{F} | 5 ¦ 5\,\text{μm} | 5 ¦ 5\,\text{Å} | 5 ¦ 5 Å | 5
+2\sqrt{3}\,\Omega | 2\sqrt3 ¦ 2\pi\,\mu\text{s} | 2\pi ¦ 5\,\mathrm{kg\cdot m/s^2} | 5 ¦ 5\,\mathrm{kg\,m^2} | 5
 5\,\mathrm{kg\,m^{2}\,s^{-2}} | 5 ¦ 5\,\mathrm{J\,mol^{-1}\,K^{-1}} | 5 ¦ 5\,\text{J}\cdot\text{s} | 5
 5\ \text{kg}\cdot\text{m}^2 | 5 ¦ 5\ \text{kg}\,\text{m}\,\text{s}^{-2} | 5 ¦ 5\,\mathrm{m}/\mathrm{s}^{2} | 5 ¦ 5 m/s^2 | 5
 5 kg m/s^2 | 5 ¦ 5 kg·m/s² | 5 ¦ 5 m s^{-1} | 5 ¦ 5 m·s⁻² | 5 ¦ 5 N·m | 5 ¦ 5\text{ N}\cdot\text{m} | 5
@@ -260,7 +260,38 @@ x \equiv 2 \pmod 5 | x\equiv 2 \pmod{5} ¦ x \equiv 2 \pmod{5} | x \equiv 2 \bmo
 (B) 12 | B ¦ B. 12 cm | B ¦ B.12 | B ¦ B: \frac12 | B ¦ \textbf{B.} 12 | B ¦ \text{B. } 12 | B ¦ \text{B) }12 | B
 **B.** 12 | B ¦ [B] 12 | B ¦ Option B | B ¦ Option B: 12 | B ¦ option (B) | B ¦ Choice B | B ¦ B．12 | B ¦ B、12 | B ¦ B。 | B
 (b) | B ¦ b) 12 | B ¦ B) the red one | B ¦ (D) none of the above | D ¦ (C) not enough information | C ¦ B. 3 and 4 | B
-B. 3 or 4 | B ¦ \fbox{5} | 5 ¦ \{x ∈ ℝ|x > 2\} | (2,\infty)
+B. 3 or 4 | B ¦ \fbox{5} | 5 ¦ \{x ∈ ℝ|x > 2\} | (2,\infty) ¦ x < -1 \;\text{or}\; x > 1 | (-\infty,-1)\cup(1,\infty)
+x<-1\quad\text{or}\quad x>1 | (-\infty,-1)\cup(1,\infty) ¦ x<-1 \mbox{ or } x>1 | (-\infty,-1)\cup(1,\infty)
+(-∞,-1) or (1,∞) | (-\infty,-1)\cup(1,\infty) ¦ \{x\mid x>2,\ x\in\mathbb R\} | (2,\infty)
+x \in \mathbb{R} \setminus \{0\} | x \ne 0 ¦ x\neq 0, x\in\mathbb{R} | (-\infty,0)\cup(0,\infty)
+\{x|x<-1\} \cup \{x|x>1\} | (-\infty,-1)\cup(1,\infty) ¦ \{x\in\mathbb{R}:x^2>4\} | (-\infty,-2)\cup(2,\infty)
+\{x \in \mathbb{Z} \mid x > 2\} | \{x \in \mathbb{Z} : x > 2\}
+x<0 \text{ or } 0<x<1 \text{ or } x>2 | (-\infty,0)\cup(0,1)\cup(2,\infty)
+x \le \frac{1}{2} \text{ or } x \ge 3 | \left(-\infty,\frac12\right]\cup[3,\infty)
+k < -2 \text{ or } k > 2 | (-\infty,-2) \cup (2,\infty) ¦ \begin{aligned} &x=1 \\ &y=2 \end{aligned} | x=1,y=2
+\begin{array}{c} x=1 \\ y=2 \end{array} | x=1,y=2 ¦ \begin{equation*} x=1 \end{equation*} | 1
+\begin{cases} x = 1, \\ y = 2. \end{cases} | x=1,y=2 ¦ \begin{aligned} x &= 1 \quad\text{and}\\ y &= 2 \end{aligned} | x=1,y=2
+\begin{aligned}[t] x&=1\\ y&=2\end{aligned} | x=1,y=2 ¦ \begin{align} x &= 3 \\ y &= -2 \\ z &= 5 \end{align} | (3,-2,5)
+\begin{alignedat}{2} x&=1\\ y&=2\end{alignedat} | x=1,y=2 ¦ \begin{aligned} x &= 1 \\ y &= 2 \\ \end{aligned} | (1,2)
+2⁻¹ | \frac12 ¦ x²y³ | x^2y^3 ¦ √3⁄2 | \frac{\sqrt3}{2} ¦ (x+1)² | x^2+2x+1 ¦ ½π | \frac{\pi}{2} ¦ π² | \pi^2 ¦ e⁻ˣ | e^{-x}
+2ˣ | 2^x ¦ aₙ | a_n ¦ x₁² | x_1^2 ¦ 5·10³ | 5000 ¦ 3 × 10^5 | 300000 ¦ 3x10^5 | 300000 ¦ 3 x 10^5 | 300000 ¦ 3*10^5 | 300000
+6.02 × 10²³ | 6.02\times10^{23} ¦ 1.6×10⁻¹⁹ C | 1.6\times 10^{-19} ¦ 10⁶ | 1000000 ¦ \mathbf{\underline{5}} | 5
+\textbf{\underline{5}} | 5 ¦ $\underline{5}$ | 5 ¦ \underline{\quad 5 \quad} | 5 ¦ \underline{x+1} | x+1
+\underline{ (1,2) } | (1,2) ¦ __5__ | 5 ¦ 17 \bmod{5} | 2 ¦ 17 \mod{5} | 2 ¦ 100 \bmod 7 | 2 ¦ (3^4) \bmod 5 | 1
+2 \pmod 5 | 2 \pmod{5} ¦ 2 \pmod{5} | 2 (mod 5) ¦ n \equiv 2 \pmod{5} | n \equiv 2 (\text{mod } 5) ¦ B) $12$ | B
+B. $\frac{1}{2}$ | B ¦ B: $x^2$ | B ¦ **B** | B ¦ \text{Option B} | B ¦ \mathbf{B.}\ 12 | B ¦ b. 12 | B ¦ \text{(B)}~12 | B
+B: Paris | B ¦ (B)\;12 | B ¦ \textbf{(B) } 12 | B ¦ B. 12\text{ cm} | B ¦ B . 12 | B ¦ C) 1/2 | C ¦ A: -5 | A ¦ D. 3.5 | D
+E) 100 | E ¦ (A) 0 | A ¦ 5厘米² | 5 ¦ 5 cm² | 5 ¦ 5平方米 | 5 ¦ 5個 | 5 ¦ 5円 | 5 ¦ 5公里/小时 | 5 ¦ 5\text{米/秒} | 5
+5名学生 | 5 ¦ 5\,\mathrm{\Omega} | 5 ¦ 5\,\mathrm{k\Omega} | 5 ¦ 5\,\mathrm{M\Omega} | 5 ¦ 5\,\Omega\,\mathrm{m} | 5
+5\,\mathrm{m}^2\,\mathrm{s}^{-1} | 5 ¦ 5\,\mathrm{m}^{2}/\mathrm{s} | 5 ¦ 5\,\text{N}\,\text{m} | 5 ¦ 5\,\mathrm{N\,m} | 5
+5\,\mathrm{W/(m^2\,K)} | 5 ¦ 5\times10^{3}\,\mathrm{m\,s^{-1}} | 5000 ¦ 5\,\dfrac{\text{m}}{\text{s}} | 5
+5 \text{ m·s}^{-1} | 5 ¦ 5 J/(kg·K) | 5 ¦ 5 kW·h | 5 ¦ 5 mol/L | 5 ¦ 5\ \mathrm{mol\cdot L^{-1}} | 5
+5\,\mathrm{kg}\cdot\mathrm{m}/\mathrm{s}^2 | 5 ¦ 5\,\text{kg m}^2 | 5 ¦ 5\,\text{kg} \cdot \text{m/s}^2 | 5
+\frac{5}{2}\,\mathrm{m\,s^{-2}} | 2.5 ¦ 2\sqrt{5}\,\mathrm{m\,s^{-1}} | 2\sqrt5 ¦ -5\,\mu\text{C} | -5
+5\,\mu\mathrm{g/mL} | 5 ¦ 5\,\mu g | 5 ¦ 5 μs | 5 ¦ 5\,\mu\Omega | 5 ¦ 5\,\mathrm{\mu F} | 5 ¦ 5\,\text{$\mu$m} | 5
+5\,\Omega^{-1} | 5 ¦ 5\,\hbar | 5\hbar ¦ 5\,\text{ev} | 5 ¦ 5\,\textrm{ m/s} | 5 ¦ 100° | 100 ¦ 100 °C | 100
+100\,^\circ\text{F} | 100 ¦ 30^{\circ}. | 30 ¦ 30^ o | 30 ¦ 30^\mathrm{o} | 30 ¦ \angle A = 30^o | 30 ¦ 100^{\text{th}} | 100
+\text{12th} | 12 ¦ 12 th | 12 ¦ 12^{\rm th} | 12 ¦ 13^{\textnormal{th}} | 13
 """
 
 # A rule, a reply that it finds right, and the label.
@@ -282,6 +313,24 @@ gsm8k | 答案等于5 | 5 ¦ gsm8k | 答案就是5。 | 5 ¦ gsm8k | 答案应�
 gsm8k | 答案是大约5个苹果。 | 5 ¦ gsm8k | 正确答案为：5 | 5 ¦ gsm8k | 答：5 | 5 ¦ gsm8k | 最终答案为 \(5\)。 | 5
 gsm8k | 答案是5。谢谢！ | 5 ¦ math | 所以答案是 $\frac{1}{2}$。 | 1/2 ¦ math | 答案是B。 | B ¦ math | 故选B。 | B
 math | 所以选择B | B ¦ gsm8k | 答案是5万元。 | 50000 ¦ math | The answer is B) 12 | B
+math | The correct answer is (B) 12. | B ¦ math | \boxed{\text{B. }12} | B ¦ math | \boxed{B. 12} | B
+math | Answer: B. 12 | B ¦ gsm8k | $\boxed 5 $ | 5 ¦ gsm8k | \boxed5$ | 5 ¦ gsm8k | \fbox{$5$} | 5
+gsm8k | \fbox{\textbf{5}} | 5 ¦ gsm8k | \fbox 5 | 5 ¦ gsm8k | \boxed  5. | 5 ¦ gsm8k | $\boxed 5.$ | 5
+gsm8k | \[\boxed 5\] | 5 ¦ gsm8k | \(\boxed 5\) | 5 ¦ gsm8k | $\boxed -5$ | -5 ¦ gsm8k | $\boxed 5\%$ | 5
+gsm8k | $\boxed \$5$ | 5 ¦ math | $\boxed \pi$ | \pi ¦ math | $\boxed A$ | A ¦ math | $\boxed \sqrt{2}$ | \sqrt2
+gsm8k | #### 1 000 000 | 1000000 ¦ gsm8k | #### 12 000.5 | 12000.5 ¦ gsm8k | #### $1 000.00 | 1000
+gsm8k | #### 1 000 kg | 1000 ¦ gsm8k | \boxed{1 000} | 1000 ¦ gsm8k | The answer is 1 000. | 1000
+gsm8k | The answer is 1 000 dollars. | 1000 ¦ gsm8k | The final answer is about 5 | 5 ¦ gsm8k | The answer would be 5 | 5
+gsm8k | The answer should be 5. | 5 ¦ gsm8k | The answer must be 5. | 5 ¦ gsm8k | The answer equals 5 | 5
+gsm8k | The answer is approximately equal to 5 | 5 ¦ gsm8k | The answer is close to 5 | 5 ¦ gsm8k | The answer is ≈5 | 5
+gsm8k | Answer ≈ 5 | 5 ¦ gsm8k | The answer is about $5. | 5 ¦ gsm8k | The answer is approximately 5 dollars. | 5
+gsm8k | The answer is about 1,200 | 1200 ¦ gsm8k | The answer is approximately: 5 | 5
+gsm8k | The answer is around 5 hours | 5 ¦ gsm8k | The answer is just 5 | 5 ¦ gsm8k | The answer is only 5 | 5
+gsm8k | 【答案】5 | 5 ¦ gsm8k | 答案应为5 | 5 ¦ gsm8k | 答案约为5 | 5 ¦ gsm8k | 答案大约是5。 | 5 ¦ gsm8k | 最后答案是5 | 5
+gsm8k | 故答案为：5 | 5 ¦ gsm8k | 答案是５ | 5 ¦ gsm8k | 答案是-5 | -5 ¦ gsm8k | 答案是：$5$元 | 5
+gsm8k | 答案是1,000元。 | 1000 ¦ gsm8k | 答案是 \(5\) 。 | 5 ¦ gsm8k | 答案是**5**个 | 5 ¦ gsm8k | 答案即为5 | 5
+gsm8k | 所以最终的答案是：5。 | 5 ¦ gsm8k | 答案: 5 | 5 ¦ gsm8k | **答案**：5 | 5 ¦ gsm8k | **答案：** 5 | 5
+gsm8k | **最终答案：5** | 5
 """
 
 

@@ -57,7 +57,7 @@ class Parser(Primaries):
         while self._next in RELATIONS:
             marks.append(RELATIONS[self._take().text])
             parts.append(self._sets())
-        if marks and self._next in _MODULO:
+        if self._next == "\\pmod" or (marks and self._next in _MODULO):
             self._at += 1
             parts.append(self._argument())
             marks.append("mod")

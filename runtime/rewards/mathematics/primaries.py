@@ -258,7 +258,7 @@ class Primaries:
             rows.pop()
         if not rows or len({len(row) for row in rows}) != 1:
             raise Unreadable("rows of different lengths")
-        if environment == "cases":
+        if environment == "cases" or all(row[0].head == "relation" for row in rows):
             if len(rows[0]) > 1:
                 raise Unknown("a function by cases")
             return ExpressionNode("list", tuple(row[0] for row in rows))

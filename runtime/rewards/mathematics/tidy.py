@@ -68,7 +68,7 @@ _SAME = (
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"(?<!\\)\{ ?\}(?= ?(?:\^|\\degree))"), ""),
-    (re.compile(r"\( ?\\?(?:mod|bmod|pmod)(?![A-Za-z]) ?([^(){}]{1,20})\)"), r"\\pmod{\1}"),
+    (re.compile(r"\( ?(?:\\text ?\{ ?mod ?\}|\\?(?:mod|bmod|pmod)(?![A-Za-z])) ?([^(){}]{1,20})\)"), r"\\pmod{\1}"),
     (re.compile(r"(\A|\\cup ?)\](?=[^\[\]]{1,80},[^\[\]]{1,80}[\[\]])"), r"\1("),  # an open end, as in ]0, 1]
     (re.compile(r"(?<=[^ ,(\[\]])\[(?= ?(?:\\cup|\Z))"), ")"),
 )
@@ -77,6 +77,7 @@ _FONT = re.compile(
     r"|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])"
     r"|\\(?:mathbf|mathit|mathsf)(?![A-Za-z])(?! ?\{[A-Za-z0-9 ,.'~^/*+=;:()%-]*\})"  # what they hold may be a word
 )
+_UNDERLINED = re.compile(r"\\(?:underline|uline|emph) ?\{([^{}]*)\}")
 _ROMAN = re.compile(r"\{ ?\\rm(?![A-Za-z]) ?([A-Za-z ]{1,20})\}|\\rm ?\{([A-Za-z ]{1,20})\}")
 _UNIT = r"\{ ?\\(?:text[a-z]{0,6}|mathrm|mbox) ?\{[^{}]*\} ?(?:\^ ?\{?[0-9]\}?)? ?\}"
 _UNIT_FRACTION = re.compile(rf"\\frac ?{_UNIT} ?{_UNIT}")
@@ -85,13 +86,13 @@ _FACTORS = re.compile(
 )
 _CURRENCY = re.compile(r"\\\$|[€£¥₹]")
 # A system of equations, however it is set.
-_SYSTEM = r"\{ ?(?:align(?:ed)?|gather(?:ed)?|split|eqnarray|equation|[dr]cases) ?\*?\}"
+_SYSTEM = r"\{ ?(?:align(?:ed)?|gather(?:ed)?|split|eqnarray|equation|alignedat|[dr]cases) ?\*?\}(?: ?\[[tbc]\]| ?\{[0-9]\})?"
 _SYSTEMS = (
     (re.compile(r"\\left ?\\(?:\{|lbrace) ?\\begin ?\{(?:array|matrix)\}(?: ?\{[|lcr ]*\})?"), r"\\begin{cases}"),
     (re.compile(r"\\end ?\{(?:array|matrix)\} ?\\right ?\."), r"\\end{cases}"),
     (re.compile(r"\\left ?\\(?:\{|lbrace) ?(?=\\begin)|(?<=\}) ?\\right ?\.\Z"), " "),
     (re.compile(rf"\\(begin|end) ?{_SYSTEM}"), r"\\\1{cases}"),
-    (re.compile(r"& ?(?=[=<>]|\\(?:[lg]eq?|neq?|approx)(?![A-Za-z]))|(?<=[=<>]) ?&|(?<=\\le|\\ge|\\ne) ?&"), " "),
+    (re.compile(r"& ?(?=[=<>]|\\(?:[lg]eq?|neq?|approx)(?![A-Za-z]))|(?<=[=<>,]) ?&|(?<=\\le|\\ge|\\ne) ?&"), " "),
     (re.compile(r"\\\\ *(?==)"), " "),  # a line that goes on with what was before
 )
 _SEGMENT = re.compile(r"\$\$([^$]+)\$\$|\$([^$]+)\$|\\\(((?:[^\\]|\\(?!\)))*)\\\)|\\\[((?:[^\\]|\\(?!\]))*)\\\]")
@@ -131,7 +132,7 @@ def tidy(text: str) -> str:
     else:
         text = _CURRENCY.sub("", text)
     text = text.lstrip(_START).rstrip(_END)
-    text = _FONT.sub(" ", _ROMAN.sub(r"\\text{\1\2}", _FACTORS.sub(_plain_factors, text)))
+    text = _FONT.sub(" ", _ROMAN.sub(r"\\text{\1\2}", _FACTORS.sub(_plain_factors, _UNDERLINED.sub(r" \1 ", text))))
     for pattern, same in _SAME:
         text = pattern.sub(same, text)
     text = _UNIT_FRACTION.sub(" ", text).lstrip(_START).rstrip(_END)
