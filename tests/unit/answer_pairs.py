@@ -259,7 +259,7 @@ x₁=2, x₂=3 | 2,3 ¦ a₁₀ | a_{10} ¦ ⅓ | 1/3 ¦ 3⁄4 | 3/4 ¦ ５ | 5 
 x \equiv 2 \pmod 5 | x\equiv 2 \pmod{5} ¦ x \equiv 2 \pmod{5} | x \equiv 2 \bmod 5 ¦ x \equiv 2 \mod 5 | x\equiv 2 \pmod{5}
 (B) 12 | B ¦ B. 12 cm | B ¦ B.12 | B ¦ B: \frac12 | B ¦ \textbf{B.} 12 | B ¦ \text{B. } 12 | B ¦ \text{B) }12 | B
 **B.** 12 | B ¦ [B] 12 | B ¦ Option B | B ¦ Option B: 12 | B ¦ option (B) | B ¦ Choice B | B ¦ B．12 | B ¦ B、12 | B ¦ B。 | B
-(b) | B ¦ b) 12 | B ¦ B) the red one | B ¦ (D) none of the above | D ¦ (C) not enough information | C ¦ B. 3 and 4 | B
+b) 12 | B ¦ B) the red one | B ¦ (D) none of the above | D ¦ (C) not enough information | C ¦ B. 3 and 4 | B
 B. 3 or 4 | B ¦ \fbox{5} | 5 ¦ \{x ∈ ℝ|x > 2\} | (2,\infty) ¦ x < -1 \;\text{or}\; x > 1 | (-\infty,-1)\cup(1,\infty)
 x<-1\quad\text{or}\quad x>1 | (-\infty,-1)\cup(1,\infty) ¦ x<-1 \mbox{ or } x>1 | (-\infty,-1)\cup(1,\infty)
 (-∞,-1) or (1,∞) | (-\infty,-1)\cup(1,\infty) ¦ \{x\mid x>2,\ x\in\mathbb R\} | (2,\infty)

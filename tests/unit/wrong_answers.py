@@ -126,7 +126,7 @@ def formulas(chance: random.Random) -> Iterator[Case]:
     for template in table(FORMULAS):
         label, other = chance.choice(labelled)
         yield template.replace("@", label).replace("⊛", other), label
-    for one in chance.sample(table(OTHERS), 40):
+    for one in table(OTHERS):
         label, _, answer = one.partition(" | ")
         yield answer, label
     name = chance.choice("abxyzt")
@@ -162,14 +162,21 @@ LINES = "Answer: §|¶\nAnswer: §|Answer: @\nAnswer: §|The answer is @|@|Answe
 ENDS = "§ 7|¶ 7|§, or 1|@ or 7|@ = 8 + 1|@.001|@1|-@|1@|@/7|@ and 1|,|The first is @, the second 2"
 
 Rule = tuple[Callable[[random.Random], Iterator[Case]], str]
-MATH = lambda chance: iter([*numbers(chance), *formulas(chance)])  # noqa: E731
+
+
+def both(chance: random.Random) -> Iterator[Case]:
+    cases = [*numbers(chance), *formulas(chance)]
+    chance.shuffle(cases)
+    yield from cases
+
+
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("gsm8k", "gsm8k_answer"), (numbers, f"{MARKED}|{UNMARKED}")),
-    "math": (MATH, f"{MARKED}|{UNMARKED}"),
-    "boxed": (MATH, BOXED),
-    "expr": (MATH, LOOKS),
-    **dict.fromkeys(("acc", "math_17k_acc", "r1_zero_acc"), (MATH, f"{BOXED}|{THOUGHT}|{UNMARKED}")),
-    "base_acc": (MATH, f"{THOUGHT}|{BOXED}|\\boxed{{@}}|<think>¶</think><answer>@</answer>|<answer>\\boxed{{@}}</answer>"),
+    "math": (both, f"{MARKED}|{UNMARKED}"),
+    "boxed": (both, BOXED),
+    "expr": (both, LOOKS),
+    **dict.fromkeys(("acc", "math_17k_acc", "r1_zero_acc"), (both, f"{BOXED}|{THOUGHT}|{UNMARKED}")),
+    "base_acc": (both, f"{THOUGHT}|{BOXED}|\\boxed{{@}}|<think>¶</think><answer>@</answer>|<answer>\\boxed{{@}}</answer>"),
     "acc_for_dapo": (numbers, LINES),
     "last_number": (numbers, ENDS),
 }

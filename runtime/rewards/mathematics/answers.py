@@ -35,12 +35,12 @@ _VARIABLE = re.compile(
 )  # behind a label's number no unit,
 _SEPARATED = re.compile(r"[0-9](?:,|\{,\}|,\\!|\\,)[0-9]{3}(?![0-9])")  # unless that is written with separators
 _LETTER_CHOICE = re.compile(r"\( ?([A-Za-z]) ?\)")
-_CHOICE = re.compile(
-    r"(?:(?:option|choice) ?)?(?:[(\[]([A-J])[)\]]|([A-J])(?:[).:、]|\Z))", re.IGNORECASE
-)  # "(B) 12", "Option B"
-_NO_CHOICE = re.compile(
-    r"(?<![A-Za-z\\])[A-J](?![A-Za-z])|(?:is|are) ?(?:not|wrong|incorrect|false)\b|\A ?(?:not|wrong|incorrect)\Z"
-)  # behind one: another
+_CHOICE = re.compile(  # with what is chosen behind it: "(B) 12", "B. 12", "Option B"
+    r"(?:(?:option|choice) ?)?[(\[]([A-J])[)\]]|(?:option|choice) ?([A-J])(?![A-Za-z])|([A-J])[).:、]", re.IGNORECASE
+)
+_NO_CHOICE = re.compile(  # behind one: another, or that it is none
+    r"(?<![A-Za-z\\])[A-J](?![A-Za-z])|(?i:(?:is|are) ?(?:not|wrong|incorrect|false)\b|\A ?(?:not|wrong|incorrect)\Z)"
+)
 
 
 def equal(prediction: str, truth: str) -> bool:
@@ -77,8 +77,10 @@ def screen(prediction: str, truth: str) -> bool | None:
     if answer and answer == label:
         return True
     choice = _CHOICE.match(answer) if len(label) == 1 and label.isupper() else None
-    chosen = choice and label == (choice.group(1) or choice.group(2)).upper() and not _NO_CHOICE.search(answer[choice.end() :])
-    return True if chosen else None
+    if choice is None or label != choice[choice.lastindex or 0].upper():
+        return None
+    rest = answer[choice.end() :]
+    return None if _NO_CHOICE.search(rest.upper() if answer.islower() else rest) else True
 
 
 def _names_variable(truth: str) -> bool:
