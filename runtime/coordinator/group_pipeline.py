@@ -25,13 +25,13 @@ from runtime.coordinator.register import member_of
 from runtime.coordinator.roles import RewardScoring, Roles
 from runtime.coordinator.run_context import RunContext
 from runtime.coordinator.takeover import TakenUp
-from runtime.coordinator.unscored import unscored
 from runtime.data.prompts import PromptStream
 from runtime.errors import Cancelled, Unreachable
 from runtime.ledger.records import Note, Ticket
 from runtime.ledger.states import Mark, Phase
 from runtime.ports import RolePort
 from runtime.process.aio import TaskGroup
+from runtime.rewards.unscored import unscored
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
 

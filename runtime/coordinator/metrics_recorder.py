@@ -18,12 +18,12 @@ from runtime.coordinator.history import RunHistory
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import Member, member_of
 from runtime.coordinator.run_context import RunContext, accelerators
-from runtime.coordinator.unscored import UnscoredSteps
 from runtime.data.prompts import group_seed
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError
 from runtime.ports import RolePort
 from runtime.process import spans
 from runtime.process.aio import now
+from runtime.rewards.unscored import UnscoredSteps
 from runtime.status import Status
 from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
 from runtime.telemetry.summary import Totals

@@ -20,10 +20,10 @@ from runtime.coordinator.pools import RolloutLoads
 from runtime.coordinator.register import Member
 from runtime.coordinator.staleness import OpenGroup, select
 from runtime.coordinator.takeover import TakenUp
-from runtime.coordinator.unscored import UnscoredSteps
 from runtime.errors import InvariantViolated, ServiceFault
 from runtime.ledger.records import Change, Ticket
 from runtime.ledger.states import Mark, Phase
+from runtime.rewards.unscored import UnscoredSteps
 from runtime.types import GeneratedGroup, PolicyVersion, Scores
 
 

@@ -86,7 +86,7 @@ def of_the_coordinator() -> set[str]:
     fakes: dict[str, Any] = {
         "context": SimpleNamespace(trackers=SimpleNamespace(log=log, dropped=1), config=config),
         "spans": SimpleNamespace(close_step=lambda: closed(spans())),
-        "buffer": SimpleNamespace(counts=Counter, limit=3, depth=24),
+        "buffer": SimpleNamespace(counts=Counter, limit=3, depth=24, last_step=9),
         "meter": meter,
         "pool": SimpleNamespace(close_step=lambda: RolloutPool.close_step(pool)),
         "totals": SimpleNamespace(add=lambda _: None),

@@ -44,7 +44,10 @@ from tests.unit.source_tree import (
 
 PURE = (
     *("runtime/algorithms/", "runtime/data/order.py", "runtime/models/families/", "runtime/models/rope.py"),
-    *(f"runtime/rewards/{name}.py" for name in ("accuracy", "extraction", "format", "numeric", "rules", "signatures")),
+    *(
+        f"runtime/rewards/{name}.py"
+        for name in ("accuracy", "extraction", "format", "notation", "numeric", "rules", "signatures")
+    ),
     *("runtime/telemetry/report/lineages.py", "runtime/telemetry/report/thinning.py", "runtime/ledger/states.py"),
     *("runtime/weights/plain_pickle.py", "runtime/weights/plan.py"),
     *(f"runtime/coordinator/{name}.py" for name in ("staleness", "weight_sync_protocol", "register", "device_schedule")),

@@ -245,8 +245,7 @@ def _same_with_relation(prediction: ExpressionNode, truth: ExpressionNode) -> Ve
     marks = set(str(relation.value).split())
     if marks <= {"=", "\\approx", "\\in"}:
         return _any(same(value, other) for value in _values(relation, lenient=relation is prediction))
-    interval = _real_set(relation)
-    if interval is not None and other.head == "tuple":
+    if other.head == "tuple" and (interval := _real_set(relation)) is not None:
         return same(interval, other)
     return None if other.head in ("tuple", "set") else False  # what more than one inequality says
 
@@ -332,8 +331,7 @@ def _same_real_sets(prediction: ExpressionNode, truth: ExpressionNode) -> Verdic
 
 def _members(node: ExpressionNode) -> ExpressionNode:
     """The set in `x \\in S` and `D = S`, and of inequalities and intervals with "or" between them their union."""
-    found = _real_set(node)
-    if found is not None:
+    if (found := _real_set(node)) is not None:
         return found
     if node.head == "relation" and node.value == "=" and _is_name(node.args[0]):
         node = node.args[1]
