@@ -389,7 +389,7 @@ def test_different_answers() -> None:
     assert wrong == []
 
 
-WRONG_ANSWERS = 2000 if os.environ.get("SLUICE_EXAMPLES") == "long" else 200  # of each rule
+WRONG_ANSWERS = 2000 if os.environ.get("SLUICE_EXAMPLES") == "long" else 100  # of each rule
 
 
 def test_no_rule_pays_for_a_wrong_answer() -> None:
