@@ -116,7 +116,7 @@ def numbers(chance: random.Random) -> Iterator[Case]:
     """Wrong answers for whole numbers."""
     for template in ("", " ", *table(NUMBERS)):
         label = chance.choice((chance.randrange(11, 100), chance.randrange(101, 10**4), chance.randrange(10**4, 10**6)))
-        other = next(value for value in iter(lambda: chance.randrange(4, 12), None) if label % value)
+        other = chance.choice([value for value in range(4, 18) if label % value])
         yield template.replace("@", str(label)).replace("⊛", str(other)), str(label)
 
 

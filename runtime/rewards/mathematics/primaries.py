@@ -213,7 +213,7 @@ class Primaries:
             return ExpressionNode("tuple", items, "()")
         if len(items) == 1 and (opening, self._close) in (("(", ")"), ("[", "]")):
             return items[0]
-        return ExpressionNode("tuple", items, opening + self._close)
+        return self._list(list(items)) if self._joint else ExpressionNode("tuple", items, opening + self._close)
 
     def _braces(self) -> ExpressionNode:
         """A group; one that holds several items is a set."""
@@ -223,7 +223,7 @@ class Primaries:
             self._expect("}")
         if not items:
             raise Unreadable("an empty group")
-        return items[0] if len(items) == 1 else ExpressionNode("set", tuple(items))
+        return self._list(items) if len(items) == 1 or self._joint else ExpressionNode("set", tuple(items))
 
     def _set(self) -> ExpressionNode:
         with self._nested(builder=True):
