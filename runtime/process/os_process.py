@@ -35,10 +35,10 @@ _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec there should be 
 
 
 def machine() -> str:
-    """Equal for one user's processes that can share memory and connect by abstract sockets; "" where Linux does not say."""
+    """Equal for one user's processes that can share memory and connect by each other's /proc; "" where Linux does not say."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = (os.readlink(f"/proc/self/ns/{space}") for space in ("net", "user"))  # noqa: PTH115
+        spaces = (os.readlink(f"/proc/self/ns/{space}") for space in ("net", "user", "pid"))  # noqa: PTH115
         return " ".join((boot, *spaces, str(os.geteuid())))
     except OSError:
         return ""

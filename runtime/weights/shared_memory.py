@@ -1,27 +1,28 @@
 """Transport `shared_memory`: on one machine, receivers copy each bucket out of the sender's own memory.
 
 The sender's buckets lie in a memory file (`group.py`), whose descriptor goes with every message over a unix socket; so do
-"bucket i is whole" to the receivers and "it is taken" back. The socket has an abstract name, and the memory file none: when a
-process ends, however that happens, its peers read the end of the connection at once, and nothing is left of either.
+"bucket i is whole" to the receivers and "it is taken" back. Neither socket nor memory file has a name: when a process ends,
+however that happens, its peers read the end of the connection at once, and nothing is left of either.
 
-Only processes of the same user are let in, as the kernel tells it of each connection.
+Receivers connect to the sender's socket by its descriptor in /proc, where processes of other users find nothing. Only those of
+the same user are let in besides, as the kernel tells it of each connection.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import select
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -279,9 +280,7 @@ def connect(store: Any, address: GroupAddress, labels: Sequence[str], name: str,
 
 
 def _listen(store: Any, address: GroupAddress, labels: Sequence[str], name: str) -> Link:
-    card = f"sluice-weights-{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"\0{card}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, _bound(listener) as card:
         listener.listen(len(labels))
         listener.setblocking(False)
         meet(store, 0, card, labels, name, address.timeout)
@@ -292,6 +291,20 @@ def _listen(store: Any, address: GroupAddress, labels: Sequence[str], name: str)
             peer.close()
         raise ServiceFault(name, "rendezvous", f"{', '.join(missing)} did not connect", address.timeout)
     return SendingLink({labels[rank]: peers[rank] for rank in range(1, len(labels))})
+
+
+@contextmanager
+def _bound(listener: socket.socket) -> Iterator[str]:
+    """Gives the path by which this user's processes reach `listener` inside the block, and no others."""
+    with tempfile.TemporaryDirectory() as folder:  # mode 0700
+        place = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        listener.bind(f"/proc/self/fd/{place}/socket")  # a path of a socket is short, that of a folder may be long
+        descriptor = os.open("socket", os.O_PATH | os.O_CLOEXEC, dir_fd=place)
+        os.close(place)
+    try:
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def _accept(listener: socket.socket, world_size: int) -> dict[int, socket.socket]:
@@ -324,7 +337,7 @@ def _enter(store: Any, address: GroupAddress, labels: Sequence[str], name: str) 
     sender = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sender.settimeout(address.timeout)
-        sender.connect(f"\0{card}")
+        sender.connect(card)
         user = user_of(sender)
         if user != os.geteuid():
             raise ServiceFault(name, "rendezvous", f"{labels[0]} is of user {user}, this process of {os.geteuid()}")

@@ -267,6 +267,45 @@ def test_the_sender_lets_in_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None
     rollout.result(PATIENCE).abort()
 
 
+FILLS = """
+import os, socket, sys
+os.setuid(12345)
+names = [name for line in open("/proc/net/unix") for name in [line.split()[-1]] if name.startswith("@sluice-weights-")]
+held = []
+for name in (sys.argv[1], chr(0) + sys.argv[1], *(chr(0) + name[1:] for name in names)):
+    try:
+        while True:
+            held.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            held[-1].setblocking(False)
+            held[-1].connect(name)
+    except OSError:
+        held.pop()
+print(len(held), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's process")
+def test_another_user_fills_no_queue_of_those_who_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    card_of, filling = shared_memory.card_of, []
+
+    def seen_by_a_stranger(*where: Any) -> str:
+        card = card_of(*where)
+        command = (sys.executable, "-S", "-c", FILLS, card)
+        filling.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/"))
+        assert filling[0].stdout is not None
+        assert filling[0].stdout.readline() == b"0\n"
+        return card
+
+    monkeypatch.setattr(shared_memory, "card_of", seen_by_a_stranger)
+    try:
+        for member in meeting():
+            member.result(PATIENCE).abort()
+    finally:
+        for each in filling:
+            each.communicate(timeout=PATIENCE)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's process")
 def test_the_kernel_tells_a_process_of_another_user() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
