@@ -2,7 +2,7 @@
 
 ::
 
-    agent ── ForkRequest, and a log ──► this ── fork ──► one that ends at once ── fork ──► the service ── its pid ──► agent
+    agent ── ForkRequest, input, log ──► this ── fork ──► one that ends at once ── fork ──► the service ── its pid ──► agent
 
 Since the one between ends, the kernel gives the service to the agent as its own child (`launcher/node/fork_server.py`). Nothing
 here starts a thread or touches a device: neither would be whole in a process that is forked. Standard input is the agent's
@@ -44,10 +44,10 @@ def serve(agent: socket.socket) -> list[str]:
     """Fork what is asked for. Returns in each process that was forked, with its command, and in this one, with none, once the
     agent is gone."""
     while True:
-        data, descriptors, _, _ = socket.recv_fds(agent, LARGEST, 1)
+        data, descriptors, _, _ = socket.recv_fds(agent, LARGEST, 2)
         if not data:
             return []
-        request, (log,) = msgspec.msgpack.decode(data, type=ForkRequest), descriptors
+        request, (given, log) = msgspec.msgpack.decode(data, type=ForkRequest), descriptors
         parent, (adopted, between_ended) = os.getppid(), os.pipe()
         between = os.fork()
         if not between:
@@ -56,13 +56,13 @@ def serve(agent: socket.socket) -> list[str]:
             os.close(between_ended)
             os.read(adopted, 1)  # nothing: until the one between is gone
             os.close(adopted)
-            return _become(request, log, agent, parent)
+            return _become(request, given, log, agent, parent)
         os.waitpid(between, 0)
-        for descriptor in (between_ended, adopted, log):
+        for descriptor in (between_ended, adopted, given, log):
             os.close(descriptor)
 
 
-def _become(request: ForkRequest, log: int, agent: socket.socket, parent: int) -> list[str]:
+def _become(request: ForkRequest, given: int, log: int, agent: socket.socket, parent: int) -> list[str]:
     """What the agent does for those that it starts itself is done here; returns the command. Where the agent does not wait any
     more, or `parent`, which it is, has not adopted this process, it ends."""
     services.BEGAN = time.monotonic()
@@ -77,9 +77,9 @@ def _become(request: ForkRequest, log: int, agent: socket.socket, parent: int) -
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # libgomp has read the variable long since
     agent.send(str(os.getpid()).encode())
     agent.close()
-    null = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, place in ((null, 0), (log, 1), (log, 2)):
+    for descriptor, place in ((given, 0), (log, 1), (log, 2)):
         os.dup2(descriptor, place)
+    os.close(given)
     os.close(log)
     return request.command
 

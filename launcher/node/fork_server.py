@@ -87,15 +87,16 @@ class ForkServer:
                 preexec_fn=os_process.before_exec,
             )
 
-    async def fork(self, command: Sequence[str], env: Mapping[str, str], log: int) -> ForkedProcess | None:
-        """A child of this process that does what `command` of `sluice.start` would, and writes to the descriptor `log`."""
+    async def fork(self, command: Sequence[str], env: Mapping[str, str], given: int, log: int) -> ForkedProcess | None:
+        """A child of this process that does what `command` of `sluice.start` would, reads the descriptor `given` and writes to
+        `log`."""
         async with self._one_at_a_time:
             if self._socket is None:
                 return None
             request = msgspec.msgpack.encode(ForkRequest(list(command), dict(env)))
             try:
                 with os_process.adopting():
-                    socket.send_fds(self._socket, [request], [log])
+                    socket.send_fds(self._socket, [request], [given, log])
                     answer = asyncio.get_running_loop().sock_recv(self._socket, LARGEST)
                     told = await asyncio.wait_for(answer, timeouts.FORK_SERVER)
             except (OSError, asyncio.TimeoutError):

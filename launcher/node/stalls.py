@@ -2,10 +2,10 @@
 
 ::
 
-    Work.tell of each process ── Beat, a datagram ──►  Beats  ──►  stalled()  ──►  stacks into its log  ──►  Supervisor.give_up
+    Work.tell of each process ── Beat, a message ──►  Beats  ──►  stalled()  ──►  stacks into its log  ──►  Supervisor.give_up
 
-The socket is an abstract one: nothing of it stays when this process is killed. The kernel says who has sent a beat, and another
-user's is not heeded.
+Each process has a socket of its own for it, which it is started with as its standard input. It has no name: nobody else can
+fill it, or speak for that process. The kernel says which rank of a group has sent a beat.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import secrets
 import signal
 import socket
 import struct
@@ -21,6 +20,8 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from pathlib import Path
+from typing import IO
 
 import psutil
 from msgspec import Struct
@@ -33,6 +34,7 @@ from runtime.process.progress import Beat, described
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LARGEST = 4096  # bytes of a beat
+_AT_ONCE = 64  # beats of a process, then it is the next one's turn
 _STARTED = -1  # in a rank's place, until one has told: the process that was started
 
 
@@ -80,55 +82,65 @@ def _missing(beat: Beat, furthest: Mapping[str, int]) -> str:
 
 
 class Beats:
-    """What the processes of one node have told. `variable` is what each of them is started with."""
+    """What the processes of one node have told, each over a connection of its own."""
 
     def __init__(self) -> None:
-        self._address = f"sluice-{os.getpid()}-{secrets.token_hex(8)}"
         self._heard: dict[str, dict[int, Heard]] = {}
-        self._socket: socket.socket | None = None
+        self._connections: dict[str, socket.socket] = {}
 
-    def open(self) -> None:
-        """Where there are such sockets; elsewhere nothing is heard, and nobody is stalled."""
-        if self._socket is None and sys.platform.startswith("linux"):
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            self._socket.bind(f"\0{self._address}")
-            for heard in [each for ranks in self._heard.values() for each in ranks.values()]:
-                heard.when = time.monotonic()  # nobody listened before
-            asyncio.get_running_loop().add_reader(self._socket, self.take)  # as it comes: Linux holds ten for who does not read
+    def connected(self, name: str) -> socket.socket | IO[bytes]:
+        """The standard input of the process called `name`, of which is known from now on what it tells. Where there are no such
+        sockets it is empty: nothing is heard, and nobody is stalled."""
+        self.forget(name)
+        if not sys.platform.startswith("linux"):
+            return Path(os.devnull).open("rb")
+        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own.setblocking(False)
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        own.shutdown(socket.SHUT_WR)  # who reads its standard input finds the end of it
+        self._connections[name] = own
+        asyncio.get_running_loop().add_reader(own, self._take, name, own)
+        return theirs
+
+    def forget(self, name: str) -> None:
+        self._heard.pop(name, None)
+        self._disconnect(name)
 
     def close(self) -> None:
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._socket)
-            self._socket.close()
-            self._socket = None
+        for name in list(self._connections):
+            self._disconnect(name)
 
-    def variable(self, name: str) -> str:
-        """For the process called `name`; of one that was called so before, nothing is known any more."""
-        self._heard.pop(name, None)
-        return f"{self._address} {name}"
+    def _disconnect(self, name: str) -> None:
+        if (own := self._connections.pop(name, None)) is not None:
+            asyncio.get_running_loop().remove_reader(own)
+            own.close()
 
     def began(self, name: str, pid: int) -> None:
         """The process called `name` was started. Before its first beat it can only have been stopped."""
-        self._heard[name] = {_STARTED: Heard(Beat(name, _STARTED, math.inf), pid, time.monotonic())}
+        self._heard[name] = {_STARTED: Heard(Beat(_STARTED, math.inf), pid, time.monotonic())}
 
     def of(self, name: str) -> Mapping[int, Heard]:
         return self._heard.get(name, {})
 
     def take(self) -> None:
-        """All that has come until now."""
-        while self._socket is not None:
+        """What has come until now."""
+        for name, own in list(self._connections.items()):
+            self._take(name, own)
+
+    def _take(self, name: str, own: socket.socket) -> None:
+        for _ in range(_AT_ONCE):
             try:
-                data, about, _, _ = self._socket.recvmsg(_LARGEST, socket.CMSG_SPACE(_CREDENTIALS.size))
+                data, about, _, _ = own.recvmsg(_LARGEST, socket.CMSG_SPACE(_CREDENTIALS.size))
             except BlockingIOError:
                 return
-            pid, uid, _ = _CREDENTIALS.unpack(about[0][2])
+            if not data:
+                self._disconnect(name)
+                return
             with suppress(InvalidMessage):
-                if uid == os.geteuid():
-                    beat = codec.decode(Beat, data)
-                    ranks = self._heard.setdefault(beat.name, {})
-                    ranks.pop(_STARTED, None)  # which may be what has started the ranks, and tells of nothing
-                    ranks[beat.rank] = Heard(beat, pid, time.monotonic())
+                beat = codec.decode(Beat, data)
+                ranks = self._heard.setdefault(name, {})
+                ranks.pop(_STARTED, None)  # which may be what has started the ranks, and tells of nothing
+                ranks[beat.rank] = Heard(beat, _CREDENTIALS.unpack(about[0][2])[0], time.monotonic())
 
     def forgive(self, seconds: float) -> None:
         """This process itself has stood still for so long: what it has not taken meanwhile is nobody's silence."""

@@ -152,7 +152,6 @@ class Supervisor:
         self._restarts, self._decided_elsewhere = restarts, decided_elsewhere
         self._under_way = True
         if self._watch is None:
-            self._beats.open()
             self._kills.open()
             self._watch = asyncio.create_task(self._end_stalled())
         self._started.set()  # `first_failure` waits for it as well
@@ -166,8 +165,8 @@ class Supervisor:
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
-            self._beats.close()
             self._kills.close()
+        self._beats.close()
 
     async def _end_stalled(self) -> None:
         """Until cancelled: whoever makes no progress is ended, with its stacks in its log."""
@@ -201,13 +200,13 @@ class Supervisor:
         path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
         own = resolved(spec.env, os.environ, f"services.{spec.role}.env")
         output = await disk.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)
-        with output.writer() as out:
+        with output.writer() as out, self._beats.connected(spec.name) as given:
             env = {**keys.inherited(), **own, **self._told(spec, incarnation)}
             try:
-                process = (await self._fork_server.fork(spec.command, env, out) if spec.forked else None) or (
+                process = (await self._fork_server.fork(spec.command, env, given.fileno(), out) if spec.forked else None) or (
                     await asyncio.create_subprocess_exec(
                         *spec.command,
-                        stdin=asyncio.subprocess.DEVNULL,
+                        stdin=given,
                         stdout=asyncio.subprocess.PIPE if capture else out,
                         stderr=out,
                         env=env,
@@ -231,7 +230,7 @@ class Supervisor:
 
     def _told(self, spec: ProcessSpec, incarnation: int) -> dict[str, str]:
         own = keys.to_give(self.keys, spec.services, incarnation) if self.keys is not None and spec.services else {}
-        return {os_process.INCARNATION: str(incarnation), progress.AGENT: self._beats.variable(spec.name), **own}
+        return {os_process.INCARNATION: str(incarnation), progress.NAME: spec.name, **own}
 
     def cause_of_failure(self) -> Child | None:
         """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""

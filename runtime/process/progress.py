@@ -29,7 +29,7 @@ from runtime.process import os_process, spans
 from runtime.process.aio import unless_failed
 
 now = time.monotonic
-AGENT = "SLUICE_BEATS"  # the variable with the agent's socket and the name that it gave the process
+NAME = "SLUICE_BEATS"  # the variable with the name that the agent gave the process whose standard input is a socket for beats
 TIMES = 10  # times the longest that a phase has taken: its limit, where `deadlines.stall` names none
 LEARNT = 10  # times that a phase is over before its limit is known from them: until then kernels may be compiled
 
@@ -37,11 +37,10 @@ LEARNT = 10  # times that a phase is over before its limit is known from them: u
 class Beat(Struct, frozen=True):
     """What is most overdue of what a process is at: `phase` for `seconds` of at most `limit`; "" when it is at nothing.
 
-    `name`: of the process that the agent started, of which this is `rank`. `loop`: the limit of the event loop's own silence.
+    `rank`: of the process that the agent started. `loop`: the limit of the event loop's own silence.
     `collectives`: how many this rank has entered, by torch.distributed's group.
     """
 
-    name: str
     rank: int
     loop: float
     phase: str = ""
@@ -110,17 +109,17 @@ class Work:
         phase, detail, seconds, _ = self.most_overdue()
         return f"{described(phase, detail)}, {seconds:.1f} s" if phase else ""
 
-    async def tell(self, agent: str, name: str, rank: int) -> None:
-        """Until cancelled, beat to the abstract socket `agent`."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
-            end.setblocking(False)
+    async def tell(self, agent: socket.socket, rank: int) -> None:
+        """Until cancelled, beat to the agent."""
+        with agent:
+            agent.setblocking(False)
             while True:
                 began = now()
                 phase, detail, seconds, limit = self.most_overdue()
                 loads = phase == "load"  # what is imported holds the interpreter's lock
-                beat = Beat(name, rank, limit if loads else self.limit("loop"), phase, detail, seconds, limit, collectives())
+                beat = Beat(rank, limit if loads else self.limit("loop"), phase, detail, seconds, limit, collectives())
                 with suppress(OSError):  # an agent that is away, or behind, hears the next one
-                    end.sendto(codec.encode(beat), f"\0{agent}")
+                    agent.send(codec.encode(beat))
                 await asyncio.sleep(timeouts.BEAT)
                 if not loads:
                     self._over("loop", now() - began)
@@ -159,15 +158,23 @@ def keep_flight_record(path: Path) -> None:
 
 async def telling(config: Config, life: Coroutine[Any, Any, None]) -> None:
     """`life`, of this process, while its agent is told what it is at. On SIGUSR1 the folder of logs gets its flight record."""
-    agent, _, name = os.environ.get(AGENT, "").partition(" ")
-    if not agent:
+    if not (name := os.environ.get(NAME, "")):
         return await life
+    agent = _taken()
     work.configure(config.deadlines)
     rank, loop = int(os.environ.get("RANK", "0")), asyncio.get_running_loop()
     record = Path(config.run.dir) / run_files.LOGS / f"{name}.rank{rank}.flight.json"
     os_process.stacks_on_signal(lambda: loop.run_in_executor(None, keep_flight_record, record))
-    beats = asyncio.create_task(work.tell(agent, name, rank))
+    beats = asyncio.create_task(work.tell(agent, rank))
     try:
         await unless_failed({beats}, life)
     finally:
         beats.cancel()
+
+
+def _taken() -> socket.socket:
+    """The agent's socket, in whose place this process and what it starts have an empty standard input."""
+    agent, nothing = socket.socket(fileno=os.dup(0)), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return agent

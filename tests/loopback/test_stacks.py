@@ -42,7 +42,7 @@ def test_py_spy_finds_the_stacks_of_a_process_that_is_stopped(tmp_path: Path) ->
             process.send_signal(signal.SIGSTOP)
             while not is_stopped(process.pid):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(POLL)
-            await keep_stacks(log, {0: Heard(Beat("a", 0, 10.0), process.pid, time.monotonic())})
+            await keep_stacks(log, {0: Heard(Beat(0, 10.0), process.pid, time.monotonic())})
             return log.tail()
         finally:
             process.kill()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -20,10 +19,8 @@ import msgspec
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from runtime import codec
 from runtime.process import certificates, keys
 from runtime.process.keys import Keys
-from runtime.process.progress import Beat
 from services.rpc import contract
 from services.rpc.session import Channel
 from tests.system.listeners import is_store
@@ -119,19 +116,10 @@ def look_into(pid: int) -> Iterator[str]:
         yield from (f"{pid}: {descriptor}" for descriptor in Path(f"/proc/{pid}/fd").iterdir())
 
 
-def enter_sockets() -> Iterator[str]:
-    """Every abstract unix socket of a run: agents are told of a process that has stalled, and senders of a receiver."""
-    stalled = codec.encode(Beat("rollout-0", 0, 1.0, "generate", "nothing", 1000.0, 1.0))
-    for line in Path("/proc/net/unix").read_text().splitlines():
-        name = line.split()[-1]
-        if name.startswith("@sluice-"):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as beats, suppress(OSError):
-                beats.sendto(stalled, f"\0{name[1:]}")
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as weights, suppress(OSError):
-                weights.settimeout(PATIENCE)
-                weights.connect(f"\0{name[1:]}")
-                if weights.recv(1):
-                    yield name
+def sockets() -> list[str]:
+    """Every abstract unix socket of a run. Each user of the machine can connect to such a one, and fill it."""
+    names = (line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines())
+    return [name for name in names if name.startswith("@sluice-")]
 
 
 def main() -> None:
@@ -145,7 +133,7 @@ def main() -> None:
     found.read = [path for path in targets.paths if readable(path)]
     found.read += [what for pid in targets.pids for what in look_into(pid)]
     if targets.user is not None:
-        found.read += enter_sockets()
+        found.read += sockets()
     print(msgspec.json.encode(found).decode())
 
 

@@ -78,11 +78,13 @@ def test_another_user_of_the_machine_gets_nothing(live: Live) -> None:
     nodes = list((live.folder / run_files.NODES).iterdir())
     private = [str(path) for path in (live.folder / run_files.SECRET, live.folder / run_files.CONFIG, *nodes)]
     assert len(private) == 3 and all(Path(path).exists() for path in private)
+    assert live.folder.stat().st_mode & 0o777 == 0o700
     for folder in live.folder.parents:  # not the rights of pytest's folders are looked at
         if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o001:
             folder.chmod(folder.stat().st_mode | 0o011)
-    visible = [str(live.folder / run_files.METRICS)]
-    targets = Targets(addresses(live.folder), [], [*private, *visible], pids, pwd.getpwnam("nobody").pw_uid)
+    hidden = [str(live.folder / run_files.METRICS)]
+    visible = ["/etc/passwd"]
+    targets = Targets(addresses(live.folder), [], [*private, *hidden, *visible], pids, pwd.getpwnam("nobody").pw_uid)
     found = tried(subprocess.Popen([sys.executable, *program(targets)], cwd=ROOT, stdout=subprocess.PIPE, text=True))
     assert found.served == []
     assert found.codes.keys() == {"UNAUTHENTICATED", "UNAVAILABLE"}

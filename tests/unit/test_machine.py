@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ def test_what_is_most_overdue_is_told(clock: Clock) -> None:
 
 
 def heard(rank: int, phase: str = "forward", seconds: float = 0.0, when: float = 100.0, **collectives: int) -> Heard:
-    return Heard(Beat("trainer-0", rank, 10.0, phase, "", seconds, 10.0 if phase else 0.0, collectives), 0, when)
+    return Heard(Beat(rank, 10.0, phase, "", seconds, 10.0 if phase else 0.0, collectives), 0, when)
 
 
 def test_who_goes_on_has_not_stalled_but_a_silent_event_loop_and_a_long_phase_have() -> None:
@@ -236,7 +237,7 @@ def test_who_goes_on_has_not_stalled_but_a_silent_event_loop_and_a_long_phase_ha
 
 def test_what_a_signal_has_stopped_has_no_longer_to_load() -> None:
     """A process that has not told anything yet among them."""
-    loads = Heard(Beat("trainer-0", 0, 180.0, "load", "", 5.0, 180.0), 0, 100.0)
+    loads = Heard(Beat(0, 180.0, "load", "", 5.0, 180.0), 0, 100.0)
     assert stalled({0: loads}, 111.0) is None
     silent = "is stopped: its event loop has not run for 11.0 s (deadlines.stall.loop: 10 s)"
     assert stalled({0: loads}, 111.0, stopped={0}) == (0, silent)
@@ -262,6 +263,10 @@ def test_the_rank_that_the_others_wait_for_is_named() -> None:
     assert (stalled(ranks, 100.0) or (9, ""))[0] == 0
 
 
+def named_sockets() -> list[str]:
+    return [line for line in Path("/proc/net/unix").read_text().splitlines() if f"@sluice-{os.getpid()}" in line]
+
+
 async def heard_of(name: str, beats: Beats, rank: int = 0) -> None:
     for _ in range(100_000):  # turns of the event loop
         if rank in beats.of(name):
@@ -275,12 +280,12 @@ async def test_the_agent_hears_beats_and_forgets_those_of_a_former_process() -> 
     beats = Beats()
     work = Work(Deadlines(stall={"decode": 5.0}))
     work.begin("engine", "decode")
-    beats.open()
     try:
-        agent, name = beats.variable("rollout-0").split()
-        beats.began(name, 1)
-        telling = asyncio.create_task(work.tell(agent, name, 3))
-        await heard_of(name, beats, 3)
+        agent = beats.connected("rollout-0")
+        assert isinstance(agent, socket.socket)
+        beats.began("rollout-0", 1)
+        telling = asyncio.create_task(work.tell(agent, 3))
+        await heard_of("rollout-0", beats, 3)
         telling.cancel()
         ((rank, told),) = beats.of("rollout-0").items()  # and no more what was started, which may be another process
         assert rank == 3
@@ -288,27 +293,34 @@ async def test_the_agent_hears_beats_and_forgets_those_of_a_former_process() -> 
         before = told.when
         beats.forgive(7.0)
         assert told.when == before + 7.0
-        beats.variable("rollout-0")
+        beats.connected("rollout-0").close()
         assert not beats.of("rollout-0")
     finally:
         beats.close()
 
 
 @driven_by(asyncio.run)
-async def test_what_is_no_beat_is_not_heeded_and_every_process_is_heard_of_many() -> None:
-    """More than a socket holds for who does not read it."""
-    beats = Beats()
-    address = "\0" + beats.variable("rollout-0").partition(" ")[0]
-    names = [f"rollout-{number}" for number in range(40)]
-    beats.open()
+async def test_what_is_no_beat_is_not_heeded_and_one_who_tells_too_much_delays_nobody() -> None:
+    """Nor can it be told in the place of another, as its socket has no name."""
+    beats, loud, quiet = Beats(), "rollout-0", "rollout-1"
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-            stranger.sendto(b"\xff nonsense", address)
-            for name in names:
-                stranger.sendto(codec.encode(Beat(name, 0, 10.0)), address)
-                await asyncio.sleep(0)
-        await heard_of(names[-1], beats)
-        assert all(set(beats.of(name)) == {0} for name in names)
+        with beats.connected(loud) as shouting, beats.connected(quiet) as telling:
+            assert isinstance(shouting, socket.socket)
+            assert isinstance(telling, socket.socket)
+            assert not named_sockets()
+            assert os.read(telling.fileno(), 1) == b""
+            shouting.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                while shouting.send(b"\xff nonsense"):
+                    pass
+            telling.send(codec.encode(Beat(0, 10.0)))
+            beats.take()
+            with suppress(BlockingIOError):  # there is room again, but not for as much as there was
+                for left in range(1000):
+                    shouting.send(codec.encode(Beat(left, 10.0)))
+            assert not beats.of(loud)
+            assert set(beats.of(quiet)) == {0}
+            await heard_of(loud, beats)
     finally:
         beats.close()
 
