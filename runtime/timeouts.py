@@ -21,6 +21,7 @@ LEDGER_LOCK = 5.0  # deadline of a write that waits for another process's lock
 
 SERVER_GRACE = 0.5  # grace of the calls under way when a process's server stops
 PROCESS_END = 0.5  # grace of a process whose connection is lost
+ORPHAN_POLL = 0.02  # poll for the end of what processes have left behind
 FAILED_GRACE = 3.0  # grace of the others after a process has failed, or where a node leaves the run
 AGENT_END_GRACE = 3.0  # grace of a process that is not wanted any more
 INTERRUPTED_GRACE = 9.0  # grace of a run that drains and saves after Ctrl-C; `deadlines.stop` where that is more

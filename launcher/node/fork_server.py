@@ -88,17 +88,16 @@ class ForkServer:
             )
 
     async def fork(self, command: Sequence[str], env: Mapping[str, str], given: int, log: int) -> ForkedProcess | None:
-        """A child of this process that does what `command` of `sluice.start` would, reads the descriptor `given` and writes to
-        `log`."""
+        """A child of this process, which has to adopt, that does what `command` of `sluice.start` would, reads the descriptor
+        `given` and writes to `log`."""
         async with self._one_at_a_time:
             if self._socket is None:
                 return None
             request = msgspec.msgpack.encode(ForkRequest(list(command), dict(env)))
             try:
-                with os_process.adopting():
-                    socket.send_fds(self._socket, [request], [given, log])
-                    answer = asyncio.get_running_loop().sock_recv(self._socket, LARGEST)
-                    told = await asyncio.wait_for(answer, timeouts.FORK_SERVER)
+                socket.send_fds(self._socket, [request], [given, log])
+                answer = asyncio.get_running_loop().sock_recv(self._socket, LARGEST)
+                told = await asyncio.wait_for(answer, timeouts.FORK_SERVER)
             except (OSError, asyncio.TimeoutError):
                 told = b""
             except asyncio.CancelledError:

@@ -21,6 +21,7 @@ from typing import Any
 from launcher.node import cpus, oom
 from launcher.node.fork_server import ForkedProcess, ForkServer
 from launcher.node.logs import LineView, Log
+from launcher.node.orphans import Orphans
 from launcher.node.stalls import Beats, is_stopped, keep_stacks, stalled
 from launcher.node.topology import ProcessSpec
 from runtime import timeouts
@@ -137,6 +138,8 @@ class Supervisor:
         self._given_up: list[Child] = []
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
         self._beats = Beats()
+        self._orphans = Orphans()
+        self._processes: list[asyncio.subprocess.Process | ForkedProcess] = []  # all that may live
         self._kills = oom.OomKills()
         self._starved: dict[str, float] = {}  # when a process of this name was killed for want of memory last
         self._watch: asyncio.Task[None] | None = None  # for those that make no progress
@@ -153,7 +156,7 @@ class Supervisor:
         self._under_way = True
         if self._watch is None:
             self._kills.open()
-            self._watch = asyncio.create_task(self._end_stalled())
+            self._watch = asyncio.create_task(self._look_after())
         self._started.set()  # `first_failure` waits for it as well
 
     def stop_restarts(self) -> None:
@@ -168,14 +171,16 @@ class Supervisor:
             self._kills.close()
         self._beats.close()
 
-    async def _end_stalled(self) -> None:
-        """Until cancelled: whoever makes no progress is ended, with its stacks in its log."""
+    async def _look_after(self) -> None:
+        """Until cancelled: whoever makes no progress is ended, with its stacks in its log, and so is what nobody owns."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(timeouts.BEAT)
             now = time.monotonic()
             if (late := now - before - timeouts.BEAT) > timeouts.BEAT:
                 self._beats.forgive(late)
+            if names := self._end_orphans():
+                self.say(f"ended what others had left behind: {', '.join(sorted(set(names)))} ({len(names)})")
             self._beats.take()
             for child in list(self.children):
                 ranks = self._beats.of(child.spec.name)
@@ -184,6 +189,10 @@ class Supervisor:
                     rank, why = found
                     await keep_stacks(child.output, ranks)
                     self.give_up(child.spec.name, child.incarnation, f"rank {rank}: {why}" if len(ranks) > 1 else why)
+
+    def _end_orphans(self) -> list[str]:
+        self._processes = [process for process in self._processes if process.returncode is None]
+        return self._orphans.end({process.pid for process in self._processes})
 
     def give_up(self, name: str, incarnation: int, reason: str) -> None:
         """End a process that the run does without, unless it is dying by itself: then its own end says more."""
@@ -200,13 +209,13 @@ class Supervisor:
         path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
         own = resolved(spec.env, os.environ, f"services.{spec.role}.env")
         output = await disk.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)
-        with output.writer() as out, self._beats.connected(spec.name) as given:
+        with output.writer() as out, self._beats.connected(spec.name) as given, self._orphans.spared():
             env = {**keys.inherited(), **own, **self._told(spec, incarnation)}
             try:
                 process = (await self._fork_server.fork(spec.command, env, given.fileno(), out) if spec.forked else None) or (
                     await asyncio.create_subprocess_exec(
                         *spec.command,
-                        stdin=given,
+                        stdin=given.fileno(),
                         stdout=asyncio.subprocess.PIPE if capture else out,
                         stderr=out,
                         env=env,
@@ -219,6 +228,7 @@ class Supervisor:
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
             except subprocess.SubprocessError:  # nothing else is done between fork and exec that may fail
                 raise UserError(f"services.{spec.role}.cpus: this machine gives none of {cpus.shown(spec.cpus)}") from None
+            self._processes.append(process)
         self._started.set()
         child = Child(spec, process, output, incarnation)
         child.late = child.late or self._under_way
@@ -230,7 +240,12 @@ class Supervisor:
 
     def _told(self, spec: ProcessSpec, incarnation: int) -> dict[str, str]:
         own = keys.to_give(self.keys, spec.services, incarnation) if self.keys is not None and spec.services else {}
-        return {os_process.INCARNATION: str(incarnation), progress.NAME: spec.name, **own}
+        return {
+            os_process.INCARNATION: str(incarnation),
+            os_process.AGENTS: self._orphans.variable,
+            progress.NAME: spec.name,
+            **own,
+        }
 
     def cause_of_failure(self) -> Child | None:
         """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""
@@ -365,5 +380,11 @@ class Supervisor:
             child.signal_group(signal.SIGKILL)  # also what the child left in its group
         for child in self.children:
             await child.process.wait()
+        until = time.monotonic() + 2 * timeouts.AGENT_END_GRACE
+        self._end_orphans()
+        while self._orphans.left and time.monotonic() < until:
+            await asyncio.sleep(timeouts.ORPHAN_POLL)
+            self._end_orphans()  # whose own become this process's
+        os_process.adopt(False)
         await asyncio.gather(*(asyncio.to_thread(output.close) for output in self._outputs))
         leftovers.clear()

@@ -20,6 +20,7 @@ import psutil
 
 NODE = "SLUICE_NODE"  # the variable that tells a process its node's name
 INCARNATION = "SLUICE_INCARNATION"  # the variable that tells a process how many were started under its name before
+AGENTS = "SLUICE_AGENTS"  # the variable with the pids of the agents that a process, and whatever it starts, descends from
 STORE = "SLUICE_STORE"  # the variable that tells rank 0 the descriptor of its group's socket, which listens
 STORE_KEY = "SLUICE_STORE_KEY"  # the variable that tells the ranks of a group its key, in hexadecimal digits
 
@@ -108,15 +109,11 @@ def die_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@contextmanager
-def adopting() -> Iterator[None]:
-    """Inside the block a process whose parent ends becomes this one's child, if it descends from this one and no nearer
-    process adopts. It stays so. On Linux."""
-    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+def adopt(on: bool) -> None:
+    """Whether from now on a process whose parent ends becomes this one's child, if it descends from this one and no nearer
+    process adopts. On Linux."""
+    if sys.platform.startswith("linux"):
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 
 @contextmanager

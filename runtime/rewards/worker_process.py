@@ -17,6 +17,7 @@ import msgspec
 from runtime import timeouts
 from runtime.config.sandbox import Sandbox
 from runtime.errors import ServiceFault
+from runtime.process import os_process
 from runtime.rewards.rules import RuleOutcome
 from runtime.rewards.worker import LENGTH, Task, Verdict, frame
 from sluice import start
@@ -24,13 +25,13 @@ from sluice import start
 _decode = msgspec.msgpack.Decoder(Verdict).decode
 _INHERITED = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|LC_\w+|TZ|TMPDIR|VIRTUAL_ENV|PYTHON\w*|LD_LIBRARY_PATH|LD_PRELOAD|"
-    r"\w+_NUM_THREADS|\w+_VISIBLE_DEVICES"
+    rf"\w+_NUM_THREADS|\w+_VISIBLE_DEVICES|{os_process.AGENTS}"
 )
 
 
 def worker_environment(named: Container[str]) -> dict[str, str]:
     """What the code of rules gets of this process's environment, in which there may be secrets: what programs in general need,
-    and the variables `named`, but none of Sluice's own."""
+    and the variables `named`, but none of Sluice's own, save the one by which what it leaves behind is found."""
     wanted = (name for name in os.environ if _INHERITED.fullmatch(name) or (name in named and not name.startswith("SLUICE_")))
     modules = os.pathsep.join(path for path in sys.path if path)
     return {name: os.environ[name] for name in wanted} | {"PYTHONPATH": modules}

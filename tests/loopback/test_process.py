@@ -299,9 +299,12 @@ PROGRAM = "tests.loopback.forked_program"
 AGENT = f"""
 import asyncio, os, sys
 from launcher.node.fork_server import ForkServer
+from runtime.process import os_process
 
 async def main():
-    forked = await ForkServer(["rollout"]).fork({start.command(PROGRAM, "wait")}, {{**os.environ, "OMP_NUM_THREADS": "1"}}, 2)
+    os_process.adopt(True)
+    env = {{**os.environ, "OMP_NUM_THREADS": "1"}}
+    forked = await ForkServer(["rollout"]).fork({start.command(PROGRAM, "wait")}, env, 0, 2)
     print(forked.pid, flush=True)
     os.kill(os.getpid(), 9)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
@@ -313,6 +315,51 @@ async def test_at_the_end_nobody_is_started_again(supervisor: Supervisor) -> Non
     supervisor.stop_restarts()
     await supervisor.wait_all(1.0)
     assert supervisor.children == []
+
+
+LEAVES = """
+import pathlib, subprocess, sys, time
+program = "import signal, time; signal.signal(signal.SIGHUP, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+started = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE)
+started.stdout.readline()
+pathlib.Path(sys.argv[1]).write_text(str(started.pid))
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@handed(supervised, needs=("tmp_path",))
+async def test_what_a_process_has_started_outlives_neither_it_nor_the_run(supervisor: Supervisor, tmp_path: Path) -> None:
+    """Be it in a session of its own, and the process killed; but what this process has started otherwise lives on."""
+    mine = await asyncio.create_subprocess_exec(sys.executable, "-c", LIVES)
+    try:
+        killed = await supervisor.start(spec("environment-0", LEAVES, str(tmp_path / "first"), "600"))
+        last = await supervisor.start(spec("environment-1", LEAVES, str(tmp_path / "second"), "600"))
+        left = [await started_by(tmp_path / name) for name in ("first", "second")]
+        supervisor.enable_restarts({})
+        os.kill(killed.pid, signal.SIGKILL)
+        await gone(left[0])
+        assert last.running
+        await supervisor.end_all(0.0)
+        assert not psutil.pid_exists(left[1])
+        assert mine.returncode is None
+    finally:
+        mine.kill()
+        await mine.wait()
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+async def started_by(path: Path) -> int:
+    while not read(path):  # noqa: ASYNC110 - the test's own deadline ends it
+        await asyncio.sleep(0.01)
+    return int(read(path))
+
+
+async def gone(pid: int) -> None:
+    while psutil.pid_exists(pid):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
 
 
 AFFINITY = "import os; print('on', *sorted(os.sched_getaffinity(0)))"
