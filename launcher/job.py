@@ -16,11 +16,12 @@ from typing import IO, Generic, TypeVar
 from launcher import run_folder
 from launcher.node import environment, topology
 from launcher.node.agent import Agent
+from launcher.node.child import Child
 from launcher.node.coordinator import CoordinatorKeeper
 from launcher.node.fork_server import ForkServer, forked_roles
 from launcher.node.local_node import LocalNode, placement_faults
 from launcher.node.machine import on_this_machine
-from launcher.node.supervisor import Child, Supervisor
+from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.registered_names import known_names
 from launcher.view import View
@@ -72,6 +73,7 @@ class Job(ABC, Generic[Result]):
         self._signals = 0
         self._signalled = 0.0
         self._twice = asyncio.Event()
+        self._too_late: asyncio.TimerHandle | None = None  # for an end in order
         self._agent: Agent
         self._told_startup = False
         self._lost: set[str] = set()
@@ -168,8 +170,9 @@ class Job(ABC, Generic[Result]):
     async def _finished(self, again: ProcessSpec) -> None:
         """The coordinator ends first, having stopped the others."""
         await self._coordinator.until_finished(again, self._agent.config.services.coordinator.restarts)
-        self.supervisor.stop_restarts()
-        await self.supervisor.wait_all(self.config.deadlines.stop)
+        if self._too_late is not None:
+            self._too_late.cancel()  # everything is saved
+        await self.supervisor.finish(self.config.deadlines.stop)
 
     async def _watch(self, address: str) -> None:
         """Until the run has ended. A coordinator that is silent, and lives, is ended: another comes in its place."""
@@ -244,7 +247,7 @@ class Job(ABC, Generic[Result]):
         if self._began:
             self._coordinator.terminate()
             grace = max(timeouts.INTERRUPTED_GRACE, self.config.deadlines.stop)
-            asyncio.get_running_loop().call_later(grace, self._twice.set)
+            self._too_late = asyncio.get_running_loop().call_later(grace, self._twice.set)
         else:
             self._twice.set()
 

@@ -8,7 +8,8 @@ import json
 import msgspec
 from msgspec.structs import replace
 
-from launcher.node.supervisor import Child, Supervisor
+from launcher.node.child import Child
+from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.view import View
 from runtime import timeouts

@@ -100,11 +100,7 @@ class FollowerNode:
         """Until the run has ended, and with it this node's processes. Raises ServiceFault when it failed."""
         if await self._last_phase() == "failed":
             raise ServiceFault("coordinator", "run", "the run failed; the coordinator's node and its log say why")
-        await self._ended()
-
-    async def _ended(self) -> None:
-        self._supervisor.stop_restarts()
-        await self._supervisor.wait_all(self._deadlines.stop)
+        await self._supervisor.finish(self._deadlines.stop)
 
     async def _stand_by(self) -> None:
         """Once the node that leads the run is lost, this one starts the next coordinator, and leads it to its end."""
@@ -121,7 +117,7 @@ class FollowerNode:
             former = len(list((folder / run_files.LOGS).glob("coordinator*.log")))  # whose logs stay
             await self._coordinator.start(spec, incarnation=former)
             await self._coordinator.until_finished(spec, config.services.coordinator.restarts)
-            await self._ended()
+            await self._supervisor.finish(self._deadlines.stop)
 
     async def _last_phase(self) -> str:
         """Heed the run's progress until its end, in spite of a connection that breaks: `follow` says for how long."""

@@ -12,8 +12,9 @@ import xxhash
 from msgspec.structs import replace
 
 from launcher.node import topology
+from launcher.node.child import Child
 from launcher.node.machine import Machine
-from launcher.node.supervisor import Child, Supervisor
+from launcher.node.supervisor import Supervisor
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration, code
 from runtime.cluster.topology import named_paths, shares_devices, warm_up_seconds
@@ -101,6 +102,7 @@ class Agent:
     def apply_progress(self, progress: Progress) -> None:
         """What the run's progress means for this node's processes: once it is under way those that die are replaced, and those
         that it does without are ended."""
+        self._supervisor.stopping |= progress.stopping
         if not self.began and progress.phase != "starting":
             self.began = True
             self._replace()

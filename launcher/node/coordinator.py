@@ -8,7 +8,8 @@ import signal
 import time
 from collections.abc import Sequence
 
-from launcher.node.supervisor import Child, Supervisor
+from launcher.node.child import Child
+from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
 from runtime.cluster.restarts import Allowance
 from runtime.config import Restarts
@@ -47,5 +48,5 @@ class CoordinatorKeeper:
     def terminate(self) -> None:
         """The run is to save and to end; if the coordinator is away, the next one is told. Nothing where there is none."""
         if self.child is not None:
-            self._stopping = True
+            self._stopping = self._supervisor.stopping = True
             self.child.signal_group(signal.SIGTERM)

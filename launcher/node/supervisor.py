@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.node import cpus, oom
+from launcher.node.child import Child
 from launcher.node.fork_server import ForkedProcess, ForkServer
 from launcher.node.logs import LineView, Log
 from launcher.node.orphans import Orphans
@@ -28,79 +28,10 @@ from runtime import timeouts
 from runtime.cluster.restarts import Allowance
 from runtime.config import Logs, Restarts
 from runtime.config.secret_values import resolved
-from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
+from runtime.errors import DeadlineExceeded, UserError
 from runtime.process import disk, keys, os_process, progress
 from runtime.process.keys import Keys
 from runtime.rollout.vllm import leftovers
-
-FAULT = "error: "  # how a process begins the line that says why it ends
-
-
-class Child:
-    """A process that was started, and its log. `incarnation` counts those that were started under its name before."""
-
-    def __init__(
-        self, spec: ProcessSpec, process: asyncio.subprocess.Process | ForkedProcess, output: Log, incarnation: int = 0
-    ):
-        self.spec = spec
-        self.process = process
-        self.output = output
-        self.log = output.path
-        self.incarnation = incarnation
-        self.given_up = ""  # why it was ended from here, while the others go on
-        self.last = ""  # why no other comes in its place
-        self.starved = ""  # what the kernel says of its death, where that was for want of memory
-        self.advice = ""  # what the user can do about that
-        self.late = bool(incarnation)  # it was started when the run was under way
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def running(self) -> bool:
-        return self.process.returncode is None
-
-    @property
-    def mistaken(self) -> bool:
-        """Whether it ended with what its user has to mend: it would only happen again."""
-        return self.process.returncode == os_process.MISTAKE or bool(self.advice)
-
-    def give_up(self, reason: str) -> None:
-        """End it, if it runs still. One whose end is only not known here yet says itself why it ended."""
-        if self.running and not os_process.ended(self.pid):
-            self.given_up = reason
-            self.process.kill()  # what it started ends with it
-
-    def signal_group(self, number: int) -> None:
-        """Signal the process and all that it started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
-
-    def _log_of(self, told: str) -> Path:
-        """The newest log of the process that the line names first, where it has one here: it may say more than this one's."""
-        name = told.partition(":")[0]
-        theirs = self.log.parent.glob(f"{name}.*log") if re.fullmatch(r"[a-z]+-\d+", name) and name != self.spec.name else ()
-        return max(theirs, key=lambda path: path.stat().st_mtime, default=self.log)
-
-    def fault(self) -> SluiceError:
-        """Why it ended, in its own last word where it had one."""
-        code = self.process.returncode or 0
-        if self.advice:
-            return UserError(f"{self.spec.name}: {self.starved}, twice: {self.advice}")
-        if self.starved:
-            return ServiceFault(self.spec.name, "run", self.starved + self.last)
-        if self.given_up:
-            return ServiceFault(self.spec.name, "run", self.given_up + self.last)
-        if code < 0:
-            return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}{self.last}")
-        lines = self.output.tail().strip().splitlines() or ["(empty log)"]
-        own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
-        if own and self.mistaken:
-            return UserError("\n".join(dict.fromkeys(own)))  # each rank tells it
-        if own:
-            return SluiceError(f"{own[-1]} (log: {self._log_of(own[-1])}){self.last}")
-        return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log}){self.last}")
 
 
 class Supervisor:
@@ -134,6 +65,9 @@ class Supervisor:
         self.followed: Collection[str] = ()
         """Who looks after what becomes of these when they are killed, is somebody else."""
         self._under_way = False
+        self.stopping = False
+        """The run is told to end: no other trainer or critic comes in the place of one that is lost, as no step follows."""
+        self._ended_well = False
         self._allowances: dict[str, Allowance] = {}
         self._given_up: list[Child] = []
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
@@ -249,7 +183,7 @@ class Supervisor:
 
     def cause_of_failure(self) -> Child | None:
         """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""
-        failed = [(child.process.returncode, child) for child in self.children if child.process.returncode]
+        failed = [(one.process.returncode, one) for one in self.children if one.process.returncode and not self._ended_well]
         return min(failed, key=lambda one: (one[0] > 0, not one[1].mistaken), default=(0, None))[1]
 
     async def first_failure(self) -> Child:
@@ -286,6 +220,10 @@ class Supervisor:
         self._examine(child)
         if name in self.followed and (child.process.returncode or 0) < 0:
             return True
+        if self._ended_well:
+            self.let_go(child)
+            self.say(str(child.fault()))
+            return True
         if child.mistaken or name not in {*self._restarts, *self._decided_elsewhere}:
             return False
         self.let_go(child)
@@ -293,9 +231,10 @@ class Supervisor:
             self.say(str(child.fault()))
             self.on_exit(child)
             return True
-        delay = self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
+        needless = self.stopping and child.spec.role in ("trainer", "critic")
+        delay = None if needless else self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
         if delay is None:
-            if self._restarts[name].attempts:
+            if self._restarts[name].attempts and not needless:
                 child.last = f"; services.{child.spec.role}.restarts allows no further start"
             self.say(str(child.fault()))
             self.on_exit(child)
@@ -346,8 +285,19 @@ class Supervisor:
             child.signal_group(signal.SIGKILL)
             await child.process.wait()
 
-    async def wait_all(self, timeout: float) -> None:
-        """Wait for every child to end. Raises DeadlineExceeded naming one that did not.
+    async def finish(self, timeout: float) -> None:
+        """The run has ended well, and everything is saved: wait for every child to end. One that does not is killed, and told
+        of, as is one that ends badly."""
+        self.stop_restarts()
+        self._ended_well = True
+        for child in await self.wait_all(timeout):
+            self.say(f"{DeadlineExceeded(child.spec.name, 'stop', 'did not end', timeout)}: killed")
+            self.let_go(child)
+            child.signal_group(signal.SIGKILL)
+            await child.process.wait()
+
+    async def wait_all(self, timeout: float) -> list[Child]:
+        """Wait for every child to end. Returns those that did not.
 
         One that was started when the run was under way is killed, AGENT_END_GRACE after the others: those whom it should have
         heard from may never have known it.
@@ -362,9 +312,7 @@ class Supervisor:
             child.process.kill()
             await child.process.wait()
             self.let_go(child)
-        for child in self.children:
-            if child.running:
-                raise DeadlineExceeded(child.spec.name, "stop", "did not end", timeout)
+        return [child for child in self.children if child.running]
 
     async def end_all(self, grace: float) -> None:
         """Whoever still runs is asked to end, SIGKILL after `grace` seconds; returns when every one is gone, and
@@ -374,8 +322,7 @@ class Supervisor:
         for child in self.children:
             if child.running:
                 child.signal_group(child.spec.ends_by)
-        with suppress(DeadlineExceeded):
-            await self.wait_all(grace)
+        await self.wait_all(grace)
         for child in self.children:
             child.signal_group(signal.SIGKILL)  # also what the child left in its group
         for child in self.children:

@@ -16,8 +16,9 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from launcher.node.child import Child
 from launcher.node.logs import Log
-from launcher.node.supervisor import Child, Supervisor
+from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.view import View
 from runtime import timeouts
@@ -303,6 +304,41 @@ async def test_one_that_came_late_holds_up_no_end(supervisor: Supervisor, monkey
     supervisor.stop_restarts()
     await asyncio.wait_for(supervisor.wait_all(1e6), DEADLINE)
     assert not late.running
+
+
+ENDS = ["rollout-0: run: was killed by SIGKILL", "reference-0: stop: did not end (deadline 0.5 s): killed"]
+
+
+@handed(supervised, needs=("tmp_path",), says=ENDS)
+async def test_once_all_is_saved_nobodys_end_is_a_failure(supervisor: Supervisor) -> None:
+    """Neither of one that dies, nor of one that would not end."""
+    hung = await supervisor.start(spec("reference-0", LIVES))
+    dying = await supervisor.start(spec("rollout-0", LIVES))
+    os.kill(hung.pid, signal.SIGSTOP)
+    supervisor.enable_restarts(allowed())
+    failing = asyncio.create_task(supervisor.first_failure())
+    asyncio.get_running_loop().call_soon(os.kill, dying.pid, signal.SIGKILL)
+    await supervisor.finish(0.5)
+    assert not hung.running
+    assert not failing.done()
+    assert supervisor.cause_of_failure() is None
+    assert supervisor.children == []
+    failing.cancel()
+
+
+@handed(supervised, needs=("tmp_path",), says=["trainer-0: run: was killed by SIGABRT"])
+async def test_a_trainer_that_is_lost_while_the_run_stops_is_not_started_again(supervisor: Supervisor) -> None:
+    reported: list[str] = []
+    supervisor.on_exit = lambda child: reported.append(child.spec.name)
+    trainer = await supervisor.start(spec("trainer-0", DIES_FIRST))
+    supervisor.enable_restarts({"trainer-0": Restarts(backoff=0.0)})
+    supervisor.stopping = True
+    failing = asyncio.create_task(supervisor.first_failure())
+    await fewer(supervisor, 1)
+    assert reported == ["trainer-0"]
+    assert str(trainer.fault()) == "trainer-0: run: was killed by SIGABRT"
+    assert not failing.done()
+    failing.cancel()
 
 
 @handed(supervised, needs=("tmp_path",))

@@ -1,0 +1,85 @@
+"""A process that a supervisor has started: its log, and why it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from launcher.node.fork_server import ForkedProcess
+from launcher.node.logs import Log
+from launcher.node.topology import ProcessSpec
+from runtime.errors import ServiceFault, SluiceError, UserError
+from runtime.process import os_process
+
+FAULT = "error: "  # how a process begins the line that says why it ends
+
+
+class Child:
+    """A process that was started, and its log. `incarnation` counts those that were started under its name before."""
+
+    def __init__(
+        self, spec: ProcessSpec, process: asyncio.subprocess.Process | ForkedProcess, output: Log, incarnation: int = 0
+    ):
+        self.spec = spec
+        self.process = process
+        self.output = output
+        self.log = output.path
+        self.incarnation = incarnation
+        self.given_up = ""  # why it was ended from here, while the others go on
+        self.last = ""  # why no other comes in its place
+        self.starved = ""  # what the kernel says of its death, where that was for want of memory
+        self.advice = ""  # what the user can do about that
+        self.late = bool(incarnation)  # it was started when the run was under way
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.returncode is None
+
+    @property
+    def mistaken(self) -> bool:
+        """Whether it ended with what its user has to mend: it would only happen again."""
+        return self.process.returncode == os_process.MISTAKE or bool(self.advice)
+
+    def give_up(self, reason: str) -> None:
+        """End it, if it runs still. One whose end is only not known here yet says itself why it ended."""
+        if self.running and not os_process.ended(self.pid):
+            self.given_up = reason
+            self.process.kill()  # what it started ends with it
+
+    def signal_group(self, number: int) -> None:
+        """Signal the process and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def _log_of(self, told: str) -> Path:
+        """The newest log of the process that the line names first, where it has one here: it may say more than this one's."""
+        name = told.partition(":")[0]
+        theirs = self.log.parent.glob(f"{name}.*log") if re.fullmatch(r"[a-z]+-\d+", name) and name != self.spec.name else ()
+        return max(theirs, key=lambda path: path.stat().st_mtime, default=self.log)
+
+    def fault(self) -> SluiceError:
+        """Why it ended, in its own last word where it had one."""
+        code = self.process.returncode or 0
+        if self.advice:
+            return UserError(f"{self.spec.name}: {self.starved}, twice: {self.advice}")
+        if self.starved:
+            return ServiceFault(self.spec.name, "run", self.starved + self.last)
+        if self.given_up:
+            return ServiceFault(self.spec.name, "run", self.given_up + self.last)
+        if code < 0:
+            return ServiceFault(self.spec.name, "run", f"was killed by {signal.Signals(-code).name}{self.last}")
+        lines = self.output.tail().strip().splitlines() or ["(empty log)"]
+        own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
+        if own and self.mistaken:
+            return UserError("\n".join(dict.fromkeys(own)))  # each rank tells it
+        if own:
+            return SluiceError(f"{own[-1]} (log: {self._log_of(own[-1])}){self.last}")
+        return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log}){self.last}")
