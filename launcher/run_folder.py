@@ -42,12 +42,13 @@ def prepare(folder: Path, run: Run) -> tuple[Path, IO[bytes]]:
         )
     try:
         logs = folder / run_files.LOGS
-        logs.mkdir(parents=True, exist_ok=True)
-        lock = (folder / run_files.LOCK).open("ab")  # what a run under way wrote stays
+        run_files.make(folder)
+        logs.mkdir(exist_ok=True)
+        lock = run_files.open_lock(folder / run_files.LOCK)  # what a run under way wrote stays
         try:
             _take(lock)
         except BlockingIOError:
-            raise UserError(f"run.dir: a run is under way in {folder}") from None
+            raise UserError(f"run.dir: a run is under way in {folder}: {run_files.holder(lock)}") from None
         lock.truncate(0)
         lock.write(uuid.uuid4().bytes)  # by which other nodes see that they share the folder
         lock.flush()

@@ -30,6 +30,10 @@ class UserError(SluiceError):
     """A mistake the user can mend. `str(error)` is one line that names the key, the value and what is allowed."""
 
 
+class InUse(UserError):
+    """What one process alone may use, and another uses."""
+
+
 class ConfigError(UserError):
     """One or more faults of a configuration; `faults` holds one line each."""
 

@@ -1,4 +1,5 @@
-"""The names of what lies in a run's folder, and how files are written whole: private ones, and JSON."""
+"""The names of what lies in a run's folder, and who may read it, its locks, and how files are
+written whole: private ones, and JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -56,6 +57,31 @@ def regular(path: Path, largest: int | None = LARGEST) -> Path:
     if largest is not None and found.st_size > largest:
         raise UserError(f"{path}: has {found.st_size} bytes; must have at most {largest}")
     return path
+
+
+def make(folder: Path) -> None:
+    """Make a run's folder, for its user alone; one that is there keeps its mode. Raises OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+
+
+def open_lock(path: Path) -> IO[bytes]:
+    """Open a file for its lock, which nobody else can hold: whoever can read a file can lock it. Raises OSError."""
+    lock = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600), "ab")
+    os.fchmod(lock.fileno(), 0o600)
+    return lock
+
+
+def holder(lock: IO[bytes]) -> str:
+    """Who holds the lock of an open file, in words."""
+    inode = os.fstat(lock.fileno()).st_ino
+    with suppress(OSError):
+        for fields in map(str.split, Path("/proc/locks").read_text().splitlines()):
+            if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"):
+                process = Path("/proc", fields[4])
+                return f"process {fields[4]}, {(process / 'comm').read_text().strip()} of user {process.stat().st_uid}"
+    return "a process that the system does not name"
 
 
 def write_private(path: Path, text: str) -> None:

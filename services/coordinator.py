@@ -137,7 +137,10 @@ class CoordinatorProcess:
     async def _open_ledger(self) -> None:
         """And see whether an earlier coordinator of this run has left processes to go on with."""
         folder, size = self._folder / run_files.LEDGER, self._config.ledger.segment_bytes
-        self._ledger = await (takeover.reopened if self._follows else LedgerWriter.open)(folder, size)
+        opening = (
+            takeover.reopened(folder, size, self._config.deadlines.start) if self._follows else LedgerWriter.open(folder, size)
+        )
+        self._ledger = await opening
         self._term = self._peers.term = await self._ledger.begin_term()
         self._left = await takeover.left_by(self._ledger, run_files.run_id(self._folder))
         if self._left is not None:

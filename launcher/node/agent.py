@@ -164,6 +164,7 @@ class Agent:
 
     def _read(self, assignment: Assignment) -> None:
         """Write the configuration as this node's processes are to read it: the address is the node's own."""
+        run_files.make(Path(self._own.run.dir))
         for folder in (self.path.parent, Path(self._own.run.dir) / run_files.LOGS):
             folder.mkdir(parents=True, exist_ok=True)
         told = self.path.with_suffix(".told")  # a process that is started again may read the other one at any time

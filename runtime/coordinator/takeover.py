@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ from runtime.config import Config
 from runtime.coordinator.history import COURSE, Course
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitState
 from runtime.coordinator.roles import models
-from runtime.errors import ServiceFault, SluiceError, StorageFull
+from runtime.errors import InUse, ServiceFault, SluiceError, StorageFull
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.records import Note
 from runtime.status import Registration
@@ -75,14 +76,16 @@ class Takeover(Struct):
     course: Course
 
 
-async def reopened(folder: Path, segment_bytes: int) -> LedgerWriter:
-    """The ledger of an earlier coordinator, once there is room and the file system does not fail. Raises UserError when another
-    process has it open."""
-    told = False
+async def reopened(folder: Path, segment_bytes: int, patience: float) -> LedgerWriter:
+    """The ledger of an earlier coordinator, once there is room and the file system does not fail. Raises InUse when another
+    process, as the earlier one, has it open for `patience` seconds."""
+    told, until = False, time.monotonic() + patience
     while True:
         try:
             return await LedgerWriter.open(folder, segment_bytes)
-        except (StorageFull, ServiceFault) as error:
+        except (StorageFull, ServiceFault, InUse) as error:
+            if isinstance(error, InUse) and time.monotonic() >= until:
+                raise
             if not told:
                 log.warning("waits until %s can be opened: %s", folder, error)
             told = True

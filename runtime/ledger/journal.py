@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 from msgspec import Struct
 
-from runtime import timeouts
-from runtime.errors import InvariantViolated, ServiceFault, StorageFull, UserError, is_full
+from runtime import run_files, timeouts
+from runtime.errors import InUse, InvariantViolated, ServiceFault, StorageFull, is_full
 from runtime.ledger import states
 from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, segments
 from runtime.ledger.reader import DATABASE, PARTS, SCHEMA, GroupRow, check_format, group_row
@@ -75,7 +75,7 @@ class LedgerWriter:
 
     @classmethod
     async def open(cls, folder: Path | str, segment_bytes: int) -> LedgerWriter:
-        """Open or create. Raises UserError when another process has it open, StorageFull, ServiceFault."""
+        """Open or create. Raises InUse when another process has it open, UserError, StorageFull, ServiceFault."""
         thread = ThreadPoolExecutor(1, "ledger")
         try:
             writer = await asyncio.get_running_loop().run_in_executor(
@@ -247,11 +247,11 @@ class _Writer:
     def __init__(self, folder: Path, segment_bytes: int):
         folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as undo:
-            lock = undo.enter_context((folder / "ledger.lock").open("w"))
+            lock = undo.enter_context(run_files.open_lock(folder / "ledger.lock"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UserError(f"run.dir: {folder} is in use by another coordinator") from None
+                raise InUse(f"run.dir: {folder} is in use by another coordinator: {run_files.holder(lock)}") from None
             self._database = undo.enter_context(
                 closing(sqlite3.connect(folder / DATABASE, timeouts.LEDGER_LOCK, isolation_level=None))
             )

@@ -26,6 +26,7 @@ from msgspec import Struct, structs
 from runtime import timeouts
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.group import restored
+from runtime.coordinator.takeover import reopened
 from runtime.errors import InvariantViolated, UserError
 from runtime.ledger import journal, payloads
 from runtime.ledger.journal import LedgerWriter
@@ -326,8 +327,11 @@ def test_a_ledger_of_another_format_is_neither_read_nor_written(tmp_path: Path) 
 
 def test_a_change_of_an_unknown_group_and_a_second_coordinator_are_refused(tmp_path: Path) -> None:
     async def run(ledger: LedgerWriter) -> None:
-        with pytest.raises(UserError, match="in use by another coordinator"):
+        with pytest.raises(UserError, match=f"in use by another coordinator: process {os.getpid()}, "):
             await LedgerWriter.open(tmp_path, 100)
+        with pytest.raises(UserError, match="in use by another coordinator"):
+            await reopened(tmp_path, 100, 0.0)
+        assert (tmp_path / "ledger.lock").stat().st_mode & 0o777 == 0o600
         other = Buffer(needs=NEEDS, groups_per_step=1, staleness=0, journal=KeptChanges(), clock=time.time)
         make_ready(other, 5)
         other._journal = ledger

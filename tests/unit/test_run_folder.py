@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import fcntl
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -86,10 +87,21 @@ def test_whoever_only_looks_whether_a_run_is_under_way_keeps_none_from_starting(
     taken(tmp_path)
 
 
-def test_a_folder_under_way_is_refused(tmp_path: Path) -> None:
-    _, lock = run_folder.prepare(tmp_path, Run(name="a"))
-    with lock, pytest.raises(UserError, match="a run is under way in"):
-        run_folder.prepare(tmp_path, Run(name="a"))
+def test_a_folder_under_way_is_refused_and_is_its_users_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "a"
+    _, lock = run_folder.prepare(folder, Run(name="a"))
+    with (
+        lock,
+        pytest.raises(UserError, match=rf"a run is under way in {folder}: process {os.getpid()}, .* of user {os.getuid()}$"),
+    ):
+        run_folder.prepare(folder, Run(name="a"))
+    (folder / run_files.LOCK).chmod(0o644)  # as an earlier version made it
+    taken(folder)
+    modes = [path.stat().st_mode & 0o777 for path in (folder, folder / run_files.LOCK)]
+    assert modes == [0o700, 0o600]
+    folder.chmod(0o750)
+    taken(folder)
+    assert folder.stat().st_mode & 0o777 == 0o750, "its user shares it"
 
 
 @pytest.mark.parametrize("name", [run_files.MODEL, run_files.CHECKPOINTS, run_files.CONFIG])
