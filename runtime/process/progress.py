@@ -5,12 +5,13 @@
     a thread or a task ── at("backward") ──►  what is open, since when  ──►  event loop ── Beat ──►  launcher/node/stalls.py
 
 A phase has a limit: `deadlines.stall`, or ten times the longest that it has taken here, 10 s at least. The agent ends a process
-that is longer in a phase than its limit, or whose event loop is silent for as long as that of "loop".
+that is longer in a phase than its limit, but for that of a write, or whose event loop is silent for as long as that of "loop".
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import sys
@@ -31,6 +32,7 @@ from runtime.process.aio import unless_failed
 now = time.monotonic
 NAME = "SLUICE_BEATS"  # the variable with the name that the agent gave the process whose standard input is a socket for beats
 TIMES = 10  # times the longest that a phase has taken: its limit, where `deadlines.stall` names none
+DISK = "disk"  # the phase of a write: a file system that does not answer is waited for, and is no stall
 LEARNT = 10  # times that a phase is over before its limit is known from them: until then kernels may be compiled
 
 
@@ -93,6 +95,8 @@ class Work:
 
     def limit(self, phase: str) -> float:
         """Seconds after which `phase` counts as stalled."""
+        if phase == DISK:
+            return math.inf
         if phase in self._limits:
             return self._limits[phase]
         times, longest = self._taken.get(phase, (0, 0.0))

@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import Struct
 
 from runtime import codec, run_files
+from runtime.process import progress
 
 MOST_BYTES = 64 << 20  # of a rank's two parts
 SUFFIX, OLDER = ".tokens", ".tokens.1"
@@ -48,11 +49,15 @@ class TrainedTokenLog:
         if self._broken or not len(tokens.group):
             return
         body = codec.encode(tokens)
+        with progress.at(progress.DISK, str(self._path)):
+            self._write(tokens.step, body)
+
+    def _write(self, step: int, body: bytes) -> None:
         try:
             self._path.parent.mkdir(exist_ok=True)
             if self._path.exists() and self._path.stat().st_size + len(body) > MOST_BYTES // 2:
                 self._path.replace(self._path.with_suffix(OLDER))
-            record = _HEAD.pack(tokens.step, len(body)) + body
+            record = _HEAD.pack(step, len(body)) + body
             with self._path.open("ab", buffering=0) as file:
                 at = file.tell()
                 if self._new and (whole := _whole(self._path)) < at:  # a kill tore the last one

@@ -9,12 +9,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ from launcher.node.environment import environment, faults
 from launcher.node.machine import Machine, this_machine
 from launcher.node.stalls import Beats, Heard, stalled
 from launcher.node.topology import coordinator_spec, service_specs
-from runtime import codec, timeouts
+from runtime import codec, run_files, timeouts
 from runtime.cluster.nodes import Launch
 from runtime.config import Config, Deadlines
 from runtime.errors import ServiceFault
@@ -33,6 +35,7 @@ from runtime.process.aio import done_within
 from runtime.process.progress import Beat, Work
 from runtime.telemetry import memory
 from runtime.telemetry.memory import Memory, PeakMemory
+from runtime.telemetry.trained_tokens import TrainedTokenLog, TrainedTokens
 from tests.coroutines import driven_by
 
 # ---- Lists of processors, and what is said of those that the machine has not
@@ -217,6 +220,31 @@ def test_what_is_most_overdue_is_told(clock: Clock) -> None:
     assert work.most_overdue() == ("decode", "", 8.0, 5.0)
     work.end("other")
     assert work.most_overdue() == ("forward", "", 18.0, 50.0)
+
+
+def test_a_file_system_that_does_not_answer_is_waited_for_and_is_no_stall(tmp_path: Path) -> None:
+    path = tmp_path / run_files.TRAINED / "trainer-0.tokens"
+    path.parent.mkdir()
+    os.mkfifo(path)  # which is opened once somebody reads it
+    one, figures = np.zeros(1, np.int64), np.zeros(1, np.float32)
+    tokens = TrainedTokens(0, one, one, one, figures, figures)
+
+    def apply() -> None:
+        with progress.work.at("command", "Apply"):
+            TrainedTokenLog(tmp_path, "trainer-0").append(tokens)
+
+    writing = threading.Thread(target=apply)
+    writing.start()
+    try:
+        while (told := progress.work.most_overdue())[0] != "disk":
+            assert writing.is_alive()
+        phase, detail, _, limit = told
+        assert detail == str(path)
+        assert stalled({0: Heard(Beat(0, 10.0, phase, detail, 1e9, limit), 0, 100.0)}, 100.0) is None
+    finally:
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        writing.join()
+        os.close(reader)
 
 
 def heard(rank: int, phase: str = "forward", seconds: float = 0.0, when: float = 100.0, **collectives: int) -> Heard:
