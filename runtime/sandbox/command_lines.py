@@ -102,24 +102,29 @@ def _apptainer(sandbox: Sandbox) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------ system calls
 
-# By `uname -m`: audit's number of the processor, clone, clone3, and what is refused: memory that is neither a process's nor a
-# file's (memfd_create, memfd_secret, shmget, msgget, semget, mq_open), other namespaces (unshare, setns), other processes'
-# memory and descriptors (ptrace, process_vm_readv, process_vm_writev, pidfd_getfd), keys (add_key, request_key, keyctl), and
-# where most faults of the kernel are (bpf, perf_event_open, io_uring_setup, userfaultfd, open_by_handle_at, fanotify_init,
-# syslog).
-_REFUSED: dict[str, tuple[int, int, int, tuple[int, ...]]] = {
+# By `uname -m`: audit's number of the processor, clone, clone3, socket, and what is refused: memory that is neither a
+# process's nor a file's (memfd_create, memfd_secret, shmget, msgget, semget, mq_open), other namespaces (unshare, setns),
+# other processes' memory and descriptors (ptrace, process_vm_readv, process_vm_writev, pidfd_getfd), keys (add_key,
+# request_key, keyctl), and where most faults of the kernel are (bpf, perf_event_open, io_uring_setup, userfaultfd,
+# open_by_handle_at, fanotify_init, syslog).
+_REFUSED: dict[str, tuple[int, int, int, int, tuple[int, ...]]] = {
     "x86_64": (
-        *(0xC000003E, 56, 435),
+        *(0xC000003E, 56, 435, 41),
         (319, 447, 29, 68, 64, 240, 272, 308, 101, 310, 311, 438, 248, 249, 250, 321, 298, 425, 323, 304, 300, 103),
     ),
     "aarch64": (
-        *(0xC00000B7, 220, 435),
+        *(0xC00000B7, 220, 435, 198),
         (279, 447, 194, 186, 190, 180, 97, 268, 117, 270, 271, 438, 217, 218, 219, 280, 241, 425, 282, 265, 262, 116),
     ),
 }
 _LOAD, _EQUAL, _AT_LEAST, _HAS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # of classic BPF
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _ENOSYS = 1, 38
+_EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
+_FAMILIES = (
+    1,
+    2,
+    10,
+)  # AF_UNIX, AF_INET, AF_INET6: others leave a network namespace (vsock), or are little-tried code of the kernel
 _NEW_USER = 0x10000000  # CLONE_NEWUSER
 _OTHER_ABI = 0x40000000  # from this number on, x86-64's calls with 32-bit pointers
 
@@ -129,14 +134,18 @@ def filters_exist(processor: str) -> bool:
 
 
 def system_calls(processor: str) -> bytes:
-    """A program for seccomp that refuses what `_REFUSED` lists, and user namespaces, in which a program could mount."""
-    audit, clone, clone3, refused = _REFUSED[processor]
+    """A program for seccomp that refuses what `_REFUSED` lists, user namespaces, in which a program could mount, and sockets of
+    all but `_FAMILIES`."""
+    audit, clone, clone3, socket, refused = _REFUSED[processor]
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     program += _answer(_AT_LEAST, _OTHER_ABI, _ENOSYS)
     for number in refused:
         program += _answer(_EQUAL, number, _EPERM)
     program += _answer(_EQUAL, clone3, _ENOSYS)  # whose flags cannot be seen: then libraries use clone
-    program += [(_EQUAL, 0, 3, clone), (_LOAD, 0, 0, 16), *_answer(_HAS, _NEW_USER, _EPERM), (_RETURN, 0, 0, _ALLOW)]
+    program += [(_EQUAL, 0, 4, clone), (_LOAD, 0, 0, 16), *_answer(_HAS, _NEW_USER, _EPERM), (_RETURN, 0, 0, _ALLOW)]
+    families = [(_EQUAL, left, 0, family) for left, family in zip(range(len(_FAMILIES), 0, -1), _FAMILIES, strict=True)]
+    program += [(_EQUAL, 0, len(families) + 2, socket), (_LOAD, 0, 0, 16), *families]
+    program += [(_RETURN, 0, 0, _ERRNO | _EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("=HBBI", *step) for step in program)
 
 

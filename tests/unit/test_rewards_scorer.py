@@ -7,8 +7,10 @@ import base64
 import inspect
 import json
 import pickle
+import platform
 import re
 import struct
+import subprocess
 import sys
 import types
 import zlib
@@ -470,7 +472,7 @@ def test_subprocess_reads_everything() -> None:
 
 # ------------------------------------------------------------------------------------------------ system calls
 
-ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026
+ALLOW, KILL, EPERM, ENOSYS, EAFNOSUPPORT = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026, 0x00050061
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
@@ -491,10 +493,10 @@ def judged(processor: str, number: int, argument: int = 0, audit: int = 0) -> in
             at += 1 + (yes if holds else no)
 
 
-NAMES = ("read", "clone", "execve", "memfd_create", "shmget", "unshare", "ptrace", "clone3")
+NAMES = ("read", "clone", "execve", "memfd_create", "shmget", "unshare", "ptrace", "clone3", "socket")
 NUMBERS = {  # of Linux's tables
-    "x86_64": (0, 56, 59, 319, 29, 272, 101, 435),
-    "aarch64": (63, 220, 221, 279, 194, 97, 117, 435),
+    "x86_64": (0, 56, 59, 319, 29, 272, 101, 435, 41),
+    "aarch64": (63, 220, 221, 279, 194, 97, 117, 435, 198),
 }
 
 
@@ -509,3 +511,33 @@ def test_the_filter(processor: str) -> None:
     assert judged(processor, calls["clone"], threads | new_user) == EPERM
     assert judged(processor, calls["read"], audit=0x40000003) == KILL  # by 32-bit code
     assert judged(processor, calls["read"] | 0x40000000) == ENOSYS
+    # AF_UNIX, AF_INET and AF_INET6; but not AF_NETLINK, AF_PACKET, AF_ALG, AF_VSOCK, and those of drivers
+    assert [family for family in range(50) if judged(processor, calls["socket"], family) == ALLOW] == [1, 2, 10]
+    assert judged(processor, calls["socket"], 40) == EAFNOSUPPORT
+
+
+FILTERED = """
+import ctypes, socket, sys
+program = sys.stdin.buffer.read()
+lines = ctypes.create_string_buffer(program)
+class Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("lines", ctypes.c_void_p)]
+prctl = ctypes.CDLL(None, use_errno=True).prctl
+assert prctl(38, 1, 0, 0, 0) == 0
+assert prctl(22, 2, ctypes.byref(Filter(len(program) // 8, ctypes.addressof(lines))), 0, 0) == 0, ctypes.get_errno()
+for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_VSOCK, socket.AF_ALG):
+    try:
+        socket.socket(family, socket.SOCK_SEQPACKET if family == socket.AF_ALG else socket.SOCK_DGRAM).close()
+        print(family.name)
+    except OSError as error:
+        print(error.errno)
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in NUMBERS, reason="has no filter for this processor")
+def test_a_filtered_program_opens_the_sockets_that_a_network_namespace_bounds() -> None:
+    program = system_calls(platform.machine())
+    done = subprocess.run([sys.executable, "-I", "-c", FILTERED], input=program, capture_output=True, timeout=60, check=False)
+    if b"assert prctl(22" in done.stderr:
+        pytest.skip("this machine lets no program filter itself")
+    assert done.stdout.decode().split() == ["AF_UNIX", "AF_INET", "AF_INET6", "97", "97", "97"], done.stderr
