@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from runtime.simulation.roles import ROLES
 from runtime.simulation.simulate import Simulation
 
 MEMORY = Path("/dev/shm")  # a file system in memory, where there is one
+PREFIX = "sluice-simulation-"
 
 
 class RoleUse(Struct):
@@ -67,7 +72,7 @@ def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: 
     refuse(config)
     cluster = config.cluster
     nodes = cluster.min_nodes or 1 if cluster.nodes == "auto" else len(cluster.nodes)
-    with tempfile.TemporaryDirectory(prefix="sluice-simulation-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
+    with _scratch() as folder:
         settings = replace(
             config,
             run=replace(config.run, dir=f"{folder}/run", resume=""),
@@ -83,6 +88,34 @@ def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: 
             observed = observe([point for _, point in outcome.metrics], reader.groups())
         assert simulation.cluster is not None
         return Prediction(observed, _uses(simulation, outcome.seconds, observed))
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder in memory, removed in the end; also those are whose simulations were killed. A lock, which the kernel frees
+    however a process ends, tells others that it is in use."""
+    place = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+    for left in place.glob(f"{PREFIX}*"):
+        with suppress(OSError), _locked(left):  # in use, or another user's
+            shutil.rmtree(left)
+    made = Path(tempfile.mkdtemp(prefix=f"new-{PREFIX}", dir=place))
+    with _locked(made):
+        folder = made.rename(made.with_name(made.name.removeprefix("new-")))  # with its lock: nobody takes it for left
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError where another has the lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def refuse(config: Config) -> None:

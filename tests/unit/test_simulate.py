@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -277,13 +279,23 @@ def test_one_that_is_called_back_on_the_way_returns_in_as_long() -> None:
     assert moves(main, 2.0) == []
 
 
-def test_a_run_whose_rollouts_are_too_few_gains(tmp_path: Path) -> None:
+def test_a_run_whose_rollouts_are_too_few_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what a simulation has left that was killed is removed by the next, but nothing of one that goes on."""
+    memory = tmp_path / "memory"
+    monkeypatch.setattr(prediction, "MEMORY", memory)
+    left, live = memory / "sluice-simulation-left", memory / "sluice-simulation-live"
+    for folder in (left / "run", live / "run"):
+        folder.mkdir(parents=True)
+    lock = os.open(live, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     config = configured(tmp_path / "run")
     costs = Costs(reply_tokens=Fixed(32.0), decode_step=1e-3, decode_sequence=1e-3, train_token=1e-5)
     seconds = {}
     for lend in (None, 0.0):
         seconds[lend] = simulated(config, replace(costs, lend=lend), ContractDeadlines(config), 15).observed.seconds["step"]
     assert seconds[0.0] < 0.9 * seconds[None]
+    os.close(lock)
+    assert list(memory.iterdir()) == [live]
 
 
 # ------------------------------------------------------------------------------------------------------------------ the command
