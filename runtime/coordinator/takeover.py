@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,12 +78,13 @@ class Takeover(Struct):
 async def reopened(folder: Path, segment_bytes: int, patience: float) -> LedgerWriter:
     """The ledger of an earlier coordinator, once there is room and the file system does not fail. Raises InUse when another
     process, as the earlier one, has it open for `patience` seconds."""
-    told, until = False, time.monotonic() + patience
+    clock = asyncio.get_running_loop().time
+    told, until = False, clock() + patience
     while True:
         try:
             return await LedgerWriter.open(folder, segment_bytes)
         except (StorageFull, ServiceFault, InUse) as error:
-            if isinstance(error, InUse) and time.monotonic() >= until:
+            if isinstance(error, InUse) and clock() >= until:
                 raise
             if not told:
                 log.warning("waits until %s can be opened: %s", folder, error)
