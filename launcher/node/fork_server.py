@@ -8,13 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
 
 from launcher.node.environment import OF_TORCH
 from launcher.node.machine import Machine
+from launcher.node.stalls import is_stopped
 from runtime import timeouts
 from runtime.cluster.topology import instances, settings_of
 from runtime.config import Computing, Config, Process
@@ -72,6 +74,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._one_at_a_time = asyncio.Lock()
+        self.say: Callable[[str], None] = lambda _: None
         if not roles or not hasattr(os, "pidfd_open") or not sys.platform.startswith("linux"):
             return
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -96,9 +99,8 @@ class ForkServer:
             request = msgspec.msgpack.encode(ForkRequest(list(command), dict(env)))
             try:
                 socket.send_fds(self._socket, [request], [given, log])
-                answer = asyncio.get_running_loop().sock_recv(self._socket, LARGEST)
-                told = await asyncio.wait_for(answer, timeouts.FORK_SERVER)
-            except (OSError, asyncio.TimeoutError):
+                told = await self._answer(self._socket)
+            except OSError:
                 told = b""
             except asyncio.CancelledError:
                 self.end()
@@ -107,6 +109,23 @@ class ForkServer:
                 return ForkedProcess(int(told))
             self.end()
             return None
+
+    async def _answer(self, ours: socket.socket) -> bytes:
+        """Nothing where none comes in time, or where a signal has stopped the server meanwhile."""
+        assert self._process is not None
+        answer = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(ours, LARGEST))
+        went_on = began = time.monotonic()
+        try:
+            while not (await asyncio.wait({answer}, timeout=timeouts.BEAT))[0]:
+                now = time.monotonic()
+                went_on = went_on if is_stopped(self._process.pid) else now
+                if now - went_on > timeouts.STALL_LEAST or now - began > timeouts.FORK_SERVER:
+                    why = "is stopped" if went_on < now else "does not answer"
+                    self.say(f"fork server: {why}, after {now - began:.0f} s; processes begin without it")
+                    return b""
+            return answer.result()
+        finally:
+            answer.cancel()
 
     def end(self) -> None:
         """Of the server. What was forked lives on, but for one that nobody waits for any more."""

@@ -54,6 +54,7 @@ class Supervisor:
         self.on_exit: Callable[[Child], None] = lambda child: None
         """Told of each that died and is not started again from here."""
         self._fork_server = fork_server or ForkServer()
+        self._fork_server.say = self.say
         self.keys: Keys | None = None
         """Out of which those of the services are made; None where they need none."""
         self.children: list[Child] = []
