@@ -90,6 +90,9 @@ class Job(ABC, Generic[Result]):
     async def run(self) -> Result:
         """Raises UserError for the user's mistakes, ServiceFault for a fault; no process is left either way."""
         try:
+            loop = asyncio.get_running_loop()
+            for number in ending_signals():
+                loop.add_signal_handler(number, self._on_signal, number)
             logs, self._lock = run_folder.prepare(self.folder, self.config.run)
             keys.begun(self.folder)
             if self.config.network.security == "none":
@@ -97,9 +100,6 @@ class Job(ABC, Generic[Result]):
             self._fork_server = self._fork_server or ForkServer(forked_roles(self.config, self.trains, self._here.machine))
             self.supervisor = Supervisor(logs, self.view, self.config.logs, self._fork_server)
             self._coordinator = CoordinatorKeeper(self.supervisor)
-            loop = asyncio.get_running_loop()
-            for number in ending_signals():
-                loop.add_signal_handler(number, self._on_signal, number)
             config = on_this_machine(tiny_model.made(await self.prepared()), self._here.address)
             run_files.write_private(self.folder / run_files.CONFIG, loading.to_yaml(config))
             await self._until_done(await self._start(config))
@@ -221,11 +221,11 @@ class Job(ABC, Generic[Result]):
         twice = asyncio.create_task(self._twice.wait())
         try:
             await asyncio.wait({task, death, twice}, return_when=asyncio.FIRST_COMPLETED)
-            if twice.done():
-                raise Interrupted(self.stopped_late, 130) if self._began else Interrupted(self.stopped_early, 0)
-            if death.done() and not task.done():  # the coordinator notices, stops the others and says why
+            if death.done() and not task.done() and not twice.done():  # the coordinator notices, stops the others and says why
                 death.result()  # raises what kept another from being started in a dead one's place
                 await asyncio.wait({task, twice}, timeout=timeouts.FAILED_GRACE, return_when=asyncio.FIRST_COMPLETED)
+            if twice.done():  # also where a scheduler has ended that one with all others
+                raise Interrupted(self.stopped_late, 130) if self._began else Interrupted(self.stopped_early, 0)
             if (cause_of_failure := self.supervisor.cause_of_failure()) is not None:
                 raise cause_of_failure.fault()
             return await task

@@ -36,7 +36,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.evaluation.held_out import load_held_out
 from runtime.ledger.journal import LedgerWriter
-from runtime.process import disk, keys
+from runtime.process import disk, keys, os_process
 from runtime.process.aio import first_error, unless_failed
 from runtime.process.command_line import ending_signals
 from runtime.process.spans import STATE, LineStates
@@ -87,7 +87,11 @@ class CoordinatorProcess:
 
     async def serve(self, ready_fd: int | None) -> None:
         """Everything. `ready_fd`: where the address is told. Raises UserError, ServiceFault."""
-        self._failed = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._failed = loop.create_future()
+        for number in ending_signals():
+            loop.add_signal_handler(number, self._interrupt)
+        os_process.heed_signals()
         server = Server(
             {"Process": self._process_handlers(), "Coordinator": self._coordinator_handlers()},
             {("Coordinator", "Watch"): self._watch, ("Coordinator", "Join"): self._nodes.join},
@@ -114,8 +118,6 @@ class CoordinatorProcess:
             await self._open_ledger()
         await server.start()
         await server.set_serving(True)
-        for number in ending_signals():
-            asyncio.get_running_loop().add_signal_handler(number, self._interrupt)
         where = self._folder / run_files.ADDRESS
         await disk.done(lambda: where.write_text(self._address), where)
         if ready_fd is not None:

@@ -67,6 +67,7 @@ def _become(request: ForkRequest, given: int, log: int, agent: socket.socket, pa
     more, or `parent`, which it is, has not adopted this process, it ends."""
     services.BEGAN = time.monotonic()
     os_process.die_with_parent(parent)
+    os_process.hold_signals()
     os.setsid()
     _show(request.command)
     os.environ.clear()

@@ -267,6 +267,7 @@ class ServiceProcess:
         for number in ending_signals():
             loop.add_signal_handler(number, loop.call_later, grace, self._stop.set)
         loop.add_signal_handler(signal.SIGINT, self._stop.set)
+        os_process.heed_signals()
         try:
             async with exposed(service.config, self) as self._metrics:
                 await self._load()

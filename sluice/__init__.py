@@ -7,7 +7,6 @@ version.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from sluice.start import own_packages
@@ -130,7 +129,9 @@ def train(config: Config | Path | str, *overrides: str) -> Summary:
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.metadata.version("sluice-rl")
+        from importlib.metadata import version
+
+        return version("sluice-rl")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     own_packages()

@@ -7,15 +7,40 @@ packages are imported first, and the working folder comes last on the path, for 
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 PACKAGES = ("sluice", "runtime", "services", "launcher")
+STOPPED = {
+    **dict.fromkeys(("train", "quickstart", "tune"), "stopped before training began: there is nothing to save"),
+    **dict.fromkeys(("eval", "play"), "stopped before the evaluation began"),
+    "serve": "stopped before it served",
+    "node": "stopped before this node took part",
+}
+"""What the commands that end in order say where they are told to before they have begun."""
+
 RENDEZVOUS = "sluice"  # torchrun's --rdzv-backend under which an agent is started (`sluice.rendezvous`)
 
 
 def command(module: str, *arguments: str, python: str = sys.executable) -> tuple[str, ...]:
     """The command line that runs `module` as a process: `python` is an interpreter that has what the module imports."""
     return (python, __file__, module, *arguments)
+
+
+def end_early(told: str) -> None:
+    """Let each signal that ends a command in order end this process at once, with the line `told` and exit code 0, until other
+    handlers are there. Where `told` is empty, Ctrl-C ends it with 130, and no traceback of an import."""
+
+    def end(*_: object) -> None:
+        try:
+            os.write(1, f"{told}\n".encode() if told else b"")
+        finally:  # also where nobody reads it
+            os._exit(0 if told else 130)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if told else (signal.SIGINT,):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
 
 
 def own_packages() -> None:

@@ -15,6 +15,7 @@ from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
 from runtime.evaluation.sets import evaluation_sets
+from sluice import start
 
 FOLDER = "eval"
 """Where an evaluation lives in the folder of the run whose configuration it takes: it leaves that run alone."""
@@ -34,7 +35,7 @@ async def evaluate(config: Config, view: View) -> EvaluationResult:
 
 class Evaluating(Job[EvaluationResult]):
     trains = False
-    stopped_early = "stopped before the evaluation began"
+    stopped_early = start.STOPPED["eval"]
     stopped_late = "stopped at once; the evaluation has no results"
 
     async def prepared(self) -> Config:

@@ -16,6 +16,7 @@ from runtime.config import Config, loading
 from runtime.errors import UserError
 from runtime.models import tiny_model
 from runtime.models.hf_config import read_raw
+from sluice import start
 
 PORT = 8000
 CONTEXT, SLOTS = 4096, 16  # tokens of a conversation, unless `gateway.context` says otherwise, or the model has fewer positions
@@ -49,7 +50,7 @@ class Serving(Job[None]):
     """Until Ctrl-C."""
 
     trains = False
-    stopped_early = "stopped before it served"
+    stopped_early = start.STOPPED["serve"]
     stopped_late = "stopped at once"
 
     async def prepared(self) -> Config:

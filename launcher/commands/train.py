@@ -18,6 +18,7 @@ from runtime.config import Config
 from runtime.process import disk
 from runtime.telemetry.memory import PeakMemory
 from runtime.telemetry.summary import LAUNCHER, Summary
+from sluice import start
 
 
 async def train(
@@ -38,7 +39,7 @@ async def train(
 
 class _TrainJob(Job[Summary]):
     trains = True
-    stopped_early = "stopped before training began: there is nothing to save"
+    stopped_early = start.STOPPED["train"]
     stopped_late = "stopped at once; the newest checkpoint stays"
 
     def __init__(self, config: Config, view: View, here: LocalNode, fork_server: ForkServer | None):
@@ -64,7 +65,8 @@ class _TrainJob(Job[Summary]):
         self.check(config)
         if config.warmup is not None:
             config = await self.warmed_up(config)
-        return replace(config, run=replace(config.run, resume=run_folder.begin(self.folder, config, self.view.say)))
+        resume = await self.guarded(asyncio.to_thread(run_folder.begin, self.folder, config, self.view.say))  # it reads much
+        return replace(config, run=replace(config.run, resume=resume))
 
     async def outcome(self) -> Summary:
         summary = Summary.read(self.folder)

@@ -100,7 +100,7 @@ async def _followed(child: Child, view: View) -> dict[str, Any]:
     if len(signals) > 1:
         raise Interrupted("stopped at once; the newest checkpoint stays", 130)
     if signals and not told:
-        raise Interrupted("stopped before training began: there is nothing to save", 0)
+        raise Interrupted(start.STOPPED["tune"], 0)
     if child.process.returncode:
         raise child.fault()
     return told

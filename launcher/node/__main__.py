@@ -86,7 +86,8 @@ class FollowerNode:
         """Until this node is told to end: alone, or with all others, whose run then saves with what is here."""
         await self._told.wait()
         self._coordinator.terminate()
-        if await done_within(self._stopping.wait(), timeouts.LEAVE_NOTICE):
+        # A coordinator that was started here has to begin before it can say so.
+        if self._coordinator.child is not None or await done_within(self._stopping.wait(), timeouts.LEAVE_NOTICE):
             await asyncio.sleep(max(timeouts.INTERRUPTED_GRACE, self._deadlines.stop))
 
     async def _deaths(self) -> None:

@@ -25,6 +25,8 @@ class CoordinatorKeeper:
 
     async def start(self, spec: ProcessSpec, pass_fds: Sequence[int] = (), incarnation: int = 0) -> Child:
         self.child = await self._supervisor.start(spec, pass_fds=pass_fds, incarnation=incarnation)
+        if self._stopping:
+            self.terminate()
         return self.child
 
     async def until_finished(self, again: ProcessSpec, restarts: Restarts) -> None:
@@ -42,11 +44,9 @@ class CoordinatorKeeper:
             self._supervisor.let_go(former)
             await asyncio.sleep(delay)
             await self.start(again, incarnation=former.incarnation + 1)
-            if self._stopping:
-                self.terminate()
 
     def terminate(self) -> None:
-        """The run is to save and to end; if the coordinator is away, the next one is told. Nothing where there is none."""
+        """The run is to save and to end; if the coordinator is away, the next one is told."""
+        self._stopping = self._supervisor.stopping = True
         if self.child is not None:
-            self._stopping = self._supervisor.stopping = True
-            self.child.signal_group(signal.SIGTERM)
+            self.child.signal_group(signal.SIGTERM)  # which is kept for one that still begins

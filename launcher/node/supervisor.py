@@ -156,7 +156,7 @@ class Supervisor:
                         env=env,
                         pass_fds=pass_fds,
                         start_new_session=True,
-                        preexec_fn=partial(os_process.before_exec, spec.cpus),
+                        preexec_fn=partial(os_process.before_exec, spec.cpus, spec.signals_held),
                     )
                 )
             except (FileNotFoundError, PermissionError):

@@ -31,6 +31,7 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     services: tuple[str, ...] = ()  # by name, those of the run in it, which are given keys
     forked: bool = False  # the fork server may fork it (`launcher/node/fork_server.py`)
     ends_by: int = signal.SIGTERM  # by which signal it is asked to end; a service waits at SIGTERM for the coordinator's word
+    signals_held: bool = False  # SIGTERM and SIGHUP are kept until it heeds them (`os_process.heed_signals`)
 
 
 def coordinator_spec(
@@ -52,6 +53,7 @@ def coordinator_spec(
         command=start.command("services.coordinator", *arguments, python=settings.python or python),
         env={"SLUICE_LAUNCHED": repr(launched), **environment(settings, 1, machine)},
         cpus=affinity(settings),
+        signals_held=True,
     )
 
 
@@ -86,6 +88,7 @@ def service_specs(
             services=tuple(f"{launch.role}-{rank}" for rank in launch.ranks) or (launch.name,),
             forked=_forkable(launch, role, machine) and "LD_PRELOAD" not in env,
             ends_by=signal.SIGINT,
+            signals_held=True,
         )
     return specs
 

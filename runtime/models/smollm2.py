@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from runtime import timeouts
 from runtime.errors import UserError
+from runtime.process import os_process
 
 if TYPE_CHECKING:
     import torch
@@ -195,6 +196,7 @@ def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def main() -> None:
+    os_process.die_with_parent()
     try:
         make(Path(sys.argv[1]))
     except (UserError, OSError) as error:

@@ -27,6 +27,7 @@ STORE_KEY = "SLUICE_STORE_KEY"  # the variable that tells the ranks of a group i
 MISTAKE = 2  # exit code of what the user can mend
 
 _PARENT = "SLUICE_PARENT"
+_HELD = (signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_PTRACER = 0x59616D61
@@ -93,11 +94,25 @@ def lead_children() -> None:
     os.environ[_PARENT] = str(os.getpid())
 
 
-def before_exec(cpus: Sequence[int] = ()) -> None:
-    """Between fork and exec of a process that is not to outlive this one. It may run on `cpus` alone; empty = all of ours."""
+def before_exec(cpus: Sequence[int] = (), signals_held: bool = False) -> None:
+    """Between fork and exec of a process that is not to outlive this one. It may run on `cpus` alone; empty = all of ours.
+    `signals_held`: it will call `heed_signals`."""
     die_with_parent()
     if cpus:
         os.sched_setaffinity(0, cpus)
+    if signals_held:
+        hold_signals()
+
+
+def hold_signals() -> None:
+    """Have the kernel keep SIGTERM and SIGHUP, which would end a process that has no handlers yet, until `heed_signals`. So it
+    is in what the process executes."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+
+
+def heed_signals() -> None:
+    """The main thread has its handlers: one that was kept is handled now."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
 def die_with_parent(parent: int | None = None) -> None:

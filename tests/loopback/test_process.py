@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from msgspec import structs
 from launcher.node.fork_server import ForkedProcess, ForkServer
 from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
+from runtime import timeouts
 from runtime.config import Config, Deadlines, Model, Network, Restarts, Rewards, Rule, Run, loading
 from runtime.errors import Unreachable, UserError
 from runtime.models.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
-from runtime.process import keys
+from runtime.process import keys, os_process
 from runtime.status import Registration, Status, Stop
 from runtime.types import ScoreRequest, Scores
 from services.rpc import contract
@@ -98,7 +100,11 @@ async def started(config: Path, coordinator: str) -> AsyncIterator[Service]:
     log = config.parent / "log"
     with log.open("wb") as err:
         process = await asyncio.create_subprocess_exec(
-            *command(config, coordinator), cwd=ROOT, stdin=asyncio.subprocess.DEVNULL, stderr=err
+            *command(config, coordinator),
+            cwd=ROOT,
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=err,
+            preexec_fn=partial(os_process.before_exec, (), True),
         )
     try:
         yield Service(process, log)
@@ -139,7 +145,13 @@ def score_request(*texts: str, group_id: int = 5) -> ScoreRequest:
 
 @driven_by(run)
 async def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: Path) -> None:
-    async with registered(tmp_path) as (service, registration, session):
+    """What a scheduler tells all processes as this one begins is heeded as it is later: the coordinator says when to stop."""
+    late = Deadlines(start=START, stop=START + END)
+    async with coordinating() as (address, found), started(write_config(tmp_path, deadlines=late), address) as service:
+        service.process.terminate()
+        registration = await asyncio.wait_for(found.get(), START)
+        session = Session(registration.address, "reward-0", "Reward")
+        await session.open(END)
         assert (registration.role, registration.name, registration.rank) == ("reward", "reward-0", 0)
         assert registration.pid == service.process.pid
         assert registration.seconds.keys() == {"interpreter", "imports", "load"}
@@ -165,6 +177,7 @@ async def test_a_reward_process_registers_serves_and_stops_when_told(tmp_path: P
         assert await service.ended() == 0
         with pytest.raises(Unreachable, match="reward-0"):
             await session.call("Score", request, 5.0)
+        await session.close()
         assert "Traceback" not in service.log
 
 
@@ -352,6 +365,16 @@ async def test_what_is_forked_is_as_a_process_that_was_started_and_is_forked_aga
             "input": "",
         }
         assert "exit code 3" in str(child.fault())
+        # One that a signal has stopped is not waited for: the next process begins by itself.
+        monkeypatch.setattr(timeouts, "STALL_LEAST", 0.05)
+        monkeypatch.setattr(timeouts, "BEAT", 0.05)
+        (server,) = (one for one in psutil.Process().children() if "services.fork_server" in one.cmdline())
+        server.suspend()
+        alone = await supervisor.start(forked("rollout-2", "3"))
+        assert not isinstance(alone.process, ForkedProcess)
+        assert await alone.process.wait() == 3
+        assert said[1] == "fork server: is stopped, after 0 s; processes begin without it"
+        assert not server.is_running()
     finally:
         await supervisor.end_all(0.0)
     assert not [one for one in psutil.Process().children() if PROGRAM in one.cmdline()]
@@ -362,3 +385,50 @@ def test_what_is_forked_ends_with_the_agent() -> None:
     said, _ = agent.communicate(timeout=START + END)  # its standard error is open as long as what was forked lives
     assert agent.returncode == -signal.SIGKILL
     assert int(said) > 0
+
+
+# ---- Commands that are told to end as they begin
+
+# In a process that imports AT, the signal NUMBER comes at that moment.
+SENDS = """
+import os, sys
+class Sends:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ.get("AT"):
+            os.kill(os.getpid(), int(os.environ["NUMBER"]))
+sys.meta_path.insert(0, Sends())
+"""
+BEFORE = "stopped before training began: there is nothing to save\n"
+
+
+def test_a_command_that_is_told_to_end_at_any_moment_of_its_start_ends_in_order(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SENDS)
+    quickstart = (str(ROOT / "configs/quickstart.yaml"), f"run.dir={tmp_path}/run")
+    node = ("sluice.node", *quickstart)
+    train, tune, serve = (("sluice", *each) for each in (("train", *quickstart), ("tune", *quickstart), ("serve", "nowhere")))
+    table = [
+        (train, "launcher.cli", signal.SIGTERM, 0, BEFORE),
+        (train, "launcher.node.fork_server", signal.SIGHUP, 0, BEFORE),
+        (train, "launcher.commands.train", signal.SIGTERM, 0, BEFORE),  # while there is a fork server
+        (train, "launcher.job", signal.SIGINT, 0, BEFORE),
+        (tune, "launcher.commands.tune", signal.SIGTERM, 0, BEFORE),
+        (serve, "launcher.commands.serve", signal.SIGINT, 0, "stopped before it served\n"),
+        (node, "launcher.node.agent", signal.SIGTERM, 0, "stopped before this node took part\n"),
+        (("sluice", "status", "nowhere"), "launcher.cli", signal.SIGINT, 130, ""),
+        (("sluice", "status", "nowhere"), "launcher.commands.status", signal.SIGINT, 130, ""),
+    ]
+    for first in range(0, len(table), 2):
+        begun = [
+            subprocess.Popen(
+                (sys.executable, "-m", *command),
+                env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "AT": at, "NUMBER": str(int(number))},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for command, at, number, _, _ in table[first : first + 2]
+        ]
+        for process, (command, at, _, code, said) in zip(begun, table[first:], strict=False):
+            out, errors = process.communicate(timeout=START)
+            assert (process.returncode, out, errors) == (code, said, ""), (command, at)
+    assert not (tmp_path / "run").exists()

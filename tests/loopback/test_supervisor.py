@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from launcher.node.child import Child
+from launcher.node.coordinator import CoordinatorKeeper
 from launcher.node.logs import Log
 from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
@@ -216,6 +217,59 @@ async def test_one_that_waits_to_be_started_again_can_be_ended(supervisor: Super
     assert supervisor.incarnations == {}
     assert not failing.done()
     failing.cancel()
+
+
+# A coordinator that writes where it is, and heeds SIGTERM only once it is told to go on.
+HEEDS = """
+import os, pathlib, signal, sys, time
+from runtime.process import os_process
+here = pathlib.Path(sys.argv[1], os.environ["SLUICE_INCARNATION"])
+here.touch()
+while not here.with_name(here.name + "-goes-on").exists():
+    time.sleep(0.01)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+os_process.heed_signals()
+here.with_name(here.name + "-heeds").touch()
+time.sleep(600)
+"""
+
+
+async def there(path: Path) -> None:
+    while not path.exists():  # noqa: ASYNC110, ASYNC240 - the test's own deadline ends it
+        await asyncio.sleep(0.01)
+
+
+@handed(supervised, needs=("tmp_path",))
+async def test_a_coordinator_that_is_lost_as_the_run_is_told_to_stop_is_followed_by_one_that_stops(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    """Whenever the run is told: before the loss is known, while nobody is there, and before the next one heeds signals."""
+    for moment in ("before anyone", "before the loss", "between", "as the next one begins"):
+        folder = tmp_path / moment
+        folder.mkdir()
+        coordinator = replace(spec("coordinator", HEEDS, str(folder)), signals_held=True)
+        keeper = CoordinatorKeeper(supervisor)
+        if moment == "before anyone":
+            keeper.terminate()
+        first = await keeper.start(coordinator)
+        running = asyncio.create_task(keeper.until_finished(coordinator, Restarts(attempts=1, backoff=0.2)))
+        await there(folder / "0")
+        if moment != "before anyone":
+            (folder / "0-goes-on").touch()
+            await there(folder / "0-heeds")
+            os.kill(first.pid, signal.SIGSTOP)  # so that it heeds no SIGTERM before it is killed
+            if moment == "before the loss":
+                keeper.terminate()
+            os.kill(first.pid, signal.SIGKILL)
+            if moment == "between":
+                await fewer(supervisor, 1)
+                keeper.terminate()
+            await there(folder / "1")
+            if moment == "as the next one begins":
+                keeper.terminate()
+        (folder / f"{keeper.child.incarnation if keeper.child else 0}-goes-on").touch()
+        await running
+        supervisor.children.clear()
 
 
 @handed(supervised, needs=("tmp_path",))

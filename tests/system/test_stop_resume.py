@@ -34,6 +34,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_where_it_was_until_it_is_as_accurate_a
     folder = tmp_path / "run"
     with started(config, *LONG, folder=folder) as run:
         run.reaches(3)
+        run.member("coordinator").kill()  # another comes, which is told
         run.interrupt()
         assert run.wait(ORDERLY) == 0, run.output + run.errors
         check_gone(folder)
