@@ -183,7 +183,7 @@ class Agent:
         files = {key: Path(path) for key, path in named_paths(self.config).items()} | {"run.dir": run_dir / run_files.LOCK}
         if not self.config.cluster.shared_folder:
             del files["run.dir"]  # each has its own
-            whole = await asyncio.to_thread(node_checkpoints.whole, run_dir, self._node.name)
+            whole = await asyncio.to_thread(node_checkpoints.whole, run_dir, self._node.name, not self.began)
         found = await asyncio.to_thread(lambda: {key: fingerprint(path) for key, path in files.items()})
         method = contract.METHODS["Coordinator", "ReportPaths"]
         await session.call(channel, "coordinator", method, NodePaths(node=self._node.name, found=found, parts=whole))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from runtime.cluster.topology import slots
@@ -19,7 +21,8 @@ from runtime.coordinator.register import Register
 from runtime.coordinator.roles import Roles, models
 from runtime.coordinator.run_context import RunContext
 from runtime.coordinator.takeover import TakenUp
-from runtime.errors import SluiceError
+from runtime.errors import SluiceError, UserError
+from runtime.ledger import checkpoint
 from runtime.ledger.reader import LedgerReader
 from runtime.process.aio import now
 from runtime.telemetry.summary import Summary
@@ -58,6 +61,7 @@ class TrainingRun:
                 register.lose(unit, str(error))
             history.lost(history.version.step)
             await models_back(config, register)
+            await _require_whole(history)
             return cls(context, register, history)
         return cls(context, register, history, found)
 
@@ -113,6 +117,7 @@ class TrainingRun:
     async def execute(self) -> Summary:
         """The whole run. Raises ServiceFault, UserError (a full disk), InvariantViolated."""
         while await self._attempt.execute():
+            await _require_whole(self._history)
             self._attempt = self._begin()
             if self._interrupted:
                 self._attempt.stop(INTERRUPTED)
@@ -139,3 +144,9 @@ class TrainingRun:
             dropped=dropped,
             peak_pss_bytes=0,
         )
+
+
+async def _require_whole(history: RunHistory) -> None:
+    """Raises UserError where the checkpoint that the next attempt begins with has changed since it was written."""
+    if history.folder and (why := await asyncio.to_thread(checkpoint.fault, Path(history.folder))):
+        raise UserError(f"the run cannot go back to {history.folder}: {why}; run.resume=auto goes on from one before it")

@@ -44,11 +44,12 @@ def missing(part: str) -> str:
     return f"node {node} has not the {role}'s part of it whole, or takes no part in it"
 
 
-def whole(run_dir: Path, node: str) -> list[str]:
-    """Of which checkpoints a node has its part whole: `ROLE/NODE/RUN/VERSION`."""
+def whole(run_dir: Path, node: str, sums: bool = True) -> list[str]:
+    """Of which checkpoints a node has its part whole: `ROLE/NODE/RUN/VERSION`. `sums`: as of `checkpoint.fault`."""
     places = [root(run_dir, node, role) for role in ("trainer", "critic")]
     folders = [(place.name, checkpoint.folder_for(place, step)) for place in places for step in checkpoint.steps(place)]
-    return [f"{role}/{node}/{identity(checkpoint.read_position(one))}" for role, one in folders if not checkpoint.fault(one)]
+    found = [(role, one) for role, one in folders if not checkpoint.fault(one, sums)]
+    return [f"{role}/{node}/{identity(checkpoint.read_position(one))}" for role, one in found]
 
 
 def begin(place: Path, step: int, keep: Container[int]) -> Path:

@@ -35,7 +35,7 @@ class NodePart:
         self._leads = os.environ.get("LOCAL_RANK", "0") == "0"  # of this node's ranks
         run_dir, node = Path(config.run.dir), os.environ.get(os_process.NODE, "")
         self._root, self._name = node_checkpoints.root(run_dir, node, role), f"{role}/{node}"
-        self._whole = partial(node_checkpoints.whole, run_dir, node)
+        self._whole = partial(node_checkpoints.whole, run_dir, node, sums=False)  # which the agent has compared
 
     def begin(self, command: Save) -> Path:
         """Where this node's ranks are to write."""

@@ -203,7 +203,10 @@ class UpdateRank(GroupRank):
             def write_to_disk() -> list[str]:
                 with checkpoint.full_disk_told(folder):
                     write()
-                    return [] if part is None else part.complete(own, command)
+                    if part is not None:
+                        return part.complete(own, command)
+                    checkpoint.note_sums(own, self.rank)
+                    return []
 
             if not self.config.checkpoint.async_save:
                 return write_to_disk()

@@ -56,7 +56,7 @@ class TuneRank:
         self._info = self._trainer.backend.rank_info
         self._shares = len(data_leaders(config.services.trainer))
         self._saved = -1
-        if resume := checkpoint.resolve(config.run.resume, self._folder):
+        if resume := checkpoint.resolve(config.run.resume, self._folder, sums=False):
             self._stream.restore(checkpoint.read_position(Path(resume)).stream)
             self._trainer.load(resume)
             self._saved = self._trainer.step

@@ -17,7 +17,7 @@ from runtime import config
 from runtime.commands import WeightsCommitted
 from runtime.coordinator.attempt import INTERRUPTED
 from runtime.coordinator.run import TrainingRun
-from runtime.errors import DeadlineExceeded, ServiceFault
+from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.ledger import checkpoint
 from runtime.ledger.position import Position
 from runtime.ledger.reader import LedgerReader
@@ -389,6 +389,24 @@ def test_an_interruption_while_the_trainer_is_away_ends_the_run(tmp_path: Path) 
     cast.regroup = regroup
     fault = folder.fails(cast, course)
     assert (fault.service, fault.reason) == ("trainer-0", "was killed")
+
+
+def test_a_run_does_not_go_back_to_a_checkpoint_that_has_changed_since(tmp_path: Path) -> None:
+    folder, cast = RunFolder(tmp_path, steps=STEPS, sections=SAVED), Cast.make()
+    troupe = Troupe(cast, ("apply", 8))
+    regroup = cast.regroup
+
+    async def changed() -> list[FakeTrainer | FakeCritic]:
+        (state,) = (path for path in folder.checkpoint(6).iterdir() if path.name != checkpoint.POSITION)
+        state.write_bytes(bytes([state.read_bytes()[0] ^ 1]) + state.read_bytes()[1:])
+        return await regroup()
+
+    cast.regroup = changed
+    with pytest.raises(
+        UserError, match=r"^the run cannot go back to .*step-00000006: .* its checksum is another; run.resume=auto"
+    ):
+        folder.run(cast)
+    assert [trainer.restored for trainer in troupe.trainers[1:]] == [""]
 
 
 def test_a_resumed_run_goes_back_no_further_than_it_began_and_to_nothing_of_a_dead_branch(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import xxhash
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 
@@ -209,6 +210,49 @@ def test_what_is_half_deleted_under_its_own_name_is_not_whole(run: Path) -> None
     chosen = config.Config(run=config.Run(name="a", dir=str(run), resume=str(newest)))
     with pytest.raises(UserError, match=r"^run.resume: .*step-00000050 is not whole: .*__0_0.distcp"):
         run_folder.begin(run, chosen)
+
+
+def test_one_of_which_a_bit_has_changed_is_left_out_and_said_whoever_took_the_checksums(tmp_path: Path) -> None:
+    """A position without checksums, as earlier versions wrote it, is taken as it is."""
+    save(tmp_path, 40, "old", keep=9)
+    newest, partial = checkpoint.folder_for(tmp_path, 50), checkpoint.begin(checkpoint.folder_for(tmp_path, 50))
+    names = ("model/__0_0.distcp", "model/__1_0.distcp", checkpoint.TRAINER, "critic/rng.safetensors")
+    for name in names:
+        (partial / name).parent.mkdir(exist_ok=True)
+        (partial / name).write_text(name)
+    for rank in (0, 1):
+        checkpoint.note_sums(partial, rank)
+    checkpoint.note_sums(partial / checkpoint.CRITIC, 0)
+    (partial / "later").write_text("of none of them")
+    checkpoint.complete(partial, newest, Position(version=PolicyVersion(0, 50), stream=STREAM, trained=[]))
+    assert {path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file()} == {
+        *names,
+        "later",
+        "position.msgpack",
+    }
+    assert checkpoint.read_position(newest).sums == {
+        name: xxhash.xxh3_128_hexdigest((newest / name).read_bytes()) for name in (*names, "later")
+    }
+    for name in (*names, "later", checkpoint.POSITION):
+        said: list[str] = []
+        whole = (newest / name).read_bytes()
+        for bit in (0, 8 * (len(whole) // 2) + 3, 8 * len(whole) - 1):
+            changed = bytearray(whole)
+            changed[bit // 8] ^= 1 << bit % 8
+            (newest / name).write_bytes(changed)
+            assert checkpoint.resolve("auto", tmp_path, said.append) == str(checkpoint.folder_for(tmp_path, 40)), (name, bit)
+            assert said[-1].startswith(f"run.resume: {newest} is left out: ")
+        (newest / name).write_bytes(whole)
+    checkpoint.reposition(newest, replace(checkpoint.read_position(newest), accuracy=0.5))
+    assert checkpoint.resolve("auto", tmp_path) == str(newest)
+    former = replace(checkpoint.read_position(newest), sums={}, own_sum="")
+    (newest / checkpoint.POSITION).write_bytes(codec.encode(former))
+    (newest / "later").write_text("of NONE of them")
+    assert checkpoint.resolve("auto", tmp_path) == str(newest)
+    if Path("/dev/zero").exists():  # what a stranger's position may name has no end
+        endless = replace(former, files={"/dev/zero": 0}, sums={"/dev/zero": "0" * 32})
+        (newest / checkpoint.POSITION).write_bytes(codec.encode(endless))
+        assert checkpoint.fault(newest) == "/dev/zero is no file"
 
 
 # ----------------------------------------------------------------------------------------------------- the newest that is whole
