@@ -365,21 +365,23 @@ class Attempt:
 
     async def _restore(self, position: Position) -> None:
         """Begin a new incarnation at `position`, with the ledger's groups that the checkpoint does not name as trained."""
-        # The stream of prompts goes on where it was last.
-        if (newest := await self._context.ledger.note(STREAM)) is not None:
-            self._stream.restore(codec.decode(StreamState, newest))
-        else:  # a checkpoint of another folder: the ledger there has the groups that were under way
-            for problem in position.pending:
-                self._stream.give_back(problem)
         # Groups come back with all that they have; evaluations of later steps are forgotten.
-        restored = await self._context.ledger.restore(position.version.step, position.trained, self._needs)
+        ledger, folder = self._context.ledger, self._history.folder
+        newest = codec.decode(StreamState, note) if (note := await ledger.note(STREAM)) is not None else None
+        own = bool(folder) and checkpoint.is_of(self._context.folder, Path(folder))
+        behind = own and position.stream.ordinal > (newest.ordinal if newest is not None else 0)
+        restored = await ledger.restore(position.version.step, position.trained, self._needs, own, behind)
+        if newest is not None and not restored.damaged:
+            self._stream.restore(newest)
+        else:  # as the checkpoint says: the ledger of another folder has the groups that were under way, or they are lost
+            self._stream.lose(position.pending, restored.following)
         self.buffer.load(restored.groups)
         evaluation.forget_after(self._context.folder, position.version.step)
         if self._dynamic is not None:
             self._dynamic.judge_restored()
         self._set_incarnation(max(restored.incarnation, position.version.incarnation + 1))
         self._checkpoints.resume(self._incarnation, position)
-        if folder := self._history.folder:
+        if folder:
             command = Restore(folder, codec.encode(position), self._incarnation)
             await asyncio.gather(*(model.post(command) for model in self._recovery.models))
 

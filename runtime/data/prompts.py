@@ -136,6 +136,12 @@ class PromptStream:
             raise ValueError(f"problem {index} of {len(self.problems)}")
         self._returned.append(index)
 
+    def lose(self, problems: Sequence[int], following: int) -> None:
+        """Groups of these problems are lost: serve them again before fresh ones, with ordinals from `following` on at least."""
+        for index in problems:
+            self.give_back(index)
+        self._ordinal = max(self._ordinal, following)
+
     def state(self) -> StreamState:
         return StreamState(
             position=self._position,

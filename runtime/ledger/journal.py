@@ -29,32 +29,25 @@ from runtime import run_files, timeouts
 from runtime.errors import InUse, InvariantViolated, ServiceFault, StorageFull, is_full
 from runtime.ledger import states
 from runtime.ledger.payloads import Handle, PayloadLost, PayloadStore, segments
-from runtime.ledger.reader import DATABASE, PARTS, SCHEMA, GroupRow, check_format, group_row
+from runtime.ledger.reader import DATABASE, PARTS, SCHEMA, GroupRow, Ranges, check_format, group_row, missing
 from runtime.ledger.records import (
+    LOST,
     Change,
     CheckpointSaved,
     Note,
     Record,
+    Restored,
     change_columns,
     forgotten,
     parts,
     state_columns,
     ticket_columns,
+    unknown_columns,
 )
 from runtime.ledger.states import GroupState, Mark
 
 T = TypeVar("T")
 log = logging.getLogger("sluice")
-
-Ranges = list[tuple[int, int]]
-"""Group ids, as disjoint ranges in order, both ends included."""
-
-
-class Restored(Struct, kw_only=True):
-    """What goes on after going back to a checkpoint. `incarnation` is new, and durable before it is returned."""
-
-    groups: list[GroupRow]
-    incarnation: int
 
 
 class LedgerWriter:
@@ -129,15 +122,18 @@ class LedgerWriter:
         await self.flush()
         return await self._call("trained", lambda writer: writer.trained(step))
 
-    async def restore(self, step: int, trained: Ranges, needs: Mark) -> Restored:
+    async def restore(self, step: int, trained: Ranges, needs: Mark, own: bool = False, behind: bool = False) -> Restored:
         """Go back to the checkpoint of `step`, which names `trained`: the truth over what is recorded.
 
         Returns every group that is live again: `ready` or `generated` where what was made is still there, also what the
         dead branch consumed; `admitted` otherwise, with its ordinal and seed. A checkpoint that names groups of another
         ledger is no fault: those are none of this ledger's, and stay unknown to it.
+
+        The ledger is damaged where the checkpoint is of its `own` and names groups that it has not, or where it is `behind` in
+        another way. Then no group is live, and those that are missing are entered as trained.
         """
         await self.flush()
-        return await self._until_possible("restore", lambda writer: writer.restore(step, trained, needs))
+        return await self._until_possible("restore", lambda writer: writer.restore(step, trained, needs, own, behind))
 
     async def take_up(self, step: int) -> list[GroupRow]:
         """What an earlier coordinator left that had finished `step` steps, and whose processes live: every group that is live,
@@ -296,22 +292,30 @@ class _Writer:
         )
         return [(low, high) for low, high in rows]
 
-    def restore(self, step: int, trained: Ranges, needs: Mark) -> Restored:
+    def restore(self, step: int, trained: Ranges, needs: Mark, own: bool, behind: bool) -> Restored:
         changed: dict[int, dict[str, Any]] = {}
+        lost = missing(self._database, trained) if own else []
+        damaged = behind or bool(lost)
         for covered, row in self._not_settled(trained):
             before = GroupState(needs, row.phase, row.marks, row.step, row.why)
             last = step - 1 if row.taken is None else row.taken
-            after = states.restore(before, last, covered, not covered and self._intact(row))
-            if covered:  # `taken` too: the next checkpoint has to name it again
+            after = states.restore(before, last, covered, not covered and not damaged and self._intact(row))
+            if damaged and not after.phase.final:
+                changed[row.group_id] = forgotten(after.phase) | state_columns(states.apply(after, states.Dropped(LOST)))
+            elif covered:  # `taken` too: the next checkpoint has to name it again
                 changed[row.group_id] = state_columns(after) | {"taken": after.step}
             elif after != before or row.taken is not None:
                 changed[row.group_id] = state_columns(after) | forgotten(after.phase)
         incarnation = int(self.note("incarnation") or 0) + 1
         with self._transaction(durable=True):
             self._update(changed)
+            for group_id in lost:
+                self._insert("INSERT", "groups", unknown_columns(group_id, step))
             self._replace("meta", {"key": "incarnation", "value": b"%d" % incarnation})
         live = self._database.execute("SELECT * FROM groups WHERE state NOT IN ('retired', 'dropped') ORDER BY id")
-        return Restored(groups=[group_row(row) for row in live], incarnation=incarnation)
+        groups = [group_row(row) for row in live]
+        (following,) = self._database.execute("SELECT coalesce(max(id) + 1, 0) FROM groups").fetchone()
+        return Restored(groups=groups, incarnation=incarnation, damaged=damaged, following=following)
 
     def from_step(self, step: int) -> list[GroupRow]:
         query = "SELECT * FROM groups WHERE state NOT IN ('retired', 'dropped') OR taken >= ? ORDER BY id"

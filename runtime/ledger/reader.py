@@ -22,6 +22,9 @@ from runtime.types import Outcomes, PolicyVersion, Scores
 
 T = TypeVar("T")
 
+Ranges = list[tuple[int, int]]
+"""Group ids, as disjoint ranges in order, both ends included."""
+
 DATABASE = "ledger.sqlite"
 FORMAT = 5  # kept as the user_version: another one whenever the columns or the payloads change
 PARTS = ("payload", "reference", "values")  # what a group keeps in the segment files
@@ -135,6 +138,22 @@ def _group_row(row: sqlite3.Row) -> GroupRow:
     return GroupRow(**{**plain, **decoded})
 
 
+def groups_within(trained: Ranges) -> int:
+    return sum(high - low + 1 for low, high in trained)
+
+
+def missing(database: sqlite3.Connection, trained: Ranges) -> list[int]:
+    """The ids of these groups that have no row."""
+    found: list[int] = []
+    for low, high in trained:
+        within = (low, high)
+        (rows,) = database.execute("SELECT count(*) FROM groups WHERE id BETWEEN ? AND ?", within).fetchone()
+        if rows <= high - low:
+            here = {row[0] for row in database.execute("SELECT id FROM groups WHERE id BETWEEN ? AND ?", within)}
+            found += [group_id for group_id in range(low, high + 1) if group_id not in here]
+    return found
+
+
 class LedgerDamaged(UserError):
     """The file is no database, or not a whole one."""
 
@@ -212,9 +231,28 @@ class LedgerReader:
         rows = self._connection.execute("SELECT * FROM checkpoints ORDER BY step")
         return [CheckpointRow(**dict(row)) for row in rows]
 
+    def check_whole(self) -> None:
+        """Raises LedgerDamaged for pages that SQLite cannot follow, and for a state that there is not."""
+        (why,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
+        if why == "ok" and self._has_tables:
+            known = ", ".join(f"'{phase.value}'" for phase in Phase)
+            odd = self._connection.execute(f"SELECT id, state FROM groups WHERE state NOT IN ({known})").fetchone()
+            why = "ok" if odd is None else f"group {odd['id']} is {odd['state']!r}"
+        if why != "ok":
+            raise LedgerDamaged(f"{self.folder}: the ledger cannot be read: {why}")
+
+    def missing(self, trained: Ranges) -> int:
+        """How many of these groups it has not."""
+        return len(missing(self._connection, trained)) if self._has_tables else groups_within(trained)
+
+    @property
+    def _has_tables(self) -> bool:
+        """Not where the run has not got as far."""
+        return self._connection.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
+
     def trained(self) -> bool:
-        """Whether a step was ever trained, or a checkpoint saved. False where the run has not got as far as to have tables."""
-        if not self._connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+        """Whether a step was ever trained, or a checkpoint saved."""
+        if not self._has_tables:
             return False
         (found,) = self._connection.execute(
             "SELECT EXISTS (SELECT 1 FROM groups WHERE state IN ('consumed', 'retired')) OR EXISTS (SELECT 1 FROM checkpoints)"

@@ -9,7 +9,7 @@ from msgspec import Struct, field, structs
 
 from runtime import codec
 from runtime.ledger.payloads import Handle
-from runtime.ledger.reader import MARKS, PARTS
+from runtime.ledger.reader import MARKS, PARTS, GroupRow
 from runtime.ledger.states import GroupState, Phase
 from runtime.types import GeneratedGroup, Scores
 
@@ -64,9 +64,28 @@ class Note(Record, kw_only=True):
     value: bytes
 
 
+class Restored(Struct, kw_only=True):
+    """What goes on after going back to a checkpoint. `incarnation` is new, and durable before it is returned. `damaged`: see
+    `LedgerWriter.restore`. `following`: no group has this id, or a higher one."""
+
+    groups: list[GroupRow]
+    incarnation: int
+    damaged: bool
+    following: int
+
+
 _TIMES = [phase.value for phase in Phase]
 _GENERATED = ("oldest", "newest", "prompt_tokens", "response_tokens", "truncated", "rewards", "outcomes")
 _LATER = ("reward", "scores", "replica", "due")
+
+
+LOST = "lost with a part of the ledger"  # why such a group is dropped
+
+
+def unknown_columns(group_id: int, step: int) -> dict[str, Any]:
+    """Of a group of which a checkpoint says that it was trained before `step`, and nothing else is known."""
+    known = {"id": group_id, "state": Phase.RETIRED.value, "step": step - 1, "taken": step - 1}
+    return known | {"problem": -1, "source": "", "label": "", "seed": 0, "marks": 0}
 
 
 def parts(record: Record) -> dict[str, bytes]:

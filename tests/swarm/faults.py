@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 
 from runtime.errors import StorageFull
+from runtime.ledger.reader import DATABASE
 from runtime.simulation.cluster import SimulatedCluster
 from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop
+
+
+def garble(database: Path) -> None:
+    database.with_name(f"{DATABASE}-wal").unlink(missing_ok=True)
+    database.write_bytes(b"SQLite format 3" + bytes(range(256)) * 16)
+
+
+def cut(ledger: Path, percent: int) -> None:
+    """Of the write-ahead log so much is left."""
+    log = ledger / f"{DATABASE}-wal"
+    if log.exists():
+        os.truncate(log, log.stat().st_size * percent // 100)
+
 
 Kind = Literal["kill", "stop", "cut", "slow", "corrupt", "node", "full", "clock", "crash"]
 KINDS: tuple[Kind, ...] = ("kill", "stop", "cut", "slow", "corrupt", "node", "full", "clock", "crash")
 
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    **{f"cut-{percent}": partial(cut, percent=percent) for percent in range(0, 100, 10)},
+    "gone-0": lambda ledger: ledger.joinpath(DATABASE).unlink(),
+    "gone-1": shutil.rmtree,
+    "emptied-0": lambda ledger: ledger.joinpath(DATABASE).write_bytes(b""),
+    "garbage-0": lambda ledger: garble(ledger / DATABASE),
+}
 AFTER = 3.0  # seconds between a fault and one that follows it, on average: a process is back after about as long
 
 
 class Fault(Struct, frozen=True):
-    """`at`: seconds of virtual time. `who`: a process, or a node. `seconds`: how long it lasts, 0 for good; of `clock`: how
+    """`at`: seconds of virtual time. `who`: a process, or a node; of `crash` what has become of the ledger (`DAMAGES`) when the
+    next life begins, which is given and never drawn. `seconds`: how long it lasts, 0 for good; of `clock`: how
     far it is set before the next start. `rounds`: of `crash`, the rounds of callbacks that are still run then; of `full`, the
     attempts to write that fail before there is room again."""
 
@@ -72,6 +98,7 @@ class Faults:
         self._left = list(faults)
         self._chance = chance
         self._crash_at: int | None = None
+        self.damage = ""  # of the ledger, by the crash that came last
         self._loop: SimulatedLoop
 
     def begin(self, loop: SimulatedLoop, cluster: SimulatedCluster) -> None:
@@ -93,7 +120,7 @@ class Faults:
         self._left.remove(fault)
         self._loop.note(str(fault))
         if fault.kind == "crash":
-            self._crash_at = self._loop.rounds + fault.rounds
+            self._crash_at, self.damage = self._loop.rounds + fault.rounds, fault.who
         elif fault.kind == "full":
             self.failing_writes = fault.rounds
         elif fault.kind == "clock":

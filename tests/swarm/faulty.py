@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from runtime import run_files
 from runtime.config import Config
 from runtime.errors import StorageFull
-from runtime.ledger import checkpoint
+from runtime.ledger import checkpoint, damage
 from runtime.simulation.cluster import CommandDeadlines, SimulatedCluster
 from runtime.simulation.costs import Costs
 from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop
 from runtime.simulation.simulate import Outcome, Simulation
 from runtime.telemetry.summary import Summary
-from tests.swarm.faults import Fault, Faults
+from tests.swarm.faults import DAMAGES, Fault, Faults
 from tests.swarm.witness import Witness
 
 
@@ -32,6 +32,7 @@ class FaultySimulation(Simulation):
         redone = min(training.steps, every or training.steps)
         self.witness = Witness(training.staleness, training.groups_per_step, _patience(config), redone)
         super().__init__(config, costs, deadlines, seed, observer=self.witness, **more)
+        self.said: list[str] = []  # of damaged ledgers
         self._faults = Faults(faults, random.Random(f"{seed}/faults"))
 
     def run(self) -> Outcome:
@@ -57,6 +58,10 @@ class FaultySimulation(Simulation):
                 resume = checkpoint.resolve("auto", folder)
                 if not resume:
                     shutil.rmtree(folder)
+                elif self._faults.damage:
+                    DAMAGES[self._faults.damage](folder / run_files.LEDGER)
+                    damage.examine(folder, Path(resume), self.said.append)
+                    self.witness.damaged, self._faults.damage = True, ""
             except BaseException:
                 self.close(loop)
                 raise
@@ -65,7 +70,8 @@ class FaultySimulation(Simulation):
         summary = await super().live(loop, config, clock)
         assert self.training is not None and self.cluster is not None
         ledger = Path(config.run.dir) / run_files.LEDGER
-        self.witness.ended(self.training, ledger, self.cluster.trainer.state, config.training.steps)
+        prompts = len(self._train.problems)
+        self.witness.ended(self.training, ledger, self.cluster.trainer.state, config.training.steps, prompts)
         return summary
 
     def began(self, loop: SimulatedLoop, cluster: SimulatedCluster) -> None:

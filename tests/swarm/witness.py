@@ -38,6 +38,9 @@ class Witness(Observer):
         self._since = 0.0
         self.steps = self.oldest = 0
         self.most_live = 0
+        self.damaged = False  # a ledger, at the beginning of a life
+        self._problems: dict[int, int] = {}  # of the groups that live or did, by their ids
+        self._trained: dict[int, int] = {}  # as they were when they were trained
 
     def applied(self, model: SimulatedModel, step: int, batch: Sequence[TrainGroup]) -> None:
         """A model updates: the next step, with a whole batch, of groups that it has not trained, of tokens within the bound."""
@@ -49,6 +52,7 @@ class Witness(Observer):
         _hold(len(ids) == self._per_step, f"{who}: {len(ids)} groups instead of {self._per_step}")
         again = sorted(set(ids) & set(model.state.trained)) + [one for one in ids if ids.count(one) > 1]
         _hold(not again, f"{who}: groups {again} are trained again")
+        self._trained |= {group_id: self._problems[group_id] for group_id in ids}
         for group in batch:
             stamp = msgspec.msgpack.decode(group.payload, type=Stamp)
             _hold(stamp.group_id == group.group_id, f"{who}: group {group.group_id} has the payload of {stamp.group_id}")
@@ -80,6 +84,7 @@ class Witness(Observer):
     def look(self, run: TrainingRun, cluster: SimulatedCluster) -> None:
         """After each round of callbacks."""
         buffer, now = run.buffer, cluster.loop.time()
+        self._problems |= {group.group_id: group.ticket.problem for group in buffer}
         if len(buffer) > self.most_live:
             self.most_live = len(buffer)
             _hold(len(buffer) <= self._most, f"{len(buffer)} groups live, and {self._most} may")
@@ -93,7 +98,7 @@ class Witness(Observer):
         """Another life of the coordinator begins: the time to its first step begins too."""
         self._step, self._since, self.published = -1, now, False
 
-    def ended(self, run: TrainingRun, ledger: Path, state: ModelState, steps: int) -> None:
+    def ended(self, run: TrainingRun, ledger: Path, state: ModelState, steps: int, prompts: int) -> None:
         """The run is over: what the ledger calls trained is what the trainer has trained, every ordinal has an end, and no
         rollout has anything to do."""
         loads = {rollout.name: load for rollout in run.pool.serving if (load := run.pool.load(rollout))}
@@ -104,8 +109,11 @@ class Witness(Observer):
         _hold(state.step <= steps, f"{state.step} steps of {steps}")
         mine, others = _odd(retired, state.trained), _odd(state.trained, retired)
         _hold(retired == sorted(state.trained), f"retired alone {mine}, trained alone {others}")
+        asked = [self._trained[group_id] for group_id in state.trained]
+        twice = {problem for problem in asked if asked.count(problem) > 1}
+        _hold(not twice or max(row.group_id for row in rows) >= prompts, f"the prompts {twice} are trained twice")
         ids = sorted(row.group_id for row in rows)
-        _hold(ids == list(range(len(ids))), f"the ordinals {ids[:20]} have gaps")
+        _hold(self.damaged or ids == list(range(len(ids))), f"the ordinals {ids[:20]} have gaps")
         unsaid = [row.group_id for row in rows if row.phase.value == "dropped" and not row.why]
         _hold(not unsaid, f"groups {unsaid} are dropped, and nobody says why")
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from runtime import config
 from tests.swarm import swarm
+from tests.swarm.faults import DAMAGES, Fault
 from tests.swarm.planted import BUGS, hunt
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +58,28 @@ def test_every_seed_holds_and_gives_the_same_trace_in_another_process(part: int)
         other.wait()
     assert theirs.strip() == mine.strip()
     assert [line for line in mine.splitlines() if len(line.split()) > 2] == []
+
+
+def test_a_ledger_that_is_damaged_between_two_lives_costs_no_prompt_and_trains_none_twice() -> None:
+    """The run goes on from its checkpoint, and what is missing is said."""
+    whens = ((4, 0.5), (10, 6.0), (27, 6.0), (32, 6.0), (2, 2.0))  # in the middle of a run, behind a checkpoint
+    for index, what in enumerate(DAMAGES):
+        seed, at = whens[index % len(whens)]
+        case = swarm.case_of(seed)
+        often = replace(case.config, checkpoint=config.Checkpoint(every=1, keep=2))
+        case = dataclasses.replace(case, config=often, faults=(Fault("crash", at, what, rounds=seed),))
+        with swarm.quiet(), swarm.simulation(case) as simulation:
+            assert swarm.said(simulation, case) == "", swarm.command(case)
+            lost = [
+                line
+                for line in simulation.said
+                if re.search(r"/ledger: \d+ of the \d+ groups that step-\d{8} has trained", line)
+            ]
+            assert len(lost) == (what not in ("cut-70", "cut-80", "cut-90")), what  # where no trained group was in what was cut
+            aside = [
+                line for line in simulation.said if line.endswith("; it is set aside as ledger.broken-1, and another begun")
+            ]
+            assert len(aside) == (what == "garbage-0") == len(simulation.said) - len(lost)
 
 
 def test_each_planted_bug_has_its_place_in_the_source() -> None:

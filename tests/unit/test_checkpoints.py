@@ -31,6 +31,7 @@ from runtime.data.prompts import StreamState
 from runtime.errors import UserError
 from runtime.ledger import checkpoint, node_checkpoints
 from runtime.ledger.position import Position
+from runtime.ledger.reader import DATABASE
 from runtime.types import PolicyVersion
 from services.nodes import Nodes
 
@@ -57,8 +58,8 @@ def export(run: Path, word: str) -> None:
             (partial / name).write_text(word)
 
 
-def auto(run: Path) -> str:
-    return run_folder.begin(run, config.Config(run=config.Run(name="a", dir=str(run), resume="auto")))
+def auto(run: Path, say: Callable[[str], None] = lambda _: None) -> str:
+    return run_folder.begin(run, config.Config(run=config.Run(name="a", dir=str(run), resume="auto")), say)
 
 
 def words(folder: Path) -> set[str]:
@@ -243,8 +244,14 @@ def test_one_of_which_a_bit_has_changed_is_left_out_and_said_whoever_took_the_ch
             assert checkpoint.resolve("auto", tmp_path, said.append) == str(checkpoint.folder_for(tmp_path, 40)), (name, bit)
             assert said[-1].startswith(f"run.resume: {newest} is left out: ")
         (newest / name).write_bytes(whole)
-    checkpoint.reposition(newest, replace(checkpoint.read_position(newest), accuracy=0.5))
+    checkpoint.reposition(newest, replace(checkpoint.read_position(newest), accuracy=0.5, trained=[(0, 6)]))
     assert checkpoint.resolve("auto", tmp_path) == str(newest)
+    (tmp_path / run_files.LEDGER).mkdir()
+    (tmp_path / run_files.LEDGER / DATABASE).write_text("no database")
+    said = []
+    assert auto(tmp_path, said.append) == str(newest)
+    assert "it is set aside as ledger.broken-1" in said[1]
+    assert "7 of the 7 groups that step-00000050 has trained" in said[2]
     former = replace(checkpoint.read_position(newest), sums={}, own_sum="")
     (newest / checkpoint.POSITION).write_bytes(codec.encode(former))
     (newest / "later").write_text("of NONE of them")
