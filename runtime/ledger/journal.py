@@ -23,8 +23,6 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec import Struct
-
 from runtime import run_files, timeouts
 from runtime.errors import InUse, InvariantViolated, ServiceFault, StorageFull, is_full
 from runtime.ledger import states
