@@ -391,7 +391,9 @@ def test_what_is_forked_ends_with_the_agent() -> None:
 
 # In a process that imports AT, the signal NUMBER comes at that moment.
 SENDS = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 class Sends:
     def find_spec(self, name, path=None, target=None):
         if name == os.environ.get("AT"):

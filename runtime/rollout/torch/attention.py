@@ -13,19 +13,14 @@ from runtime.models.rope import Rope
 _BLOCK = 1024  # queries at once, at least, where attention has a mask: it grows with them
 
 
-def rope_tables(
-    rope: Rope, dim: int, length: int, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [length, 1, dim] of rotary embeddings (Su et al. 2021, RoFormer, equation 34, in halves).
+def rope_tables(rope: Rope, dim: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, float32 [length, 1, dim], of rotary embeddings (Su et al. 2021, RoFormer, equation 34, in halves).
 
     The first half of the sines is negated: rotating is then x * cos + roll(x, dim / 2) * sin.
     """
     angles = torch.outer(torch.arange(length, dtype=torch.float32), rope.frequencies(dim)).unsqueeze(1)
     cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
-    return (
-        torch.cat((cos, cos), -1).to(device, dtype),
-        torch.cat((-sin, sin), -1).to(device, dtype),
-    )
+    return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
 
 
 def within(allowed: torch.Tensor | None, positions: torch.Tensor, past: int, window: int) -> torch.Tensor | None:

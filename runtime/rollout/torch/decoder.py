@@ -2,7 +2,7 @@
 
 Tokens are flattened to [m, hidden]; only the attention knows of sequences. What layers add to, norms, rotations, softmax
 statistics and the logits that are returned are float32 whatever the weights are: the trainer computes under `torch.autocast`,
-which rounds at the same places. Then bfloat16 gives both the same log-probabilities, which roundings elsewhere move by 0.05.
+which rounds at the same places. In bfloat16, roundings at other places moved log-probabilities by 0.05 nats.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ class KVCache:
 # what the output projection takes, [m, heads * head_dim].
 Attention = Callable[[int, torch.Tensor], torch.Tensor]
 
+_Projection = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]  # weight; a norm of the product; bias
 LENGTH_STEP = 8  # cached lengths are cut to a multiple of this: fused kernels want aligned masks
 
 
@@ -178,10 +179,7 @@ class Decoder:
         """Cosines and sines of so many positions; the last ones are those of layers with a window."""
         local = self.config.local_theta
         ropes = [self.config.rope] + ([] if local is None else [Rope(local)])
-        return [
-            rope_tables(rope, self.config.rotary_dim or self.config.head_dim, length, self.device, torch.float32)
-            for rope in ropes
-        ]
+        return [rope_tables(rope, self.config.rotary_dim or self.config.head_dim, length, self.device) for rope in ropes]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[m, hidden] to float32 [m, vocab_size]."""
@@ -328,14 +326,14 @@ class Decoder:
         for index, layer in enumerate(weights.layers):
             rotation = rotations[-1 if self._windows[index] else 0]
             made = attend(index, self._project(layer, self._norm(x, layer.input_norm).to(self.dtype), *rotation))
-            x = self._added(x, made, layer.output, layer.attention_norm, layer.output_bias)
+            x = self._added(x, made, (layer.output, layer.attention_norm, layer.output_bias))
             normed = self._norm(x, layer.mlp_norm).to(self.dtype)
             if layer.router is not None and config.experts is not None:
                 x += routed(normed, layer, layer.router, config.experts, self.chosen)
                 continue
             gate, up = F.linear(normed, layer.gate_up).chunk(2, 1)
             gate = F.silu(gate) if config.activation == "silu" else F.gelu(gate, approximate="tanh")
-            x = self._added(x, gate.mul_(up), layer.down, layer.mlp_out_norm)
+            x = self._added(x, gate.mul_(up), (layer.down, layer.mlp_out_norm, None))
         return self._norm(x, weights.norm).to(self.dtype)
 
     def _project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -364,15 +362,9 @@ class Decoder:
             return F.rms_norm(x, shape, weight.float(), eps)
         return F.rms_norm(x.float(), shape, None, eps).to(x.dtype) * weight.float()
 
-    def _added(
-        self,
-        x: torch.Tensor,
-        made: torch.Tensor,
-        weight: torch.Tensor,
-        norm: torch.Tensor | None,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x and the product of `made` with `weight`, of which a norm is taken where there is one."""
+    def _added(self, x: torch.Tensor, made: torch.Tensor, to: _Projection) -> torch.Tensor:
+        """x and what `made` is projected to."""
+        weight, norm, bias = to
         if norm is None and bias is None and self.dtype == torch.float32:
             return torch.addmm(x, made, weight.t())
         out = F.linear(made, weight, bias)
