@@ -275,7 +275,9 @@ def to_device(model: Any, trained: TrainedRole, compute: torch.dtype, rank_info:
             buffer.copy_(buffer.to(compute))
     model.train()
     if world_size > 1:
-        model.get_input_embeddings().register_forward_hook(lambda module, given, made: made.float())
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):  # which FSDP2 casts; what layers add to is float32
+                module.register_forward_hook(lambda _, given, made: made.float())
         sharding.shard(model, device, compute, settings.cpu_offload)
     else:
         model.to(device)
