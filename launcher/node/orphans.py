@@ -23,6 +23,7 @@ class Orphans:
     def __init__(self) -> None:
         self.variable = f"{os.environ.get(os_process.AGENTS, '')} {os.getpid()}".strip()
         """Of the processes: their agents, where one of them has started this one."""
+        self._sessions = set[int]()  # that the node's processes have led
         self._seen = set[int]()
         self._told: dict[int, float] = {}  # by pid, when
         self._starting = 0
@@ -40,7 +41,13 @@ class Orphans:
     def end(self, known: Collection[int]) -> list[str]:
         """Go on with the end of all that are not `known`, from the second look at them on: some end by themselves. Returns the
         names of those that were told to end now."""
-        found = set() if self._starting else {pid for pid in _children().difference(known) if self._is_ours(pid)}
+        self._sessions.update(known)
+        others = _children().difference(known)
+        found = set() if self._starting else {pid for pid in others if self._is_ours(pid)}
+        for pid in set() if self._starting else others - self._told.keys():
+            if _ended_in(pid) in self._sessions:  # no process that a caller of this one has started
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
         names = [_tell(pid) for pid in found & self._seen - self._told.keys()]
         self._told |= dict.fromkeys(found & self._seen - self._told.keys(), time.monotonic())
         self._seen = found
@@ -75,6 +82,15 @@ def _children() -> set[int]:
         with suppress(OSError):
             found |= set(map(int, task.read_text().split()))
     return found
+
+
+def _ended_in(pid: int) -> int:
+    """The session of a process that has ended and is still waited for, else 0."""
+    try:
+        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+    except OSError:
+        return 0
+    return int(session) if state == "Z" else 0
 
 
 def _tell(pid: int) -> str:
