@@ -20,7 +20,7 @@ from launcher.node.child import Child
 from launcher.node.coordinator import CoordinatorKeeper
 from launcher.node.fork_server import ForkServer, forked_roles
 from launcher.node.local_node import LocalNode, placement_faults
-from launcher.node.machine import on_this_machine
+from launcher.node.machine import check_secret, on_this_machine
 from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.registered_names import known_names
@@ -94,6 +94,7 @@ class Job(ABC, Generic[Result]):
             for number in ending_signals():
                 loop.add_signal_handler(number, self._on_signal, number)
             logs, self._lock = run_folder.prepare(self.folder, self.config.run)
+            check_secret(self.config)
             keys.begun(self.folder)
             if self.config.network.security == "none":
                 self.view.say(keys.OPEN)

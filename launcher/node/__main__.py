@@ -28,7 +28,7 @@ from launcher.node import environment
 from launcher.node.agent import Agent
 from launcher.node.coordinator import CoordinatorKeeper
 from launcher.node.local_node import LocalNode
-from launcher.node.machine import on_this_machine
+from launcher.node.machine import check_secret, on_this_machine
 from launcher.node.supervisor import Supervisor
 from launcher.node.topology import coordinator_spec
 from launcher.view import View
@@ -51,6 +51,7 @@ class FollowerNode:
 
     def __init__(self, config: Config, here: LocalNode, verbose: bool):
         """Raises UserError."""
+        check_secret(config)
         own = on_this_machine(config, here.address)
         settings = config.services.coordinator
         self._deadlines = config.deadlines

@@ -65,7 +65,7 @@ def _devices(kind: Kind, names: list[str]) -> tuple[str, ...]:
 def on_this_machine(config: Config, address: str = "") -> Config:
     """With this machine's own address as `network.interface`: `address` where it is given, else what fits that key.
 
-    Raises UserError when there is none, or none that other nodes reach, and for a secret that they cannot know.
+    Raises UserError when there is none, or none that other nodes reach.
     """
     key, given = ("--address", address) if address else ("network.interface", config.network.interface)
     own = own_address(given, config.services.coordinator.host, key)
@@ -74,10 +74,14 @@ def on_this_machine(config: Config, address: str = "") -> Config:
             f"{key}: '{given}' gives this node {own}, by which no other is reached; must be "
             "its address, a network that it is in, or an interface"
         )
-    network, several = replace(config.network, interface=own), has_several_nodes(config.cluster)
-    if several and not config.cluster.shared_folder and keys.security(network) != "none" and keys.SECRET not in os.environ:
+    return replace(config, network=replace(config.network, interface=own))
+
+
+def check_secret(config: Config) -> None:
+    """Raises UserError where other nodes cannot know the secret of this one."""
+    apart = has_several_nodes(config.cluster) and not config.cluster.shared_folder
+    if apart and keys.security(config.network) != "none" and keys.SECRET not in os.environ:
         raise UserError(f"{keys.SECRET}: missing; cluster.shared_folder is false, so it must be set, to the same on all nodes")
-    return replace(config, network=network)
 
 
 def jemalloc_paths(architecture: str) -> tuple[str, ...]:
