@@ -104,7 +104,6 @@ class Supervisor:
             self._watch.cancel()
             self._watch = None
             self._kills.close()
-        self._beats.close()
 
     async def _look_after(self) -> None:
         """Until cancelled: whoever makes no progress is ended, with its stacks in its log, and so is what nobody owns."""
@@ -334,5 +333,6 @@ class Supervisor:
             await asyncio.sleep(timeouts.ORPHAN_POLL)
             self._end_orphans()  # whose own become this process's
         os_process.adopt(False)
+        self._beats.close()
         await asyncio.gather(*(asyncio.to_thread(output.close) for output in self._outputs))
         leftovers.clear()

@@ -360,6 +360,19 @@ async def test_one_that_came_late_holds_up_no_end(supervisor: Supervisor, monkey
     assert not late.running
 
 
+TELLS = "import signal, socket; signal.sigwait([signal.SIGHUP]); socket.socket(fileno=0).send(b'x')"
+
+
+@handed(supervised, needs=("tmp_path",))
+async def test_one_that_lives_on_as_restarts_end_is_still_heard(supervisor: Supervisor) -> None:
+    """As the coordinator does when a node's agent hears of a run for the first time."""
+    supervisor.enable_restarts(allowed())
+    child = await supervisor.start(replace(spec("coordinator", TELLS), signals_held=True))
+    supervisor.stop_restarts()
+    os.kill(child.pid, signal.SIGHUP)
+    assert await asyncio.wait_for(child.process.wait(), DEADLINE) == 0  # its beat had somewhere to go
+
+
 ENDS = ["rollout-0: run: was killed by SIGKILL", "reference-0: stop: did not end (deadline 0.5 s): killed"]
 
 
