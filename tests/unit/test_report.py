@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("plotly", reason="needs plotly: make install")
@@ -313,6 +313,7 @@ def test_steps_that_were_done_again_do_not_count(told: bool) -> None:
     assert (found.done_again, found.returns) == (5, [4, 2])
 
 
+@example([0.0] * 7 + [-9.0, 9.0] + [0.0] * 41, 8)
 @given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=300), st.integers(4, 40))
 def test_a_thinned_curve_keeps_its_extremes_and_ends(values: list[float], most: int) -> None:
     array = np.array(values)
