@@ -366,7 +366,9 @@ def test_a_process_that_dies_meanwhile_is_told_of(live: Live) -> None:
         eventually(lambda: _calls(asking.pid, victim), PATIENCE, "a call of rollout-1")
         victim.kill()
         _, said = asking.communicate(timeout=PATIENCE)
-    assert asking.returncode == 2 and re.search("rollout-1: (Profile|connect): ", one_line(said))  # within its TLS, or behind it
+    assert asking.returncode == 2 and re.search(
+        "rollout-1: (Profile|connect): ", one_line(said)
+    )  # within its TLS, or behind it
     eventually(lambda: _can_be_made(live, "rollout-1"), PATIENCE, "a profile of the process that came in its place")
 
 
