@@ -42,14 +42,15 @@ class Orphans:
         """Go on with the end of all that are not `known`, from the second look at them on: some end by themselves. Returns the
         names of those that were told to end now."""
         self._sessions.update(known)
-        others = _children().difference(known)
-        found = set() if self._starting else {pid for pid in others if self._is_ours(pid)}
-        for pid in set() if self._starting else others - self._told.keys():
+        others = set() if self._starting else _children().difference(known)
+        for pid in others - self._told.keys():
             if _ended_in(pid) in self._sessions:  # no process that a caller of this one has started
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
-        names = [_tell(pid) for pid in found & self._seen - self._told.keys()]
-        self._told |= dict.fromkeys(found & self._seen - self._told.keys(), time.monotonic())
+        found = {pid for pid in others if self._is_ours(pid)}
+        seen_twice = found & self._seen - self._told.keys()
+        names = [_tell(pid) for pid in seen_twice]
+        self._told |= dict.fromkeys(seen_twice, time.monotonic())
         self._seen = found
         for pid, told in list(self._told.items()):
             try:
@@ -85,7 +86,7 @@ def _children() -> set[int]:
 
 
 def _ended_in(pid: int) -> int:
-    """The session of a process that has ended and is still waited for, else 0."""
+    """Return the session of a process that has ended and is still waited for, else 0."""
     try:
         state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
     except OSError:
