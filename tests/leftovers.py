@@ -145,6 +145,16 @@ def _orphans() -> list[str]:
     return [told for told in found if told]
 
 
+def descendants(part: str) -> list[psutil.Process]:
+    """Return the living processes below this one whose command has `part`. A zombie of another test has no command."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if part in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
 def _process(pid: int) -> str:
     """In words; "" when it has ended, is a helper of the interpreter's, or is this one."""
     if pid == os.getpid():

@@ -26,6 +26,7 @@ from runtime.errors import Unreachable, UserError
 from runtime.rewards.worker_process import worker_environment
 from services.environment_channels import RUN, EnvironmentChannel, EnvironmentChannels
 from services.rpc.generated import environment_pb2
+from tests.leftovers import descendants
 
 AGENTS = Path(__file__).with_name("agents_of_all_kinds.py")
 SHORT = Budgets(setup=60.0, scoring=60.0, cleanup=0.3)
@@ -53,7 +54,7 @@ async def workers(
         yield made
     finally:
         await made.close()
-    assert not [child for child in psutil.Process().children(recursive=True) if "worker.py" in " ".join(child.cmdline())]
+    assert not descendants("worker.py")
 
 
 def request(budgets: Budgets = SHORT, **task: Any) -> EpisodeRequest:

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from msgspec import structs
@@ -34,6 +33,7 @@ from services.rpc.server import Server
 from services.rpc.session import Channel, Session
 from sluice import start
 from tests.coroutines import driven_by
+from tests.leftovers import descendants
 from tests.loopback.line_views import Lines
 from tests.loopback.session_peers import run
 from tests.loopback.session_peers import started as serves
@@ -368,7 +368,7 @@ async def test_what_is_forked_is_as_a_process_that_was_started_and_is_forked_aga
         # One that a signal has stopped is not waited for: the next process begins by itself.
         monkeypatch.setattr(timeouts, "STALL_LEAST", 0.05)
         monkeypatch.setattr(timeouts, "BEAT", 0.05)
-        (server,) = (one for one in psutil.Process().children() if "services.fork_server" in one.cmdline())
+        (server,) = descendants("services.fork_server")
         server.suspend()
         alone = await supervisor.start(forked("rollout-2", "3"))
         assert not isinstance(alone.process, ForkedProcess)
@@ -377,7 +377,7 @@ async def test_what_is_forked_is_as_a_process_that_was_started_and_is_forked_aga
         assert not server.is_running()
     finally:
         await supervisor.end_all(0.0)
-    assert not [one for one in psutil.Process().children() if PROGRAM in one.cmdline()]
+    assert not descendants(PROGRAM)
 
 
 def test_what_is_forked_ends_with_the_agent() -> None:

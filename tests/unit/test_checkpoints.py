@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 from launcher import run_folder
-from launcher.node.machine import on_this_machine
+from launcher.node.machine import check_secret, on_this_machine
 from runtime import codec, config, run_files
 from runtime.cluster.nodes import NodePaths
 from runtime.config import Config
@@ -448,7 +448,8 @@ def test_nodes_that_share_no_folder_need_the_secret_in_the_environment(tmp_path:
     monkeypatch.setattr("launcher.node.machine.own_address", lambda *_: "192.0.2.7")
     monkeypatch.delenv("SLUICE_SECRET", raising=False)
     with pytest.raises(UserError, match=r"^SLUICE_SECRET: missing; cluster.shared_folder is false, so it must be set"):
-        on_this_machine(alone)
-    on_this_machine(replace(alone, network=replace(alone.network, security="none")))
+        check_secret(alone)
+    check_secret(replace(alone, network=replace(alone.network, security="none")))
     monkeypatch.setenv("SLUICE_SECRET", "5" * 64)
+    check_secret(alone)
     assert on_this_machine(alone).network.interface == "192.0.2.7"
