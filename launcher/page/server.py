@@ -50,7 +50,10 @@ class Pages:
         """`THIS` for the folder itself."""
         if _is_run(self.root):
             return [THIS]
-        return sorted(path.name for path in self.root.iterdir() if _is_run(path)) if self.root.is_dir() else []
+        if not self.root.is_dir():
+            return []
+        root = self.root.resolve()  # a link may name another run here, and nothing elsewhere
+        return sorted(path.name for path in self.root.iterdir() if path.resolve().parent == root and _is_run(path))
 
     def of(self, name: str) -> tuple[RunView, SampleReader]:
         """Raises HTTPNotFound for what is none of `names`."""

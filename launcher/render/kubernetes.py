@@ -75,7 +75,7 @@ def render(plan: Plan, claim: str = "") -> dict[str, str]:
         f"  kubectl exec job/{first} -- sluice status {host}:{plan.port}",
         f"  kubectl delete job {first}      the run drains, saves a checkpoint and ends, and so do the other nodes",
     ]
-    watched = "  In the namespace of the run, from pods with the label app.kubernetes.io/name: prometheus."
+    watched = "  From pods with the label app.kubernetes.io/name: prometheus, in the namespace of the run or in `monitoring`."
     return {"sluice.yaml": to_yaml(header, *documents), **monitoring.render(plan.config, host, watched)}
 
 
@@ -145,8 +145,9 @@ def _network_policy(plan: Plan) -> dict[str, Any]:
     own = {"matchLabels": _labels(plan)}
     rules: list[dict[str, Any]] = [{"from": [{"podSelector": own}]}]
     if (prometheus := plan.config.metrics.prometheus) is not None:
-        scraper = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
-        rule: dict[str, Any] = {"from": [scraper]}
+        scraper = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}}}
+        elsewhere = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+        rule: dict[str, Any] = {"from": [scraper, elsewhere | scraper]}
         if (ports := plan.config.network.port_range) is not None:  # else any port may be one that serves metrics
             coordinator = [{"port": prometheus.port}] if prometheus.port else []
             rule["ports"] = [{"port": ports[0], "endPort": ports[1]}, *coordinator]

@@ -262,17 +262,19 @@ def test_a_run_that_was_killed_and_one_of_another_version(tmp_path: Path) -> Non
 
 def test_a_folder_of_runs_is_a_list(tmp_path: Path) -> None:
     for name, steps in {"b": 2, "a": 2, "c": 1, "d": 1}.items():
-        record(tmp_path / name, steps)
-    (tmp_path / "a" / run_files.METRICS).write_text("nonsense\n")
-    (tmp_path / "c" / run_files.LEDGER / DATABASE).write_bytes(b"")
-    (tmp_path / "d" / run_files.LEDGER / DATABASE).write_bytes(b"no database " * 100)
-    (tmp_path / "notes").mkdir()
+        record(tmp_path / "runs" / name, steps)
+    record(tmp_path / "elsewhere", 1)
+    (tmp_path / "runs" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "runs" / "a" / run_files.METRICS).write_text("nonsense\n")
+    (tmp_path / "runs" / "c" / run_files.LEDGER / DATABASE).write_bytes(b"")
+    (tmp_path / "runs" / "d" / run_files.LEDGER / DATABASE).write_bytes(b"no database " * 100)
+    (tmp_path / "runs" / "notes").mkdir()
 
     async def use(client: ClientSession, address: str) -> Any:
         async with client.get(f"{address}/api/runs") as answer:
             return await answer.json()
 
-    first, second, killed, damaged = served(tmp_path, use)
+    first, second, killed, damaged = served(tmp_path / "runs", use)
     assert (killed["waited"], "cannot be read" in damaged["state"]) == ({}, True)
     assert (first["id"], "line 1 is not a point" in first["state"]) == ("a", True)
     assert (second["id"], second["steps"]) == ("b", 2)
