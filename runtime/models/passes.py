@@ -35,6 +35,15 @@ class Packing:
     ends of the rows. `rows` are then of all tokens' indices, `cells` of the part."""
 
 
+def exact_on_cpu(hidden: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the two factors of the logits as float32 on a CPU, as they are on an accelerator.
+
+    Products of bfloat16 are added up in float32. Logits that are rounded afterwards make half of the gap between rollouts and
+    trainer. Known limit: accelerators round them, as torch gives no gradient of a product whose result has another dtype.
+    """
+    return (hidden.float(), head.float()) if hidden.device.type == "cpu" else (hidden, head)
+
+
 def packs(model: Any) -> bool:
     """Whether a loaded model runs packed."""
     return bool(model.config._attn_implementation == PACKED_ATTENTION)

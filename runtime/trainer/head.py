@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.models.families.memory import CHUNK_ELEMENTS
+from runtime.models.passes import exact_on_cpu
 
 if TYPE_CHECKING:
     from runtime.trainer.micro_batch import MicroBatch
@@ -44,6 +45,8 @@ def token_numbers(
         kept = None if batch.kept is None else batch.kept[own]
         return numbers(confined(scaled, kept, start), batch.targets[own])
 
+    if weight is not None:
+        outputs, weight = exact_on_cpu(outputs, weight)
     size = max(1, (CPU_CHUNK_ELEMENTS if outputs.device.type == "cpu" else CHUNK_ELEMENTS) // max(1, width))
     if len(outputs) <= size:
         return of_chunk(_logits(outputs, weight), slice(None))

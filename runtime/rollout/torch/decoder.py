@@ -21,6 +21,7 @@ from runtime.models.experts import clamped_swiglu, mixture, route, route_correct
 from runtime.models.families.shape import ExpertShape
 from runtime.models.hf_config import ModelConfig, read_config
 from runtime.models.hf_weights import WeightFiles
+from runtime.models.passes import exact_on_cpu
 from runtime.models.rope import Rope
 from runtime.process import platform
 from runtime.rollout.torch.attention import (
@@ -182,8 +183,8 @@ class Decoder:
         return [rope_tables(rope, self.config.rotary_dim or self.config.head_dim, length, self.device) for rope in ropes]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[m, hidden] to float32 [m, vocab_size]."""
-        logits, cap = F.linear(hidden, self.weights.head), self.config.softcap
+        """Return the logits of `hidden` [m, hidden], float32 [m, vocab_size]."""
+        logits, cap = F.linear(*exact_on_cpu(hidden, self.weights.head)), self.config.softcap
         return (torch.tanh(logits / cap) * cap if cap else logits).float()
 
     def forward(
