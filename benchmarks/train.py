@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -67,6 +68,7 @@ PRETRAINED = TrainBenchSettings(
     warm=3,
     tail=1,
     trl_warm=1,
+    trl_steps=5,
     trl_threads=(2,),
 )
 PRETRAINED_QUICK = replace(PRETRAINED, seconds=6.0, steps=10, trl_steps=3)
@@ -208,29 +210,33 @@ async def measure(
     pairs: list[tuple[Measured, Measured]] = []
     trl: dict[int, list[TrlMeasured]] = {threads: [] for threads in settings.trl_threads if trl_python is not None}
     alone: dict[str, list[Measured]] = {what: [] for what in ALONE if what != "reference" or config.algorithm.kl_coefficient}
-    async with (
-        Worker.started(config, 1) as first,
-        Worker.started(config, 1) as second,
-        Worker.started(config, 2) as both,
-    ):
-        for number in range(settings.rounds):
-            show(f"round {number + 1} of {settings.rounds}: a run of {settings.steps} steps")
-            windows.append(await _run(config, settings))
-            show(f"round {number + 1} of {settings.rounds}: the plain loop")
+    arithmetic: list[Measured] = []
+    for number in range(settings.rounds):
+        say = partial("round {} of {}: {}".format, number + 1, settings.rounds)
+        show(say(f"a run of {settings.steps} steps"))
+        windows.append(await _run(config, settings))
+        # Workers end before TRL begins: each of them has a model and its optimizer in memory.
+        async with (
+            Worker.started(config, 1) as first,
+            Worker.started(config, 1) as second,
+            Worker.started(config, 2) as both,
+        ):
+            show(say("the plain loop"))
             for seconds in (0.1, settings.seconds):  # the first time warms up
                 threaded = await both.measure("plain", seconds)
                 pair = await asyncio.gather(first.measure("plain", seconds), second.measure("plain", seconds))
             plain.append(threaded)
             pairs.append(pair)
-            for threads, found in trl.items():
-                show(f"round {number + 1} of {settings.rounds}: TRL, threads: {threads}")
-                assert trl_python is not None
-                found.append(await train_trl.trial(config, trl_python, threads, settings.trl_warm, settings.trl_steps))
-            show(f"round {number + 1} of {settings.rounds}: the engines alone")
+            show(say("the engines alone"))
             for what in alone:
                 await first.measure(what, 0.1)
                 alone[what].append(await first.measure(what, settings.seconds))
-        arithmetic = [await first.measure(what, settings.seconds) for what in ARITHMETIC if settings.pretrained]
+            if settings.pretrained:
+                arithmetic = [await first.measure(what, settings.seconds) for what in ARITHMETIC]
+        for threads, found in trl.items():
+            show(say(f"TRL, threads: {threads}"))
+            assert trl_python is not None
+            found.append(await train_trl.trial(config, trl_python, threads, settings.trl_warm, settings.trl_steps))
     return _report(config, settings, windows, plain, pairs, alone, trl, arithmetic)
 
 

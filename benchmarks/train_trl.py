@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,9 @@ async def trial(config: Config, python: str, threads: int, warm: int, steps: int
             process.kill()
             await process.wait()
     if process.returncode:
+        if process.returncode < 0:
+            name = signal.Signals(-process.returncode).name
+            raise ServiceFault("bench", "trl", f"was killed by {name}; the kernel sends SIGKILL where memory runs out")
         said = errors.decode(errors="replace").split("\n")
         raise ServiceFault("bench", "trl", next((line for line in reversed(said) if line.strip()), "ended without an answer"))
     return msgspec.json.decode(out.splitlines()[-1], type=TrlMeasured)
