@@ -32,13 +32,13 @@ from benchmarks.process import end, service
 from runtime import run_files, timeouts
 from runtime.commands import PeerAddress, UsePeers
 from runtime.config import Gateway, Network, Rollout, Warmup, loading
-from runtime.coordinator.admission.concurrency import Concurrency, Load, load_of
+from runtime.coordinator.gateways import Concurrency, Load, load_of
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError
 from runtime.status import Registration
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import EpisodeTask, PlayRequest, SamplingParams
+from services.rpc.client import Session
 from services.rpc.server import Server
-from services.rpc.session import Session
 from sluice import start
 
 HOST, KEY = "127.0.0.1", "of-the-programs"

@@ -24,7 +24,7 @@ from runtime import run_files
 from runtime.config import Config, Evaluation, Network, Rollout, loading
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.telemetry.shown import LiteralTable
-from services.rpc import session
+from services.rpc import client
 from sluice import start
 
 DEADLINE = 300.0  # seconds of one run
@@ -133,7 +133,7 @@ async def _window(config: Config, address: str, coordinator: psutil.Process, set
     """From the step `warm` to the last but one: the last waits for no other."""
     begin: tuple[int, float, float] | None = None
     last = config.training.steps - 1
-    async with aclosing(session.watch(address)) as progress:
+    async with aclosing(client.watch(address)) as progress:
         async for one in progress:
             if one.phase != "training" or one.step < settings.warm:
                 continue

@@ -25,13 +25,13 @@ from launcher.node.child import Child
 from launcher.node.local_node import LocalNode
 from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
-from runtime import codec
+from runtime import types
 from runtime.config import Config, loading
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats, RolloutEngine
 from runtime.scoring.scorer_torch import OffloadableScorer
 from runtime.telemetry.startup import Phases
-from runtime.trainer.backend import RankInfo
+from runtime.trainer.collectives import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import (
@@ -121,7 +121,7 @@ def _generated(request: GroupRequest, version: PolicyVersion) -> GeneratedGroup:
         truncated=0,
         oldest=version,
         newest=version,
-        payload=codec.encode(payload),
+        payload=types.encode(payload),
     )
 
 
@@ -178,7 +178,7 @@ class InstantScoring:
     def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
         out = []
         for request in requests:
-            payload = codec.decode(GroupPayload, request.payload)
+            payload = types.decode(GroupPayload, request.payload)
             tokens = sum(len(sample.tokens) for sample in payload.samples)
             out.append(Logprobs(group_id=request.group_id, values=np.full(tokens, -1.0, np.float32)))
         return out

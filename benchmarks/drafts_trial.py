@@ -63,7 +63,7 @@ class DraftsTrial:
         return engine, self._requests(TEMPERATURES[way.partition(",")[0]])
 
     def _requests(self, temperature: float) -> Iterator[GroupRequest]:
-        from runtime.data.sources import training_prompts
+        from runtime.data.prepared import training_prompts
         from runtime.data.tokenizer import Tokenizer
         from runtime.types import GroupRequest, SamplingParams
 

@@ -30,15 +30,15 @@ from benchmarks.gateway_trial import HOST, Played, TrialSettings
 from benchmarks.inputs import CONFIG
 from benchmarks.process import end, service
 from benchmarks.rollout import DEFAULT_PYTHON, interpreter
-from runtime import codec, run_files
+from runtime import run_files, types
 from runtime.commands import PeerAddress, UsePeers
 from runtime.config import Gateway, Network, loading
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.status import Registration
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import EpisodeTask, GeneratedGroup, GroupPayload, PlayRequest, SamplingParams
+from services.rpc.client import Session
 from services.rpc.server import Server
-from services.rpc.session import Session
 from sluice import start
 
 START = 120.0  # seconds
@@ -291,7 +291,7 @@ async def _look(session: Session, most: list[float]) -> None:
 def check(groups: Sequence[GeneratedGroup], turns: int) -> None:
     """That each episode is one row, and each of its replies is trained. Raises ServiceFault."""
     for group in groups:
-        payload = codec.decode(GroupPayload, group.payload)
+        payload = types.decode(GroupPayload, group.payload)
         trained = int((payload.loss_mask.values != 0).sum())
         if len(payload.lengths) != payload.n or trained != turns * payload.n:
             what = f"{payload.n} episodes of {turns} turns are {len(payload.lengths)} rows with {trained} trained replies"

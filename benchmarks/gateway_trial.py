@@ -25,7 +25,7 @@ from msgspec import Struct
 from tokenizers import Tokenizer
 
 from benchmarks.gateway_script import END, TOOLS, Speaker
-from runtime import codec
+from runtime import types
 from runtime.process import os_process
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
 from services.gateway import LoopLag
@@ -94,7 +94,7 @@ class ScriptedRollout:
             truncated=0,
             oldest=version,
             newest=version,
-            payload=codec.encode(payload),
+            payload=types.encode(payload),
         )
 
     def _sample(self, tokens: np.ndarray, version: PolicyVersion) -> Sample:

@@ -26,7 +26,7 @@ from runtime.process import keys
 from runtime.telemetry.shown import LiteralTable
 from runtime.types import GroupRequest, PolicyVersion, SamplingParams
 from services.rpc import contract
-from services.rpc.session import Channel, Session, call
+from services.rpc.client import Channel, Session, call
 from sluice import start
 
 START = 60.0  # seconds

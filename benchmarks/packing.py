@@ -14,10 +14,10 @@ from benchmarks.compared import Compared
 from benchmarks.inputs import bench_config
 from benchmarks.packing_trial import APART, BRANCHES, PACKED, SORTED, TREES, UNSORTED, WAYS, cut
 from benchmarks.worker import Measured, Worker, total
-from launcher.accept.random_groups import GroupLengths, draw_lengths
+from launcher.accept.worker import GroupLengths, draw_lengths
 from runtime.config import Config, Warmup
 from runtime.telemetry.shown import LiteralTable
-from runtime.trainer.prefix_tree import cut_trees, tree_paths
+from runtime.trainer.micro_batch import cut_trees, tree_paths
 from runtime.trainer.rows import starts
 
 
@@ -180,7 +180,7 @@ def _packed(groups: Sequence[GroupLengths], budget: int) -> Iterator[tuple[np.nd
     """Of each micro-batch the tokens of its rows, those that a row before has, too, and the cells of its attention rows."""
     import torch
 
-    from runtime.trainer.attention_rows import attention_rows
+    from runtime.trainer.micro_batch import attention_rows
 
     # The last token of a reply predicts nothing and is not fed; a prompt runs through the linear layers once.
     length = np.array([length - 1 for group in groups for length in group.samples])

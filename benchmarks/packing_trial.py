@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from launcher.accept.random_groups import GroupLengths, draw_groups, draw_lengths
-from runtime import codec
+from launcher.accept.worker import GroupLengths, draw_groups, draw_lengths
+from runtime import types
 from runtime.config import Config
 from runtime.trainer.rows import cut_by_length
 from runtime.types import GroupPayload, PolicyVersion, Sample, TrainGroup
@@ -115,7 +115,7 @@ def _two_trees(number: int, apart: bool) -> TrainGroup:
     return TrainGroup(
         group_id=number,
         tokens=TREE_TOKENS // 2,
-        payload=codec.encode(payload),
+        payload=types.encode(payload),
         rewards=np.repeat(np.arange(2, dtype=np.float32), len(branches) // 2),
         valid=np.ones(len(branches), np.uint8),
     )
@@ -130,7 +130,7 @@ class PaddedSample(NamedTuple):
 
 def padded_samples(group: TrainGroup) -> list[PaddedSample]:
     """The samples of `group`, and their advantages within it (GRPO, arXiv:2402.03300, section 4.1.2)."""
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     rewards = group.rewards.astype(np.float64)
     advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
     prompt = payload.prompt.tolist()

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.inputs import answer_pattern
 from runtime.config import Config
-from runtime.data.sources import training_prompts
+from runtime.data.prepared import training_prompts
 from runtime.data.tokenizer import Tokenizer
 
 MICRO_BATCHES = 4

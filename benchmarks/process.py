@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from launcher.node.environment import environment
-from launcher.node.machine import Machine
+from launcher.node.local_node import Machine
 from runtime import run_files
 from runtime.config import loading
 from runtime.errors import ServiceFault

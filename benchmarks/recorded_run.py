@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from runtime import codec, config, run_files
+from runtime import config, run_files, types
 from runtime.config import Config, loading
 from runtime.coordinator.buffer import Buffer
 from runtime.ledger.journal import LedgerWriter
@@ -19,7 +19,7 @@ from runtime.ledger.states import Mark
 from runtime.models.tiny_model import write_tokenizer
 from runtime.process.spans import CALLS, PUBLICATION, SUFFIX, SpanHeader, TracedSpan
 from runtime.telemetry.critical_path import TRAINER
-from runtime.telemetry.trained_tokens import TrainedTokenLog, TrainedTokens
+from runtime.telemetry.summary import TrainedTokenLog, TrainedTokens
 from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample, Scores
 
 BEGAN = 1_790_000_000.0  # seconds since the epoch
@@ -119,7 +119,7 @@ def _generated(group: int, step: int, texts: Sequence[str]) -> GeneratedGroup:
         truncated=0,
         oldest=PolicyVersion(0, step),
         newest=PolicyVersion(0, step),
-        payload=codec.encode(GroupPayload.of(group, prompt, rows)),
+        payload=types.encode(GroupPayload.of(group, prompt, rows)),
     )
 
 

@@ -18,9 +18,9 @@ from runtime import config as schema
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.simulation.calibration import assumed
-from runtime.simulation.costs import ReplyLengths
-from runtime.simulation.prediction import Prediction, simulated
-from runtime.simulation.process import BYTES
+from runtime.simulation.cluster import BYTES
+from runtime.simulation.engine import ReplyLengths
+from runtime.simulation.simulate import Prediction, simulated
 from runtime.telemetry.shown import LiteralTable
 from runtime.telemetry.startup import collect_rarely
 from services.rpc.client import ContractDeadlines

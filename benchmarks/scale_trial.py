@@ -19,9 +19,8 @@ from msgspec import Struct
 
 from runtime import config as schema
 from runtime.config import Config
-from runtime.simulation.costs import Costs, Fixed, LogNormal
-from runtime.simulation.prediction import MEMORY
-from runtime.simulation.simulate import Simulation
+from runtime.simulation.engine import Costs, Fixed, LogNormal
+from runtime.simulation.simulate import MEMORY, Simulation
 from runtime.telemetry.startup import collect_rarely
 from services.rpc.client import ContractDeadlines
 

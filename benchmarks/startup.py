@@ -20,9 +20,9 @@ from rich.markup import escape
 
 from benchmarks.compared import Compared
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
-from runtime.telemetry import memory, startup
-from runtime.telemetry.memory import Memory
+from runtime.telemetry import startup
 from runtime.telemetry.shown import LiteralTable
+from runtime.telemetry.startup import Memory
 from runtime.telemetry.summary import CONTROL, Summary
 from sluice import start
 
@@ -126,7 +126,7 @@ async def _idle_processes(system: str, count: int, errors: IO[bytes]) -> Start:
         seconds = time.monotonic() - began
         parent = psutil.Process(child.pid)
         pids = [child.pid, *(one.pid for one in parent.children(recursive=True))]
-        found = Start(seconds=seconds, processes=len(pids), memory=memory.of(pids))
+        found = Start(seconds=seconds, processes=len(pids), memory=startup.of(pids))
         child.stdin.close()
         await asyncio.wait_for(child.wait(), ENDING)
     except asyncio.TimeoutError:

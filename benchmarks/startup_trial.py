@@ -17,7 +17,7 @@ from typing import Any
 from runtime.status import Registration
 from runtime.types import ScoreRequest, Scores
 from services import process
-from services.rpc import contract, session
+from services.rpc import client, contract
 from services.rpc.server import Server
 from sluice import start
 
@@ -59,8 +59,8 @@ async def sluice(count: int) -> None:
                 await supervisor.start(ProcessSpec(name=f"reward-{index}", role="reward", command=command, env={}))
             for _ in range(count):
                 one = await asyncio.wait_for(registered.get(), DEADLINE)
-                async with session.Channel(one.address) as channel:
-                    await session.call(channel, one.name, contract.METHODS["Process", "Status"], None, DEADLINE)
+                async with client.Channel(one.address) as channel:
+                    await client.call(channel, one.name, contract.METHODS["Process", "Status"], None, DEADLINE)
             await _until_told()
         finally:
             await supervisor.end_all(1.0)

@@ -15,7 +15,7 @@ import msgspec
 from benchmarks.inputs import answer_pattern
 from benchmarks.worker import Measured
 from runtime.config import Config
-from runtime.data.sources import training_prompts
+from runtime.data.prepared import training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ServiceFault, UserError
 

@@ -28,7 +28,7 @@ from benchmarks.drafts_trial import DRAFT_WAYS, DraftsTrial
 from benchmarks.engines_trial import EngineTrial
 from benchmarks.packing_trial import APART, TREE_TOKENS, TREES, WAYS, PackingTrial
 from benchmarks.process import end
-from launcher.accept.random_groups import BATCHES as TRIAL_BATCHES
+from launcher.accept.worker import BATCHES as TRIAL_BATCHES
 from runtime.cluster.topology import replicas
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault
@@ -244,7 +244,7 @@ class Bench:
 
     @cached_property
     def _requests(self) -> Any:
-        from runtime.data.sources import training_prompts
+        from runtime.data.prepared import training_prompts
         from runtime.data.tokenizer import Tokenizer
         from runtime.types import GroupRequest, SamplingParams
 
@@ -298,7 +298,7 @@ class Bench:
         """Every second sample of a group is rewarded, so that all have an advantage."""
         import numpy as np
 
-        from runtime import codec
+        from runtime import types
         from runtime.types import LogprobRequest, TrainGroup
 
         size = self._config.sampling.group_size
@@ -313,7 +313,7 @@ class Bench:
                 payload=group.payload,
                 rewards=rewards,
                 valid=valid,
-                reference=codec.encode(logprobs),
+                reference=types.encode(logprobs),
             )
 
         return [[complete(group) for group in batch] for batch in self._batches]

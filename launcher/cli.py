@@ -145,7 +145,7 @@ def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
 
     from launcher.commands.train import train
     from runtime.evaluation import results as evaluation
-    from runtime.evaluation.table import render
+    from runtime.evaluation.results import render
     from runtime.telemetry import summary
     from runtime.telemetry.shown import say, shown
 
@@ -185,7 +185,7 @@ def _eval(options: argparse.Namespace) -> None:
 
     from launcher.commands.evaluate import evaluate, own_folder
     from runtime.evaluation import results as evaluation
-    from runtime.evaluation.table import render
+    from runtime.evaluation.results import render
     from runtime.telemetry.shown import say
 
     console = Console()

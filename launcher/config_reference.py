@@ -2,7 +2,7 @@
 
 The string under a field is its meaning, and is read from the source; who only loads a configuration needs it not.
 A key's path names its sections; `[]` stands for each item of a list, `NAME` for each name that a mapping has. Names in
-MindSpeed-RL's files are those of `launcher.mindspeed.keys`.
+MindSpeed-RL's files are those of `launcher.mindspeed.reading`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from launcher.mindspeed.keys import named_there
+from launcher.mindspeed.reading import named_there
 from runtime.config import UNIT, Config, Section
 from runtime.config.model import TINY_PREFIX
 

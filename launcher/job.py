@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -13,23 +14,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Generic, TypeVar
 
+import msgspec
+from msgspec.structs import replace
+
 from launcher import run_folder
 from launcher.node import environment, topology
-from launcher.node.agent import Agent
+from launcher.node.agent import Agent, CoordinatorKeeper
 from launcher.node.child import Child
-from launcher.node.coordinator import CoordinatorKeeper
 from launcher.node.fork_server import ForkServer, forked_roles
-from launcher.node.local_node import LocalNode, placement_faults
-from launcher.node.machine import check_secret, on_this_machine
+from launcher.node.local_node import LocalNode, check_secret, on_this_machine, placement_faults
 from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.registered_names import known_names
 from launcher.view import View
-from launcher.warm_up import warm_up
 from runtime import run_files, timeouts
 from runtime.config import Config, loading
 from runtime.config.checks import semantic_faults
-from runtime.errors import ConfigError, DeadlineExceeded, SluiceError
+from runtime.errors import ConfigError, DeadlineExceeded, SluiceError, UserError
 from runtime.models import tiny_model
 from runtime.process import keys, os_process
 from runtime.process.aio import unless_failed
@@ -37,7 +38,55 @@ from runtime.process.command_line import ending_signals
 from runtime.status import Progress
 from runtime.telemetry import startup
 from runtime.telemetry.startup import Startup
-from services.rpc import session
+from runtime.tuning.warmup import cache_folder
+from services.rpc import client
+from sluice import start
+
+# ---- Warm up
+#
+# The warm-up, which is done once before the services start, in a process of its own.
+
+
+async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
+    """Make the tiny model and its problems, unless they are cached; returns the configuration that names them.
+
+    What names a model, or data, of its own keeps it; with both there is nothing to make.
+    """
+    settings = config.warmup
+    assert settings is not None
+    if config.model.path and config.data.train:
+        return config
+    folder = cache_folder(settings)
+    if not folder.exists():
+        view.phase("warm-up", detail="a tiny model, by supervised training")
+        command = start.command("runtime.tuning.warmup", msgspec.json.encode(settings).decode())
+        child = await supervisor.start(ProcessSpec(name="warmup", role="warmup", command=command, env={}), capture=True)
+        deadline = settings.max_seconds + timeouts.WARM_UP_START
+        try:
+            await asyncio.wait_for(_follow(child, view), deadline)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded(child.spec.name, "run", "did not end", deadline) from None
+        if child.process.returncode:
+            raise child.fault()
+    data = config.data
+    if not data.train:
+        data = replace(data, train=str(folder / "train.jsonl"), eval=data.eval or str(folder / "eval.jsonl"))
+    return replace(config, model=replace(config.model, path=config.model.path or str(folder / "model")), data=data)
+
+
+async def _follow(child: Child, view: View) -> None:
+    """Show the warm-up's progress, until it ends. Raises UserError with its own words when it gives up."""
+    assert child.process.stdout is not None
+    async for line in child.process.stdout:
+        told = json.loads(line)
+        if told["event"] == "progress":
+            target = round(100 * told["target"])
+            detail = f"step {told['step']}  loss {told['loss']:.2f}  held-out accuracy {told['accuracy']:.1%}"
+            view.phase("warm-up", min(target, round(100 * told["accuracy"])), target, detail)
+        elif told["event"] == "error":
+            raise UserError(told["message"])
+    await child.process.wait()
+
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -181,7 +230,7 @@ class Job(ABC, Generic[Result]):
         while True:
             told: Child | None = None
             with suppress(SluiceError):  # the stream ends with the coordinator, whose exit code says how
-                async for progress in session.watch(address, silence, self._agent.keys):
+                async for progress in client.watch(address, silence, self._agent.keys):
                     self._began = self._began or progress.phase != "starting"
                     self._agent.apply_progress(progress)
                     self._tell_losses(progress)

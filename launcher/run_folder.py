@@ -15,10 +15,10 @@ from typing import IO
 from runtime import run_files, timeouts
 from runtime.cluster.topology import named_paths
 from runtime.config import Config, Run
-from runtime.data.source_settings import sources
+from runtime.data.prepared import sources
 from runtime.errors import UserError
-from runtime.evaluation.sets import evaluation_sets
-from runtime.ledger import checkpoint, damage
+from runtime.evaluation.results import evaluation_sets
+from runtime.ledger import checkpoint, journal
 from runtime.ledger.reader import DATABASE, LedgerReader
 
 PROBE_BYTES = 1 << 16
@@ -169,7 +169,7 @@ def begin(folder: Path, config: Config, say: Callable[[str], None] = lambda _: N
         checkpoint.critic_state(Path(resume))
     if resume and checkpoint.is_of(folder, Path(resume)):
         say(f"run.resume: going on from {resume}" + "; run.overwrite replaces nothing" * config.run.overwrite)
-        damage.examine(folder, Path(resume), say)
+        journal.examine(folder, Path(resume), say)
         return resume if config.cluster.shared_folder else config.run.resume  # of which other nodes may lack their parts
     if resume and not config.run.overwrite and (folder / run_files.LEDGER).exists():  # which knows nothing of that checkpoint
         raise UserError(

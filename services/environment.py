@@ -17,8 +17,7 @@ from runtime.cluster.topology import Instance, path_of, settings_of
 from runtime.config import Config, Environment
 from runtime.config.secret_values import resolved
 from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
-from runtime.environments.sandboxes import EpisodeSandboxes
-from runtime.environments.workers import AgentWorkers
+from runtime.environments.workers import AgentWorkers, EpisodeSandboxes
 from runtime.process import keys
 from runtime.rewards.worker_process import worker_environment
 from runtime.sandbox import check

@@ -26,7 +26,7 @@ import msgspec
 
 import services
 from runtime.process import os_process
-from runtime.process.fork import LARGEST, ForkRequest
+from runtime.process.os_process import LARGEST, ForkRequest
 from services.process import TORCH, TRANSFORMERS
 
 _MODELS = (

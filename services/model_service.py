@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from runtime.commands import Apply, Export, Priority, Restore, Save
 from runtime.config import Config, Spread
 from runtime.errors import Cancelled, Forbidden, ServiceFault, UserError
-from runtime.process import os_process, progress
+from runtime.process import os_process, spans
 from runtime.status import Profile
 from runtime.types import PolicyVersion
 from services import process, profiles
@@ -140,7 +140,7 @@ class SpmdService(process.Service):
         try:
             if type(command) not in COMPUTING:
                 return self._worker.execute(command)
-            with progress.work.at("command", type(command).__name__):
+            with spans.work.at("command", type(command).__name__):
                 return self._worker.execute(command)
         finally:
             self._busy_seconds += time.monotonic() - before
@@ -178,7 +178,7 @@ class FrozenModelService(process.Service):
         """What is replied to each request, a group; in the thread."""
 
     def _answers(self, requests: Sequence[Any]) -> Sequence[Any]:
-        with progress.work.at("forward", f"{len(requests)} requests"):
+        with spans.work.at("forward", f"{len(requests)} requests"):
             return self.answers(requests)
 
     def handler(self, method: contract.Method) -> Handler:

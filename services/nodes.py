@@ -13,15 +13,14 @@ from pathlib import Path
 
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
-from runtime.cluster.placement import Placement, Seat, place
-from runtime.cluster.restarts import Allowance
+from runtime.cluster.placement import Allowance, Placement, Seat, place
 from runtime.cluster.topology import Instance, group_of, has_several_nodes, is_group, named_paths, shares_devices, with_rollouts
 from runtime.config import Config, Rollout, loading
 from runtime.coordinator.register import Register, UnitState
 from runtime.coordinator.takeover import Members, known_units
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.ledger import checkpoint, node_checkpoints
-from runtime.ledger.position import Position
+from runtime.ledger.checkpoint import Position
 from runtime.process import os_process
 from runtime.process.aio import still_missing
 

@@ -29,7 +29,7 @@ from runtime import timeouts
 from runtime.commands import Priority
 from runtime.config import Config, loading
 from runtime.errors import SluiceError, Unreachable, UserError
-from runtime.process import keys, os_process, progress, spans
+from runtime.process import keys, os_process, spans
 from runtime.process.command_line import ending_signals
 from runtime.process.keys import Keys
 from runtime.process.network import transport_variables
@@ -37,7 +37,7 @@ from runtime.status import CallStats, Profile, Registration, State, Status, Stop
 from runtime.telemetry.startup import Phases, uncollected
 from runtime.types import PolicyVersion
 from services import profiles
-from services.rpc import contract, session
+from services.rpc import client, contract
 from services.rpc.server import Fence, Handler, Server, StreamHandler
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, 
         config = loading.load(path, ())
         uvloop.install()
         spans.log.open(config, name)
-        asyncio.run(progress.telling(config, work(config, phases)))
+        asyncio.run(spans.telling(config, work(config, phases)))
     except UserError as error:
         os_process.say_errors(str(error).splitlines())
         sys.exit(2)
@@ -285,14 +285,14 @@ class ServiceProcess:
             await server.stop(timeouts.SERVER_GRACE)
 
     async def _load(self) -> None:
-        progress.work.begin("load", "load")
+        spans.work.begin("load", "load")
         with uncollected():
             if self._service.libraries:
                 await asyncio.to_thread(self._import_libraries)
                 self._phases.mark("libraries")
             await asyncio.to_thread(self._service.load)
         await self._service.start()
-        progress.work.end("load")
+        spans.work.end("load")
         self._loaded = True
         self._phases.mark("load")
 
@@ -313,14 +313,14 @@ class ServiceProcess:
             machine=os_process.machine(),
             metrics=self._metrics,
         )
-        async with session.Channel(self._coordinator, self._keys) as channel:
+        async with client.Channel(self._coordinator, self._keys) as channel:
             method = contract.METHODS["Coordinator", "Register"]
             deadlines = self._service.config.deadlines
             until = time.monotonic() + max(deadlines.start, deadlines.coordinator)
             while True:
                 left = until - time.monotonic()
                 try:
-                    return await session.call(channel, "coordinator", method, registration, left)
+                    return await client.call(channel, "coordinator", method, registration, left)
                 except Unreachable:  # it was lost before it answered: the next one is waited for
                     if left < timeouts.CONTROL_CALL:
                         raise
@@ -382,7 +382,7 @@ class ServiceProcess:
             role=self._service.role,
             name=self._service.name,
             state=self._service.state if self._state == "ready" else self._state,
-            detail=progress.work.shown(),
+            detail=spans.work.shown(),
             version=self._service.version if self._loaded else PolicyVersion(),
             calls=self._calls.stats,
             rates=rates,

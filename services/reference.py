@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from runtime import codec
+from runtime import types
 from runtime.cluster.topology import reference_takes_part, teachers
 from runtime.config import Config
 from runtime.errors import InvalidMessage
@@ -33,8 +33,7 @@ class ReferenceService(FrozenModelService):
     def load(self) -> None:
         from runtime.models.hf_config import DECODED, read_raw
         from runtime.process import platform
-        from runtime.scoring.scorer_policy import PolicyScorer
-        from runtime.scoring.scorer_torch import OffloadableScorer, TorchScorer
+        from runtime.scoring.scorer_torch import OffloadableScorer, PolicyScorer, TorchScorer
 
         device, model = platform.device(), self.config.model
         settings, away = self.config.services.reference, reference_takes_part(self.config)
@@ -70,7 +69,7 @@ class ReferenceService(FrozenModelService):
                 raise InvalidMessage(f"model {model!r} is not one of {list(self._scorers)}")
             own = [at for at, request in enumerate(requests) if request.model == model]
             answers = self._scorers[model].logprobs([requests[at] for at in own])
-            found |= zip(own, map(codec.encode, answers), strict=True)
+            found |= zip(own, map(types.encode, answers), strict=True)
         return [found[at] for at in range(len(requests))]
 
 

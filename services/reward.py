@@ -12,10 +12,8 @@ from runtime import config, timeouts
 from runtime.config import Config
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage, UserError
-from runtime.rewards.combination import combine
-from runtime.rewards.remote import RemoteFailure, RemoteScorer
-from runtime.rewards.remote_messages import RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
-from runtime.rewards.scorer import RewardScorer
+from runtime.rewards.remote import RemoteFailure, RemoteItem, RemoteResult, RemoteScorer, RemoteScoreReply, RemoteScoreRequest
+from runtime.rewards.scorer import RewardScorer, combine
 from runtime.types import ScoreRequest, Scores
 from services import process
 from services.rpc import contract, security

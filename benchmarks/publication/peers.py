@@ -13,12 +13,12 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 import msgspec
 
+from runtime.commands import TrainerPort
 from runtime.config import Publication
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register
 from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.errors import DeadlineExceeded, ServiceFault
-from runtime.ports import TrainerPort
 from runtime.process import os_process
 from runtime.types import Command, answer_of
 from services.rpc.contract import method_of

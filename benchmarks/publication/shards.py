@@ -28,9 +28,8 @@ from runtime.errors import ServiceFault
 from runtime.models.families import Family, Layout, family_for
 from runtime.telemetry.shown import LiteralTable
 from runtime.trainer.fsdp import sharding
-from runtime.weights.delta import DeltaEncoder
+from runtime.weights.delta import DeltaEncoder, Shard, ShardDelta
 from runtime.weights.plan import TRAILER
-from runtime.weights.shard_delta import Shard, ShardDelta
 
 PATIENCE = 300.0  # seconds
 WHOLE, BY_SHARD = "whole", "by shard"

@@ -13,8 +13,7 @@ from launcher.view import View
 from runtime.config import Cluster, Config
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.results import EvaluationResult
-from runtime.evaluation.sets import evaluation_sets
+from runtime.evaluation.results import EvaluationResult, evaluation_sets
 from sluice import start
 
 FOLDER = "eval"

@@ -10,6 +10,13 @@ from runtime import timeouts
 from runtime.process.command_line import CommandParser
 
 
+class Removed(argparse.Action):
+    """An option of an earlier version; `const` says what takes its place."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, values: object, option: str | None = None) -> None:
+        parser.error(f"{option}: was removed in 0.3; {self.const}")
+
+
 def add_running(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Commands on a configuration."""
     quickstart = commands.add_parser("quickstart", help="train a tiny model from nothing; what it takes comes along")
@@ -196,9 +203,7 @@ def add_simulate(simulate: CommandParser) -> None:
     """Those of `sluice simulate` besides a configuration."""
     simulate.add_argument("--from", dest="source", type=Path, metavar="RUN", help="a run's folder, to calibrate on")
     simulate.add_argument("--sweep", default="", metavar="key=a,b,c", help="these values, instead of the usual what-ifs")
-    simulate.add_argument(
-        "--lend", type=float, metavar="S", help="also: the trainer's devices generate while it waits, S seconds there and back"
-    )
+    simulate.add_argument("--lend", nargs="?", action=Removed, const="no run lends devices", help=argparse.SUPPRESS)
     simulate.add_argument("--steps", type=int, default=40, metavar="N", help="of each configuration (default: 40)")
     simulate.add_argument("--picture", type=Path, metavar="FILE.html", help="bars of all rows, also there")
 

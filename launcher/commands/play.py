@@ -14,7 +14,7 @@ from launcher.view import View
 from runtime.config import Config, Evaluation, Source
 from runtime.data.fields import extra
 from runtime.data.handlers import source_rows
-from runtime.data.source_settings import row_format_of, sources
+from runtime.data.prepared import row_format_of, sources
 from runtime.errors import UserError
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation

@@ -8,14 +8,13 @@ import time
 from rich.console import Console
 
 from launcher.view import View
-from runtime.data import prepare_settings
-from runtime.data.prepare import prepare
+from runtime.data.prepare import load, prepare
 from runtime.telemetry.shown import say
 
 
 def run(options: argparse.Namespace) -> None:
     """Prepare what the file asks for. Raises UserError."""
-    settings = prepare_settings.load(options.config, options.overrides)
+    settings = load(options.config, options.overrides)
     console = Console()
     began = time.monotonic()
     with View(console, line_interval=0) as view:  # `log_interval` says how often

@@ -13,7 +13,7 @@ from runtime.process import keys
 from runtime.process.keys import Keys
 from runtime.status import Profile, Profiled, Registration
 from runtime.telemetry.shown import shown
-from services.rpc import contract, session
+from services.rpc import client, contract
 
 LONGEST = 1_000_000
 STEPS, SECONDS = 1, 5.0  # where the user does not say; a process takes what it is measured in
@@ -59,8 +59,8 @@ def chosen(processes: Sequence[Registration], role: str | None, name: str | None
 
 async def _of(process: Registration, request: Profile, own: Keys | None, timeout: float) -> Profiled:
     """Raises what the process says, and ServiceFault where it is not there, ends meanwhile, or takes longer than `timeout`."""
-    async with session.Channel(process.address, own, party(process)) as channel:
+    async with client.Channel(process.address, own, party(process)) as channel:
         await channel.ready(process.name, timeouts.CONTROL_CALL)
         method = contract.METHODS["Process", "Profile"]
-        answer: Profiled = await session.call(channel, process.name, method, request, timeout)
+        answer: Profiled = await client.call(channel, process.name, method, request, timeout)
         return answer

@@ -9,7 +9,7 @@ from pathlib import Path
 from launcher import run_folder
 from runtime import run_files
 from runtime.errors import UserError
-from runtime.telemetry.report import lineages, panels, published, record, tables
+from runtime.telemetry.report import panels, published, record, tables
 from runtime.telemetry.report.record import RunRecord
 
 FILE = "report.html"
@@ -31,7 +31,7 @@ def report(folder: Path, output: Path | None) -> Path:
 def text(found: RunRecord, under_way: bool) -> str:
     from runtime.telemetry.report.page import Page, render  # which loads plotly
 
-    history = lineages.history(found.points)
+    history = record.history(found.points)
     rows = published.matching(published.load(), found.described, found.settings.model.path)
     before = [tables.comparison(rows, found, history), tables.lineages(history)]
     after = [tables.evaluations(found.evaluations), tables.groups(found), tables.failures(history)]
@@ -61,7 +61,7 @@ def _state(found: RunRecord, under_way: bool) -> str:
     return f"Stopped: {found.ended.stop_reason}"
 
 
-def _notes(found: RunRecord, history: lineages.LoggedHistory) -> list[str]:
+def _notes(found: RunRecord, history: record.LoggedHistory) -> list[str]:
     notes = []
     if not (found.folder / run_files.METRICS).is_file():
         notes.append(f"There is no {run_files.METRICS}: the run logged nothing yet, or has no tracker of that name.")

@@ -15,8 +15,8 @@ from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
-from launcher.commands.ranges import range_of, steps_of
-from runtime import codec, run_files
+from launcher.commands.why import range_of, steps_of
+from runtime import run_files, types
 from runtime.config import loading
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
@@ -171,7 +171,7 @@ def _rows(reader: LedgerReader, found: Iterator[GroupRow], tokenizer: Tokenizer)
 
 def samples_of(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> Iterator[SampleRow]:
     try:
-        payload = codec.decode(GroupPayload, reader.read(group.handles["payload"]))
+        payload = types.decode(GroupPayload, reader.read(group.handles["payload"]))
     except PayloadLost as error:
         print(shown(f"group {group.group_id}: {error}"), file=sys.stderr)
         return

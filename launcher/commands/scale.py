@@ -10,7 +10,7 @@ from runtime.cluster.nodes import Scale, Scaled
 from runtime.errors import Forbidden, Unanswered, UserError
 from runtime.process import keys
 from runtime.telemetry.shown import shown
-from services.rpc import contract, session
+from services.rpc import client, contract
 
 
 def run(options: argparse.Namespace) -> None:
@@ -25,8 +25,8 @@ async def scale(run: str, wanted: str) -> str:
     method = contract.METHODS["Coordinator", "Scale"]
     address = address_of(run, "scale")
     try:
-        async with session.Channel(address, keys.of_user(run)) as channel:
-            done: Scaled = await session.call(channel, "coordinator", method, Scale(role=role, replicas=int(number)))
+        async with client.Channel(address, keys.of_user(run)) as channel:
+            done: Scaled = await client.call(channel, "coordinator", method, Scale(role=role, replicas=int(number)))
     except (Unanswered, Forbidden) as error:
         raise UserError(f"scale: no coordinator at {address}: {error}") from None
     said = {"started": done.started, "stopped": done.stopped, "waiting for a node with room": done.pending}

@@ -20,8 +20,8 @@ from runtime.ledger.reader import LedgerReader
 from runtime.process.command_line import ended_as_by_ctrl_c
 from runtime.registry import OWN
 from runtime.simulation.calibration import LEAST, Calibration, assumed, calibrate
-from runtime.simulation.costs import Costs, Fixed
-from runtime.simulation.prediction import Prediction, refuse, simulated, variations
+from runtime.simulation.engine import Costs, Fixed
+from runtime.simulation.simulate import Prediction, refuse, simulated, variations
 from runtime.telemetry.report.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable, say
 from runtime.telemetry.startup import Startup, collect_rarely
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
 
 def simulate(options: argparse.Namespace) -> None:
     """Print the prediction and the table of what-ifs, or of a sweep. Raises ConfigError, UserError."""
-    steps, picture, lend, source = options.steps, options.picture, options.lend, options.source
+    steps, picture, source = options.steps, options.picture, options.source
     if steps < LEAST:
         raise UserError(f"--steps: {steps}; must be at least {LEAST}")
     if picture is not None and not picture.parent.is_dir():
@@ -56,17 +56,12 @@ def simulate(options: argparse.Namespace) -> None:
     config = loading.resolve(loading.load(options.config, options.overrides))
     refuse(config)
     calibration = calibrated(source, config) if source else Calibration(_assumed(config))
-    if lend is not None and (lend < 0 or calibration.costs.cores):
-        shared = "a node's processes share its processors, which who waits lends already; must be left out"
-        raise UserError(f"--lend: {lend:g}: " + ("must be at least 0" if lend < 0 else shared))
     base = _row("as it is", config, calibration.costs, steps)
     if base.prediction is None:
         raise SluiceError(f"the simulated run ends: {base.fault}")
     console.print(_roles(base.prediction))
     costs = calibration.costs
     others = [*(_sweep(options, costs) if options.sweep else variations(config, costs))]
-    if lend is not None:
-        others.append((f"lend {lend:g} s", config, replace(costs, lend=lend)))
     rows = [base, *(_row(name, tried, own, steps) for name, tried, own in others)]
     console.print(_table(rows))
     for line in (*_sure(calibration, source), _NOT_MODELLED):

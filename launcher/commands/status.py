@@ -17,10 +17,10 @@ from runtime import run_files, timeouts
 from runtime.errors import Forbidden, SluiceError, UserError
 from runtime.process import keys
 from runtime.process.keys import Keys
-from runtime.process.network import is_host_port
+from runtime.process.network import is_host_port, server_name
 from runtime.status import Registration, Status, Topology
 from runtime.telemetry.shown import LiteralTable, literal, shown
-from services.rpc import contract, security, session
+from services.rpc import client, contract, security
 
 UNREACHABLE = "unreachable"
 
@@ -58,8 +58,8 @@ async def show(run: str, watch: bool, grpcurl: str = "", gateway: bool = False) 
 async def processes_of(address: str, own: Keys | None, command: str) -> list[Registration]:
     """The coordinator first. Raises UserError, in the name of `command`."""
     with _told(address, command):
-        async with session.Channel(address, own) as channel:
-            topology: Topology = await session.call(channel, "coordinator", contract.METHODS["Coordinator", "Processes"])
+        async with client.Channel(address, own) as channel:
+            topology: Topology = await client.call(channel, "coordinator", contract.METHODS["Coordinator", "Processes"])
     coordinator = Registration(role="coordinator", name="coordinator", address=address, pid=0, host="")
     return [coordinator, *topology.processes]
 
@@ -94,7 +94,7 @@ def _over(own: Keys, called: str, folder: Path) -> list[str]:
 
         if not folder.parent.is_dir():
             raise UserError("--grpcurl: with TLS certificates are written: name the run's folder, not an address")
-        files, name_of_peer = certificates.written(own, folder), ["-authority", keys.server_name(called)]
+        files, name_of_peer = certificates.written(own.pem(), folder), ["-authority", server_name(called)]
     return ["-cacert", files.ca, "-cert", files.certificate, "-key", files.key, *name_of_peer]
 
 
@@ -188,8 +188,8 @@ def _rates(rates: Mapping[str, float]) -> str:
 
 async def asked(process: Registration, own: Keys | None) -> Status:
     """Raises SluiceError."""
-    async with session.Channel(process.address, own, party(process)) as channel:
-        answer: Status = await session.call(channel, process.name, contract.METHODS["Process", "Status"])
+    async with client.Channel(process.address, own, party(process)) as channel:
+        answer: Status = await client.call(channel, process.name, contract.METHODS["Process", "Status"])
         return answer
 
 

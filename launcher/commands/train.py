@@ -16,7 +16,7 @@ from launcher.view import View
 from runtime import timeouts
 from runtime.config import Config
 from runtime.process import disk
-from runtime.telemetry.memory import PeakMemory
+from runtime.telemetry.startup import PeakMemory
 from runtime.telemetry.summary import LAUNCHER, Summary
 from sluice import start
 

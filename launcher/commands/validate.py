@@ -10,8 +10,7 @@ import msgspec
 from rich.console import Console
 
 from launcher.node import environment
-from launcher.node.local_node import LocalNode, placement_faults, placement_table
-from launcher.node.machine import on_this_machine
+from launcher.node.local_node import LocalNode, on_this_machine, placement_faults, placement_table
 from launcher.registered_names import faults_of_own_files, known_names
 from runtime.cluster import topology
 from runtime.cluster.topology import has_several_nodes

@@ -6,11 +6,11 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from rich.console import Console
 
-from launcher.commands.ranges import steps_of
 from runtime import run_files
 from runtime.errors import UserError
 from runtime.ledger.reader import LedgerReader
@@ -18,6 +18,33 @@ from runtime.process.spans import SpanFolder, TracedSpan
 from runtime.telemetry import critical_path
 from runtime.telemetry.critical_path import CauseTotal, ProcessSpans, StepPath
 from runtime.telemetry.shown import LiteralTable, say
+
+# ---- Ranges
+#
+# Ranges on the command line: `a:b`, either end open, or one value.
+
+N = TypeVar("N", int, float)
+
+
+def range_of(option: str, text: str | None, kind: Callable[[str], N], most: N) -> tuple[N, N] | None:
+    """Both ends included; `most` stands for an open one. None where the option was not given. Raises UserError."""
+    if text is None:
+        return None
+    low, colon, high = text.partition(":")
+    try:
+        if not colon:
+            return kind(low), kind(low)
+        bounds = (kind(low) if low else -most), (kind(high) if high else most)
+    except ValueError:
+        raise UserError(f"{option}: {text!r} is neither a number nor a range a:b") from None
+    if bounds[0] > bounds[1]:
+        raise UserError(f"{option}: {text!r} ends before it begins; a range is a:b, with a at most b")
+    return bounds
+
+
+def steps_of(option: str, text: str | None) -> tuple[int, int] | None:
+    return range_of(option, text, int, 1 << 62)
+
 
 SLOWEST = 5  # steps that are shown one by one
 INSIDE = 5  # phases of a process that are told

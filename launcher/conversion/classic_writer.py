@@ -10,8 +10,7 @@ import msgspec
 import torch
 
 from launcher.conversion.arguments import arguments_of
-from launcher.conversion.classic_folder import FILE, LAYER, RELEASE, TRACKER, VERSION
-from launcher.conversion.classic_ranks import ClassicGrid, Coordinates
+from launcher.conversion.classic_folder import FILE, LAYER, RELEASE, TRACKER, VERSION, ClassicGrid, Coordinates
 from launcher.conversion.parts import ConversionProgress, HfModel
 from runtime.errors import UserError
 from runtime.models.families import Layout, Parameter

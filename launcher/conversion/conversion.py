@@ -19,7 +19,7 @@ import torch
 from launcher.conversion import classic_folder
 from launcher.conversion.arguments import config_of, require_arguments
 from launcher.conversion.check import ParameterReader, require_same_bits
-from launcher.conversion.classic_checkpoint import ClassicCheckpoint, has_value_head
+from launcher.conversion.classic_folder import ClassicCheckpoint, has_value_head
 from launcher.conversion.classic_writer import rank_parameters, target_for, write_ranks
 from launcher.conversion.parts import (
     ConversionProgress,
@@ -38,18 +38,20 @@ from runtime.models.families import Family, Layout, Parameter, family_for
 from runtime.models.families.naming import Naming
 from runtime.models.hf_config import read_family, read_raw
 from runtime.models.hf_weights import weight_paths
-from runtime.trainer.megatron.core_checkpoint import OWN, CoreCheckpoint, is_checkpoint
-from runtime.trainer.megatron.core_folder import (
+from runtime.trainer.megatron.core_checkpoint import (
     LAYOUT,
+    OWN,
     Column,
+    CoreCheckpoint,
     CoreFolder,
     Description,
     columns,
+    is_checkpoint,
     read_description,
     write_description,
 )
+from runtime.weights.delta import TensorFolder, TensorWriter
 from runtime.weights.plan import TensorSpec
-from runtime.weights.tensor_files import TensorFolder, TensorWriter
 
 _PLAIN = Naming()
 Pieces = list[tuple[Parameter, ParameterReader]]

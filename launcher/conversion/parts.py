@@ -18,8 +18,8 @@ from runtime.models.families.family import EMBEDDING, dtype_of
 from runtime.models.families.parameter import Sliceable
 from runtime.models.hf_config import read_raw
 from runtime.models.hf_weights import WeightFiles, predicting_layers, weight_paths
+from runtime.weights.delta import TensorFolder
 from runtime.weights.plan import TensorSpec
-from runtime.weights.tensor_files import TensorFolder
 
 Show = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from runtime.errors import UserError
-from runtime.weights import plain_pickle, tensor_files
+from runtime.weights import delta, plain_pickle
 from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Inert, Malformed, RefusedPickle, line, told
 from runtime.weights.plan import ITEM_BYTES
 
@@ -93,7 +93,7 @@ class ArchiveTensor:
         if self.elements > (size := self._memory.elements):
             raise UserError(f"{self.path}: a tensor {list(self.shape)} has {self.elements} elements in the memory of {size}")
         memory = torch.empty(self._extent, dtype=getattr(torch, self.dtype))
-        into = tensor_files.memory(memory)
+        into = delta.memory(memory)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self._memory.start + self._offset * memory.element_size())
             while into:

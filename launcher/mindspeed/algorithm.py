@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from launcher.importing.keys import shown
-from launcher.importing.settings import Setting, as_float
-from launcher.mindspeed.settings import RoleSettings
+from launcher.importing.keys import Setting, as_float, shown
+from launcher.mindspeed.reading import RoleSettings
 
 STAGES = ("ray_grpo", "ray_ppo", "ray_dapo")
 # Their verifiers by our rules, and what differs. Those of the older format stand over the current ones'.

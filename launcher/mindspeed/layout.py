@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from launcher.importing.settings import Setting
-from launcher.mindspeed.settings import RoleSettings
+from launcher.importing.keys import Setting
+from launcher.mindspeed.reading import RoleSettings
 
 _WAYS = {
     "tensor": "tensor_model_parallel_size",

@@ -5,16 +5,80 @@ The format is the current one, or the older one of R1-Zero; the sections that ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from launcher.importing.keys import shown
-from launcher.importing.settings import FileEntry, Read
-from launcher.mindspeed.keys import TABLE
+from launcher.importing.keys import FileEntry, KeyTable, Read, Setting, TranslatedSettings, shown
 from runtime.config.yaml_text import read_mapping
 from runtime.errors import ConfigError
+
+# ---- Keys
+#
+# MindSpeed-RL's keys: the table in `keys.yaml`, and which of its sections a role has.
+
+ROLES = ("actor", "reference", "reward", "critic")
+# By format: the section with the keys of all roles, then each role's own; later ones stand over earlier ones.
+SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "current": {
+        "actor": ("megatron_training", "actor_config"),
+        "reference": ("megatron_training", "ref_config"),
+        "reward": ("megatron_training", "reward_config"),
+        "critic": ("megatron_training", "critic_config"),
+    },
+    "r1_zero": {
+        "actor": ("training", "actor_rollout_ref.actor_rollout"),
+        "reference": ("training", "actor_rollout_ref.ref"),
+        "reward": ("training", "reward"),
+        "critic": ("training", "critic"),
+    },
+}
+# Where the keys of a section of a file are looked up in the table, one after the other; others in their own section alone.
+_PLACES = {
+    "model": ("megatron_training",),
+    "training": ("megatron_training",),
+    "actor_config": ("actor_config", "megatron_training"),
+    "ref_config": ("ref_config", "megatron_training"),
+    "reward_config": ("reward_config", "megatron_training"),
+    "critic_config": ("critic_config", "megatron_training"),
+    "vit_config": ("megatron_training",),
+    "actor_rollout_ref.actor_rollout": ("actor_rollout_ref.actor_rollout", "megatron_training"),
+    "actor_rollout_ref.ref": ("actor_rollout_ref.ref", "ref_config", "megatron_training"),
+    "critic": ("critic", "critic_config", "megatron_training"),
+    "reward": ("reward", "reward_config", "megatron_training"),
+}
+# Sections of the older format, some of which are called as ours are.
+_OLDER_SECTIONS = ("actor_rollout_ref.actor_rollout", "actor_rollout_ref.ref", "critic", "reward", "algorithm", "resource_pool")
+TABLE = KeyTable("MindSpeed-RL", "import-mindspeed", Path(__file__).parent / "keys.yaml", _PLACES)
+
+
+def named_there(path: str) -> list[str]:
+    """The keys of MindSpeed-RL's current format, as SECTION.KEY, that decide our key `path`."""
+    sections = {section: keys for section, keys in TABLE.sections.items() if section not in _OLDER_SECTIONS}
+    return [f"{section}.{name}" for section, keys in sections.items() for name, key in keys.items() if path in key.to]
+
+
+# ---- Settings
+#
+# MindSpeed-RL's keys by role. Pure.
+
+
+class RoleSettings(TranslatedSettings):
+    """Keys of a section, and those of a role, which several sections may have."""
+
+    def __init__(self, read: Read, without: Collection[str]):
+        super().__init__(TABLE, read, without)
+        self._by_model = {(each.model, each.name): each for each in read.entries if each.model}
+
+    def role(self, role: str, name: str) -> Setting:
+        """A key of a role: its own section's, else that of all roles, else its model's, else the default."""
+        shared, own = SECTIONS[self.format][role]
+        named = [self._by_place.get((section, "model")) for section in (own, shared)]
+        model = next((each.value for each in named if each is not None), "")
+        chosen = [self._by_place.get((own, name)), self._by_place.get((shared, name)), self._by_model.get((model, name))]
+        return self.setting(next((each for each in chosen if each is not None), None), own, name)
+
 
 _CURRENT = ("megatron_training", "actor_config", "rl_config", "generate_config")
 _OLDER = ("training", "actor_rollout_ref", "algorithm", "resource_pool")

@@ -6,13 +6,11 @@ from collections.abc import Collection
 from pathlib import Path, PurePath
 from typing import Any
 
-from launcher.importing.settings import Read, Setting, as_float
-from launcher.importing.translation import Translation, check, translation
+from launcher.importing.keys import Read, Setting, Translation, as_float, check, translation
 from launcher.mindspeed import algorithm, layout
-from launcher.mindspeed.keys import TABLE as TABLE
-from launcher.mindspeed.reading import read
-from launcher.mindspeed.settings import RoleSettings
-from runtime.data.prepare_settings import LABELS
+from launcher.mindspeed.reading import TABLE as TABLE
+from launcher.mindspeed.reading import RoleSettings, read
+from runtime.data.prepare import LABELS
 
 _DATA_FILES = (".json", ".jsonl", ".parquet", ".arrow")
 _HANDLERS = {

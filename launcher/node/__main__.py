@@ -25,10 +25,8 @@ from rich.console import Console
 from launcher import run_folder
 from launcher.cli import run_and_report, run_training
 from launcher.node import environment
-from launcher.node.agent import Agent
-from launcher.node.coordinator import CoordinatorKeeper
-from launcher.node.local_node import LocalNode
-from launcher.node.machine import check_secret, on_this_machine
+from launcher.node.agent import Agent, CoordinatorKeeper
+from launcher.node.local_node import LocalNode, check_secret, on_this_machine
 from launcher.node.supervisor import Supervisor
 from launcher.node.topology import coordinator_spec
 from launcher.view import View
@@ -39,7 +37,7 @@ from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
 from runtime.process import network, os_process
 from runtime.process.aio import done_within
 from runtime.process.command_line import CommandParser, ending_signals
-from services.rpc import session
+from services.rpc import client
 from sluice import start
 
 # What torchrun gives its worker, which this node's own groups must not take for theirs.
@@ -126,7 +124,7 @@ class FollowerNode:
         phase = ""
         while True:
             with suppress(ServiceFault, Forbidden):  # it has not come yet, or this node has not seen its secret
-                async for progress in session.watch(self._agent.coordinator, self._deadlines.silence, self._agent.keys):
+                async for progress in client.watch(self._agent.coordinator, self._deadlines.silence, self._agent.keys):
                     if self._coordinator.child is not None:
                         self._view.progress(progress)
                     elif progress.phase != phase:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import time
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
@@ -13,18 +16,63 @@ from msgspec.structs import replace
 
 from launcher.node import topology
 from launcher.node.child import Child
-from launcher.node.machine import Machine
+from launcher.node.local_node import Machine
 from launcher.node.supervisor import Supervisor
+from launcher.node.topology import ProcessSpec
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration, code
+from runtime.cluster.placement import Allowance
 from runtime.cluster.topology import named_paths, shares_devices, warm_up_seconds
-from runtime.config import Config, loading
+from runtime.config import Config, Restarts, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
 from runtime.ledger import node_checkpoints
 from runtime.process import disk, keys
 from runtime.process.keys import Keys
 from runtime.status import Progress
-from services.rpc import contract, session
+from services.rpc import client, contract
+
+# ---- Coordinator
+#
+# The coordinator as a child of the node that leads the run: in place of one that is killed another comes, which takes up
+# what lives.
+
+
+class CoordinatorKeeper:
+    """Of the newest coordinator that this node has started, `child`; None before there is one."""
+
+    def __init__(self, supervisor: Supervisor):
+        self.child: Child | None = None
+        self._supervisor = supervisor
+        self._stopping = False
+
+    async def start(self, spec: ProcessSpec, pass_fds: Sequence[int] = (), incarnation: int = 0) -> Child:
+        self.child = await self._supervisor.start(spec, pass_fds=pass_fds, incarnation=incarnation)
+        if self._stopping:
+            self.terminate()
+        return self.child
+
+    async def until_finished(self, again: ProcessSpec, restarts: Restarts) -> None:
+        """`again`: how another is started. Raises the fault of one that fails, or is killed when `restarts` allow no further
+        start."""
+        assert self.child is not None
+        self._supervisor.followed = (again.name,)
+        allowance = Allowance(restarts)
+        while code := await self.child.process.wait():
+            former, fault = self.child, self.child.fault()
+            delay = allowance.delay(time.monotonic()) if code < 0 else None
+            if delay is None:
+                raise fault
+            self._supervisor.say(f"{fault}; started again in {delay:g} s")
+            self._supervisor.let_go(former)
+            await asyncio.sleep(delay)
+            await self.start(again, incarnation=former.incarnation + 1)
+
+    def terminate(self) -> None:
+        """The run is to save and to end; if the coordinator is away, the next one is told."""
+        self._stopping = self._supervisor.stopping = True
+        if self.child is not None:
+            self.child.signal_group(signal.SIGTERM)  # which is kept for one that still begins
+
 
 JOIN = contract.METHODS["Coordinator", "Join"]
 
@@ -69,7 +117,7 @@ class Agent:
             timeout = deadlines.coordinator if self._assignment.launches else deadlines.start + warm_up_seconds(self._own)
             try:
                 await asyncio.to_thread(self.look_for_keys)
-                async with session.Channel(self.coordinator, self.keys, silence=deadlines.silence) as channel:
+                async with client.Channel(self.coordinator, self.keys, silence=deadlines.silence) as channel:
                     patience = min(max(0.0, reached + timeout - loop.time()), timeouts.CONTROL_CALL)
                     await channel.ready("coordinator", patience)  # which may have become another's, or have another secret
                     refused = False
@@ -134,16 +182,16 @@ class Agent:
             task.exception()  # a coordinator that cannot be told loses sight of the whole node
 
     async def _report(self, death: Death) -> None:
-        async with session.Channel(self.coordinator, self.keys) as channel:
+        async with client.Channel(self.coordinator, self.keys) as channel:
             method = contract.METHODS["Coordinator", "ReportDeath"]
-            await session.call(channel, "coordinator", method, death, self.config.deadlines.coordinator)
+            await client.call(channel, "coordinator", method, death, self.config.deadlines.coordinator)
 
-    async def _obey(self, channel: session.Channel) -> None:
+    async def _obey(self, channel: client.Channel) -> None:
         """Until the stream ends."""
         told_paths, launches = False, [launch.name for launch in self._assignment.launches]
         running = {name: number for name, number in self._supervisor.incarnations.items() if name in launches}
         node = replace(self._node, running=running)
-        async with aclosing(session.items(channel, "coordinator", JOIN, node)) as assignments:
+        async with aclosing(client.items(channel, "coordinator", JOIN, node)) as assignments:
             async for assignment in assignments:
                 await disk.done(partial(self._read, assignment), self.path, self._supervisor.say)
                 if assignment.run != self._assignment.run:
@@ -178,7 +226,7 @@ class Agent:
         self.config = replace(config, network=replace(config.network, interface=self._node.address))
         run_files.write_private(self.path, loading.to_yaml(self.config))
 
-    async def _tell_paths(self, channel: session.Channel) -> None:
+    async def _tell_paths(self, channel: client.Channel) -> None:
         run_dir, whole = Path(self.config.run.dir), list[str]()
         files = {key: Path(path) for key, path in named_paths(self.config).items()} | {"run.dir": run_dir / run_files.LOCK}
         if not self.config.cluster.shared_folder:
@@ -186,7 +234,7 @@ class Agent:
             whole = await asyncio.to_thread(node_checkpoints.whole, run_dir, self._node.name, not self.began)
         found = await asyncio.to_thread(lambda: {key: fingerprint(path) for key, path in files.items()})
         method = contract.METHODS["Coordinator", "ReportPaths"]
-        await session.call(channel, "coordinator", method, NodePaths(node=self._node.name, found=found, parts=whole))
+        await client.call(channel, "coordinator", method, NodePaths(node=self._node.name, found=found, parts=whole))
 
     async def _apply(self, assignment: Assignment) -> None:
         wanted = {launch.name: launch for launch in assignment.launches}

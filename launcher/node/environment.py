@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from launcher.node import cpus
-from launcher.node.machine import VISIBLE, Machine
+from launcher.node import local_node
+from launcher.node.local_node import VISIBLE, Machine
 from runtime import timeouts
 from runtime.cluster.topology import processes
 from runtime.config import Computing, Config, FromEnvironment, Network, Process, Spread
@@ -49,7 +49,7 @@ def environment(role: Process, threads: int, machine: Machine, devices: Sequence
 
 def affinity(role: Process) -> tuple[int, ...]:
     """The processors that the role's processes may run on; () = those that the launcher has."""
-    return cpus.parse(role.cpus) if role.cpus else ()
+    return local_node.parse_cpus(role.cpus) if role.cpus else ()
 
 
 def _jemalloc(role: Process, machine: Machine) -> str:
@@ -112,4 +112,5 @@ def _cpu_faults(key: str, role: Process, machine: Machine) -> Iterator[str]:
         yield f"{key}: {error}; must be a list such as 0-15,32"
         return
     if missing:
-        yield f"{key}: {role.cpus}, but this machine gives no {cpus.shown(missing)}; must be of {cpus.shown(machine.cpus)}"
+        given = local_node.shown_cpus(machine.cpus)
+        yield f"{key}: {role.cpus}, but this machine gives no {local_node.shown_cpus(missing)}; must be of {given}"

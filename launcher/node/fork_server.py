@@ -15,13 +15,13 @@ from contextlib import suppress
 import msgspec
 
 from launcher.node.environment import OF_TORCH
-from launcher.node.machine import Machine
+from launcher.node.local_node import Machine
 from launcher.node.stalls import is_stopped
 from runtime import timeouts
 from runtime.cluster.topology import instances, settings_of
 from runtime.config import Computing, Config, Process
 from runtime.process import keys, os_process
-from runtime.process.fork import LARGEST, ROOM, ForkRequest
+from runtime.process.os_process import LARGEST, ROOM, ForkRequest
 from sluice import start
 
 

@@ -27,10 +27,10 @@ import psutil
 from msgspec import Struct
 
 from launcher.node.logs import Log
-from runtime import codec, timeouts
+from runtime import timeouts, types
 from runtime.errors import InvalidMessage
 from runtime.process.os_process import find_program
-from runtime.process.progress import Beat, described
+from runtime.process.spans import Beat, described
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LARGEST = 4096  # bytes of a beat
@@ -137,7 +137,7 @@ class Beats:
                 self._disconnect(name)
                 return
             with suppress(InvalidMessage):
-                beat = codec.decode(Beat, data)
+                beat = types.decode(Beat, data)
                 ranks = self._heard.setdefault(name, {})
                 ranks.pop(_STARTED, None)  # which may be what has started the ranks, and tells of nothing
                 ranks[beat.rank] = Heard(beat, _CREDENTIALS.unpack(about[0][2])[0], time.monotonic())

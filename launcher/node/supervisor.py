@@ -8,30 +8,206 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launcher.node import cpus, oom
+from launcher.node import local_node
 from launcher.node.child import Child
 from launcher.node.fork_server import ForkedProcess, ForkServer
 from launcher.node.logs import LineView, Log
-from launcher.node.orphans import Orphans
 from launcher.node.stalls import Beats, is_stopped, keep_stacks, stalled
 from launcher.node.topology import ProcessSpec
 from runtime import timeouts
-from runtime.cluster.restarts import Allowance
+from runtime.cluster.placement import Allowance
 from runtime.config import Logs, Restarts
 from runtime.config.secret_values import resolved
 from runtime.errors import DeadlineExceeded, UserError
-from runtime.process import disk, keys, os_process, progress
+from runtime.process import disk, keys, os_process, spans
 from runtime.process.keys import Keys
 from runtime.rollout.vllm import leftovers
+
+# ---- Oom
+#
+# Which processes the kernel has killed for want of memory, by its own word.
+#
+# The kernel's log names each, where it may be read. Elsewhere, as in a container, the counter of the control group says
+# that there was one.
+
+_LOG = Path("/dev/kmsg")
+_RECORD = 8192  # bytes of the longest
+_KILLED = re.compile(rb"Killed process (\d+) .*?anon-rss:(\d+)kB")
+_GROUPS = Path("/sys/fs/cgroup")
+_COUNTERS = {"": "memory.events", "memory": "memory.oom_control"}  # by the controller, in cgroup v2 and v1
+
+ADVICE = {
+    "rollout": "lower services.rollout.slots, sampling.max_new_tokens or data.max_prompt_tokens",
+    "trainer": "lower training.max_tokens_per_microbatch, or raise services.trainer.processes",
+    "critic": "lower training.max_tokens_per_microbatch, or raise services.critic.processes",
+    "reference": "lower services.reference.max_tokens_per_microbatch",
+    "reward_model": "lower services.reward_model.max_tokens_per_microbatch",
+    "reward": "lower rewards.workers, or see what the rules of rewards.rules keep",
+}
+"""What a user can do about a role that needs more memory than there is."""
+
+
+class OomKills:
+    """Between `open` and `close`."""
+
+    def __init__(self) -> None:
+        self._log = -1
+        self._counter = _counter()
+        self._counted = _count(self._counter)
+        self._killed: dict[int, int] = {}  # by pid, the bytes that it had
+
+    def open(self) -> None:
+        with suppress(OSError):  # not on Linux, or not allowed
+            self._log = os.open(_LOG, os.O_RDONLY | os.O_NONBLOCK)
+            os.lseek(self._log, 0, os.SEEK_END)
+
+    def close(self) -> None:
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
+
+    def of(self, pids: Collection[int]) -> str:
+        """What is known of the death of a process that had these ids, a rank's among them; "" where nothing tells of memory."""
+        self._killed |= dict(self._news())
+        counted, self._counted = self._counted, _count(self._counter)
+        if known := [self._killed.pop(pid) for pid in pids if pid in self._killed]:
+            return f"the kernel killed it for want of memory; it had {max(known) >> 20} MiB"
+        if self._log < 0 and self._counted > counted:
+            return "the kernel killed a process of this control group for want of memory"
+        return ""
+
+    def _news(self) -> Iterator[tuple[int, int]]:
+        while self._log >= 0:
+            try:
+                record = os.read(self._log, _RECORD)
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                continue  # what was not read yet has been overwritten: the next record follows
+            if found := _KILLED.search(record):
+                yield int(found[1]), int(found[2]) << 10
+
+
+def _counter() -> Path | None:
+    """The file with the count of this process's control group."""
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            path = _GROUPS / controllers / group.lstrip("/") / _COUNTERS.get(controllers, "")
+            if path.is_file():
+                return path
+    return None
+
+
+def _count(counter: Path | None) -> int:
+    with suppress(OSError, AttributeError):
+        found = re.search(r"^oom_kill (\d+)$", counter.read_text(), re.MULTILINE)  # type: ignore[union-attr]
+        return int(found[1]) if found else 0
+    return 0
+
+
+# ---- Orphans
+#
+# Ends what a node's processes leave behind: the programs of agents, say, once their environment has been killed.
+#
+# These lead sessions of their own, which no signal to a process's group reaches. The kernel makes them children of the
+# agent, which knows them by a variable that all of its processes start with, and whatever they start.
+
+
+class Orphans:
+    """Children of this process that it has not started. They are told to end, and killed AGENT_END_GRACE later."""
+
+    def __init__(self) -> None:
+        self.variable = f"{os.environ.get(os_process.AGENTS, '')} {os.getpid()}".strip()
+        """Of the processes: their agents, where one of them has started this one."""
+        self._sessions = set[int]()  # that the node's processes have led
+        self._seen = set[int]()
+        self._told: dict[int, float] = {}  # by pid, when
+        self._starting = 0
+
+    @contextmanager
+    def spared(self) -> Iterator[None]:
+        """Inside the block a process is started, whose pid is not known yet."""
+        os_process.adopt(True)
+        self._starting += 1
+        try:
+            yield
+        finally:
+            self._starting -= 1
+
+    def end(self, known: Collection[int]) -> list[str]:
+        """Go on with the end of all that are not `known`, from the second look at them on: some end by themselves. Returns the
+        names of those that were told to end now."""
+        self._sessions.update(known)
+        others = set() if self._starting else _children().difference(known)
+        for pid in others - self._told.keys():
+            if _ended_in(pid) in self._sessions:  # no process that a caller of this one has started
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        found = {pid for pid in others if self._is_ours(pid)}
+        seen_twice = found & self._seen - self._told.keys()
+        names = [_tell(pid) for pid in seen_twice]
+        self._told |= dict.fromkeys(seen_twice, time.monotonic())
+        self._seen = found
+        for pid, told in list(self._told.items()):
+            try:
+                if time.monotonic() - told > timeouts.AGENT_END_GRACE:
+                    os.kill(pid, signal.SIGKILL)
+                ended = os.waitpid(pid, os.WNOHANG)[0]
+            except (ProcessLookupError, ChildProcessError):
+                ended = pid
+            if ended:
+                del self._told[pid]
+        return [name for name in names if name]
+
+    @property
+    def left(self) -> bool:
+        """Whether one of them lives."""
+        return bool(self._seen or self._told)
+
+    def _is_ours(self, pid: int) -> bool:
+        own = f"{os_process.AGENTS}=".encode()
+        try:
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended, or is another user's by now
+            return False
+        return any(str(os.getpid()).encode() in each.removeprefix(own).split() for each in variables if each.startswith(own))
+
+
+def _children() -> set[int]:
+    found = set[int]()
+    for task in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            found |= set(map(int, task.read_text().split()))
+    return found
+
+
+def _ended_in(pid: int) -> int:
+    """Return the session of a process that has ended and is still waited for, else 0."""
+    try:
+        state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+    except OSError:
+        return 0
+    return int(session) if state == "Z" else 0
+
+
+def _tell(pid: int) -> str:
+    """Its name; "" where it has ended meanwhile."""
+    with suppress(OSError):
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        os.kill(pid, signal.SIGTERM)
+        return name
+    return ""
 
 
 class Supervisor:
@@ -75,7 +251,7 @@ class Supervisor:
         self._beats = Beats()
         self._orphans = Orphans()
         self._processes: list[asyncio.subprocess.Process | ForkedProcess] = []  # all that may live
-        self._kills = oom.OomKills()
+        self._kills = OomKills()
         self._starved: dict[str, float] = {}  # when a process of this name was killed for want of memory last
         self._watch: asyncio.Task[None] | None = None  # for those that make no progress
 
@@ -161,7 +337,9 @@ class Supervisor:
             except (FileNotFoundError, PermissionError):
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
             except subprocess.SubprocessError:  # nothing else is done between fork and exec that may fail
-                raise UserError(f"services.{spec.role}.cpus: this machine gives none of {cpus.shown(spec.cpus)}") from None
+                raise UserError(
+                    f"services.{spec.role}.cpus: this machine gives none of {local_node.shown_cpus(spec.cpus)}"
+                ) from None
             self._processes.append(process)
         self._started.set()
         child = Child(spec, process, output, incarnation)
@@ -177,7 +355,7 @@ class Supervisor:
         return {
             os_process.INCARNATION: str(incarnation),
             os_process.AGENTS: self._orphans.variable,
-            progress.NAME: spec.name,
+            spans.NAME: spec.name,
             **own,
         }
 
@@ -249,11 +427,11 @@ class Supervisor:
         if child.starved or child.given_up:
             return
         child.starved = self._kills.of({child.pid, *(rank.pid for rank in self._beats.of(name).values())})
-        if child.starved and role in oom.ADVICE:
+        if child.starved and role in ADVICE:
             before, now = self._starved.get(name), time.monotonic()
             self._starved[name] = now
             if before is not None and name in self._restarts and now - before < self._restarts[name].window:
-                child.advice = oom.ADVICE[role]
+                child.advice = ADVICE[role]
 
     async def _start_again(self, child: Child, delay: float) -> Child:
         await asyncio.sleep(delay)

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from launcher.node.environment import affinity, environment, hccl_ports
 from launcher.node.fork_server import on_torch
-from launcher.node.machine import Machine
+from launcher.node.local_node import Machine
 from runtime.cluster.nodes import Launch
 from runtime.cluster.topology import Instance, group_of, settings_of
 from runtime.config import Computing, Config, Environment, FromEnvironment, Process, Restarts

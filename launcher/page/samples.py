@@ -13,13 +13,13 @@ import numpy as np
 from msgspec import Struct
 
 from launcher.commands.samples import samples_of
-from runtime import codec, run_files
+from runtime import run_files, types
 from runtime.config import Config, loading
 from runtime.data.tokenizer import Tokenizer
 from runtime.ledger.payloads import PayloadLost
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
-from runtime.telemetry import trained_tokens
+from runtime.telemetry import summary
 from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample
 
 SHOWN = 400  # characters of a reply in the list
@@ -116,7 +116,7 @@ class SampleReader:
             told["samples"] = [msgspec.to_builtins(each) for each in samples_of(reader, row, self.tokenizer)]
             trained = {} if row.step is None else _trained(self._folder, row.step, group_id)
             try:
-                payload = codec.decode(GroupPayload, reader.read(row.handles["payload"]))
+                payload = types.decode(GroupPayload, reader.read(row.handles["payload"]))
             except PayloadLost:
                 return told
             reference = _reference(reader, row, payload)
@@ -157,7 +157,7 @@ CHARACTER = 8  # tokens that one character may be made of
 def _trained(folder: Path, step: int, group_id: int) -> dict[int, dict[int, tuple[float, float]]]:
     """What the trainer kept of a group: by row and token its log-probability and the advantage."""
     found: dict[int, dict[int, tuple[float, float]]] = {}
-    for kept in trained_tokens.read(folder, step):
+    for kept in summary.read(folder, step):
         for at in np.flatnonzero(kept.group == group_id).tolist():
             figures = round(float(kept.logprob[at]), 4), round(float(kept.advantage[at]), 4)
             found.setdefault(int(kept.row[at]), {})[int(kept.position[at])] = figures
@@ -168,5 +168,5 @@ def _reference(reader: LedgerReader, row: GroupRow, payload: GroupPayload) -> Se
     """The reference's log-probabilities, float32 [R] of each row."""
     if "reference" not in row.handles:
         return None
-    flat = codec.decode(Logprobs, reader.read(row.handles["reference"])).values
+    flat = types.decode(Logprobs, reader.read(row.handles["reference"])).values
     return np.split(flat, np.cumsum(payload.lengths)[:-1])

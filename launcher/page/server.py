@@ -15,9 +15,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from launcher.page import follow, lanes
 from launcher.page.samples import SampleFilter, SampleReader
-from launcher.page.views import RunView
+from launcher.page.views import Mark, RunView, changed, lanes, marks, of_files
 from runtime import run_files, timeouts
 from runtime.errors import SluiceError, UserError
 from runtime.process import network
@@ -42,7 +41,7 @@ class Pages:
     def __init__(self, root: Path):
         """Raises UserError for a folder that is no run's and holds none."""
         self.root = root
-        self._views: dict[str, tuple[follow.Mark | None, RunView, SampleReader]] = {}
+        self._views: dict[str, tuple[Mark | None, RunView, SampleReader]] = {}
         if not self.names():
             raise UserError(f"page: {root}: neither a run's folder nor a folder of runs")
 
@@ -60,7 +59,7 @@ class Pages:
         if name not in self.names():
             raise web.HTTPNotFound(text=f"no run {name!r} here")
         folder = self.root if name == THIS else self.root / name
-        began = next(follow.of_files([folder / run_files.CONFIG]), None)
+        began = next(of_files([folder / run_files.CONFIG]), None)
         if name not in self._views or self._views[name][0] != began:  # a run in the place of another
             self._views[name] = began, RunView(folder), SampleReader(folder)
         return self._views[name][1:]
@@ -173,7 +172,7 @@ class PageRoutes:
         if not spans:
             return {"first": 0, "last": 1, "start": 0, "end": 1, "lanes": []}
         start, end = _number(query, "start", first), _number(query, "end", last)
-        shown = lanes.lanes(spans, start, end, min(4000, _whole(query, "pixels") or 1200))
+        shown = lanes(spans, start, end, min(4000, _whole(query, "pixels") or 1200))
         return {"first": first, "last": last, "start": start, "end": end, "lanes": shown}
 
     async def events(self, request: web.Request) -> web.StreamResponse:
@@ -189,13 +188,13 @@ class PageRoutes:
     async def _follow(self, request: web.Request) -> web.StreamResponse:
         folder = (await asyncio.to_thread(self._pages.of, request.match_info["run"]))[0].folder
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        before = await asyncio.to_thread(follow.marks, folder)
+        before = await asyncio.to_thread(marks, folder)
         await answer.prepare(request)
         with suppress(ConnectionResetError):
             while True:
                 await asyncio.sleep(timeouts.PAGE_FOLLOW)
-                after = await asyncio.to_thread(follow.marks, folder)
-                found, before = follow.changed(before, after), after
+                after = await asyncio.to_thread(marks, folder)
+                found, before = changed(before, after), after
                 await answer.write(b"data: " + msgspec.json.encode(found) + b"\n\n" if found else b":\n\n")
         return answer
 

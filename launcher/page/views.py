@@ -7,20 +7,20 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import psutil
 import yaml
+from msgspec import Struct
 
 from launcher import run_folder
 from launcher.commands import why
-from launcher.page import follow, lanes
 from runtime import run_files
 from runtime.config import Config, Run
 from runtime.config.secret_values import without_secrets
@@ -28,14 +28,126 @@ from runtime.config.yaml_text import read_texts
 from runtime.errors import UserError
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
-from runtime.ledger.reader import LedgerReader
+from runtime.ledger.reader import DATABASE, LedgerReader
 from runtime.ledger.states import Phase
-from runtime.process.spans import PUBLICATION, SpanFolder, SpanHeader, TracedSpan
+from runtime.process.spans import CALLS, OVERLAPPING, PUBLICATION, SpanFolder, SpanHeader, TracedSpan
 from runtime.telemetry import critical_path
-from runtime.telemetry.report import lineages, panels, record, tables
+from runtime.telemetry.report import panels, record, tables
 from runtime.telemetry.report.record import RunRecord
 from runtime.telemetry.startup import Startup
 from runtime.telemetry.summary import Summary
+
+# ---- Lanes
+#
+# Each process over time, as far as a screen can show it. Pure, but for the spans that it is given.
+
+DENSE = "…"  # the name of what is too short to be seen one by one
+ROWS = 3  # of calls that overlap; where there are more at once, the last row has them over each other
+
+
+class LaneSlice(NamedTuple):
+    """`start`, `end`: seconds from the window's start. `number`: of spans that are one here."""
+
+    name: str
+    start: float
+    end: float
+    group: int
+    step: int
+    detail: str
+    number: int
+
+
+class Lane(Struct):
+    """What one line of a process was at; `depth`: which of the rows that overlapping calls need."""
+
+    process: str
+    line: str
+    depth: int
+    slices: list[LaneSlice]
+
+
+def lanes(spans: Mapping[str, Sequence[TracedSpan]], start: float, end: float, pixels: int) -> list[Lane]:
+    """Of what went on between `start` and `end`, seconds since the epoch. Spans below a pixel's width that follow each other
+    are one, so that no lane has more than twice as many slices as there are pixels."""
+    least = (end - start) / max(1, pixels)
+    found = []
+    for process in sorted(spans):
+        rows: dict[tuple[str, int], list[TracedSpan]] = {}
+        free: dict[tuple[str, int], float] = {}
+        for span in sorted(spans[process], key=lambda span: span.start):
+            if span.end <= start or span.start >= end:
+                continue
+            depth = 0
+            while span.line in OVERLAPPING and depth < ROWS - 1 and free.get((span.line, depth), 0.0) > span.start:
+                depth += 1
+            free[span.line, depth] = span.end
+            rows.setdefault((span.line, depth), []).append(span)
+        for (line, depth), row in sorted(rows.items(), key=lambda one: (one[0][0] == CALLS, one[0])):
+            found.append(Lane(process, line, depth, _thinned(row, start, end, least)))
+    return found
+
+
+def epochs(points: Sequence[Mapping[str, Any]]) -> list[TracedSpan]:
+    """Of the rollouts' membership, one after the other, with how many were lost; as the steps' figures tell."""
+    points = [point for point in points if point.get("time") is not None]
+    found: list[TracedSpan] = []
+    for before, point in pairwise(points):
+        name = f"epoch {point.get('publication/epoch', 0):.0f}"
+        lost = f"lost: {lost:.0f}" if (lost := point.get("rollout/lost", 0.0)) else ""
+        if found and found[-1].name == name and not lost:
+            found[-1] = found[-1]._replace(end=point["time"])
+        else:
+            found.append(TracedSpan(name, before["time"], point["time"], step=int(point["step"]), detail=lost))
+    return found
+
+
+def _thinned(row: Iterable[TracedSpan], start: float, end: float, least: float) -> list[LaneSlice]:
+    found: list[LaneSlice] = []
+    for span in row:
+        low, high = max(span.start, start) - start, min(span.end, end) - start
+        newest = found[-1] if found else None
+        if newest is not None and high - low < least and newest.end - newest.start < least and low - newest.end < least:
+            name = newest.name if newest.name == span.name else DENSE
+            found[-1] = LaneSlice(name, newest.start, high, -1, -1, "", newest.number + 1)
+        else:
+            found.append(LaneSlice(span.name, low, high, span.group, span.step, span.detail, 1))
+    return found
+
+
+# ---- Follow
+#
+# What has changed in a run's folder: the sizes and times of its files, looked at again and again.
+
+Mark = tuple[int, int]  # bytes, nanoseconds since the epoch
+
+_FILES = {
+    "metrics": (run_files.METRICS,),
+    "ledger": (f"{run_files.LEDGER}/{DATABASE}", f"{run_files.LEDGER}/{DATABASE}-wal"),
+    "state": (run_files.ADDRESS, run_files.SUMMARY, run_files.STARTUP, run_files.CONFIG),
+}
+_FOLDERS = {"spans": run_files.SPANS, "evaluations": run_files.EVALUATIONS, "logs": run_files.LOGS}
+
+
+def marks(folder: Path) -> dict[str, tuple[Mark, ...]]:
+    """By kind of file. A file that is not there, or goes away meanwhile, has none."""
+    found = {kind: tuple(of_files(folder / name for name in names)) for kind, names in _FILES.items()}
+    return found | {kind: tuple(of_files(sorted((folder / name).glob("*")))) for kind, name in _FOLDERS.items()}
+
+
+def of_files(paths: Iterable[Path]) -> Iterator[Mark]:
+    """Of those that are there."""
+    for path in paths:
+        try:
+            found = path.stat()
+        except OSError:
+            continue
+        yield found.st_size, found.st_mtime_ns
+
+
+def changed(before: dict[str, tuple[Mark, ...]], after: dict[str, tuple[Mark, ...]]) -> list[str]:
+    """The kinds that differ."""
+    return [kind for kind in after if before.get(kind) != after[kind]]
+
 
 POINTS = 1000  # of a curve over time
 NEWEST = 200  # steps
@@ -53,7 +165,7 @@ class RunView:
         self.folder = folder
         self._lock = threading.Lock()
         self._spans = SpanFolder(folder)
-        self._marks: dict[str, tuple[follow.Mark, ...]] = {}
+        self._marks: dict[str, tuple[Mark, ...]] = {}
         self._record: RunRecord | None = None
         self._points = record.PointFile(folder / run_files.METRICS)
         self._lanes: tuple[int, Mapping[str, Sequence[TracedSpan]], float, float] = (0, {}, 0.0, 0.0)
@@ -63,9 +175,9 @@ class RunView:
     def record(self) -> RunRecord:
         """Anew where something of it has changed."""
         with self._lock:
-            marks = follow.marks(self.folder)
-            if self._record is None or set(follow.changed(self._marks, marks)) - {"spans", "logs"}:
-                self._record, self._marks = record.read(self.folder, self._points), marks
+            found = marks(self.folder)
+            if self._record is None or set(changed(self._marks, found)) - {"spans", "logs"}:
+                self._record, self._marks = record.read(self.folder, self._points), found
             return self._record
 
     def by_process(self) -> Mapping[str, Sequence[TracedSpan]]:
@@ -110,7 +222,7 @@ class RunView:
             for step in paths
             for part in step.parts
         ]
-        return {STEPS: waited, EPOCHS: lanes.epochs(lineages.history(self.record().points).steps)}
+        return {STEPS: waited, EPOCHS: epochs(record.history(self.record().points).steps)}
 
     def waited(self) -> dict[str, Any]:
         """Of the newest steps how long one took, and what for most: as the ledger alone knows it, which is quick."""
@@ -137,7 +249,7 @@ class RunView:
 
     def summary(self) -> dict[str, Any]:
         found = self.record()
-        history = lineages.history(found.points)
+        history = record.history(found.points)
         steps = history.steps
         return {
             "name": found.settings.run.name or self.folder.resolve().name,
@@ -158,7 +270,7 @@ class RunView:
         """The report's panels, drawn as there."""
         from runtime.telemetry.report.page import draw  # which loads plotly
 
-        history = lineages.history(self.record().points)
+        history = record.history(self.record().points)
         drawn = [
             [section.title, [[panel.title, draw(panel, history.returns) if panel.series else None] for panel in section.panels]]
             for section in panels.sections(history)
@@ -167,7 +279,7 @@ class RunView:
 
     def metric(self, name: str) -> dict[str, Any]:
         """One figure of each step, and of each evaluation."""
-        history = lineages.history(self.record().points)
+        history = record.history(self.record().points)
         points = [point for point in [*history.steps, *history.evaluations] if isinstance(point.get(name), int | float)]
         points.sort(key=lambda point: point["step"])
         return {"steps": [point["step"] for point in points], "values": [point[name] for point in points]}
@@ -205,7 +317,7 @@ class RunView:
         with self.ledger() as reader:
             times, dropped = reader.times(), reader.dropped()
         training = self.record().settings.training
-        history = lineages.history(self.record().points)
+        history = record.history(self.record().points)
         bound = None if training.staleness is None else (training.staleness + 1) * (training.groups_per_step or 0)
         ages = [point.get("staleness/histogram") or {} for point in history.steps]
         return {
@@ -221,7 +333,7 @@ class RunView:
 
     def weights(self) -> dict[str, Any]:
         """Publications by step, and of each rollout the newest version that it took over, with how long that took."""
-        history = lineages.history(self.record().points)
+        history = record.history(self.record().points)
         names = ["publication/seconds", "publication/pause_seconds", "publication/bytes", "publication/aborts"]
         names += ["mismatch/abs_logprob", "mismatch/worst_rollout"]
         rows = [{"step": point["step"], **{name: point.get(name) for name in names}} for point in history.steps]
@@ -259,7 +371,7 @@ class RunView:
             ]
         started = Startup.read(self.folder)
         logs = {path.name: _tail(path) for path in sorted((self.folder / run_files.LOGS).glob("*.log")) if self._is_own(path)}
-        failures = tables.failures(lineages.history(self.record().points))
+        failures = tables.failures(record.history(self.record().points))
         summary = Summary.read(self.folder) if (self.folder / run_files.SUMMARY).is_file() else None
         return {
             "memory": {} if summary is None else summary.memory,
@@ -315,7 +427,7 @@ def _first_later(times: list[np.ndarray]) -> list[np.ndarray]:
     return found[::-1]
 
 
-def _reasons(points: Sequence[lineages.Point]) -> dict[str, float]:
+def _reasons(points: Sequence[record.Point]) -> dict[str, float]:
     """What was cut off, left out or played again, over all steps."""
     found: dict[str, float] = {}
     for point in points:
@@ -326,7 +438,7 @@ def _reasons(points: Sequence[lineages.Point]) -> dict[str, float]:
     return found
 
 
-def _alarm(found: RunRecord, steps: Sequence[lineages.Point]) -> str:
+def _alarm(found: RunRecord, steps: Sequence[record.Point]) -> str:
     """Where a rollout may have other weights than the trainer, by the newest step's probes."""
     limit = found.settings.mismatch.limit
     worst = steps[-1].get("mismatch/worst_rollout") if steps else None

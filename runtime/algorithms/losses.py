@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -11,16 +12,216 @@ from runtime.algorithms.interfaces import (
     KL_ESTIMATORS,
     Aggregate,
     AggregationOptions,
+    BatchSum,
     CorrectionOptions,
     CorrectionOutputs,
     LossInputs,
     LossOptions,
     LossOutputs,
+    StepTokens,
     policy_loss,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+# ---- Covariance
+#
+# Losses that treat some tokens apart, which are chosen once a step, among its trained tokens on all ranks: neither micro-
+# batches nor the number of ranks has a say. (The authors choose in each micro-batch.)
+#
+# - Clip-Cov and KL-Cov (arXiv:2505.22617, section 4): a few tokens whose advantage and log-probability, as sampled,
+#   vary together take most of the entropy from a policy.
+# - M2PO (arXiv:2510.01161): a few tokens that are far from the policy that sampled them make most of
+#   the variance of old samples.
+
+LARGEST = 2**63 - 1
+
+
+def covariances(tokens: StepTokens, batch_sum: BatchSum) -> Tensor:
+    """`(A - mean A) (logp - mean logp)`, [N], with means over all tokens of the step."""
+    count = batch_sum(tokens.logp.new_full((), len(tokens.logp))).clamp(min=1)
+    advantages, logp = (each - batch_sum(each.sum()) / count for each in (tokens.advantages, tokens.logp))
+    return advantages * logp
+
+
+def largest(scores: Tensor, share: float, batch_sum: BatchSum) -> Tensor:
+    """bool [N]: the `max(1, ⌊share · M⌋)` largest of the M scores of all parts, and what equals the last of them.
+
+    float64 scores. Each halving costs a sum over the parts.
+    """
+    wanted = max(1, int(share * float(batch_sum(scores.new_full((), len(scores))))))
+    keys = _keys(scores)
+    last = _last(lambda key: float(batch_sum((keys >= key).to(scores.dtype).sum())) >= wanted)
+    return keys >= last
+
+
+def _keys(scores: Tensor) -> Tensor:
+    """int64, in the order of the float64 scores: the bits of a number are, once those of negative ones are turned round. So 64
+    halvings find the last that holds (`_last`)."""
+    bits = scores.view(scores.long().dtype)
+    return bits.where(bits >= 0, bits ^ LARGEST)
+
+
+def _last(holds: Callable[[int], bool]) -> int:
+    """The largest key for which it `holds`, as it does for all below, and for the smallest whatever it says."""
+    low, high = -LARGEST - 1, LARGEST
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+def drawn_within(tokens: StepTokens, options: LossOptions, batch_sum: BatchSum) -> Tensor:
+    """A share of all tokens, drawn among those with `low < covariance < high`."""
+    covariance = covariances(tokens, batch_sum)
+    within = (covariance > options.covariance_low) & (covariance < options.covariance_high)
+    return within & largest(tokens.draws.where(within, -1.0), options.covariance_share, batch_sum)
+
+
+def highest(tokens: StepTokens, options: LossOptions, batch_sum: BatchSum) -> Tensor:
+    """The share of all tokens that has the largest covariances."""
+    return largest(covariances(tokens, batch_sum), options.covariance_share, batch_sum)
+
+
+@policy_loss("clip_cov", zero_without_advantage=True, chooses=drawn_within)
+def clip_cov(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """The clipped surrogate, without those tokens that were drawn, which count all the same."""
+    assert inputs.chosen is not None
+    loss, clips = clipped_surrogate(inputs.logp, inputs.old_logp, inputs.advantages, options)
+    metrics = clips | {"actor/covariance_chosen": inputs.chosen}
+    return LossOutputs(loss.masked_fill(inputs.chosen > 0, 0.0), metrics)
+
+
+@policy_loss("kl_cov", zero_without_advantage=False, chooses=highest)
+def kl_cov(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """`-r A`, and of the tokens of the highest covariances `-r A + c |logp - old_logp|` (the estimate of the KL is
+    the authors' code's)."""
+    assert inputs.chosen is not None
+    log_ratio = inputs.logp - inputs.old_logp
+    loss = -log_ratio.exp() * inputs.advantages + options.covariance_kl * inputs.chosen * log_ratio.abs()
+    return LossOutputs(loss, {"actor/covariance_chosen": inputs.chosen})
+
+
+def beyond_second_moment(tokens: StepTokens, options: LossOptions, batch_sum: BatchSum) -> Tensor:
+    """Those that have to go, the largest `m_t = (log r_t)^2` first, until the mean of m over the others is at most
+    `m2_threshold` τ (algorithm 1). Only those go whose advantage moves them on: where `A log r > 0`.
+
+    A token counts m - τ, and of what may go only m > τ helps: so the others' sum rises with the largest m that stays.
+    """
+    assert tokens.start is not None
+    gap = tokens.start - tokens.logp
+    moments, limit = gap.square(), options.m2_threshold
+    may_go, keys = (gap * tokens.advantages > 0) & (moments > limit), _keys(moments)
+
+    def within(key: int) -> bool:
+        kept = moments[~may_go | (keys <= key)]
+        return float(batch_sum((kept - limit).sum())) <= 0
+
+    return may_go & (keys > _last(within))
+
+
+@policy_loss("m2po", zero_without_advantage=True, chooses=beyond_second_moment, by_start=True)
+def m2po(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """`-r A`, and 0 for the tokens of the largest `(log r)^2`, which count all the same."""
+    assert inputs.chosen is not None
+    loss = (-(inputs.logp - inputs.old_logp).exp() * inputs.advantages).masked_fill(inputs.chosen > 0, 0.0)
+    return LossOutputs(loss, {"actor/m2po_masked": inputs.chosen})
+
+
+# ---- Variants
+#
+# Policy losses of other papers, beside those of `losses.py`: what they put in the place of PPO's clip.
+
+SMALLEST = 1e-8  # of the probability of all other tokens, whose logarithm is taken
+
+
+@policy_loss("gmpo", zero_without_advantage=True)
+def gmpo(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """`-A exp(mean_t l_t)`: the geometric mean of a row's ratios, each clipped (GMPO, arXiv:2507.20673, section 3).
+
+    `l_t = min(log r_t, high)` where A > 0, `max(log r_t, -low)` where A < 0: the clip is of the logarithm, to [e^-low, e^high].
+    Every token of a row carries the row's loss, as in `gspo`.
+    """
+    log_ratio, sign = inputs.logp - inputs.old_logp, inputs.advantages.sign()
+    near = log_ratio.clamp(-options.clip_low, options.clip_high)
+    kept = sign * (sign * log_ratio).minimum(sign * near)
+    loss = -inputs.advantages * row_mean(kept, inputs.mask).exp()
+    clipped = (sign * (log_ratio - near) > 0).to(log_ratio.dtype)
+    return LossOutputs(loss.expand_as(inputs.mask), {"actor/pg_clipfrac": clipped})
+
+
+@policy_loss("gpg", zero_without_advantage=True)
+def gpg(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """`-A logp`: the policy gradient itself, without ratio and clip (GPG, arXiv:2504.02546, section 2)."""
+    return LossOutputs(-inputs.advantages * inputs.logp)
+
+
+@policy_loss("topr", zero_without_advantage=True)
+def topr(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """`-A logp` where A > 0, else `-sg(min(Π_t r_t, 1)) A logp`, the product over the row (TOPR, arXiv:2503.14286)."""
+    weight = row_sum(inputs.logp - inputs.old_logp, inputs.mask).detach().clamp(max=0.0).exp()
+    weight = weight.where(inputs.advantages < 0, 1.0)
+    metrics = {"actor/topr_weight": weight.expand_as(inputs.mask)}
+    return LossOutputs(-weight * inputs.advantages * inputs.logp, metrics)
+
+
+@policy_loss("up", zero_without_advantage=True)
+def unbounded_positive(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """`-A logp` where A > 0, else the clipped surrogate (UP, arXiv:2607.06987, equation 15). `dual_clip` as in `ppo`."""
+    loss, clips = clipped_surrogate(inputs.logp, inputs.old_logp, inputs.advantages, options)
+    positive = (inputs.advantages > 0).expand_as(loss)
+    clips["actor/pg_clipfrac"] = clips["actor/pg_clipfrac"].masked_fill(positive, 0.0)
+    return LossOutputs((-inputs.advantages * inputs.logp).where(positive, loss), clips)
+
+
+@policy_loss("vespo", zero_without_advantage=True)
+def vespo(
+    inputs: LossInputs,
+    options: LossOptions,
+    *,
+    power_positive: float = 2.0,
+    decay_positive: float = 3.0,
+    power_negative: float = 3.0,
+    decay_negative: float = 2.0,
+) -> LossOutputs:
+    """`-sg(φ(W)) A logp`, `φ(W) = W^k exp(λ (1 - W))`, `W = Π_t r_t` over the row (VESPO, arXiv:2602.10693).
+
+    φ(1) = 1; samples far from the policy weigh little on either side. k and λ are the powers and decays, by the sign of A.
+    """
+    log_weight: Tensor = row_sum(inputs.logp - inputs.old_logp, inputs.mask).detach()
+    negative = inputs.advantages < 0
+    power = log_weight.new_full((), power_negative).where(negative, power_positive)
+    decay = log_weight.new_full((), decay_negative).where(negative, decay_positive)
+    weight = (power * log_weight + decay * (1 - log_weight.exp())).exp()
+    metrics = {"actor/vespo_weight": weight.expand_as(inputs.mask)}
+    return LossOutputs(-weight * inputs.advantages * inputs.logp, metrics)
+
+
+@policy_loss("dppo_tv", zero_without_advantage=True)
+def dppo_tv(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """`-M r A` with the divergence `|π - μ|` of the sampled token (DPPO-Binary-TV, arXiv:2602.04879): `_within`."""
+    return _within((inputs.logp.exp() - inputs.old_logp.exp()).detach().abs(), inputs, options)
+
+
+@policy_loss("dppo_kl", zero_without_advantage=True)
+def dppo_kl(inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """`-M r A` with `KL(μ || π)` of the sampled token against all others, `μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π))`
+    (DPPO-Binary-KL, arXiv:2602.04879): `_within`."""
+    logp, old = inputs.logp.detach(), inputs.old_logp
+    others, old_others = ((-each.expm1()).clamp(min=SMALLEST) for each in (logp, old))
+    return _within(old.exp() * (old - logp) + old_others * (old_others / others).log(), inputs, options)
+
+
+def _within(divergence: Tensor, inputs: LossInputs, options: LossOptions) -> LossOutputs:
+    """M is 0 where the divergence [B, T] is above `clip_high` and A > 0 would raise a probability that has risen, or above
+    `clip_low` and A < 0 would lower one that has fallen; else 1. π is the policy, μ the old one."""
+    log_ratio, positive = inputs.logp - inputs.old_logp, inputs.advantages > 0
+    bound = divergence.new_full((), options.clip_high).where(positive, options.clip_low)
+    outside = (divergence > bound) & (log_ratio * inputs.advantages > 0)
+    loss = (-log_ratio.exp() * inputs.advantages).masked_fill(outside, 0.0)
+    return LossOutputs(loss, {"actor/pg_clipfrac": outside.to(loss.dtype)})
 
 
 def row_sum(values: Tensor, mask: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from runtime.config.algorithm import Algorithm
 from runtime.config.base import UNIT, DType, FromEnvironment, NonNegative, Positive, RemoteServer, Section
 from runtime.config.cluster import Cluster, Deadlines, Network, Node, Tls
 from runtime.config.data import Curriculum, Data, Evaluation, EvaluationSet, RowFormat, RowFormatChoice, Sampling, Source
-from runtime.config.gateway import Gateway
 from runtime.config.model import Lora, Model, Warmup
 from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule
 from runtime.config.run import (
@@ -32,6 +31,7 @@ from runtime.config.services import (
     Computing,
     Coordinator,
     Environment,
+    Gateway,
     Gateways,
     Parallel,
     Placed,

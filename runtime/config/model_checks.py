@@ -19,7 +19,7 @@ import msgspec
 from runtime.cluster.topology import block_size, fleets, model_key, teachers, uses_reference
 from runtime.config import Config, Parallel, RewardModel, Spread, Trainer, Warmup
 from runtime.config.base import computed_dtype
-from runtime.config.reference_checks import token_fault
+from runtime.config.service_checks import token_fault
 from runtime.errors import UserError
 from runtime.models import hf_config, limits, quantized, tiny_model
 from runtime.models.families import FAMILIES, family_for

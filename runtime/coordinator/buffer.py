@@ -10,18 +10,95 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
 
+from runtime.algorithms.advantages import has_signal
 from runtime.coordinator import staleness
-from runtime.coordinator.admission.depth import LATE, PipelineDepth
-from runtime.coordinator.group import Group, asked_of, restored
-from runtime.coordinator.staleness import most_live
+from runtime.coordinator.staleness import LATE, PipelineDepth, most_live
 from runtime.errors import InvariantViolated
 from runtime.ledger import states
-from runtime.ledger.reader import GroupRow
+from runtime.ledger.payloads import Handle
+from runtime.ledger.reader import PARTS, GroupRow
 from runtime.ledger.records import Change, Ticket
 from runtime.ledger.states import Event, GroupState, Mark, Phase
+from runtime.rewards.scorer import unscored
 from runtime.types import GeneratedGroup, Scores
+
+# ---- Group
+#
+# A group under training, as the coordinator has it in memory.
+
+Part = bytes | Handle  # in memory, or on disk since before a restart
+
+
+class Group(Struct, eq=False, kw_only=True):
+    """A live group. `deadline` (the last step that may take it) is known from the dispatch on."""
+
+    ticket: Ticket
+    state: GroupState
+    since: float  # of the last transition, seconds since the epoch
+    dispatched: float = 0.0  # the same; 0.0: not by this coordinator
+    replica: str = ""
+    attempt: int = 0
+    hurried: int = 0  # the attempt that the trainer waited for too long
+    deadline: int | None = None
+    generated: GeneratedGroup | None = None  # its payload moved to `payload`
+    payload: Part | None = None
+    asked: set[str] = field(default_factory=set)  # who is scoring it now
+    scores: Scores | None = None
+    reference: Part | None = None
+    values: Part | None = None
+    taken: int | None = None  # the step whose batch it is in
+    place: int | None = None  # in that batch
+
+    @property
+    def group_id(self) -> int:
+        return self.ticket.group_id
+
+    @property
+    def tokens(self) -> int:
+        """Of all its rows, prompts included. 0 until it is generated."""
+        if self.generated is None:
+            return 0
+        lengths = self.generated.response_tokens
+        return self.generated.prompt_tokens * len(lengths) + sum(lengths)
+
+
+def restored(row: GroupRow, needs: Mark, now: float, bound: int) -> Group:
+    """What the ledger knows of a group. `bound`: of the staleness."""
+    group = Group(
+        ticket=Ticket(**{name: getattr(row, name) for name in Ticket.__struct_fields__}),
+        state=GroupState(needs, row.phase, row.marks, row.step, row.why),
+        since=now,
+        attempt=row.attempt,
+    )
+    if row.oldest is None or row.newest is None:
+        return group
+    group.generated = GeneratedGroup(
+        group_id=row.group_id,
+        prompt_tokens=row.prompt_tokens or 0,
+        response_tokens=row.response_tokens or [],
+        truncated=row.truncated or 0,
+        rewards=row.rewards or [],
+        outcomes=row.outcomes,
+        oldest=row.oldest,
+        newest=row.newest,
+        payload=b"",
+    )
+    group.deadline = staleness.deadline(row.oldest.step, bound)
+    group.replica, group.scores = row.replica or "", row.scores
+    group.payload, group.reference, group.values = (row.handles.get(part) for part in PARTS)
+    return group
+
+
+def asked_of(group: Group) -> str:
+    """The service that has it."""
+    if group.state.phase != Phase.GENERATED:
+        return group.replica or "rollout"
+    missing = group.state.needs & ~group.state.marks
+    if missing & Mark.SCORED:
+        return " and ".join(sorted(group.asked)) or "reward"
+    return "reference" if missing & Mark.REFERENCED else "critic"
 
 
 class Wait(Struct, frozen=True):
@@ -371,3 +448,64 @@ class Buffer:
         self._count(group, -1)
         self._finished[group.state.phase] += 1
         self.room_changed.set()
+
+
+NO_SIGNAL = "no signal"  # why such groups are dropped
+
+
+class DynamicSampling:
+    """Judges scored groups. Stops the run when a step cannot be filled: `limit` groups were dropped since the batch before
+    it was complete, and it still lacks groups."""
+
+    def __init__(self, buffer: Buffer, limit: int):
+        self._buffer = buffer
+        self._limit = limit
+        self._step = buffer.step
+        self._dropped_for_step = 0
+        self._any_scored = False  # of those dropped for the step
+        self._kept = self._dropped = 0  # since `close_step`
+
+    def judge(self, group: Group) -> None:
+        """Drop `group`, which was just scored, unless it has signal. Raises ServiceFault in place of a stop where none of the
+        groups that were dropped has a score."""
+        if _has_signal(group):
+            self._kept += 1
+            return
+        self._buffer.drop(group.group_id, NO_SIGNAL)
+        self._dropped += 1
+        if self._step != self._buffer.step:
+            self._step, self._dropped_for_step, self._any_scored = self._buffer.step, 0, False
+        self._dropped_for_step += 1
+        assert group.scores is not None
+        self._any_scored = self._any_scored or bool(group.scores.valid.any())
+        if self._dropped_for_step >= self._limit and not self._step_has_enough():
+            if not self._any_scored:
+                raise unscored([group.scores], f"{self._dropped_for_step} groups")
+            self._buffer.stop(f"too little signal: {self._dropped_for_step} groups with equal rewards dropped for one step")
+
+    def judge_restored(self) -> None:
+        """Drop what a run that took every group has left in the buffer. It says nothing of the prompts to come: not counted."""
+        for group in list(self._buffer):
+            if group.scores is not None and not _has_signal(group):
+                self._buffer.drop(group.group_id, NO_SIGNAL)
+
+    def close_step(self) -> dict[str, float]:
+        """The metrics of the groups scored since the last call; the fraction is left out when there were none. MindSpeed-RL
+        generates whole batches until one is full, and counts them; here it is how many batches the groups would make up."""
+        kept, dropped = self._kept, self._dropped
+        self._kept = self._dropped = 0
+        batches = (kept + dropped) / self._buffer.groups_per_step
+        figures = {"dynamic_sampling/dropped": float(dropped), "train/num_gen_batches": batches}
+        if kept + dropped:
+            figures["dynamic_sampling/kept"] = kept / (kept + dropped)
+        return figures
+
+    def _step_has_enough(self) -> bool:
+        """A step whose groups are there only waits for the trainer; what is dropped meanwhile is dropped for later steps."""
+        found = sum(group.taken is None and bool(group.state.marks & Mark.SCORED) for group in self._buffer)
+        return found >= self._buffer.places
+
+
+def _has_signal(group: Group) -> bool:
+    assert group.scores is not None
+    return has_signal(group.scores.rewards, group.scores.valid)

@@ -24,9 +24,9 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from runtime.cluster.topology import alternates, reference_takes_part
-from runtime.commands import Level, Move, Offload
+from runtime.commands import Level, Move, Offload, RolePort
 from runtime.config import Config
-from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.buffer import Buffer, Group
 from runtime.coordinator.device_schedule import (
     Action,
     Arrived,
@@ -43,16 +43,13 @@ from runtime.coordinator.device_schedule import (
     Trained,
     VersionPublished,
 )
-from runtime.coordinator.group import Group
 from runtime.coordinator.metrics_recorder import Probes
-from runtime.coordinator.pools import RolloutPool
+from runtime.coordinator.pools import Roles, RolloutPool
 from runtime.coordinator.register import LIVING, ROLLOUT, Member, UnitChange, UnitState
-from runtime.coordinator.roles import Roles
 from runtime.coordinator.weight_sync import WeightPublisher, WeightSync
 from runtime.errors import InvariantViolated, SluiceError
 from runtime.ledger.states import Mark
 from runtime.ledger.states import Phase as GroupPhase
-from runtime.ports import RolePort
 from runtime.telemetry.metrics import PublicationFigures, SpanClock
 from runtime.types import PolicyVersion
 

@@ -21,22 +21,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from runtime import codec
+from runtime import types
 from runtime.cluster.topology import slots, takes_turns
 from runtime.commands import Level, Move
 from runtime.config import Rule
 from runtime.coordinator.gateways import GatewayPool, request_for
-from runtime.coordinator.pools import RolloutPool
+from runtime.coordinator.pools import EvaluationRoles, RewardScoring, RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register, Unit, UnitChange, UnitState
-from runtime.coordinator.roles import EvaluationRoles, RewardScoring
 from runtime.coordinator.run_context import EvaluationContext
 from runtime.data.prompts import group_seed
 from runtime.errors import SluiceError
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.generations import SUFFIX, Transcript, replies_to
-from runtime.evaluation.held_out import HeldOut
-from runtime.evaluation.results import EvaluatedProblem, EvaluationResult
-from runtime.evaluation.sets import judge_of
+from runtime.evaluation.generations import SUFFIX, HeldOut, Transcript, replies_to
+from runtime.evaluation.results import EvaluatedProblem, EvaluationResult, judge_of
 from runtime.process import disk
 from runtime.process.aio import TaskGroup, now
 from runtime.status import Progress
@@ -193,7 +190,7 @@ class Evaluator:
     def _keep(self, transcript: Transcript, which: int, index: int, parts: Sequence[Part]) -> EvaluatedProblem:
         """Write the replies to one problem; what its set's figures need of them. In the evaluation's thread."""
         held_out = self._sets[which]
-        decoded = [(codec.decode(GroupPayload, generated.payload), scores) for generated, scores in parts]
+        decoded = [(types.decode(GroupPayload, generated.payload), scores) for generated, scores in parts]
         problem = held_out.prompts.problems[index]
         outcomes = [each for generated, _ in parts if generated.outcomes is not None for each in generated.outcomes.reasons]
         found = replies_to(held_out.settings.name, problem, decoded, self._judge, self._text, outcomes)

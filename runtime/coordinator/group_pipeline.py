@@ -13,25 +13,20 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from runtime import codec
-from runtime.algorithms.advantages import has_signal
-from runtime.coordinator.admission.concurrency import Load, concurrency_of
-from runtime.coordinator.buffer import Buffer
+from runtime import types
+from runtime.commands import RolePort
+from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
 from runtime.coordinator.devices import Devices
-from runtime.coordinator.gateways import GatewayPool, request_for
-from runtime.coordinator.group import Group
-from runtime.coordinator.pools import RolloutPool
+from runtime.coordinator.gateways import GatewayPool, Load, concurrency_of, request_for
+from runtime.coordinator.pools import RewardScoring, Roles, RolloutPool
 from runtime.coordinator.register import member_of
-from runtime.coordinator.roles import RewardScoring, Roles
 from runtime.coordinator.run_context import RunContext
 from runtime.coordinator.takeover import TakenUp
 from runtime.data.prompts import PromptStream
 from runtime.errors import Cancelled, Unreachable
 from runtime.ledger.records import Note, Ticket
 from runtime.ledger.states import Mark, Phase
-from runtime.ports import RolePort
 from runtime.process.aio import TaskGroup
-from runtime.rewards.unscored import unscored
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
 
@@ -154,7 +149,7 @@ class GroupStage:
         )
         group = self._buffer.admit(ticket)
         # In one transaction with the admission: a resume draws the next prompt, whatever happened in between.
-        self._ledger.record(Note(key=STREAM, value=codec.encode(self._stream.state())))
+        self._ledger.record(Note(key=STREAM, value=types.encode(self._stream.state())))
         return group
 
     def _look(self) -> None:
@@ -299,64 +294,3 @@ class GroupStage:
 #
 # What is judged are the rewards as the rules gave them. Penalties for length, which the trainer adds, and a KL in the reward
 # would tell apart replies that are all right, or all wrong.
-
-
-NO_SIGNAL = "no signal"  # why such groups are dropped
-
-
-class DynamicSampling:
-    """Judges scored groups. Stops the run when a step cannot be filled: `limit` groups were dropped since the batch before
-    it was complete, and it still lacks groups."""
-
-    def __init__(self, buffer: Buffer, limit: int):
-        self._buffer = buffer
-        self._limit = limit
-        self._step = buffer.step
-        self._dropped_for_step = 0
-        self._any_scored = False  # of those dropped for the step
-        self._kept = self._dropped = 0  # since `close_step`
-
-    def judge(self, group: Group) -> None:
-        """Drop `group`, which was just scored, unless it has signal. Raises ServiceFault in place of a stop where none of the
-        groups that were dropped has a score."""
-        if _has_signal(group):
-            self._kept += 1
-            return
-        self._buffer.drop(group.group_id, NO_SIGNAL)
-        self._dropped += 1
-        if self._step != self._buffer.step:
-            self._step, self._dropped_for_step, self._any_scored = self._buffer.step, 0, False
-        self._dropped_for_step += 1
-        assert group.scores is not None
-        self._any_scored = self._any_scored or bool(group.scores.valid.any())
-        if self._dropped_for_step >= self._limit and not self._step_has_enough():
-            if not self._any_scored:
-                raise unscored([group.scores], f"{self._dropped_for_step} groups")
-            self._buffer.stop(f"too little signal: {self._dropped_for_step} groups with equal rewards dropped for one step")
-
-    def judge_restored(self) -> None:
-        """Drop what a run that took every group has left in the buffer. It says nothing of the prompts to come: not counted."""
-        for group in list(self._buffer):
-            if group.scores is not None and not _has_signal(group):
-                self._buffer.drop(group.group_id, NO_SIGNAL)
-
-    def close_step(self) -> dict[str, float]:
-        """The metrics of the groups scored since the last call; the fraction is left out when there were none. MindSpeed-RL
-        generates whole batches until one is full, and counts them; here it is how many batches the groups would make up."""
-        kept, dropped = self._kept, self._dropped
-        self._kept = self._dropped = 0
-        batches = (kept + dropped) / self._buffer.groups_per_step
-        figures = {"dynamic_sampling/dropped": float(dropped), "train/num_gen_batches": batches}
-        if kept + dropped:
-            figures["dynamic_sampling/kept"] = kept / (kept + dropped)
-        return figures
-
-    def _step_has_enough(self) -> bool:
-        """A step whose groups are there only waits for the trainer; what is dropped meanwhile is dropped for later steps."""
-        found = sum(group.taken is None and bool(group.state.marks & Mark.SCORED) for group in self._buffer)
-        return found >= self._buffer.places
-
-
-def _has_signal(group: Group) -> bool:
-    assert group.scores is not None
-    return has_signal(group.scores.rewards, group.scores.valid)

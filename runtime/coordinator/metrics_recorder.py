@@ -10,28 +10,36 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from runtime import timeouts
-from runtime.coordinator.admission.concurrency import Load, load_of
-from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.history import RunHistory
+from runtime.commands import RolePort
+from runtime.coordinator.buffer import Buffer, Group
+from runtime.coordinator.gateways import Load, load_of
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import Member, member_of
-from runtime.coordinator.run_context import RunContext, accelerators
+from runtime.coordinator.run_context import RunContext, RunHistory, accelerators
 from runtime.data.prompts import group_seed
 from runtime.errors import InvariantViolated, ServiceFault, SluiceError
-from runtime.ports import RolePort
 from runtime.process import spans
 from runtime.process.aio import now
-from runtime.rewards.unscored import UnscoredSteps
+from runtime.rewards.scorer import UnscoredSteps
 from runtime.status import Status
-from runtime.telemetry.metrics import Metrics, SpanClock, StepFigures, idle_fraction, step_metrics
+from runtime.telemetry.metrics import Metrics, PublicationFigures, SpanClock, StepFigures, idle_fraction, step_metrics
 from runtime.telemetry.summary import Totals
-from runtime.types import GroupRequest, PolicyVersion, SamplingParams
+from runtime.types import GroupRequest, PolicyVersion, SamplingParams, StepResult
 
 if TYPE_CHECKING:
-    from runtime.coordinator.group_pipeline import DynamicSampling
-    from runtime.coordinator.train_loop import TrainedStep
+    from runtime.coordinator.buffer import DynamicSampling
+
+
+class TrainedStep(Struct, kw_only=True):
+    """One step, applied and published."""
+
+    step: int
+    groups: list[Group]
+    result: StepResult
+    publication: PublicationFigures | None  # None: it was not published
 
 
 COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total", "drafted_tokens_total", "accepted_tokens_total")

@@ -25,22 +25,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from runtime import codec, timeouts
-from runtime.cluster.restarts import backoff
+from runtime import timeouts, types
+from runtime.cluster.placement import backoff
 from runtime.cluster.topology import alternates
-from runtime.commands import Offload, Save
+from runtime.commands import Offload, RolePort, Save, TrainerPort
 from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.history import RunHistory, write_course
+from runtime.coordinator.pools import Roles, models, wait_for
 from runtime.coordinator.register import Register, UnitChange
-from runtime.coordinator.roles import Roles, models, wait_for
-from runtime.coordinator.run_context import RunContext
+from runtime.coordinator.run_context import RunContext, RunHistory, write_course
 from runtime.data.prompts import PromptStream
 from runtime.errors import DeadlineExceeded, ServiceFault, StorageFull, Unreachable
 from runtime.ledger import checkpoint, node_checkpoints
-from runtime.ledger.position import Position
+from runtime.ledger.checkpoint import Position
 from runtime.ledger.records import CheckpointSaved
-from runtime.ports import RolePort, TrainerPort
 from runtime.process.aio import first_error, now
 from runtime.status import Progress
 from runtime.telemetry.summary import Totals
@@ -272,7 +270,7 @@ class Checkpoints:
                     (partial / checkpoint.CRITIC).mkdir()
         except StorageFull as error:
             return _raised(error)
-        own = Save(str(partial), codec.encode(position), tuple(checkpoint.steps(self._folder)))
+        own = Save(str(partial), types.encode(position), tuple(checkpoint.steps(self._folder)))
         critics = replace(own, folder=str(partial / checkpoint.CRITIC))
         if roles.critic is None:
             saving = [roles.trainer.post(own)]

@@ -1,31 +1,452 @@
-"""A run from its first evaluation to its last check, through all its attempts: the coordinator's logic, above the ports."""
+"""A run from its first evaluation to its last check, through all its attempts: the coordinator's logic, above the ports.
+
+One attempt of a run: from its beginning or a checkpoint to its last step, or until trainer or critic is lost.
+
+::
+
+    begin → [evaluate] → train → [evaluate] → save                                the run is over
+        |__________________|________|__________|   lost(trainer or critic)  →  wait for others  →  the next attempt
+
+    TrainingRun owns   RolloutPool, RunHistory, and one Attempt after the other
+    Attempt owns       everything below; a task for each line that waits
+
+    GroupStage         admits prompts, waits for room in the buffer; a task for each group: rollout → reward, reference, critic
+       ↓ Buffer        its groups, in their states; bounded by the staleness bound; every change goes into the ledger
+    TrainLoop          waits for a batch → trainer and critic: accumulate, apply → WeightPublisher: new weights to the rollouts
+       ↓ finished()    MetricsRecorder; an Evaluator beside training, in a task; Checkpoints
+    Devices            TrainLoop, evaluations and references wait for the devices that they share
+    WeightPublisher.run      waits for rollouts that come or are lost, and gives newcomers the committed version
+    RolloutPool.guard  waits until no rollout has served for too long: that ends the run
+    Recovery           waits for the loss of trainer or critic, as the register tells it
+
+When trainer or critic is lost, `_until_saved`, which needs both, is cut short. Admission, generation, scores and the
+journal go on until both are started again. Then the next attempt goes on from the newest checkpoint.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.cluster.topology import slots
+from runtime import run_files, types
+from runtime.chosen_algorithm import streams
+from runtime.cluster.topology import alternates, slots, takes_turns
+from runtime.commands import Export, Restore
+from runtime.config import Config
 from runtime.coordinator import takeover
-from runtime.coordinator.attempt import INTERRUPTED, Attempt
-from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.buffer import Buffer, DynamicSampling
+from runtime.coordinator.devices import ColocatedDevices, Devices
+from runtime.coordinator.evaluation import evaluator_of
 from runtime.coordinator.gateways import GatewayPool
-from runtime.coordinator.history import Course, RunHistory
-from runtime.coordinator.metrics_recorder import gap
-from runtime.coordinator.pools import RolloutPool
-from runtime.coordinator.recovery import models_back
-from runtime.coordinator.register import Register
-from runtime.coordinator.roles import Roles, models
-from runtime.coordinator.run_context import RunContext
+from runtime.coordinator.group_pipeline import STREAM, GroupStage
+from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes, TrainedStep, gap, line
+from runtime.coordinator.pools import Roles, RolloutPool, models
+from runtime.coordinator.recovery import Checkpoints, Recovery, models_back
+from runtime.coordinator.register import ROLLOUT, Register, UnitState
+from runtime.coordinator.run_context import Course, RunContext, RunHistory, needs, write_course
+from runtime.coordinator.staleness import PipelineDepth, most_live
 from runtime.coordinator.takeover import TakenUp
+from runtime.coordinator.train_loop import AlternatingUpdates, ModelUpdates, TrainLoop
+from runtime.coordinator.weight_sync import WeightPublisher
+from runtime.data.prompts import PromptStream, StreamState
 from runtime.errors import SluiceError, UserError
+from runtime.evaluation import results as evaluation
+from runtime.evaluation.results import EvaluationResult
 from runtime.ledger import checkpoint
+from runtime.ledger.checkpoint import Position
 from runtime.ledger.reader import LedgerReader
-from runtime.process.aio import now
+from runtime.ledger.records import Note
+from runtime.ledger.states import Phase
+from runtime.process import disk
+from runtime.process.aio import TaskGroup, now
+from runtime.status import Progress, RunFigures
+from runtime.telemetry import startup
+from runtime.telemetry.metrics import SpanClock
 from runtime.telemetry.summary import Summary
+from runtime.types import PolicyVersion
+
+
+def depth_of(config: Config) -> PipelineDepth:
+    """The bound says how many where it is to, and where rollouts and trainer have the devices in turn, as all that it allows is
+    generated before the trainer has them."""
+    training = config.training
+    measured = training.depth == "auto" and not takes_turns(config)
+    bound = most_live(training.staleness, training.groups_per_step)
+    return PipelineDepth(training.groups_per_step, bound, measured, streams(config))
+
+
+WHY_ENDED, INTERRUPTED = "run ended", "interrupted"
+
+
+class Attempt:
+    """`execute` runs the attempt; `stop` ends it in order."""
+
+    def __init__(
+        self, context: RunContext, roles: Roles, pool: RolloutPool, history: RunHistory, taken_up: TakenUp | None = None
+    ):
+        """`pool` and `history` belong to the run, and outlive the attempt. `taken_up`: it goes on where an earlier coordinator
+        was cut off."""
+        config = context.config
+        self._context, self._config, self._roles, self._pool, self._history = context, config, roles, pool, history
+        train, data = context.train, config.data
+        self._stream = PromptStream(train.problems, config.run.seed, data.shuffle, train.shares, data.curriculum)
+        self._taken_up = taken_up
+        self._position = None if taken_up else self._first_position()
+        first = taken_up.version.step if taken_up else self._position.version.step if self._position else 0
+        self._incarnation = 0
+        self._needs = needs(config)
+        self.buffer = Buffer(
+            needs=self._needs,
+            groups_per_step=config.training.groups_per_step,
+            staleness=config.training.staleness,
+            journal=context.ledger,
+            step=first,
+            clock=lambda: context.epoch + now(),
+            depth=depth_of(config),
+        )
+        self.buffer.last_step = config.training.steps
+        history.goes_on_at(first)
+        self._checkpoints = Checkpoints(context, roles, self._stream, self.buffer, history)
+        self._spans = SpanClock(now)
+        self.publisher = WeightPublisher(roles.trainer, pool, config.publication, config.deadlines.train)
+        self._meter = BusyMeter(pool, config.deadlines.silence)
+        limit = config.algorithm.dynamic_sampling_limit * config.training.groups_per_step
+        self._dynamic = DynamicSampling(self.buffer, limit) if config.algorithm.dynamic_sampling else None
+        self._probes = Probes(context, pool, history, self._spans, self.buffer.ready_changed)
+        self.recorder = MetricsRecorder(
+            context, self._spans, self.buffer, self._meter, pool, history.totals, self._dynamic, self._probes
+        )
+        self._devices = (
+            ColocatedDevices(config, roles, pool, self.publisher, self.buffer, self._probes, self._spans)
+            if takes_turns(config)
+            else Devices(pool, self.publisher, self.buffer)
+        )
+        self._groups = GroupStage(context, roles, pool, self._devices, self.buffer, self._stream, self._spans, self._dynamic)
+        self._training = self._train_loop()
+        self._training.next = first
+        self._evaluator = evaluator_of(context, roles, pool)
+        self._evaluating: asyncio.Task[Any] | None = None
+        self._admission: asyncio.Task[None] | None = None
+        self._recovery = Recovery(context, roles, pool.register, history)
+        self.accuracy_after: float | None = None
+        self.vacated = False  # after a loss: the devices are free for another trainer
+        self._interrupted = False
+
+    # ------------------------------------------------------------------------------------------ from outside
+
+    def stop(self, reason: str) -> None:
+        """End after the step under way, and save. `INTERRUPTED` also ends the evaluation under way, and no other begins."""
+        self.buffer.stop(reason)
+        self._interrupted = self._interrupted or reason == INTERRUPTED
+        if self._interrupted:
+            self._recovery.interrupt()
+            if self._evaluating is not None:
+                self._evaluating.cancel()
+
+    async def execute(self) -> bool:
+        """Run the attempt. False: the run is over. True: a model was lost, and the models of the next attempt serve.
+
+        Raises ServiceFault, UserError (a full disk), InvariantViolated.
+        """
+        async with TaskGroup() as tasks:
+            self._tasks = tasks
+            self._beside = [tasks.create_task(self._context.ledger.run(self._config.ledger.tick))]
+            if (loss := await self._recovery.run_until_lost(self._until_saved())) is not None:
+                # Rollouts go on beside this, as far as the staleness bound allows.
+                self._recovery.check_progress(loss, self.buffer.committed)
+                self._report("recovering", detail=str(loss))
+                await self._vacate()
+                await self._recovery.wait_restarted(loss)
+            await self._close()  # before the last records are written
+        await self._context.ledger.flush()
+        return loss is not None
+
+    async def _close(self) -> None:
+        """End everything that still runs. A group under way would have tokens of two attempts' weights, so the next attempt
+        generates it again from the same seed."""
+        for task in (*self._beside, self._admission, self._evaluating):
+            if task is not None:
+                task.cancel()
+        self._probes.close()
+        self._devices.close()
+        await self._groups.close()
+        self.publisher.close()
+
+    async def _vacate(self) -> None:
+        """Before another trainer begins on devices that it shares: nothing is generated any more, and the rollouts sleep."""
+        if takes_turns(self._config):
+            await self._close()
+            await self._devices.vacate()
+        self.vacated = True
+        self._context.supervisor.vacated()
+
+    def _train_loop(self) -> TrainLoop:
+        config, roles = self._config, self._roles
+        updates = ModelUpdates(roles.trainer, roles.critic, self._spans)
+        if alternates(config) and roles.critic is not None:
+            updates = AlternatingUpdates(roles.trainer, roles.critic, self._spans)
+        return TrainLoop(
+            config=config,
+            updates=updates,
+            devices=self._devices,
+            probes=self._probes,
+            buffer=self.buffer,
+            ledger=self._context.ledger,
+            spans=self._spans,
+            checkpoints=self._checkpoints,
+            observer=self,
+        )
+
+    # ------------------------------------------------------------------------------------------ from the beginning to the end
+
+    async def _until_saved(self) -> None:
+        """Everything that needs trainer and critic, from the first version to the last checkpoint."""
+        history, config = self._history, self._config
+        async with TaskGroup() as tasks:
+            # Every rollout gets the first version; from then on the keeper brings newcomers the committed one.
+            await self._begin()
+            keeper = tasks.create_task(self.publisher.run())
+            if not history.evaluated_before:
+                history.accuracy_before = await self._evaluate_before()
+                history.evaluated_before = True
+                self._write_course()
+            # All steps; then the groups that no step has taken are given up, and the result is evaluated and saved.
+            await self._train(tasks)
+            await self._end_groups()
+            self.accuracy_after = await self._evaluate_alone(config.evaluation.after)
+            await self._save_end()
+            keeper.cancel()
+
+    async def _begin(self) -> None:
+        """Restore, connect the publication group, and bring the first version to every rollout."""
+        self._report("recovering" if self._history.attempts or self._taken_up else "starting")
+        if self._position is not None:
+            await self._restore(self._position)
+        if self._taken_up is not None:
+            await self._take_up(self._taken_up)
+        before, version = now(), PolicyVersion(self._incarnation, self.buffer.committed)
+        if self._pool.membership.committed != version and not self.publisher.waits_for_next:
+            async with self._devices.lease("trainer") as lease:
+                await lease.sync(version)
+            self._context.startup.phases.setdefault("first publication", now() - before)
+        self._recovery.begun, self._history.version = True, version
+        self._write_course()
+        self._beside += [self._tasks.create_task(each) for each in (self._pool.guard(), self._meter.run(self._groups.measured))]
+
+    async def _evaluate_before(self) -> float | None:
+        began = now()
+        accuracy = await self._evaluate_alone(self._config.evaluation.before)
+        if accuracy is not None:
+            self._context.startup.phases[startup.NOT_COUNTED] = now() - began
+        return accuracy
+
+    async def _train(self, tasks: TaskGroup) -> None:
+        """Admission and training until the last step."""
+        history = self._history
+        history.rl_began = history.rl_began or now()
+        self._spans.close_step()
+        self._report("training")
+        if self.buffer.stop_reason:
+            return
+        self._admission = self._tasks.create_task(self._groups.run(self._tasks, self._taken_up))
+        if history.evaluating is not None:  # as the coordinator was lost: from its beginning, with the weights as they are
+            self._evaluating = self._tasks.create_task(self._evaluate_beside(history.evaluating))
+        await self._training.run(tasks)
+        self._admission.cancel()
+        await self._evaluation_over()
+        self.buffer.stop("all steps done")
+        history.rl_seconds = now() - history.rl_began
+
+    async def _end_groups(self) -> None:
+        """Give up the groups that are still under way; a resumed run begins with their prompts."""
+        self._probes.close()
+        await self._groups.close()
+        for group in sorted(self.buffer, key=lambda group: group.group_id):
+            self._stream.give_back(self.buffer.drop(group.group_id, WHY_ENDED).problem)
+        self._context.ledger.record(Note(key=STREAM, value=types.encode(self._stream.state())))
+
+    async def finished(self, trained: TrainedStep) -> None:
+        """After each step: its metrics, an evaluation if one is due, and the conditions to stop."""
+        config, step, history = self._config, trained.step + 1, self._history
+        history.version = PolicyVersion(self._incarnation, step)
+        alarms = history.alarms
+        await self.recorder.step(trained)
+        if startup.TOTAL not in self._context.startup.phases:
+            await self._started_up()
+        if config.stop.hours and now() - history.rl_began >= config.stop.hours * 3600:
+            self.stop(f"{config.stop.hours:g} hours are over")
+        if config.mismatch.action == "stop" and history.alarms > alarms:
+            self.stop(f"mismatch.action is stop: {history.alarm}")
+        if self.evaluates(step):
+            if self._evaluating is not None and not self._evaluating.done():
+                history.skipped_evaluations += 1  # training waits for none
+            else:
+                history.evaluating = step
+                self._evaluating = self._tasks.create_task(self._evaluate_beside(step))
+                await asyncio.sleep(0)  # the evaluation takes the rollouts' lease before the trainer can take its own
+        self._write_course()
+        self._report("training")
+
+    def evaluates(self, step: int) -> bool:
+        """Whether version `step` is to be evaluated beside training."""
+        every = self._config.evaluation.every
+        return self._evaluator is not None and every > 0 and step % every == 0 and step < self.buffer.last_step
+
+    async def _started_up(self) -> None:
+        """The first step is done: start-up ended when the trainer had the whole batch of it."""
+        figures, submitted = self._context.startup, self._training.first_applied
+        figures.phases["first step"] = submitted - self._history.rl_began
+        figures.phases[startup.TOTAL] = submitted - self._context.launched - figures.phases.get(startup.NOT_COUNTED, 0.0)
+        await disk.done(lambda: figures.write(self._context.folder), self._context.folder)
+
+    async def _evaluate_beside(self, step: int) -> None:
+        assert self._evaluator is not None
+        async with self._devices.lease("rollout"):
+            found = await self._evaluator.run(step, alone=False)
+        await self._note(step, found)
+        goal = self._config.stop.accuracy
+        if goal and found.accuracy >= goal:
+            self.stop(f"accuracy {found.accuracy:.1%} reached {goal:.1%}")
+
+    async def _evaluation_over(self) -> None:
+        """Wait for the evaluation under way, if there is one; it may have been cut short."""
+        if self._evaluating is not None:
+            await asyncio.wait([self._evaluating])
+
+    async def _evaluate_alone(self, wanted: bool) -> float | None:
+        """Before or after training. None when it is not wanted, or was cut short."""
+        if self._evaluator is None or not wanted or self._interrupted:
+            return None
+        step = self.buffer.committed
+
+        def report(done: int, total: int) -> None:
+            self._report("evaluating", done, total)
+
+        evaluating = self._evaluating = self._tasks.create_task(self._evaluator.run(step, alone=True, progress=report))
+        await self._evaluation_over()
+        if evaluating.cancelled():
+            return None
+        found = evaluating.result()
+        await self._note(step, found)
+        return found.accuracy
+
+    async def _note(self, step: int, found: EvaluationResult) -> None:
+        self._checkpoints.accuracy[step] = found.accuracy
+        self._history.evaluating = None
+        await self.recorder.evaluation(
+            step, {**evaluation.metrics(found), "eval/skipped": float(self._history.skipped_evaluations)}
+        )
+
+    # ------------------------------------------------------------------------------------------ the end, and a new start
+
+    async def _save_end(self) -> None:
+        self._report("saving")
+        await self._training.saved()  # the checkpoint that was ordered before may be of the same step
+        async with self._devices.lease("trainer", last=True):
+            # A checkpoint to resume from, and the model for others to load.
+            await self._checkpoints.save_end(self.buffer.committed)
+            folder = str((self._context.folder / run_files.MODEL).absolute())
+            await self._checkpoints.until_room(lambda: self._roles.trainer.call(Export(folder)))
+
+    def _first_position(self) -> Position | None:
+        """Where the attempt begins; None for a run that begins anew."""
+        if self._history.folder:
+            position = checkpoint.read_position(Path(self._history.folder))
+            self._stream.restore(position.stream)
+            return position
+        if self._history.attempts:
+            return Position(version=PolicyVersion(), stream=self._stream.state(), trained=[])
+        return None
+
+    async def _take_up(self, found: TakenUp) -> None:
+        """Go on with the groups as they are, in the same incarnation, after the step that was over last."""
+        if (newest := await self._context.ledger.note(STREAM)) is not None:
+            self._stream.restore(types.decode(StreamState, newest))
+        self.buffer.take_up(await self._context.ledger.take_up(found.version.step))
+        self._set_incarnation(found.version.incarnation)
+        self._checkpoints.take_up(self._incarnation)
+        if takes_turns(self._config):
+            # The rollouts were put to sleep, with what they generated: it is generated again, from the same seeds.
+            for group in [one for one in self.buffer if one.state.phase == Phase.GENERATING]:
+                self.buffer.lose(group.group_id)
+        else:
+            self._pool.take_up(found.version, found.having)
+            self.publisher.kept = found.version  # the trainer's buckets have it from the coordinator before
+        self.publisher.waits_for_next = self._probes.given_before = found.ahead
+
+    def _set_incarnation(self, incarnation: int) -> None:
+        self._incarnation = self._training.incarnation = self.recorder.incarnation = incarnation
+
+    def _write_course(self) -> None:
+        write_course(self._context, self._roles, self._history)
+
+    async def _restore(self, position: Position) -> None:
+        """Begin a new incarnation at `position`, with the ledger's groups that the checkpoint does not name as trained."""
+        # Groups come back with all that they have; evaluations of later steps are forgotten.
+        ledger, folder = self._context.ledger, self._history.folder
+        newest = types.decode(StreamState, note) if (note := await ledger.note(STREAM)) is not None else None
+        own = bool(folder) and checkpoint.is_of(self._context.folder, Path(folder))
+        behind = own and position.stream.ordinal > (newest.ordinal if newest is not None else 0)
+        restored = await ledger.restore(position.version.step, position.trained, self._needs, own, behind)
+        if newest is not None and not restored.damaged:
+            self._stream.restore(newest)
+        else:  # as the checkpoint says: the ledger of another folder has the groups that were under way, or they are lost
+            self._stream.lose(position.pending, restored.following)
+        self.buffer.load(restored.groups)
+        evaluation.forget_after(self._context.folder, position.version.step)
+        if self._dynamic is not None:
+            self._dynamic.judge_restored()
+        self._set_incarnation(max(restored.incarnation, position.version.incarnation + 1))
+        self._checkpoints.resume(self._incarnation, position)
+        if folder:
+            command = Restore(folder, types.encode(position), self._incarnation)
+            await asyncio.gather(*(model.post(command) for model in self._recovery.models))
+
+    # ------------------------------------------------------------------------------------------ what is said of it
+
+    def _report(self, phase: str, done: int = 0, total: int = 0, detail: str = "") -> None:
+        figures = self.recorder.figures
+        if (newest := self._checkpoints.newest_accuracy) is not None:
+            figures["eval/accuracy"] = newest
+        step, steps = self.buffer.committed, self._config.training.steps
+        if phase == "training":
+            done, total = step, steps
+        detail, alarm = detail or line(figures), self._history.alarm
+        self._context.supervisor.report(
+            Progress(phase=phase, step=step, steps=steps, done=done, total=total, detail=detail, alarm=alarm)
+        )
+
+
+# ---- Run figures
+#
+# The run as the coordinator knows it now, in plain values.
+
+
+def run_figures(config: Config, register: Register, progress: Progress, run: TrainingRun | None) -> RunFigures:
+    """`run`: None before it begins, and of an evaluation alone."""
+    units = register.units()
+    states = Counter({state.value: 0 for state in UnitState})
+    states.update(unit.state.value for unit in units if unit.role == ROLLOUT)
+    lost, restarts = Counter[str](), Counter[str]()
+    for unit in units:
+        lost[unit.role] += unit.state is UnitState.LOST
+        restarts[unit.role] += unit.incarnation
+    there = [unit for unit in units if unit.state is not UnitState.DISMISSED]
+    return RunFigures(
+        progress=progress,
+        processes=[process for unit in there for process in unit.processes if process is not None],
+        staleness=config.training.staleness,
+        folder=config.run.dir,
+        rollouts=dict(states),
+        lost=dict(lost),
+        restarts=dict(restarts),
+        **({} if run is None else run.figures()),
+    )
+
 
 log = logging.getLogger("sluice")
 

@@ -28,14 +28,14 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from runtime import codec, timeouts
+from runtime import timeouts, types
 from runtime.cluster.placement import Seat
 from runtime.cluster.topology import Instance, takes_turns
 from runtime.commands import Level, Move, Offload
 from runtime.config import Config
-from runtime.coordinator.history import COURSE, Course
+from runtime.coordinator.pools import models
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitState
-from runtime.coordinator.roles import models
+from runtime.coordinator.run_context import COURSE, Course
 from runtime.errors import InUse, ServiceFault, SluiceError, StorageFull
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.records import Note
@@ -97,7 +97,7 @@ async def left_by(ledger: LedgerWriter, run: str) -> Takeover | None:
     members, course = await ledger.note(MEMBERS), await ledger.note(COURSE)
     if members is None or course is None:
         return None
-    found = Takeover(codec.decode(Members, members), codec.decode(Course, course))
+    found = Takeover(types.decode(Members, members), types.decode(Course, course))
     return found if found.members.run == found.course.run == run else None
 
 
@@ -139,7 +139,7 @@ class MembersKeeper:
 
     def _write(self) -> None:
         self._due = None
-        self._ledger.record(Note(key=MEMBERS, value=codec.encode(self._placed.members(self._began))))
+        self._ledger.record(Note(key=MEMBERS, value=types.encode(self._placed.members(self._began))))
 
 
 class TakenUp(Struct, frozen=True):

@@ -12,33 +12,21 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime.chosen_algorithm import groups_per_update, streams
-from runtime.commands import Accumulate, Apply, BeginStep, Offload, Onload
+from runtime.commands import Accumulate, Apply, BeginStep, Offload, Onload, RolePort, TrainerPort
 from runtime.config import Config
-from runtime.coordinator.buffer import Buffer
+from runtime.coordinator.buffer import Buffer, Group
 from runtime.coordinator.devices import Devices, Lease
-from runtime.coordinator.group import Group
-from runtime.coordinator.metrics_recorder import Probes
+from runtime.coordinator.metrics_recorder import Probes, TrainedStep
 from runtime.coordinator.recovery import Checkpoints
 from runtime.coordinator.weight_sync import WeightSync
+from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import LedgerWriter
-from runtime.ledger.position import Position
-from runtime.ports import RolePort, TrainerPort
 from runtime.process.aio import TaskGroup, now
 from runtime.telemetry.metrics import UPDATE, UPDATE_CRITIC, PublicationFigures, SpanClock
 from runtime.types import PolicyVersion, StepResult, TrainGroup
-
-
-class TrainedStep(Struct, kw_only=True):
-    """One step, applied and published."""
-
-    step: int
-    groups: list[Group]
-    result: StepResult
-    publication: PublicationFigures | None  # None: it was not published
 
 
 class StepObserver(Protocol):

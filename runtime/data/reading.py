@@ -7,17 +7,224 @@ The first bytes decide: Parquet and Arrow name themselves, `[` is a JSON array (
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.ipc
+import pyarrow.parquet as pq
 
 from runtime.data.fields import Row
 from runtime.errors import UserError
 
+# ---- Tables
+#
+# Rows of Parquet and Arrow files, which are mapped into memory. Whoever imports this loads pyarrow.
+
+_BATCH_ROWS = 1024
+
+
+def rows(path: Path, key: str, parquet: bool, most: int) -> Iterator[tuple[int, Any]]:
+    """Yield (place, row), places from 1. No more than `most` bytes of rows are Python's objects at once.
+
+    Raises UserError, naming the configuration key `key`, for a file that is torn, for a value that Python does not have, and
+    for a row of more than `most` bytes.
+    """
+    place = 0
+    with _open_table(path, key, parquet) as source:
+        for batch in _parquet(source) if parquet else _arrow(source):
+            exact = {field.name: make for field in batch.schema if (make := _exactly(field.type))}
+            for part in _parts(batch, most):
+                if part is None:
+                    raise UserError(f"{key}: {path}:{place + 1}: a row of more than {most} bytes")
+                for row in part.to_pylist():
+                    place += 1
+                    yield place, (row | {name: make(row[name]) for name, make in exact.items()} if exact else row)
+
+
+def count(path: Path, key: str, parquet: bool) -> int:
+    """How many rows there are. Raises UserError as `rows` does."""
+    with _open_table(path, key, parquet) as source:
+        return pq.ParquetFile(source).metadata.num_rows if parquet else sum(batch.num_rows for batch in _arrow(source))
+
+
+@contextmanager
+def _open_table(path: Path, key: str, parquet: bool) -> Iterator[pa.NativeFile]:
+    kind = "a Parquet" if parquet else "an Arrow"
+    try:
+        with pa.memory_map(str(path)) as source:
+            yield source
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{key}: {path}: not {kind} file: {str(error).splitlines()[0]}") from error
+    except (ValueError, OverflowError) as error:  # such as a date of the year 9999999, or nanoseconds
+        raise UserError(f"{key}: {path}: {kind} file with a value that cannot be read: {error}") from error
+
+
+def _parquet(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """Columns of text as they are stored: a dictionary holds once what thousands of rows name."""
+    columns = pq.ParquetFile(source).schema
+    texts = [each.path for each in columns if each.physical_type == "BYTE_ARRAY" and "." not in each.path]
+    source.seek(0)
+    batches: Iterator[pa.RecordBatch] = pq.ParquetFile(source, read_dictionary=texts).iter_batches(_BATCH_ROWS)
+    return batches
+
+
+def _arrow(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """The batches of an Arrow file, or of a stream written to one, as the library datasets does."""
+    try:
+        file = pa.ipc.open_file(source)
+    except pa.ArrowInvalid:
+        source.seek(0)
+        return iter(pa.ipc.open_stream(source))
+    return map(file.get_batch, range(file.num_record_batches))
+
+
+def _parts(batch: pa.RecordBatch, most: int) -> Iterator[pa.RecordBatch | None]:
+    """The batch in parts of at most `most` bytes each; None for a row of more."""
+    if sum(map(_bytes, batch.columns)) <= most:
+        yield batch
+    elif batch.num_rows == 1:
+        yield None
+    else:
+        half = batch.num_rows // 2
+        yield from _parts(batch.slice(0, half), most)
+        yield from _parts(batch.slice(half), most)
+
+
+def _bytes(column: pa.Array) -> int:
+    """What the values have, each as often as a row names it."""
+    if isinstance(column, pa.DictionaryArray) and not pa.types.is_primitive(column.type.value_type):
+        return pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
+    if isinstance(column, pa.StructArray):
+        return sum(map(_bytes, column.flatten()))
+    return _bytes(column.flatten()) if type(column) in (pa.ListArray, pa.LargeListArray) else int(column.nbytes)
+
+
+def _exactly(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """What makes of a value in Python the one that was meant; None where it is so already.
+
+    Python's floats are of 64 bits: 0.3 of 32 bits would become 0.30000001192092896. A mapping would be a list of pairs.
+    """
+    if pa.types.is_float16(kind) or pa.types.is_float32(kind):
+        width = np.float16 if pa.types.is_float16(kind) else np.float32
+        return lambda value: None if value is None else float(str(width(value)))
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _exactly(kind.value_type)
+    if pa.types.is_map(kind):
+        held = _exactly(kind.item_type) or (lambda value: value)
+        return lambda value: None if value is None else {name: held(each) for name, each in value}
+    if pa.types.is_struct(kind):
+        parts = {field.name: make for field in kind if (make := _exactly(field.type))}
+        if parts:
+            return lambda value: value and value | {name: make(value[name]) for name, make in parts.items()}
+    elif pa.types.is_nested(kind) and hasattr(kind, "value_type") and (item := _exactly(kind.value_type)):
+        return lambda value: value and [item(each) for each in value]
+    return None
+
+
+# ---- Files
+#
+# Which files a path names: one file, or a folder of data files, such as a data set of Hugging Face's on this machine.
+
 T = TypeVar("T")
+
+SUFFIXES = (".json", ".jsonl", ".parquet", ".arrow")
+_PACKED = (".gz", ".zst")  # what may follow .json and .jsonl
+_SAVED = "state.json"  # what `Dataset.save_to_disk` writes beside its Arrow files
+_SPLITS = "dataset_dict.json"  # and `DatasetDict.save_to_disk` above the splits' folders
+_NOT_DATA = ("dataset_info.json", "dataset_infos.json", _SAVED, _SPLITS)
+_SPLIT = re.compile(r"(?:^|[-_.])(train|training|validation|valid|val|dev|test|testing|eval)(?=[-_.]|$)")
+TRAIN = ("train", "training")
+
+
+class _Shard(msgspec.Struct):
+    filename: str
+
+
+class _Saved(msgspec.Struct):
+    shards: list[_Shard] = msgspec.field(name="_data_files")
+
+
+class _Splits(msgspec.Struct):
+    splits: list[str]
+
+
+class DataFiles(NamedTuple):
+    """The files to read, in the order in which their rows count, and what their problems' source is called."""
+
+    source: str  # folder and stem of a file, "gsm8k/train"; the last two parts of a folder's path
+    files: list[Path]
+
+
+def data_files(path: str, key: str) -> DataFiles:
+    """What `path` names; of several splits the training split.
+
+    A folder is what `save_to_disk` wrote, or holds data files of one kind, directly or in its folder `data`.
+    Raises UserError, naming the configuration key `key`.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        if not root.is_file():
+            raise UserError(f"{key}: {path} is not a file")
+        return DataFiles(f"{root.absolute().parent.name}/{unpacked(root).stem}", [root])
+    if (root / _SPLITS).is_file():
+        return data_files(str(root / _train(_decode_file(root / _SPLITS, _Splits, key).splits, root, key)), key)
+    source = "/".join(root.absolute().parts[-2:])
+    if (root / _SAVED).is_file():
+        shards = _decode_file(root / _SAVED, _Saved, key).shards
+        return DataFiles(source, [root / shard.filename for shard in shards])
+    found = _in_folder(root) or _in_folder(root / "data")
+    if not found:
+        raise UserError(f"{key}: {path} holds no {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file")
+    kinds = sorted({unpacked(file).suffix for file in found})
+    if len(kinds) > 1:
+        raise UserError(f"{key}: {path} holds files of several kinds ({', '.join(kinds)}); name one of them")
+    splits = [_split(file) for file in found]
+    if not any(splits) or {*splits} <= {*TRAIN}:
+        return DataFiles(source, found)
+    if not all(splits):
+        other = found[splits.index("")].name
+        raise UserError(f"{key}: {root} holds files of splits, and {other}, which names none; name the files")
+    _train(splits, root, key)
+    return DataFiles(source, [file for file, split in zip(found, splits, strict=True) if split in TRAIN])
+
+
+def unpacked(file: Path) -> Path:
+    """The name without that of a compression."""
+    return file.with_suffix("") if file.suffix in _PACKED else file
+
+
+def _in_folder(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(file for file in folder.iterdir() if unpacked(file).suffix in SUFFIXES and file.name not in _NOT_DATA)
+
+
+def _split(file: Path) -> str:
+    """The split that a file's name says: "train-00000-of-00002.parquet"; "" when it says none."""
+    found = _SPLIT.search(file.stem)
+    return found.group(1) if found else ""
+
+
+def _train(splits: list[str], root: Path, key: str) -> str:
+    for name in TRAIN:
+        if name in splits:
+            return name
+    raise UserError(f"{key}: {root} has no split named train (it has {', '.join(sorted(set(splits)))}); name a file of it")
+
+
+def _decode_file(file: Path, kind: type[T], key: str) -> T:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"{key}: {file} is not what save_to_disk writes: {error}") from error
+
 
 PARQUET = b"PAR1"
 _ARROW = (b"ARROW1", b"\xff\xff\xff\xff")  # a file, and a stream written to one
@@ -51,9 +258,7 @@ def count_rows(path: Path, key: str) -> int:
     with _opened(path, key) as file:
         head = _head(file)
         if _is_table(head):
-            from runtime.data import tables
-
-            return tables.count(path, key, head.startswith(PARQUET))
+            return count(path, key, head.startswith(PARQUET))
         if _is_array(head):
             return len(_decoded(file, path, key, list[msgspec.Raw]))
         return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK_BYTES), b""))
@@ -63,9 +268,7 @@ def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
     with _opened(path, key) as file:
         head = _head(file)
         if _is_table(head):
-            from runtime.data import tables
-
-            yield from tables.rows(path, key, head.startswith(PARQUET), _ROW_BYTES)
+            yield from rows(path, key, head.startswith(PARQUET), _ROW_BYTES)
         elif _is_array(head):
             yield from enumerate(_decoded(file, path, key, list[Any]), 1)
         else:

@@ -13,10 +13,10 @@ import tokenizers
 import xxhash
 
 from runtime.config import Config
-from runtime.data.prompt_types import MODEL, SlotTemplate, slot_template
+from runtime.data.handlers import MODEL, SlotTemplate, slot_template
 from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import UserError
-from runtime.json_file import read_object
+from runtime.run_files import read_object
 
 MARKS = ("<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>")
 """What rules and gateways look for in a reply. They are special tokens of some models."""

@@ -23,14 +23,22 @@ import numpy as np
 from msgspec.structs import replace
 
 from runtime import timeouts
-from runtime.columns import KeptSets, RoutedExperts
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.conversation import TOO_LONG, Completion, PolicyCall, PolicyReply, Refused, ReplyEnd, Told
 from runtime.gateway.episode import GatewayEpisode, mixed
 from runtime.gateway.graph import Extension
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.gateway.tool_calls import without_start_of
-from runtime.types import GATEWAY_GROUPS, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
+from runtime.types import (
+    GATEWAY_GROUPS,
+    GroupRequest,
+    KeptSets,
+    PlayRequest,
+    PolicyVersion,
+    RoutedExperts,
+    Sample,
+    SamplingParams,
+)
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
-from runtime.columns import KeptSets, RoutedExperts
 from runtime.errors import SluiceError
+from runtime.types import KeptSets, RoutedExperts
 
 ReplyEnd = Literal["stop", "length", "tool_calls"]
 TOO_LONG = "context_length_exceeded"  # OpenAI's code of such an error

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from msgspec import Struct
 
-from runtime import codec
+from runtime import types
 from runtime.gateway.conversation import Completion, Message
 from runtime.gateway.graph import EpisodeGraph, payload_of
 from runtime.gateway.rendering import TemplateRenderer
@@ -165,7 +165,7 @@ def finished(
             log=log,
             repeated=dict(repeated),
         ),
-        payload=codec.encode(payload),
+        payload=types.encode(payload),
     )
 
 
@@ -176,4 +176,4 @@ def _earned(episode: GatewayEpisode) -> float:
 
 def mixed(seed: int, *parts: int) -> int:
     """A seed in [0, 2^63) for one part of what has `seed`."""
-    return xxhash.xxh3_64_intdigest(codec.encode([seed, *parts])) >> 1
+    return xxhash.xxh3_64_intdigest(types.encode([seed, *parts])) >> 1

@@ -19,10 +19,9 @@ import numpy as np
 import xxhash
 from msgspec import Struct
 
-from runtime.columns import KeptSets, RoutedExperts, common
 from runtime.gateway.conversation import TOO_LONG, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.types import GroupPayload, PolicyVersion, Sample, TurnReward
+from runtime.types import GroupPayload, KeptSets, PolicyVersion, RoutedExperts, Sample, TurnReward, common
 
 MOST_HELD, CALL = 1 << 24, 256  # tokens that an episode may hold, among which each call counts as some more
 NEW, EDITED, TOOLS = "new conversation", "history edited", "tools changed"

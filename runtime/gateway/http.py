@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from runtime import timeouts
 from runtime.gateway.conversation import Completion, PolicyCall, Refused
 from runtime.gateway.dialects import anthropic, chat, completions, responses
-from runtime.gateway.dialects.answers import Events, Parse, error_body
-from runtime.gateway.dialects.fields import FieldTable, NonNegative, decode
+from runtime.gateway.dialects.fields import Events, FieldTable, NonNegative, Parse, decode, error_body
 from runtime.gateway.episode import GatewayEpisode
 from runtime.gateway.episodes import KEYED, Episodes
 from runtime.process.aio import done_within

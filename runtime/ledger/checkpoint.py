@@ -31,10 +31,36 @@ import xxhash
 from msgspec import Struct
 from msgspec.structs import replace
 
-from runtime import codec, run_files
+from runtime import run_files, types
+from runtime.data.prompts import StreamState
 from runtime.errors import InvalidMessage, StorageFull, UserError
-from runtime.ledger.position import Position
 from runtime.process import disk
+from runtime.types import PolicyVersion
+
+# ---- Position
+#
+# The coordinator's part of a checkpoint: where the run is, beside the weights that it has got to.
+
+
+class Position(Struct, kw_only=True):
+    """`version` is that of the saved weights: the next step is `version.step`. `trained` are inclusive ranges of group ids,
+    `pending` the problems of the groups that were on their way. `files` are the other files in this folder: bytes by path.
+    `sums` are their xxh3-128 as hexadecimal digits, and `own_sum` is that of the position itself. `run` names the run through
+    all its starts. `parts`: where nodes share no folder, who has the checkpoint: `ROLE/NODE`."""
+
+    version: PolicyVersion
+    stream: StreamState
+    trained: list[tuple[int, int]]
+    pending: list[int] = []
+    accuracy: float | None = None  # the newest evaluation's
+    best_accuracy: float | None = None
+    best_step: int | None = None  # the checkpoint that had it
+    files: dict[str, int] = {}  # put in as the checkpoint is completed; version 0.1.0 named none
+    sums: dict[str, str] = {}  # as these are; before version 0.3 there were none
+    own_sum: str = ""
+    run: str = ""
+    parts: list[str] = []
+
 
 POSITION = "position.msgpack"
 TRAINER = "trainer.json"  # what the trainer says of its part
@@ -272,7 +298,7 @@ def reposition(folder: Path, position: Position) -> None:
 
 def _write_position(folder: Path, position: Position) -> None:
     partial = folder / f".{POSITION}{_PARTIAL}"
-    data = codec.encode(replace(position, own_sum=_UNSUMMED.decode()))
+    data = types.encode(replace(position, own_sum=_UNSUMMED.decode()))
     partial.write_bytes(data.replace(_UNSUMMED, xxhash.xxh3_128_hexdigest(data).encode()))
     disk.sync(partial)
     partial.replace(folder / POSITION)
@@ -338,7 +364,7 @@ def _fault_of(folder: Path, name: str, size: int) -> str:
 def _decoded(folder: Path) -> Position:
     """Raises OSError, InvalidMessage."""
     data = (folder / POSITION).read_bytes()
-    position = codec.decode(Position, data)
+    position = types.decode(Position, data)
     own = position.own_sum.encode()
     if own and xxhash.xxh3_128_hexdigest(data.replace(own, _UNSUMMED)).encode() != own:
         raise InvalidMessage(f"{POSITION} {_CHANGED}")

@@ -14,7 +14,7 @@ from runtime import run_files
 from runtime.config import Config
 from runtime.errors import UserError
 from runtime.ledger import checkpoint
-from runtime.ledger.position import Position
+from runtime.ledger.checkpoint import Position
 
 
 def root(run_dir: Path, node: str, role: str) -> Path:

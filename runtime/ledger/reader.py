@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec import Struct
 
-from runtime import codec
+from runtime import types
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
 from runtime.ledger import payloads
 from runtime.ledger.payloads import Handle
@@ -103,7 +103,7 @@ def _version(packed: int | None) -> PolicyVersion | None:
 
 
 def _decoded(kind: type[T], blob: bytes | None) -> T | None:
-    return None if blob is None else codec.decode(kind, blob)
+    return None if blob is None else types.decode(kind, blob)
 
 
 def group_row(row: sqlite3.Row) -> GroupRow:

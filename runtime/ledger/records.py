@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct, field, structs
 
-from runtime import codec
+from runtime import types
 from runtime.ledger.payloads import Handle
 from runtime.ledger.reader import MARKS, PARTS, GroupRow
 from runtime.ledger.states import GroupState, Phase
@@ -102,16 +102,16 @@ def _generated_columns(generated: GeneratedGroup) -> dict[str, Any]:
         "oldest": generated.oldest.pack(),
         "newest": generated.newest.pack(),
         "prompt_tokens": generated.prompt_tokens,
-        "response_tokens": codec.encode(generated.response_tokens),
+        "response_tokens": types.encode(generated.response_tokens),
         "truncated": generated.truncated,
-        "rewards": codec.encode(generated.rewards),
-        "outcomes": None if generated.outcomes is None else codec.encode(generated.outcomes),
+        "rewards": types.encode(generated.rewards),
+        "outcomes": None if generated.outcomes is None else types.encode(generated.outcomes),
     }
 
 
 def _scores_columns(scores: Scores) -> dict[str, Any]:
     valid = scores.rewards[scores.valid.astype(bool)]
-    return {"reward": float(np.mean(valid)) if valid.size else None, "scores": codec.encode(scores)}
+    return {"reward": float(np.mean(valid)) if valid.size else None, "scores": types.encode(scores)}
 
 
 def ticket_columns(ticket: Ticket) -> dict[str, Any]:

@@ -6,12 +6,111 @@ with `UP`, which has the scale in it. The policy's matrix is W + B A (LoRA, arXi
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from runtime.errors import InvalidMessage, UserError
 from runtime.models.hf_weights import WeightFiles, fingerprint
+
+# ---- Adapters
+#
+# What low-rank adapters begin with, and the model that they are put on, whatever the engine.
+
+
+def start_of(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+    """The values that A begins with, float32 [rank, in], by its name in PEFT's files: uniform within 1 / √in, as PEFT has them.
+
+    They depend on `seed` and `name` alone: neither on the engine nor on what else a rank holds.
+    """
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    start = torch.empty(*shape)
+    torch.nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
+    return start
+
+
+class AdapterBase:
+    """The model that adapters are trained on, which a checkpoint of them names by a fingerprint of its weights."""
+
+    def __init__(self, path: str):
+        self.path = str(Path(path).absolute())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.path)
+
+    def describe(self) -> dict[str, str]:
+        return {"path": self.path, "fingerprint": self.fingerprint}
+
+    def require(self, folder: Path, saved: Any) -> None:
+        """Raises UserError unless the adapters of checkpoint `folder`, which says `saved` of their base, are this one's."""
+        if isinstance(saved, dict) and (other := str(saved.get("fingerprint"))) != self.fingerprint:
+            raise UserError(
+                f"model.path: {self.path} (fingerprint {self.fingerprint}) is not what the adapters of checkpoint {folder} "
+                f"were trained on, which is {saved.get('path')} (fingerprint {other})"
+            )
+
+
+# ---- Offload
+#
+# Memory of a device that is lent out for a while: what lay there is on the host until it is wanted back.
+
+
+class HostOffload:
+    """The storages of some tensors, on their device or on the host. Every view of them is valid again once they are back.
+
+    The host's memory, page-locked where the device is an accelerator, is kept from one time to the next: it takes long to get.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool = True, frozen: bool = False):
+        """Without `keep` what they hold is lost, and they come back as zeros. Of a storage that several share there is one.
+        `frozen`: what they hold never changes, and is copied to the host once."""
+        self._tensors = list(tensors)  # until the first `offload`
+        self._storages: list[torch.UntypedStorage] = []
+        self._nbytes: list[int] = []
+        self._keep, self._frozen = keep, frozen
+        self._hosts: list[torch.Tensor] = []
+
+    def offload(self) -> None:
+        """Copy to the host, and free the device's memory. For tensors that are on the device."""
+        if self._tensors:
+            storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in self._tensors)}
+            self._storages = [storage for storage in storages.values() if storage.nbytes()]
+            self._nbytes = [storage.nbytes() for storage in self._storages]
+            self._tensors = []
+        changed = not (self._frozen and self._hosts)
+        if self._keep and not self._hosts:
+            self._hosts = [_host(storage) for storage in self._storages]
+        for storage, host in zip(self._storages, self._hosts, strict=False) if changed else ():
+            host.copy_(_bytes(storage))
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def onload(self) -> None:
+        """Bring back what `offload` took off."""
+        for storage, nbytes in zip(self._storages, self._nbytes, strict=True):
+            storage.resize_(nbytes)
+        for storage, host in zip(self._storages, self._hosts, strict=False):
+            _bytes(storage).copy_(host)
+        if not self._keep:
+            for storage in self._storages:
+                _bytes(storage).zero_()
+
+
+def _host(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """uint8 [nbytes], a view."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
 
 DOWN, UP = ".lora_A", ".lora_B"
 

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import msgspec
 
 from runtime.errors import UserError
-from runtime.json_file import read_object
 from runtime.models import quantized
 from runtime.models.families import FAMILIES, Family, family_for
 from runtime.models.families.shape import ExpertShape, ModelShape
 from runtime.models.rope import Rope, read_rope
+from runtime.run_files import read_object
 
 DECODED = tuple(FAMILIES)
 """The families that the lean decoder computes."""

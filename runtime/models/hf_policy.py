@@ -22,8 +22,8 @@ from runtime.models.families import FAMILIES
 from runtime.models.families.family import LM_HEAD, VALUE_HEAD, dtype_of
 from runtime.models.hf_weights import WeightFiles
 from runtime.models.passes import PACKED_ATTENTION, packed_attention
+from runtime.weights.delta import TensorWriter
 from runtime.weights.plan import TensorSpec
-from runtime.weights.tensor_files import TensorWriter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

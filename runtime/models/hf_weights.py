@@ -13,9 +13,9 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from runtime.errors import UserError
-from runtime.json_file import read_object
 from runtime.models import quantized
 from runtime.models.hf_config import shard_names
+from runtime.run_files import read_object
 
 log = logging.getLogger("sluice")
 

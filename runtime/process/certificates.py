@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import ipaddress
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from runtime import run_files
 from runtime.config import Tls
 from runtime.errors import ConfigError
-from runtime.process.keys import Certificates, Keys, server_name
+from runtime.process.network import Certificates, server_name
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the group of NIST P-256, FIPS 186-4 D.1.2.3
 _SINCE, _UNTIL = (datetime.datetime(year, 1, 1, tzinfo=datetime.timezone.utc) for year in (2000, 2100))
@@ -81,17 +82,16 @@ def _builder(name: str, key: ec.EllipticCurvePrivateKey, issuer: x509.Name) -> x
     )
 
 
-def written(keys: Keys, folder: Path) -> Tls:
-    """The run's own certificates of `keys` as files in `folder`, for another program. Raises OSError."""
-    assert keys.certificates is not None
+def written(pem: Certificates, folder: Path) -> Tls:
+    """Write `pem` to files in `folder`, for another program. Raises OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
     names = ("ca.pem", "certificate.pem", "key.pem")
-    for name, pem in zip(names, msgspec.structs.astuple(keys.certificates), strict=True):
-        run_files.write_private(folder / name, pem.decode())
+    for name, text in zip(names, msgspec.structs.astuple(pem), strict=True):
+        run_files.write_private(folder / name, text.decode())
     return Tls(**{key: str(folder / name) for key, name in zip(("ca", "certificate", "key"), names, strict=True)})
 
 
-def check(files: Tls) -> None:
+def check(files: Tls, read: Callable[[], Certificates]) -> None:
     """Raises ConfigError for files that are no certificate, one that is not valid now, or that belong not together."""
     faults: list[str] = []
     for key, path in (("ca", files.ca), ("certificate", files.certificate), ("key", files.key)):
@@ -99,7 +99,7 @@ def check(files: Tls) -> None:
             faults.append(f"network.tls.{key}: {path} is not a file")
     if faults:
         raise ConfigError(faults)
-    pem, where = Keys(name="", secret=b"", files=files).pem(), f"network.tls.certificate: {files.certificate}"
+    pem, where = read(), f"network.tls.certificate: {files.certificate}"
     try:
         authorities, own = x509.load_pem_x509_certificates(pem.ca), x509.load_pem_x509_certificates(pem.own)[0]
         private = serialization.load_pem_private_key(pem.key, None)

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -14,6 +15,23 @@ from typing import TypeVar
 
 from runtime import timeouts
 from runtime.errors import ServiceFault
+
+# ---- Counted log
+#
+# How often the log tells of what strangers can repeat as they like: the first, the tenth, the hundredth and so on.
+
+KINDS = 256  # that are told apart
+
+counts: Counter[str] = Counter()  # by what is told
+
+
+def counted(what: str) -> int:
+    """How many of `what` there are now, where that is to be told: a power of ten; else 0."""
+    what = what if what in counts or len(counts) < KINDS else "others"
+    counts[what] += 1
+    count = counts[what]
+    return count if str(count).strip("0") == "1" else 0
+
 
 T = TypeVar("T")
 

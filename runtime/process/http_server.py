@@ -20,7 +20,7 @@ from aiohttp import web
 
 from runtime import timeouts
 from runtime.process import network
-from runtime.process.counted_log import counted
+from runtime.process.disk import counted
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

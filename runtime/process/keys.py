@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from runtime import run_files
 from runtime.config import Network, Tls, loading
 from runtime.errors import Forbidden, UserError
-from runtime.process.network import is_loopback
+from runtime.process.network import Certificates, is_loopback
 
 SECRET = "SLUICE_SECRET"  # the variable that tells the secret where the run's folder is not shared: 64 hexadecimal digits
 GIVEN = "SLUICE_KEYS"  # the variable in which an agent gives a process its keys, or the ranks of a group theirs
@@ -60,22 +60,6 @@ def kinds_of(party: str) -> tuple[str, ...]:
 def is_one_of(party: str, kinds: Collection[str]) -> bool:
     """Whether it is of one of these kinds, or roles."""
     return any(kind in kinds for kind in kinds_of(party))
-
-
-class Certificates(Struct, frozen=True):
-    """PEM: whom to believe, one's own certificate, and its private key."""
-
-    ca: bytes
-    own: bytes
-    key: bytes
-
-    def __repr__(self) -> str:
-        return "Certificates(...)"
-
-
-def server_name(party: str) -> str:
-    """By which host name a caller knows that it has reached `party`: `3.rollout-0.sluice`; "": anybody of the run."""
-    return ".".join(filter(None, (*reversed(party.split("/")), "sluice")))
 
 
 class Keys(Struct, frozen=True, kw_only=True):
@@ -186,8 +170,9 @@ def holder(network: Network, party: str, secret: bytes | None) -> Keys | None:
         return replace(keys, certificates=_issued(secret, party, network.interface))
     from runtime.process import certificates
 
-    certificates.check(network.tls)
-    return replace(keys, files=network.tls)
+    mine = replace(keys, files=network.tls)
+    certificates.check(network.tls, mine.pem)
+    return mine
 
 
 def of_user(run: str) -> Keys | None:

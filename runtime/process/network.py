@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import psutil
+from msgspec import Struct
 
 from runtime.errors import UserError
 
@@ -189,3 +190,19 @@ def _addresses() -> Iterator[tuple[str, str]]:
 
 def _known() -> str:
     return ", ".join(f"{address} ({device})" for device, address in _addresses())
+
+
+class Certificates(Struct, frozen=True):
+    """PEM: whom to believe, one's own certificate, and its private key."""
+
+    ca: bytes
+    own: bytes
+    key: bytes
+
+    def __repr__(self) -> str:
+        return "Certificates(...)"
+
+
+def server_name(party: str) -> str:
+    """By which host name a caller knows that it has reached `party`: `3.rollout-0.sluice`; "": anybody of the run."""
+    return ".".join(filter(None, (*reversed(party.split("/")), "sluice")))

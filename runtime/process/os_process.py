@@ -17,6 +17,22 @@ from pathlib import Path
 from typing import NoReturn
 
 import psutil
+from msgspec import Struct
+
+# ---- Fork
+#
+# What an agent asks of its fork server.
+
+LARGEST = 1 << 20  # bytes of a request
+ROOM = 1024  # bytes for the command line of what is forked
+
+
+class ForkRequest(Struct):
+    """A process to be forked. `command`: as `sluice.start` gives it. `env`: all of its variables."""
+
+    command: list[str]
+    env: dict[str, str]
+
 
 NODE = "SLUICE_NODE"  # the variable that tells a process its node's name
 INCARNATION = "SLUICE_INCARNATION"  # the variable that tells a process how many were started under its name before

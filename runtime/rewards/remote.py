@@ -14,12 +14,48 @@ from typing import Protocol
 
 import msgspec
 
-from runtime import codec, config
-from runtime.rewards.combination import column
-from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult
-from runtime.rewards.replies import ReplyDecoder, read_replies
+from runtime import config, types
 from runtime.rewards.rules import RuleOutcome
+from runtime.rewards.scorer import ReplyDecoder, column, read_replies
 from runtime.types import GroupPayload, ScoreRequest, Scores
+
+# ---- Remote messages
+#
+# The messages of proto/remote_reward.proto, which a process of the user's serves.
+
+
+class ChatMessage(msgspec.Struct):
+    role: str
+    content: str
+
+
+class RemoteItem(msgspec.Struct, kw_only=True):
+    """One reply, and the problem that it answers; of an episode as `RuleContext` tells it."""
+
+    text: str
+    label: str
+    source: str
+    tokens: int
+    finish_reason: str
+    prompt: list[ChatMessage]
+    extra: str  # a JSON object
+    conversation: str = ""
+
+
+class RemoteScoreRequest(msgspec.Struct):
+    items: list[RemoteItem]
+
+
+class RemoteResult(msgspec.Struct):
+    """A value, or why there is none."""
+
+    value: float | None = None
+    error: str = ""
+
+
+class RemoteScoreReply(msgspec.Struct):
+    results: list[RemoteResult]
+
 
 log = logging.getLogger("sluice")
 
@@ -59,7 +95,7 @@ class RemoteScorer:
         A sample for which there is no finite value has valid 0, and is counted in `errors`. Raises InvalidMessage for a payload
         that does not decode, and ServiceFault with `on_error: fail`.
         """
-        payload = codec.decode(GroupPayload, request.payload)
+        payload = types.decode(GroupPayload, request.payload)
         calls = _calls(self._items(request, payload), self._settings.batch)
         outcomes = list(chain.from_iterable(await asyncio.gather(*map(self._call, calls))))
         return column(payload.group_id, self._settings.name, self._settings.weight, outcomes, self._blamed)

@@ -2,21 +2,176 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Container, Sequence
+from typing import Protocol
 
 import msgspec
 import numpy as np
+from msgspec import Struct, structs
 
-from runtime import codec, config
+from runtime import config, types
 from runtime.errors import ServiceFault, UserError
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.pool import KillablePool
-from runtime.rewards.replies import ReadReply, ReplyDecoder, read_replies
 from runtime.rewards.rules import NO_NUMBER, GroupContext, RewardRule, RuleContext, RuleOutcome, attempt
 from runtime.rewards.worker import Task
 from runtime.rewards.worker_process import Limits
-from runtime.types import GroupPayload, ScoreRequest, Scores
+from runtime.types import ENVIRONMENT_COLUMN, GroupPayload, Sample, ScoreRequest, Scores
+
+# ---- Combination
+#
+# The scores of one group by several scorers – rules, remote rewards, a reward model, whoever played it – as one. Pure.
+
+
+def column(group_id: int, name: str, weight: float, outcomes: Sequence[RuleOutcome], blamed: str = "") -> Scores:
+    """Scores by one scorer alone, whose values are in `rules` under `name`: the reward is `weight` times the value.
+
+    A sample without a value has valid 0, reward 0 and NaN, and is counted in `errors`; or it raises ServiceFault, where the
+    service to be `blamed` is named.
+    """
+    for index, outcome in enumerate(outcomes):
+        if outcome.error and blamed:
+            raise ServiceFault(blamed, f"score by {name}", f"{outcome.error} on sample {index} of group {group_id}")
+    values = np.array([np.nan if outcome.value is None else float(outcome.value) for outcome in outcomes], np.float64)
+    valid = np.array([not outcome.error for outcome in outcomes], np.uint8)
+    return Scores(
+        group_id=group_id,
+        rewards=np.where(valid == 1, weight * values, 0.0).astype(np.float32),
+        valid=valid,
+        rules={name: values.astype(np.float32)},
+        errors=dict(Counter(outcome.error for outcome in outcomes if outcome.error)),
+    )
+
+
+NO_REWARD = f"{ENVIRONMENT_COLUMN}:no reward"
+
+
+def played(group_id: int, weight: float, rewards: Sequence[float]) -> Scores:
+    """Scores by whoever played the episodes; one that it gave nothing (NaN) is masked and counted: it may have its reasons."""
+    outcomes = [RuleOutcome(error=NO_REWARD) if math.isnan(reward) else RuleOutcome(reward) for reward in rewards]
+    return column(group_id, ENVIRONMENT_COLUMN, weight, outcomes)
+
+
+def combine(parts: Sequence[Scores]) -> Scores:
+    """The sum of the rewards, valid where all are; what else a part has is the first one's."""
+    if len(parts) == 1:
+        return parts[0]
+    valid = np.minimum.reduce([part.valid for part in parts])
+    total = np.sum([part.rewards for part in parts], axis=0, dtype=np.float64)
+    errors: Counter[str] = Counter()
+    for part in parts:
+        errors.update(part.errors)
+    return structs.replace(
+        parts[0],
+        rewards=np.where(valid == 1, total, 0.0).astype(np.float32),
+        valid=valid,
+        rules={name: values for part in parts for name, values in part.rules.items()},
+        errors=dict(errors),
+    )
+
+
+# ---- Replies
+#
+# What rules, remote rewards and reward models read of a group's episodes. Pure.
+#
+# An episode is judged by its last branch. Most rules look for a final answer, and what an environment says may look like
+# one: so the text that they are given is what the model wrote last, and the whole conversation lies beside it. A reply is
+# both at once.
+
+_HEAD = 8  # tokens, of which the mark that opens a thought may be
+_OPENED = re.compile(r"<think>\s*\Z")
+
+
+class ReplyDecoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def decode_batch(self, batch: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        """Without special tokens."""
+
+
+class ReadReply(Struct, frozen=True):
+    """`text`: the model's last turn, with the `<think>` that its prompt may end with; "" where it had none. `conversation`: all
+    that stands behind the group's prompt, by the model and its environment; "" where that is `text` alone."""
+
+    row: Sample
+    text: str
+    conversation: str
+
+    @property
+    def everything(self) -> str:
+        return self.conversation or self.text
+
+
+def read_replies(payload: GroupPayload, tokenizer: ReplyDecoder) -> list[ReadReply]:
+    """Of each episode."""
+    rows = payload.last_rows
+    spans = [_last_turn(row) for row in rows]
+    turns = [row.tokens[span] for row, span in zip(rows, spans, strict=True)]
+    several = [len(turn) < len(row.tokens) for turn, row in zip(turns, rows, strict=True)]
+    whole = [row.tokens for row, more in zip(rows, several, strict=True) if more]
+    before = [row.tokens[: span.start] if span.start else payload.prompt for row, span in zip(rows, spans, strict=True)]
+    texts = tokenizer.decode_batch([*turns, *whole, *(each[-_HEAD:] for each in (*before, payload.prompt))])
+    heads, first, count = texts[-1 - len(rows) : -1], texts[-1], len(rows)
+    rest = (_thought(text, first) for text in texts[count : count + len(whole)])
+    return [
+        ReadReply(row, _thought(text, head), next(rest) if more else "")
+        for row, text, head, more in zip(rows, texts, heads, several, strict=False)
+    ]
+
+
+def _thought(text: str, before: str) -> str:
+    """A reply with the mark that opens its thought, where the template has written that before it."""
+    found = _OPENED.search(before)
+    return text if found is None or not text or text.lstrip().startswith("<think>") else found.group() + text
+
+
+def last_turn(row: Sample) -> np.ndarray:
+    """int32: the last run of tokens that are trained."""
+    return row.tokens[_last_turn(row)]
+
+
+def _last_turn(row: Sample) -> slice:
+    given = np.flatnonzero(row.loss_mask == 0)
+    trained = np.flatnonzero(row.loss_mask)
+    if not len(given) or not len(trained):
+        return slice(0, len(trained))
+    before = given[given < trained[-1]]
+    return slice(before[-1] + 1 if len(before) else 0, trained[-1] + 1)
+
+
+# ---- Unscored
+#
+# The end of a run whose replies get no score: it would train on nothing, and end as if it had learned.
+
+UNSCORED_STEPS = 3  # in a row
+
+
+class UnscoredSteps:
+    """The count of steps in a row of which no reply has a score."""
+
+    def __init__(self) -> None:
+        self._any_scored = False
+        self._in_a_row = 0
+
+    def step(self, scores: Sequence[Scores], last: bool) -> None:
+        """Raises ServiceFault at the third in a row, and at the `last` step where none before it had a score either."""
+        if not scores or any(group.valid.any() for group in scores):
+            self._any_scored, self._in_a_row = True, 0
+            return
+        self._in_a_row += 1
+        if self._in_a_row >= UNSCORED_STEPS or (last and not self._any_scored):
+            raise unscored(scores, f"{self._in_a_row} steps in a row")
+
+
+def unscored(scores: Sequence[Scores], of: str) -> ServiceFault:
+    """What is raised where no reply has a score: names the rules that gave none, and the last cause."""
+    rules = sorted({name for group in scores for name, values in group.rules.items() if np.isnan(values).any()})
+    causes = [reason for group in scores for reason in group.errors]
+    cause = f"; the last cause is {causes[-1]}" if causes else ""
+    return ServiceFault("reward", ", ".join(rules) or "score", f"no reply of {of} has a score{cause} (logs/reward-*.log)")
 
 
 class _Weighted(msgspec.Struct, frozen=True):
@@ -76,7 +231,7 @@ class RewardScorer:
         Raises InvalidMessage for a payload that does not decode, UserError for a rule that gives no number, ServiceFault when
         the pool cannot start a worker or, with `on_error: fail`, when a rule failed.
         """
-        payload = codec.decode(GroupPayload, request.payload)
+        payload = types.decode(GroupPayload, request.payload)
         found = read_replies(payload, self._tokenizer)
         replies = [_Reply(each.text, request.label, _context(request, each)) for each in found]
         scores = self._sum(payload.group_id, await self._evaluate(replies))

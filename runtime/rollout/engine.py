@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import Struct
 
-from runtime import codec
-from runtime.columns import KeptSets, outside
+from runtime import types
 from runtime.errors import InvalidMessage
-from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample
+from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, KeptSets, PolicyVersion, Sample, outside
 
 if TYPE_CHECKING:
     import torch
@@ -160,7 +159,7 @@ class EngineGroup:
             truncated=sum(each.finish_reason == "length" for each in samples),
             oldest=PolicyVersion.unpack(int(min(each.versions[0] for each in samples))),
             newest=PolicyVersion.unpack(int(max(each.versions[-1] for each in samples))),
-            payload=codec.encode(GroupPayload.of(request.group_id, request.prompt, samples)),
+            payload=types.encode(GroupPayload.of(request.group_id, request.prompt, samples)),
         )
 
 

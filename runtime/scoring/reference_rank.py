@@ -2,18 +2,64 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
 
-from runtime import codec
+import torch
+import torch.distributed as dist
+
+from runtime import types
 from runtime.cluster.topology import reference_takes_part
 from runtime.commands import ComputeLogprobs, Offload, Onload
 from runtime.config import Config
-from runtime.scoring.scorer_torch import OffloadableScorer
+from runtime.process import platform
+from runtime.scoring.scorer_torch import OffloadableScorer, score
 from runtime.trainer.backend import use_megatron
+from runtime.trainer.collectives import RankInfo
+from runtime.trainer.megatron.passes import MegatronPasses
+from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
 from runtime.trainer.rank import GroupRank, join_group, require_memory
+from runtime.trainer.rows import Rows
+from runtime.types import LogprobRequest, Logprobs
 
-if TYPE_CHECKING:
-    from runtime.scoring.scorer_megatron import MegatronScorer
+# ---- Scorer megatron
+#
+# The forward-only scorer of a frozen model on megatron-core: what `scorer_torch` computes, by a model that is spread over
+# several processes. Nothing is kept for training: no gradients, no optimizer.
+
+
+class MegatronScorer:
+    """Every block of ranks that holds the model has its own share of the requests: that of its first rank.
+
+    `megatron.facade.prepare` has been called in this process.
+    """
+
+    def __init__(self, config: Config, world_size: int, device: torch.device):
+        """Load the reference's model. Raises UserError for what the configuration or the folder gets wrong."""
+        settings = config.services.reference
+        source = config.model.reference or config.model.path
+        compute = platform.resolve_dtype(settings.dtype, device, config.model.dtype)
+        seed, timeout = config.run.seed, config.deadlines.score
+        self._passes = MegatronPasses(source, settings, compute, device, seed=seed, timeout=timeout)
+        self._model, self._grid, self._shape = self._passes.model, self._passes.grid, self._passes.shape
+        self._model.eval().requires_grad_(False)
+        self._budget = settings.max_tokens_per_microbatch
+        self._rank_info = RankInfo(dist.get_rank(), world_size, device)
+        self.device = device
+        self.weights: Iterable[torch.Tensor] = self._model.parameters()
+
+    def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
+        """log_softmax(logits / temperature)[token] of every reply token of this block's requests, in their order; on the other
+        ranks of the block nothing. Collective: every rank calls it.
+
+        Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
+        """
+        shared = types.decode(list[LogprobRequest], self._grid.bytes_of_leader(types.encode(list(requests))))
+        found = score(shared, self._shape.vocab_size, self._infer)
+        return found if self._grid.leads else []
+
+    def _infer(self, rows: Rows, columns: Columns) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        batches = micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info)
+        return self._passes.infer(batches, lambda batch, outputs: self._passes.token_logprobs(outputs, batch)[0])
 
 
 class ReferenceRank(GroupRank):
@@ -25,7 +71,7 @@ class ReferenceRank(GroupRank):
 
     def compute_logprobs(self, command: ComputeLogprobs) -> list[bytes]:
         """The encoded Logprobs of this rank's groups, in their order."""
-        return [codec.encode(logprobs) for logprobs in self._scorer.logprobs(command.groups)]
+        return [types.encode(logprobs) for logprobs in self._scorer.logprobs(command.groups)]
 
     def onload(self, command: Onload) -> None:
         self._scorer.handle(command)
@@ -39,6 +85,6 @@ def make(config: Config, rank: int, world_size: int) -> ReferenceRank:
     device = join_group("reference", config.services.reference, world_size, config.deadlines.score)
     require_memory("reference", config, config.model.reference or config.model.path, device)
     use_megatron(config.services.reference, device)
-    from runtime.scoring.scorer_megatron import MegatronScorer
+    from runtime.scoring.reference_rank import MegatronScorer
 
     return ReferenceRank(MegatronScorer(config, world_size, device), config, rank, world_size)

@@ -16,19 +16,16 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from runtime import codec, config
-from runtime.columns import common
+from runtime import config, types
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage, UserError
 from runtime.models import hf_policy
 from runtime.models.hf_policy import LABEL
-from runtime.rewards.combination import column
-from runtime.rewards.replies import read_replies
 from runtime.rewards.rules import RuleOutcome
-from runtime.trainer.attention_rows import attention_rows
-from runtime.trainer.prefix_tree import tree_paths
+from runtime.rewards.scorer import column, read_replies
+from runtime.trainer.micro_batch import attention_rows, tree_paths
 from runtime.trainer.rows import cut_by_length, ramps, starts
-from runtime.types import REWARD_MODEL_COLUMN, GroupPayload, ScoreRequest, Scores
+from runtime.types import REWARD_MODEL_COLUMN, GroupPayload, ScoreRequest, Scores, common
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a reward model reads of a reply, and how its numbers become scores.
@@ -72,7 +69,7 @@ class ModelScorer:
 
         Raises InvalidMessage, computing nothing, for what cannot be read; ServiceFault with `on_error: fail`.
         """
-        payloads = [codec.decode(GroupPayload, request.payload) for request in requests]
+        payloads = [types.decode(GroupPayload, request.payload) for request in requests]
         texts = self._tokens(payloads) if self._own is None else self._conversations(self._own, requests, payloads)
         values = self._model.score([[text for text in group if len(text) <= self._limit] for group in texts])
         scores = []

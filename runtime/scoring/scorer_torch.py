@@ -6,22 +6,84 @@ prompt is computed once, and short replies need no padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from runtime import codec
-from runtime.columns import KeptSets
+from runtime import types
+from runtime.algorithms.losses import token_logprobs
 from runtime.commands import Offload, Onload
-from runtime.models.offload import HostOffload
+from runtime.errors import InvalidMessage
+from runtime.models import hf_policy, passes
+from runtime.models.adapters import HostOffload
 from runtime.process import platform
 from runtime.rollout.torch.decoder import Decoder
-from runtime.scoring.scorer_policy import require_temperatures
-from runtime.trainer.head import confined
-from runtime.types import GroupPayload, LogprobRequest, Logprobs
+from runtime.trainer import rows as train_rows
+from runtime.trainer.backend import confined, token_numbers
+from runtime.trainer.collectives import RankInfo
+from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
+from runtime.trainer.rows import Rows, ramps
+from runtime.types import GroupPayload, KeptSets, LogprobRequest, Logprobs
+
+# ---- Scorer policy
+#
+# The forward-only scorer of a frozen model that Sluice's own decoder does not compute: what `scorer_torch` says, by
+# transformers' model, as the trainer runs it.
+
+Infer = Callable[[Rows, Columns], Iterator[tuple[MicroBatch, torch.Tensor]]]  # log-probabilities [N] at a column `temperature`
+
+
+def require_temperatures(requests: Sequence[LogprobRequest]) -> None:
+    """Raises InvalidMessage for one that is none."""
+    for request in requests:
+        if not request.temperature > 0:
+            raise InvalidMessage(f"group {request.group_id}: temperature is {request.temperature}, must be above 0")
+
+
+def score(requests: Sequence[LogprobRequest], vocab_size: int, infer: Infer) -> list[Logprobs]:
+    """log_softmax(logits / temperature)[token] of every reply token, over the tokens that it was sampled from, as the requests
+    are in order.
+
+    Raises InvalidMessage, computing nothing, for a payload that cannot be decoded, or token ids outside the vocabulary.
+    """
+    require_temperatures(requests)
+    rows = train_rows.decode_samples(requests, vocab_size)
+    predicted = ramps(rows.length) + np.repeat(rows.prompt_length[rows.group], rows.length) > 0
+    rows = replace(rows, mask=predicted)  # also of tokens that are not trained on
+    values = np.zeros(len(rows.tokens), np.float32)
+    temperatures = np.array([request.temperature for request in requests], np.float32)[rows.group]
+    for batch, numbers in infer(rows, {"temperature": np.repeat(temperatures, rows.length)}):
+        values[batch.places] = numbers.cpu().numpy()[: len(batch.places)]
+    parts = rows.by_group(values)
+    return [Logprobs(group_id=request.group_id, values=part) for request, part in zip(requests, parts, strict=True)]
+
+
+class PolicyScorer:
+    def __init__(self, model_path: str, *, device: torch.device, dtype: torch.dtype, max_tokens_per_microbatch: int):
+        """Raises UserError when the model cannot be loaded."""
+        self._model = hf_policy.load_policy(model_path).eval().requires_grad_(False)
+        for parameter in self._model.parameters():  # not the buffers, as those of rotary embeddings want float32
+            parameter.data = parameter.data.to(dtype)
+        self._model.to(device)
+        self.device = device
+        self.weights: Iterable[torch.Tensor] = self._model.parameters()
+        self._rank_info = RankInfo(0, 1, device)
+        self._budget = max_tokens_per_microbatch
+
+    @torch.inference_mode()
+    def logprobs(self, requests: Sequence[LogprobRequest]) -> list[Logprobs]:
+        """As `score`."""
+        return score(requests, self._model.config.vocab_size, self._infer)
+
+    def _infer(self, rows: Rows, columns: Columns) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
+        packs = passes.packs(self._model)
+        for batch in micro_batches(rows, rows.trained(), columns, self._budget, self._rank_info, packs):
+            logits = passes.predict(self._model, batch.input_ids, batch.position_ids, batch.packing, batch.predictors)
+            yield batch, token_numbers(token_logprobs, logits, None, logits.shape[1], batch)[0]
+
 
 # Attention within a row is dense over its replies: beyond this length, sharing the prompt costs more than it saves.
 _ROW_TOKENS = 512
@@ -64,7 +126,7 @@ class TorchScorer:
         require_temperatures(requests)
         rows, results = [], []
         for index, request in enumerate(requests):
-            payload = codec.decode(GroupPayload, request.payload)
+            payload = types.decode(GroupPayload, request.payload)
             payload.check(self.vocab_size)
             payload.check_sets(self.vocab_size)
             rows += _rows(index, request.temperature, payload)

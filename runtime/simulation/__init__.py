@@ -5,7 +5,7 @@
     SimulatedLoop ── time, order, executors, from one seed
          │ runs
     TrainingRun (runtime.coordinator, as it is) ── ledger on a real file system
-         │ ports (runtime.ports)
+         │ ports (runtime.commands)
     SimulatedCluster ── starts, ends and replaces ──► SimulatedProcess: rollout, reward, reference, trainer, critic
          │                                        │ Costs: seconds by tokens, bytes and batch
        Faults (by seed)                      Witness: what has to hold, told by those whom it happens to

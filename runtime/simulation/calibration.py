@@ -19,7 +19,7 @@ from runtime.config import Config
 from runtime.config.model_checks import policy_model
 from runtime.errors import UserError
 from runtime.ledger.reader import GroupRow
-from runtime.simulation.costs import Costs, Fixed, LogNormal, ReplyLengths
+from runtime.simulation.engine import Costs, Fixed, LogNormal, ReplyLengths
 
 LEAST = 5  # steps
 ROUNDS = 16  # of which the first half leave the coordinator as it is: what is missing then is not its own

@@ -5,42 +5,633 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from runtime.cluster.restarts import Allowance
+import msgspec
+import numpy as np
+
+from runtime import timeouts, types
+from runtime.cluster.placement import Allowance
 from runtime.cluster.topology import Instance, instances, is_group, settings_of, slots
+from runtime.commands import (
+    AbortWeights,
+    Accumulate,
+    Apply,
+    BeginStep,
+    CommitWeights,
+    Export,
+    HostWeights,
+    JoinWeights,
+    Level,
+    Move,
+    Offload,
+    Onload,
+    ReceiveWeights,
+    ResendWeights,
+    Restore,
+    Save,
+    SendWeights,
+    WeightsCommitted,
+    WeightsHosted,
+    WeightsReceived,
+    WeightsSent,
+)
 from runtime.config import Config
 from runtime.coordinator.register import Register, UnitChange, UnitState
-from runtime.errors import SluiceError
-from runtime.simulation.cores import Cores
-from runtime.simulation.costs import Costs
+from runtime.coordinator.weight_sync import seen
+from runtime.errors import ServiceFault, SluiceError, Unanswered, Unreachable
+from runtime.simulation.engine import STATE, CommandDeadlines, Cores, Costs, ModelState, SimulatedEngine, Stamp, _samples
 from runtime.simulation.loop import SimulatedLoop
-from runtime.simulation.process import SimulatedProcess
-from runtime.simulation.roles import ROLES, SimulatedModel, SimulatedRollout
 from runtime.simulation.weights import SyncEpoch
-from runtime.status import Progress
-from runtime.types import PolicyVersion, TrainGroup
+from runtime.status import Progress, Status
+from runtime.types import (
+    SCORERS,
+    GeneratedGroup,
+    GroupPayload,
+    GroupRequest,
+    LogprobRequest,
+    PolicyVersion,
+    ScoreRequest,
+    Scores,
+    StepResult,
+    TrainGroup,
+    ValueRequest,
+    snake,
+)
+from runtime.weights.plan import GroupAddress, Manifest
+
+# ---- Process
+#
+# A process of a role in a simulation, as the coordinator sees it: the port, the connection, and what may befall both.
+#
+# ::
+#
+#     coordinator ── post ──► link (delay, in order) ──► handler named after the command ──► link ──► answer
+#                      └── the command's deadline: Unanswered; of a group of ranks, its loss
+#
+# A process that is stopped does nothing until it goes on; its connection stays. One that ends breaks its connection, which
+# the coordinator finds out after the link's delay.
+
+_ASKED: dict[type, str] = {GroupRequest: "generate", ScoreRequest: "score", LogprobRequest: "logprobs", ValueRequest: "values"}
+BYTES = 8  # of a payload for each token: the token and its log-probability
+_LEAST = 1e-9  # seconds between two messages of one link: they stay in order
 
 
-class CommandDeadlines(Protocol):
-    def seconds(self, role: str, command: Any) -> float:
-        """Until the answer of a process of `role` to `command`, as the contract has it."""
+class SimulatedProcess:
+    """A RolePort. What it does with a command is a method of the command's name, in the subclasses."""
+
+    role = ""
+    is_group = False  # ranks that are one unit: lost with the first command that is not answered, or ping
+    withdraws = False  # ends what its caller has withdrawn
+
+    def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
+        self.name, self.incarnation, self.machine = name, incarnation, machine
+        self.machines = {name: machine}
+        self.cluster = cluster
+        self.loop = cluster.loop
+        self.cores = cluster.cores[machine]
+        self.chance = random.Random(f"{cluster.seed}/{name}/{incarnation}")
+        self.alive = True
+        self.slow = 1.0  # by how much its link is slower
+        self._busy = 0.0
+        self._lost = ""  # why the coordinator has no connection to it any more
+        self._tell: list[Callable[[str], None]] = []
+        self._calls: dict[asyncio.Future[Any], str] = {}  # under way: the phase of each
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+        self._arrives = self._returns = 0.0  # when the last message does
+        self._in_turn = asyncio.Lock()
+
+    # ------------------------------------------------------------------------------------------ the port
+
+    def post(self, command: Any) -> Coroutine[Any, Any, Any]:
+        phase, answer = type(command).__name__, self.loop.create_future()
+        answer.add_done_callback(seen)  # whoever asked may be gone
+        self.loop.note(f"{self.name}.{self.incarnation} {phase}")
+        if self._lost:
+            answer.set_exception(Unreachable(self.name, phase, self._lost))
+            return self._answered(answer, None, None)
+        self._calls[answer] = phase
+        seconds = self.cluster.deadlines.seconds(self.role, command)
+        timer = self.loop.call_later(seconds, self._expire, answer, seconds)
+        carrying: list[asyncio.Task[None]] = []
+        self._arrives = self._sent(self._arrives, lambda: carrying.append(self._take(command, answer)))
+        return self._answered(answer, timer, carrying)
+
+    async def call(self, command: Any) -> Any:
+        return await self.post(command)
+
+    def acknowledge(self, command: Any) -> None:
+        """What it has answered it does not keep."""
+
+    async def status(self) -> Status:
+        """What the engine says of itself; a stopped process says nothing."""
+        if self._lost:
+            raise Unreachable(self.name, "Status", self._lost)
+        await asyncio.sleep(2 * self._delay())
+        if not self._goes_on.is_set() or not self.alive:
+            await asyncio.sleep(timeouts.CONTROL_CALL)
+            raise Unanswered(self.name, "Status", "did not answer", timeouts.CONTROL_CALL)
+        return Status(role=self.role, name=self.name, gauges=self.gauges())
+
+    def when_lost(self, tell: Callable[[str], None]) -> None:
+        if self._lost:
+            tell(self._lost)
+        else:
+            self._tell.append(tell)
+
+    def give_up(self, reason: str) -> None:
+        self._tell.clear()
+        self._lost = self._lost or reason
+        calls, self._calls = self._calls, {}
+        for answer, phase in calls.items():
+            if not answer.done():
+                answer.set_exception(Unreachable(self.name, phase, self._lost))
+
+    def lose(self, reason: str) -> None:
+        """The coordinator finds that the connection is gone."""
+        if not self._lost:
+            told = list(self._tell)
+            self.give_up(reason)
+            for tell in told:
+                tell(reason)
+
+    # ------------------------------------------------------------------------------------------ what befalls it
+
+    def kill(self) -> None:
+        """It ends at once, whatever it is at."""
+        if self.alive:
+            self.alive = False
+            for task in self._tasks:
+                task.cancel()
+            self.ended()
+            self.loop.call_later(self._delay(), self.lose, "connection lost")
+
+    def stop(self) -> None:
+        """As SIGSTOP does. Ranks are pinged."""
+        if self._goes_on.is_set():
+            self._goes_on.clear()
+            self.paused(True)
+            self.cluster.observer.stopped(self)
+            if self.is_group:
+                silence = self.cluster.config.deadlines.silence
+                self.loop.call_later(silence, self._pinged, silence)
+
+    def go_on(self) -> None:
+        if not self._goes_on.is_set():
+            self._goes_on.set()
+            self.paused(False)
+
+    def cut(self) -> None:
+        """The connection breaks, and the process lives."""
+        self.loop.call_later(self._delay(), self.lose, "connection reset")
+
+    @property
+    def noticed(self) -> bool:
+        """Whether it goes on, or the coordinator does without it."""
+        return self._goes_on.is_set() or bool(self._lost) or not self.alive
+
+    def ended(self) -> None:
+        """For those who have more than tasks."""
+
+    def paused(self, paused: bool) -> None:
+        """For those who have more than tasks."""
+
+    def gauges(self) -> dict[str, float]:
+        """As the role's service tells them."""
+        return {"busy_seconds_total": self._busy}
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    async def spend(self, seconds: float) -> float:
+        """Compute; not while it is stopped. Returns the seconds that it took."""
+        began = self.loop.time()
+        await self.cores.spend(seconds)
+        took = self.loop.time() - began
+        self._busy += took
+        await self._goes_on.wait()
+        return took
+
+    async def in_turn(self, seconds: float) -> None:
+        """Compute, one after the other."""
+        async with self._in_turn:
+            await self.spend(seconds)
+
+    def beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` beside what it is asked."""
+        self._tasks.add(self.loop.create_task(work))
+
+    def fault(self, phase: str, message: str, deadline: float | None = None) -> ServiceFault:
+        return ServiceFault(self.name, phase, message, deadline)
+
+    def _delay(self) -> float:
+        return self.slow * self.cluster.costs.delay.draw(self.chance)
+
+    def _sent(self, last: float, deliver: Callable[[], Any]) -> float:
+        when = max(last + _LEAST, self.loop.time() + self._delay())
+        self.loop.call_at(when, deliver)
+        return when
+
+    def _take(self, command: Any, answer: asyncio.Future[Any]) -> asyncio.Task[None]:
+        task = self.loop.create_task(self._carry_out(command, answer))
+        self._tasks.add(task)
+        task.add_done_callback(self._carried)
+        if not self.alive:
+            task.cancel()
+        return task
+
+    def _carried(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.loop.fail(error)
+
+    async def _carry_out(self, command: Any, answer: asyncio.Future[Any]) -> None:
+        await self._goes_on.wait()
+        name = _ASKED.get(type(command)) or snake(type(command).__name__)
+        try:
+            result, error = await getattr(self, name)(command), None
+        except SluiceError as raised:
+            result, error = None, raised
+        await self._goes_on.wait()
+
+        def deliver() -> None:
+            if answer.done() or not self.alive:
+                return
+            if error is None:
+                answer.set_result(result)
+            else:
+                answer.set_exception(error)
+
+        nbytes = BYTES * sum(result.response_tokens) if isinstance(result, GeneratedGroup) else 0
+        self._returns = self._sent(self._returns, lambda: self.cluster.arrive(deliver, nbytes))
+
+    async def _answered(
+        self, answer: asyncio.Future[Any], timer: asyncio.TimerHandle | None, carrying: list[asyncio.Task[None]] | None
+    ) -> Any:
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if self.withdraws and carrying:
+                self._sent(0.0, carrying[0].cancel)
+            raise
+        finally:
+            self._calls.pop(answer, None)
+            if timer is not None:
+                timer.cancel()
+
+    def _expire(self, answer: asyncio.Future[Any], seconds: float) -> None:
+        if answer.done():
+            return
+        phase = self._calls[answer]
+        if self.is_group:
+            self.lose(f"{phase}: did not answer")
+        else:
+            answer.set_exception(Unanswered(self.name, phase, "did not answer", seconds))
+
+    def _pinged(self, silence: float) -> None:
+        if not self._goes_on.is_set():
+            self.lose(f"no answer to pings for {silence:g} s")
 
 
-class Observer:
-    """Told what happens beyond the ports. This one asks nothing of it."""
+# ---- Weights
+#
+# A weight sync in a simulation: the members of an epoch meet, a version travels, and everybody's part is known.
 
-    published = False  # in this life of the coordinator: whether its first version counts
 
-    def applied(self, model: SimulatedModel, step: int, batch: Sequence[TrainGroup]) -> None:
-        """A model updates."""
+_MANIFEST = Manifest(tensors=(), bucket_bytes=1)
 
-    def swapped(self, rollout: SimulatedRollout, version: PolicyVersion, epoch: SyncEpoch) -> None:
-        """A rollout takes a version over."""
 
-    def stopped(self, process: SimulatedProcess) -> None:
-        """A process does nothing any more, and its connection stays."""
+def host(process: SimulatedProcess, command: HostWeights) -> WeightsHosted:
+    """`process` opens an epoch, as its sender."""
+    epoch = process.cluster.epochs[command.epoch] = SyncEpoch(command.names)
+    timeout = process.cluster.config.publication.join_timeout
+    process.beside(_quietly(epoch.meet(process, timeout)))
+    address = GroupAddress(
+        *(),
+        epoch=command.epoch,
+        host=process.machine,
+        port=1,
+        rank=0,
+        world_size=len(command.names),
+        backend="gloo",
+        timeout=timeout,
+        transport=command.transport,
+        names=command.names,
+        key=b"",
+    )
+    return WeightsHosted(address, _MANIFEST)
+
+
+async def _quietly(meeting: Any) -> None:
+    """A sender connects beside what it is asked; its next transfer tells of a failure."""
+    with suppress(SluiceError):
+        await meeting
+
+
+async def send(process: SimulatedProcess, command: SendWeights | ResendWeights, intact: bool) -> WeightsSent:
+    """`process` sends what it has, `intact` or not. Raises ServiceFault."""
+    epoch = process.cluster.epochs.get(command.epoch)
+    if epoch is None:
+        raise process.fault("transfer", f"there is no publication group of epoch {command.epoch}")
+    limits, began = process.cluster.config.publication, process.loop.time()
+    await epoch.meet(process, limits.join_timeout)
+    if not intact:
+        epoch.bad.add(command.version)
+    await epoch.send(process, command.version, limits.transfer_timeout)
+    return WeightsSent(round(process.cluster.costs.weights_bytes), process.loop.time() - began)
+
+
+# ---- Roles
+#
+# The roles of a simulation: what each does with its commands, in which time.
+#
+# A group's payload is what the checks need of it: its id and versions. Evaluations read replies, so theirs are whole.
+
+
+class SimulatedRollout(SimulatedProcess):
+    role = "rollout"
+    withdraws = True
+
+    def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
+        super().__init__(cluster, name, incarnation, machine)
+        self.version: PolicyVersion | None = None
+        self.received: PolicyVersion | None = None
+        self.asleep = False
+        self.engine = SimulatedEngine(cluster.loop, cluster.costs, cluster.slots[name], self.cores)
+
+    async def generate(self, request: GroupRequest) -> GeneratedGroup:
+        if request.purpose == "probe":
+            await self.spend(self.cluster.costs.decode_step * request.sampling.max_new_tokens)
+            versions = [self._serving()] * request.n
+            return self._answer(request, [1] * request.n, versions, versions)
+        chance = random.Random(request.seed * 31 + request.first)
+        limit, owner = request.sampling.max_new_tokens, object()
+        lengths = self.cluster.costs.lengths(chance, request.n, limit)
+        oldest, newest = ([self._serving()] * request.n for _ in range(2))
+        left, ended = set(range(request.n)), self.loop.create_future()
+
+        def begun(index: int) -> None:
+            oldest[index] = self._serving()
+
+        def done(index: int) -> None:
+            newest[index] = self._serving()
+            left.discard(index)
+            if not left and not ended.done():
+                ended.set_result(None)
+
+        for index, tokens in enumerate(lengths):
+            self.engine.submit(owner, len(request.prompt), tokens, partial(begun, index), partial(done, index))
+        try:
+            await ended
+        finally:
+            if left:
+                self.engine.withdraw(owner)
+        if seconds := max(self.cluster.costs.tools.draw(chance) for _ in lengths):
+            await asyncio.sleep(seconds)
+        return self._answer(request, lengths, oldest, newest)
+
+    def _serving(self) -> PolicyVersion:
+        assert self.version is not None, f"{self.name} is asked before it has weights"
+        return self.version
+
+    def _answer(
+        self, request: GroupRequest, lengths: list[int], oldest: list[PolicyVersion], newest: list[PolicyVersion]
+    ) -> GeneratedGroup:
+        old, new = min(oldest), max(newest)
+        if request.purpose == "eval":
+            payload = types.encode(GroupPayload.of(request.group_id, request.prompt, _samples(lengths, oldest)))
+        else:
+            tokens = len(request.prompt) * request.n + sum(lengths)
+            payload = msgspec.msgpack.encode(Stamp(request.group_id, old.pack(), new.pack(), tokens))
+        return GeneratedGroup(
+            group_id=request.group_id,
+            prompt_tokens=len(request.prompt),
+            response_tokens=lengths,
+            truncated=sum(length == request.sampling.max_new_tokens for length in lengths),
+            oldest=old,
+            newest=new,
+            payload=payload,
+        )
+
+    async def host_weights(self, command: HostWeights) -> WeightsHosted:
+        return host(self, command)
+
+    async def resend_weights(self, command: ResendWeights) -> WeightsSent:
+        if self.version != command.version:
+            raise self.fault("snapshot", f"version {command.version} is not here, but {self.version}")
+        return await send(self, command, intact=True)
+
+    async def join_weights(self, command: JoinWeights) -> None:
+        epoch = self.cluster.epochs[command.address.epoch]
+        await epoch.meet(self, self.cluster.config.publication.join_timeout)
+
+    async def receive_weights(self, command: ReceiveWeights) -> WeightsReceived:
+        costs, limits = self.cluster.costs, self.cluster.config.publication
+        self.received = None
+        patience = self.cluster.config.deadlines.train + 2 * limits.transfer_timeout
+        seconds = self.slow * costs.weights_bytes / costs.bandwidth
+        await self.cluster.epochs[command.epoch].receive(self, command.version, seconds, patience)
+        self.received = command.version
+        return WeightsReceived()
+
+    async def commit_weights(self, command: CommitWeights) -> WeightsCommitted:
+        if self.received != command.version:
+            raise self.fault("commit", f"version {command.version} is not here, but {self.received}")
+        if self.cluster.config.publication.in_flight == "drain":
+            await self.engine.drained()
+        self.engine.pause()
+        await self.spend(self.cluster.costs.swap)
+        self.cluster.observer.swapped(self, command.version, self.cluster.epochs[command.epoch])
+        self.version = command.version
+        self.engine.go_on()
+        return WeightsCommitted(self.cluster.costs.swap)
+
+    async def abort_weights(self, command: AbortWeights) -> None:
+        self.cluster.epochs[command.epoch].leave(self.name)
+        self.received = None
+
+    async def move(self, command: Move) -> None:
+        if (asleep := command.level < Level.AWAKE) != self.asleep:
+            self.asleep = asleep
+            (self.engine.pause if asleep else self.engine.wake)()
+        await self.spend(self.cluster.costs.swap)
+
+    def ended(self) -> None:
+        self.engine.pause()
+        for epoch in self.cluster.epochs.values():
+            epoch.leave(self.name, "is gone")
+
+    def paused(self, paused: bool) -> None:
+        if paused:
+            self.engine.pause()
+        else:
+            self.engine.go_on()
+
+    def gauges(self) -> dict[str, float]:
+        engine = self.engine
+        return {
+            "busy_seconds_total": engine.busy,
+            "decode_steps_total": engine.steps,
+            "tokens_total": engine.tokens,
+            "drafted_tokens_total": 0.0,
+            "accepted_tokens_total": 0.0,
+            "slots": engine.slots,
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "kv_use": 0.0,  # each slot has room of its own, and what it holds is not modelled
+            "kv_shared": 0.0,
+            "preemptions_total": 0.0,
+        }
+
+
+class SimulatedReward(SimulatedProcess):
+    """Finds each reply right or wrong by chance, the same each time."""
+
+    role = "reward"
+
+    def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
+        super().__init__(cluster, name, incarnation, machine)
+        self.role = name.rpartition("-")[0]
+        self._workers = asyncio.Semaphore(cluster.reward_workers)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        chance = random.Random(request.group_id)
+        size = self.cluster.config.sampling.group_size
+        if request.answers:
+            size = types.decode(GroupPayload, request.payload).n
+        async with self._workers:
+            await self.spend(self.cluster.costs.score.draw(self.chance))
+        values = np.array([float(chance.random() < 0.5) for _ in range(size)], np.float32)
+        answers: list[str | None] = [request.label] * size if request.answers else []
+        rules = {self.cluster.judge: values}
+        return Scores(group_id=request.group_id, rewards=values, valid=np.ones(size, np.uint8), rules=rules, answers=answers)
+
+
+class SimulatedReference(SimulatedProcess):
+    role = "reference"
+
+    async def logprobs(self, request: LogprobRequest) -> bytes:
+        tokens = msgspec.msgpack.decode(request.payload, type=Stamp).tokens
+        await self.in_turn(self.cluster.costs.reference_token * tokens)
+        return request.payload
+
+    async def onload(self, command: Onload) -> None:
+        await self.in_turn(self.cluster.costs.swap)
+
+    async def offload(self, command: Offload) -> None:
+        await self.in_turn(self.cluster.costs.swap)
+
+
+class SimulatedModel(SimulatedProcess):
+    """A model under training: its ranks are one unit, and carry out commands of data in order."""
+
+    is_group = True
+
+    def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
+        super().__init__(cluster, name, incarnation, machine)
+        self.role = name.rpartition("-")[0]
+        self.state = ModelState()
+        self._batch: list[TrainGroup] = []
+        self._computed = 0.0
+
+    async def restore(self, command: Restore) -> None:
+        folder = Path(command.folder)
+        path = (folder / "critic" if self.role == "critic" else folder) / STATE
+        self.state = msgspec.json.decode(path.read_bytes(), type=ModelState)
+        await self.in_turn(self.cluster.costs.save)
+
+    async def begin_step(self, command: BeginStep) -> None:
+        await self.in_turn(0.0)
+
+    async def accumulate(self, command: Accumulate) -> None:
+        seconds = self.cluster.costs.train_token * sum(group.tokens for group in command.groups)
+        async with self._in_turn:
+            self._computed += await self.spend(seconds)
+            self._batch += command.groups
+
+    async def apply(self, command: Apply) -> StepResult:
+        async with self._in_turn:
+            self._computed += await self.spend(self.cluster.costs.update)
+            batch, self._batch = self._batch, []
+            self.cluster.observer.applied(self, command.step, batch)
+            self.state = ModelState(command.step + 1, [*self.state.trained, *(group.group_id for group in batch)])
+            seconds, self._computed = self._computed, 0.0
+        gaps = [
+            float(msgspec.msgpack.decode(probe, type=Stamp).newest & 0xFFFFFFFF != command.step) for probe in command.probes
+        ]
+        return StepResult(metrics={}, seconds=seconds, probes=gaps)
+
+    async def save(self, command: Save) -> list[str]:
+        async with self._in_turn:
+            await self.spend(self.cluster.costs.save)
+            try:
+                (Path(command.folder) / STATE).write_bytes(msgspec.json.encode(self.state))
+            except OSError as error:
+                raise self.fault("save", str(error)) from error
+        return []
+
+    async def onload(self, command: Onload) -> None:
+        await self.in_turn(self.cluster.costs.swap)
+
+    async def offload(self, command: Offload) -> None:
+        await self.in_turn(self.cluster.costs.swap)
+
+
+class SimulatedTrainer(SimulatedModel):
+    def __init__(self, cluster: SimulatedCluster, name: str, incarnation: int, machine: str):
+        super().__init__(cluster, name, incarnation, machine)
+        self._held: PolicyVersion | None = None  # the version that was gathered last
+        self._intact = True  # whether it is still what was gathered
+
+    async def host_weights(self, command: HostWeights) -> WeightsHosted:
+        return host(self, command)
+
+    async def send_weights(self, command: SendWeights) -> WeightsSent:
+        async with self._in_turn:  # gathered after the commands before
+            await self.spend(self.cluster.costs.swap)
+            self._held = command.version
+            self._intact = self.name not in self.cluster.corrupt
+            self.cluster.corrupt.discard(self.name)
+        return await self._send(command)
+
+    async def resend_weights(self, command: ResendWeights) -> WeightsSent:
+        if self._held != command.version or not self._intact:
+            raise self.fault("snapshot", f"version {command.version} was not kept: {self._held} is there")
+        return await self._send(command)
+
+    async def _send(self, command: SendWeights | ResendWeights) -> WeightsSent:
+        return await send(self, command, self._intact)
+
+    async def abort_weights(self, command: AbortWeights) -> None:
+        if (epoch := self.cluster.epochs.get(command.epoch)) is not None:
+            epoch.leave(self.name)
+
+    async def export(self, command: Export) -> None:
+        await self.in_turn(self.cluster.costs.save)
+
+    def ended(self) -> None:
+        for epoch in self.cluster.epochs.values():
+            epoch.leave(self.name, "is gone")
+
+
+class SimulatedCritic(SimulatedModel):
+    async def values(self, request: ValueRequest) -> bytes:
+        await self.in_turn(self.cluster.costs.reference_token * request.tokens)
+        return request.payload
+
+
+ROLES: dict[str, type[SimulatedProcess]] = {
+    "rollout": SimulatedRollout,
+    **dict.fromkeys(SCORERS, SimulatedReward),
+    "reference": SimulatedReference,
+    "trainer": SimulatedTrainer,
+    "critic": SimulatedCritic,
+}
 
 
 class SimulatedCluster:
@@ -91,12 +682,6 @@ class SimulatedCluster:
 
     def vacated(self) -> None:
         """Simulated processes hold no memory."""
-
-    def lend(self, lent: bool) -> None:
-        """The trainer's devices help all rollouts alike, or are its own again."""
-        rollouts = [one for one in self.processes.values() if isinstance(one, SimulatedRollout)]
-        for rollout in rollouts:
-            rollout.engine.help(self.config.services.trainer.processes / len(rollouts) if lent else 0.0)
 
     def arrive(self, deliver: Callable[[], None], nbytes: int = 0) -> None:
         """An answer with a payload of `nbytes` reaches the coordinator, whose one thread takes the one after the other."""
@@ -152,3 +737,18 @@ class SimulatedCluster:
         process = self.processes.get(unit.name)
         if unit.state is UnitState.LOST and process is not None and process.incarnation == unit.incarnation and process.alive:
             self.loop.call_later(self.costs.delay.draw(self._chance), self.kill, process)
+
+
+class Observer:
+    """Told what happens beyond the ports. This one asks nothing of it."""
+
+    published = False  # in this life of the coordinator: whether its first version counts
+
+    def applied(self, model: SimulatedModel, step: int, batch: Sequence[TrainGroup]) -> None:
+        """A model updates."""
+
+    def swapped(self, rollout: SimulatedRollout, version: PolicyVersion, epoch: SyncEpoch) -> None:
+        """A rollout takes a version over."""
+
+    def stopped(self, process: SimulatedProcess) -> None:
+        """A process does nothing any more, and its connection stays."""

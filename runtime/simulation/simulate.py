@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import random
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +18,21 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from runtime import run_files
-from runtime.config import Config
+from runtime.cluster.topology import fleets, instances, takes_turns
+from runtime.config import Config, Rollout, StopConditions
 from runtime.coordinator.run import TrainingRun
 from runtime.coordinator.run_context import RunContext
 from runtime.data.handlers import Problem
 from runtime.data.prompts import Prompts
-from runtime.evaluation.held_out import HeldOut
-from runtime.evaluation.sets import evaluation_sets
+from runtime.errors import UserError
+from runtime.evaluation.generations import HeldOut
+from runtime.evaluation.results import evaluation_sets
 from runtime.ledger.journal import LedgerWriter
+from runtime.ledger.reader import LedgerReader
 from runtime.process.aio import first_error
-from runtime.simulation.cluster import CommandDeadlines, Observer, SimulatedCluster
-from runtime.simulation.costs import Costs
+from runtime.simulation.calibration import Observed, observe
+from runtime.simulation.cluster import ROLES, Observer, SimulatedCluster
+from runtime.simulation.engine import CommandDeadlines, Costs, Fixed
 from runtime.simulation.loop import BEGAN, SimulatedLoop, SimulatedWorld
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.summary import Summary
@@ -159,3 +168,155 @@ class Simulation(SimulatedWorld):
 
     def storage_seconds(self) -> float:
         return self._costs.storage.draw(self._chance)
+
+
+# ---- Prediction
+#
+# What a configuration would do: a simulated run of some of its steps, and of variations of it.
+
+MEMORY = Path("/dev/shm")  # a file system in memory, where there is one
+PREFIX = "sluice-simulation-"
+
+
+class RoleUse(Struct):
+    """Of all processes of a role together. `busy`: the share of the time in which one computes. `waits`: what for."""
+
+    role: str
+    processes: int
+    busy: float
+    waits: str
+
+
+class Prediction(Struct):
+    observed: Observed
+    roles: list[RoleUse]
+
+
+class _Measured(Simulation):
+    """Says in what part of the time no group could be admitted, whoever was idle. With step `lost_at` the last rollout dies."""
+
+    bound = 0.0  # seconds in which no group may be admitted
+    lost_at = 0
+
+    def began(self, loop: SimulatedLoop, cluster: SimulatedCluster) -> None:
+        self._clock, self._since = loop, loop.time()
+
+    def after_round(self) -> None:
+        run = self.training
+        if run is None or (now := self._clock.time()) == self._since:
+            return
+        if self.lost_at and run.buffer.committed >= self.lost_at and self.cluster is not None:
+            self.cluster.kill([process for process in self.cluster.processes.values() if process.role == "rollout"][-1])
+            self.lost_at = 0
+        if not run.buffer.capacity(1 << 30, self.config.training.steps):
+            self.bound += now - self._since
+        self._since = now
+
+
+def simulated(config: Config, costs: Costs, deadlines: CommandDeadlines, steps: int, lost_at: int = 0) -> Prediction:
+    """`steps` steps of `config`, whose evaluations before and after are left out. `lost_at`: the step at which the last rollout
+    dies, 0 for none. Raises UserError for a configuration that has what is not modelled, and what ends the run as it would a
+    real one."""
+    refuse(config)
+    cluster = config.cluster
+    nodes = cluster.min_nodes or 1 if cluster.nodes == "auto" else len(cluster.nodes)
+    with _scratch() as folder:
+        settings = replace(
+            config,
+            run=replace(config.run, dir=f"{folder}/run", resume=""),
+            training=replace(config.training, steps=steps),
+            stop=StopConditions(),
+            evaluation=replace(config.evaluation, before=False, after=False),
+            trackers=[],
+        )
+        simulation = _Measured(settings, costs, deadlines, nodes=nodes)
+        simulation.lost_at = lost_at
+        outcome = simulation.run()
+        with LedgerReader(Path(settings.run.dir) / run_files.LEDGER) as reader:
+            observed = observe([point for _, point in outcome.metrics], reader.groups())
+        assert simulation.cluster is not None
+        return Prediction(observed, _uses(simulation, outcome.seconds, observed))
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder in memory, removed in the end; also those are whose simulations were killed. A lock, which the kernel frees
+    however a process ends, tells others that it is in use."""
+    place = MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+    for left in place.glob(f"{PREFIX}*"):
+        with suppress(OSError), _locked(left):  # in use, or another user's
+            shutil.rmtree(left)
+    made = Path(tempfile.mkdtemp(prefix=f"new-{PREFIX}", dir=place))
+    with _locked(made):
+        folder = made.rename(made.with_name(made.name.removeprefix("new-")))  # with its lock: nobody takes it for left
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError where another has the lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def refuse(config: Config) -> None:
+    """Raises UserError, a line for each part of `config` that is not modelled."""
+    unknown = sorted({one.role for one in instances(config)} - ROLES.keys())
+    faults = [f"services.{role}: the role is not modelled, and cannot be simulated" for role in unknown]
+    if len({(fleet.engine, fleet.tensor_parallel) for fleet in fleets(config).values()}) > 1:
+        faults.append("services.rollout: fleets of different engines or sizes are not modelled: all rollouts have one speed")
+    if faults:
+        raise UserError("\n".join(faults))
+
+
+def _uses(simulation: _Measured, seconds: float, observed: Observed) -> list[RoleUse]:
+    cluster, config = simulation.cluster, simulation.config
+    assert cluster is not None
+    busy: dict[str, list[float]] = {}
+    for process in cluster.processes.values():
+        busy.setdefault(process.role, []).append(process.gauges()["busy_seconds_total"] / seconds)
+    step, sync = observed.seconds["step"], observed.seconds.get("weight sync", 0.0)
+    waits = {
+        "rollout": f"may not begin a group in {simulation.bound / seconds:.0%} of the time: (η + 1) batches are admitted",
+        "trainer": f"{min(1.0, sync / step):.0%} of a step for the weight sync, otherwise for groups",
+        "reward": "replies",
+        "reference": "replies",
+    }
+    if takes_turns(config):
+        waits["rollout"] = waits["trainer"] = "the devices, in turns"
+    uses = [RoleUse(role, len(found), sum(found) / len(found), waits.get(role, "groups")) for role, found in busy.items()]
+    return [RoleUse("coordinator", 1, cluster.coordinator_busy / seconds, "answers"), *uses]
+
+
+def variations(config: Config, costs: Costs) -> Iterator[tuple[str, Config, Costs]]:
+    """What one would try: a name, the configuration, and the costs."""
+    training, sampling, fleet = config.training, config.sampling, config.services.rollout
+    if isinstance(fleet, Rollout):
+        for replicas in (fleet.replicas - 1, fleet.replicas + 1):
+            if replicas:
+                yield f"rollouts {replicas}", _with_fleet(config, replicas=replicas), costs
+        yield f"slots {2 * fleet.slots}", _with_fleet(config, slots=2 * fleet.slots), costs
+    for staleness in (training.staleness - 1, training.staleness + 1):
+        if staleness >= 0:
+            yield f"η {staleness}", replace(config, training=replace(training, staleness=staleness)), costs
+    size = sampling.group_size
+    yield f"groups of {2 * size}", replace(config, sampling=replace(sampling, group_size=2 * size)), costs
+    yield "a link 10 times slower", config, replace(costs, bandwidth=costs.bandwidth / 10, delay=_longer(costs.delay, 10))
+    longer = replace(sampling, max_new_tokens=2 * sampling.max_new_tokens)
+    yield "replies twice as long", replace(config, sampling=longer), replace(costs, length_scale=2 * costs.length_scale)
+
+
+def _longer(delay: Any, factor: float) -> Any:
+    return Fixed(delay.value * factor) if isinstance(delay, Fixed) else delay
+
+
+def _with_fleet(config: Config, **changed: Any) -> Config:
+    fleet = replace(config.services.rollout, **changed)  # type: ignore[type-var]
+    return replace(config, services=replace(config.services, rollout=fleet))

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from runtime.commands import HostWeights, ResendWeights, SendWeights, WeightsHosted, WeightsSent
-from runtime.errors import SluiceError
 from runtime.process.aio import done_within
 from runtime.types import PolicyVersion
-from runtime.weights.plan import GroupAddress, Manifest
 
-if TYPE_CHECKING:
-    from runtime.simulation.process import SimulatedProcess
+
+class EpochMember(Protocol):
+    """What an epoch asks of a simulated process."""
+
+    name: str
+    cluster: Any
+
+    async def spend(self, seconds: float) -> float: ...
+
+    def fault(self, phase: str, message: str, deadline: float | None = None) -> Exception: ...
 
 
 class SyncEpoch:
@@ -31,21 +35,21 @@ class SyncEpoch:
         self._reached: set[Any] = set()
         self._events: dict[Any, asyncio.Event] = {}  # each set once it is reached, or the epoch is broken
 
-    async def meet(self, process: SimulatedProcess, timeout: float) -> None:
+    async def meet(self, process: EpochMember, timeout: float) -> None:
         """Raises ServiceFault when not all come in time, or it is broken."""
         self._here.add(process.name)
         if len(self._here) == len(self.names):
             self._reach("met")
         await self._until(process, "join", timeout, "met")
 
-    async def send(self, process: SimulatedProcess, version: PolicyVersion, timeout: float) -> None:
+    async def send(self, process: EpochMember, version: PolicyVersion, timeout: float) -> None:
         """Returns once every receiver has every byte. Of versions before the last one nothing is kept."""
         for old in sorted(self.verified)[:-1]:
             del self.verified[old], self._received[old]
         self._reach(("sent", version))
         await self._until(process, "transfer", timeout, ("received", version))
 
-    async def receive(self, process: SimulatedProcess, version: PolicyVersion, seconds: float, timeout: float) -> None:
+    async def receive(self, process: EpochMember, version: PolicyVersion, seconds: float, timeout: float) -> None:
         """The bytes come once the sender sends; they take `seconds`. Their checksums, a tenth of that, hold or do not."""
         await self._until(process, "announce", timeout, ("sent", version))
         await process.spend(seconds)
@@ -78,53 +82,10 @@ class SyncEpoch:
             event.set()
         return event
 
-    async def _until(self, process: SimulatedProcess, phase: str, timeout: float, what: Any) -> None:
+    async def _until(self, process: EpochMember, phase: str, timeout: float, what: Any) -> None:
         if not await done_within(self._event(what).wait(), timeout):
             self.leave(process.name, "has waited in vain")
             raise process.fault(phase, "others did not come", timeout)
         if what not in self._reached:
             raise process.fault(phase, self.broken)
         await process.spend(0.0)
-
-
-_MANIFEST = Manifest(tensors=(), bucket_bytes=1)
-
-
-def host(process: SimulatedProcess, command: HostWeights) -> WeightsHosted:
-    """`process` opens an epoch, as its sender."""
-    epoch = process.cluster.epochs[command.epoch] = SyncEpoch(command.names)
-    timeout = process.cluster.config.publication.join_timeout
-    process.beside(_quietly(epoch.meet(process, timeout)))
-    address = GroupAddress(
-        *(),
-        epoch=command.epoch,
-        host=process.machine,
-        port=1,
-        rank=0,
-        world_size=len(command.names),
-        backend="gloo",
-        timeout=timeout,
-        transport=command.transport,
-        names=command.names,
-        key=b"",
-    )
-    return WeightsHosted(address, _MANIFEST)
-
-
-async def _quietly(meeting: Any) -> None:
-    """A sender connects beside what it is asked; its next transfer tells of a failure."""
-    with suppress(SluiceError):
-        await meeting
-
-
-async def send(process: SimulatedProcess, command: SendWeights | ResendWeights, intact: bool) -> WeightsSent:
-    """`process` sends what it has, `intact` or not. Raises ServiceFault."""
-    epoch = process.cluster.epochs.get(command.epoch)
-    if epoch is None:
-        raise process.fault("transfer", f"there is no publication group of epoch {command.epoch}")
-    limits, began = process.cluster.config.publication, process.loop.time()
-    await epoch.meet(process, limits.join_timeout)
-    if not intact:
-        epoch.bad.add(command.version)
-    await epoch.send(process, command.version, limits.transfer_timeout)
-    return WeightsSent(round(process.cluster.costs.weights_bytes), process.loop.time() - began)

@@ -12,63 +12,133 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 
 from runtime.config import Config, Optimizer, Spread, Trainer
 from runtime.errors import UserError
+from runtime.models.families.memory import CHUNK_ELEMENTS
+from runtime.models.passes import exact_on_cpu
 from runtime.process import platform
+from runtime.trainer.collectives import RankInfo
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.rows import Routes
 
 if TYPE_CHECKING:
+    from runtime.trainer.micro_batch import MicroBatch
     from runtime.trainer.statistics import Reduced, StepStatistics
+    from runtime.weights.delta import Shard
     from runtime.weights.plan import TensorSpec
-    from runtime.weights.shard_delta import Shard
+
+
+# ---- Head
+#
+# From what the head of a language model takes to numbers of tokens, in chunks of these: logits of all tokens at once are
+# never in memory.
+
+CPU_CHUNK_ELEMENTS = 1 << 24  # of one chunk on a CPU, which needs no large ones to be busy: 64 MiB
+LEFT_OUT = -1e30  # a logit without probability: finite at any temperature, so that 0 times it is 0
+
+PerToken = tuple[torch.Tensor, torch.Tensor]
+
+
+def token_numbers(
+    numbers: Callable[[torch.Tensor, torch.Tensor], PerToken],
+    outputs: torch.Tensor,
+    weight: torch.Tensor | None,
+    width: int,
+    batch: MicroBatch,
+    start: int = 0,
+) -> PerToken:
+    """`numbers(logits, tokens)`, [N] each, of the trained tokens of `batch` and the logits that the head's `weight` [v, H]
+    makes of `outputs` [N, H]. Without `weight` the outputs are the logits. These, whose first is that of token `start`, are
+    `confined` to what each token was sampled from, and divided by a column "temperature" where there is one.
+
+    `width`: the logits of a token, by which chunks are cut; of ranks that share a vocabulary the same. Where there are several
+    chunks, each one's logits are computed again in the backward pass. Few tokens, or a small vocabulary, are one chunk, whose
+    logits are kept.
+    """
+    temperature = batch.of_tokens("temperature") if "temperature" in batch.columns else None
+
+    def of_chunk(logits: torch.Tensor, own: slice) -> PerToken:
+        scaled = logits if temperature is None else logits.float() / temperature[own, None]
+        kept = None if batch.kept is None else batch.kept[own]
+        return numbers(confined(scaled, kept, start), batch.targets[own])
+
+    if weight is not None:
+        outputs, weight = exact_on_cpu(outputs, weight)
+    size = max(1, (CPU_CHUNK_ELEMENTS if outputs.device.type == "cpu" else CHUNK_ELEMENTS) // max(1, width))
+    if len(outputs) <= size:
+        return of_chunk(_logits(outputs, weight), slice(None))
+    found: PerToken = _InChunks.apply(outputs, weight, of_chunk, size)
+    return found
+
+
+def _logits(outputs: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return outputs if weight is None else F.linear(outputs, weight)
+
+
+class _InChunks(torch.autograd.Function):
+    """The gradient of the weight is added up in one buffer, in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        outputs: torch.Tensor,
+        weight: torch.Tensor | None,
+        of_chunk: Callable[[torch.Tensor, slice], PerToken],
+        size: int,
+    ) -> PerToken:
+        ctx.save_for_backward(outputs, weight)
+        ctx.asked = of_chunk, size
+        found = [of_chunk(_logits(outputs[own], weight), own) for own in _chunks(outputs, size)]
+        logp, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        outputs, weight = ctx.saved_tensors
+        of_chunk, size = ctx.asked
+        of_outputs, of_weight = torch.empty_like(outputs), None
+        for own in _chunks(outputs, size):
+            logits = _logits(outputs[own], weight).detach().requires_grad_()
+            with torch.enable_grad():
+                found = of_chunk(logits, own)
+            asked = [(each, gradient[own]) for each, gradient in zip(found, gradients, strict=True) if each.requires_grad]
+            (of_logits,) = torch.autograd.grad([each for each, _ in asked], logits, [gradient for _, gradient in asked])
+            del logits, found, asked
+            of_outputs[own] = of_logits if weight is None else of_logits @ weight
+            if ctx.needs_input_grad[1]:
+                if of_weight is None:
+                    of_weight = torch.zeros_like(weight, dtype=torch.float32)
+                if weight.dtype == torch.float32:
+                    of_weight.addmm_(of_logits.T, outputs[own])
+                else:
+                    of_weight += of_logits.T @ outputs[own]
+        return of_outputs, of_weight if of_weight is None else of_weight.to(weight.dtype), None, None
+
+
+def _chunks(outputs: torch.Tensor, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, len(outputs), size)]
+
+
+def confined(logits: torch.Tensor, kept: torch.Tensor | None, start: int = 0) -> torch.Tensor:
+    """`logits` [N, v] of the vocabulary, or of its part from `start` on, with those of tokens that the sampler's filters left
+    out so low that they have no probability, nor a gradient.
+
+    `kept`: uint8 [N, bytes], a bit for each token of the vocabulary, the lowest of a byte first; None: all are there.
+    """
+    if kept is None:
+        return logits
+    width, first = logits.shape[1], start // 8
+    bits = kept[:, first : -(-(start + width) // 8), None] >> torch.arange(8, dtype=torch.uint8, device=kept.device) & 1
+    begin = start - 8 * first
+    return logits.masked_fill(bits.flatten(1)[:, begin : begin + width] == 0, LEFT_OUT)
 
 
 T = TypeVar("T")
 
 BatchOutputs = Callable[["MicroBatch", torch.Tensor], torch.Tensor]
 """A loss (a sum, of no dimension) or a number for each trained token ([N]), from what the model gives for a micro-batch."""
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """This process's place in its service's group; `group` is another one of the same ranks."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    group: Any = None
-
-    def largest(self, counts: list[int]) -> list[int]:
-        """The elementwise maximum over ranks."""
-        if self.world_size == 1:
-            return counts
-        tensor = torch.tensor(counts, device=self.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, self.group)
-        return tensor.tolist()
-
-    def summed(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of `part` over ranks, of its dtype and on its device."""
-        if self.world_size == 1:
-            return part
-        # NPUs reduce nothing wider than float32.
-        whole = part.to(self.device, torch.float32 if self.device.type == "npu" else torch.float64)
-        dist.all_reduce(whole, group=self.group)
-        return whole.to(part)
-
-    def gathered(self, part: torch.Tensor) -> torch.Tensor:
-        """The rows of `part` [n, k] of all ranks, one rank's after the other's, on the host."""
-        if self.world_size == 1:
-            return part
-        longest = self.largest([len(part)])[0]
-        padded = torch.zeros(longest + 1, part.shape[1], dtype=part.dtype, device=self.device)
-        padded[0, 0] = len(part)
-        padded[1 : len(part) + 1] = part.to(self.device)
-        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded, self.group)
-        return torch.cat([each[1 : int(each[0, 0]) + 1] for each in parts]).cpu()
 
 
 @dataclass(frozen=True)
@@ -226,19 +296,6 @@ class ModelBackend(ABC):
     @abstractmethod
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face folder."""
-
-
-def load_backend(config: Config, role: str, rank_info: RankInfo) -> ModelBackend:
-    """Load the model that `role` trains, on the engine that its service names. Raises UserError for what configuration or
-    folder get wrong, or when the engine's package is missing."""
-    trained = TrainedRole.of(config, role)
-    if use_megatron(trained.settings, rank_info.device):
-        from runtime.trainer.megatron.backend import MegatronBackend
-
-        return MegatronBackend(config, trained, rank_info)
-    from runtime.trainer.fsdp.backend import FsdpBackend
-
-    return FsdpBackend(config, trained, rank_info)
 
 
 def use_megatron(settings: Spread, device: torch.device) -> bool:

@@ -1,25 +1,170 @@
 """One forward pass's worth of rows, packed: from the host to tensors on the device, in one copy.
 
-B rows, R reply tokens of the longest, T packed tokens, N trained ones.
-"""
+B rows, R reply tokens of the longest, T packed tokens, N trained ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from runtime.models.passes import Packing
-from runtime.trainer.attention_rows import attention_rows, padded_rows
-from runtime.trainer.prefix_tree import cut_trees, in_tree_order, of_fed, tree_paths
-from runtime.trainer.rows import Rows, cut_by_length, ramps, spans, starts
+from runtime.trainer.collectives import RankInfo
+from runtime.trainer.rows import Rows, cut_by_length, length_buckets, ramps, spans, starts
+from runtime.types import common
 
-if TYPE_CHECKING:
-    from runtime.trainer.backend import RankInfo
+BUCKET_RATIO = 1.5  # longest to shortest row of one attention call: padding against the number of calls
+
+
+def attention_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) -> Packing:
+    """How `sequences` attend, both as in MicroBatch. Where a row before has half of one or more, its own tokens alone are
+    queries; where less, all are, which a causal kernel makes up for, and the same output is found twice."""
+    begin, shared, own = sequences[sequences[:, 2] > 0].T
+    before = np.where(2 * shared < shared + own, 0, shared)
+    every = np.arange(int(paths.max(initial=-1)) + 1)
+    return query_rows(paths, np.stack([begin, before, shared + own - before], 1), every, every, device)
+
+
+def padded_rows(paths: np.ndarray, sequences: np.ndarray, device: torch.device) -> Packing:
+    """`sequences`, as of `attention_rows`, whole, in one bucket. What several have is computed in each, taken from the last."""
+    kept = sequences[sequences[:, 2] > 0]
+    begin, length = kept[:, :1], kept[:, 1:].sum(1, keepdims=True)
+    cell = np.arange(int(length.max()))
+    there = cell < length
+    rows = paths[np.where(there, begin + cell, begin)]
+    cells = np.zeros(int(paths.max()) + 1, np.int64)
+    cells[rows[there]] = np.flatnonzero(there)
+    made = [torch.from_numpy(each).to(device, non_blocking=True) for each in (rows, cells)]
+    return Packing(rows=made[:1], cells=made[1])
+
+
+def query_rows(
+    paths: np.ndarray,
+    stretches: np.ndarray,
+    asks: np.ndarray,
+    keys: np.ndarray,
+    device: torch.device,
+    ratio: float = BUCKET_RATIO,
+) -> Packing:
+    """How tokens attend to those before them. `stretches`: int64 [n, (where their row begins in `paths`, how many tokens of it
+    are before them, how many they are)]. `asks`, `keys`: int64 [T], where the query and the key of each packed token lie; -1
+    for a token that does not ask.
+
+    Stretches alike, by `ratio`, make up a bucket: all in it begin where the one with the fewest tokens before it does.
+    """
+    rows, queries, cells, used = [], [], np.zeros(int(asks.max(initial=-1)) + 1, np.int64), 0
+    for bucket, before in _buckets(stretches, ratio):
+        begin, tokens = bucket[:, :1], bucket[:, 1:].sum(1, keepdims=True)
+        cell = np.arange(int(tokens.max()))
+        there = cell < tokens
+        packed = paths[np.where(there, begin + cell, begin)]
+        real = there[:, before:]
+        asked = np.where(real, asks[packed[:, before:]], 0)
+        cells[asked[real]] = used + np.flatnonzero(real)
+        used += real.size
+        queries.append(torch.from_numpy(asked).to(device, non_blocking=True))
+        rows.append(torch.from_numpy(keys[packed]).to(device, non_blocking=True))
+    return Packing(rows=rows, cells=torch.from_numpy(cells).to(device, non_blocking=True), queries=queries)
+
+
+def _buckets(stretches: np.ndarray, ratio: float) -> Iterator[tuple[np.ndarray, int]]:
+    """Stretches of about as many tokens before them and of their own, and the fewest that one of them has before it."""
+    for alike in _runs(stretches, stretches[:, 1], ratio):
+        before = int(alike[0, 1])
+        for bucket in _runs(alike, alike[:, 1:].sum(1) - before, BUCKET_RATIO):
+            yield bucket, before
+
+
+def _runs(stretches: np.ndarray, sizes: np.ndarray, ratio: float) -> list[np.ndarray]:
+    """`stretches` of about one size, ascending."""
+    order = np.argsort(sizes, kind="stable")
+    return np.split(stretches[order], np.cumsum(length_buckets(sizes[order].tolist(), ratio))[:-1])
+
+
+REACH = 8  # tokens that attention gathers for each packed one, at most: what it gathers takes memory, too
+
+
+# ---- Prefix tree
+#
+# What several rows begin with is computed once: a group's prompt, and all that branches of an episode have in common. numpy
+# on the host; pure.
+#
+# A token of two rows is the same where all tokens before it are: then so is what the model makes of it. That is found by
+# comparing tokens. Rows are put into an order in which each shares most with the one before it, and only what it does not
+# share is packed. A *tree* is a run of rows each of which shares something with the one before.
+#
+# B rows, T packed tokens.
+
+
+def in_tree_order(rows: Rows, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The rows `chosen`, each with a reply of at least one token, in the order of their trees; how many tokens of each are fed
+    to the model; and with how many of these it begins as the row before it. int64 [B] each, prompts included.
+
+    The last token of a reply predicts nothing and is not fed.
+    """
+    replies = {row: rows.tokens[rows.start[row] : rows.start[row] + rows.length[row] - 1] for row in chosen.tolist()}
+    order = sorted(replies, key=lambda row: (rows.group[row], rows.episode[row], replies[row].tobytes()))
+    shared = np.zeros(len(order), np.int64)
+    for index, (before, row) in enumerate(pairwise(order), start=1):
+        if rows.group[row] == rows.group[before]:
+            shared[index] = rows.prompt_length[rows.group[row]]
+            if rows.episode[row] == rows.episode[before]:
+                shared[index] += common(replies[before], replies[row])
+    found = np.array(order, np.int64)
+    return found, rows.prompt_length[rows.group[found]] + rows.length[found] - 1, shared
+
+
+def of_fed(rows: Rows, chosen: np.ndarray, prompts: np.ndarray, replies: np.ndarray) -> np.ndarray:
+    """What `prompts` and `replies`, flat as in Rows, say of the tokens of the rows `chosen` that are fed, back to back."""
+    group, fed = rows.group[chosen], rows.length[chosen] - 1
+    prompt = rows.prompt_length[group]
+    begins = starts(prompt + fed)
+    out = np.empty((int((prompt + fed).sum()), *prompts.shape[1:]), np.result_type(prompts, replies))
+    out[spans(begins, prompt)] = prompts[spans(rows.prompt_start[group], prompt)]
+    out[spans(begins + prompt, fed)] = replies[spans(rows.start[chosen], fed)]
+    return out
+
+
+def tree_paths(lengths: np.ndarray, shared: np.ndarray) -> np.ndarray:
+    """int64 [sum of lengths]: the packed tokens of each row from its first on, back to back, when what each row does not share
+    with the one before is packed in the order of the rows."""
+    begins = starts(lengths)
+    paths = np.cumsum(ramps(lengths) >= np.repeat(shared, lengths)) - 1
+    for index in np.flatnonzero(shared).tolist():
+        begin, before, size = begins[index], begins[index - 1], shared[index]
+        paths[begin : begin + size] = paths[before : before + size]
+    return paths
+
+
+def cut_trees(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[list[int]]:
+    """Cut rows in the order of their trees into batches of at most `budget` packed tokens and REACH times as many gathered.
+
+    A tree stays whole where it fits; a row that is longer than the budget is alone. Trees of about one size come together.
+    """
+    parts: list[tuple[float, list[int]]] = []
+    packed = gathered = 0
+    for index, (length, known) in enumerate(zip(lengths, shared, strict=True)):
+        packed, gathered = packed + length - known, gathered + length
+        if known and max(packed, gathered / REACH) <= budget:
+            parts[-1][1].append(index)
+        else:
+            packed, gathered = length, length
+            parts.append((0, [index]))
+        parts[-1] = (max(packed, gathered / REACH), parts[-1][1])
+    batches: list[list[int]] = []
+    room = 0.0
+    for size, part in sorted(parts, key=lambda part: part[0]):
+        if not batches or size > room:
+            batches.append([])
+            room = budget
+        batches[-1] += part
+        room -= size
+    return batches
+
 
 Columns = Mapping[str, np.ndarray]
 """What an objective computes on, by name: per reply token (flat, as in Rows), or per row ([B, R] or [B, 1])."""

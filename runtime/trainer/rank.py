@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -18,24 +19,25 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from runtime import codec
+from runtime import types
 from runtime.cluster.topology import alternates, takes_turns
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Export, Offload, Onload, Restore, Save, SendWeights
 from runtime.config import Config, Spread, Trainer
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
-from runtime.ledger import checkpoint
+from runtime.ledger import checkpoint, node_checkpoints
+from runtime.ledger.checkpoint import Position
 from runtime.models import limits
 from runtime.models.adapters import base_of
 from runtime.models.hf_config import read_raw
 from runtime.process import os_process, platform
 from runtime.trainer.backend import TrainedRole
-from runtime.trainer.node_part import NodePart
+from runtime.trainer.collectives import RankInfo, _all_told, exchange
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.authentication import AuthenticatedStore
+from runtime.weights.delta import ShardDelta, TensorChanges
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, roots
 from runtime.weights.sender import SendingMember, SendResult, WeightSender, in_thread
-from runtime.weights.shard_delta import ShardDelta, TensorChanges
 
 
 class GroupRank:
@@ -357,7 +359,7 @@ class CriticRank(UpdateRank):
 
     def compute_values(self, command: ComputeValues) -> list[bytes]:
         """The encoded Values of this rank's groups, in their order."""
-        return [codec.encode(values) for values in self.engine.values(command.groups)]
+        return [types.encode(values) for values in self.engine.values(command.groups)]
 
 
 Trained = TypeVar("Trained", TrainRank, CriticRank)
@@ -369,3 +371,53 @@ def make_rank(kind: type[Trained], config: Config, rank: int, world_size: int) -
     device = join_group(role, getattr(config.services, role), world_size, config.deadlines.train)
     require_memory(role, config, TrainedRole.of(config, role).source, device)
     return kind(kind.make_engine(config, rank=rank, world_size=world_size, device=device), config)
+
+
+class NodePart:
+    """Every method is a collective of all ranks but `complete`, which follows one."""
+
+    def __init__(self, config: Config, role: str, info: RankInfo):
+        self._role, self._info, self._gathers = role, info, config.checkpoint.gather
+        self._leads = os.environ.get("LOCAL_RANK", "0") == "0"  # of this node's ranks
+        run_dir, node = Path(config.run.dir), os.environ.get(os_process.NODE, "")
+        self._root, self._name = node_checkpoints.root(run_dir, node, role), f"{role}/{node}"
+        self._whole = partial(node_checkpoints.whole, run_dir, node, sums=False)  # which the agent has compared
+
+    def begin(self, command: Save) -> Path:
+        """Where this node's ranks are to write."""
+        step = types.decode(Position, command.place).version.step
+        if self._leads:
+            node_checkpoints.begin(self._root, step, command.keep)
+        self._info.largest([0])  # nobody writes before all folders are there
+        return checkpoint.partial_of(checkpoint.folder_for(self._root, step))
+
+    def complete(self, folder: Path, command: Save) -> list[str]:
+        """All ranks have written into `folder`. The part that this rank speaks for, which is safe then."""
+        if not self._leads or not node_checkpoints.files(folder):
+            return []
+        position = types.decode(Position, command.place)
+        checkpoint.complete(folder, checkpoint.folder_for(self._root, position.version.step), position)
+        return [] if self._gathers and self._info.rank else [self._name]
+
+    def load(self, command: Restore, engine: ModelTrainer) -> PolicyVersion:
+        """Have `engine` restore the checkpoint; gives its version. What a node's ranks read, and others have alone, it gets
+        from them for as long. Raises UserError, on all ranks, when a part that the checkpoint consists of is not there."""
+        position = types.decode(Position, command.place)
+        folder = checkpoint.folder_for(self._root, position.version.step)
+        if self._leads:
+            checkpoint.sweep(self._root)
+            checkpoint.set_aside(self._root, position.version.step, command.incarnation)
+        has = self._leads and f"{self._name}/{node_checkpoints.identity(position)}" in self._whole()
+        if self._leads and not has and self._name not in position.parts:
+            checkpoint.discard(folder)  # of no use, and in the way
+        told = _all_told([self._name, has], self._info)
+        for part in position.parts:
+            if part.startswith(f"{self._role}/") and [part, True] not in told:
+                raise UserError(f"run.resume: {command.folder}: {node_checkpoints.missing(part)}")
+        got = list(exchange(folder, lambda name: not name.endswith(".distcp"), self._info))
+        got += exchange(folder, engine.backend.needed(folder).__contains__, self._info)
+        engine.load(str(folder))
+        self._info.largest([0])  # nobody reads any more
+        for path in got:
+            path.unlink()
+        return position.version

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from runtime import codec
-from runtime.columns import KeptSets, fed
+from runtime import types
 from runtime.errors import InvalidMessage
-from runtime.types import GroupPayload, LogprobRequest, Logprobs, TrainGroup, ValueRequest, Values
+from runtime.types import GroupPayload, KeptSets, LogprobRequest, Logprobs, TrainGroup, ValueRequest, Values, fed
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -
 
     Raises InvalidMessage, naming the group.
     """
-    payloads = [codec.decode(GroupPayload, group.payload) for group in groups]
+    payloads = [types.decode(GroupPayload, group.payload) for group in groups]
     references = [_reference(group) for group in groups] if needs.reference else None
     values = [_values(group) for group in groups] if needs.values else None
     for index, (group, payload) in enumerate(zip(groups, payloads, strict=True)):
@@ -125,7 +124,7 @@ def decode_groups(groups: Sequence[TrainGroup], vocab_size: int, needs: Needs) -
 
 def decode_samples(requests: Sequence[ValueRequest | LogprobRequest], vocab_size: int, experts: Routes | None = None) -> Rows:
     """As `decode_groups`, of groups not scored yet: rewards are 0, and all episodes valid. `experts`: as of `Needs`."""
-    payloads = [codec.decode(GroupPayload, request.payload) for request in requests]
+    payloads = [types.decode(GroupPayload, request.payload) for request in requests]
     groups = [
         TrainGroup(
             group_id=request.group_id,
@@ -236,13 +235,13 @@ def _reference(group: TrainGroup) -> Logprobs:
         raise InvalidMessage(
             f"group {group.group_id}: has no reference log-probabilities, but algorithm.kl_coefficient is not 0"
         )
-    return codec.decode(Logprobs, group.reference)
+    return types.decode(Logprobs, group.reference)
 
 
 def _values(group: TrainGroup) -> Values:
     if group.values is None:
         raise InvalidMessage(f"group {group.group_id}: has no values, but algorithm.advantage needs a critic's")
-    return codec.decode(Values, group.values)
+    return types.decode(Values, group.values)
 
 
 def _check(

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from runtime import run_files
-from runtime.process import progress
-from runtime.trainer.backend import RankInfo
+from runtime.process import spans
+from runtime.trainer.collectives import RankInfo
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.rows import Rows
 
@@ -203,7 +203,7 @@ class NonFiniteReport:
         path = folder / run_files.NONFINITE / f"{self._role}-step-{self._step:08d}.json"
         if self._rank_info.rank == 0:
             batches = [[[group, sample] for _, group, sample in rows] for _, rows in groupby(named, lambda row: row[0])]
-            with progress.at(progress.DISK, str(path)):
+            with spans.at(spans.DISK, str(path)):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps({"step": self._step, "micro_batches": batches}) + "\n", encoding="utf-8")
         samples = ", ".join(f"{group}:{sample}" for _, group, sample in named[:NAMED])

@@ -22,19 +22,69 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from runtime import codec
+from runtime import types
 from runtime.chosen_algorithm import choose, streams, updates_per_epoch, updates_per_step
 from runtime.config import Config, Optimizer
 from runtime.errors import InvariantViolated, ServiceFault
-from runtime.process.progress import at
+from runtime.process.spans import at
+from runtime.telemetry.summary import TrainedTokenLog, TrainedTokens
 from runtime.trainer import rows as train_rows
-from runtime.trainer.backend import ModelBackend, RankInfo, TrainedRole, TrainingPosition, load_backend
-from runtime.trainer.kept_tokens import KeptTokens
+from runtime.trainer.backend import ModelBackend, TrainedRole, TrainingPosition, use_megatron
+from runtime.trainer.collectives import RankInfo
 from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
 from runtime.trainer.objective import CriticObjective, Objective, PolicyObjective, add_mismatch
 from runtime.trainer.rows import Rows
 from runtime.trainer.statistics import NonFiniteReport, Reduced, StepStatistics
 from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Values
+
+# ---- Kept tokens
+#
+# What is kept of a step's tokens for whoever reads samples: collected on the device, written once the step is over.
+
+
+class KeptTokens:
+    """Of this rank, the first `mismatch.keep_tokens` of each step that it trains; none without a run's folder. No pass waits
+    for it."""
+
+    def __init__(self, config: Config, rank: int):
+        self._most = config.mismatch.keep_tokens if config.run.dir else 0
+        self._log = TrainedTokenLog(Path(config.run.dir), f"trainer-{rank}")
+        self._parts: list[tuple[Rows, np.ndarray, torch.Tensor]] = []
+        self._count = 0
+
+    def add(self, rows: Rows, batch: MicroBatch, logprobs: torch.Tensor, advantages: torch.Tensor) -> None:
+        """Of `batch`, which is of `rows`: `logprobs` float [B, R], `advantages` float [B, R] or [B, 1]."""
+        take = min(len(batch.places), self._most - self._count)
+        if take > 0:
+            cells = batch.cells[:take]
+            figures = [each.detach().expand(batch.mask.shape).reshape(-1)[cells].float() for each in (logprobs, advantages)]
+            self._parts.append((rows, batch.places[:take], torch.stack(figures)))
+            self._count += take
+
+    def clear(self) -> None:
+        self._parts, self._count = [], 0
+
+    def write(self, step: int) -> None:
+        """Append the step's."""
+        parts = self._parts
+        self.clear()
+        if parts:
+            places = [_places(rows, flat) for rows, flat, _ in parts]
+            group, row, position = (np.concatenate(column) for column in zip(*places, strict=True))
+            logprob, advantage = torch.cat([figures for _, _, figures in parts], 1).cpu().numpy()
+            self._log.append(TrainedTokens(step, group, row, position, logprob, advantage))
+
+
+def _places(rows: Rows, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of tokens by their index in the flat arrays: their groups' ids, their rows within these, and their places in those."""
+    row = np.searchsorted(rows.start, flat, side="right") - 1
+    group = rows.group[row]
+    return rows.group_id[group], row - np.searchsorted(rows.group, group), flat - rows.start[row]
+
+
+# ---- Node part
+#
+# What a group's ranks on this node have of its checkpoints, where nodes share no folder (`ledger.node_checkpoints`).
 
 
 def policy_trainer(config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu") -> ModelTrainer:
@@ -272,7 +322,7 @@ class ModelTrainer:
         NaN where one is not a number. Raises InvalidMessage for what cannot be decoded, or does not fit the model.
         """
         with self._timed():
-            ids = [codec.decode(GroupPayload, probe).group_id for probe in probes]
+            ids = [types.decode(GroupPayload, probe).group_id for probe in probes]
             groups = [ValueRequest(group_id=group, tokens=0, payload=probe) for group, probe in zip(ids, probes, strict=True)]
             groups, needs = groups if self.backend.share == 0 else [], self.objective.needs
             rows = train_rows.decode_samples(groups, self.backend.vocab_size, needs.experts)
@@ -365,3 +415,16 @@ def learning_rate(step: int, total_steps: int, optimizer: Optimizer) -> float:
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     remaining = 1 - progress if optimizer.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return low + (peak - low) * remaining
+
+
+def load_backend(config: Config, role: str, rank_info: RankInfo) -> ModelBackend:
+    """Load the model that `role` trains, on the engine that its service names. Raises UserError for what configuration or
+    folder get wrong, or when the engine's package is missing."""
+    trained = TrainedRole.of(config, role)
+    if use_megatron(trained.settings, rank_info.device):
+        from runtime.trainer.megatron.backend import MegatronBackend
+
+        return MegatronBackend(config, trained, rank_info)
+    from runtime.trainer.fsdp.backend import FsdpBackend
+
+    return FsdpBackend(config, trained, rank_info)

@@ -14,27 +14,168 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 
-from runtime import run_files
+from runtime import run_files, types
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, loading
 from runtime.config.checks import alone
+from runtime.data import prepared
+from runtime.data.handlers import Problem, load_problems, report
+from runtime.data.prepared import column_key, row_format_of, sources
+from runtime.data.prompts import PromptStream, Share
+from runtime.data.templates import ChatTemplate, Message
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import SluiceError, UserError
 from runtime.ledger import checkpoint
-from runtime.ledger.position import Position
+from runtime.ledger.checkpoint import Position
 from runtime.process import os_process
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.trackers import Trackers
+from runtime.trainer.backend import ModelBackend
+from runtime.trainer.collectives import RankInfo
+from runtime.trainer.micro_batch import MicroBatch
+from runtime.trainer.objective import Objective
 from runtime.trainer.rank import join_group, require_memory
-from runtime.trainer.rows import balance
-from runtime.tuning.lessons import read_lessons
-from runtime.tuning.objective import PREFIX, supervised_trainer, taught_group
-from runtime.types import PolicyVersion, StepResult, TrainGroup
+from runtime.trainer.rows import Needs, Rows, balance
+from runtime.trainer.statistics import StepStatistics
+from runtime.trainer.step import ModelTrainer, model_trainer
+from runtime.tuning.conversations import TaughtRow, taught_row, turns
+from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, TrainGroup
+
+# ---- Lessons
+#
+# What `sluice tune` teaches: the conversations of `data.train`, rendered and encoded once, and which of them come when.
+
+
+class Lessons(NamedTuple):
+    """Conversations, those of several sources one after the other, and the rows of each. `said`: what became of the files'."""
+
+    problems: list[Problem]
+    rows: list[list[TaughtRow]]
+    shares: list[Share]
+    said: str
+
+    def stream(self, config: Config) -> PromptStream:
+        """In which order they come."""
+        return PromptStream(self.problems, config.run.seed, config.data.shuffle, self.shares, config.data.curriculum)
+
+
+def read_lessons(config: Config, tokenizer: Tokenizer) -> Lessons:
+    """All conversations of `data.train`: a row's prompt, or chat, and its label as the reply. Raises UserError."""
+    data = config.data
+    problems: list[Problem] = []
+    rows: list[list[TaughtRow]] = []
+    shares: list[Share] = []
+    dropped: Counter[str] = Counter()
+    for key, source in sources(data):
+        if prepared.is_prepared(Path(source.path)):
+            raise UserError(f"{key}: {source.path} was made by sluice data prepare, of prompts; name the files it was made of")
+        difficulty = data.curriculum.key if data.curriculum else ""
+        found = load_problems(source.path, row_format_of(source, data), key, difficulty, partial(column_key, key))
+        encoded = _encoded(found.problems, tokenizer)
+        short = [at for at, each in enumerate(encoded) if all(len(row.tokens) <= config.tune.max_tokens for row in each)]
+        dropped.update({**found.dropped, f"conversation over {config.tune.max_tokens} tokens": len(encoded) - len(short)})
+        if not short:
+            raise UserError(
+                f"{key}: {source.path}: no conversation has {config.tune.max_tokens} tokens or less; see tune.max_tokens"
+            )
+        problems += [found.problems[at] for at in short]
+        rows += [encoded[at] for at in short]
+        shares.append(Share(len(short), source.weight))
+    left_out = {reason: count for reason, count in dropped.items() if count}
+    return Lessons(problems, rows, shares, report(len(problems) + sum(left_out.values()), len(problems), left_out))
+
+
+def _encoded(problems: list[Problem], tokenizer: Tokenizer) -> list[list[TaughtRow]]:
+    """The rows of each conversation."""
+    template = tokenizer.template
+
+    def render(messages: Sequence[Message], prompt: bool) -> str:
+        return template.render(messages, prompt) if isinstance(template, ChatTemplate) else template.render(messages)
+
+    texts = [
+        turns(render, [*each.messages, {"role": "assistant", "content": each.label}], template.origin) for each in problems
+    ]
+    encoded = iter(tokenizer.encode_texts([part for rows in texts for row in rows for part in row]))
+    return [[taught_row([next(encoded).tolist() for _ in row], tokenizer.stop_ids) for row in rows] for rows in texts]
+
+
+# ---- Objective
+#
+# What supervised training learns: the likelihood of what the assistant wrote. It trains by the same steps and on the same
+# engines as reinforcement learning does (`runtime.trainer.step`), with groups that somebody else wrote.
+
+PREFIX = "tune/"
+
+
+class SupervisedObjective(Objective):
+    """`-log π(y_t | y_<t)`, the mean over all taught tokens of the step: the cross-entropy, in nats a token."""
+
+    role = "trainer"
+    averaged = f"{PREFIX}loss"
+
+    def __init__(self, config: Config, backend: ModelBackend):
+        super().__init__(config, backend)
+        self._backend = backend
+        self.needs = Needs()
+
+    def columns(self, rows: Rows, step: int, statistics: StepStatistics) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        statistics.total(f"{PREFIX}tokens", float(rows.mask.sum()))
+        return {}, np.ones(len(rows.length), bool)
+
+    def per_token_output(self, batch: MicroBatch, outputs: torch.Tensor) -> torch.Tensor:
+        return self._backend.token_logprobs(outputs, batch, 1.0, entropy_gradient=False)[0]
+
+    def loss(self, batch: MicroBatch, outputs: torch.Tensor, statistics: StepStatistics) -> torch.Tensor:
+        total = -(batch.grid(self.per_token_output(batch, outputs)) * batch.mask).sum()
+        statistics.mean(self.averaged, total.detach(), batch.mask.sum())
+        return total
+
+    def named(self, metrics: dict[str, float]) -> dict[str, float]:
+        own = ("lr", "grad_norm")
+        return {PREFIX + name if name in own else name: value for name, value in metrics.items()}
+
+
+def supervised_trainer(
+    config: Config, *, rank: int = 0, world_size: int = 1, device: torch.device | str = "cpu"
+) -> ModelTrainer:
+    """The policy of `model.path` under supervision; otherwise as `policy_trainer`."""
+    return model_trainer(SupervisedObjective, config, RankInfo(rank, world_size, torch.device(device)))
+
+
+def taught_group(number: int, rows: Sequence[TaughtRow], shared: int) -> TrainGroup:
+    """Rows whose first `shared` tokens are the same, of which none is taught: they are computed once."""
+    samples = [
+        Sample(
+            tokens=row.tokens[shared:],
+            loss_mask=row.mask[shared:].astype(np.uint8),
+            logprobs=np.zeros(len(row.tokens) - shared, np.float32),
+            versions=np.zeros(len(row.tokens) - shared, np.int64),
+            finish_reason="stop",
+        )
+        for row in rows
+    ]
+    return TrainGroup(
+        group_id=number,
+        tokens=sum(len(row.tokens) for row in rows),
+        rewards=np.zeros(len(rows), np.float32),
+        valid=np.ones(len(rows), np.uint8),
+        payload=types.encode(GroupPayload.of(number, rows[0].tokens[:shared], samples)),
+    )
+
+
+# ---- Conversations
+#
+# Conversations as supervised training takes them: rows of tokens, and which of them the assistant wrote.
 
 
 class TuneRank:

@@ -27,7 +27,7 @@ import msgspec
 
 from runtime.config import Config, Model, Optimizer, Run, Training, Warmup
 from runtime.data import arithmetic
-from runtime.data.lookups import TOOL, lookups
+from runtime.data.prepare import TOOL, lookups
 from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import ConfigError, UserError
 from runtime.models import tiny_model
@@ -133,7 +133,7 @@ class Corpus:
         """`count` rows, drawn with replacement."""
         import torch
 
-        from runtime.tuning.objective import taught_group
+        from runtime.tuning.rank import taught_group
 
         chosen = torch.randint(len(self._careful), (count,), generator=self._random).tolist()
         slips = (torch.rand(count, generator=self._random) < self._share).tolist()
@@ -174,7 +174,7 @@ def _fit(
     progress: Progress,
 ) -> dict[str, float]:
     """Train the model of `folder` until the mean of its weights, `average`, is fluent and as accurate as wanted."""
-    from runtime.tuning.objective import supervised_trainer
+    from runtime.tuning.rank import supervised_trainer
 
     options = Optimizer(learning_rate=settings.learning_rate, warmup_steps=RAMP_STEPS, betas=(0.9, 0.95))
     training = Training(optimizer=options, max_tokens_per_microbatch=LARGEST)

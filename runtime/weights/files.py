@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -29,12 +31,71 @@ from msgspec import structs
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
 from runtime.types import PolicyVersion
-from runtime.weights import shared_folder
-from runtime.weights.delta import DeltaDecoder, DeltaEncoder, Positions
+from runtime.weights.delta import DeltaDecoder, DeltaEncoder, Positions, TensorReader, TensorWriter
 from runtime.weights.group import Deferred, PendingGroup, Transfer, WeightGroup, clear, tensors_in
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.sender import in_thread
-from runtime.weights.tensor_files import TensorReader, TensorWriter
+
+# ---- Shared folder
+#
+# The epochs' folders in a folder that machines share: made, listed, removed.
+
+MARKER = "sluice-weights"  # in each epoch's folder: what has it is ours to remove
+_EPOCH = re.compile(r"epoch-\d{4,}")
+_REMOVED = re.compile(r"epoch-\d{4,}\.removed-\d+-\d+")
+
+
+def epoch_folder(root: Path, epoch: int) -> Path:
+    return root / f"epoch-{epoch:04d}"
+
+
+def open_epoch(root: Path, epoch: int) -> None:
+    """Make the folder of `epoch` with its marker, after removing all epochs that `root` has.
+
+    Raises UserError when that is not allowed, or what has the epoch's name is not ours.
+    """
+    folder = epoch_folder(root, epoch)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for left in sorted(root.iterdir()):
+            if _is_ours(left):
+                remove_folder(left)
+        folder.mkdir()
+        (folder / MARKER).write_text(f"made by process {os.getpid()}; removed with its run\n", encoding="utf-8")
+    except FileExistsError as error:
+        raise UserError(f"publication.folder: {error.filename} exists already, and is no folder of Sluice's") from error
+    except OSError as error:
+        raise UserError(f"publication.folder: {root} cannot be written: {error.strerror}") from error
+
+
+def _is_ours(path: Path) -> bool:
+    if _REMOVED.fullmatch(path.name):
+        return True
+    if not _EPOCH.fullmatch(path.name) or not path.is_dir():
+        return False
+    inside = names(path)
+    return MARKER in inside or not inside  # a host that was killed may not have come to write the marker
+
+
+def names(folder: Path) -> list[str]:
+    """What `folder` holds. Raises OSError.
+
+    A look for one name may be answered from what an NFS client remembers, a listing asks the server.
+    """
+    return os.listdir(folder)  # noqa: PTH208 - only the names are wanted
+
+
+def remove_folder(folder: Path) -> None:
+    """It is gone at once for whoever looks; then its files go, unless somebody holds them. Raises OSError."""
+    removed = folder
+    if not _REMOVED.fullmatch(folder.name):
+        removed = folder.with_name(f"{folder.name}.removed-{os.getpid()}-{time.monotonic_ns()}")
+        try:
+            folder.rename(removed)
+        except FileNotFoundError:
+            return
+    shutil.rmtree(removed, ignore_errors=True)
+
 
 KEPT = 2  # versions: the newest, and the one before, which may still be read
 _DELTA = "delta"  # the tensor of a file whose bucket is one
@@ -83,7 +144,7 @@ class FilesGroup(WeightGroup):
         self._versions.append(folder)
         for old in self._versions[:-KEPT]:
             with suppress(OSError):  # it goes with the epoch's folder
-                shared_folder.remove(old)
+                remove_folder(old)
         del self._versions[:-KEPT]
 
     def await_announcement(self, version: PolicyVersion) -> None:
@@ -236,7 +297,7 @@ class FilesGroup(WeightGroup):
         """Raises RuntimeError unless everybody is still in the group."""
         self._check()
         try:
-            missing = _missing(shared_folder.names(self._epoch_folder), self.world_size)
+            missing = _missing(names(self._epoch_folder), self.world_size)
         except OSError as error:
             raise self._failure(error, str(self._epoch_folder)) from error
         if missing:
@@ -247,7 +308,7 @@ class FilesGroup(WeightGroup):
         while True:
             self._check()
             try:
-                found = next(filter(wanted, shared_folder.names(folder)), None)
+                found = next(filter(wanted, names(folder)), None)
             except FileNotFoundError:
                 raise RuntimeError(f"{self._label(0)} left the group") from None
             except OSError as error:
@@ -265,7 +326,7 @@ class PendingFilesGroup(PendingGroup):
     def __init__(self, address: GroupAddress, name: str):
         self.address = address
         self._name = name
-        self._folder = shared_folder.epoch_folder(Path(address.folder), address.epoch)
+        self._folder = epoch_folder(Path(address.folder), address.epoch)
         self._left = threading.Event()
 
     def connect(self) -> WeightGroup:
@@ -286,7 +347,7 @@ class PendingFilesGroup(PendingGroup):
 
     def _enter(self, give_up: float) -> None:
         address = self.address
-        while shared_folder.MARKER not in self._names():
+        while MARKER not in self._names():
             if time.monotonic() > give_up:
                 self._fail(
                     f"{self._folder}, which {address.label(0)} made on {address.host}, is not seen here: "
@@ -303,7 +364,7 @@ class PendingFilesGroup(PendingGroup):
         never_came = set(range(1, self.address.world_size))
         while True:
             present = self._names()
-            if shared_folder.MARKER not in present:
+            if MARKER not in present:
                 self._fail(f"{self.address.label(0)} is gone")
             missing = _missing(present, self.address.world_size)
             if not missing:
@@ -316,7 +377,7 @@ class PendingFilesGroup(PendingGroup):
 
     def _names(self) -> list[str]:
         try:
-            return shared_folder.names(self._folder)
+            return names(self._folder)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -341,7 +402,7 @@ def leave(folder: Path, rank: int) -> None:
         if rank:
             (folder / f"member-{rank}").unlink()
         else:
-            shared_folder.remove(folder)
+            remove_folder(folder)
 
     # A file server that does not answer must not hold whoever leaves. Rank 0 may have removed the folder, or nobody reach it.
     with suppress(futures.TimeoutError, OSError):
@@ -353,5 +414,5 @@ def host(address: GroupAddress, name: str) -> PendingGroup:
     if not address.folder:
         raise UserError("publication.folder: '' is no folder; transport files needs one that all machines share")
     root = Path(address.folder).absolute()
-    shared_folder.open_epoch(root, address.epoch)
+    open_epoch(root, address.epoch)
     return PendingFilesGroup(structs.replace(address, host=socket.gethostname(), folder=str(root)), name)

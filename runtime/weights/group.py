@@ -13,6 +13,7 @@ import fcntl
 import math
 import mmap
 import os
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from runtime import timeouts
 from runtime.errors import UserError
 from runtime.types import PolicyVersion
 from runtime.weights.authentication import BucketTags
@@ -329,3 +331,8 @@ class PendingGroup(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Make `connect` fail here, and from rank 0 also at every member that has come. Idempotent, from any thread."""
+
+
+def wait_until(transfer: Transfer, give_up: float) -> Taken | None:
+    """`transfer.wait` until the monotonic time `give_up`. Raises RuntimeError."""
+    return transfer.wait(max(give_up - time.monotonic(), timeouts.TORCH_LEAST))

@@ -27,9 +27,9 @@ from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import reason
-from runtime.weights.group import Taken, Transfer, WeightGroup, allocate, tensors_of
+from runtime.weights.group import Taken, Transfer, WeightGroup, allocate, tensors_of, wait_until
 from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets
-from runtime.weights.sender import DEPTH, WeightSender, in_thread, wait_until
+from runtime.weights.sender import DEPTH, WeightSender, in_thread
 
 Tensors = dict[str, torch.Tensor]
 BufferOf = Callable[[int], torch.Tensor]

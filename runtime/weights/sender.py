@@ -13,19 +13,17 @@ import numpy as np
 import torch
 from msgspec import Struct
 
-from runtime import timeouts
 from runtime.errors import Cancelled, DeadlineExceeded, ServiceFault, SluiceError
 from runtime.process import spans
 from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import drop_frames, reason
-from runtime.weights.group import AVAILABLE, Taken, Transfer, WeightGroup, allocate, populate, tensors_of
+from runtime.weights.group import AVAILABLE, Transfer, WeightGroup, allocate, populate, tensors_of, wait_until
 from runtime.weights.plan import Manifest, plan_buckets
 
 if TYPE_CHECKING:
-    from runtime.weights.delta import Positions
-    from runtime.weights.shard_delta import TensorChanges
+    from runtime.weights.delta import Positions, TensorChanges
 
 T = TypeVar("T")
 
@@ -225,11 +223,6 @@ class WeightSender:
             with self._changed:
                 self._taken += 1
                 self._changed.notify_all()
-
-
-def wait_until(transfer: Transfer, give_up: float) -> Taken | None:
-    """`transfer.wait` until the monotonic time `give_up`. Raises RuntimeError."""
-    return transfer.wait(max(give_up - time.monotonic(), timeouts.TORCH_LEAST))
 
 
 def in_thread(name: str, work: Callable[[], T]) -> Future[T]:

@@ -1,7 +1,7 @@
-"""The one module that translates between protobuf's messages and Sluice's own types, but for errors (`wire_errors.py`).
+"""The one module that translates between protobuf's messages and Sluice's own types, errors included.
 
 A protobuf message stands for a Struct with the same field names. A `bytes` field whose counterpart is not bytes holds
-msgpack (`runtime.codec`). Each method has one row: the Struct that asks for it, which says what it is answered with, the key
+msgpack (`runtime.types`). Each method has one row: the Struct that asks for it, which says what it is answered with, the key
 of its deadline, its priority, which ranks of a group are given it, and who may call it. The messages come from proto/, by the
 method's name; a role's servicer has a method of the same name in snake case.
 """
@@ -22,29 +22,79 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError, Message
 
-from runtime import codec, commands, errors, status, timeouts
+from runtime import commands, errors, status, timeouts, types
 from runtime.cluster import nodes
-from runtime.codec import Body, Parts, parts_of
 from runtime.commands import Priority
 from runtime.config import Config
 from runtime.environments.messages import CancelRequest, EnvironmentDescription, EpisodeEvent, EpisodeRequest
 from runtime.process import keys
-from runtime.rewards.remote_messages import RemoteScoreReply, RemoteScoreRequest
+from runtime.rewards.remote import RemoteScoreReply, RemoteScoreRequest
 from runtime.trainer.rows import balance, balance_each
 from runtime.types import (
     GATEWAY_GROUPS,
     SCHEMA_VERSION,
     SCORERS,
+    Body,
     GroupRequest,
     LogprobRequest,
+    Parts,
     PlayRequest,
     ScoreRequest,
     ValueRequest,
     answer_of,
+    parts_of,
     snake,
 )
 from services.rpc import generated, stream
 from services.rpc.generated import common_pb2
+
+# ---- Wire errors
+#
+# Errors as messages: what a process raises reaches its caller as the same error.
+
+# The errors that arrive as they were. Unreachable and Unanswered are not among them: they are what a caller finds out about
+# its own peer, and the caller's caller must not take them for its.
+TOLD = (
+    errors.UserError,
+    errors.StorageFull,
+    errors.ConfigError,
+    errors.InvalidMessage,
+    errors.Cancelled,
+    errors.Forbidden,
+    errors.ServiceFault,
+    errors.DeadlineExceeded,
+    errors.InvariantViolated,
+)
+
+
+def error_to_wire(error: BaseException) -> common_pb2.Error:
+    """Any exception as a message; what is not Sluice's own becomes a ServiceFault at the other end."""
+    kind = next((kind for kind in type(error).__mro__ if kind in TOLD), type(error))
+    out = common_pb2.Error(kind=kind.__name__, message=text(str(error)))
+    if isinstance(error, errors.ServiceFault):
+        out.service, out.phase, out.message = error.service, error.phase, text(error.reason)
+        out.deadline = error.deadline or 0.0
+    if isinstance(error, errors.StorageFull):
+        out.message = text(error.path)
+    return out
+
+
+def text(text: str) -> str:
+    """What protobuf takes as a string: the name of a file, say, need not be UTF-8."""
+    return text.encode(errors="replace").decode()
+
+
+def error_from_wire(error: common_pb2.Error, service: str, phase: str) -> Exception:
+    """The exception that `error_to_wire` saw; `service` and `phase` say where, when the message does not."""
+    kind = getattr(errors, error.kind, None)
+    if kind is errors.ConfigError:
+        return errors.ConfigError(error.message.splitlines())
+    if kind in (errors.ServiceFault, errors.DeadlineExceeded):
+        return kind(error.service, error.phase, error.message, error.deadline or None)
+    if kind in TOLD:
+        return kind(error.message)
+    return errors.ServiceFault(service, phase, f"{error.kind}: {error.message}")
+
 
 PACKAGE = "sluice.v1"
 _M = TypeVar("_M", bound=Message)
@@ -72,7 +122,7 @@ class MethodSide:
             large: Parts = []
             _write(message := self.message(), value, large)
             return [message.SerializeToString(), *large] if large else message.SerializeToString()
-        body = value if self.plain else codec.encode_body(value)
+        body = value if self.plain else types.encode_body(value)
         if isinstance(body, bytes) or self.plain:
             return self.message(**{self.whole: body}).SerializeToString()
         return _field(self.message, self.whole, body)
@@ -84,7 +134,7 @@ class MethodSide:
         if not self.whole:
             return None if self.kind is type(None) else _read(message, self.kind)
         held = getattr(message, self.whole)
-        return self.kind(held) if self.plain else codec.decode(self.kind, held)
+        return self.kind(held) if self.plain else types.decode(self.kind, held)
 
     def parse(self, data: bytes) -> Any:
         """The value in a serialized message. Raises InvalidMessage."""
@@ -185,7 +235,7 @@ def _write(message: Any, value: msgspec.Struct, large: Parts | None = None) -> N
             target.SetInParent()
             _write(target, item)
         elif isinstance(target, bytes) and not isinstance(item, bytes):
-            body = codec.encode_body(item)
+            body = types.encode_body(item)
             if large is None or isinstance(body, bytes):
                 setattr(message, name, b"".join(parts_of(body)))
             else:
@@ -218,7 +268,7 @@ def _read(item: Any, type_: Any) -> Any:
         type_ = next((one for one in typing.get_args(type_) if one is not type(None)), type_)
         return type_(**{name: _read(_value(item, name, kind), kind) for name, kind in _fields(type_)})
     if isinstance(item, bytes) and type_ is not bytes:
-        return codec.decode(type_, item)
+        return types.decode(type_, item)
     origin = typing.get_origin(type_)
     if origin in (list, tuple):
         return origin(_read(one, typing.get_args(type_)[0]) for one in item)

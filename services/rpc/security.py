@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -20,10 +21,38 @@ from runtime import timeouts
 from runtime.config import RemoteServer
 from runtime.config.secret_values import resolved
 from runtime.errors import Forbidden
-from runtime.process.keys import COORDINATOR, OPERATOR, Certificates, Keys, is_one_of, server_name
-from services.rpc import contract, refusals
+from runtime.process.disk import counted
+from runtime.process.keys import COORDINATOR, OPERATOR, Keys, is_one_of
+from runtime.process.network import Certificates, server_name
+from services.rpc import contract
+
+# ---- Refusals
+#
+# What the log says of messages that are refused: little, however many a stranger sends.
 
 log = logging.getLogger("sluice")
+
+
+def tell(peer: str, why: str) -> None:
+    """Log the first message of a host that is refused, the tenth, the hundredth and so on. `peer`: as gRPC names it,
+    `ipv4:HOST:PORT` or `ipv6:%5BHOST%5D:PORT`."""
+    host = unquote(peer.rpartition(":")[0] or peer)
+    if count := counted(host):
+        log.warning("%s: %d refused so far: %s", host, count, why)
+
+
+class OneLine(logging.Filter):
+    """Of gRPC's log: no traceback of a message that is none, as health and reflection may be sent, and as few lines."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.exc_info or getattr(record.exc_info[0], "__name__", "") != "DecodeError":
+            return True
+        record.exc_info = None
+        return bool(counted(record.getMessage()))
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(OneLine())
+
 
 HEADER = "authorization"
 SCHEME = "Bearer "
@@ -135,7 +164,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no 
 
     def _refusal(self, path: str, caller: str) -> Any:
         async def refuse(_: Any, context: Any) -> None:
-            refusals.tell(context.peer(), f"{path} of {caller or 'somebody without a key of this run'}")
+            tell(context.peer(), f"{path} of {caller or 'somebody without a key of this run'}")
             if caller:
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{caller} may not call {path}")
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{path} needs a key of this run")

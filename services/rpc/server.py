@@ -19,11 +19,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from runtime import errors, timeouts
-from runtime.codec import Body
 from runtime.process import network
 from runtime.process.keys import Keys
-from runtime.types import SCHEMA_VERSION
-from services.rpc import contract, refusals, security, stream, wire_errors
+from runtime.types import SCHEMA_VERSION, Body
+from services.rpc import contract, security, stream
 from services.rpc.generated import common_pb2
 
 Handler = Callable[[Any], Awaitable[Any]]
@@ -194,11 +193,11 @@ def _streaming(method: contract.Method, source: StreamHandler) -> Any:
 async def _refuse(error: errors.SluiceError, context: grpc.aio.ServicerContext) -> None:
     """End a call with `error`: its code and its words for whoever speaks gRPC, and itself for `session`."""
     if isinstance(error, errors.InvalidMessage):
-        refusals.tell(context.peer(), str(error))
+        security.tell(context.peer(), str(error))
     code = next((_CODES[kind] for kind in type(error).__mro__ if kind in _CODES), grpc.StatusCode.INTERNAL)
-    details = wire_errors.error_to_wire(error)
+    details = contract.error_to_wire(error)
     details.message = details.message[:SHOWN]
-    await context.abort(code, wire_errors.text(str(error))[:SHOWN], ((ERROR_KEY, details.SerializeToString()),))
+    await context.abort(code, contract.text(str(error))[:SHOWN], ((ERROR_KEY, details.SerializeToString()),))
 
 
 class Fence:
@@ -245,7 +244,7 @@ class _SessionHandler:
                 await context.write(stream.frame(common_pb2.ReplyFrame(schema=SCHEMA_VERSION), "replies", replies))
             await reader
         except (errors.InvalidMessage, errors.Fenced, errors.Forbidden) as error:
-            refusals.tell(context.peer(), str(error))
+            security.tell(context.peer(), str(error))
             await context.abort(_CODES.get(type(error), grpc.StatusCode.INVALID_ARGUMENT), str(error))
         finally:
             reader.cancel()
@@ -347,7 +346,7 @@ def _put(outbox: stream.Outbox, id_: int, body: Body, urgent: bool) -> None:
 
 
 def _put_error(outbox: stream.Outbox, id_: int, error: BaseException) -> None:
-    outbox.put(common_pb2.Reply(id=id_, error=wire_errors.error_to_wire(error)), urgent=True)
+    outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
 
 
 class KeptAnswers:

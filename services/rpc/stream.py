@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from runtime import timeouts
-from runtime.codec import SMALL, Body, Parts, parts_of
 from runtime.errors import InvalidMessage
+from runtime.types import SMALL, Body, Parts, parts_of
 
 CHUNK = 1 << 20  # bytes of one body that one frame carries
 FRAME = 4 << 20  # bytes after which a frame is full

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import importlib
 import importlib.util
 import inspect
 import json
@@ -23,11 +24,97 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+# ---- Clients
+#
+# The HTTP client that agents are given, where their interpreter has httpx, or httpx2, which newer clients of OpenAI's come
+# with. The standard library alone, but for that.
+
+PACKAGES = ("httpx", "httpx2")  # the first that is there: every client takes one of httpx
+
+
+@cache
+def _package() -> Any:
+    return next((importlib.import_module(name) for name in PACKAGES if importlib.util.find_spec(name) is not None), None)
+
+
+@cache
+def trust() -> Any:
+    """What httpx makes of the authorities on this machine, which takes tens of milliseconds; None where there is no httpx."""
+    return None if (httpx := _package()) is None else httpx.create_ssl_context()
+
+
+def import_all() -> None:
+    """What the first client and its first request import, which takes tens of milliseconds: a worker that is forked has it."""
+    if (httpx := _package()) is None:
+        return
+
+    async def ask(port: int) -> None:
+        async with httpx.AsyncClient(verify=trust(), trust_env=False) as client:
+            with suppress(httpx.HTTPError):
+                await client.get(f"http://127.0.0.1:{port}")
+
+    with suppress(OSError), socket.socket() as deaf:  # it has the port, and does not listen; a machine may have no IPv4
+        deaf.bind(("127.0.0.1", 0))
+        asyncio.run(ask(deaf.getsockname()[1]))
+
+
+def http_client() -> Any:
+    """For all episodes of a process; None where there is no httpx."""
+    if (httpx := _package()) is None:
+        return None
+    return httpx.AsyncClient(verify=trust(), timeout=None, limits=httpx.Limits(max_connections=None))
+
+
+# ---- Failures
+#
+# What is told of an exception that an agent raised. The standard library alone.
+
+MOST = 2000  # characters
+
+_printed: set[tuple[str, str]] = set()  # kinds of exceptions, and where they were raised
+
+
+def told(error: BaseException) -> str:
+    """Its kind, what it says, and the innermost line of the agent's own code that it came through, where there is one:
+    "KeyError: 'x' (FILE.py, line 7)". What an agent raises to say of itself what failed says that alone."""
+    from sluice.agents.episode import DataError, InfrastructureError
+
+    said = f"{type(error).__name__}: {error}"[:MOST]
+    place = "" if isinstance(error, (DataError, InfrastructureError)) else _place(error)
+    return f"{said} ({place})" if place else said
+
+
+def print_once(episode: str, error: BaseException) -> None:
+    """The traceback to standard error, of the first of its kind from its line in this process: what it says may differ each
+    time."""
+    from sluice.agents.episode import DataError, InfrastructureError
+
+    which = type(error).__name__, _place(error)
+    if isinstance(error, (DataError, InfrastructureError)) or which in _printed:
+        return
+    _printed.add(which)
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    sys.stderr.write(f"episode {episode} failed\n{''.join(lines)}")  # at once: others write to the same log
+    sys.stderr.flush()
+
+
+def _place(error: BaseException) -> str:
+    own = Path(sys.path[0])  # the folder of the agent's file
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename).resolve()
+        if file.suffix == ".py" and file.is_relative_to(own) and "site-packages" not in file.parts:
+            place = f"{file.relative_to(own)}, line {line}"
+    return place
+
 
 MESSAGE = 1 << 16  # bytes of a message to or from the nursery
 LINE = 64 << 20  # bytes of a task, or of an answer
@@ -49,7 +136,7 @@ def main() -> None:
     try:
         made = imported(file, name)
     except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever it raises is told
-        from sluice.agents.failures import told
+        from sluice.agents.worker import told
 
         if not alone:
             own.send(json.dumps({"failed": told(error)}).encode())
@@ -62,8 +149,8 @@ def main() -> None:
 
 def imported(file: str, name: str) -> Any:
     """What `name` is in the file. Raises AttributeError, TypeError, and what the file does."""
-    from sluice.agents.clients import import_all
     from sluice.agents.functions import Toolset
+    from sluice.agents.worker import import_all
 
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
@@ -237,7 +324,7 @@ class _EpisodeWorker:
         self._http: Any = None
 
     async def run(self, own: socket.socket) -> None:
-        from sluice.agents.clients import http_client
+        from sluice.agents.worker import http_client
 
         asyncio.get_running_loop().set_default_executor(self._threads)
         reader, self._writer = await asyncio.open_connection(sock=own, limit=LINE)
@@ -320,7 +407,7 @@ class _Play:
     async def outcome(self) -> dict[str, Any]:
         """As `ended` of proto/environment.proto, in JSON."""
         from sluice.agents.episode import DataError
-        from sluice.agents.failures import print_once, told
+        from sluice.agents.worker import print_once, told
 
         try:
             found = await self._played()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime import codec
+from runtime import types
 from runtime.ledger.reader import LedgerReader
 from runtime.types import GroupPayload, Sample
 
@@ -22,7 +22,7 @@ from runtime.types import GroupPayload, Sample
 def episodes(run: Path, step: int) -> Iterator[dict[str, Any]]:
     with LedgerReader(run / "ledger") as ledger:
         for group in ledger.groups(steps=(step - 1, step - 1)):
-            payload = codec.decode(GroupPayload, ledger.read(group.handles["payload"]))
+            payload = types.decode(GroupPayload, ledger.read(group.handles["payload"]))
             assert group.scores is not None
             ends = np.cumsum(payload.rows, dtype=np.int64)
             for end, rows, reward in zip(ends, payload.rows, group.scores.rewards.tolist(), strict=True):

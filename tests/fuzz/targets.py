@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed import checkpoint as distributed
 
 from launcher.conversion.torch_archive import ArchiveTensor, read_archive
-from runtime import codec
+from runtime import types
 from runtime.config.yaml_text import read_mapping
 from runtime.data.templates import ChatTemplate
 from runtime.data.tokenizer import Tokenizer
@@ -179,9 +179,9 @@ def checkpoints(folder: Path) -> list[bytes]:
     trainer = {"format": 1, "step": 3, "optimizer_updates": 3, "kl_coefficient": 0.1}
     weights = (folder / "model.safetensors").read_bytes()
     return [
-        packed({"position.msgpack": codec.encode(position), "trainer.json": json.dumps(trainer).encode()}),
+        packed({"position.msgpack": types.encode(position), "trainer.json": json.dumps(trainer).encode()}),
         packed({"model.safetensors": weights, "config.json": b'{"model_type": "qwen2"}', "trainer.json": b'{"format": 2}'}),
-        packed({"model.safetensors.index.json": json.dumps(index).encode(), "position.msgpack": codec.encode(position)}),
+        packed({"model.safetensors.index.json": json.dumps(index).encode(), "position.msgpack": types.encode(position)}),
         packed(
             {
                 "megatron/.metadata": (folder / "core" / ".metadata").read_bytes(),

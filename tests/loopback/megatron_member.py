@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from runtime import codec
+from runtime import types
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Critic, CriticOptimizer, Moe, Parallel, Trainer
 from runtime.models.adapters import are_adapters
-from runtime.trainer import head
+from runtime.trainer import backend
 from runtime.trainer import rows as train_rows
 from runtime.trainer.step import critic_trainer, policy_trainer
 from runtime.types import GroupPayload, TrainGroup, ValueRequest
@@ -118,7 +118,7 @@ def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> 
     config = layout.config(folder, role)
     device = torch.device("cpu")
     if layout.sequence:  # in some of the layouts
-        head.CPU_CHUNK_ELEMENTS = 5 * VOCAB // layout.tensor
+        backend.CPU_CHUNK_ELEMENTS = 5 * VOCAB // layout.tensor
     make: Any = policy_trainer if role == "trainer" else critic_trainer
     engine: Any = make(config, rank=rank, world_size=layout.processes, device=device)
     if role == "trainer":  # fixed, and their sum is not 0
@@ -142,7 +142,7 @@ def member(rank: int, folder: Path, layout: Layout, role: str, resumed: str) -> 
         )
         if (routes := engine.objective.needs.experts) is not None:
             groups = random_experts(groups, routes)
-            probes = [codec.encode(with_random_experts(codec.decode(GroupPayload, probe), routes)) for probe in probes]
+            probes = [types.encode(with_random_experts(types.decode(GroupPayload, probe), routes)) for probe in probes]
         rows = train_rows.decode_groups(groups, engine.backend.vocab_size, engine.objective.needs)
         numbers.append(torch.from_numpy(engine._per_token_output(rows)))
         share = groups[leaders.index(rank) :: len(leaders)] if rank in leaders else []

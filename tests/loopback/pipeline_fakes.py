@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from runtime import codec, config, run_files
+from runtime import config, run_files, types
 from runtime.commands import Level, WeightsCommitted, WeightsHosted, WeightsReceived, WeightsSent
 from runtime.config import Config
 from runtime.coordinator.metrics_recorder import COUNTED
@@ -28,11 +28,11 @@ from runtime.coordinator.run_context import RunContext
 from runtime.data.handlers import Problem
 from runtime.data.prompts import Prompts, PromptStream
 from runtime.errors import ServiceFault
-from runtime.evaluation.held_out import HeldOut
-from runtime.evaluation.sets import evaluation_sets
+from runtime.evaluation.generations import HeldOut
+from runtime.evaluation.results import evaluation_sets
 from runtime.ledger import checkpoint
+from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import LedgerWriter
-from runtime.ledger.position import Position
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
 from runtime.process.aio import first_error
@@ -189,7 +189,7 @@ class FakeTrainer(FakeModel):
 
     def apply(self, step: int, probes: Sequence[bytes] = ()) -> Coroutine[Any, Any, StepResult]:
         """What a rollout with other weights than those of `step` says is 1 nat off."""
-        self.probed[step] = [int(codec.decode(GroupPayload, probe).samples[0].logprobs[0]) for probe in probes]
+        self.probed[step] = [int(types.decode(GroupPayload, probe).samples[0].logprobs[0]) for probe in probes]
         gaps = [float(weights != step) for weights in self.probed[step]]
         return self._post("apply", step, lambda: self._compared(step, gaps))
 
@@ -302,9 +302,9 @@ class FakeRollout(FakeReplica):
     async def probed(self, request: GroupRequest) -> GeneratedGroup:
         """Its log-probabilities are the step of the weights that it has."""
         self.probes.append(request)
-        payload = codec.decode(GroupPayload, replies(request, self.version, self.version))
+        payload = types.decode(GroupPayload, replies(request, self.version, self.version))
         payload.logprobs = np.full_like(payload.logprobs, self.has.step)
-        return generated(request, self.version, self.version, codec.encode(payload))
+        return generated(request, self.version, self.version, types.encode(payload))
 
     async def _generate(self, request: GroupRequest) -> GeneratedGroup:
         oldest = self.generated_by[request.group_id] = self.version
@@ -354,7 +354,7 @@ def replies(request: GroupRequest, oldest: PolicyVersion, newest: PolicyVersion)
         tokens = np.arange(request.first + index, request.first + index + size, dtype=np.int32)
         mask, logprobs = np.ones(size, np.uint8), np.full(size, -0.5, np.float32)
         samples.append(Sample(tokens=tokens, loss_mask=mask, logprobs=logprobs, versions=versions, finish_reason="stop"))
-    return codec.encode(GroupPayload.of(request.group_id, request.prompt, samples))
+    return types.encode(GroupPayload.of(request.group_id, request.prompt, samples))
 
 
 class Numbers:
@@ -388,7 +388,7 @@ class FakeReward(FakeReplica):
         value = self.value(request)
         await self.reached(asyncio.sleep(self._seconds()))
         evaluated = request.group_id < 0  # an evaluation's groups count down from -1
-        n = len(codec.decode(GroupPayload, request.payload).samples) if evaluated else self._group_size
+        n = len(types.decode(GroupPayload, request.payload).samples) if evaluated else self._group_size
         values = np.full(n, value, np.float32)
         scores = Scores(group_id=request.group_id, rewards=values, valid=np.ones(n, np.uint8), rules={self.rule: values})
         return replace(scores, answers=[request.label] * n if request.answers else [])

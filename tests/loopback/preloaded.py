@@ -28,5 +28,5 @@ if importlib.util.find_spec("megatron") is not None:
     from runtime.trainer.megatron import facade
 
     facade.prepare(torch.device("cpu"))
-    import runtime.scoring.scorer_megatron
+    import runtime.scoring.reference_rank
     import runtime.trainer.megatron.backend  # noqa: F401

@@ -12,9 +12,9 @@ import grpc
 
 from runtime.types import SCHEMA_VERSION, LogprobRequest
 from services.rpc import contract
+from services.rpc.client import Channel, Session, call
 from services.rpc.generated import common_pb2, reference_pb2
 from services.rpc.server import OPTIONS, Handler, Server
-from services.rpc.session import Channel, Session, call
 
 DEADLINE = 100.0  # seconds that one test may take
 

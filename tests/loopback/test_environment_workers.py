@@ -20,11 +20,10 @@ from runtime.config import Budgets, Config, Deadlines, Environment, RemoteServer
 from runtime.config.base import FromEnvironment
 from runtime.config.sandbox import Sandbox
 from runtime.environments.messages import EpisodeEnd, EpisodeEvent, EpisodeRequest
-from runtime.environments.sandboxes import EpisodeSandboxes, stricter
-from runtime.environments.workers import AgentWorkers
+from runtime.environments.workers import AgentWorkers, EpisodeSandboxes, stricter
 from runtime.errors import Unreachable, UserError
 from runtime.rewards.worker_process import worker_environment
-from services.environment_channels import RUN, EnvironmentChannel, EnvironmentChannels
+from services.gateway import RUN, EnvironmentChannel, EnvironmentChannels
 from services.rpc.generated import environment_pb2
 from tests.leftovers import descendants
 

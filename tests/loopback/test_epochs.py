@@ -18,12 +18,11 @@ from runtime import config
 from runtime.commands import AbortWeights, Apply, BeginStep, HostWeights, JoinWeights, ResendWeights, SendWeights
 from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
-from runtime.coordinator.sync_group import nearest
-from runtime.coordinator.weight_sync import WeightPublisher
+from runtime.coordinator.weight_sync import WeightPublisher, nearest
 from runtime.errors import Cancelled, ServiceFault, Unreachable
 from runtime.process import os_process
 from runtime.rollout.engine import EngineStats
-from runtime.trainer.backend import RankInfo
+from runtime.trainer.collectives import RankInfo
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult

@@ -21,14 +21,14 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from yarl import URL
 
-from runtime import codec, timeouts
+from runtime import timeouts, types
 from runtime.gateway import http
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused
 from runtime.gateway.dialects import chat
 from runtime.gateway.episode import GatewayEpisode
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.process import counted_log, network
+from runtime.process import disk, network
 from runtime.process.http_server import HttpServer
 from runtime.types import EpisodeTask, GroupPayload, PlayRequest, Sample, SamplingParams
 from services.gateway import own
@@ -110,7 +110,7 @@ def run(test: Callable[[Served], Awaitable[None]], **backend: Any) -> None:
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """On the loop that gateways run on."""
-    counted_log.counts.clear()
+    disk.counts.clear()
     asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     yield
     asyncio.set_event_loop_policy(None)
@@ -630,8 +630,8 @@ def test_the_message_that_a_reply_came_in() -> None:
         versions=np.zeros(2, np.int64),
         finish_reason="stop",
     )
-    message = codec.encode(GroupPayload.of(1, np.arange(1000, dtype=np.int32), [sample]))
-    (found,) = (own(each) for each in codec.decode(GroupPayload, message).samples)
+    message = types.encode(GroupPayload.of(1, np.arange(1000, dtype=np.int32), [sample]))
+    (found,) = (own(each) for each in types.decode(GroupPayload, message).samples)
     assert found.tokens.tolist() == [5, 6] and found.logprobs.tolist() == [-1, -2]
     assert found.tokens.base is None and found.logprobs.base is None
 

@@ -25,13 +25,12 @@ from runtime.trainer.megatron import facade
 from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import policy_trainer
 from runtime.types import PolicyVersion
-from runtime.weights import shard_delta
-from runtime.weights.delta import encode, words_of
+from runtime.weights import delta as delta_module
+from runtime.weights.delta import Shard, ShardDelta, Span, TensorChanges, encode, words_of
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import WeightSender, in_thread
-from runtime.weights.shard_delta import Shard, ShardDelta, Span, TensorChanges
 from services.rollout import RolloutService
 from services.trainer import TrainerService
 from tests.loopback.ranks import run_ranks, run_two
@@ -209,7 +208,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def follow(rank: int, folder: Path, count: int, seed: int, exchange_bytes: int) -> None:
     """Random changes of random tensors, the same on all ranks: what the targets make of them is those tensors."""
-    shard_delta.EXCHANGE_BYTES = exchange_bytes
+    delta_module.EXCHANGE_BYTES = exchange_bytes
     random = np.random.default_rng(seed)
     wholes = [
         torch.from_numpy(random.integers(-(2**15), 2**15, shape, dtype=np.int16)).view(torch.bfloat16) for shape in SHAPES

@@ -21,9 +21,9 @@ import torch
 import yaml
 
 from launcher.node.agent import Agent
-from launcher.node.machine import Machine
+from launcher.node.local_node import Machine
 from launcher.node.supervisor import Supervisor
-from runtime import codec, run_files, timeouts
+from runtime import run_files, timeouts, types
 from runtime.cluster.nodes import Assignment, Death, NodePaths, NodeRegistration, Scale
 from runtime.cluster.placement import Seat
 from runtime.cluster.topology import Instance
@@ -34,16 +34,16 @@ from runtime.coordinator.takeover import KnownUnit, Members
 from runtime.data.prompts import StreamState
 from runtime.errors import ConfigError, DeadlineExceeded, ServiceFault, UserError
 from runtime.ledger import checkpoint, node_checkpoints
-from runtime.ledger.position import Position
+from runtime.ledger.checkpoint import Position
 from runtime.process import keys, os_process
 from runtime.process.keys import Keys
 from runtime.status import Registration
-from runtime.trainer import node_part
-from runtime.trainer.backend import RankInfo
-from runtime.trainer.node_part import NodePart, exchange
+from runtime.trainer import collectives
+from runtime.trainer.collectives import RankInfo, exchange
+from runtime.trainer.rank import NodePart
 from runtime.types import PolicyVersion
 from services.nodes import Nodes
-from services.rpc import contract, session
+from services.rpc import client, contract
 from services.rpc.server import Server
 from tests.coroutines import driven_by, handed, within
 from tests.loopback.line_views import Lines
@@ -103,12 +103,12 @@ class IdleAgent:
     async def _live(self) -> None:
         first = True
         async with (
-            session.Channel(self._desk.address) as channel,
-            aclosing(session.items(channel, "coordinator", JOIN, self._node)) as assignments,
+            client.Channel(self._desk.address) as channel,
+            aclosing(client.items(channel, "coordinator", JOIN, self._node)) as assignments,
         ):
             async for assignment in assignments:
                 if first:
-                    await session.call(channel, "coordinator", PATHS, NodePaths(node=self._node.name, found=self._found))
+                    await client.call(channel, "coordinator", PATHS, NodePaths(node=self._node.name, found=self._found))
                 else:
                     self._told.put_nowait(assignment)
                 first = False
@@ -553,7 +553,7 @@ class Engine:
 
 def made(rank: int, folder: Path) -> tuple[NodePart, RankInfo]:
     os.environ[os_process.NODE] = NODES[rank]
-    node_part.CHUNK = CHUNK
+    collectives.CHUNK = CHUNK
     info = RankInfo(rank, 2, torch.device("cpu"))
     given = {"run": {"name": "r", "dir": str(folder / "run")}, "cluster": {"shared_folder": False}}
     return NodePart(msgspec.convert(given, Config), "trainer", info), info
@@ -564,7 +564,7 @@ def place(step: int, **values: Any) -> Position:
 
 
 def save(part: NodePart, rank: int, step: int, keep: tuple[int, ...] = ()) -> list[str]:
-    command = Save("/nowhere", codec.encode(place(step)), keep)
+    command = Save("/nowhere", types.encode(place(step)), keep)
     partial = part.begin(command)
     (partial / "t").mkdir()
     if rank == 0:
@@ -582,7 +582,7 @@ def gives_and_takes(rank: int, folder: Path) -> None:
     engine: Any = Engine(rank)
     own = checkpoint.folder_for(node_checkpoints.root(folder / "run", NODES[rank], "trainer"), 2)
     before = node_checkpoints.files(own)
-    assert part.load(Restore("/r/step-2", codec.encode(place(2, parts=BOTH)), 7), engine) == PolicyVersion(0, 2)
+    assert part.load(Restore("/r/step-2", types.encode(place(2, parts=BOTH)), 7), engine) == PolicyVersion(0, 2)
     expected = {checkpoint.TRAINER: b'{"step": 2}', "t/__0_1.distcp": b"", f"t/__{rank}_0.distcp": LARGE + bytes([rank])}
     assert engine.seen == expected | ({"t/__0_2.distcp": b"nobody reads it"} if rank == 0 else {})
     assert node_checkpoints.files(own) == before, "what was read is kept"
@@ -602,7 +602,7 @@ def refuses(rank: int, folder: Path) -> None:
         told = rf"^run.resume: /r/step-2: node {node} has not the trainer's part of it whole, or takes no part in it$"
         position = msgspec.structs.replace(place(2, parts=named), **values)
         with pytest.raises(UserError, match=told):
-            part.load(Restore("/r/step-2", codec.encode(position)), engine)
+            part.load(Restore("/r/step-2", types.encode(position)), engine)
 
     lacks("c", [*BOTH, "trainer/c"])
     lacks("a", BOTH, run="another")
@@ -613,7 +613,7 @@ def refuses(rank: int, folder: Path) -> None:
     assert engine.seen == {}
     # What nobody needs may be torn: the other node gives what is read.
     engine.needed = lambda _: {"t/__0_0.distcp"}
-    part.load(Restore("/r/step-2", codec.encode(place(2, parts=["trainer/a", "critic/d"]))), engine)
+    part.load(Restore("/r/step-2", types.encode(place(2, parts=["trainer/a", "critic/d"]))), engine)
     assert engine.seen["t/__0_0.distcp"] == LARGE + b"\0"
     assert "t/__1_0.distcp" not in engine.seen
 

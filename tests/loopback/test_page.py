@@ -31,7 +31,7 @@ from runtime.ledger.reader import DATABASE
 from runtime.process import network
 from runtime.process.http_server import HttpServer
 from runtime.status import Progress, Registration, RunFigures, Status
-from runtime.telemetry import prometheus
+from runtime.telemetry import scraping
 from services.process import exposed
 
 TOKEN = "right"
@@ -412,7 +412,7 @@ def test_the_event_loop_goes_on_while_the_text_is_made(monkeypatch: pytest.Monke
         over.wait(PATIENCE)
         return b""
 
-    monkeypatch.setattr(prometheus, "text", text)
+    monkeypatch.setattr(scraping, "text", text)
     monkeypatch.setattr(timeouts, "SCRAPE", 0.05)
 
     async def test(get: Get) -> None:

@@ -18,8 +18,8 @@ from runtime.coordinator.register import Register, Unit, UnitState
 from runtime.errors import ServiceFault, Unreachable, UserError
 from runtime.status import Registration
 from runtime.types import PolicyVersion, StepResult
-from services import peers
-from services.peers import Peers
+from services import coordinator
+from services.coordinator import Peers
 from services.rpc.client import GroupClient
 from services.rpc.server import Server
 from tests.loopback.session_peers import PATIENCE
@@ -220,7 +220,7 @@ async def test_one_that_cannot_be_taken_in_is_lost_with_the_reason(monkeypatch: 
         raise ValueError("is odd")
 
     async with connected() as (here, _, _):
-        monkeypatch.setattr(peers, "client", refuses)
+        monkeypatch.setattr(coordinator, "client", refuses)
         await here.register("rollout", 0, incarnation=1)
         await until(lambda: here.unit("rollout-0").reason == "ValueError: is odd")
         assert here.unit("rollout-0").state is UnitState.LOST

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from runtime import config
-from runtime.coordinator.attempt import INTERRUPTED, WHY_ENDED
-from runtime.coordinator.group_pipeline import NO_SIGNAL
-from runtime.coordinator.run import TrainingRun
+from runtime.coordinator.buffer import NO_SIGNAL
+from runtime.coordinator.run import INTERRUPTED, WHY_ENDED, TrainingRun
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.ledger import checkpoint

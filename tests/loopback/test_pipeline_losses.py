@@ -15,11 +15,10 @@ from msgspec.structs import replace
 
 from runtime import config
 from runtime.commands import WeightsCommitted
-from runtime.coordinator.attempt import INTERRUPTED
-from runtime.coordinator.run import TrainingRun
+from runtime.coordinator.run import INTERRUPTED, TrainingRun
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.ledger import checkpoint
-from runtime.ledger.position import Position
+from runtime.ledger.checkpoint import Position
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, ScoreRequest, Scores

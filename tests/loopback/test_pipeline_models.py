@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from runtime import codec, config, run_files, timeouts
+from runtime import config, run_files, timeouts, types
 from runtime.algorithms.interfaces import ADVANTAGES, AdvantageEstimator
 from runtime.coordinator.run import TrainingRun
 from runtime.errors import ServiceFault, UserError
 from runtime.ledger import checkpoint
-from runtime.ledger.position import Position
+from runtime.ledger.checkpoint import Position
 from runtime.ledger.states import Mark, Phase
 from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, ScoreRequest, Scores
 from tests.loopback.pipeline_fakes import (
@@ -209,7 +209,7 @@ def test_a_checkpoint_is_what_both_models_wrote_and_the_position_with_their_part
         assert (checkpoint.critic_state(saved) / STATE).read_text() == "critic-0"
         assert (position.version.step, position.parts) == (step, ["trainer/b", "trainer/c", "critic/b"])
     for model in (cast.trainer, cast.critic):
-        told = [(codec.decode(Position, place), keep) for place, keep in model.places]
+        told = [(types.decode(Position, place), keep) for place, keep in model.places]
         assert [(place.run, place.version.step, keep) for place, keep in told] == [("12", 2, ()), ("12", 4, (2,))]
 
     (tmp_path / ".lock").write_bytes(b"\x34")  # which each start writes anew
@@ -219,8 +219,8 @@ def test_a_checkpoint_is_what_both_models_wrote_and_the_position_with_their_part
     cast = with_critic(Cast.make(seed=50))
     folder.run(cast, resume=str(folder.checkpoint(2)))
     (place, (incarnation,)), *saved = cast.trainer.places  # type: ignore[assignment]
-    assert (codec.decode(Position, place).parts, incarnation) == (["trainer/b", "trainer/c", "critic/b"], 1)
-    assert {codec.decode(Position, place).run for place, _ in saved} == {"12"}
+    assert (types.decode(Position, place).parts, incarnation) == (["trainer/b", "trainer/c", "critic/b"], 1)
+    assert {types.decode(Position, place).run for place, _ in saved} == {"12"}
     assert not list((tmp_path / run_files.CHECKPOINTS).glob(".*"))
 
 

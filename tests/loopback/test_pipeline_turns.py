@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from runtime import codec, config
+from runtime import config, types
 from runtime.commands import Level, PeerAddress, WeightsCommitted
 from runtime.config import Config, Gateway
 from runtime.coordinator.metrics_recorder import COUNTED
@@ -408,7 +408,7 @@ class FakeGateway(FakeReplica):
         mask, logprobs = np.array([1, 0, 0, 1, 1], np.uint8), np.array([-1, 0, 0, -1, -1], np.float32)
         sample = Sample(tokens=tokens, loss_mask=mask, logprobs=logprobs, versions=versions, finish_reason="stop")
         payload = GroupPayload.of(request.group_id, np.zeros(2, np.int32), [sample] * 2 * request.n, [2] * request.n)
-        told = {"group_id": request.group_id, "oldest": oldest, "newest": newest, "payload": codec.encode(payload)}
+        told = {"group_id": request.group_id, "oldest": oldest, "newest": newest, "payload": types.encode(payload)}
         return GeneratedGroup(prompt_tokens=2, response_tokens=payload.lengths.tolist(), truncated=0, **told)
 
     def _version(self) -> PolicyVersion:

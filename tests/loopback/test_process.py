@@ -29,8 +29,8 @@ from runtime.process import keys, os_process
 from runtime.status import Registration, Status, Stop
 from runtime.types import ScoreRequest, Scores
 from services.rpc import contract
+from services.rpc.client import Channel, Session
 from services.rpc.server import Server
-from services.rpc.session import Channel, Session
 from sluice import start
 from tests.coroutines import driven_by
 from tests.leftovers import descendants

@@ -26,8 +26,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ServiceFault, UserError
 from runtime.models import tiny_model
 from runtime.rewards import remote
-from runtime.rewards.remote import RemoteScorer
-from runtime.rewards.remote_messages import ChatMessage, RemoteItem, RemoteResult, RemoteScoreReply, RemoteScoreRequest
+from runtime.rewards.remote import ChatMessage, RemoteItem, RemoteResult, RemoteScorer, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import ScoreRequest, Scores
 from services.reward import SCORE, RemoteRewardClient
 from services.rpc import contract

@@ -28,9 +28,9 @@ from runtime.status import Registration
 from runtime.types import GATEWAY_GROUPS, GeneratedGroup, GroupRequest, PolicyVersion, SamplingParams
 from services.gateway import GatewayService
 from services.rpc import contract, security, stream
+from services.rpc.client import Channel, Session, call
 from services.rpc.generated import common_pb2
 from services.rpc.server import Server
-from services.rpc.session import Channel, Session, call
 from tests.coroutines import driven_by
 from tests.loopback.certificate_files import Authority, write_certificates
 from tests.loopback.session_peers import frame, replies, run, started

@@ -21,13 +21,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from runtime import commands, errors, timeouts
-from runtime.process import counted_log
+from runtime.process import disk
 from runtime.status import Progress, Status
 from runtime.types import LogprobRequest, PolicyVersion
 from services import health_check
-from services.rpc import contract, refusals, server, stream
+from services.rpc import contract, security, server, stream
+from services.rpc.client import Channel, Session, call, watch
 from services.rpc.server import OPTIONS, Server
-from services.rpc.session import Channel, Session, call, watch
 from tests.coroutines import driven_by
 from tests.loopback.session_peers import (
     PATIENCE,
@@ -274,7 +274,7 @@ CALM = 11  # the code of a GOAWAY: ENHANCE_YOUR_CALM
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    counted_log.counts.clear()
+    disk.counts.clear()
 
 
 async def refused(rpc: Any) -> str:
@@ -340,12 +340,12 @@ async def test_what_is_no_message_is_refused_and_is_a_line_of_the_log(
 
 
 def test_refusals_are_told_at_powers_of_ten_for_each_host(caplog: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counted_log, "KINDS", 2)
+    monkeypatch.setattr(disk, "KINDS", 2)
     for port in range(1000):
-        refusals.tell(f"ipv4:10.0.0.1:{port}", "why")
-        refusals.tell(f"ipv6:%5B::1%5D:{port}", "why")
-        refusals.tell(f"ipv4:10.0.1.{port}:1", "why")
-        refusals.tell(f"ipv4:10.0.2.{port}:1", "why")
+        security.tell(f"ipv4:10.0.0.1:{port}", "why")
+        security.tell(f"ipv6:%5B::1%5D:{port}", "why")
+        security.tell(f"ipv4:10.0.1.{port}:1", "why")
+        security.tell(f"ipv4:10.0.2.{port}:1", "why")
     counts = (1, 10, 100, 1000)
     assert [line for line in warnings(caplog) if "10.0.0.1" in line] == [
         f"ipv4:10.0.0.1: {count} refused so far: why" for count in counts

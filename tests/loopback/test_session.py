@@ -16,9 +16,9 @@ from runtime import errors
 from runtime.types import SCHEMA_VERSION, LogprobRequest
 from services.model_service import Actor, Request
 from services.rpc import contract, server, stream
+from services.rpc.client import Channel, Session, call, watch
 from services.rpc.generated import common_pb2, reference_pb2
 from services.rpc.server import KeptAnswers, Server
-from services.rpc.session import Channel, Session, call, watch
 from tests.coroutines import driven_by
 from tests.loopback.session_peers import (
     LOGPROBS,

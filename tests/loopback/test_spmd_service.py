@@ -15,22 +15,21 @@ import numpy as np
 import pytest
 import torch
 
-from runtime import codec
+from runtime import types
 from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Export, Offload, Onload, Restore, Save
 from runtime.config import Checkpoint, Config, Critic, Deadlines, Run, Services, Trainer
 from runtime.data.prompts import StreamState
 from runtime.errors import Forbidden, InvalidMessage, ServiceFault, StorageFull, UserError
 from runtime.ledger import checkpoint
-from runtime.ledger.position import Position
-from runtime.trainer.backend import RankInfo
+from runtime.ledger.checkpoint import Position
+from runtime.trainer.collectives import RankInfo
 from runtime.trainer.rank import CriticRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult, TrainGroup, ValueRequest, Values
 from services.model_service import SpmdService
 from services.rpc import contract
-from services.rpc.client import GroupClient
+from services.rpc.client import GroupClient, Session
 from services.rpc.server import Server
-from services.rpc.session import Session
 from tests.loopback.session_peers import PATIENCE, run
 
 RANKS = 2
@@ -158,7 +157,7 @@ def train_group(group_id: int, tokens: int, mini_batch: int) -> TrainGroup:
 
 
 def answer(encoded: bytes) -> tuple[int, list[float]]:
-    values = codec.decode(Values, encoded)
+    values = types.decode(Values, encoded)
     return values.group_id, values.values.tolist()
 
 
@@ -166,7 +165,7 @@ def write_position(folder: Path) -> None:
     """As of step 9 in epoch 2."""
     stream = StreamState(position=0, ordinal=0, returned=[], seed=0, shuffle=True, problems=1, fingerprint=0)
     position = Position(version=PolicyVersion(2, 9), stream=stream, trained=[])
-    (folder / checkpoint.POSITION).write_bytes(codec.encode(position))
+    (folder / checkpoint.POSITION).write_bytes(types.encode(position))
 
 
 def test_every_rank_goes_on_from_the_checkpoint_that_the_first_command_names(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from launcher.node.logs import Log
 from launcher.node.stalls import Heard, is_stopped, keep_stacks
 from runtime.config import Logs
 from runtime.process.os_process import find_program
-from runtime.process.progress import Beat
+from runtime.process.spans import Beat
 from tests.system.runs import POLL
 
 SCRIPT = """

@@ -16,14 +16,14 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
+from launcher.node.agent import CoordinatorKeeper
 from launcher.node.child import Child
-from launcher.node.coordinator import CoordinatorKeeper
 from launcher.node.logs import Log
 from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.view import View
 from runtime import timeouts
-from runtime.cluster.restarts import Allowance
+from runtime.cluster.placement import Allowance
 from runtime.config import FromEnvironment, Logs, Restarts
 from runtime.errors import UserError
 from runtime.process.os_process import INCARNATION

@@ -21,15 +21,14 @@ from transformers import AutoModelForCausalLM
 
 from runtime import config
 from runtime.algorithms.losses import token_logprobs
-from runtime.columns import KeptSets, encode_set
 from runtime.config import Config, Moe
 from runtime.errors import ServiceFault
 from runtime.models import hf_policy
+from runtime.trainer.backend import confined
 from runtime.trainer.fsdp import optimizers, sharding
-from runtime.trainer.head import confined
-from runtime.trainer.megatron import vocab_parallel
+from runtime.trainer.megatron import passes
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
-from runtime.types import StepResult, TrainGroup, ValueRequest
+from runtime.types import KeptSets, StepResult, TrainGroup, ValueRequest, encode_set
 from tests.closeness import BFLOAT16, STEP, assert_close
 from tests.loopback.megatron_equality import assert_equal
 from tests.loopback.megatron_member import Layout, train
@@ -102,7 +101,7 @@ def steps_of(engine: ModelTrainer, rank: int, kind: str = "policy") -> list[dict
 def trained(folder: Path, kind: str, rank: int) -> Found:
     """What is trained, saved, exported, and trained on from the checkpoint of one rank."""
     engine = of_two(config_of(folder, kind), rank)
-    with mock.patch("runtime.trainer.head.CPU_CHUNK_ELEMENTS", 5 * VOCAB):  # what one rank computes in one chunk
+    with mock.patch("runtime.trainer.backend.CPU_CHUNK_ELEMENTS", 5 * VOCAB):  # what one rank computes in one chunk
         found: Found = {"steps": steps_of(engine, rank, kind)}
     engine.save(str(folder / f"{kind}-by-two"))
     found["weights"] = whole(engine, rank)
@@ -271,7 +270,7 @@ def lent_steps(policy: str, rank: int) -> tuple[int, list[dict[str, float]]]:
         engine.onload()
         begin(step)
 
-    chunks = mock.patch("runtime.trainer.head.CPU_CHUNK_ELEMENTS", 5 * VOCAB)
+    chunks = mock.patch("runtime.trainer.backend.CPU_CHUNK_ELEMENTS", 5 * VOCAB)
     with chunks, mock.patch.object(engine, "begin_step", begin_step):
         results = steps_of(engine, rank)
     return kept, results
@@ -568,13 +567,13 @@ def vocabulary_spread(rank: int) -> list[tuple[torch.Tensor, ...]]:
     for temperature, entropy_gradient, filtered in WAYS:
         own = whole_logits[:, start : start + SHARES[rank]].clone().requires_grad_()
         left = confined(own, kept() if filtered else None, start)
-        logp, entropy = vocab_parallel.token_logprobs(
+        logp, entropy = passes.token_logprobs(
             left, TOKENS, temperature, group=dist.group.WORLD, start=start, entropy_gradient=entropy_gradient
         )
         (factors * torch.stack([logp, entropy])).sum().backward()
         found.append((logp.detach(), entropy.detach(), own.grad))
     nothing = torch.zeros(2, 0 if rank else 3, dtype=torch.bfloat16, requires_grad=True)
-    logp, entropy = vocab_parallel.token_logprobs(nothing, torch.tensor([0, 2]), group=dist.group.WORLD, start=3 * rank)
+    logp, entropy = passes.token_logprobs(nothing, torch.tensor([0, 2]), group=dist.group.WORLD, start=3 * rank)
     (logp.sum() + entropy.sum()).backward()
     return [*found, (logp.detach(), entropy.detach(), nothing.grad)]
 

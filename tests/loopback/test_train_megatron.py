@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from runtime import codec
+from runtime import types
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Parallel, ReferenceScorer, Trainer
 from runtime.errors import ServiceFault
@@ -442,17 +442,17 @@ TEMPERATURES = (0.7, 1.0, 1.3, 1.0, 1.0, 1.0, 0.7)
 def reference_requests() -> list[LogprobRequest]:
     """Replies some of whose tokens are an environment's, in groups that were sampled at several temperatures; and episodes, in
     the last group without a common prompt."""
-    groups = [codec.decode(GroupPayload, group.payload) for group in make_groups(7, (5, 4, 6, 3, 1), longest=30)]
-    groups += [codec.decode(GroupPayload, group.payload) for group in make_episodes(7, (2, 3))]
+    groups = [types.decode(GroupPayload, group.payload) for group in make_groups(7, (5, 4, 6, 3, 1), longest=30)]
+    groups += [types.decode(GroupPayload, group.payload) for group in make_episodes(7, (2, 3))]
     return [
-        LogprobRequest(group_id=index, payload=codec.encode(replace(group, group_id=index)), temperature=temperature)
+        LogprobRequest(group_id=index, payload=types.encode(replace(group, group_id=index)), temperature=temperature)
         for index, (group, temperature) in enumerate(zip(groups, TEMPERATURES, strict=True))
     ]
 
 
 def predicted(request: LogprobRequest) -> np.ndarray:
     """bool [T]: the tokens of a group that something predicts."""
-    payload = codec.decode(GroupPayload, request.payload)
+    payload = types.decode(GroupPayload, request.payload)
     rows = [np.arange(length) + len(payload.prompt) > 0 for length in payload.lengths]
     return np.concatenate(rows)
 
@@ -482,7 +482,7 @@ def reference_member(rank: int, folder: Path) -> None:
     for name, parallel in LAYOUTS.items():
         config = config_of(folder, parallel)
         use_megatron(config.services.reference, CPU)
-        from runtime.scoring.scorer_megatron import MegatronScorer
+        from runtime.scoring.reference_rank import MegatronScorer
 
         scorer = MegatronScorer(config, 2, CPU)
         assert not any(parameter.requires_grad for parameter in scorer._model.parameters())

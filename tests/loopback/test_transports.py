@@ -28,12 +28,12 @@ from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserErro
 from runtime.types import PolicyVersion
 from runtime.weights import files, shared_memory
 from runtime.weights.authentication import AuthenticatedStore, BucketTags, ForgedValue, new_key
+from runtime.weights.delta import TensorReader, TensorWriter
 from runtime.weights.group import Link, PendingGroup, WeightGroup, arena, file_of, memory_file
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import WeightSender, in_thread
-from runtime.weights.tensor_files import TensorReader, TensorWriter
 from tests.loopback.ranks import Helper
 from tests.loopback.weight_cases import (
     MANIFEST,

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from runtime import run_files
 from runtime.config import Config
 from runtime.errors import StorageFull
-from runtime.ledger import checkpoint, damage
-from runtime.simulation.cluster import CommandDeadlines, SimulatedCluster
-from runtime.simulation.costs import Costs
+from runtime.ledger import checkpoint, journal
+from runtime.simulation.cluster import SimulatedCluster
+from runtime.simulation.engine import CommandDeadlines, Costs
 from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop
 from runtime.simulation.simulate import Outcome, Simulation
 from runtime.telemetry.summary import Summary
@@ -60,7 +60,7 @@ class FaultySimulation(Simulation):
                     shutil.rmtree(folder)
                 elif self._faults.damage:
                     DAMAGES[self._faults.damage](folder / run_files.LEDGER)
-                    damage.examine(folder, Path(resume), self.said.append)
+                    journal.examine(folder, Path(resume), self.said.append)
                     self.witness.damaged, self._faults.damage = True, ""
             except BaseException:
                 self.close(loop)

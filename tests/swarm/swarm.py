@@ -25,9 +25,9 @@ from msgspec.structs import replace
 from runtime import config
 from runtime.cluster.topology import instances, is_group
 from runtime.config import Config
-from runtime.coordinator.sync_group import TRIES
+from runtime.coordinator.weight_sync import TRIES
 from runtime.errors import InvariantViolated, SluiceError
-from runtime.simulation.costs import Costs, Fixed, LogNormal, Pareto
+from runtime.simulation.engine import Costs, Fixed, LogNormal, Pareto
 from services.rpc.client import ContractDeadlines
 from tests.swarm.faults import KINDS, Fault, draw
 from tests.swarm.faulty import FaultySimulation

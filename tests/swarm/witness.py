@@ -16,9 +16,8 @@ from runtime.types import PolicyVersion, TrainGroup
 
 if TYPE_CHECKING:
     from runtime.coordinator.run import TrainingRun
-    from runtime.simulation.cluster import SimulatedCluster
-    from runtime.simulation.process import SimulatedProcess
-    from runtime.simulation.roles import ModelState, SimulatedModel, SimulatedRollout
+    from runtime.simulation.cluster import SimulatedCluster, SimulatedModel, SimulatedProcess, SimulatedRollout
+    from runtime.simulation.engine import ModelState
     from runtime.simulation.weights import SyncEpoch
 
 
@@ -44,7 +43,7 @@ class Witness(Observer):
 
     def applied(self, model: SimulatedModel, step: int, batch: Sequence[TrainGroup]) -> None:
         """A model updates: the next step, with a whole batch, of groups that it has not trained, of tokens within the bound."""
-        from runtime.simulation.roles import Stamp
+        from runtime.simulation.engine import Stamp
 
         who = f"{model.name}.{model.incarnation}, step {step}"
         _hold(step == model.state.step, f"{who}: it is at step {model.state.step}")

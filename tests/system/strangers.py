@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from runtime.process import certificates, keys
 from runtime.process.keys import Keys
 from services.rpc import contract
-from services.rpc.session import Channel
+from services.rpc.client import Channel
 from tests.system.listeners import is_store
 
 PATIENCE = 20.0  # seconds for one answer

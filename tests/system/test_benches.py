@@ -40,12 +40,12 @@ from benchmarks.publication.peers import TRANSPORTS
 from benchmarks.rollout import RolloutBenchSettings
 from benchmarks.startup import RunStart, Start, StartupSettings
 from benchmarks.worker import Worker
-from runtime import codec
+from runtime import types
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ServiceFault, UserError
 from runtime.gateway.conversation import Message, Tool
-from runtime.gateway.family_rendering import renderer_of
-from runtime.telemetry.memory import Memory
+from runtime.gateway.rendering import renderer_of
+from runtime.telemetry.startup import Memory
 from runtime.types import GeneratedGroup, GroupPayload, PolicyVersion, Sample
 from tests.system.runs import VLLM_PYTHON, needs_vllm
 
@@ -209,7 +209,7 @@ def group(turns: int, rows: int) -> GeneratedGroup:
         truncated=0,
         oldest=PolicyVersion(),
         newest=PolicyVersion(),
-        payload=codec.encode(payload),
+        payload=types.encode(payload),
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import asdict
 
-from runtime import codec
+from runtime import types
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import LedgerReader
@@ -88,7 +88,7 @@ def test_what_agents_of_several_environments_play_is_trained_as_it_was_sampled(t
     with LedgerReader(run.folder / "ledger") as ledger:
         groups = list(ledger.groups(states=[Phase.RETIRED]))
         for group in groups:
-            payload = codec.decode(GroupPayload, ledger.read(group.handles["payload"]))
+            payload = types.decode(GroupPayload, ledger.read(group.handles["payload"]))
             assert payload.rows.tolist() == [1] * payload.n
             assert all(sample.loss_mask[0] == 1 for sample in payload.samples)
             assert group.outcomes is not None

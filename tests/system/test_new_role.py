@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(240)
 
 SCORE = 7.0
 JUDGE = f"""
-from runtime.rewards.combination import column
+from runtime.rewards.scorer import column
 from runtime.rewards.rules import RuleOutcome
 from services import process
 

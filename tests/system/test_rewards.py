@@ -17,10 +17,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from runtime import codec, run_files
+from runtime import run_files, types
 from runtime.ledger.reader import LedgerReader
 from runtime.ledger.states import Phase
-from runtime.rewards.remote_messages import RemoteResult, RemoteScoreReply
+from runtime.rewards.remote import RemoteResult, RemoteScoreReply
 from runtime.types import GroupPayload
 from services.reward import SCORE
 from tests.system.runs import Live, check_gone, here, one_line, started, steps, write_config
@@ -133,7 +133,7 @@ def check_scores(folder: Path, reward_model: Path) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(reward_model).eval()
     with LedgerReader(folder / run_files.LEDGER) as reader:
         rows = list(reader.groups(states=(Phase.RETIRED,)))[:4]
-        payloads = [codec.decode(GroupPayload, reader.read(row.handles["payload"])) for row in rows]
+        payloads = [types.decode(GroupPayload, reader.read(row.handles["payload"])) for row in rows]
     scores = []
     for row, payload in zip(rows, payloads, strict=True):
         texts = [np.concatenate((payload.prompt, sample.tokens)).astype(np.int64) for sample in payload.samples]

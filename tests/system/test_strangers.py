@@ -22,7 +22,7 @@ from runtime.commands import Export
 from runtime.config import loading
 from runtime.errors import Forbidden
 from runtime.status import Registration, Stop
-from services.rpc import contract, session
+from services.rpc import client, contract
 from tests.system.cluster import NAMES, PORT, Cluster, cluster
 from tests.system.listeners import LOOPBACK, addresses, check_documented, check_run, listeners
 from tests.system.namespaces import Node, joined
@@ -109,8 +109,8 @@ def tried(process: subprocess.Popen[str]) -> Found:
 
 
 async def asked(address: str, method: tuple[str, str], request: Any) -> None:
-    async with session.Channel(address) as channel:
-        await session.call(channel, "peer", contract.METHODS[method], request)
+    async with client.Channel(address) as channel:
+        await client.call(channel, "peer", contract.METHODS[method], request)
 
 
 def refused(address: str, method: tuple[str, str], request: Any) -> None:
@@ -132,8 +132,8 @@ def test_a_stranger_who_asks_for_one_thing_does_not_get_it(live: Live, tmp_path:
 
     async def join() -> None:
         node = NodeRegistration(name="evil", address=LOOPBACK)
-        channel = session.Channel(found["coordinator"])
-        async with channel, aclosing(session.items(channel, "coordinator", JOIN, node)) as assignments:
+        channel = client.Channel(found["coordinator"])
+        async with channel, aclosing(client.items(channel, "coordinator", JOIN, node)) as assignments:
             async for assignment in assignments:
                 pytest.fail(f"was told {assignment.config}")
 

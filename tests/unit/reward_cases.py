@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from runtime import codec
+from runtime import types
 from runtime.types import FinishReason, GroupPayload, Sample, ScoreRequest
 
 
@@ -43,7 +43,7 @@ def make_request(
     return ScoreRequest(
         group_id=group_id,
         label=label,
-        payload=codec.encode(payload),
+        payload=types.encode(payload),
         source="test/train",
         messages=messages or [],
         extra=extra or {},

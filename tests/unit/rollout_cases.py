@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime import codec
+from runtime import types
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams
 
@@ -80,7 +80,7 @@ def tokens_of(samples: list[Sample]) -> list[list[int]]:
 
 
 def samples(group: GeneratedGroup) -> list[Sample]:
-    return codec.decode(GroupPayload, group.payload).samples
+    return types.decode(GroupPayload, group.payload).samples
 
 
 def from_scratch(model: Any, prompt: np.ndarray, sample: Sample, temperature: float = 1.0) -> np.ndarray:

@@ -15,13 +15,12 @@ from safetensors.torch import load_file, save_file
 from runtime.config import Lora
 from runtime.errors import InvalidMessage, UserError
 from runtime.models import hf_policy
-from runtime.models.adapters import merged, require_base
+from runtime.models.adapters import AdapterBase, merged, require_base
 from runtime.models.families import Layout, family_for
 from runtime.models.families.adapters import PREFIX, AdapterTable, target_modules
 from runtime.models.families.memory import ModelWork, rank_bytes
 from runtime.models.hf_weights import WeightFiles, fingerprint
 from runtime.rollout.torch.engine import TorchRolloutEngine
-from runtime.trainer.adapters import AdapterBase
 from runtime.trainer.fsdp.lora import Adapters, adapt
 from runtime.types import PolicyVersion
 from runtime.weights.plan import Manifest, TensorSpec, plan_buckets

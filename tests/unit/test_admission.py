@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.coordinator.admission.concurrency import AFTER_CUT, LOOKS, START, TRIMMED, Concurrency, Load, concurrency_of
-from runtime.coordinator.admission.depth import FIRST, STEPS, MovingMoments, PipelineDepth, depth_of
-from runtime.coordinator.staleness import most_live
+from runtime.coordinator.gateways import AFTER_CUT, LOOKS, START, TRIMMED, Concurrency, Load, concurrency_of
+from runtime.coordinator.run import depth_of
+from runtime.coordinator.staleness import FIRST, STEPS, MovingMoments, PipelineDepth, most_live
 from tests.unit.config_cases import Loading
 
 SIZE, SLOTS = 4, 64

@@ -127,7 +127,7 @@ def test_the_guide_has_the_examples_as_they_are(name: str) -> None:
 FIRST_REQUEST = """
 import asyncio, socket, sys
 import httpx
-from sluice.agents import clients
+from sluice.agents import worker as clients
 
 clients.import_all()
 before = set(sys.modules)
@@ -145,7 +145,7 @@ with socket.socket() as deaf:
 """
 WITHOUT_IPV4 = """
 import socket
-from sluice.agents import clients
+from sluice.agents import worker as clients
 
 def bind(self, address):
     raise OSError(99, "Cannot assign requested address")

@@ -15,16 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import algorithms  # noqa: F401 - registers the functions by name
-from runtime.algorithms.covariance import (
-    beyond_second_moment,
-    clip_cov,
-    covariances,
-    drawn_within,
-    highest,
-    kl_cov,
-    largest,
-    m2po,
-)
 from runtime.algorithms.interfaces import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -46,18 +36,30 @@ from runtime.algorithms.losses import (
     AdaptiveKl,
     FixedKl,
     absolute,
+    beyond_second_moment,
     cispo,
+    clip_cov,
     clipped_surrogate,
     clipped_value_loss,
+    covariances,
     decoupled,
+    dppo_kl,
+    dppo_tv,
     dr_grpo,
+    drawn_within,
+    gmpo,
+    gpg,
     gspo,
+    highest,
     importance_weighted,
     interpolated_proximal,
     k1,
     k2,
     k3,
     k3_clamped,
+    kl_cov,
+    largest,
+    m2po,
     masked_sample,
     ppo,
     sapo,
@@ -65,8 +67,10 @@ from runtime.algorithms.losses import (
     seq_mean_token_sum,
     token_logprobs,
     token_mean,
+    topr,
+    unbounded_positive,
+    vespo,
 )
-from runtime.algorithms.variants import dppo_kl, dppo_tv, gmpo, gpg, topr, unbounded_positive, vespo
 from runtime.errors import UserError
 
 pytestmark = pytest.mark.numeric

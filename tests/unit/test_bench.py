@@ -42,7 +42,7 @@ from benchmarks.staleness.bench import StalenessReport, StalenessSettings, measu
 from benchmarks.staleness.report import report
 from benchmarks.staleness.runs import CONFIG, EvaluationPoint, RunOutcome, StalenessTrial, overrides, plan
 from benchmarks.worker import Bench, Measured, Worker
-from launcher.accept.random_groups import GroupLengths
+from launcher.accept.worker import GroupLengths
 from runtime import run_files
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault, UserError

@@ -13,17 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.coordinator.admission.depth import LATE, PipelineDepth
-from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.group_pipeline import NO_SIGNAL, DynamicSampling
+from runtime.coordinator.buffer import NO_SIGNAL, Buffer, DynamicSampling
 from runtime.coordinator.pools import RolloutLoads
 from runtime.coordinator.register import Member
-from runtime.coordinator.staleness import OpenGroup, select
+from runtime.coordinator.staleness import LATE, OpenGroup, PipelineDepth, select
 from runtime.coordinator.takeover import TakenUp
 from runtime.errors import InvariantViolated, ServiceFault
 from runtime.ledger.records import Change, Ticket
 from runtime.ledger.states import Mark, Phase
-from runtime.rewards.unscored import UnscoredSteps
+from runtime.rewards.scorer import UnscoredSteps
 from runtime.types import GeneratedGroup, PolicyVersion, Scores
 
 

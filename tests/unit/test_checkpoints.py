@@ -21,8 +21,8 @@ from msgspec.structs import replace
 from safetensors.numpy import save_file
 
 from launcher import run_folder
-from launcher.node.machine import check_secret, on_this_machine
-from runtime import codec, config, run_files
+from launcher.node.local_node import check_secret, on_this_machine
+from runtime import config, run_files, types
 from runtime.cluster.nodes import NodePaths
 from runtime.config import Config
 from runtime.config.checks import semantic_faults
@@ -30,7 +30,7 @@ from runtime.coordinator.register import Register
 from runtime.data.prompts import StreamState
 from runtime.errors import UserError
 from runtime.ledger import checkpoint, node_checkpoints
-from runtime.ledger.position import Position
+from runtime.ledger.checkpoint import Position
 from runtime.ledger.reader import DATABASE
 from runtime.types import PolicyVersion
 from services.nodes import Nodes
@@ -253,12 +253,12 @@ def test_one_of_which_a_bit_has_changed_is_left_out_and_said_whoever_took_the_ch
     assert "it is set aside as ledger.broken-1" in said[1]
     assert "7 of the 7 groups that step-00000050 has trained" in said[2]
     former = replace(checkpoint.read_position(newest), sums={}, own_sum="")
-    (newest / checkpoint.POSITION).write_bytes(codec.encode(former))
+    (newest / checkpoint.POSITION).write_bytes(types.encode(former))
     (newest / "later").write_text("of NONE of them")
     assert checkpoint.resolve("auto", tmp_path) == str(newest)
     if Path("/dev/zero").exists():  # what a stranger's position may name has no end
         endless = replace(former, files={"/dev/zero": 0}, sums={"/dev/zero": "0" * 32})
-        (newest / checkpoint.POSITION).write_bytes(codec.encode(endless))
+        (newest / checkpoint.POSITION).write_bytes(types.encode(endless))
         assert checkpoint.fault(newest) == "/dev/zero is no file"
 
 
@@ -273,7 +273,7 @@ def two(tmp_path: Path) -> Path:
         (folder / "model").mkdir(parents=True)
         (folder / checkpoint.TRAINER).write_text('{"format": 1}')
         save_file({"a": np.ones(8, np.float32)}, folder / "model" / "model.safetensors", {"format": "pt"})
-        (folder / checkpoint.POSITION).write_bytes(codec.encode(POSITION))
+        (folder / checkpoint.POSITION).write_bytes(types.encode(POSITION))
     return tmp_path
 
 
@@ -445,7 +445,7 @@ def test_what_needs_a_shared_folder_is_refused_without_one(tmp_path: Path, secti
 
 def test_nodes_that_share_no_folder_need_the_secret_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = configured(tmp_path, cluster=TWO | {"shared_folder": False})
-    monkeypatch.setattr("launcher.node.machine.own_address", lambda *_: "192.0.2.7")
+    monkeypatch.setattr("launcher.node.local_node.own_address", lambda *_: "192.0.2.7")
     monkeypatch.delenv("SLUICE_SECRET", raising=False)
     with pytest.raises(UserError, match=r"^SLUICE_SECRET: missing; cluster.shared_folder is false, so it must be set"):
         check_secret(alone)

@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from runtime import codec, errors, timeouts
-from runtime.columns import KeptSets, Runs, encode_set
+from runtime import errors, timeouts, types
 from runtime.errors import InvalidMessage
-from runtime.types import GroupPayload, Sample, Scores
+from runtime.types import GroupPayload, KeptSets, Runs, Sample, Scores, encode_set
 from services.rpc import stream
 from services.rpc.generated import common_pb2
 from tests.coroutines import driven_by
@@ -37,7 +36,7 @@ def extension(code: int, data: bytes) -> bytes:
 
 @given(st.sampled_from(DTYPES).flatmap(lambda dtype: arrays.arrays(dtype, st.integers(0, 40))))
 def test_an_array_arrives_bit_for_bit(values: np.ndarray) -> None:
-    decoded = codec.decode(Box, codec.encode(Box(values))).values
+    decoded = types.decode(Box, types.encode(Box(values))).values
     assert decoded.dtype == values.dtype
     assert decoded.shape == values.shape
     assert decoded.tobytes() == values.tobytes()  # NaN's bits and the sign of 0 included
@@ -46,14 +45,14 @@ def test_an_array_arrives_bit_for_bit(values: np.ndarray) -> None:
 @pytest.mark.parametrize(("index", "dtype"), list(enumerate(DTYPES)))
 def test_an_array_on_the_wire_is_its_dtypes_number_and_its_bytes(index: int, dtype: str) -> None:
     values = np.array([1, 2], dtype)
-    assert codec.encode(Box(values)) == extension(1, bytes([index]) + values.tobytes())
+    assert types.encode(Box(values)) == extension(1, bytes([index]) + values.tobytes())
 
 
 def test_a_view_with_gaps_is_packed_and_what_arrives_is_a_read_only_view_into_the_message() -> None:
     values = np.arange(10, dtype=np.int32)[::3]
-    np.testing.assert_array_equal(codec.decode(Box, codec.encode(Box(values))).values, [0, 3, 6, 9])
-    data = codec.encode(Box(np.arange(1000, dtype=np.int64)))
-    decoded = codec.decode(Box, data).values
+    np.testing.assert_array_equal(types.decode(Box, types.encode(Box(values))).values, [0, 3, 6, 9])
+    data = types.encode(Box(np.arange(1000, dtype=np.int64)))
+    decoded = types.decode(Box, data).values
     assert not decoded.flags.writeable
     start = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     assert start <= decoded.__array_interface__["data"][0] < start + len(data)
@@ -71,9 +70,9 @@ def test_a_group_with_samples_of_several_lengths_arrives_whole() -> None:
         for size in (0, 1, 7)
     ]
     payload = GroupPayload.of(1 << 40, np.array([-1, 5], np.int32), samples)
-    data = codec.encode(payload)
-    decoded = codec.decode(GroupPayload, data)
-    assert codec.encode(decoded) == data
+    data = types.encode(payload)
+    decoded = types.decode(GroupPayload, data)
+    assert types.encode(decoded) == data
     assert [len(sample.tokens) for sample in decoded.samples] == [0, 1, 7]
     np.testing.assert_array_equal(decoded.samples[2].logprobs, samples[2].logprobs)
 
@@ -99,7 +98,7 @@ def _reply(mask: np.ndarray, versions: np.ndarray) -> Sample:
 )
 def test_the_replies_of_a_group_arrive_as_they_were(samples: list[Sample]) -> None:
     """Whatever masks and versions they have, which travel as runs."""
-    payload = codec.decode(GroupPayload, codec.encode(GroupPayload.of(7, np.zeros(1, np.int32), samples)))
+    payload = types.decode(GroupPayload, types.encode(GroupPayload.of(7, np.zeros(1, np.int32), samples)))
     assert len(payload.samples) == len(samples)
     for arrived, sent in zip(payload.samples, samples, strict=True):
         for name in ("tokens", "loss_mask", "logprobs", "versions"):
@@ -112,7 +111,7 @@ def test_a_sampled_token_takes_8_bytes_and_an_inserted_one_4() -> None:
     mask = np.ones(size, np.uint8)
     mask[100:300] = 0
     versions = np.where(np.arange(size) < 600, 1, 2)
-    data = codec.encode(GroupPayload.of(7, np.zeros(1, np.int32), [_reply(mask, versions) for _ in range(n)]))
+    data = types.encode(GroupPayload.of(7, np.zeros(1, np.int32), [_reply(mask, versions) for _ in range(n)]))
     sampled = n * int(mask.sum())
     assert len(data) < 8 * sampled + 4 * (n * size - sampled) + 1024
 
@@ -137,7 +136,7 @@ def test_a_payload_whose_columns_do_not_fit_one_another_is_refused(name: str) ->
     kept = getattr(payload, name)
     setattr(payload, name, Runs(kept.values, kept.lengths + np.uint32(1)) if isinstance(kept, Runs) else kept[1:])
     with pytest.raises(InvalidMessage, match="group 7: its columns have"):
-        codec.decode(GroupPayload, codec.encode(payload))
+        types.decode(GroupPayload, types.encode(payload))
 
 
 @pytest.mark.parametrize(
@@ -153,14 +152,14 @@ def test_a_payload_whose_columns_do_not_fit_one_another_is_refused(name: str) ->
 )
 def test_an_array_of_another_shape_or_dtype_is_not_encoded(values: np.ndarray) -> None:
     with pytest.raises(InvalidMessage, match="cannot encode an array of dtype"):
-        codec.encode(Box(values))
+        types.encode(Box(values))
 
 
 def test_a_foreign_object_is_not_encoded_and_text_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(TypeError, match="cannot encode object"):
-        codec.encode([object()])
+        types.encode([object()])
     with pytest.raises(InvalidMessage, match="utf-8"):
-        codec.decode(dict[str, int], b"\x81\xa1\xff\x01")
+        types.decode(dict[str, int], b"\x81\xa1\xff\x01")
 
 
 @pytest.mark.parametrize(
@@ -168,34 +167,34 @@ def test_a_foreign_object_is_not_encoded_and_text_that_is_not_utf8_is_refused() 
     [
         (b"", "Input data was truncated"),
         (b"\xc1", "not a Box"),
-        (codec.encode(Box(np.zeros(3, np.int32)))[:-1], "truncated"),
+        (types.encode(Box(np.zeros(3, np.int32)))[:-1], "truncated"),
         (msgspec.msgpack.encode({}), "required field `values`"),
         (msgspec.msgpack.encode({"values": 5}), r"\$\.values"),
         (msgspec.msgpack.encode({"values": [1, 2]}), r"\$\.values"),
         (extension(2, b"\0\0\0\0\0"), "extension 2"),
-        (extension(codec.ARRAY, b""), "extension 1"),
-        (extension(codec.ARRAY, b"\7\0\0\0\0"), "extension 1"),
-        (extension(codec.ARRAY, b"\0\0\0\0"), "3 bytes, not a multiple of 4"),
+        (extension(types.ARRAY, b""), "extension 1"),
+        (extension(types.ARRAY, b"\7\0\0\0\0"), "extension 1"),
+        (extension(types.ARRAY, b"\0\0\0\0"), "3 bytes, not a multiple of 4"),
     ],
 )
 def test_what_is_not_the_message_is_refused(data: bytes, fault: str) -> None:
     with pytest.raises(InvalidMessage, match=fault):
-        codec.decode(Box, data)
+        types.decode(Box, data)
 
 
 @given(st.binary(max_size=40))
 def test_no_bytes_do_worse_than_InvalidMessage(data: bytes) -> None:
     for type_ in (Scores, GroupPayload, dict[str, np.ndarray]):
         with suppress(InvalidMessage):
-            codec.decode(type_, data)
+            types.decode(type_, data)
 
 
 @given(st.data())
 def test_no_damaged_message_does_worse_than_InvalidMessage(data: st.DataObject) -> None:
-    message = bytearray(codec.encode(Scores(group_id=1, rewards=np.ones(3, np.float32), valid=np.ones(3, np.uint8))))
+    message = bytearray(types.encode(Scores(group_id=1, rewards=np.ones(3, np.float32), valid=np.ones(3, np.uint8))))
     message[data.draw(st.integers(0, len(message) - 1))] = data.draw(st.integers(0, 255))
     with suppress(InvalidMessage):
-        codec.decode(Scores, bytes(message))
+        types.decode(Scores, bytes(message))
 
 
 # ---- Sets of tokens as they travel: what is packed comes out again, whatever its size, and what does not fit is told
@@ -223,7 +222,7 @@ SIZES = [1, 2, 3, VOCABULARY, 40, 74, 1, 2]
 
 def test_sets_of_all_sizes_come_out_as_they_were() -> None:
     sets, masks, tokens = made(SIZES)
-    read = codec.decode(KeptSets, codec.encode(sets))
+    read = types.decode(KeptSets, types.encode(sets))
     assert (unpacked(read, np.arange(len(SIZES))) == masks).all()
     some = np.array([7, 3, 5, 0])
     assert (unpacked(read, some) == masks[some]).all()

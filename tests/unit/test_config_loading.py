@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from launcher.node.environment import environment, faults
-from launcher.node.machine import Machine
+from launcher.node.local_node import Machine
 from launcher.registered_names import known_names
 from runtime import run_files
 from runtime.cluster.topology import fleets
 from runtime.config import Config, Critic, FromEnvironment, Rollout, Source, Tracker, Warmup
 from runtime.config.checks import semantic_faults
-from runtime.config.loading import load, mismatches, preset_names, resolve, to_yaml
-from runtime.config.names_of_trl import OF_TRL
+from runtime.config.loading import OF_TRL, load, mismatches, preset_names, resolve, to_yaml
 from runtime.config.secret_values import NOT_SHOWN, references, refused, resolved, without_secrets
 from runtime.errors import ConfigError, UserError
 from tests.unit.config_cases import Loading, faults_of, paths

@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from launcher.node import local_node
-from launcher.node.local_node import LocalNode
-from launcher.node.machine import Machine
+from launcher.node.local_node import LocalNode, Machine
 from runtime.cluster.topology import data_leaders, instances, path_of, players, settings_of
 from runtime.config import Config, Trainer, model_checks
-from runtime.config.checks import semantic_faults
-from runtime.config.environment_checks import environment_faults
+from runtime.config.checks import environment_faults, semantic_faults
 from runtime.config.loading import load, resolve
 from runtime.config.model_checks import megatron_faults, memory_of_ranks, spread_models
 from runtime.errors import UserError

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from launcher import cli
 from runtime.models import hf_policy
 from runtime.models.families import Layout
-from runtime.weights.tensor_files import TensorWriter
+from runtime.weights.delta import TensorWriter
 from tests.unit.family_cases import make_family, write_folder
 
 Tensors = dict[str, torch.Tensor]

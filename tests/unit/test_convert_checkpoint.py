@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint
 
 from runtime.models.families import Layout
-from runtime.trainer.megatron.core_index import read_index
+from runtime.trainer.megatron.core_checkpoint import read_index
 from tests.unit.family_cases import CONFIGS, make_family, make_tensors
 from tests.unit.test_convert import refused, same, sluice
 

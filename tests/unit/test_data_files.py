@@ -19,14 +19,13 @@ import pytest
 
 from runtime import config
 from runtime.coordinator.gateways import request_for
-from runtime.data import reading, tables
+from runtime.data import reading
 from runtime.data.fields import Rejected, label_text
-from runtime.data.files import data_files
 from runtime.data.handlers import HANDLERS, Problem, ProblemSet, load_problems
-from runtime.data.overlap import keep_apart, overlap
+from runtime.data.prepare import keep_apart, overlap
+from runtime.data.prepared import check_environments
 from runtime.data.prompts import tokenise
-from runtime.data.reading import count_rows, read_rows
-from runtime.data.sources import check_environments
+from runtime.data.reading import count_rows, data_files, read_rows
 from runtime.errors import UserError
 from runtime.types import PlayRequest, SamplingParams
 from tests.real_data import ROOT
@@ -371,7 +370,7 @@ def test_what_python_does_not_have_and_a_row_of_any_size_are_one_line(tmp_path: 
     for rows, size, most in ((8, 1, 1 << 20), (8, 1, 3 << 20), (3, 2, 1 << 20)):
         pq.write_table(pa.table({"answer": [text * size] * rows, "chat": [[{"content": text}]] * rows}), tmp_path / "a.parquet")
         assert (tmp_path / "a.parquet").stat().st_size < 400_000
-        read = tables.rows(tmp_path / "a.parquet", "k", True, most)
+        read = reading.rows(tmp_path / "a.parquet", "k", True, most)
         if most > 1 << 20:
             assert [place for place, row in read if len(row["answer"]) == len(text)] == [*range(1, rows + 1)]
         else:

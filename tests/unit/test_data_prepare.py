@@ -16,12 +16,11 @@ import pytest
 
 from launcher import cli
 from runtime.config import Curriculum, Data, Source
-from runtime.data import prepare_settings
+from runtime.data import prepare as prepare_module
 from runtime.data.handlers import load_problems
-from runtime.data.order import Share
-from runtime.data.overlap import overlap
-from runtime.data.prepare import CHUNK_ROWS, PreparedData, prepare
-from runtime.data.sources import training_prompts
+from runtime.data.prepare import CHUNK_ROWS, PreparedData, overlap, prepare
+from runtime.data.prepared import training_prompts
+from runtime.data.prompts import Share
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError, UserError
 from runtime.models import tiny_model
@@ -57,10 +56,10 @@ def write(path: Path, made: list[dict[str, Any]]) -> Path:
     return path
 
 
-def settings_of(folder: Path, model: Path, *overrides: str, **keys: Any) -> prepare_settings.PrepareSettings:
+def settings_of(folder: Path, model: Path, *overrides: str, **keys: Any) -> prepare_module.PrepareSettings:
     raw = {"input": f"{folder}/in/train.jsonl", "tokenizer_name_or_path": str(model), "output_prefix": f"{folder}/out"}
     (folder / "prepare.yaml").write_text(json.dumps(raw | keys))
-    return prepare_settings.load(folder / "prepare.yaml", overrides)
+    return prepare_module.load(folder / "prepare.yaml", overrides)
 
 
 def test_the_output_is_the_same_for_any_number_of_workers(tmp_path: Path, model: Path) -> None:
@@ -264,7 +263,7 @@ def test_faults_of_the_file_are_one_line_each(tmp_path: Path, model: Path, keys:
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("input: x")
     with pytest.raises(ConfigError) as error:
-        prepare_settings.load(tmp_path / "a.yaml", ["workers=x"])
+        prepare_module.load(tmp_path / "a.yaml", ["workers=x"])
     missing = sorted(line.partition(":")[0] for line in error.value.faults)
     assert missing == ["output_prefix", "tokenizer_name_or_path", "workers"]
 
@@ -323,7 +322,7 @@ def test_a_published_file_is_prepared(
     tmp_path: Path, model: Path, name: str, file: str, overrides: list[str], rows: int, dropped: dict[str, int]
 ) -> None:
     keys = [f"input={real_file(file)}", f"tokenizer_name_or_path={model}", f"output_prefix={tmp_path}/out"]
-    settings = prepare_settings.load(ROOT / "configs" / "datasets" / f"{name}.yaml", [*keys, "max_prompt_length=0", *overrides])
+    settings = prepare_module.load(ROOT / "configs" / "datasets" / f"{name}.yaml", [*keys, "max_prompt_length=0", *overrides])
     outcome = prepare(settings)
     (count,) = outcome.sources.values()
     assert (count.rows, count.dropped) == (rows, dropped)

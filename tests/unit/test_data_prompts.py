@@ -17,13 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from runtime import codec
+from runtime import types
 from runtime.config import Config, Curriculum, Model, Run
-from runtime.data import template_sandbox, templates
-from runtime.data.handlers import Problem, ProblemSet
-from runtime.data.order import Order, Share, turn
-from runtime.data.prompt_types import MODEL, names, slot_template
-from runtime.data.prompts import PromptStream, StreamState, group_seed, tokenise
+from runtime.data import templates
+from runtime.data.handlers import MODEL, Problem, ProblemSet, names, slot_template
+from runtime.data.prompts import Order, PromptStream, Share, StreamState, group_seed, tokenise, turn
 from runtime.data.templates import ChatTemplate, _environment
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
@@ -210,10 +208,10 @@ def test_a_stream_resumes_exactly_from_any_point(
             stream.give_back(taken.pop())
         else:
             taken.append(stream.draw().index)
-    saved = codec.encode(stream.state())
+    saved = types.encode(stream.state())
     expected = [stream.draw() for _ in range(30)]
     resumed = PromptStream(found, seed, True, shares, curriculum)
-    resumed.restore(codec.decode(StreamState, saved))
+    resumed.restore(types.decode(StreamState, saved))
     assert [resumed.draw() for _ in range(30)] == expected
 
 
@@ -233,12 +231,12 @@ def test_another_mixture_or_curriculum_is_refused() -> None:
 
 
 def test_the_state_of_an_older_checkpoint_is_taken() -> None:
-    state = codec.decode(dict, codec.encode(PromptStream(problems(6), 1).state()))
-    older = codec.encode({key: value for key, value in state.items() if key not in ("shares", "curriculum")})
+    state = types.decode(dict, types.encode(PromptStream(problems(6), 1).state()))
+    older = types.encode({key: value for key, value in state.items() if key not in ("shares", "curriculum")})
     stream = PromptStream(problems(6), 1)
-    stream.restore(codec.decode(StreamState, older))
+    stream.restore(types.decode(StreamState, older))
     with pytest.raises(UserError, match="each source"):
-        PromptStream(problems(6), 1, True, [Share(3), Share(3)]).restore(codec.decode(StreamState, older))
+        PromptStream(problems(6), 1, True, [Share(3), Share(3)]).restore(types.decode(StreamState, older))
 
 
 # ------------------------------------------------------------------------------------------------ tokens
@@ -489,8 +487,8 @@ COSTLY = [
 
 
 def test_what_a_template_costs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_sandbox, "_MOST_WORK", 1 << 14)
-    monkeypatch.setattr(template_sandbox, "_MOST_SIZE", 1 << 20)
+    monkeypatch.setattr(templates, "_MOST_WORK", 1 << 14)
+    monkeypatch.setattr(templates, "_MOST_SIZE", 1 << 20)
     for source in COSTLY:
         with pytest.raises(UserError, match=r"x: the chat template (cannot render|makes)") as error:
             ChatTemplate(source, {}, "x").render(USER)

@@ -22,7 +22,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from runtime.errors import InvalidMessage, UserError
 from runtime.models.hf_config import read_config
 from runtime.models.rope import read_rope, yarn_growth
-from runtime.rollout.torch import attention
 from runtime.rollout.torch import decoder as decoder_module
 from runtime.rollout.torch.decoder import Decoder, KVCache, Span, kv_bytes
 from runtime.rollout.torch.decoder_weights import DecoderWeights, mismatch
@@ -71,7 +70,7 @@ def test_logits_equal_transformers(monkeypatch: pytest.MonkeyPatch, name: str) -
     decoder, tokens = load(folder), torch.randint(0, VOCABULARY, (3, 90), generator=torch.Generator().manual_seed(0))
     assert_equals(model, whole_logits(decoder, tokens), tokens)
     tokens = tokens[:, :20]
-    monkeypatch.setattr(attention, "_BLOCK", 4)
+    monkeypatch.setattr(decoder_module, "_BLOCK", 4)
     assert_equals(model, whole_logits(decoder, tokens), tokens)
     for attend in ("attend_batched", "attend_fused")[: 1 if name == "gpt_oss" else 2]:
         decoder._attend_cached = getattr(decoder_module, attend)
@@ -96,8 +95,9 @@ def in_float32(head: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def test_bfloat16_is_rounded_where_the_trainer_rounds() -> None:
-    """Under autocast. Roundings at other places make a difference of 1 to 2 %; there is a tenth of that for those that another
-    order of additions turns round. A mixture's experts are not transformers', of either side."""
+    """Under autocast, with logits in float32 as on CPUs. Roundings at other places make a difference of 1 to 2 %. A whole text
+    has a tenth of that, and a text token by token half, whose attention adds up in another order. A mixture's experts are not
+    transformers', of either side."""
     tokens = torch.arange(40).view(1, -1)
     for name in FAMILIES:
         folder, model = saved(name)
@@ -114,9 +114,9 @@ def test_bfloat16_is_rounded_where_the_trainer_rounds() -> None:
                 decoder.decode(tokens[:, at], torch.tensor([at]), cache, [Span(0, 1, at + 1)]) for at in range(tokens.shape[1])
             )
             found.append(torch.stack(list(steps), 1))
-        for each in found:
+        for each, bound in zip(found, (2e-3, 1e-2), strict=True):
             assert each.dtype == torch.float32
-            assert (each - expected).abs().mean() < 2e-3 * expected.abs().mean(), name
+            assert (each - expected).abs().mean() < bound * expected.abs().mean(), name
 
 
 def edited(folder: Path, name: str, **changes: object) -> Path:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.dialects import anthropic, chat, completions, responses
-from runtime.gateway.dialects.answers import Asked, Events, error_body
+from runtime.gateway.dialects.fields import Asked, Events, error_body
 
 ROUTES: dict[str, Callable[[bytes], Any]] = {
     "/v1/chat/completions": chat.parse,

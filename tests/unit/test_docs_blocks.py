@@ -22,8 +22,7 @@ from launcher.commands import quickstart, serve
 from launcher.commands.validate import validate
 from launcher.node import __main__ as node
 from launcher.node import local_node
-from launcher.node.local_node import placement_table
-from launcher.node.machine import Machine, this_machine
+from launcher.node.local_node import Machine, placement_table, this_machine
 from launcher.registered_names import known_names
 from launcher.render import command as render
 from runtime import registry, run_files
@@ -32,7 +31,7 @@ from runtime.cluster.topology import processes, teachers
 from runtime.config import Config, model_checks
 from runtime.config.loading import load
 from runtime.config.yaml_text import dump, read_value
-from runtime.data import prepare_settings
+from runtime.data import prepare
 from runtime.data.handlers import HANDLERS
 from runtime.errors import ConfigError
 from runtime.models.tiny_model import write_tokenizer
@@ -346,7 +345,7 @@ class Workplace:
         for name in options["input"] if isinstance(options["input"], list) else [options["input"]]:
             self._file(Path(name)).write_text("{}\n")
         _model(options["tokenizer_name_or_path"])
-        prepare_settings.load(path, [self._here(override) for override in overrides])
+        prepare.load(path, [self._here(override) for override in overrides])
 
     def _here(self, text: str) -> str:
         return _ABSOLUTE.sub(f"{self._folder}/", text)

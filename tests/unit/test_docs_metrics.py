@@ -15,14 +15,13 @@ import pytest
 from msgspec.structs import replace
 
 from runtime.config import Critic, Moe, RowFormat
+from runtime.coordinator.buffer import DynamicSampling
 from runtime.coordinator.devices import TO_INFER, TO_TRAIN
-from runtime.coordinator.group_pipeline import DynamicSampling
 from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes
 from runtime.coordinator.pools import RolloutPool
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.results import EvaluatedProblem
-from runtime.evaluation.sets import EvaluationData
-from runtime.telemetry import metric_names, metrics
+from runtime.evaluation.results import EvaluatedProblem, EvaluationData
+from runtime.telemetry import metrics
 from runtime.telemetry.metrics import PublicationFigures, SpanClock
 from runtime.types import SCORERS, GeneratedGroup, Outcomes, PolicyVersion, Scores, StepResult
 from tests.metric_names import described
@@ -160,6 +159,6 @@ def test_every_name_that_is_described_is_logged(logged: set[str]) -> None:
 def test_no_name_is_described_twice_and_what_mindspeed_rl_has_beside_is_listed() -> None:
     assert [name for name, times in Counter(described()).items() if times > 1] == []
     absent = set(described(absent=True))
-    named = set(metric_names.mindspeed(dict.fromkeys(described(), 0.0), ("critic/score/", "dapo/score/")))
+    named = set(metrics.mindspeed(dict.fromkeys(described(), 0.0), ("critic/score/", "dapo/score/")))
     assert len(absent) > 10 and sorted(absent & named) == []
     assert {"grpo/score/mean", "critic/vf_loss", "actor/grad_norm", "vllm_tps", "timing/rollout"} <= named

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from launcher.node.environment import faults, port_ranges
-from launcher.node.machine import Machine, jemalloc_paths, this_machine
+from launcher.node.local_node import Machine, jemalloc_paths, this_machine
 from launcher.node.topology import service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, launches
 from runtime.cluster.placement import NodeOffer, place

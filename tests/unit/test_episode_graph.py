@@ -16,15 +16,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from runtime import codec
-from runtime.columns import KeptSets, encode_set
+from runtime import types
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import InvalidMessage
 from runtime.gateway import graph as product
 from runtime.gateway.conversation import TOO_LONG, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.graph import EpisodeGraph, payload_of
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.types import GroupPayload, PolicyVersion
+from runtime.types import GroupPayload, KeptSets, PolicyVersion, encode_set
 from tests.unit import template_cases as cases
 
 TOOLS = (Tool("add", "Adds."), Tool("look_up", "Finds."))
@@ -364,7 +363,7 @@ def test_a_payload_has_a_row_for_each_branch(renderer: TemplateRenderer) -> None
     engines[1].graph.reward("completion-1", 2.0)
     task = np.array(renderer.render([user("1?")], ()), np.int32)
     payload, versions = payload_of(7, [engine.graph for engine in engines], task)
-    payload = codec.decode(GroupPayload, codec.encode(payload))
+    payload = types.decode(GroupPayload, types.encode(payload))
     payload.check(renderer.tokenizer.vocab_size)
     assert payload.rows.tolist() == [2, 1, 1] and payload.n == 3
     assert payload.prompt.tolist() == task[:-1].tolist()  # the idle episode has the last token as its row

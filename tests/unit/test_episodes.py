@@ -13,10 +13,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from runtime import codec, config
-from runtime.coordinator.roles import RewardScoring
+from runtime import config, types
+from runtime.coordinator.pools import RewardScoring
 from runtime.errors import DeadlineExceeded, InvariantViolated
-from runtime.evaluation.sets import judge_of
+from runtime.evaluation.results import judge_of
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.episode import GatewayEpisode, Playing
 from runtime.gateway.episodes import Episodes
@@ -24,11 +24,9 @@ from runtime.gateway.rendering import TemplateRenderer
 from runtime.models import tiny_model
 from runtime.process import spans
 from runtime.process.spans import TracedSpan
-from runtime.rewards.combination import played
-from runtime.rewards.format import answer_part
-from runtime.rewards.remote import RemoteScorer
-from runtime.rewards.remote_messages import RemoteItem, RemoteResult
-from runtime.rewards.replies import last_turn, read_replies
+from runtime.rewards.accuracy import answer_part
+from runtime.rewards.remote import RemoteItem, RemoteResult, RemoteScorer
+from runtime.rewards.scorer import last_turn, played, read_replies
 from runtime.scoring.reward_model import ModelScorer, Texts
 from runtime.types import (
     EpisodeTask,
@@ -147,7 +145,7 @@ async def test_a_groups_episodes_are_played_and_become_its_payload(
     assert not playing.done()
     await episodes.end(second, "max_turns")
     group: GeneratedGroup = await playing
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     assert (group.group_id, group.rewards, payload.rows.tolist()) == (7, [1.0, 0.0], [1, 1])
     assert (group.oldest, group.newest) == (PolicyVersion(0, 1), PolicyVersion(0, 3))
     assert payload.prompt.tolist() == renderer.render(HELLO, ())
@@ -302,7 +300,7 @@ async def test_what_an_environment_lost_is_played_again_from_the_task_on(episode
         await episodes.call(episode, call())
         episodes.close_one(episode, "completed")
     group = await playing
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     assert payload.rows.tolist() == [1, 1] and payload.tokens.size
     assert group.outcomes is not None and group.outcomes.repeated == {"it was lost": 1}
 
@@ -319,7 +317,7 @@ async def test_an_episode_that_is_never_ended_is_closed_at_its_deadline_with_wha
     under_way = asyncio.ensure_future(episodes.call(second, call()))
     group = await playing
     assert await refusal(under_way) == 404
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     assert [int(sample.loss_mask.sum()) for sample in payload.samples] == [2, 0]
     assert np.isnan(group.rewards).tolist() == [True, True]
     assert episodes.counts["ended_timeout"] == 2
@@ -392,7 +390,7 @@ REPLY = make_sample(list(b"#### 5"))
 def request_of(episodes: Sequence[Sequence[Sample]], prompt: str = "2+3=", **more: Any) -> ScoreRequest:
     rows = [row for branches in episodes for row in branches]
     payload = GroupPayload.of(7, np.frombuffer(prompt.encode(), np.uint8).astype(np.int32), rows, list(map(len, episodes)))
-    return ScoreRequest(group_id=7, label="5", payload=codec.encode(payload), **more)
+    return ScoreRequest(group_id=7, label="5", payload=types.encode(payload), **more)
 
 
 EPISODES = [[ADDED], [ADDED, BRANCH], [REPLY], [UNPLAYED]]
@@ -401,7 +399,7 @@ READ = [("#### 5", "<sum>tool: 5. Go on.#### 5"), ("It is 6", "<sum>tool: 5. Go 
 
 def test_the_text_is_the_last_turn_with_the_conversation_beside_it_and_a_reply_is_its_whole_self() -> None:
     """Also one without a token."""
-    payload = codec.decode(GroupPayload, request_of(EPISODES).payload)
+    payload = types.decode(GroupPayload, request_of(EPISODES).payload)
     assert [(each.text, each.conversation) for each in read_replies(payload, Bytes())] == READ
     for reply in (REPLY, make_sample(list(b""))):
         assert np.array_equal(last_turn(reply), reply.tokens)
@@ -411,12 +409,12 @@ def test_a_thought_that_the_prompt_opens_is_part_of_the_reply() -> None:
     """Of the group's prompt, and of what stands before a later turn."""
     said = make_sample(list(b"1 </think> <answer>5</answer>"))
     for prompt, opened in (("2+3=<think>\n", "<think>\n"), ("<think> 2+3=", ""), ("2+3=<think>", "<think>")):
-        payload = codec.decode(GroupPayload, request_of([[said], [make_sample(list(b"<think>5"))], [UNPLAYED]], prompt).payload)
+        payload = types.decode(GroupPayload, request_of([[said], [make_sample(list(b"<think>5"))], [UNPLAYED]], prompt).payload)
         texts = [each.text for each in read_replies(payload, Bytes())]
         assert texts == [f"{opened}1 </think> <answer>5</answer>", "<think>5", ""]
         assert bool(answer_part(texts[0])) is bool(opened)
     later = make_branch(("a</think>b", True), ("go on<think>\n", False), ("c</think>d", True))
-    payload = codec.decode(GroupPayload, request_of([[later]], "<think>").payload)
+    payload = types.decode(GroupPayload, request_of([[later]], "<think>").payload)
     (reply,) = read_replies(payload, Bytes())
     assert reply.text == "<think>\nc</think>d"
     assert reply.conversation == "<think>a</think>bgo on<think>\nc</think>d"

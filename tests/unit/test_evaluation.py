@@ -16,16 +16,22 @@ from rich.console import Console
 from runtime.config import Config, Data, RowFormat, Rule, Source, Warmup
 from runtime.config.checks import semantic_faults
 from runtime.data.handlers import Problem
-from runtime.data.source_settings import row_format_of
+from runtime.data.prepared import row_format_of
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ServiceFault, UserError
 from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
-from runtime.evaluation.generations import Generation, Transcript
-from runtime.evaluation.held_out import load_held_out
-from runtime.evaluation.results import EvaluatedProblem, EvaluationResult, SetResult
-from runtime.evaluation.sets import HELD_OUT, EvaluationData, evaluation_sets, set_faults
-from runtime.evaluation.table import render
+from runtime.evaluation.generations import Generation, Transcript, load_held_out
+from runtime.evaluation.results import (
+    HELD_OUT,
+    EvaluatedProblem,
+    EvaluationData,
+    EvaluationResult,
+    SetResult,
+    evaluation_sets,
+    render,
+    set_faults,
+)
 from runtime.models.tiny_model import write_tokenizer
 from runtime.types import GroupPayload, PolicyVersion, Sample, Scores
 

@@ -27,7 +27,7 @@ from runtime.models.hf_config import parse, read_config
 from runtime.models.hf_weights import WeightFiles
 from runtime.models.limits import kv_cache_bytes
 from runtime.rollout.torch.decoder import Decoder, KVCache, kv_bytes
-from runtime.rollout.torch.next_weights import NextWeights
+from runtime.rollout.torch.engine import NextWeights
 from tests.closeness import assert_close
 from tests.unit.family_cases import CONFIGS, make_family, make_tensors
 from tests.unit.tiny_models import saved

@@ -22,10 +22,9 @@ from msgspec import inspect
 from launcher import cli
 from launcher.commands import options
 from launcher.importing import guide
-from launcher.importing.settings import FileEntry, Read, TranslatedKey
-from launcher.importing.translation import Translation
-from launcher.mindspeed.keys import TABLE
+from launcher.importing.keys import FileEntry, Read, TranslatedKey, Translation
 from launcher.mindspeed.layout import ASCEND
+from launcher.mindspeed.reading import TABLE
 from launcher.mindspeed.translate import translate
 from launcher.node.local_node import LocalNode
 from runtime.config import Config, loading, model_checks

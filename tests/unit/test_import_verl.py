@@ -19,8 +19,8 @@ from launcher import cli
 from launcher.commands import options
 from launcher.importing import guide
 from launcher.node.local_node import LocalNode
-from launcher.verl.reading import TABLE
 from launcher.verl.script import UNKNOWN, Script
+from launcher.verl.translate import TABLE
 from runtime.config import Config
 from runtime.config.loading import load
 from runtime.models.tiny_model import write_tokenizer

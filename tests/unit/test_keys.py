@@ -181,7 +181,7 @@ HOUR = datetime.timedelta(hours=1)
 
 def test_certificates_of_ones_own_are_looked_at_before_anything_starts(tmp_path: Path) -> None:
     good, other = (write_certificates(tmp_path / name, "127.0.0.1") for name in ("good", "other"))
-    certificates.check(good)
+    certificates.check(good, Keys(name="", secret=b"", files=good).pem)
     for files, said in (
         (
             write_certificates(tmp_path / "old", "127.0.0.1", until=NOW - HOUR, since=NOW - DAY),

@@ -25,10 +25,9 @@ from runtime.config.loading import resolve
 from runtime.errors import InvalidMessage
 from runtime.models.experts import join_experts
 from runtime.rollout.engine import EngineGroup, EngineStats
+from runtime.rollout.torch import engine as engine_module
 from runtime.rollout.torch import engine as rollout_torch
-from runtime.rollout.torch import prefill
-from runtime.rollout.torch.engine import TorchRolloutEngine
-from runtime.rollout.torch.turn_cache import SHORTEST, TurnCache
+from runtime.rollout.torch.engine import SHORTEST, TorchRolloutEngine, TurnCache
 from runtime.rollout.vllm import engine as rollout_vllm
 from runtime.rollout.vllm.shim import CoreLoad, Output
 from runtime.types import GroupRequest, PolicyVersion, Sample
@@ -225,14 +224,14 @@ def test_many_continue_side_by_side(
     """Conversations of different lengths, n samples of one prompt, and prompts of which nothing is kept, in one queue; in one
     batch or in several, and with new tokens in parts."""
     monkeypatch.setattr(rollout_torch, "_PREFILL_TOKENS", together)
-    monkeypatch.setattr(prefill, "MASK", mask)
-    computed, batches = prefill.continued, []
+    monkeypatch.setattr(engine_module, "MASK", mask)
+    computed, batches = engine_module.continued, []
 
     def noted(decoder: Any, texts: Any, begun: Any) -> Any:
         batches.append((len(texts), max(map(len, texts))))
         return computed(decoder, texts, begun)
 
-    monkeypatch.setattr(prefill, "continued", noted)
+    monkeypatch.setattr(engine_module, "continued", noted)
     engine = make(slots)
     begun = [turn(i, words(16 + 9 * i, seed=i), n=1 + i % 3, limit=3 + 2 * i) for i in range(6)]
     kept = run(engine, *begun)

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 from msgspec import Struct, structs
 
 from runtime import timeouts
-from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.group import restored
+from runtime.coordinator.buffer import Buffer, restored
 from runtime.coordinator.takeover import reopened
 from runtime.errors import InvariantViolated, UserError
 from runtime.ledger import journal, payloads

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from runtime import codec
+from runtime import types
 from runtime.config import Critic, Lora, Trainer
 from runtime.config.checks import semantic_faults
 from runtime.errors import UserError
@@ -246,7 +246,7 @@ def with_base_reference(groups: list[TrainGroup], path: str) -> list[TrainGroup]
     oracle, out = Oracle(path), []
     for group in groups:
         values = torch.cat([row.logp for row in oracle.rows([group], 0.8)]).float().numpy()
-        out.append(replace(group, reference=codec.encode(Logprobs(group_id=group.group_id, values=values))))
+        out.append(replace(group, reference=types.encode(Logprobs(group_id=group.group_id, values=values))))
     return out
 
 

@@ -21,21 +21,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.node import cpus
+from launcher.node import local_node
 from launcher.node.environment import environment, faults
-from launcher.node.machine import Machine, this_machine
+from launcher.node.local_node import Machine, this_machine
 from launcher.node.stalls import Beats, Heard, stalled
 from launcher.node.topology import coordinator_spec, service_specs
-from runtime import codec, run_files, timeouts
+from runtime import run_files, timeouts, types
 from runtime.cluster.nodes import Launch
 from runtime.config import Config, Deadlines
 from runtime.errors import ServiceFault
-from runtime.process import disk, os_process, platform, progress
+from runtime.process import disk, os_process, platform, spans
 from runtime.process.aio import done_within
-from runtime.process.progress import Beat, Work
-from runtime.telemetry import memory
-from runtime.telemetry.memory import Memory, PeakMemory
-from runtime.telemetry.trained_tokens import TrainedTokenLog, TrainedTokens
+from runtime.process.spans import Beat, Work
+from runtime.telemetry import startup
+from runtime.telemetry.startup import Memory, PeakMemory
+from runtime.telemetry.summary import TrainedTokenLog, TrainedTokens
 from tests.coroutines import driven_by
 
 # ---- Lists of processors, and what is said of those that the machine has not
@@ -50,18 +50,18 @@ def make(**services: Any) -> Config:
 
 @given(st.sets(st.integers(0, 300), min_size=1))
 def test_what_is_shown_is_read_back(some: set[int]) -> None:
-    assert set(cpus.parse(cpus.shown(some))) == some
+    assert set(local_node.parse_cpus(local_node.shown_cpus(some))) == some
 
 
 def test_numbers_and_runs_in_any_order() -> None:
-    assert cpus.parse("32, 0-3,2") == (0, 1, 2, 3, 32)
-    assert cpus.shown([5, 0, 1, 2, 7]) == "0-2,5,7"
+    assert local_node.parse_cpus("32, 0-3,2") == (0, 1, 2, 3, 32)
+    assert local_node.shown_cpus([5, 0, 1, 2, 7]) == "0-2,5,7"
 
 
 @pytest.mark.parametrize("wrong", ["3-1", "a", "1,,2", "-1", "0-1-2"])
 def test_anything_else_is_no_list(wrong: str) -> None:
     with pytest.raises(ValueError, match="is no processor and no range of processors"):
-        cpus.parse(wrong)
+        local_node.parse_cpus(wrong)
 
 
 def test_each_role_has_its_own() -> None:
@@ -107,10 +107,10 @@ def test_the_most_of_each_process_outlives_it() -> None:
     names[child.pid] = "role-0"
     with child:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        held = memory.of([child.pid])
+        held = startup.of([child.pid])
         assert 48 << 20 <= held.pss_bytes <= held.rss_bytes < 96 << 20
         assert peak.sample(names).pss_bytes >= before.pss_bytes + (48 << 20)
-    assert memory.of([child.pid]) == Memory()
+    assert startup.of([child.pid]) == Memory()
     assert peak.sample(names).pss_bytes < peak.pss_bytes
     assert peak.pss_bytes >= before.pss_bytes + (48 << 20)
     assert peak.by_process.keys() == {"launcher", "role-0"}
@@ -144,7 +144,7 @@ def test_shared_pages_count_once(tmp_path: Path) -> None:
     with children[0], children[1]:
         for child in children:
             assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        assert size <= memory.of([child.pid for child in children]).pss_bytes < size * 3 // 2
+        assert size <= startup.of([child.pid for child in children]).pss_bytes < size * 3 // 2
 
 
 @MEASURED
@@ -157,9 +157,9 @@ def test_what_the_allocator_holds_and_nobody_uses_is_given_back() -> None:
         ctypes.memset(each, 1, 1 << 14)
     for each in held[:-1]:  # the last one keeps the heap from shrinking
         libc.free(each)
-    before = memory.of([os.getpid()]).rss_bytes
+    before = startup.of([os.getpid()]).rss_bytes
     platform.trim()
-    given_back = before - memory.of([os.getpid()]).rss_bytes
+    given_back = before - startup.of([os.getpid()]).rss_bytes
     libc.free(held[-1])
     assert given_back > 48 << 20
 
@@ -177,7 +177,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(progress, "now", clock)
+    monkeypatch.setattr(spans, "now", clock)
     return clock
 
 
@@ -230,13 +230,13 @@ def test_a_file_system_that_does_not_answer_is_waited_for_and_is_no_stall(tmp_pa
     tokens = TrainedTokens(0, one, one, one, figures, figures)
 
     def apply() -> None:
-        with progress.work.at("command", "Apply"):
+        with spans.work.at("command", "Apply"):
             TrainedTokenLog(tmp_path, "trainer-0").append(tokens)
 
     writing = threading.Thread(target=apply)
     writing.start()
     try:
-        while (told := progress.work.most_overdue())[0] != "disk":
+        while (told := spans.work.most_overdue())[0] != "disk":
             assert writing.is_alive()
         phase, detail, _, limit = told
         assert detail == str(path)
@@ -341,11 +341,11 @@ async def test_what_is_no_beat_is_not_heeded_and_one_who_tells_too_much_delays_n
             with pytest.raises(BlockingIOError):
                 while shouting.send(b"\xff nonsense"):
                     pass
-            telling.send(codec.encode(Beat(0, 10.0)))
+            telling.send(types.encode(Beat(0, 10.0)))
             beats.take()
             with suppress(BlockingIOError):  # there is room again, but not for as much as there was
                 for left in range(1000):
-                    shouting.send(codec.encode(Beat(left, 10.0)))
+                    shouting.send(types.encode(Beat(left, 10.0)))
             assert not beats.of(loud)
             assert set(beats.of(quiet)) == {0}
             await heard_of(loud, beats)

@@ -16,13 +16,23 @@ from msgspec import structs
 from runtime import timeouts
 from runtime.config import Config, Critic, Run
 from runtime.coordinator import metrics_recorder
-from runtime.coordinator.admission.concurrency import Load
+from runtime.coordinator.gateways import Load
 from runtime.coordinator.metrics_recorder import COUNTED, BusyMeter
 from runtime.errors import Unanswered
 from runtime.status import Status
 from runtime.telemetry import metrics
-from runtime.telemetry.metric_names import mindspeed, ours, score_prefixes
-from runtime.telemetry.metrics import PublicationFigures, SpanClock, StepFigures, covered, intersection, step_metrics, union
+from runtime.telemetry.metrics import (
+    PublicationFigures,
+    SpanClock,
+    StepFigures,
+    covered,
+    intersection,
+    mindspeed,
+    ours,
+    score_prefixes,
+    step_metrics,
+    union,
+)
 from runtime.types import GeneratedGroup, Outcomes, PolicyVersion, Scores, StepResult
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from runtime import codec
+from runtime import types
 from runtime.config import Mismatch
 from runtime.errors import InvalidMessage, UserError
 from runtime.rollout.torch.engine import TorchRolloutEngine
-from runtime.rollout.vllm.delivery import Reads, require_delivered
+from runtime.rollout.vllm.worker import Reads, require_delivered
 from runtime.trainer.objective import add_mismatch
 from runtime.trainer.statistics import StepStatistics
 from runtime.trainer.step import ModelTrainer, policy_trainer
@@ -96,10 +96,10 @@ def test_a_probe_is_compared_under_the_weights_before_the_update(policy: str, ro
     moves = [np.array([0.25, -0.05, 0.0, 0.5]), np.array([-1.0])]
     probes = []
     for index, moved in enumerate(moves):
-        payload = codec.decode(GroupPayload, probe(rollout(), -1 - index))
+        payload = types.decode(GroupPayload, probe(rollout(), -1 - index))
         (sample,) = payload.samples
         payload.logprobs = sample.logprobs + np.resize(moved, len(sample.tokens)).astype(np.float32)
-        probes.append(codec.encode(payload))
+        probes.append(types.encode(payload))
     size = len(sample.tokens)
     gaps = [np.resize(moved, size) for moved in moves]
 
@@ -174,10 +174,10 @@ def test_adapters_that_did_not_arrive_are_over_the_limit(policy: str, rollout: M
 
 def test_a_probe_that_is_none_is_refused_and_changes_nothing(policy: str, rollout: Make) -> None:
     engine = policy_trainer(make_config(policy))
-    payload = codec.decode(GroupPayload, probe(rollout()))
+    payload = types.decode(GroupPayload, probe(rollout()))
     payload.tokens = payload.tokens + np.int32(VOCAB)
     engine.begin_step(0)
-    for broken in (codec.encode(payload), b"\x93 no group"):
+    for broken in (types.encode(payload), b"\x93 no group"):
         with pytest.raises(InvalidMessage):
             engine.compare([broken])
 

@@ -21,10 +21,8 @@ from launcher.commands.scale import scale
 from launcher.commands.status import address_of
 from launcher.job import Job
 from launcher.node.__main__ import run_node
-from launcher.node.agent import Agent
-from launcher.node.coordinator import CoordinatorKeeper
-from launcher.node.local_node import LocalNode
-from launcher.node.machine import Machine, on_this_machine
+from launcher.node.agent import Agent, CoordinatorKeeper
+from launcher.node.local_node import LocalNode, Machine, on_this_machine
 from launcher.node.supervisor import Supervisor
 from launcher.view import View
 from runtime import config
@@ -279,7 +277,7 @@ def watched(folder: Path, view: View, monkeypatch: pytest.MonkeyPatch, course: l
                 yield progress
             coordinator.over.set()
 
-        monkeypatch.setattr(job.session, "watch", watch)
+        monkeypatch.setattr(job.client, "watch", watch)
         await asyncio.wait_for(found._until_done("here:1"), DEADLINE)
 
     asyncio.run(until_done())

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.node.fork_server import forked_roles
-from launcher.node.machine import Machine
+from launcher.node.local_node import Machine
 from launcher.node.topology import ProcessSpec, coordinator_spec, restarts, service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
 from runtime.cluster.placement import NodeOffer, Placement, offers, place, table

@@ -15,7 +15,7 @@ import torch
 from runtime.commands import Level, Offload, Onload
 from runtime.config import Trainer
 from runtime.errors import InvariantViolated, UserError
-from runtime.models.offload import HostOffload
+from runtime.models.adapters import HostOffload
 from runtime.process import platform
 from runtime.rollout.engine import EngineStats
 from runtime.rollout.vllm.engine import VLLMRolloutEngine

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from runtime.columns import RoutedExperts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.calls import PIECES, PolicyCalls
@@ -19,7 +18,7 @@ from runtime.gateway.conversation import Completion, Message, PolicyCall, Refuse
 from runtime.gateway.episode import GatewayEpisode, Playing
 from runtime.gateway.graph import payload_of
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.types import EpisodeTask, GroupRequest, PlayRequest, PolicyVersion, Sample, SamplingParams
+from runtime.types import EpisodeTask, GroupRequest, PlayRequest, PolicyVersion, RoutedExperts, Sample, SamplingParams
 from tests.coroutines import handed
 from tests.unit.template_cases import HERMES, folder_of
 

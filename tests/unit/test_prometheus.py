@@ -12,9 +12,9 @@ from prometheus_client.samples import Sample
 
 from runtime.config import Config, Run
 from runtime.coordinator.register import Register
-from runtime.coordinator.run_figures import run_figures
+from runtime.coordinator.run import run_figures
 from runtime.status import CallStats, Progress, Registration, RunFigures, Status
-from runtime.telemetry.prometheus import metric_name, text
+from runtime.telemetry.scraping import metric_name, text
 from runtime.types import PolicyVersion
 
 ROLLOUT = {"run": "a run", "role": "rollout", "process": "rollout-1"}

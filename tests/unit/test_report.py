@@ -32,8 +32,8 @@ from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.states import Mark
 from runtime.run_files import LOCK
 from runtime.telemetry.report import page as figures
-from runtime.telemetry.report import published, thinning
-from runtime.telemetry.report.lineages import history
+from runtime.telemetry.report import panels, published
+from runtime.telemetry.report.record import history
 from runtime.telemetry.shown import shown
 from tests.unit.model_dimensions import CONFIGS
 from tests.unit.test_buffer import ticket
@@ -317,7 +317,7 @@ def test_steps_that_were_done_again_do_not_count(told: bool) -> None:
 @given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan), min_size=1, max_size=300), st.integers(4, 40))
 def test_a_thinned_curve_keeps_its_extremes_and_ends(values: list[float], most: int) -> None:
     array = np.array(values)
-    kept = thinning.extremes(array, most)
+    kept = panels.extremes(array, most)
     assert (np.diff(kept) > 0).all() and len(kept) <= most
     assert (kept[0], kept[-1]) == (0, len(array) - 1)
     if not np.isnan(array).all():
@@ -327,9 +327,9 @@ def test_a_thinned_curve_keeps_its_extremes_and_ends(values: list[float], most: 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=200), st.integers(1, 30))
 def test_means_of_parts_that_are_stacked_add_up(values: list[float], most: int) -> None:
     array = np.array(values)
-    parts = thinning.means(array, most)
+    parts = panels.means(array, most)
     assert len(parts) == min(most, len(array))
     edges = np.linspace(0, len(array), len(parts) + 1).astype(int)
     np.testing.assert_allclose(parts, [array[a:b].mean() for a, b in zip(edges, edges[1:])], rtol=1e-9)  # noqa: B905, RUF007
-    found = thinning.smoothed(np.array([math.nan, 2.0, math.nan, 4.0, 9.0]), 3)
+    found = panels.smoothed(np.array([math.nan, 2.0, math.nan, 4.0, 9.0]), 3)
     np.testing.assert_allclose(found, [math.nan, 2.0, 2.0, 3.0, 6.5])

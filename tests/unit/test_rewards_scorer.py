@@ -23,15 +23,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from runtime import codec, config
+from runtime import config
+from runtime import types as types_module
 from runtime.config.sandbox import Sandbox, sandbox_faults
 from runtime.errors import InvalidMessage, ServiceFault, UserError
 from runtime.rewards.catalogue import find_rule
 from runtime.rewards.code import CodeTests, _screen, last_program, passed, read_tests, same_text
-from runtime.rewards.combination import column, combine
 from runtime.rewards.rules import RuleContext, RuleOutcome, attempt
-from runtime.rewards.scorer import RewardScorer
-from runtime.sandbox.command_lines import SandboxHost, command_line, system_calls
+from runtime.rewards.scorer import RewardScorer, column, combine
+from runtime.sandbox.box import SandboxHost, command_line, system_calls
 from runtime.types import ScoreRequest, Scores
 from tests.unit.reward_cases import make_request
 
@@ -69,7 +69,7 @@ def test_the_reward_is_the_weighted_sum_of_the_rules_values() -> None:
     assert scores.rules["gsm8k"].tolist() == [1.0, -1.0, -1.0, 1.0]
     assert scores.rules["format_answer"].tolist() == [1.25, 1.25, 0.0, 0.0]
     assert scores.errors == {}
-    assert codec.decode(Scores, codec.encode(scores)).rewards.tolist() == scores.rewards.tolist()
+    assert types_module.decode(Scores, types_module.encode(scores)).rewards.tolist() == scores.rewards.tolist()
 
 
 def test_a_failing_rule_masks_its_sample_and_is_counted() -> None:

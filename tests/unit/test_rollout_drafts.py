@@ -16,10 +16,10 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from runtime.rollout.torch import drafts as module
+from runtime.rollout.torch import slots as module
 from runtime.rollout.torch import slots as rollout_slots
-from runtime.rollout.torch.drafts import CONTEXT, LONGEST, Drafts, Following, PromptReplies
 from runtime.rollout.torch.engine import TorchRolloutEngine
+from runtime.rollout.torch.slots import CONTEXT, LONGEST, Drafts, Following, PromptReplies
 from runtime.types import GroupRequest, PolicyVersion, Sample
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.rollout_cases import Make, begin, drain, engines, from_scratch, request, run, samples, tokens_of, update

@@ -17,11 +17,11 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from runtime import codec
+from runtime import types
 from runtime.errors import InvalidMessage, InvariantViolated, UserError
 from runtime.rollout.torch import engine as torch_engine
 from runtime.rollout.torch import slots as rollout_slots
-from runtime.rollout.torch.sampling import uniforms
+from runtime.rollout.torch.slots import uniforms
 from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion
 from tests.closeness import LOGITS, assert_close, forward_terms
 from tests.unit.rollout_cases import Make, begin, drain, engines, from_scratch, never, request, run, tokens_of, update
@@ -161,7 +161,7 @@ def test_the_header_describes_the_payload(make: Make) -> None:
     engine = make(version=PolicyVersion(2, 7))
     each = request(5, n=6, stop_token_ids=(3, 4), limit=15)
     (group,) = asyncio.run(begin(engine, [each], 99))
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     assert payload.prompt.tolist() == each.prompt.tolist()
     assert (group.group_id, payload.group_id, group.prompt_tokens) == (5, 5, 3)
     assert group.response_tokens == [len(sample.tokens) for sample in payload.samples]
@@ -200,7 +200,7 @@ def test_a_swap_between_two_steps_marks_the_tokens_after_it(make: Make) -> None:
 
     group = asyncio.run(swapped())
     assert (group.oldest, group.newest) == (PolicyVersion(0, 0), PolicyVersion(0, 1))
-    samples = codec.decode(GroupPayload, group.payload).samples
+    samples = types.decode(GroupPayload, group.payload).samples
     # Six steps on the first token of the prefill; the third sample had no slot before the swap.
     assert [(sample.versions == 0).sum() for sample in samples] == [7, 7, 0]
     assert tokens_of(samples[:1])[0][:7] == tokens_of(run(make(), each)[1])[0][:7]
@@ -268,7 +268,7 @@ def test_aborted_groups_leave_and_the_others_are_untouched(make: Make) -> None:
         assert engine.abort([0, 2, 4, 99]) == [0, 2, 4]
         assert engine.abort([0]) == []
         assert engine.stats().running == 2
-        return {each.group_id: tokens_of(codec.decode(GroupPayload, each.payload).samples) async for each in drain(engine)}
+        return {each.group_id: tokens_of(types.decode(GroupPayload, each.payload).samples) async for each in drain(engine)}
 
     assert asyncio.run(aborted()) == alone
     assert engine.stats().running == engine.stats().waiting == 0

@@ -18,21 +18,20 @@ from msgspec.structs import replace
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from runtime import codec
-from runtime.columns import RoutedExperts
+from runtime import types
 from runtime.config import Config, Moe, Trainer
 from runtime.errors import InvalidMessage
 from runtime.models import hf_policy
 from runtime.models.experts import route, route_corrected
 from runtime.models.families.shape import ExpertShape
 from runtime.models.passes import Packing
-from runtime.rollout.torch import prefill
+from runtime.rollout.torch import engine as engine_module
 from runtime.trainer import rows as train_rows
-from runtime.trainer.fsdp import experts as fsdp_experts
+from runtime.trainer.fsdp import backend as fsdp_experts
 from runtime.trainer.micro_batch import MicroBatch, micro_batches
 from runtime.trainer.statistics import StepStatistics
 from runtime.trainer.step import ModelTrainer, policy_trainer
-from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, TrainGroup
+from runtime.types import GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, RoutedExperts, Sample, TrainGroup
 from tests.closeness import LOGITS, STEP, assert_close, forward_terms
 from tests.unit.rollout_cases import begin, drain, engines, request, update
 from tests.unit.tiny_models import saved
@@ -83,7 +82,7 @@ def sampled(path: str, *requests: GroupRequest, **options: Any) -> dict[int, Gro
 
     with engines(Path(path), **{"replays": True, **options}) as make:
         engine = make(5)
-        return {group.group_id: codec.decode(GroupPayload, group.payload) for group in asyncio.run(generate())}
+        return {group.group_id: types.decode(GroupPayload, group.payload) for group in asyncio.run(generate())}
 
 
 def some(group_id: int, n: int = 4, **sampling: Any) -> GroupRequest:
@@ -92,7 +91,7 @@ def some(group_id: int, n: int = 4, **sampling: Any) -> GroupRequest:
 
 def to_train(payload: GroupPayload) -> TrainGroup:
     rewards = np.random.default_rng(payload.group_id).normal(size=payload.n).astype(np.float32)
-    valid, encoded = np.ones(payload.n, np.uint8), codec.encode(payload)
+    valid, encoded = np.ones(payload.n, np.uint8), types.encode(payload)
     return TrainGroup(group_id=payload.group_id, tokens=60, payload=encoded, rewards=rewards, valid=valid)
 
 
@@ -137,13 +136,13 @@ def test_the_rollout_tells_the_experts_that_its_tokens_took(folders: Callable[[s
     assert np.mean(share) > 0.8
 
 
-@pytest.mark.parametrize("entries", [prefill.MASK, 1], ids=["at once", "token by token"])
+@pytest.mark.parametrize("entries", [engine_module.MASK, 1], ids=["at once", "token by token"])
 def test_a_conversation_goes_on_with_the_experts_of_what_is_new(
     folders: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, entries: int
 ) -> None:
     """The next turn's request asks for those from the last reply's last token on, which no request had fed; all together are
     those of the whole text. A prompt that is asked for again is computed again from there on, though more of it is kept."""
-    monkeypatch.setattr(prefill, "MASK", entries)
+    monkeypatch.setattr(engine_module, "MASK", entries)
     path = folders("qwen3_moe")
     prompt = tuple(range(20))
     first = request(0, n=1, prompt=prompt, limit=8, experts_from=0)
@@ -175,7 +174,7 @@ def test_tokens_keep_the_experts_that_they_took_before_weights_changed(folders: 
         await begin(engine, [some(0)], 6)
         await update(engine, changed, PolicyVersion(0, 1), recompute)
         done = [group async for group in drain(engine)]
-        return codec.decode(GroupPayload, done[0].payload)
+        return types.decode(GroupPayload, done[0].payload)
 
     with engines(Path(path), replays=True) as make:
         engine = make(5)
@@ -211,7 +210,7 @@ def test_a_group_keeps_the_experts_of_its_rows() -> None:
     samples = [Sample(tokens=np.arange(5, dtype=np.int32), finish_reason="stop", experts=each, **arrays) for each in taken]
     idle = replace(samples[0].part(slice(2)), loss_mask=np.zeros(2, np.uint8), experts=None)
     made = GroupPayload.of(0, np.arange(3, dtype=np.int32), [idle, *samples])
-    payload = codec.decode(GroupPayload, codec.encode(made))
+    payload = types.decode(GroupPayload, types.encode(made))
     assert payload.experts is not None and payload.experts.fit(fed_tokens(payload), 2, 3, 300)
     none, *rows = payload.experts.by_row(payload.lengths.tolist())
     assert [each.rows.tolist() for each in rows] == [each.rows.tolist() for each in taken]
@@ -236,8 +235,8 @@ def test_experts_that_are_not_those_of_the_tokens_are_refused(
     folders: Callable[[str], str], change: Callable[[Any], Any]
 ) -> None:
     group = random_experts(make_groups(2)[:1], SHAPES["qwen3_moe"])[0]
-    payload = codec.decode(GroupPayload, group.payload)
-    wrong = replace(group, payload=codec.encode(replace(payload, experts=change(payload.experts))))
+    payload = types.decode(GroupPayload, group.payload)
+    wrong = replace(group, payload=types.encode(replace(payload, experts=change(payload.experts))))
     fault = f"group 0: its experts are not those of {fed_tokens(payload)} tokens of this model, which moe.replay takes"
     with pytest.raises(InvalidMessage, match=fault):
         run_step(policy_trainer(with_moe(folders("qwen3_moe"), replay="routing")), [wrong])
@@ -324,7 +323,7 @@ def test_logits_gradients_and_balance_are_those_of_a_model_that_is_forced(
     forced, corrected = Forced(path), family.startswith(("deepseek", "glm"))
     expected, place, of_rows = torch.zeros((), dtype=torch.float64), 0, []
     for group in groups:
-        payload = codec.decode(GroupPayload, group.payload)
+        payload = types.decode(GroupPayload, group.payload)
         assert payload.experts is not None
         for index, own in enumerate(payload.experts.by_row(payload.lengths.tolist())):
             sample = payload.samples[index]
@@ -401,10 +400,10 @@ def test_a_probe_is_compared_with_its_experts(folders: Callable[[str], str]) -> 
     (payload,) = sampled(path, some(0, n=1)).values()
     engine = policy_trainer(with_moe(path, replay="routing"))
     perturb(engine)
-    gap = run_step(engine, [to_train(payload)], probes=[codec.encode(payload)]).probes[0]
+    gap = run_step(engine, [to_train(payload)], probes=[types.encode(payload)]).probes[0]
     other = policy_trainer(with_moe(path))
     perturb(other)
-    assert gap != pytest.approx(run_step(other, [to_train(payload)], probes=[codec.encode(payload)]).probes[0])
+    assert gap != pytest.approx(run_step(other, [to_train(payload)], probes=[types.encode(payload)]).probes[0])
 
 
 # ------------------------------------------------------------------------------------------ balance without a loss
@@ -414,7 +413,7 @@ def loads_of(groups: list[TrainGroup], shape: tuple[int, int, int]) -> np.ndarra
     """[L, E] of what is fed: prompts once, and replies of which something is trained."""
     loads = np.zeros((shape[0], shape[2]))
     for group in groups:
-        payload = codec.decode(GroupPayload, group.payload)
+        payload = types.decode(GroupPayload, group.payload)
         assert payload.experts is not None
         prompt, rows = payload.experts.rows[: len(payload.prompt)], payload.experts.by_row(payload.lengths.tolist())
         parts = [prompt]

@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import combinations
@@ -33,7 +32,6 @@ from tests.unit.source_tree import (
     PACKAGES,
     ROOT,
     TREES,
-    for_types,
     imports_of,
     last_name,
     loaded_by_name,
@@ -43,12 +41,9 @@ from tests.unit.source_tree import (
 )
 
 PURE = (
-    *("runtime/algorithms/", "runtime/data/order.py", "runtime/models/families/", "runtime/models/rope.py"),
-    *(
-        f"runtime/rewards/{name}.py"
-        for name in ("accuracy", "extraction", "format", "notation", "numeric", "rules", "signatures")
-    ),
-    *("runtime/telemetry/report/lineages.py", "runtime/telemetry/report/thinning.py", "runtime/ledger/states.py"),
+    *("runtime/algorithms/", "runtime/models/families/", "runtime/models/rope.py"),
+    *(f"runtime/rewards/{name}.py" for name in ("accuracy", "extraction", "notation", "numeric", "rules")),
+    "runtime/ledger/states.py",
     *("runtime/weights/plain_pickle.py", "runtime/weights/plan.py"),
     *(f"runtime/coordinator/{name}.py" for name in ("staleness", "weight_sync_protocol", "register", "device_schedule")),
 )
@@ -106,28 +101,46 @@ def test_imports_run_one_way(package: str) -> None:
     assert [each for each in found if each.partition(" imports ")[2] not in START] == []
 
 
-def carried_out(node: ast.AST) -> Iterator[str]:
-    """What is imported as `node`, a module, is: not what its functions import when they are called."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not for_types(child):
-            yield from carried_out(child)
-            yield from named_by(child)
+def own_imports() -> dict[str, set[str]]:
+    """Return for each module the modules of Sluice that it imports: anywhere in its file, for type checking too."""
+    modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in FILES}
+    found: dict[str, set[str]] = {module: set() for module in modules}
+    for module, file in modules.items():
+        for package, *names in (list(named_by(node)) for node in nodes(file) if isinstance(node, ast.Import | ast.ImportFrom)):
+            of_package = {name for name in names if name in modules}
+            found[module] |= of_package or ({package, *names} & modules.keys())
+        found[module].discard(module)
+    return found
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): TREES[file] for file in FILES}
-    graph = {module: {one for one in carried_out(tree) if one in modules} - {module} for module, tree in modules.items()}
+    graph = own_imports()
     while ends := [module for module, imported in graph.items() if not imported & graph.keys()]:
         for module in ends:
             del graph[module]
     assert graph == {}, "each of these imports another of them"
 
 
-def test_a_folder_is_read_in_one_sitting_and_a_file_at_a_glance() -> None:
-    folders = Counter(file.rpartition("/")[0] for file in FILES)
-    assert {folder: count for folder, count in folders.items() if count > 24} == {}
-    lengths = {file: len(text(file).splitlines()) for file in FILES}
-    assert {file: length for file, length in lengths.items() if length > 400} == {}
+def test_a_subject_is_one_file() -> None:
+    """A file is at most 800 lines long, and a function 60. A file below 80 lines has several importers, or one elsewhere."""
+    assert {file: length for file in FILES if (length := len(text(file).splitlines())) > 800} == {}
+    functions = (
+        (file, node) for file in FILES for node in nodes(file) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    bodies = ((file, node.name, text(file).splitlines()[node.lineno - 1 : node.end_lineno]) for file, node in functions)
+    assert [f"{file}: {name}" for file, name, body in bodies if len(list(filter(None, body))) > 60] == []
+    importers: dict[str, set[str]] = {}
+    for module, imported in own_imports().items():
+        for each in imported:
+            importers.setdefault(each, set()).add(module)
+    paragraphs = []
+    for file in FILES:
+        module = file.removesuffix(".py").replace("/", ".")
+        readers = importers.get(module, set())
+        alone = len(readers) == 1 and {one.rpartition(".")[0] for one in readers} == {module.rpartition(".")[0]}
+        if alone and len(text(file).splitlines()) < 80 and not file.startswith(PURE) and not file.endswith("__.py"):
+            paragraphs.append(f"{file}, of {readers}")
+    assert paragraphs == []
 
 
 def test_what_only_some_may_know_is_imported_by_no_other() -> None:
@@ -244,7 +257,7 @@ def loaded(code: str, *more: str) -> list[str]:
 
 
 ROLES = """
-import services.coordinator, runtime.coordinator.run, runtime.telemetry.trackers, runtime.telemetry.event_file
+import services.coordinator, runtime.coordinator.run, runtime.telemetry.trackers
 import services.reward, runtime.rewards.worker, sluice
 from runtime.rewards.catalogue import find_rule
 from runtime.config import Rewards, Rule

@@ -19,10 +19,9 @@ from msgspec import structs
 
 from launcher import run_folder
 from launcher.commands import samples
-from runtime import codec, config, run_files, timeouts
+from runtime import config, run_files, timeouts, types
 from runtime.config import Run, loading
-from runtime.coordinator.buffer import Buffer
-from runtime.coordinator.group_pipeline import NO_SIGNAL
+from runtime.coordinator.buffer import NO_SIGNAL, Buffer
 from runtime.data.handlers import Problem
 from runtime.data.prompts import StreamState
 from runtime.errors import UserError
@@ -30,8 +29,8 @@ from runtime.evaluation import generations
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import Transcript
 from runtime.ledger import checkpoint
+from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import LedgerWriter
-from runtime.ledger.position import Position
 from runtime.ledger.records import CheckpointSaved
 from runtime.ledger.states import Mark
 from runtime.models.tiny_model import write_tokenizer
@@ -214,7 +213,7 @@ def sample(text: str, mask: np.ndarray) -> Sample:
 def group(payload: GroupPayload, lengths: list[int]) -> GeneratedGroup:
     counts: dict[str, Any] = {"prompt_tokens": 4, "response_tokens": lengths, "truncated": 0}
     versions = {"oldest": PolicyVersion(), "newest": PolicyVersion()}
-    return GeneratedGroup(group_id=payload.group_id, payload=codec.encode(payload), **counts, **versions)
+    return GeneratedGroup(group_id=payload.group_id, payload=types.encode(payload), **counts, **versions)
 
 
 def generated(group_id: int, *replies: str) -> GeneratedGroup:
@@ -340,7 +339,7 @@ def evaluated(tmp_path: Path) -> Path:
         folder.mkdir(parents=True)
         transcript = Transcript(folder / "held_out.jsonl")
         for problem in range(2):
-            payload = codec.decode(GroupPayload, generated(-1, "5", "6").payload)
+            payload = types.decode(GroupPayload, generated(-1, "5", "6").payload)
             rewards = np.array([problem, 0.5], np.float32)
             scores = Scores(group_id=-1, rewards=rewards, valid=np.array([1, problem], np.uint8), rules={"gsm8k": rewards})
             asked = Problem(f"e:{problem}", [], "5", "e")

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.columns import EncodedSet, KeptSets
-from runtime.rollout.torch.sampling import RowSampling, as_row, sample, sets_of, uniforms
-from runtime.types import SamplingParams
+from runtime.rollout.torch.slots import RowSampling, as_row, sample, sets_of, uniforms
+from runtime.types import EncodedSet, KeptSets, SamplingParams
 from tests.closeness import assert_close
 
 pytestmark = pytest.mark.numeric

@@ -16,18 +16,17 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 from launcher.registered_names import known_names
-from runtime import codec, config
+from runtime import config, types
 from runtime.config import Data, Model, Source
 from runtime.config.checks import semantic_faults
 from runtime.config.loading import load, resolve
-from runtime.data.sources import training_prompts
+from runtime.data.prepared import training_prompts
 from runtime.errors import InvalidMessage, ServiceFault, UserError
 from runtime.models import tiny_model
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.scoring import scorer_torch
 from runtime.scoring.reward_model import ModelScorer, TorchRewardModel
-from runtime.scoring.scorer_policy import PolicyScorer
-from runtime.scoring.scorer_torch import TorchScorer
+from runtime.scoring.scorer_torch import PolicyScorer, TorchScorer
 from runtime.trainer.step import critic_trainer
 from runtime.types import GroupPayload, GroupRequest, LogprobRequest, Logprobs, Sample, SamplingParams, Scores
 from services.reference import ReferenceService
@@ -58,7 +57,7 @@ def make_group(group_id: int, prompt: int, lengths: list[int], temperature: floa
     tokens = rng.integers(0, VOCABULARY, prompt).astype(np.int32)
     samples = [make_sample(rng.integers(0, VOCABULARY, length)) for length in lengths]
     payload = GroupPayload.of(group_id, tokens, samples)
-    return LogprobRequest(group_id=group_id, payload=codec.encode(payload), temperature=temperature), payload
+    return LogprobRequest(group_id=group_id, payload=types.encode(payload), temperature=temperature), payload
 
 
 def expected(model: Any, payload: GroupPayload, temperature: float) -> np.ndarray:
@@ -130,7 +129,7 @@ def test_the_scorer_agrees_with_the_rollout_engine(
     payloads = asyncio.run(generate())
     results = make_scorer(tmp_path).logprobs([LogprobRequest(group_id=0, payload=each, temperature=0.7) for each in payloads])
     for payload, result in zip(payloads, results, strict=True):
-        own = np.concatenate([sample.logprobs for sample in codec.decode(GroupPayload, payload).samples])
+        own = np.concatenate([sample.logprobs for sample in types.decode(GroupPayload, payload).samples])
         assert_close(result.values, own, terms=forward_terms(70), scale=LOGITS / 0.7)
 
 
@@ -141,7 +140,7 @@ def test_branches_without_a_common_prompt_are_scored_one_by_one(tmp_path: Path) 
     for row in rows:
         row.loss_mask[0] = 0
     payload = GroupPayload.of(5, np.zeros(0, np.int32), rows, [2, 1, 1])
-    (result,) = make_scorer(tmp_path).logprobs([LogprobRequest(group_id=5, payload=codec.encode(payload))])
+    (result,) = make_scorer(tmp_path).logprobs([LogprobRequest(group_id=5, payload=types.encode(payload))])
     assert np.isfinite(result.values).all()
     for row, found in zip(rows, np.split(result.values, np.cumsum([4, 9, 1])), strict=True):
         alone = GroupPayload.of(5, row.tokens[:1], [make_sample(row.tokens[1:])])
@@ -155,7 +154,7 @@ def test_bad_requests_are_refused(tmp_path: Path) -> None:
     request, payload = make_group(3, 4, [5])
     payload.samples[0].tokens[2] = VOCABULARY
     with pytest.raises(InvalidMessage, match=r"group 3: token ids outside of 0\.\.60"):
-        scorer.logprobs([LogprobRequest(group_id=3, payload=codec.encode(payload))])
+        scorer.logprobs([LogprobRequest(group_id=3, payload=types.encode(payload))])
     with pytest.raises(InvalidMessage, match=r"group 3: temperature is 0\.0, must be above 0"):
         scorer.logprobs([LogprobRequest(group_id=3, payload=request.payload, temperature=0.0)])
     with pytest.raises(InvalidMessage, match="not a GroupPayload"):
@@ -346,7 +345,7 @@ def test_each_group_is_scored_by_its_own_teacher(tmp_path: Path) -> None:
     answers = service.answers([request for _, request in own])
     for (which, request), (_, payload), answer in zip(own, groups, answers, strict=True):
         assert answer is not None
-        found = codec.decode(Logprobs, answer)
+        found = types.decode(Logprobs, answer)
         assert found.group_id == request.group_id
         assert_close(found.values, expected(teachers[which], payload, 1.0), terms=forward_terms(7), scale=LOGITS)
     with pytest.raises(InvalidMessage, match="model '/etc' is not one of"):

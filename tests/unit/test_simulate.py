@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from launcher import cli
 from launcher.commands import simulate as command
@@ -21,15 +20,11 @@ from runtime import config as schema
 from runtime.config import Config
 from runtime.errors import UserError
 from runtime.ledger.reader import GroupRow, LedgerReader
-from runtime.simulation import prediction
+from runtime.simulation import simulate
 from runtime.simulation.calibration import calibrate, observe
-from runtime.simulation.cores import Cores
-from runtime.simulation.costs import Costs, Fixed, LogNormal
-from runtime.simulation.engine import SimulatedEngine
-from runtime.simulation.lending import Lending
+from runtime.simulation.engine import Cores, Costs, Fixed, LogNormal, SimulatedEngine
 from runtime.simulation.loop import BEGAN, Crash, SimulatedLoop, SimulatedWorld, Stuck
-from runtime.simulation.prediction import simulated, variations
-from runtime.simulation.simulate import Simulation
+from runtime.simulation.simulate import Simulation, simulated, variations
 from services.rpc.client import ContractDeadlines
 
 HOUR = 3600.0
@@ -180,24 +175,21 @@ def submit(engine: SimulatedEngine, ended: Ended, name: str, tokens: int, prompt
 
 
 @pytest.mark.parametrize(
-    ("slots", "helps", "prompt", "tokens", "expected"),
+    ("slots", "prompt", "tokens", "expected"),
     [
-        (4, 0.0, 0, {"short": 2, "long": 6}, {"short": 3.0, "long": 8.0}),  # two steps of 1.5 s, then four of 1.25 s
-        (1, 0.0, 0, dict.fromkeys("abc", 4), {"a": 5.0, "b": 10.0, "c": 15.0}),  # what has no slot waits for one
-        (1, 0.0, 6, {"one": 4}, {"one": 3.0 + 5.0}),  # a prompt is read before the next token
-        (2, 1.0, 0, dict.fromkeys("abcd", 2), dict.fromkeys("abcd", 3.0)),  # two steps, each of two sequences on either device
+        (4, 0, {"short": 2, "long": 6}, {"short": 3.0, "long": 8.0}),  # two steps of 1.5 s, then four of 1.25 s
+        (1, 0, dict.fromkeys("abc", 4), {"a": 5.0, "b": 10.0, "c": 15.0}),  # what has no slot waits for one
+        (1, 6, {"one": 4}, {"one": 3.0 + 5.0}),  # a prompt is read before the next token
     ],
 )
 def test_a_step_takes_longer_the_more_sequences_it_has(
-    slots: int, helps: float, prompt: int, tokens: dict[str, int], expected: dict[str, float]
+    slots: int, prompt: int, tokens: dict[str, int], expected: dict[str, float]
 ) -> None:
     async def main(engine: SimulatedEngine, ended: Ended) -> None:
-        if helps:
-            engine.help(helps)
         for name, count in tokens.items():
             submit(engine, ended, name, count, prompt)
         await asyncio.sleep(100)
-        assert prompt or helps or engine.busy == pytest.approx(max(expected.values()))
+        assert prompt or engine.busy == pytest.approx(max(expected.values()))
 
     assert ends(main, slots) == pytest.approx(expected)
 
@@ -230,59 +222,10 @@ def test_it_is_drained_once_the_last_sequence_ends_and_begins_none_meanwhile() -
     assert ends(main, slots=2) == pytest.approx({"running": 5.0, "drained": 5.0, "waiting": 10.0})
 
 
-# ---------------------------------------------------------------------------------------------------------------------- lending
-Moves = list[tuple[float, bool]]
-
-
-def moves(main: Callable[[Lending], Coroutine[Any, Any, None]], move: float | None) -> Moves:
-    """When the devices were lent and taken back, in seconds from the beginning."""
-    found: Moves = []
-    with loop_of() as loop:
-
-        class Noted:
-            def lend(self, lent: bool) -> None:
-                found.append((round(loop.time() - BEGAN, 6), lent))
-
-        loop.run(main(Lending(loop, move, Noted())))
-    return found
-
-
-async def steps(lending: Lending, waits: list[float]) -> None:
-    """One wait in each step, and a second of training."""
-    for wait in waits:
-        lending.begin_step()
-        lending.offer()
-        await asyncio.sleep(wait)
-        await lending.take_back()
-        await asyncio.sleep(1.0)
-
-
-def test_devices_are_lent_once_waits_are_worth_two_moves_and_each_move_takes_its_time() -> None:
-    # The first wait, of 10 s, is only measured: until 11 s. The second is from 11 s; they are away from 13 s, and back at 23 s.
-    assert moves(lambda lending: steps(lending, [10.0, 10.0]), 2.0) == [(13.0, True), (21.0, False)]
-
-
-def test_waits_that_are_too_short_are_left_alone() -> None:
-    assert moves(lambda lending: steps(lending, [3.0] * 5), 2.0) == []
-    assert moves(lambda lending: steps(lending, [10.0] * 5), None) == []
-
-
-def test_one_that_is_called_back_on_the_way_returns_in_as_long() -> None:
-    async def main(lending: Lending) -> None:
-        await steps(lending, [10.0])
-        lending.begin_step()
-        lending.offer()
-        await asyncio.sleep(0.5)
-        await lending.take_back()
-        assert asyncio.get_running_loop().time() - BEGAN == pytest.approx(11.0 + 0.5 + 0.5)
-
-    assert moves(main, 2.0) == []
-
-
-def test_a_run_whose_rollouts_are_too_few_gains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what a simulation has left that was killed is removed by the next, but nothing of one that goes on."""
+def test_it_leaves_nothing_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a simulation has left that was killed is removed by the next, but nothing of one that goes on."""
     memory = tmp_path / "memory"
-    monkeypatch.setattr(prediction, "MEMORY", memory)
+    monkeypatch.setattr(simulate, "MEMORY", memory)
     left, live = memory / "sluice-simulation-left", memory / "sluice-simulation-live"
     for folder in (left / "run", live / "run"):
         folder.mkdir(parents=True)
@@ -290,10 +233,7 @@ def test_a_run_whose_rollouts_are_too_few_gains(tmp_path: Path, monkeypatch: pyt
     fcntl.flock(lock, fcntl.LOCK_EX)
     config = configured(tmp_path / "run")
     costs = Costs(reply_tokens=Fixed(32.0), decode_step=1e-3, decode_sequence=1e-3, train_token=1e-5)
-    seconds = {}
-    for lend in (None, 0.0):
-        seconds[lend] = simulated(config, replace(costs, lend=lend), ContractDeadlines(config), 15).observed.seconds["step"]
-    assert seconds[0.0] < 0.9 * seconds[None]
+    assert simulated(config, costs, ContractDeadlines(config), 5).observed.seconds["step"] > 0.0
     os.close(lock)
     assert list(memory.iterdir()) == [live]
 
@@ -377,11 +317,10 @@ def test_it_answers_with_rows_and_a_picture(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     picture = tmp_path / "what-if.html"
-    swept = ("--sweep", "training.staleness=0,1", "--steps", "6", "--lend", "0.5")
+    swept = ("--sweep", "training.staleness=0,1", "--steps", "6")
     arguments = (str(QUICKSTART), "services.platform=ascend", *swept)
     command.simulate(cli._parser().parse_args(["simulate", *arguments, "--picture", str(picture)]))
     told = capsys.readouterr().out
-    assert "lend 0.5 s" in told
     assert "calibrated on nothing" in told and "training.staleness=1" in told
     assert "plotly" in picture.read_text(encoding="utf-8")
 
@@ -391,8 +330,6 @@ def test_it_answers_with_rows_and_a_picture(
     [
         (("--sweep", "training.staleness"), "--sweep: 'training.staleness' names no values"),
         (("--from", "nowhere"), "--from nowhere: not a run's folder"),
-        (("--lend", "-1"), "--lend: -1: must be at least 0"),
-        (("--lend", "1"), "--lend: 1: a node's processes share its processors"),
         (("--steps", "3"), "--steps: 3; must be at least 5"),
         (("--picture", "nowhere/x.html"), "--picture: there is no folder nowhere"),
         (
@@ -415,7 +352,7 @@ def test_sigterm_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def ended(self: Simulation) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(prediction, "MEMORY", tmp_path)
+    monkeypatch.setattr(simulate, "MEMORY", tmp_path)
     monkeypatch.setattr(Simulation, "run", ended)
     with pytest.raises(SystemExit) as end:
         cli.main(["simulate", str(QUICKSTART)])

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime.errors import InvariantViolated, UserError
+from runtime.weights.delta import TensorReader, TensorWriter
 from runtime.weights.plan import TensorSpec
-from runtime.weights.tensor_files import TensorReader, TensorWriter
 
 TENSORS = {
     "odd": torch.arange(3).to(torch.bfloat16),

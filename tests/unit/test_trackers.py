@@ -20,12 +20,11 @@ from runtime import run_files, timeouts
 from runtime.config import Config, Critic, FromEnvironment, MetricNames, Rollout, Run, Services, Tracker, Training
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.telemetry import trackers
-from runtime.telemetry.event_file import EventFile, masked_crc32c
-from runtime.telemetry.memory import Memory
 from runtime.telemetry.metrics import Metrics
 from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.startup import Memory
 from runtime.telemetry.summary import Summary, Totals, render
-from runtime.telemetry.trackers import Backend, Trackers
+from runtime.telemetry.trackers import Backend, EventFile, Trackers, masked_crc32c
 
 POINTS: list[tuple[int, Metrics]] = [
     (1, {"score/mean": 0.5, "staleness/histogram": {0: 3, 2: 1}}),

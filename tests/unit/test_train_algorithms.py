@@ -17,14 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from runtime import codec
-from runtime.columns import Runs
+from runtime import types
 from runtime.config import Critic
 from runtime.config.loading import load, preset_names
 from runtime.trainer import rows as train_rows
 from runtime.trainer.rows import Needs
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
-from runtime.types import GroupPayload, Logprobs, Sample, TrainGroup, Values
+from runtime.types import GroupPayload, Logprobs, Runs, Sample, TrainGroup, Values
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import VOCAB, make_config, make_episodes, make_groups
 from tests.unit.training_oracle import Oracle
@@ -174,12 +173,12 @@ def test_the_learning_rate_falls_with_the_age_of_what_is_learned(policy: str, po
 
 def masked(group: TrainGroup, which: Callable[[int], bool]) -> TrainGroup:
     """`group` without training on the samples `which` says; their rewards count all the same."""
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     samples = [
         replace(sample, loss_mask=0 * sample.loss_mask, logprobs=0 * sample.logprobs) if which(index) else sample
         for index, sample in enumerate(payload.samples)
     ]
-    return replace(group, payload=codec.encode(GroupPayload.of(payload.group_id, payload.prompt, samples)))
+    return replace(group, payload=types.encode(GroupPayload.of(payload.group_id, payload.prompt, samples)))
 
 
 @pytest.mark.parametrize("budget", [8192, 1])
@@ -290,9 +289,9 @@ def test_length_penalties_are_added_to_the_rewards(policy: str):
     groups, shaped = make_groups(7), make_groups(7)
     sampling = {"max_new_tokens": 12}
     for group, other in zip(groups, shaped, strict=True):
-        payload = codec.decode(GroupPayload, group.payload)
+        payload = types.decode(GroupPayload, group.payload)
         payload.finish_reasons[0] = "length"
-        group.payload = other.payload = codec.encode(payload)
+        group.payload = other.payload = types.encode(payload)
         lengths = np.array([len(sample.tokens) for sample in payload.samples])
         other.rewards = other.rewards + 0.1 * np.clip((6 - lengths) / 6, -1, 0).astype(np.float32)
         other.rewards[0] -= 0.5
@@ -368,9 +367,9 @@ def test_an_option_of_a_loss_reaches_the_gradient(policy: str, tmp_path: Path):
 def cut_off(groups: list[TrainGroup]) -> list[TrainGroup]:
     """The first sample of each group ended by length."""
     for group in groups:
-        payload = codec.decode(GroupPayload, group.payload)
+        payload = types.decode(GroupPayload, group.payload)
         payload.finish_reasons[0] = "length"
-        group.payload = codec.encode(payload)
+        group.payload = types.encode(payload)
     return groups
 
 
@@ -409,10 +408,10 @@ def branched(groups: list[TrainGroup]) -> list[TrainGroup]:
     """The same replies, each trained in three branches: of the first all but two thirds of the tokens, and so on."""
     found = []
     for group in groups:
-        payload = codec.decode(GroupPayload, group.payload)
+        payload = types.decode(GroupPayload, group.payload)
         rows = [_third(sample, part) for sample in payload.samples for part in range(3)]
         whole = GroupPayload.of(payload.group_id, payload.prompt, rows, [3] * payload.n)
-        found.append(replace(group, payload=codec.encode(whole)))
+        found.append(replace(group, payload=types.encode(whole)))
     return found
 
 
@@ -456,12 +455,12 @@ def test_what_environments_wrote_has_no_say(policy: str):
 
 
 def _spoiled(group: TrainGroup) -> TrainGroup:
-    payload, reference = codec.decode(GroupPayload, group.payload), codec.decode(Logprobs, group.reference)
+    payload, reference = types.decode(GroupPayload, group.payload), types.decode(Logprobs, group.reference)
     given = payload.loss_mask.expand() == 0
     versions = np.where(given, payload.versions.expand() + 7, payload.versions.expand())
     values = np.where(given, np.float32(-30), reference.values)
     changed = replace(payload, versions=Runs.of(versions))
-    return replace(group, payload=codec.encode(changed), reference=codec.encode(replace(reference, values=values)))
+    return replace(group, payload=types.encode(changed), reference=types.encode(replace(reference, values=values)))
 
 
 def test_the_critic_learns_along_each_branch_as_if_gaps_were_not_there(policy: str):
@@ -469,8 +468,8 @@ def test_the_critic_learns_along_each_branch_as_if_gaps_were_not_there(policy: s
     groups, gamma, lam, returns = make_episodes(8, turns=True), 0.9, 0.7, []
     for group in groups:
         payload, values = (
-            codec.decode(GroupPayload, group.payload),
-            codec.decode(Values, group.values).values.astype(np.float64),
+            types.decode(GroupPayload, group.payload),
+            types.decode(Values, group.values).values.astype(np.float64),
         )
         owner, begin = np.repeat(np.arange(payload.n), payload.rows), 0
         for row, sample in enumerate(payload.samples):
@@ -494,7 +493,7 @@ def test_the_critic_learns_along_each_branch_as_if_gaps_were_not_there(policy: s
 def test_metrics_are_of_episodes(policy: str):
     groups = make_episodes(6)
     got = run_step(policy_trainer(make_config(policy)), groups).metrics
-    payloads = [codec.decode(GroupPayload, group.payload) for group in groups]
+    payloads = [types.decode(GroupPayload, group.payload) for group in groups]
     rows, turns, given, episodes = 0, 0, 0, 0
     for group, payload in zip(groups, payloads, strict=True):
         samples = iter(payload.samples)
@@ -525,7 +524,7 @@ def test_the_kl_coefficient_adapts_by_episodes(policy: str):
     algorithm = {"kl_coefficient": 0.1, "kl_target": 1e-6, "kl_horizon": 100}
     engine, groups = policy_trainer(make_config(policy, algorithm=algorithm)), make_episodes(1)
     run_step(engine, groups)
-    episodes = sum(codec.decode(GroupPayload, group.payload).n for group in groups)
+    episodes = sum(types.decode(GroupPayload, group.payload).n for group in groups)
     assert_close(engine.objective.kl_control.coefficient, 0.1 * (1 + 0.2 * episodes / 100), terms=STEP)
 
 
@@ -543,23 +542,23 @@ def test_the_kl_coefficient_adapts_by_episodes(policy: str):
 def mute(group: TrainGroup, samples: range) -> None:
     """Behaviour log-probabilities so far from any policy's that PPO's clip decides every token of `samples`: whatever their
     tokens, the losses are constants and the gradients 0, and yet the samples run packed with the others."""
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     mean = group.rewards[group.valid == 1].mean()
     replies = payload.samples
     for index in samples:
         far = -40.0 if group.rewards[index] > mean else 40.0
         replies[index] = replace(replies[index], logprobs=np.float32(far) * replies[index].loss_mask)
-    group.payload = codec.encode(GroupPayload.of(payload.group_id, payload.prompt, replies))
+    group.payload = types.encode(GroupPayload.of(payload.group_id, payload.prompt, replies))
 
 
 def alter(group: TrainGroup, samples: range, *, prompt: bool) -> None:
     """Other tokens in the replies of `samples`, and in the prompt."""
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     changed = (payload.prompt + 7) % VOCAB if prompt else payload.prompt
     replies = payload.samples
     for index in samples:
         replies[index] = replace(replies[index], tokens=(replies[index].tokens + 7) % VOCAB)
-    group.payload = codec.encode(GroupPayload.of(payload.group_id, changed, replies))
+    group.payload = types.encode(GroupPayload.of(payload.group_id, changed, replies))
 
 
 @pytest.mark.parametrize(("samples", "prompt"), [(range(2, 3), False), (range(SIZES[0]), True)], ids=["reply", "group"])
@@ -586,17 +585,17 @@ def test_other_tokens_in_one_sequence_reach_no_other(policy: str, samples: range
 
 def reordered(group: TrainGroup, order: list[int]) -> TrainGroup:
     """`group` with its samples in another order."""
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     ends = np.cumsum([len(sample.tokens) for sample in payload.samples])
-    references = np.split(codec.decode(Logprobs, group.reference).values, ends[:-1])
+    references = np.split(types.decode(Logprobs, group.reference).values, ends[:-1])
     samples = payload.samples
     values = np.concatenate([references[i] for i in order])
     return replace(
         group,
-        payload=codec.encode(GroupPayload.of(payload.group_id, payload.prompt, [samples[i] for i in order])),
+        payload=types.encode(GroupPayload.of(payload.group_id, payload.prompt, [samples[i] for i in order])),
         rewards=group.rewards[order],
         valid=group.valid[order],
-        reference=codec.encode(Logprobs(group_id=group.group_id, values=values)),
+        reference=types.encode(Logprobs(group_id=group.group_id, values=values)),
     )
 
 
@@ -648,6 +647,6 @@ def test_padding_waste_is_what_attention_rows_hold_beyond_their_tokens(policy: s
         for length in lengths
     ]
     payload = GroupPayload.of(group.group_id, np.arange(prompt, dtype=np.int32), samples)
-    group = replace(group, payload=codec.encode(payload), valid=np.ones(4, np.uint8))
+    group = replace(group, payload=types.encode(payload), valid=np.ones(4, np.uint8))
     metrics = run_step(make_engine(policy, {}), [group]).metrics
     assert metrics["padding_waste"] == pytest.approx((4 + 2) / (3 * 12 + 24))

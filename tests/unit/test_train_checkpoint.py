@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runtime import codec
+from runtime import types
 from runtime.config import Config, Optimizer, Trainer
 from runtime.config.checks import semantic_faults
 from runtime.config.loading import load, resolve
@@ -35,7 +35,7 @@ from runtime.trainer.fsdp import optimizers
 from runtime.trainer.megatron import facade
 from runtime.trainer.step import policy_trainer
 from runtime.types import GroupPayload, TrainGroup
-from runtime.weights.tensor_files import TensorReader
+from runtime.weights.delta import TensorReader
 from tests.closeness import BFLOAT16, assert_close
 from tests.unit.lora_cases import saved
 from tests.unit.training_cases import VOCAB, make_config, make_groups, make_policy
@@ -548,14 +548,14 @@ def own(folder: Path, loss: str = "LossOutputs(loss)", advantage: str = "inputs.
 
 
 def edit_tokens(group: TrainGroup, token: int) -> None:
-    edit_payload(group, tokens=np.full_like(codec.decode(GroupPayload, group.payload).tokens, token))
+    edit_payload(group, tokens=np.full_like(types.decode(GroupPayload, group.payload).tokens, token))
 
 
 def edit_payload(group: TrainGroup, **fields: np.ndarray) -> None:
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     for name, array in fields.items():
         setattr(payload, name, array)
-    group.payload = codec.encode(payload)
+    group.payload = types.encode(payload)
 
 
 @pytest.mark.parametrize(

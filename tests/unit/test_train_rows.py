@@ -12,18 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from runtime import codec
+from runtime import types
 from runtime.config import Config, Optimizer
 from runtime.errors import InvalidMessage
 from runtime.models.hf_policy import load_policy
 from runtime.models.passes import Packing, packed_attention
 from runtime.trainer import rows as train_rows
-from runtime.trainer.attention_rows import attention_rows
-from runtime.trainer.megatron import context
-from runtime.trainer.megatron.context import packing_of, part_of, tokens_of
-from runtime.trainer.micro_batch import MicroBatch, pack, plan
-from runtime.trainer.prefix_tree import REACH, cut_trees, in_tree_order, tree_paths
-from runtime.trainer.row_advantages import RowAdvantages
+from runtime.trainer.megatron import passes
+from runtime.trainer.megatron.passes import packing_of, part_of, tokens_of
+from runtime.trainer.micro_batch import REACH, MicroBatch, attention_rows, cut_trees, in_tree_order, pack, plan, tree_paths
+from runtime.trainer.objective import RowAdvantages
 from runtime.trainer.rows import Needs, Rows, balance, balance_each, cut_by_length, decode_groups, length_buckets, starts
 from runtime.trainer.statistics import StepStatistics
 from runtime.trainer.step import learning_rate
@@ -162,7 +160,7 @@ def decoded(groups: list[TrainGroup]) -> Rows:
 
 
 def payloads(groups: list[TrainGroup]) -> list[GroupPayload]:
-    return [codec.decode(GroupPayload, group.payload) for group in groups]
+    return [types.decode(GroupPayload, group.payload) for group in groups]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -235,7 +233,7 @@ def test_what_does_not_fit_the_episodes_is_refused(change: dict, complaint: str)
     payload = payloads([group])[0]
     ours = {name: value for name, value in change.items() if name in GroupPayload.__struct_fields__}
     broken = structs.replace(
-        group, payload=codec.encode(structs.replace(payload, **ours)), **{k: v for k, v in change.items() if k not in ours}
+        group, payload=types.encode(structs.replace(payload, **ours)), **{k: v for k, v in change.items() if k not in ours}
     )
     with pytest.raises(InvalidMessage, match=f"^group 0: .*{complaint}$"):
         decoded([broken])
@@ -333,7 +331,7 @@ def _group(payload: GroupPayload) -> TrainGroup:
     return TrainGroup(
         group_id=payload.group_id,
         tokens=0,
-        payload=codec.encode(payload),
+        payload=types.encode(payload),
         rewards=np.zeros(payload.n, np.float32),
         valid=np.ones(payload.n, np.uint8),
     )
@@ -500,8 +498,8 @@ def test_of_one_long_sequence_every_part_has_the_same_work() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_has_of_a_column_what_it_predicts(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context.dist, "get_rank", lambda group: rank)
-    monkeypatch.setattr(context.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(passes.dist, "get_rank", lambda group: rank)
+    monkeypatch.setattr(passes.dist, "get_world_size", lambda group: 2)
     rows = decode_groups(make_groups(3), VOCAB, Needs())
     columns = {"temperature": np.arange(len(rows.tokens), dtype=np.float32)}
     whole = pack(rows, np.flatnonzero(rows.trained()), columns, CPU)

@@ -23,7 +23,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from runtime import codec
+from runtime import types
 from runtime.cluster.topology import replicas
 from runtime.config import Config, Lora, Trainer
 from runtime.errors import UserError
@@ -88,7 +88,7 @@ def test_activation_checkpointing_and_chunked_vocabulary_change_nothing(
     config = make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH)
     plain = policy_trainer(config)
     expected = comparable(run_step(plain, groups))
-    monkeypatch.setattr("runtime.trainer.head.CPU_CHUNK_ELEMENTS", 5 * VOCAB)
+    monkeypatch.setattr("runtime.trainer.backend.CPU_CHUNK_ELEMENTS", 5 * VOCAB)
     trainer = Trainer(activation_checkpointing=checkpointing)
     saving = policy_trainer(make_config(policy, algorithm=LOSS_TERMS, optimizer=SMOOTH, trainer=trainer))
     assert_metrics(comparable(run_step(saving, groups)), expected)
@@ -179,7 +179,7 @@ def test_gemma_scales_embeddings_as_its_rollouts_do(tmp_path: Path, dtype: str, 
 
 def test_metrics(policy: str):
     groups = make_groups(8, step=0)
-    payloads = [codec.decode(GroupPayload, group.payload) for group in groups]
+    payloads = [types.decode(GroupPayload, group.payload) for group in groups]
     lengths = [len(sample.tokens) for payload in payloads for sample in payload.samples]
     rewards = np.concatenate([group.rewards[group.valid == 1] for group in groups])
     engine = policy_trainer(make_config(policy, optimizer={"learning_rate": 1e-2, "warmup_steps": 4}))
@@ -258,7 +258,7 @@ def test_precision_of_compute_and_wire(policy: str, tmp_path: Path):
 
 def test_a_sampled_padding_token_learns_as_any_other(tmp_path: Path):
     groups, found = make_groups(0, (4, 4)), []
-    sampled = int(codec.decode(GroupPayload, groups[0].payload).samples[0].tokens[0])
+    sampled = int(types.decode(GroupPayload, groups[0].payload).samples[0].tokens[0])
     for padding in (None, sampled):
         folder = make_policy(tmp_path / "policy")
         described = json.loads((tmp_path / "policy" / "config.json").read_text()) | {"pad_token_id": padding}
@@ -424,7 +424,7 @@ def test_a_critic_has_the_values_of_each_sequence_alone(tmp_path: Path, family: 
     assert engine.backend.packs == (family in hf_config.PACKED)
     found = engine.values([ValueRequest(group_id=g.group_id, tokens=g.tokens, payload=g.payload) for g in groups])
     for group, values in zip(groups, found, strict=True):
-        payload = codec.decode(GroupPayload, group.payload)
+        payload = types.decode(GroupPayload, group.payload)
         expected = []
         for sample in payload.samples:
             ids = torch.from_numpy(np.concatenate([payload.prompt, sample.tokens]).astype(np.int64))

@@ -14,12 +14,12 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from runtime import codec, config, run_files
+from runtime import config, run_files, types
 from runtime.config import Config
 from runtime.errors import InvalidMessage, ServiceFault, UserError
 from runtime.rollout.torch.engine import TorchRolloutEngine
-from runtime.telemetry import trained_tokens
-from runtime.telemetry.trained_tokens import TrainedTokenLog, TrainedTokens
+from runtime.telemetry import summary
+from runtime.telemetry.summary import TrainedTokenLog, TrainedTokens
 from runtime.trainer import rows as train_rows
 from runtime.trainer.micro_batch import MicroBatch, micro_batches
 from runtime.trainer.statistics import BINS_PER_OCTAVE, Reduced, StepStatistics
@@ -115,7 +115,7 @@ class TestSeveralUpdates:
         groups = batch(0, made)
         run_step(engine, groups[:1], groups[1:])
         trained = oracle.tokens_of(groups, 0)
-        kept = list(trained_tokens.read(tmp_path, 0))
+        kept = list(summary.read(tmp_path, 0))
         assert sum(len(each.group) for each in kept) == min(most, len(trained))
         logprobs, advantages = plain.logprobs(groups), oracle.group_norm(groups)
         for each in kept:
@@ -211,7 +211,7 @@ class TestPpo:
         expected = oracle.CriticLoop(model, made, made.critic.optimizer).values(groups)  # type: ignore[union-attr]
         assert [values.group_id for values in found] == [0, 1, 2, 3]
         for g, group in enumerate(groups):
-            samples = codec.decode(GroupPayload, group.payload).samples
+            samples = types.decode(GroupPayload, group.payload).samples
             plain = [expected[g, i].detach().numpy() * sample.loss_mask for i, sample in enumerate(samples)]
             assert_close(found[g].values, np.concatenate(plain), terms=forward_terms(18))
         assert engine.values([]) == []
@@ -339,7 +339,7 @@ def test_the_trainer_has_the_sampler_s_log_probabilities(
     policy: str, monkeypatch: pytest.MonkeyPatch, filters: dict[str, Any]
 ) -> None:
     """And would not have them without the sets. In several chunks of tokens."""
-    monkeypatch.setattr("runtime.trainer.head.CPU_CHUNK_ELEMENTS", 7 * VOCAB)
+    monkeypatch.setattr("runtime.trainer.backend.CPU_CHUNK_ELEMENTS", 7 * VOCAB)
     config = make_config(policy, sampling={"temperature": 0.8})
     gaps = [
         run_step(policy_trainer(config), sampled(policy, **filters, keep_sets=keep)).metrics["mismatch/max"]
@@ -351,7 +351,7 @@ def test_the_trainer_has_the_sampler_s_log_probabilities(
 
 def test_gradients_are_those_of_the_truncated_distribution(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of log-probabilities and entropies, against a model in float64 whose softmax is over the listed tokens alone."""
-    monkeypatch.setattr("runtime.trainer.head.CPU_CHUNK_ELEMENTS", 5 * VOCAB)
+    monkeypatch.setattr("runtime.trainer.backend.CPU_CHUNK_ELEMENTS", 5 * VOCAB)
     rng = np.random.default_rng(4)
     groups = [with_sets(group, rng) for group in make_groups(2)]
     engine = policy_trainer(make_config(policy))
@@ -370,7 +370,7 @@ def test_gradients_are_those_of_the_truncated_distribution(policy: str, monkeypa
     expected = torch.zeros((), dtype=torch.float64)
     place = 0
     for group in groups:
-        payload = codec.decode(GroupPayload, group.payload)
+        payload = types.decode(GroupPayload, group.payload)
         for index, sample in enumerate(payload.samples):
             assert sample.kept is not None
             bits = np.unpackbits(sample.kept.bitmaps(np.arange(len(sample.tokens))), axis=1, bitorder="little")[:, :VOCAB]
@@ -391,7 +391,7 @@ def test_gradients_are_those_of_the_truncated_distribution(policy: str, monkeypa
 
 def test_a_token_that_its_set_has_not_is_refused(policy: str) -> None:
     group = with_sets(make_groups(2)[0], np.random.default_rng(4))
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     assert payload.kept is not None
     some = int(np.flatnonzero((payload.kept.sizes > 0) & (payload.kept.sizes < VOCAB))[0])
     place = np.flatnonzero(payload.loss_mask.expand())[some]
@@ -399,14 +399,14 @@ def test_a_token_that_its_set_has_not_is_refused(policy: str) -> None:
     tokens = payload.tokens.copy()
     tokens[place] = np.flatnonzero(bits == 0)[0]
     with pytest.raises(InvalidMessage, match=rf"group 0: token {some} is not in its kept set"):
-        run_step(policy_trainer(make_config(policy)), [replace(group, payload=codec.encode(replace(payload, tokens=tokens)))])
+        run_step(policy_trainer(make_config(policy)), [replace(group, payload=types.encode(replace(payload, tokens=tokens)))])
 
 
 def test_parts_of_a_payload_keep_their_sets() -> None:
     """Samples as they come out of a payload make the same payload again: masked tokens have the whole vocabulary."""
-    payload = codec.decode(GroupPayload, with_sets(make_groups(2)[0], np.random.default_rng(4)).payload)
+    payload = types.decode(GroupPayload, with_sets(make_groups(2)[0], np.random.default_rng(4)).payload)
     again = GroupPayload.of(payload.group_id, payload.prompt, payload.samples)
-    assert codec.encode(again) == codec.encode(payload)
+    assert types.encode(again) == types.encode(payload)
 
 
 # --------------------------------------------------------------------------------------- what is kept of trained tokens
@@ -422,7 +422,7 @@ def test_what_was_kept_of_a_step_is_read(tmp_path: Path) -> None:
         log = TrainedTokenLog(tmp_path, f"trainer-{rank}")
         for step in range(5):
             log.append(some(step))
-    found = list(trained_tokens.read(tmp_path, 3))
+    found = list(summary.read(tmp_path, 3))
     assert len(found) == 2
     for each in found:
         assert (each.step, each.group.tolist(), each.row.tolist(), each.position.tolist()) == (
@@ -432,17 +432,17 @@ def test_what_was_kept_of_a_step_is_read(tmp_path: Path) -> None:
             [2, 3, 4],
         )
         assert each.logprob.tolist() == [-3, -2, -1]
-    assert list(trained_tokens.read(tmp_path, 9)) == []
-    assert list(trained_tokens.read(tmp_path / "none", 0)) == []
+    assert list(summary.read(tmp_path, 9)) == []
+    assert list(summary.read(tmp_path / "none", 0)) == []
 
 
 def test_the_newest_steps_are_kept_in_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trained_tokens, "MOST_BYTES", 4096)
+    monkeypatch.setattr(summary, "MOST_BYTES", 4096)
     log = TrainedTokenLog(tmp_path, "trainer-0")
     for step in range(100):
         log.append(some(step))
         assert sum(path.stat().st_size for path in (tmp_path / run_files.TRAINED).iterdir()) <= 4096 + 16
-    kept = [step for step in range(100) if list(trained_tokens.read(tmp_path, step))]
+    kept = [step for step in range(100) if list(summary.read(tmp_path, step))]
     assert kept == list(range(kept[0], 100))
     assert 0 < kept[0] < 99
 
@@ -453,12 +453,12 @@ def test_a_step_that_is_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
     log.append(some(1))
     (path,) = (tmp_path / run_files.TRAINED).iterdir()
     path.write_bytes(path.read_bytes()[:-5])
-    assert len(list(trained_tokens.read(tmp_path, 0))) == 1
-    assert list(trained_tokens.read(tmp_path, 1)) == []
+    assert len(list(summary.read(tmp_path, 0))) == 1
+    assert list(summary.read(tmp_path, 1)) == []
     again = TrainedTokenLog(tmp_path, "trainer-0")  # of the process that goes on
     again.append(some(1))
     again.append(some(2))
-    assert [len(list(trained_tokens.read(tmp_path, step))) for step in range(3)] == [1, 1, 1]
+    assert [len(list(summary.read(tmp_path, step))) for step in range(3)] == [1, 1, 1]
 
 
 def test_a_folder_that_cannot_be_written_costs_what_is_kept_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

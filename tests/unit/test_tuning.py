@@ -24,9 +24,7 @@ from runtime.errors import UserError
 from runtime.models import tiny_model
 from runtime.trainer.step import ModelTrainer
 from runtime.tuning.conversations import TaughtRow, taught_row, turns
-from runtime.tuning.lessons import read_lessons
-from runtime.tuning.objective import supervised_trainer, taught_group
-from runtime.tuning.rank import TuneRank
+from runtime.tuning.rank import TuneRank, read_lessons, supervised_trainer, taught_group
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import VOCAB, make_config
 from tests.unit.training_steps import assert_updated, run_step

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from runtime.config import loading
 from runtime.config.checks import semantic_faults
 from runtime.errors import InvalidMessage, UserError
-from runtime.rollout.vllm import arguments, leftovers, relay, shim
+from runtime.rollout.vllm import arguments, leftovers, shim
 from runtime.rollout.vllm import engine as rollout_vllm
 from runtime.rollout.vllm.engine import VLLMRolloutEngine
 from runtime.rollout.vllm.leftovers import Leftovers
@@ -34,8 +34,8 @@ from tests.unit.training_cases import make_policy
 
 def test_a_fault_that_vllm_finds_shows_no_arguments_values() -> None:
     text = "1 validation error\n  Value error, too many [type=value_error, input_value=ArgsKwargs({'hf_token': 's3cr3t'})]\n"
-    assert relay.OutputRelay().reason(ValueError(text)) == "ValueError: too many"
-    assert relay.OutputRelay().reason(ValueError("Value error, [type] is missing\nmore")) == "ValueError: [type] is missing"
+    assert shim.OutputRelay().reason(ValueError(text)) == "ValueError: too many"
+    assert shim.OutputRelay().reason(ValueError("Value error, [type] is missing\nmore")) == "ValueError: [type] is missing"
 
 
 def test_secrets_reach_vllm_from_the_processs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,14 +210,14 @@ vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See 
 
 
 def test_the_error_behind_the_errors_is_found() -> None:
-    assert relay.last_error(PRINTED) == "RuntimeError: head_dim=16 is not supported"
-    assert relay.last_error("INFO all is well\nAn Error: none\n") == ""
+    assert shim.last_error(PRINTED) == "RuntimeError: head_dim=16 is not supported"
+    assert shim.last_error("INFO all is well\nAn Error: none\n") == ""
 
 
 def test_what_children_print_is_passed_on_and_kept() -> None:
     script = (
         "import subprocess, sys, time\n"
-        "from runtime.rollout.vllm.relay import OutputRelay\n"
+        "from runtime.rollout.vllm.shim import OutputRelay\n"
         "made = OutputRelay()\n"
         "with made:\n"
         "    child = subprocess.Popen([sys.executable, '-c', 'import sys; print(\"out\"); sys.exit(\"ValueError: no\")'])\n"

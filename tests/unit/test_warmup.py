@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launcher.commands import check_template
 from runtime.config import Warmup
-from runtime.data import lookups as data_lookups
+from runtime.data import prepare as data_lookups
 from runtime.data.arithmetic import ArithmeticProblem, split, write_jsonl
-from runtime.data.lookups import TOOL, TRAINED, LookupProblem, lookups
+from runtime.data.prepare import TOOL, TRAINED, LookupProblem, lookups
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import ConfigError, UserError
-from runtime.gateway.family_rendering import renderer_of
 from runtime.gateway.probes import conversations
+from runtime.gateway.rendering import renderer_of
 from runtime.models import tiny_model
 from runtime.tuning import warmup
 from tests.closeness import assert_close

@@ -19,14 +19,14 @@ from google.protobuf.descriptor import FieldDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import codec, commands, errors, status
+from runtime import commands, errors, status, types
 from runtime.cluster import nodes
 from runtime.commands import Priority
 from runtime.environments.messages import EpisodeEvent, EpisodeRequest
-from runtime.rewards.remote_messages import RemoteResult, RemoteScoreReply, RemoteScoreRequest
+from runtime.rewards.remote import RemoteResult, RemoteScoreReply, RemoteScoreRequest
 from runtime.types import SCHEMA_VERSION, GeneratedGroup, LogprobRequest, PolicyVersion, ScoreRequest, TrainGroup, ValueRequest
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
-from services.rpc import contract, stream, wire_errors
+from services.rpc import contract, stream
 from services.rpc.generated import (
     common_pb2,
     coordinator_pb2,
@@ -98,7 +98,7 @@ def trained(payload: bytes) -> TrainGroup:
 
 def same(one: Any, other: Any) -> bool:
     """Equal in type and value; arrays bit for bit. A map has no order."""
-    return type(one) is type(other) and msgspec.msgpack.decode(codec.encode(one)) == msgspec.msgpack.decode(codec.encode(other))
+    return type(one) is type(other) and msgspec.msgpack.decode(types.encode(one)) == msgspec.msgpack.decode(types.encode(other))
 
 
 @pytest.mark.parametrize(("side", "value"), SIDES)
@@ -261,10 +261,10 @@ def test_what_steers_a_role_goes_before_its_data() -> None:
         (("Coordinator", "Register"), b"\x0a\x01\xff"),  # not UTF-8
         (("Rollout", "Generate"), rollout_pb2.GenerateRequest(group=b"\xc1").SerializeToString()),
         (("Rollout", "Generate"), b""),
-        (("Reward", "Score"), reward_pb2.ScoreRequest(group=codec.encode({"group_id": "7"})).SerializeToString()),
-        (("Trainer", "Accumulate"), trainer_pb2.AccumulateRequest(groups=codec.encode([5])).SerializeToString()),
+        (("Reward", "Score"), reward_pb2.ScoreRequest(group=types.encode({"group_id": "7"})).SerializeToString()),
+        (("Trainer", "Accumulate"), trainer_pb2.AccumulateRequest(groups=types.encode([5])).SerializeToString()),
         (("Trainer", "Accumulate"), trainer_pb2.AccumulateRequest(step=1).SerializeToString()),
-        (("Critic", "Values"), critic_pb2.ValuesRequest(groups=codec.encode([5])).SerializeToString()),
+        (("Critic", "Values"), critic_pb2.ValuesRequest(groups=types.encode([5])).SerializeToString()),
     ],
 )
 def test_what_does_not_decode_is_an_invalid_message(key: tuple[str, str], data: bytes) -> None:
@@ -302,8 +302,8 @@ def test_no_bytes_as_a_frame_do_worse_than_InvalidMessage(data: bytes) -> None:
 
 
 def over_the_wire(error: BaseException) -> Exception:
-    message = common_pb2.Error.FromString(wire_errors.error_to_wire(error).SerializeToString())
-    return wire_errors.error_from_wire(message, "rollout-0", "Generate")
+    message = common_pb2.Error.FromString(contract.error_to_wire(error).SerializeToString())
+    return contract.error_from_wire(message, "rollout-0", "Generate")
 
 
 @pytest.mark.parametrize(
@@ -347,6 +347,6 @@ def test_any_other_error_is_a_fault_of_the_service(error: BaseException, message
 
 @pytest.mark.parametrize("kind", ["", "Sequence", "annotations", "SluiceError", "__name__", "Exception"])
 def test_an_unknown_kind_is_a_fault_of_the_service(kind: str) -> None:
-    arrived = wire_errors.error_from_wire(common_pb2.Error(kind=kind, message="m"), "reward-0", "Score")
+    arrived = contract.error_from_wire(common_pb2.Error(kind=kind, message="m"), "reward-0", "Score")
     assert type(arrived) is errors.ServiceFault
     assert (arrived.service, arrived.phase) == ("reward-0", "Score")

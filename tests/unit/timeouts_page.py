@@ -20,11 +20,11 @@ one of the configuration's keys, or `runtime/timeouts.py`. What is given up at a
 [faults](guides/faults.md).
 """
 NUMBERS = {  # how often something is tried again, and what limits are multiples or shares of
-    "TRIES": "runtime/coordinator/sync_group.py",
+    "TRIES": "runtime/coordinator/weight_sync.py",
     "RETURNS": "launcher/render/plan.py",
-    "TIMES": "runtime/process/progress.py",
-    "LEARNT": "runtime/process/progress.py",
-    "LATE": "runtime/coordinator/admission/depth.py",
+    "TIMES": "runtime/process/spans.py",
+    "LEARNT": "runtime/process/spans.py",
+    "LATE": "runtime/coordinator/staleness.py",
     "PING": "services/rpc/server.py",
 }
 

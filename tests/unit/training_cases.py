@@ -8,10 +8,20 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from runtime import codec
-from runtime.columns import KeptSets, RoutedExperts, encode_set
+from runtime import types
 from runtime.config import Algorithm, Config, Model, Optimizer, Run, Sampling, Training
-from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample, TrainGroup, TurnReward, Values
+from runtime.types import (
+    GroupPayload,
+    KeptSets,
+    Logprobs,
+    PolicyVersion,
+    RoutedExperts,
+    Sample,
+    TrainGroup,
+    TurnReward,
+    Values,
+    encode_set,
+)
 
 VOCAB = 61
 
@@ -95,33 +105,33 @@ def _group(rng: np.random.Generator, group_id: int, size: int, step: int, longes
     return TrainGroup(
         group_id=group_id,
         tokens=total + size * len(prompt),
-        payload=codec.encode(GroupPayload.of(group_id, prompt, samples)),
+        payload=types.encode(GroupPayload.of(group_id, prompt, samples)),
         rewards=rng.normal(size=size).astype(np.float32),
         valid=valid,
-        reference=codec.encode(Logprobs(group_id=group_id, values=rng.normal(-4.0, 0.5, total).astype(np.float32))),
-        values=codec.encode(Values(group_id=group_id, values=rng.normal(0.0, 0.3, total).astype(np.float32))),
+        reference=types.encode(Logprobs(group_id=group_id, values=rng.normal(-4.0, 0.5, total).astype(np.float32))),
+        values=types.encode(Values(group_id=group_id, values=rng.normal(0.0, 0.3, total).astype(np.float32))),
     )
 
 
 def with_sets(group: TrainGroup, rng: np.random.Generator) -> TrainGroup:
     """Each sampled token with a random set that it is in, some of them the whole vocabulary."""
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     sets = []
     for token in payload.tokens[payload.loss_mask.expand() != 0]:
         others = rng.permutation(np.delete(np.arange(VOCAB), token))[: rng.choice([0, 1, 5, 40, VOCAB - 1])]
         sets.append(encode_set(np.append(others, token).astype(np.int32), VOCAB))
-    return replace(group, payload=codec.encode(replace(payload, kept=KeptSets.of(sets, VOCAB))))
+    return replace(group, payload=types.encode(replace(payload, kept=KeptSets.of(sets, VOCAB))))
 
 
 def with_swaps(group: TrainGroup) -> TrainGroup:
     """Return the group with a swap in flight: version 0 sampled the first half of each second reply, version 1 the rest."""
-    payload = codec.decode(GroupPayload, group.payload)
+    payload = types.decode(GroupPayload, group.payload)
     samples = list(payload.samples)
     for place, sample in list(enumerate(samples))[::2]:
         half = len(sample.tokens) // 2
         versions = np.repeat([PolicyVersion(3, step).pack() for step in (0, 1)], [half, len(sample.tokens) - half])
         samples[place] = replace(sample, versions=versions)
-    return replace(group, payload=codec.encode(GroupPayload.of(group.group_id, payload.prompt, samples)))
+    return replace(group, payload=types.encode(GroupPayload.of(group.group_id, payload.prompt, samples)))
 
 
 def fed_tokens(payload: GroupPayload) -> int:
@@ -138,8 +148,8 @@ def with_random_experts(payload: GroupPayload, shape: tuple[int, int, int]) -> G
 
 def random_experts(groups: list[TrainGroup], shape: tuple[int, int, int]) -> list[TrainGroup]:
     """The same of `groups`."""
-    payloads = [with_random_experts(codec.decode(GroupPayload, group.payload), shape) for group in groups]
-    return [replace(group, payload=codec.encode(each)) for group, each in zip(groups, payloads, strict=True)]
+    payloads = [with_random_experts(types.decode(GroupPayload, group.payload), shape) for group in groups]
+    return [replace(group, payload=types.encode(each)) for group, each in zip(groups, payloads, strict=True)]
 
 
 def make_episodes(seed: int, sizes: tuple[int, ...] = (3, 4, 2), *, step: int = 0, turns: bool = False) -> list[TrainGroup]:
@@ -159,11 +169,11 @@ def make_episodes(seed: int, sizes: tuple[int, ...] = (3, 4, 2), *, step: int = 
             TrainGroup(
                 group_id=group_id,
                 tokens=total + len(rows) * len(prompt),
-                payload=codec.encode(GroupPayload.of(group_id, prompt, rows, branches, rewards if turns else ())),
+                payload=types.encode(GroupPayload.of(group_id, prompt, rows, branches, rewards if turns else ())),
                 rewards=rng.normal(size=size).astype(np.float32),
                 valid=np.array([(group_id, index) != (0, 1) for index in range(size)], np.uint8),
-                reference=codec.encode(Logprobs(group_id=group_id, values=rng.normal(-4.0, 0.5, total).astype(np.float32))),
-                values=codec.encode(Values(group_id=group_id, values=rng.normal(0.0, 0.3, total).astype(np.float32))),
+                reference=types.encode(Logprobs(group_id=group_id, values=rng.normal(-4.0, 0.5, total).astype(np.float32))),
+                values=types.encode(Values(group_id=group_id, values=rng.normal(0.0, 0.3, total).astype(np.float32))),
             )
         )
     return groups

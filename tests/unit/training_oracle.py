@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from runtime import codec
+from runtime import types
 from runtime.config import Algorithm, Config
 from runtime.types import GroupPayload, Logprobs, Sample, TrainGroup, Values
 
@@ -37,8 +37,8 @@ class Oracle:
 
     def rows(self, groups: Sequence[TrainGroup], temperature: float = 1.0) -> Iterator[Row]:
         for group in groups:
-            payload = codec.decode(GroupPayload, group.payload)
-            known = np.zeros(len(payload.tokens)) if group.reference is None else codec.decode(Logprobs, group.reference).values
+            payload = types.decode(GroupPayload, group.payload)
+            known = np.zeros(len(payload.tokens)) if group.reference is None else types.decode(Logprobs, group.reference).values
             references = np.split(known.astype(np.float64), np.cumsum(payload.lengths)[:-1])
             owners = np.repeat(np.arange(payload.n), payload.rows).tolist()
             for index, sample, reference in zip(owners, payload.samples, references, strict=True):
@@ -122,7 +122,7 @@ class Token(NamedTuple):
 def tokens_of(groups: Sequence[TrainGroup], step: int) -> list[Token]:
     out = []
     for g, group in enumerate(groups):
-        for i, sample in enumerate(codec.decode(GroupPayload, group.payload).samples):
+        for i, sample in enumerate(types.decode(GroupPayload, group.payload).samples):
             ages = step - (sample.versions & 0xFFFFFFFF)
             out += [Token((g, i), int(t), int(ages[t])) for t in np.flatnonzero(sample.loss_mask * group.valid[i])]
     return out
@@ -132,7 +132,7 @@ def per_sample(
     groups: Sequence[TrainGroup], run: Callable[[np.ndarray, np.ndarray], Any], only: Container[tuple[int, int]] | None = None
 ) -> dict[tuple[int, int], Any]:
     """`run(prompt, reply)` of every sample, or of some."""
-    payloads = [codec.decode(GroupPayload, group.payload) for group in groups]
+    payloads = [types.decode(GroupPayload, group.payload) for group in groups]
     samples = [(g, i, p.prompt, sample.tokens) for g, p in enumerate(payloads) for i, sample in enumerate(p.samples)]
     return {(g, i): run(prompt, reply) for g, i, prompt, reply in samples if only is None or (g, i) in only}
 
@@ -141,8 +141,8 @@ def flat_values(groups: Sequence[TrainGroup]) -> dict[tuple[int, int], np.ndarra
     """The recorded values of each sample."""
     out = {}
     for g, group in enumerate(groups):
-        rest = codec.decode(Values, group.values).values
-        for i, sample in enumerate(codec.decode(GroupPayload, group.payload).samples):
+        rest = types.decode(Values, group.values).values
+        for i, sample in enumerate(types.decode(GroupPayload, group.payload).samples):
             out[g, i], rest = rest[: len(sample.tokens)].astype(np.float64), rest[len(sample.tokens) :]
     return out
 
@@ -183,8 +183,8 @@ def divergences(groups: Sequence[TrainGroup]) -> dict:
     """Of each token, the log-probability as it was sampled less the reference's."""
     out = {}
     for g, group in enumerate(groups):
-        rest = codec.decode(Logprobs, group.reference).values.astype(np.float64)
-        for i, sample in enumerate(codec.decode(GroupPayload, group.payload).samples):
+        rest = types.decode(Logprobs, group.reference).values.astype(np.float64)
+        for i, sample in enumerate(types.decode(GroupPayload, group.payload).samples):
             own, rest = rest[: len(sample.tokens)], rest[len(sample.tokens) :]
             out |= {((g, i), t): float(sample.logprobs[t]) - own[t] for t in range(len(own))}
     return out
@@ -228,7 +228,7 @@ class PolicyLoop(Loop):
         algorithm = self.config.algorithm
         with torch.no_grad():
             start = self.logprobs(groups)
-        samples = (codec.decode(GroupPayload, group.payload).samples for group in groups)
+        samples = (types.decode(GroupPayload, group.payload).samples for group in groups)
         behaviour = {(g, i): sample.logprobs for g, own in enumerate(samples) for i, sample in enumerate(own)}
 
         def loss(tokens: list[Token]) -> torch.Tensor:

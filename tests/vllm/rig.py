@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from runtime import codec
+from runtime import types
 from runtime.rollout.vllm.engine import VLLMRolloutEngine
 from runtime.types import GroupPayload, GroupRequest, PolicyVersion, Sample, SamplingParams
 
@@ -72,7 +72,7 @@ class Rig:
         while len(done) < count:
             assert self.engine.has_work
             done += await self.engine.advance(lambda: False)
-        return [codec.decode(GroupPayload, each.payload) for each in done]
+        return [types.decode(GroupPayload, each.payload) for each in done]
 
     def generate(self, *requests: GroupRequest) -> list[list[Sample]]:
         """The samples of each request, in its order."""
@@ -88,7 +88,7 @@ class Rig:
             ended = await self.engine.advance(lambda: self.engine.stats().decode_tokens >= goal)
             assert done is not None or not ended
             for each in ended:
-                done += codec.decode(GroupPayload, each.payload).samples  # type: ignore[operator]
+                done += types.decode(GroupPayload, each.payload).samples  # type: ignore[operator]
 
     def next_weights(self, scale: float = 0.05) -> dict[str, torch.Tensor]:
         """Weights of the version after the newest, quite unlike it."""

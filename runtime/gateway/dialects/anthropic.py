@@ -8,9 +8,10 @@ import msgspec
 from msgspec import Struct
 
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
-from runtime.gateway.dialects.answers import Asked, Events, event
 from runtime.gateway.dialects.fields import (
+    Asked,
     Count,
+    Events,
     FieldTable,
     NonNegative,
     Share,
@@ -18,6 +19,7 @@ from runtime.gateway.dialects.fields import (
     Strict,
     TopK,
     decode,
+    event,
     one_of,
     part_text,
     read,

@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from runtime.gateway.conversation import Message, PolicyCall, PolicyReply, ToolCall
-from runtime.gateway.dialects.answers import Events
-from runtime.gateway.dialects.fields import Count, FieldTable, Strict, decode, one_of, read, text_of, wrong
+from runtime.gateway.dialects.fields import Count, Events, FieldTable, Strict, decode, one_of, read, text_of, wrong
 from runtime.gateway.dialects.openai import (
     PENALTIES,
     UNUSED,

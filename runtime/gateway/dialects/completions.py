@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta, Struct
 
 from runtime.gateway.conversation import Completion, PolicyCall, PolicyReply
-from runtime.gateway.dialects.answers import Asked, Events
-from runtime.gateway.dialects.fields import FieldTable, TokenId, decode, read, wrong
+from runtime.gateway.dialects.fields import Asked, Events, FieldTable, TokenId, decode, read, wrong
 from runtime.gateway.dialects.openai import (
     PENALTIES,
     UNUSED,

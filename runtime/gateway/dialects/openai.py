@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 from runtime.gateway.conversation import Completion, PolicyReply, Tool, ToolCall
-from runtime.gateway.dialects.answers import Asked, Events, event
 from runtime.gateway.dialects.fields import (
+    Asked,
     Count,
+    Events,
     MinP,
     NonNegative,
     Replies,
@@ -18,6 +19,7 @@ from runtime.gateway.dialects.fields import (
     StopTexts,
     Strict,
     TopK,
+    event,
     one_of,
     read,
     wrong,

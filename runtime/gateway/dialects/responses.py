@@ -12,8 +12,21 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime.gateway.conversation import Completion, Message, PolicyCall, ToolCall
-from runtime.gateway.dialects.answers import Asked, Events, event
-from runtime.gateway.dialects.fields import Count, FieldTable, NonNegative, Share, Strict, decode, one_of, read, text_of, wrong
+from runtime.gateway.dialects.fields import (
+    Asked,
+    Count,
+    Events,
+    FieldTable,
+    NonNegative,
+    Share,
+    Strict,
+    decode,
+    event,
+    one_of,
+    read,
+    text_of,
+    wrong,
+)
 from runtime.gateway.dialects.openai import UNUSED, functions
 
 ROLES = ("system", "developer", "user", "assistant")

@@ -18,23 +18,193 @@ import torch.nn.functional as F
 
 from runtime.errors import UserError
 from runtime.models.experts import clamped_swiglu, mixture, route, route_corrected, swiglu
-from runtime.models.families.shape import ExpertShape
+from runtime.models.families.shape import LATENT_EPS, ExpertShape, LatentShape
 from runtime.models.hf_config import ModelConfig, read_config
 from runtime.models.hf_weights import WeightFiles
-from runtime.models.passes import exact_on_cpu
+from runtime.models.passes import exact_on_cpu, with_sinks
 from runtime.models.rope import Rope
 from runtime.process import platform
-from runtime.rollout.torch.attention import (
-    attend_batched,
-    attend_causal,
-    attend_fused,
-    attend_masked,
-    cached_bias,
-    rope_tables,
-    within,
-)
 from runtime.rollout.torch.decoder_weights import DecoderWeights, LayerWeights, mismatch
-from runtime.rollout.torch.latent import LatentAttention
+
+# ---- Attention
+#
+# What the lean decoder's attention is made of: rotations, masks, and attention over cached keys and values.
+
+_BLOCK = 1024  # queries at once, at least, where attention has a mask: it grows with them
+
+
+def rope_tables(rope: Rope, dim: int, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, float32 [length, 1, dim], of rotary embeddings (Su et al. 2021, RoFormer, equation 34, in halves).
+
+    The first half of the sines is negated: rotating is then x * cos + roll(x, dim / 2) * sin.
+    """
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), rope.frequencies(dim)).unsqueeze(1)
+    cos, sin = angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
+    return torch.cat((cos, cos), -1).to(device), torch.cat((-sin, sin), -1).to(device)
+
+
+def within(allowed: torch.Tensor | None, positions: torch.Tensor, past: int, window: int) -> torch.Tensor | None:
+    """Of `allowed` [b, t, past + t], which keys each query at `positions` [b, t] sees, those that are not further back than a
+    `window` that is not 0. The keys of `past` tokens are those right before the first query."""
+    if allowed is None or not window:
+        return allowed
+    before = torch.arange(-past, 0, device=positions.device) + positions[:, :1]
+    return allowed & (positions.unsqueeze(2) - torch.cat((before, positions), 1).unsqueeze(1) < window)
+
+
+def attend_causal(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of [b, heads, t, d] to itself, of each token over those before it; with a `window` that is not 0, over so many,
+    its own included."""
+    t = query.shape[2]
+    if sinks is None and not 0 < window < t:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    step, parts = max(window, _BLOCK), []
+    for start in range(0, t, step):
+        end, first = min(start + step, t), max(0, start - window + 1) if window else 0
+        columns = torch.arange(first, end, device=query.device)
+        back = columns[start - first :, None] - columns
+        mask = (back >= 0) & (back < (window or end))
+        parts.append(attend_masked(query[:, :, start:end], key[:, :, first:end], value[:, :, first:end], mask, scale, sinks))
+    return torch.cat(parts, 2)
+
+
+def attend_masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same over the keys of which `mask` is true."""
+    width = value.shape[-1]
+    if sinks is not None:
+        query, key, value, mask = with_sinks(query, key, value, sinks, scale, mask)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale)[..., :width]
+
+
+def cached_bias(positions: torch.Tensor, length: int, window: int, dtype: torch.dtype) -> torch.Tensor:
+    """For queries at `positions` [n, most], [n, most, length]: 0 where a sequence has keys, the query's own included, -inf
+    beyond, and before the last `window` of them where that is not 0."""
+    back = positions.unsqueeze(2) - torch.arange(length, device=positions.device)
+    unseen = (back < 0) | (back >= window) if window else back < 0
+    return torch.zeros(unseen.shape, device=positions.device, dtype=dtype).masked_fill_(unseen, -math.inf)
+
+
+def attend_fused(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scale: float, sinks: None
+) -> torch.Tensor:
+    """Attention of [n, kv_heads, queries, d] over [n, kv_heads, length, d] with an additive one,
+    [n, kv_heads, 1 or queries, length]. The result has the shape of `query`, flattened somehow. There are no sinks."""
+    mask = bias.expand(-1, -1, query.shape[2], -1)
+    return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale).reshape(len(query), -1)
+
+
+def attend_batched(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same by batched matrix products. `sinks` [heads]: of the heads that share a key-value head, which stand in for
+    queries, each has its own."""
+    n, kv_heads, queries, _ = query.shape
+    query, keys, values, bias = (each.flatten(0, 1) for each in (query, keys, values, bias))
+    scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale)
+    if sinks is None:
+        return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
+    own = sinks.view(kv_heads, -1).repeat(n, queries * kv_heads // len(sinks)).unsqueeze(-1).to(scores.dtype)
+    shares = torch.softmax(torch.cat((scores, own), -1), -1, dtype=torch.float32)[..., :-1]
+    return torch.bmm(shares.to(values.dtype), values)
+
+
+# ---- Latent
+#
+# Multi-head latent attention of the lean decoder (DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C).
+#
+# Of a token the cache has one vector for all heads: the normed latent, of which keys and values are made, and the rotated
+# part of the keys. Whole texts are attended with keys and values. A decode step is attended without making them: the up-
+# projection of the keys is taken into the query, and that of the values comes after attention, which then has one key-value
+# head, whose values are a part of its keys.
+#
+# m tokens; a head of queries and keys has `head` = `plain` + `rotated` elements; an entry of the cache `cached` = `rank` +
+# `rotated`.
+
+
+class LatentAttention:
+    """What of the attention depends on weights, but for the output projection."""
+
+    def __init__(self, heads: int, latent: LatentShape):
+        self._heads, self._shape = heads, latent
+
+    def project(self, layer: LayerWeights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Of the normed input [m, hidden] the queries and what is cached, [m, heads · head + cached]. cos, sin
+        [m, 1, rotated]."""
+        shape, assembled = self._shape, F.linear(x, layer.qkv)
+        query, latent, rotated = assembled.split((assembled.shape[1] - shape.cached, shape.rank, shape.rotated), 1)
+        if layer.query_up is not None:
+            query = F.linear(F.rms_norm(query, query.shape[1:], layer.query_norm, LATENT_EPS), layer.query_up)
+        plain, turned = query.view(len(x), self._heads, -1).split((shape.plain, shape.rotated), 2)
+        query = torch.cat((plain, _rotated(turned, cos, sin)), 2).flatten(1)
+        latent = F.rms_norm(latent, (shape.rank,), layer.latent_norm, LATENT_EPS)
+        return torch.cat((query, latent, _rotated(rotated.unsqueeze(1), cos, sin).squeeze(1)), 1)
+
+    def split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `project` gave: queries [..., heads, head] and entries of the cache [..., cached]."""
+        query, entry = projected.split((projected.shape[-1] - self._shape.cached, self._shape.cached), -1)
+        return query.unflatten(-1, (self._heads, -1)), entry
+
+    def expand(self, layer: LayerWeights, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [b, heads, t, head] and values [b, heads, t, value] of entries [b, t, cached]."""
+        shape = self._shape
+        latent, rotated = entries.split((shape.rank, shape.rotated), 2)
+        assert layer.latent_up is not None
+        plain, value = (
+            F.linear(latent, layer.latent_up)
+            .view(*latent.shape[:2], self._heads, -1)
+            .transpose(1, 2)
+            .split((shape.plain, shape.value), 3)
+        )
+        return torch.cat((plain, rotated.unsqueeze(1).expand(-1, self._heads, -1, -1)), 3), value
+
+    def absorb(self, layer: LayerWeights, query: torch.Tensor) -> torch.Tensor:
+        """Queries [m, heads, head] for keys that are the cache's entries: [m, 1, heads, cached]."""
+        plain, rotated = query.split((self._shape.plain, self._shape.rotated), 2)
+        keys, _ = self._up(layer)
+        latent = torch.bmm(plain.transpose(0, 1), keys).transpose(0, 1)
+        return torch.cat((latent, rotated), 2).unsqueeze(1)
+
+    def means(self, entries: torch.Tensor) -> torch.Tensor:
+        """Of the cache's entries [..., cached] what attention takes as values, as a view: the latents, [..., rank]."""
+        return entries[..., : self._shape.rank]
+
+    def values(self, layer: LayerWeights, mean: torch.Tensor) -> torch.Tensor:
+        """From means of latents [m, heads · rank] what the output projection takes, [m, heads · value]."""
+        _, values = self._up(layer)
+        latent = mean.view(len(mean), self._heads, -1).transpose(0, 1)
+        return torch.bmm(latent, values.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def _up(self, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor]:
+        """The up-projections of keys, [heads, plain, rank], and of values, [heads, value, rank]."""
+        assert layer.latent_up is not None
+        keys, values = layer.latent_up.view(self._heads, -1, self._shape.rank).split((self._shape.plain, self._shape.value), 1)
+        return keys, values
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """[m, n, rotated], whose pairs are neighbours, not halves: those of the result are halves, of queries as of keys."""
+    halves = x.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2)
+    return (halves * cos + halves.roll(halves.shape[2] // 2, -1) * sin).to(x.dtype)
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The key-value cache: static memory, one slot per sequence.

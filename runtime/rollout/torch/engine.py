@@ -5,32 +5,301 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from bisect import bisect_left
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from runtime.commands import Level
 from runtime.errors import InvariantViolated, UserError
-from runtime.models.offload import HostOffload
+from runtime.models.adapters import HostOffload, are_adapters, merged
+from runtime.models.families.family import ROUTER_BIAS
+from runtime.models.hf_weights import WeightFiles
 from runtime.process import platform
-from runtime.process.progress import at
+from runtime.process.spans import at
 from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, check_requests
-from runtime.rollout.torch import prefill
 from runtime.rollout.torch.decoder import Decoder, KVCache
-from runtime.rollout.torch.decoder_weights import DecoderWeights
-from runtime.rollout.torch.drafts import Drafts, Following
-from runtime.rollout.torch.next_weights import NextWeights
-from runtime.rollout.torch.routed import RoutingRecord, with_experts
-from runtime.rollout.torch.sampling import RowSampling, as_row, sample, sets_of, streams, to_host
-from runtime.rollout.torch.slots import Prefilled, Slots
-from runtime.rollout.torch.turn_cache import TurnCache
-from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, Sample
+from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
+from runtime.rollout.torch.slots import (
+    Drafts,
+    Following,
+    Prefilled,
+    RowSampling,
+    Slots,
+    as_row,
+    sample,
+    sets_of,
+    streams,
+    to_host,
+)
+from runtime.types import GeneratedGroup, GroupRequest, PolicyVersion, RoutedExperts, Sample, common
+
+# ---- Prefill
+#
+# Texts computed at once: whole, or from where keys and values of their first tokens are there already.
+
+SHARED = 16  # tokens with which all texts begin, from which on these are computed once
+MASK = 1 << 26  # entries of an attention mask; more new tokens are computed one part after another
+
+
+class Computed(NamedTuple):
+    last: torch.Tensor  # [texts, hidden]: the last layer's output of each text's last token
+    keys_values: list[torch.Tensor]  # of each text, [layers, parts, heads, its length, width]
+
+
+def beginnings(decoder: Decoder, texts: Sequence[np.ndarray]) -> list[torch.Tensor]:
+    """Compute once what all texts begin with, as a system prompt: for `continued`. Empty where that is less than SHARED."""
+    shortest = min(map(len, texts)) - 1
+    same = (np.stack([text[:shortest] for text in texts]) == texts[0][:shortest]).all(0)
+    shared = shortest if same.all() else int(same.argmin())
+    if len(texts) == 1 or shared < SHARED:
+        return []
+    return whole(decoder, [texts[0][:shared]]).keys_values * len(texts)
+
+
+def whole(decoder: Decoder, texts: Sequence[np.ndarray]) -> Computed:
+    """`texts`: token ids, padded to the longest."""
+    lengths = [len(text) for text in texts]
+    padded = _padded(texts)
+    kept = torch.empty(_shape(decoder, *padded.shape), device=decoder.device, dtype=decoder.dtype)
+    positions = torch.arange(padded.shape[1], device=decoder.device).expand(padded.shape)
+    hidden = decoder.forward(torch.from_numpy(padded).to(decoder.device), positions, kept=kept)
+    return Computed(_last(hidden, lengths), [kept[:, :, row, :, :length] for row, length in enumerate(lengths)])
+
+
+def continued(decoder: Decoder, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor]) -> Computed:
+    """The same where each text's first keys and values, of fewer tokens than it has, are `begun`
+    [layers, parts, heads, length, width]. Those are padded on the left, new tokens on the right."""
+    lengths = np.array([each.shape[3] for each in begun])
+    new = [text[length:] for text, length in zip(texts, lengths, strict=True)]
+    padded, past = _padded(new), int(lengths.max())
+    rows, count = padded.shape
+    # Zeros, because a masked position still multiplies its value by a probability of 0.
+    kept = torch.zeros(_shape(decoder, rows, past + count), device=decoder.device, dtype=decoder.dtype)
+    for row, each in enumerate(begun):
+        kept[:, :, row, :, past - each.shape[3] : past].copy_(each)
+
+    # No text has a token at a position of padding, which is cut so that it can be rotated.
+    ends = np.array([len(text) for text in texts])[:, None] - 1
+    positions = torch.from_numpy(np.minimum(lengths[:, None] + np.arange(count), ends)).to(decoder.device)
+    tokens = torch.from_numpy(padded).to(decoder.device)
+    columns = torch.arange(past + count, device=decoder.device)
+    there = columns >= torch.from_numpy(past - lengths).to(decoder.device).view(-1, 1, 1)
+    step, parts = max(1, MASK // (rows * (past + count))), []
+    for start in range(0, count, step):
+        end = min(start + step, count)
+        allowed = (there & (columns <= columns[past + start : past + end, None]))[:, :, : past + end]
+        part = decoder.forward(tokens[:, start:end], positions[:, start:end], allowed, kept[..., : past + end, :], past + start)
+        parts.append(part)
+    return Computed(
+        _last(torch.cat(parts, 1), [len(each) for each in new]),
+        [kept[:, :, row, :, past - length : past + len(new[row])] for row, length in enumerate(lengths.tolist())],
+    )
+
+
+def _shape(decoder: Decoder, rows: int, length: int) -> tuple[int, ...]:
+    config, (parts, heads, width) = decoder.config, decoder.config.cached
+    return config.layers, parts, rows, heads, length, width
+
+
+def _padded(texts: Sequence[np.ndarray]) -> np.ndarray:
+    """int64 [texts, longest]."""
+    padded = np.zeros((len(texts), max(map(len, texts))), np.int64)
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+    return padded
+
+
+def _last(hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """[texts, T, hidden] at the last of each text's `lengths` tokens."""
+    last = torch.from_numpy(np.arange(len(lengths)) * hidden.shape[1] + np.array(lengths) - 1)
+    return hidden.flatten(0, 1).index_select(0, last.to(hidden.device))
+
+
+# ---- Next weights
+#
+# The version that an engine takes over next.
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class NextWeights:
+    """On CPUs it is the memory in which it was received, where that has the engine's dtype; where all of it has another, it is
+    copied over the weights in use at the swap, so that there is one set of them. Elsewhere it is a copy on the device. Where
+    adapters come alone it is made of the model folder's files, on CPUs in the memory of the version before the one in use."""
+
+    def __init__(self, first: DecoderWeights, folder: str):
+        """`first`: the weights that the engine begins with, of the model `folder`."""
+        self._folder = folder
+        self._config, self._device, self._dtype = first.config, first.embedding.device, first.embedding.dtype
+        self.adopts = str(self._dtype).removeprefix("torch.") if self._device.type == "cpu" else ""
+        """As `RolloutEngine.adopts`."""
+        self.staged: DecoderWeights | Tensors | None = None
+        """Weights, or what is to be copied over those in use."""
+        self._spare: DecoderWeights | None = None  # as new memory is slow on CPUs
+
+    async def stage(self, tensors: Tensors) -> None:
+        """As `RolloutEngine.stage`."""
+        self.staged = None  # so that no third set of weights is in memory
+        self.staged = await asyncio.to_thread(self._prepare, tensors)
+
+    def _prepare(self, tensors: Tensors) -> DecoderWeights | Tensors:
+        alone = are_adapters(tensors)
+        if not alone:
+            require_fit(self._config, tensors)
+        if self.adopts and not alone:
+            if all(each.dtype != self._dtype for name, each in tensors.items() if not name.endswith(ROUTER_BIAS)):
+                return tensors
+            return DecoderWeights.adopt(self._config, tensors, self._device, self._dtype)
+        try:
+            weights = self._spare or DecoderWeights.empty(self._config, self._device, self._dtype)
+            self._spare = weights if self.adopts else None
+            with platform.beside(self._device):
+                weights.load(merged(WeightFiles(self._folder), tensors) if alone else tensors.items())
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"services.rollout.slots: a weight sync holds the weights twice on {self._device}, which has not the memory; "
+                f"take fewer slots, or engine vllm ({error})"
+            ) from error
+        return weights
+
+    def taken(self, before: DecoderWeights, staged: DecoderWeights) -> None:
+        """The engine has `staged` in the place of `before`."""
+        if staged is self._spare:
+            self._spare = before
+
+
+# ---- Routed
+#
+# The experts that the embedded engine's tokens were given to, on the host: they travel with the samples that ask for them.
+
+
+class RoutingRecord:
+    """By running sequence and position; L layers with experts, k experts a token. Nothing without `replays`.
+
+    A token that is fed again, behind a draft that was wrong, has those of the last time. Where keys and values are made anew
+    it keeps the first ones: what was sampled behind it saw these.
+    """
+
+    def __init__(self, decoder: Decoder, sequences: int, length: int, replays: bool):
+        self._decoder, experts = decoder, decoder.config.experts
+        self.of: np.ndarray | None = None  # uint8 or uint16 [sequences, length, L, k]
+        if replays and experts is not None:
+            layers, per_token, count = experts.routes
+            self.of = np.zeros((sequences, length, layers, per_token), np.uint8 if count <= 256 else np.uint16)
+
+    def begin(self) -> None:
+        """What the decoder computes until `taken` is recorded."""
+        self._decoder.chosen = None if self.of is None else []
+
+    def taken(self, texts: int) -> np.ndarray:
+        """[texts, tokens of each, L, k], padding included: of as many texts as were computed side by side."""
+        assert self.of is not None and self._decoder.chosen is not None
+        (chosen, self._decoder.chosen), layers = (self._decoder.chosen, None), self.of.shape[2]
+        parts = [torch.stack(chosen[at : at + layers], 1) for at in range(0, len(chosen), layers)]
+        return torch.cat([part.unflatten(0, (texts, -1)) for part in parts], 1).cpu().numpy().astype(self.of.dtype)
+
+    def note(self, sequences: np.ndarray, positions: np.ndarray) -> None:
+        """Record a step: of each token its sequence and position, int64 [m]."""
+        if self.of is not None:
+            self.of[sequences, positions] = self.taken(1)[0]
+
+    def of_texts(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor]) -> list[np.ndarray | None]:
+        """Of each of the texts, computed side by side behind what was `begun` of them: [its length, L, k], 0 of that."""
+        if self.of is None:
+            return [None] * len(texts)
+        first = [each.shape[3] for each in begun] or [0] * len(texts)
+        pairs = zip(self.taken(len(texts)), texts, first, strict=True)
+        return [np.pad(row[: len(text) - known], ((known, 0), (0, 0), (0, 0))) for row, text, known in pairs]
+
+
+def with_experts(sample: Sample, request: GroupRequest, taken: np.ndarray | None) -> Sample:
+    """`taken` [at least P + R - 1, L, k], from the prompt's first token on."""
+    if taken is None or request.sampling.experts_from < 0:
+        return sample
+    own = taken[request.sampling.experts_from : len(request.prompt) + len(sample.tokens) - 1]
+    return replace(sample, experts=RoutedExperts.of(own.copy()))
+
+
+# ---- Turn cache
+#
+# A prefix cache: keys and values of conversations that wait for their next turn, found again by their tokens.
+
+SHORTEST = 16  # tokens: a shorter beginning is computed with the rest, as most prompts of a run share so much by their template
+
+
+class TurnCache:
+    """At most `capacity` bytes of keys and values; texts that were not used for the longest time leave first.
+
+    What is common to a prompt and a text that was put in is found, as keys and values depend on nothing behind them. So a text
+    that another one begins with need not be there a second time: a conversation is held once, in its latest state.
+
+    The texts are sorted: whatever begins as a prompt does is next to the place where the prompt itself would be.
+    """
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self._held: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # by `_key`, the least recently used first
+        self._sorted: list[bytes] = []
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def put(self, text: np.ndarray, keys_values: torch.Tensor) -> None:
+        """Copy those of `text` [length]: [layers, parts, heads, length, width]. Not when they alone are above `capacity`."""
+        if keys_values.nbytes > self._capacity:
+            return
+        key = _key(text)
+        place = bisect_left(self._sorted, key)
+        if place < len(self) and self._sorted[place].startswith(key):
+            self._held.move_to_end(self._sorted[place])
+            return
+        while place and key.startswith(self._sorted[place - 1]):
+            place -= 1
+            self._drop(self._sorted[place])
+        while self.bytes + keys_values.nbytes > self._capacity:
+            self._drop(next(iter(self._held)))
+        self._sorted.insert(bisect_left(self._sorted, key), key)
+        self._held[key] = keys_values.clone(memory_format=torch.contiguous_format)
+        self.bytes += keys_values.nbytes
+
+    def longest(self, prompt: np.ndarray, most: int = -1) -> torch.Tensor | None:
+        """Those of the longest beginning of `prompt` [P] that is there, of `most` tokens at most unless that is negative:
+        [layers, parts, heads, length, width]. Its last token is always left to be computed. None: nothing is there of
+        `SHORTEST` tokens or more."""
+        if not self._sorted:
+            return None
+        key = _key(prompt)
+        place = bisect_left(self._sorted, key)
+        beside = self._sorted[max(0, place - 1) : place + 1]
+        length, best = max((common(prompt, np.frombuffer(each, "<i4")), each) for each in beside)
+        length = min(length, len(prompt) - 1, most if most >= 0 else length)
+        if length < SHORTEST:
+            return None
+        self._held.move_to_end(best)
+        return self._held[best][:, :, :, :length]
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._sorted.clear()
+        self.bytes = 0
+
+    def _drop(self, key: bytes) -> None:
+        del self._sorted[bisect_left(self._sorted, key)]
+        self.bytes -= self._held.pop(key).nbytes
+
+
+def _key(tokens: np.ndarray) -> bytes:
+    return tokens.astype("<i4").tobytes()
+
 
 T = TypeVar("T")
 
@@ -236,12 +505,12 @@ class TorchRolloutEngine(RolloutEngine):
             kept = [sets.get(row) for row in range(own.start, own.stop)]
             group.prefilled = Prefilled(text, stream, tokens[own], logprobs[own], version, kept, taken)
 
-    def _compute(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> prefill.Computed:
+    def _compute(self, texts: Sequence[np.ndarray], begun: Sequence[torch.Tensor] = ()) -> Computed:
         if not begun and self._routing.of is None:  # experts are read off a pass over whole texts
-            begun = prefill.beginnings(self._decoder, texts)
+            begun = beginnings(self._decoder, texts)
             self._stats.prefill_tokens += begun[0].shape[3] if begun else 0
         self._stats.prefill_tokens += sum(map(len, texts)) - sum(each.shape[3] for each in begun)
-        return prefill.continued(self._decoder, texts, begun) if begun else prefill.whole(self._decoder, texts)
+        return continued(self._decoder, texts, begun) if begun else whole(self._decoder, texts)
 
     def _next_prompts(self) -> tuple[list[_TorchGroup], list[torch.Tensor]]:
         """The first waiting groups without a prefilled prompt, within the token budget but at least one; and what is kept of

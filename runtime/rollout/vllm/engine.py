@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,21 +28,72 @@ import numpy as np
 import torch
 
 from runtime import timeouts
-from runtime.columns import RoutedExperts
 from runtime.commands import Level
-from runtime.errors import DeadlineExceeded, InvariantViolated, ServiceFault, UserError
+from runtime.errors import DeadlineExceeded, InvalidMessage, InvariantViolated, ServiceFault, UserError
+from runtime.models.adapters import are_adapters, merged
+from runtime.models.families.family import dtype_of
 from runtime.models.hf_config import packs, read_config
-from runtime.models.hf_weights import WeightFiles
+from runtime.models.hf_weights import WeightFiles, misfit
 from runtime.models.limits import kv_cache_bytes
 from runtime.process import platform
-from runtime.process.progress import work
+from runtime.process.spans import work
 from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, check_requests, make_sample
 from runtime.rollout.vllm.arguments import as_vllm, check_temperature, sample_seed
-from runtime.rollout.vllm.shared_weights import SharedWeights
 from runtime.rollout.vllm.shim import Core, Output, check_version, prepare_environment
 from runtime.rollout.vllm.worker import MENDABLE
-from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion
-from runtime.weights.group import Location
+from runtime.types import FinishReason, GeneratedGroup, GroupRequest, PolicyVersion, RoutedExperts
+from runtime.weights.group import Location, arena, locate
+
+# ---- Shared weights
+#
+# What vLLM's workers load at the next swap: a whole set of weights in shared memory.
+
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class SharedWeights:
+    def __init__(self, files: WeightFiles, tied: bool, dtype: torch.dtype):
+        """`files`: of the model folder. `tied`: whether the model's head is its embedding. `dtype`: the engine's."""
+        self._files, self._is_tied, self._dtype = files, tied, dtype
+        self._whole: dict[str, torch.Tensor] = {}  # what `_merged` gives; {} before the first time
+
+    def prepare(self, tensors: Tensors) -> tuple[list[Location], list[torch.Tensor]]:
+        """Where they lie, and what of them was made here: to be kept until they have been read.
+
+        Raises InvalidMessage for what is no whole set of weights, nor adapters to those of the folder.
+        """
+        if are_adapters(tensors):
+            tensors = self._merged(tensors)
+        else:
+            self._check(tensors)
+        return locate({**self._tied(tensors), **tensors})
+
+    def _merged(self, adapters: Tensors) -> Tensors:
+        """The policy, in memory that is used again. It is made here, beside generation: each worker would read all of the base,
+        and nothing is generated while they load."""
+        if not self._whole:
+            shapes = self._files.shapes
+            dtypes = {name: dtype_of(name, self._dtype) for name in shapes}
+            buffers = arena([math.prod(shapes[name]) * dtypes[name].itemsize for name in shapes])
+            self._whole = {name: one.view(dtypes[name]).view(shapes[name]) for name, one in zip(shapes, buffers, strict=True)}
+        for name, weight in merged(self._files, adapters):
+            self._whole[name].copy_(weight)
+        return self._whole
+
+    def _tied(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """The head of a model that ties it to its embedding, by its own name: vLLM may keep a converted copy of it, which it
+        renews only when it is told to, and ignores the name otherwise."""
+        return {_HEAD: tensors[_EMBEDDING]} if self._is_tied and _EMBEDDING in tensors else {}
+
+    def _check(self, tensors: Tensors) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        head = {name: shapes[name] for name in shapes if name == _HEAD and self._is_tied}
+        fault = misfit(head | self._files.shapes, shapes, _HEAD if self._is_tied else "")
+        if fault:
+            raise InvalidMessage(f"weights do not fit the model: {fault}")
+
 
 _INITIAL = PolicyVersion()
 _CPU_STEP = 2048  # tokens that a step computes at most, or those of the longest sequence

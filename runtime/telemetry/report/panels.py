@@ -6,13 +6,56 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 
 from runtime.telemetry.metrics import WITHIN_UPDATE
-from runtime.telemetry.report import thinning
-from runtime.telemetry.report.lineages import STEP_ENDED, LoggedHistory, Point
+from runtime.telemetry.report.record import STEP_ENDED, LoggedHistory, Point
+
+# ---- Thinning
+#
+# Long curves with fewer points, and the same look: a browser draws 2,000 points in the time of a blink, not 10,000 of sixty
+# curves. Pure.
+
+MOST_POINTS = 2000
+
+
+def extremes(values: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
+    """Indices, in order, of at most `most` of `values` [N]: the least and the greatest of each of nearly most / 2 equal parts,
+    and both ends, so that no spike is lost. NaNs are never chosen but at the ends."""
+    count = len(values)
+    if count <= most:
+        return np.arange(count)
+    edges = np.linspace(0, count, most // 2).astype(np.int64)  # one part fewer, which leaves room for the ends
+    chosen = {0, count - 1}
+    for begin, end in pairwise(edges.tolist()):
+        part = values[begin:end]
+        if not np.isnan(part).all():
+            chosen |= {begin + int(np.nanargmin(part)), begin + int(np.nanargmax(part))}
+    return np.array(sorted(chosen))
+
+
+def means(values: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
+    """[min(N, most)]: the mean of each of `most` equal parts of `values` [N]. For what is stacked, whose parts add up."""
+    count = len(values)
+    if count <= most:
+        return values
+    edges = np.linspace(0, count, most + 1).astype(np.int64)
+    return np.add.reduceat(values, edges[:-1]) / np.diff(edges)
+
+
+def smoothed(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of each value and those before it, over a window; NaNs count for nothing."""
+    there = ~np.isnan(values)
+    sums = np.cumsum(np.concatenate([[0.0], np.where(there, values, 0.0)]))
+    counts = np.cumsum(np.concatenate([[0], there]))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - window, 0)
+    number = counts[ends] - counts[starts]
+    return np.divide(sums[ends] - sums[starts], number, out=np.full(len(values), np.nan), where=number > 0)
+
 
 SMOOTHED_FROM = 30  # steps; below, a mean over several of them hides more than it shows
 WINDOW = 10
@@ -221,10 +264,10 @@ def _series(name: str, steps: np.ndarray, values: np.ndarray, smooth: bool) -> S
     if not len(there):
         return Series(name, steps[:0], values[:0])
     steps, values = steps[there[0] : there[-1] + 1], values[there[0] : there[-1] + 1]
-    kept = thinning.extremes(values)
+    kept = extremes(values)
     if not smooth or len(values) < SMOOTHED_FROM:
         return Series(name, steps[kept], values[kept])
-    mean = thinning.smoothed(values, max(WINDOW, len(values) // 50))
+    mean = smoothed(values, max(WINDOW, len(values) // 50))
     return Series(name, steps[kept], values[kept], mean[kept])
 
 
@@ -266,7 +309,7 @@ def _phases(columns: MetricColumns) -> Panel:
     if not len(columns.steps):
         return Panel("Time by phase", "seconds a step", [], kind="stack")
     window = max(1, len(columns.steps) // 50)
-    steps = thinning.means(columns.steps.astype(np.float64))
-    layers = [Series(name, steps, thinning.means(thinning.smoothed(values[name], window))) for name in ordered]
-    wall = thinning.means(thinning.smoothed(columns[STEP_ENDED], window))
+    steps = means(columns.steps.astype(np.float64))
+    layers = [Series(name, steps, means(smoothed(values[name], window))) for name in ordered]
+    wall = means(smoothed(columns[STEP_ENDED], window))
     return Panel("Time by phase", "seconds a step", [*layers, Series("wall time", steps, wall)], kind="stack")

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from runtime.evaluation.results import EvaluationResult, SetResult
-from runtime.telemetry.metric_names import SCORE_ERRORS
-from runtime.telemetry.report.lineages import STEP_ENDED, LoggedHistory, Point
+from runtime.telemetry.metrics import SCORE_ERRORS
 from runtime.telemetry.report.published import PublishedFigure
-from runtime.telemetry.report.record import RecordedSettings, RunRecord
+from runtime.telemetry.report.record import STEP_ENDED, LoggedHistory, Point, RecordedSettings, RunRecord
 
 NOT_MEASURED = "not measured"
 NOT_PUBLISHED = "not published"

@@ -16,10 +16,9 @@ from safetensors.torch import save_file
 
 from runtime.config import Lora
 from runtime.errors import UserError
-from runtime.models.adapters import DOWN, UP, adapted
+from runtime.models.adapters import DOWN, UP, AdapterBase, adapted, start_of
 from runtime.models.families.adapters import PREFIX, target_modules
 from runtime.models.limits import LORA_NEEDS_PEFT
-from runtime.trainer.adapters import AdapterBase, start_of
 from runtime.trainer.fsdp import sharding
 
 if TYPE_CHECKING:

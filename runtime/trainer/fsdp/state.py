@@ -26,11 +26,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from runtime.errors import UserError
-from runtime.json_file import read_object
 from runtime.models import hf_policy
+from runtime.models.adapters import AdapterBase
 from runtime.process import platform
-from runtime.trainer.adapters import AdapterBase
-from runtime.trainer.backend import RankInfo, TrainingPosition
+from runtime.run_files import read_object
+from runtime.trainer.backend import TrainingPosition
+from runtime.trainer.collectives import RankInfo
 from runtime.trainer.fsdp import lora, optimizers, sharding
 from runtime.trainer.fsdp.lora import Adapters
 

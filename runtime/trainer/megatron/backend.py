@@ -8,25 +8,24 @@ from typing import TypeVar
 
 import torch
 
-from runtime import codec
+from runtime import types
 from runtime.config import Config
 from runtime.models import hf_policy
+from runtime.models.adapters import AdapterBase, HostOffload
 from runtime.models.families.adapters import travelling
 from runtime.models.families.family import dtype_of
-from runtime.models.offload import HostOffload
 from runtime.process import platform
-from runtime.trainer.adapters import AdapterBase
 from runtime.trainer.backend import (
     BatchOutputs,
     ModelBackend,
-    RankInfo,
+    PerToken,
     TrainedRole,
     TrainingPosition,
     compute_dtype,
     wire_dtype,
 )
+from runtime.trainer.collectives import RankInfo
 from runtime.trainer.fsdp.lora import FOLDER
-from runtime.trainer.head import PerToken
 from runtime.trainer.megatron import state
 from runtime.trainer.megatron.lora import MegatronAdapters
 from runtime.trainer.megatron.optimizer import MegatronOptimizer
@@ -34,8 +33,8 @@ from runtime.trainer.megatron.passes import MegatronPasses
 from runtime.trainer.megatron.weights import ModelWeights
 from runtime.trainer.micro_batch import MicroBatch
 from runtime.trainer.statistics import Reduced, StepStatistics
+from runtime.weights.delta import Shard
 from runtime.weights.plan import TensorSpec
-from runtime.weights.shard_delta import Shard
 
 T = TypeVar("T")
 
@@ -81,7 +80,7 @@ class MegatronBackend(ModelBackend):
         super().__init__(rank_info, self._passes.shape.vocab_size, shares, self._grid.leads)
 
     def of_share(self, items: Sequence[T], kind: type[T]) -> Sequence[T]:
-        return codec.decode(list[kind], self._grid.bytes_of_leader(codec.encode(list(items))))  # type: ignore[valid-type]
+        return types.decode(list[kind], self._grid.bytes_of_leader(types.encode(list(items))))  # type: ignore[valid-type]
 
     # ------------------------------------------------------------------------------------------ passes
 
@@ -109,7 +108,7 @@ class MegatronBackend(ModelBackend):
     def reduce(self, statistics: StepStatistics) -> tuple[Reduced, float]:
         squared = self.optimizer.finish()
         reduced = statistics.reduce(self._grid.blocks, self._grid.data_group) if self._grid.last else Reduced()
-        return codec.decode(Reduced, self._grid.bytes_of_last_stage(codec.encode(reduced))), squared
+        return types.decode(Reduced, self._grid.bytes_of_last_stage(types.encode(reduced))), squared
 
     def gradients(self) -> list[torch.Tensor]:
         return self.optimizer.gradients()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from runtime.errors import UserError
 from runtime.models.limits import MEGATRON_NEEDS_CORE
-from runtime.trainer.megatron.core_index import CoreReader
+from runtime.trainer.megatron.core_checkpoint import CoreReader
 
 _USED = (
     "dist_checkpointing",

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 
 from runtime.config import Lora
 from runtime.models import hf_policy
+from runtime.models.adapters import AdapterBase, start_of
 from runtime.models.families import Parameter
 from runtime.models.families.adapters import AdapterTable, Pair
-from runtime.trainer.adapters import AdapterBase, start_of
 from runtime.trainer.backend import TrainingPosition
 from runtime.trainer.fsdp import lora, state
 from runtime.trainer.megatron.optimizer import KINDS, MegatronOptimizer

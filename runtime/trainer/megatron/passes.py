@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import megatron.core
+import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from runtime.config import Spread
@@ -15,14 +18,166 @@ from runtime.errors import UserError
 from runtime.models import hf_config
 from runtime.models.families import FAMILIES
 from runtime.models.limits import uncut
-from runtime.process.progress import at
-from runtime.trainer.backend import BatchOutputs
-from runtime.trainer.head import PerToken, token_numbers
-from runtime.trainer.megatron import context, facade, vocab_parallel
+from runtime.models.passes import Packing
+from runtime.process.spans import at
+from runtime.trainer.backend import BatchOutputs, PerToken, token_numbers
+from runtime.trainer.megatron import facade
 from runtime.trainer.megatron.grid import ProcessGrid
 from runtime.trainer.megatron.model import PackedModel, transformer_config
 from runtime.trainer.megatron.weights import ModelWeights, held_by
-from runtime.trainer.micro_batch import MicroBatch, padded
+from runtime.trainer.micro_batch import MicroBatch, padded, query_rows
+
+# ---- Context
+#
+# Context parallelism: the ranks of a group compute a part of each micro-batch's tokens each.
+#
+# With C ranks the packed tokens are cut into 2C chunks, and rank c has chunks c and 2C - 1 - c: under the causal mask the
+# later tokens of a sequence are more work, and so all ranks have about as much. Queries stay where they are; keys and
+# values are gathered, in the order of the ranks. A rank has the logits of the trained tokens that it predicts. What is
+# computed of these, a number for each, is gathered before it is laid out by samples, so every rank has the whole loss, and
+# the gradient of its own tokens.
+
+
+@dataclass(frozen=True)
+class ContextShard(MicroBatch):
+    """A rank's part of a micro-batch: its tokens, of which its n `predictors` and `targets` are. The rest is of the whole."""
+
+    chosen: torch.Tensor  # int64 [n], which of the N trained tokens the rank predicts
+    group: dist.ProcessGroup
+
+    def whole(self, values: torch.Tensor) -> torch.Tensor:
+        """Values [n] of this rank's trained tokens among those of all, [N]. Gradients reach this rank's own."""
+        found = values.new_zeros(len(self.cells))
+        found[self.chosen] = values.detach()
+        dist.all_reduce(found, group=self.group)
+        return found.index_copy(0, self.chosen, values)
+
+    def grid(self, values: torch.Tensor) -> torch.Tensor:
+        return super().grid(self.whole(values))
+
+    def of_tokens(self, name: str) -> torch.Tensor:
+        return super().of_tokens(name)[self.chosen]
+
+
+def part_of(batch: MicroBatch, group: dist.ProcessGroup, multiple: int = 1) -> ContextShard:
+    """This rank's part of `batch`, of a multiple of `multiple` tokens."""
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    before = batch.input_ids.shape[1]
+    batch = padded(batch, 2 * count * multiple)
+    total, device = batch.input_ids.shape[1], batch.input_ids.device
+    paths = np.concatenate([batch.paths, np.arange(before, total)])  # what is padding attends to itself
+    sequences = np.concatenate([batch.sequences, [[len(batch.paths), 0, total - before]]])
+    where = np.concatenate([tokens_of(each, count, total) for each in range(count)])
+    own = tokens_of(rank, count, total)
+    place = np.full(total, -1)  # among this rank's tokens
+    place[own] = np.arange(len(own))
+    predictors = place[batch.predictors.cpu().numpy()]
+    chosen = np.flatnonzero(predictors >= 0)
+
+    def send(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    index = send(own)
+    packing = packing_of(paths, sequences, own, np.argsort(where), device)
+    changed = {
+        "input_ids": batch.input_ids[:, index],
+        "position_ids": batch.position_ids[:, index],
+        "packing": packing,
+        "predictors": send(predictors[chosen]),
+        "targets": batch.targets[send(chosen)],
+        "kept": None if batch.kept is None else batch.kept[send(chosen)],
+    }
+    known = {field.name: getattr(batch, field.name) for field in fields(MicroBatch)}
+    return ContextShard(**known | changed, chosen=send(chosen), group=group)
+
+
+def tokens_of(rank: int, count: int, total: int) -> np.ndarray:
+    """int64 [total / count], ascending: the packed tokens of a rank; `total` is a multiple of 2 · `count`."""
+    return np.arange(total).reshape(2 * count, -1)[[rank, 2 * count - 1 - rank]].ravel()
+
+
+def packing_of(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray, place: np.ndarray, device: torch.device) -> Packing:
+    """How the tokens `own` attend; `paths` and `sequences` as in MicroBatch. `place`, int64 [T]: where each packed token's key
+    lies."""
+    asks = np.full(len(place), -1)
+    asks[own] = np.arange(len(own))
+    return query_rows(paths, _stretches(paths, sequences, own), asks, place, device, ratio=1.0)
+
+
+def _stretches(paths: np.ndarray, sequences: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """int64 [stretches, 3]: tokens in a row of one sequence, of one chunk: where the sequence begins in `paths`, how many of it
+    come before, and how many they are."""
+    path, shared, tokens = sequences[sequences[:, 2] > 0].T
+    begin = paths[path + shared]
+    size, found = len(own) // 2, []
+    for half in range(2):
+        first = own[half * size]
+        low, high = np.maximum(begin, first), np.minimum(begin + tokens, first + size)
+        found.append(np.stack((path, shared + low - begin, high - low), 1)[low < high])
+    return np.concatenate(found)
+
+
+# ---- Vocab parallel
+#
+# Log-probability and entropy from logits whose vocabulary is spread over the ranks of a group; nobody sees a whole row.
+#
+# With x the logits of one token, divided by the temperature, m their maximum, Z = Σ exp(x − m) and p = exp(x − m) / Z: log
+# p_t = x_t − m − log Z, H = m + log Z − Σ p x, ∂ log p_t / ∂x_j = [j = t] − p_j, ∂H / ∂x_j = −p_j (log p_j + H).
+
+
+def token_logprobs(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: float = 1.0,
+    *,
+    group: dist.ProcessGroup,
+    start: int,
+    entropy_gradient: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `algorithms.losses.token_logprobs` computes, of the logits [N, v] of the tokens `start` … `start + v - 1`.
+
+    tokens int64 [N] -> log-probabilities [N], entropies [N], on every rank of `group`; half precision is computed in float32.
+    Two collectives in the forward pass and none in the backward one: the gradient is that of this rank's logits.
+    """
+    scaled = logits if logits.dtype.itemsize >= 4 else logits.float()
+    if temperature != 1.0:
+        scaled = scaled / temperature
+    result: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(scaled, tokens - start, group)
+    logp, entropy = result
+    return logp, entropy if entropy_gradient else entropy.detach()
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, local: torch.Tensor, group: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`local`: the tokens, counted from this rank's first."""
+        size = logits.shape[1]
+        largest = logits.amax(1) if size else logits.new_full((len(logits),), -torch.inf)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        shifted = logits - largest[:, None]
+        mine = (local >= 0) & (local < size)
+        index = torch.where(mine, local, 0)[:, None]
+        chosen = torch.where(mine, shifted.gather(1, index)[:, 0], 0.0) if size else torch.zeros_like(largest)
+        weights = shifted.exp()
+        sums = torch.stack([chosen, weights.sum(1), (weights * shifted).sum(1)])
+        dist.all_reduce(sums, group=group)
+        chosen, total, weighted = sums.unbind()
+        log_total = total.log()
+        entropy = log_total - weighted / total
+        ctx.save_for_backward(shifted.sub_(log_total[:, None]), index, mine, entropy)
+        return chosen - log_total, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        of_logp, of_entropy = gradients
+        logp, index, mine, entropy = ctx.saved_tensors
+        out = logp.exp()
+        out.mul_(-of_logp[:, None] - of_entropy[:, None] * (logp + entropy[:, None]))
+        if logp.shape[1]:
+            out.scatter_add_(1, index, torch.where(mine, of_logp, 0.0)[:, None])
+        return out, None, None
 
 
 class MegatronPasses:
@@ -68,7 +223,7 @@ class MegatronPasses:
 
         def report(batch: MicroBatch, outputs: torch.Tensor, non_loss_data: bool) -> torch.Tensor:
             found = output(batch, outputs)
-            return batch.whole(found) if isinstance(batch, context.ContextShard) else found
+            return batch.whole(found) if isinstance(batch, ContextShard) else found
 
         with torch.no_grad():
             found = self.pipeline(held, report, forward_only=True, collect_non_loss_data=True)
@@ -100,7 +255,7 @@ class MegatronPasses:
     def _share(self, batch: MicroBatch) -> MicroBatch:
         """What this rank computes of `batch`."""
         if self.grid.context > 1:
-            return context.part_of(batch, self.grid.context_group, self._multiple)
+            return part_of(batch, self.grid.context_group, self._multiple)
         return padded(batch, self._multiple)
 
     def token_logprobs(
@@ -109,7 +264,7 @@ class MegatronPasses:
         """As `ModelBackend.token_logprobs`. The chunks are the same on all ranks that share the vocabulary."""
         start, width = self.model.vocabulary_start, self.shape.vocab_size // self.grid.layout.tensor
         numbers = partial(
-            vocab_parallel.token_logprobs,
+            token_logprobs,
             temperature=temperature,
             group=self.grid.tensor_group,
             start=start,

@@ -14,7 +14,7 @@ from runtime.models.families.adapters import AdapterTable
 from runtime.models.families.family import dtype_of
 from runtime.models.hf_weights import WeightFiles
 from runtime.trainer.megatron.grid import ProcessGrid
-from runtime.weights.shard_delta import Shard
+from runtime.weights.delta import Shard
 
 _CORRECTION = "router.expert_bias"  # a buffer, which is no parameter to megatron-core
 

@@ -1,0 +1,98 @@
+"""A process's place among the ranks of its group, and what ranks give each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from runtime.ledger import checkpoint, node_checkpoints
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """This process's place in its service's group; `group` is another one of the same ranks."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: Any = None
+
+    def largest(self, counts: list[int]) -> list[int]:
+        """The elementwise maximum over ranks."""
+        if self.world_size == 1:
+            return counts
+        tensor = torch.tensor(counts, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, self.group)
+        return tensor.tolist()
+
+    def summed(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of `part` over ranks, of its dtype and on its device."""
+        if self.world_size == 1:
+            return part
+        # NPUs reduce nothing wider than float32.
+        whole = part.to(self.device, torch.float32 if self.device.type == "npu" else torch.float64)
+        dist.all_reduce(whole, group=self.group)
+        return whole.to(part)
+
+    def gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """The rows of `part` [n, k] of all ranks, one rank's after the other's, on the host."""
+        if self.world_size == 1:
+            return part
+        longest = self.largest([len(part)])[0]
+        padded = torch.zeros(longest + 1, part.shape[1], dtype=part.dtype, device=self.device)
+        padded[0, 0] = len(part)
+        padded[1 : len(part) + 1] = part.to(self.device)
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded, self.group)
+        return torch.cat([each[1 : int(each[0, 0]) + 1] for each in parts]).cpu()
+
+
+CHUNK = 64 << 20  # bytes that are sent at a time
+
+
+def _all_told(own: Any, info: RankInfo) -> list[Any]:
+    """What each rank says, as JSON has it, in their order."""
+    line = torch.tensor(list(json.dumps(own).encode() + b"\n"), dtype=torch.int32)[:, None]
+    return [json.loads(told) for told in bytes(info.gathered(line).flatten().tolist()).splitlines()]
+
+
+def exchange(folder: Path, needed: Callable[[str], bool], info: RankInfo) -> Iterator[Path]:
+    """Copy into `folder`, whose name differs from node to node, the files that ranks there need and other nodes alone have.
+    Gives those that this rank has written. A collective, which is over once all is given."""
+    own = node_checkpoints.files(folder)
+    told = _all_told([str(folder), own], info)
+    sizes: dict[str, int] = {name: size for _, files in told for name, size in files.items()}
+    wanted = _all_told([name for name in sizes if name not in own and needed(name)], info)
+    for name, size in sorted(sizes.items()):
+        sender = next(rank for rank, (_, files) in enumerate(told) if name in files)
+        first = {told[rank][0]: rank for rank in reversed(range(len(told))) if name in wanted[rank]}  # of each node
+        for receiver in first.values():
+            if info.rank == sender:
+                _carry(folder / name, "rb", size, receiver, info)
+            elif info.rank == receiver:
+                yield _carry(folder / name, "wb", size, sender, info)
+    info.largest([0])
+
+
+def _carry(path: Path, mode: str, size: int, other: int, info: RankInfo) -> Path:
+    """Send a file to the rank `other`, or write what it sends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    place = path if mode == "rb" else path.with_name(f".{path.name}.partial")
+    carrier = torch.device("cpu") if dist.get_backend(info.group) == "gloo" else info.device
+    with checkpoint.full_disk_told(path.parent), place.open(mode) as file:
+        for first in range(0, size, CHUNK):
+            data = torch.empty(min(CHUNK, size - first), dtype=torch.uint8)
+            if mode == "rb":
+                data.numpy()[:] = np.frombuffer(file.read(len(data)), np.uint8)
+                dist.send(data.to(carrier), other, info.group)
+            else:
+                dist.recv(there := data.to(carrier), other, info.group)
+                file.write(there.cpu().numpy().data)
+    return place.replace(path)
