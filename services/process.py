@@ -199,8 +199,6 @@ def lead(path: Path, name: str, work: Callable[[Config, Phases], Coroutine[Any, 
     os_process.raise_descriptor_limit()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     phases = Phases()
-    if services.IMPORTED:
-        phases.seconds["fork server"] = services.IMPORTED
     phases.mark("interpreter", services.BEGAN)
     phases.mark("imports")
     try:

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from launcher import run_folder
 from launcher.job import Job
-from launcher.node.fork_server import ForkServer
 from launcher.node.local_node import LocalNode
 from launcher.page.page_process import PageBeside
 from launcher.view import View
@@ -21,17 +20,11 @@ from runtime.telemetry.summary import LAUNCHER, Summary
 from sluice import start
 
 
-async def train(
-    config: Config,
-    view: View,
-    here: LocalNode | None = None,
-    fork_server: ForkServer | None = None,
-    asked: float | None = None,
-) -> Summary:
-    """Run to the end, with this machine as the coordinator's node; `fork_server`: if it has been started already; `asked`: when
-    the run was, on the clock of time.monotonic, if that is not when this process began. Raises UserError for the user's
-    mistakes, ServiceFault for a fault; no process is left either way."""
-    job = _TrainJob(config, view, here or LocalNode.of(config), fork_server)
+async def train(config: Config, view: View, here: LocalNode | None = None, asked: float | None = None) -> Summary:
+    """Run to the end, with this machine as the coordinator's node; `asked`: when the run was, on the clock of time.monotonic,
+    if that is not when this process began. Raises UserError for the user's mistakes, ServiceFault for a fault; no process is
+    left either way."""
+    job = _TrainJob(config, view, here or LocalNode.of(config))
     if asked is not None:
         job.started = job.launched = asked
     return await job.run()
@@ -42,8 +35,8 @@ class _TrainJob(Job[Summary]):
     stopped_early = start.STOPPED["train"]
     stopped_late = "stopped at once; the newest checkpoint stays"
 
-    def __init__(self, config: Config, view: View, here: LocalNode, fork_server: ForkServer | None):
-        super().__init__(config, view, here, fork_server)
+    def __init__(self, config: Config, view: View, here: LocalNode):
+        super().__init__(config, view, here)
         self._memory = PeakMemory(LAUNCHER)
         self._page = PageBeside(config, view)
 

@@ -253,8 +253,7 @@ class Agent:
         await asyncio.gather(*(self._supervisor.end(name, timeouts.AGENT_END_GRACE) for name in ends))
         self._assignment = assignment
         self._supervisor.respecify(specs)  # those that run, and are started again later, find the coordinator of now
-        # Those that wait for the fork server come last, and of these first who loads the longest.
-        for name in sorted(wanted, key=lambda name: (specs[name].forked, specs[name].role != "trainer")):
+        for name in sorted(wanted, key=lambda name: specs[name].role != "trainer"):  # the trainer loads the longest
             if name not in running:
                 await self._start(specs[name], wanted[name])
         if self.began:

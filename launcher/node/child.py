@@ -9,7 +9,6 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
-from launcher.node.fork_server import ForkedProcess
 from launcher.node.logs import Log
 from launcher.node.topology import ProcessSpec
 from runtime.errors import ServiceFault, SluiceError, UserError
@@ -21,9 +20,7 @@ FAULT = "error: "  # how a process begins the line that says why it ends
 class Child:
     """A process that was started, and its log. `incarnation` counts those that were started under its name before."""
 
-    def __init__(
-        self, spec: ProcessSpec, process: asyncio.subprocess.Process | ForkedProcess, output: Log, incarnation: int = 0
-    ):
+    def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, output: Log, incarnation: int = 0):
         self.spec = spec
         self.process = process
         self.output = output

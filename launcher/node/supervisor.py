@@ -20,7 +20,6 @@ from typing import Any
 
 from launcher.node import local_node
 from launcher.node.child import Child
-from launcher.node.fork_server import ForkedProcess, ForkServer
 from launcher.node.logs import LineView, Log
 from launcher.node.stalls import Beats, is_stopped, keep_stacks, stalled
 from launcher.node.topology import ProcessSpec
@@ -218,10 +217,8 @@ class Supervisor:
         logs: Path,
         view: LineView | None = None,
         settings: Logs = Logs(),  # noqa: B008  immutable
-        fork_server: ForkServer | None = None,
     ):
-        """`view`: shows what became of processes, and, if it is verbose, every line that they write. `fork_server`: of which
-        those are forked that may be."""
+        """`view`: shows what became of processes, and, if it is verbose, every line that they write."""
         os_process.raise_descriptor_limit()  # every child takes some of ours
         self._logs = logs
         self._view = view
@@ -229,8 +226,6 @@ class Supervisor:
         self._outputs: list[Log] = []
         self.on_exit: Callable[[Child], None] = lambda child: None
         """Told of each that died and is not started again from here."""
-        self._fork_server = fork_server or ForkServer()
-        self._fork_server.say = self.say
         self.keys: Keys | None = None
         """Out of which those of the services are made; None where they need none."""
         self.children: list[Child] = []
@@ -250,7 +245,7 @@ class Supervisor:
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
         self._beats = Beats()
         self._orphans = Orphans()
-        self._processes: list[asyncio.subprocess.Process | ForkedProcess] = []  # all that may live
+        self._processes: list[asyncio.subprocess.Process] = []  # all that may live
         self._kills = OomKills()
         self._starved: dict[str, float] = {}  # when a process of this name was killed for want of memory last
         self._watch: asyncio.Task[None] | None = None  # for those that make no progress
@@ -322,17 +317,15 @@ class Supervisor:
         with output.writer() as out, self._beats.connected(spec.name) as given, self._orphans.spared():
             env = {**keys.inherited(), **own, **self._told(spec, incarnation)}
             try:
-                process = (await self._fork_server.fork(spec.command, env, given.fileno(), out) if spec.forked else None) or (
-                    await asyncio.create_subprocess_exec(
-                        *spec.command,
-                        stdin=given.fileno(),
-                        stdout=asyncio.subprocess.PIPE if capture else out,
-                        stderr=out,
-                        env=env,
-                        pass_fds=pass_fds,
-                        start_new_session=True,
-                        preexec_fn=partial(os_process.before_exec, spec.cpus, spec.signals_held),
-                    )
+                process = await asyncio.create_subprocess_exec(
+                    *spec.command,
+                    stdin=given.fileno(),
+                    stdout=asyncio.subprocess.PIPE if capture else out,
+                    stderr=out,
+                    env=env,
+                    pass_fds=pass_fds,
+                    start_new_session=True,
+                    preexec_fn=partial(os_process.before_exec, spec.cpus, spec.signals_held),
                 )
             except (FileNotFoundError, PermissionError):
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
@@ -496,7 +489,6 @@ class Supervisor:
         """Whoever still runs is asked to end, SIGKILL after `grace` seconds; returns when every one is gone, and
         what vLLM's processes leave in shared memory."""
         self.stop_restarts()
-        self._fork_server.end()
         for child in self.children:
             if child.running:
                 child.signal_group(child.spec.ends_by)

@@ -9,11 +9,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from launcher.node.environment import affinity, environment, hccl_ports
-from launcher.node.fork_server import on_torch
 from launcher.node.local_node import Machine
 from runtime.cluster.nodes import Launch
 from runtime.cluster.topology import Instance, group_of, settings_of
-from runtime.config import Computing, Config, Environment, FromEnvironment, Process, Restarts
+from runtime.config import Computing, Config, Environment, FromEnvironment, Restarts
 from runtime.config.service_checks import hccl_beside_workers
 from runtime.process import os_process
 from runtime.process.network import host_port
@@ -29,7 +28,6 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     env: Mapping[str, str | FromEnvironment]
     cpus: tuple[int, ...] = ()  # that it may run on; () = all
     services: tuple[str, ...] = ()  # by name, those of the run in it, which are given keys
-    forked: bool = False  # the fork server may fork it (`launcher/node/fork_server.py`)
     ends_by: int = signal.SIGTERM  # by which signal it is asked to end; a service waits at SIGTERM for the coordinator's word
     signals_held: bool = False  # SIGTERM and SIGHUP are kept until it heeds them (`os_process.heed_signals`)
 
@@ -86,18 +84,10 @@ def service_specs(
             env={**ports.get(launch.name, {}), **env, **_key(launch), os_process.NODE: config_path.stem},
             cpus=affinity(role),
             services=tuple(f"{launch.role}-{rank}" for rank in launch.ranks) or (launch.name,),
-            forked=_forkable(launch, role, machine) and "LD_PRELOAD" not in env,
             ends_by=signal.SIGINT,
             signals_held=True,
         )
     return specs
-
-
-def _forkable(launch: Launch, role: Process, machine: Machine) -> bool:
-    """Whether it needs nothing that is settled before torch is imported: an interpreter, variables or processors of its own, or
-    devices, whose libraries are not known to bear it. The ranks of a group have a process that starts them."""
-    own = role.python or role.env or role.cpus or launch.devices or len(launch.ranks) > 1 or launch.rendezvous is not None
-    return on_torch(role) and machine.kind == "cpu" and not own
 
 
 def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:

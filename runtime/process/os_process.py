@@ -17,22 +17,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import psutil
-from msgspec import Struct
-
-# ---- Fork
-#
-# What an agent asks of its fork server.
-
-LARGEST = 1 << 20  # bytes of a request
-ROOM = 1024  # bytes for the command line of what is forked
-
-
-class ForkRequest(Struct):
-    """A process to be forked. `command`: as `sluice.start` gives it. `env`: all of its variables."""
-
-    command: list[str]
-    env: dict[str, str]
-
 
 NODE = "SLUICE_NODE"  # the variable that tells a process its node's name
 INCARNATION = "SLUICE_INCARNATION"  # the variable that tells a process how many were started under its name before
@@ -112,18 +96,13 @@ def lead_children() -> None:
 
 def before_exec(cpus: Sequence[int] = (), signals_held: bool = False) -> None:
     """Between fork and exec of a process that is not to outlive this one. It may run on `cpus` alone; empty = all of ours.
-    `signals_held`: it will call `heed_signals`."""
+    `signals_held`: the kernel keeps SIGTERM and SIGHUP until the process calls `heed_signals`. Before its handlers are set,
+    they would end the process."""
     die_with_parent()
     if cpus:
         os.sched_setaffinity(0, cpus)
     if signals_held:
-        hold_signals()
-
-
-def hold_signals() -> None:
-    """Have the kernel keep SIGTERM and SIGHUP, which would end a process that has no handlers yet, until `heed_signals`. So it
-    is in what the process executes."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
 
 
 def heed_signals() -> None:

@@ -79,8 +79,7 @@ class PeakMemory:
 # One after the other, from the command to the batch of the first step in the trainer's hands.
 PHASES = ("launcher", "coordinator", "data", "services", "first publication", "first step")
 TOTAL = "to first step"  # their sum, nearly
-# The first is before the process: what the fork server took for its imports.
-OF_A_PROCESS = ("fork server", "interpreter", "imports", "libraries", "load")
+OF_A_PROCESS = ("interpreter", "imports", "libraries", "load")
 NOT_COUNTED = "evaluation"  # of the model before training: it is work that was asked for
 
 

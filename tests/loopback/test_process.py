@@ -18,23 +18,16 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from msgspec import structs
 
-from launcher.node.fork_server import ForkedProcess, ForkServer
-from launcher.node.supervisor import Supervisor
-from launcher.node.topology import ProcessSpec
-from runtime import timeouts
-from runtime.config import Config, Deadlines, Model, Network, Restarts, Rewards, Rule, Run, loading
+from runtime.config import Config, Deadlines, Model, Network, Rewards, Rule, Run, loading
 from runtime.errors import Unreachable, UserError
 from runtime.models.tiny_model import END_OF_TURN, make_tokenizer, write_tokenizer
-from runtime.process import keys, os_process
+from runtime.process import os_process
 from runtime.status import Registration, Status, Stop
 from runtime.types import ScoreRequest, Scores
 from services.rpc import contract
 from services.rpc.client import Channel, Session
 from services.rpc.server import Server
-from sluice import start
 from tests.coroutines import driven_by
-from tests.leftovers import descendants
-from tests.loopback.line_views import Lines
 from tests.loopback.session_peers import run
 from tests.loopback.session_peers import started as serves
 from tests.unit.reward_cases import make_request
@@ -306,87 +299,6 @@ async def test_a_process_dies_with_its_parent_and_the_calls_under_way_fail(tmp_p
             await parent.wait()
 
 
-# ---- Processes that are forked from one that has imported what they need
-
-PROGRAM = "tests.loopback.forked_program"
-AGENT = f"""
-import asyncio, os, sys
-from launcher.node.fork_server import ForkServer
-from runtime.process import os_process
-
-async def main():
-    os_process.adopt(True)
-    env = {{**os.environ, "OMP_NUM_THREADS": "1"}}
-    forked = await ForkServer(["rollout"]).fork({start.command(PROGRAM, "wait")}, env, 0, 2)
-    print(forked.pid, flush=True)
-    os.kill(os.getpid(), 9)
-
-asyncio.run(main())
-"""
-
-
-def forked(name: str, how: str, threads: int = 1) -> ProcessSpec:
-    env = {"MINE": "own", "OMP_NUM_THREADS": str(threads)}
-    return ProcessSpec(name=name, role="rollout", command=start.command(PROGRAM, how), env=env, forked=True)
-
-
-@driven_by(run)
-async def test_what_is_forked_is_as_a_process_that_was_started_and_is_forked_again_when_it_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NOT_MINE", "as this one has it")
-    monkeypatch.setenv(keys.SECRET, "00" * 32)
-    said: list[str] = []
-    supervisor = Supervisor(tmp_path, Lines(said), fork_server=ForkServer(["rollout"]))
-    try:
-        first = await supervisor.start(forked("rollout-0", "wait"))
-        supervisor.enable_restarts({"rollout-0": Restarts(backoff=0.0)})
-        failing = asyncio.create_task(supervisor.first_failure())
-        os.kill(first.pid, signal.SIGKILL)
-        assert await first.process.wait() == -signal.SIGKILL
-        while not (again := [child for child in supervisor.children if child.incarnation == 1]):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert isinstance(again[0].process, ForkedProcess)
-        failing.cancel()
-        assert said == ["rollout-0: run: was killed by SIGKILL; started again in 0 s"]
-        child = await supervisor.start(forked("rollout-1", "3", threads=2))
-        assert await child.process.wait() == 3
-        while not (lines := child.output.tail().splitlines()):  # noqa: ASYNC110 - the test's own deadline ends it
-            await asyncio.sleep(0.01)
-        assert isinstance(child.process, ForkedProcess)
-        assert json.loads(lines[0]) == {
-            "parent": os.getpid(),
-            "session": child.pid,
-            "modules": ["torch"],
-            "environment": {"MINE": "own", "OMP_NUM_THREADS": "2", "NOT_MINE": "as this one has it"},
-            "secret": False,
-            "threads": 2,
-            "command": [*start.command(PROGRAM, "3")],
-            "input": "",
-        }
-        assert "exit code 3" in str(child.fault())
-        # One that a signal has stopped is not waited for: the next process begins by itself.
-        monkeypatch.setattr(timeouts, "STALL_LEAST", 0.05)
-        monkeypatch.setattr(timeouts, "BEAT", 0.05)
-        (server,) = descendants("services.fork_server")
-        server.suspend()
-        alone = await supervisor.start(forked("rollout-2", "3"))
-        assert not isinstance(alone.process, ForkedProcess)
-        assert await alone.process.wait() == 3
-        assert said[1] == "fork server: is stopped, after 0 s; processes begin without it"
-        assert not server.is_running()
-    finally:
-        await supervisor.end_all(0.0)
-    assert not descendants(PROGRAM)
-
-
-def test_what_is_forked_ends_with_the_agent() -> None:
-    agent = subprocess.Popen((sys.executable, "-c", AGENT), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    said, _ = agent.communicate(timeout=START + END)  # its standard error is open as long as what was forked lives
-    assert agent.returncode == -signal.SIGKILL
-    assert int(said) > 0
-
-
 # ---- Commands that are told to end as they begin
 
 # In a process that imports AT, the signal NUMBER comes at that moment.
@@ -410,8 +322,7 @@ def test_a_command_that_is_told_to_end_at_any_moment_of_its_start_ends_in_order(
     train, tune, serve = (("sluice", *each) for each in (("train", *quickstart), ("tune", *quickstart), ("serve", "nowhere")))
     table = [
         (train, "launcher.cli", signal.SIGTERM, 0, BEFORE),
-        (train, "launcher.node.fork_server", signal.SIGHUP, 0, BEFORE),
-        (train, "launcher.commands.train", signal.SIGTERM, 0, BEFORE),  # while there is a fork server
+        (train, "launcher.commands.train", signal.SIGHUP, 0, BEFORE),
         (train, "launcher.job", signal.SIGINT, 0, BEFORE),
         (tune, "launcher.commands.tune", signal.SIGTERM, 0, BEFORE),
         (serve, "launcher.commands.serve", signal.SIGINT, 0, "stopped before it served\n"),

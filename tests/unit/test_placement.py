@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.node.fork_server import forked_roles
-from launcher.node.local_node import Machine
 from launcher.node.topology import ProcessSpec, coordinator_spec, restarts, service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
 from runtime.cluster.placement import NodeOffer, Placement, offers, place, table
@@ -440,27 +438,6 @@ def test_the_cores_are_shared_out_among_all_that_compute() -> None:
     shared = threads(critic={}, services={"critic": {"processes": 2}})
     assert shared == {"rollout-0": "2", "reward-0": "1", "trainer-0": "2", "critic-0": "2"}
     assert threads(rewards={"model": {"path": "x"}}) == {"rollout-0": "2", "reward_model-0": "2", "trainer-0": "2"}
-
-
-def test_what_is_forked_needs_nothing_that_comes_before_torch() -> None:
-    def forked(machine: Machine = Machine(), **services: Any) -> list[str]:  # noqa: B008  immutable
-        config = make(services=services)
-        found = service_specs(config, started(config), Path("c.yaml"), "python", "host:1", 8, machine)
-        return [name for name, spec in found.items() if spec.forked]
-
-    assert forked() == ["rollout-0", "trainer-0"]
-    assert forked(rollout={"engine": "vllm"}) == ["trainer-0"]
-    for own in ({"python": "/own/python"}, {"env": {"A": "1"}}, {"cpus": "0"}, {"processes": 2}, {"jemalloc": "/lib/j.so"}):
-        assert forked(trainer=own) == ["rollout-0"]
-    assert forked(Machine(kind="npu", devices=("0", "1"))) == []
-
-
-def test_the_fork_server_imports_for_the_roles_that_there_are() -> None:
-    assert forked_roles(make(), True, Machine()) == ("rollout", "trainer")
-    assert forked_roles(make(), False, Machine()) == ("rollout",)
-    assert forked_roles(make(critic={}), True, Machine()) == ("critic", "rollout", "trainer")
-    assert forked_roles(make(services={"rollout": {"engine": "vllm"}}), False, Machine()) == ()
-    assert forked_roles(make(), True, Machine(kind="cuda", devices=("0",))) == ()
 
 
 def test_an_evaluation_alone_has_rollouts_and_rewards_which_share_all_cores() -> None:
