@@ -82,9 +82,10 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     why = commands.add_parser("why", help="what the steps of a run waited for, by cause and process")
     why.add_argument("--json", action="store_true", help="print all of it for programs")
     trace = commands.add_parser("trace", help="a run as a trace that Perfetto shows")
-    where = trace.add_mutually_exclusive_group()
-    where.add_argument("--output", type=Path, metavar="FILE", help="(default: trace.json in the run's folder)")
-    where.add_argument("--otlp", metavar="URL", help="send it to what takes OpenTelemetry's OTLP over HTTP instead")
+    trace.add_argument("--output", type=Path, metavar="FILE", help="(default: trace.json in the run's folder)")
+    trace.add_argument(
+        "--otlp", nargs="?", action=Removed, const="the file of `sluice trace` is what Perfetto shows", help=argparse.SUPPRESS
+    )
     for command in (why, trace):
         command.add_argument("run", type=Path, help="a run's folder")
         command.add_argument("--steps", metavar="a:b", help="these, both included, or one (default: all)")

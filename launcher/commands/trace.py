@@ -22,7 +22,6 @@ from launcher.commands.why import by_process, explained
 from runtime.errors import UserError
 from runtime.process.spans import CALLS, OVERLAPPING, TracedSpan
 from runtime.telemetry.critical_path import TRAINER, StepPath
-from runtime.telemetry.shown import shown
 
 FILE = "trace.json"
 STEPS = "steps"
@@ -31,12 +30,7 @@ Event = dict[str, Any]
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.otlp is None:
-        print(trace(options.run, options.steps, options.output))
-    else:
-        from launcher.commands import otlp
-
-        print(shown(f"{otlp.export(options.run, options.steps, options.otlp)} spans sent to {options.otlp}"))
+    print(trace(options.run, options.steps, options.output))
 
 
 def trace(folder: Path, steps: str | None, output: Path | None) -> Path:
