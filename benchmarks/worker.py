@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from benchmarks.drafts_trial import DRAFT_WAYS, DraftsTrial
 from benchmarks.engines_trial import EngineTrial
 from benchmarks.packing_trial import APART, TREE_TOKENS, TREES, WAYS, PackingTrial
 from benchmarks.process import end
@@ -130,7 +129,6 @@ class Bench:
             "plain": self.plain,
             **{way: partial(self.trial, way) for way in WAYS},
             **{way: partial(self.trees, way) for way in (TREES, APART)},
-            **{way: partial(self.drafted, way) for way in DRAFT_WAYS},
             "passes": self.passes,
             "save": lambda _: Measured(1, self._engine_trial.save()),
             "load": lambda _: Measured(1, self._engine_trial.load()),
@@ -143,10 +141,6 @@ class Bench:
         before = self._engine.stats().decode_tokens
         spent = self._generate(seconds)[1]
         return Measured(self._engine.stats().decode_tokens - before, spent)
-
-    def drafted(self, way: str, seconds: float) -> Measured:
-        """Tokens of a thin batch with or without drafts."""
-        return Measured(*self._drafts_trial.tokens(way, seconds))
 
     def generate(self, seconds: float) -> Measured:
         """Samples generated, all slots in use."""
@@ -223,10 +217,6 @@ class Bench:
         return asyncio.run(run())
 
     @cached_property
-    def _drafts_trial(self) -> DraftsTrial:
-        return DraftsTrial(self._config)
-
-    @cached_property
     def _engine(self) -> TorchRolloutEngine:
         import torch
 
@@ -239,7 +229,6 @@ class Bench:
             dtype=torch.float32,
             slots=self._slots,
             max_model_len=config.data.max_prompt_tokens + config.sampling.max_new_tokens,
-            drafts=True,
         )
 
     @cached_property

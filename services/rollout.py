@@ -43,7 +43,6 @@ def make_engine(config: Config, name: str) -> RolloutEngine:
             slots=settings.slots,
             max_model_len=longest,
             kv_for_waiting=settings.kv_for_waiting,
-            drafts=settings.speculation == "auto",
             replays=replays,
         )
     from runtime.rollout.vllm.engine import VLLMRolloutEngine

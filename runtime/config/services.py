@@ -133,9 +133,6 @@ class Rollout(Computing, frozen=True):
     of which leave first. vLLM keeps them in its prefix cache."""
     dtype: DType = "auto"
     """The dtype of the rollouts' forward pass. `auto`: `model.dtype`."""
-    speculation: Literal["auto", "off"] = "auto"
-    """Engine torch: speculative decoding without a draft model. `auto`: tokens are drafted from other replies to the same
-    prompt, as far as that pays; the replies are those of `off`. Engine vllm has none."""
     tensor_parallel: Processes = 1
     """Engine vllm: devices (processes, on CPUs) that one engine is spread over."""
     engine_args: dict[str, Any] = {}

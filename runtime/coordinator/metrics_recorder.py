@@ -42,7 +42,7 @@ class TrainedStep(Struct, kw_only=True):
     publication: PublicationFigures | None  # None: it was not published
 
 
-COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total", "drafted_tokens_total", "accepted_tokens_total")
+COUNTED = ("busy_seconds_total", "decode_steps_total", "tokens_total")
 _OF_GATEWAYS = ("episodes", "calls", "forks", "overridden")
 
 
@@ -66,11 +66,8 @@ class BusyMeter:
             self._idle = idle_fraction(grown["busy_seconds_total"], grown["there"])
         figures = {"idle/rollout": self._idle}
         if steps := grown["decode_steps_total"]:
-            figures["rollout/batch"] = (grown["tokens_total"] - grown["accepted_tokens_total"]) / steps
+            figures["rollout/batch"] = grown["tokens_total"] / steps
             figures["rollout/decode_seconds"] = grown["busy_seconds_total"] / steps
-        if drafted := grown["drafted_tokens_total"]:
-            figures["rollout/drafted"] = drafted
-            figures["rollout/accepted"] = grown["accepted_tokens_total"] / drafted
         if looks := grown["looks"]:
             figures["rollout/waiting"] = grown["waiting"] / looks
             figures["rollout/kv_use"] = grown["kv_use"] / looks

@@ -26,8 +26,6 @@ class EngineStats(Struct, kw_only=True):
     slots: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    drafted_tokens: int = 0  # computed beside the newest ones, in case that they come next
-    accepted_tokens: int = 0  # of those, the ones that did
     decode_steps: int = 0
     busy_seconds: float = 0.0
     kv_waiting_bytes: int = 0  # keys and values of conversations that wait for their next turn
@@ -45,8 +43,6 @@ class EngineStats(Struct, kw_only=True):
             "waiting": self.waiting,
             "slots": self.slots,
             "tokens_total": self.decode_tokens,
-            "drafted_tokens_total": self.drafted_tokens,
-            "accepted_tokens_total": self.accepted_tokens,
             "prefill_tokens_total": self.prefill_tokens,
             "decode_steps_total": self.decode_steps,
             "busy_seconds_total": self.busy_seconds,

@@ -478,8 +478,6 @@ class SimulatedRollout(SimulatedProcess):
             "busy_seconds_total": engine.busy,
             "decode_steps_total": engine.steps,
             "tokens_total": engine.tokens,
-            "drafted_tokens_total": 0.0,
-            "accepted_tokens_total": 0.0,
             "slots": engine.slots,
             "running": engine.running,
             "waiting": engine.waiting,

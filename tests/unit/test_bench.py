@@ -26,7 +26,6 @@ from rich.table import Table
 
 from benchmarks import command, engine, every, learning, packing, scale, scale_trial, train, worker
 from benchmarks.compared import Compared
-from benchmarks.drafts_trial import DRAFT_WAYS
 from benchmarks.inputs import bench_config
 from benchmarks.intervals import t_quantile, wilson
 from benchmarks.learning import PLAIN, SLUICE, LearningPoint, LearningSettings, LearningTrial
@@ -107,7 +106,6 @@ def test_every_measure_counts_what_was_done(config: Config) -> None:
         "plain decode",
         "train products",
         "products",
-        *DRAFT_WAYS[:2],
     ):
         measured = bench.measures[what](0.001)
         assert measured.seconds >= 0.001 and measured.count == int(measured.count) > 0, what
@@ -123,13 +121,11 @@ def test_a_worker_answers_and_ends_with_its_block(config: Config) -> None:
     assert measured.count > 0 and code is not None
 
 
-def test_ratios_are_of_totals_and_drafts_are_compared_pair_by_pair() -> None:
+def test_ratios_are_of_totals() -> None:
     assert worker.total([Measured(10, 1.0), Measured(20, 4.0)]).rate == 6.0
-    pairs = engine.DraftedDecoding(drafts=[30.0, 10.0, 8.0], none=[10.0, 10.0, 4.0])
-    report = engine.EngineBenchReport(engine.Decoding(30.0, 40.0), engine.Decoding(10.0, 16.0), [3.1, 2.9], {"alike": pairs})
+    report = engine.EngineBenchReport(engine.Decoding(30.0, 40.0), engine.Decoding(10.0, 16.0), [3.1, 2.9])
     assert report.ratio == engine.Decoding(3.0, 2.5)
-    assert [one.values for one in engine.compared(report)] == [[3.1, 2.9], [3.0, 1.0, 2.0]]
-    assert list(map(str, engine.render(report)[1].columns[3].cells)) == ["2.00 (1.00 - 3.00)"]
+    assert [one.values for one in engine.compared(report)] == [[3.1, 2.9]]
 
 
 def test_the_train_report_is_made_of_its_parts(config: Config) -> None:

@@ -212,6 +212,12 @@ def test_what_was_removed_says_what_to_write_now(given: dict[str, Any], told: st
     assert fault.startswith(told)
 
 
+def test_the_embedded_engine_drafts_no_tokens_any_more() -> None:
+    faults = type_faults({"run": {"name": "x"}, "services": {"rollout": {"speculation": "auto"}}})
+    told = "no longer a key: replies are those of off, and no engine drafts tokens; leave the key out"
+    assert faults[-1:] == [f"services.rollout.speculation: {told}"]
+
+
 def test_weights_travel_by_a_shared_folder(sound: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(tmp_path / "to" / "come")
     files = {"transport": "files", "folder": folder}

@@ -80,7 +80,7 @@ def of_the_coordinator() -> set[str]:
         told.append(found)
 
     meter = BusyMeter(pool, 1.0)
-    totals = {"busy_seconds_total": 1.0, "decode_steps_total": 10.0, "tokens_total": 30.0, "drafted_tokens_total": 1.0}
+    totals = {"busy_seconds_total": 1.0, "decode_steps_total": 10.0, "tokens_total": 30.0}
     meter._grown.update(there=2.0, gateways=1.0, looks=2.0, **totals)
     fakes: dict[str, Any] = {
         "context": SimpleNamespace(trackers=SimpleNamespace(log=log, dropped=1), config=config),

@@ -122,10 +122,10 @@ def expected_rows(path: str, prompt: np.ndarray, tokens: np.ndarray) -> tuple[np
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3_whole_queries"])
 def test_the_rollout_tells_the_experts_that_its_tokens_took(folders: Callable[[str], str], family: str) -> None:
-    """Of prompts that are computed side by side, of replies of one token, and with drafts, some of which are wrong."""
+    """Of prompts that are computed side by side, and of replies of one token."""
     path = folders(family)
     requests = [some(0, n=6), some(1, n=2), request(2, n=2, prompt=(5,), limit=1, experts_from=0)]
-    payloads = sampled(path, *requests, *(replace(some(0, n=6), group_id=3 + at) for at in range(2)), drafts=True)
+    payloads = sampled(path, *requests, *(replace(some(0, n=6), group_id=3 + at) for at in range(2)))
     share = []
     for payload in payloads.values():
         assert payload.experts is not None and payload.experts.fit(fed_tokens(payload), *SHAPES[family])

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -91,9 +90,9 @@ def attend_masked(
 
 
 def cached_bias(positions: torch.Tensor, length: int, window: int, dtype: torch.dtype) -> torch.Tensor:
-    """For queries at `positions` [n, most], [n, most, length]: 0 where a sequence has keys, the query's own included, -inf
-    beyond, and before the last `window` of them where that is not 0."""
-    back = positions.unsqueeze(2) - torch.arange(length, device=positions.device)
+    """For queries at `positions` [n], [n, length]: 0 where a sequence has keys, the query's own included, -inf beyond, and
+    before the last `window` of them where that is not 0."""
+    back = positions.unsqueeze(1) - torch.arange(length, device=positions.device)
     unseen = (back < 0) | (back >= window) if window else back < 0
     return torch.zeros(unseen.shape, device=positions.device, dtype=dtype).masked_fill_(unseen, -math.inf)
 
@@ -102,7 +101,7 @@ def attend_fused(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scale: float, sinks: None
 ) -> torch.Tensor:
     """Attention of [n, kv_heads, queries, d] over [n, kv_heads, length, d] with an additive one,
-    [n, kv_heads, 1 or queries, length]. The result has the shape of `query`, flattened somehow. There are no sinks."""
+    [n, kv_heads, 1, length]. The result has the shape of `query`, flattened somehow. There are no sinks."""
     mask = bias.expand(-1, -1, query.shape[2], -1)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale).reshape(len(query), -1)
 
@@ -117,12 +116,12 @@ def attend_batched(
 ) -> torch.Tensor:
     """The same by batched matrix products. `sinks` [heads]: of the heads that share a key-value head, which stand in for
     queries, each has its own."""
-    n, kv_heads, queries, _ = query.shape
+    n, kv_heads, _, _ = query.shape
     query, keys, values, bias = (each.flatten(0, 1) for each in (query, keys, values, bias))
     scores = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale)
     if sinks is None:
         return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
-    own = sinks.view(kv_heads, -1).repeat(n, queries * kv_heads // len(sinks)).unsqueeze(-1).to(scores.dtype)
+    own = sinks.view(kv_heads, -1).repeat(n, 1).unsqueeze(-1).to(scores.dtype)
     shares = torch.softmax(torch.cat((scores, own), -1), -1, dtype=torch.float32)[..., :-1]
     return torch.bmm(shares.to(values.dtype), values)
 
@@ -236,11 +235,9 @@ class KVCache:
         first = torch.arange(parts * slots * heads, device=device) * max_model_len
         self._first = first.view(parts, slots, heads).transpose(0, 1).reshape(slots, parts * heads)
 
-    def locate(self, positions: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
-        """Where `slots` [n] int64, 0..n-1 if left out, keep what is cached of their `positions` [n] int64:
-        [n * parts * heads], for `append`."""
-        first = self._first[: len(positions)] if slots is None else self._first.index_select(0, slots)
-        return (first + positions.unsqueeze(1)).flatten()
+    def locate(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where slots 0..n-1 keep what is cached of their `positions` [n] int64: [n * parts * heads], for `append`."""
+        return (self._first[: len(positions)] + positions.unsqueeze(1)).flatten()
 
     def append(self, layer: int, where: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Write [n, parts * heads, width], keys before values, at `where` (from `locate`)."""
@@ -302,12 +299,11 @@ class Span(NamedTuple):
 
 
 class _SpanPart(NamedTuple):
-    """The tokens of a span, and what they attend to."""
+    """The slots of a span, and what their tokens attend to."""
 
-    tokens: slice
+    slots: slice
     views: tuple[torch.Tensor, ...]  # of the cache, from `KVCache.views`
     biases: dict[int, torch.Tensor]  # by the window of a layer
-    places: tuple[torch.Tensor, torch.Tensor] | None  # where slots have several tokens: from `_places`
 
 
 class Decoder:
@@ -408,30 +404,22 @@ class Decoder:
         """[b, kv_heads, t, d] repeated for the query heads that share them: [b, heads, t, d]."""
         return keys.repeat_interleave(self.config.heads // self.config.kv_heads, 1)
 
-    def decode(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        cache: KVCache,
-        spans: Sequence[Span],
-        counts: np.ndarray | None = None,
-    ) -> torch.Tensor:
-        """One step of the sequences in slots 0..n-1: their newest tokens to the next tokens' float32 logits [m, vocab].
+    def decode(self, tokens: torch.Tensor, positions: torch.Tensor, cache: KVCache, spans: Sequence[Span]) -> torch.Tensor:
+        """One step of the sequences in slots 0..n-1: their newest tokens to the next tokens' float32 logits [n, vocab].
 
-        `tokens` and `positions` are int64 [m]; the tokens' keys and values are appended to `cache`. `spans` cover the n
-        slots, so that short sequences need not be attended over the length of the longest. `counts` int64 [n]: so many
-        tokens of each slot, which follow each other; one, if left out.
+        `tokens` and `positions` are int64 [n]; the tokens' keys and values are appended to `cache`. `spans` cover the n
+        slots, so that short sequences need not be attended over the length of the longest.
         """
-        config, m = self.config, len(tokens)
-        where = cache.locate(positions, None if counts is None else self._to_device(np.repeat(np.arange(len(counts)), counts)))
-        parts = [self._part(span, positions, cache, counts) for span in spans if span.start < span.end]
+        config, n = self.config, len(tokens)
+        where = cache.locate(positions)
+        parts = [self._part(span, positions, cache) for span in spans if span.start < span.end]
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             cache.append(layer, where, qkv[:, config.heads :])
             # The query heads that share a key-value head stand in for a sequence of queries: no key is repeated.
-            query = qkv[:, : config.heads].view(m, config.kv_heads, -1, config.head_dim)
-            out = [self._attend_part(query[p.tokens], p.views[2 * layer], p.views[2 * layer + 1], p, layer) for p in parts]
-            return (out[0] if len(out) == 1 else torch.cat(out)).view(m, -1)
+            query = qkv[:, : config.heads].view(n, config.kv_heads, -1, config.head_dim)
+            out = [self._attend_part(query[p.slots], p.views[2 * layer], p.views[2 * layer + 1], p, layer) for p in parts]
+            return (out[0] if len(out) == 1 else torch.cat(out)).view(n, -1)
 
         def attend_latent(layer: int, projected: torch.Tensor) -> torch.Tensor:
             assert self._latent is not None
@@ -440,53 +428,30 @@ class Decoder:
             query, out = self._latent.absorb(weights, query), []
             for part in parts:
                 keys = part.views[layer]
-                out.append(self._attend_part(query[part.tokens], keys, self._latent.means(keys), part, layer))
+                out.append(self._attend_part(query[part.slots], keys, self._latent.means(keys), part, layer))
             return self._latent.values(weights, out[0] if len(out) == 1 else torch.cat(out))
 
         return self.logits(self._run(tokens, positions, attend if self._latent is None else attend_latent))
 
-    def _part(self, span: Span, positions: torch.Tensor, cache: KVCache, counts: np.ndarray | None) -> _SpanPart:
+    def _part(self, span: Span, positions: torch.Tensor, cache: KVCache) -> _SpanPart:
         slots = slice(span.start, span.end)
-        most = 1 if counts is None else int(counts[slots].max())
-        length = min(round_up(span.longest + most - 1, LENGTH_STEP), cache.max_length)
-        if counts is None:
-            biases = self._cached_biases(positions[slots].unsqueeze(1), length)
-            return _SpanPart(slots, cache.views(slots, length), biases, None)
-        first = int(counts[: span.start].sum())
-        tokens = slice(first, first + int(counts[slots].sum()))
-        padded, back = (self._to_device(each) for each in _places(counts[slots]))
-        biases = self._cached_biases(positions[tokens].index_select(0, padded.flatten()).view(padded.shape), length)
-        return _SpanPart(tokens, cache.views(slots, length), biases, (padded.flatten(), back))
+        length = min(round_up(span.longest, LENGTH_STEP), cache.max_length)
+        biases = {window: self._cached_bias(positions[slots], length, window) for window in set(self._windows)}
+        return _SpanPart(slots, cache.views(slots, length), biases)
 
     def _attend_part(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _SpanPart, layer: int
     ) -> torch.Tensor:
         """Attention of the part's tokens, [m, kv_heads, queries, d] to [m, heads * d]."""
-        options = part.biases[self._windows[layer]], self._scale, self.weights.layers[layer].sinks
-        if part.places is None:
-            alone: torch.Tensor = self._attend_cached(query, keys, values, *options)
-            return alone.view(len(query), -1)
-        padded, back = part.places
-        n, (_, heads, queries, dim), width = len(keys), query.shape, values.shape[-1]
-        # [n, kv_heads, most * queries, d]: the tokens of a slot stand in for queries too.
-        several = query.index_select(0, padded).view(n, -1, heads, queries, dim).transpose(1, 2).reshape(n, heads, -1, dim)
-        out = self._attend_cached(several, keys, values, *options).view(n, heads, -1, queries, width)
-        return out.transpose(1, 2).reshape(len(padded), -1).index_select(0, back)
-
-    def _cached_biases(self, positions: torch.Tensor, length: int) -> dict[int, torch.Tensor]:
-        return {window: self._cached_bias(positions, length, window) for window in set(self._windows)}
+        bias, sinks = part.biases[self._windows[layer]], self.weights.layers[layer].sinks
+        made: torch.Tensor = self._attend_cached(query, keys, values, bias, self._scale, sinks)
+        return made.view(len(query), -1)
 
     def _cached_bias(self, positions: torch.Tensor, length: int, window: int) -> torch.Tensor:
-        """As `cached_bias`, for all heads: [n, kv_heads, 1, length], or for more than one position a sequence,
-        [n, kv_heads, most * queries, length]."""
+        """As `cached_bias`, for all heads: [n, kv_heads, 1, length]."""
         bias = cached_bias(positions, length, window, self.dtype)
-        if positions.shape[1] > 1:
-            bias = bias.repeat_interleave(self.config.heads // self.config.kv_heads, 1)
-        bias = bias.unsqueeze(1).expand(-1, self.config.kv_heads, -1, -1)
+        bias = bias.view(len(bias), 1, 1, length).expand(-1, self.config.kv_heads, -1, -1)
         return bias.contiguous() if self._attend_cached is attend_batched else bias
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attention) -> torch.Tensor:
         config, weights = self.config, self.weights
@@ -540,15 +505,6 @@ class Decoder:
             return torch.addmm(x, made, weight.t())
         out = F.linear(made, weight, bias)
         return x + (out if norm is None else self._norm(out, norm))
-
-
-def _places(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For `counts` tokens of each of n slots, m in all: the token at each place of an array [n, most], its slot's last where
-    there is none, and each token's place in the flattened array, [m]."""
-    ends = counts.cumsum()
-    offsets = np.arange(counts.max())
-    padded = (ends - counts)[:, None] + np.minimum(offsets, counts[:, None] - 1)
-    return padded, np.flatnonzero(offsets < counts[:, None])
 
 
 def routed(

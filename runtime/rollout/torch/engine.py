@@ -28,8 +28,6 @@ from runtime.rollout.engine import EngineGroup, EngineStats, RolloutEngine, chec
 from runtime.rollout.torch.decoder import Decoder, KVCache
 from runtime.rollout.torch.decoder_weights import DecoderWeights, require_fit
 from runtime.rollout.torch.slots import (
-    Drafts,
-    Following,
     Prefilled,
     RowSampling,
     Slots,
@@ -184,8 +182,7 @@ class NextWeights:
 class RoutingRecord:
     """By running sequence and position; L layers with experts, k experts a token. Nothing without `replays`.
 
-    A token that is fed again, behind a draft that was wrong, has those of the last time. Where keys and values are made anew
-    it keeps the first ones: what was sampled behind it saw these.
+    Where keys and values are made anew a token keeps the first ones: what was sampled behind it saw these.
     """
 
     def __init__(self, decoder: Decoder, sequences: int, length: int, replays: bool):
@@ -309,15 +306,12 @@ _INITIAL = PolicyVersion()
 _COMPANY_SECONDS = 0.03
 _COMPANY_OF_ONE_SECONDS = 0.002
 _PREFILL_AHEAD = 4  # prompts prefilled beyond those with free slots: a prefill of one costs nearly that of a few
-_FIXED = {"cpu": 12}  # what a decode step costs beside its tokens, in tokens: less than was measured
-_FIXED_ELSEWHERE = 64
 _PREFILL_TOKENS = 8192  # of one prefill, padding included
 
 
 class _TorchGroup(EngineGroup):
     admitted = 0  # samples that were given a slot, or needed none
     prefilled: Prefilled | None = None
-    following: Sequence[Following] = ()  # of each sample, where there are drafts
 
 
 class TorchRolloutEngine(RolloutEngine):
@@ -336,12 +330,11 @@ class TorchRolloutEngine(RolloutEngine):
         slots: int,
         max_model_len: int,
         kv_for_waiting: int = 0,
-        drafts: bool = False,
         replays: bool = False,
         version: PolicyVersion = _INITIAL,
     ):
-        """`kv_for_waiting`: bytes of what is kept for next turns, at most. `drafts`: whether to draft tokens where it pays.
-        `replays`: whether requests may ask for the experts that tokens took.
+        """`kv_for_waiting`: bytes of what is kept for next turns, at most. `replays`: whether requests may ask for the experts
+        that tokens took.
 
         Raises UserError when the model cannot be loaded, is too short for `max_model_len`, or the cache does not fit.
         """
@@ -357,7 +350,6 @@ class TorchRolloutEngine(RolloutEngine):
         self._slots = Slots(self._cache, slots + 1, config.vocab_size)  # the last free one is a probe's
         self._routing = RoutingRecord(self._decoder, slots + 1, max_model_len, replays)
         self._turn_cache = TurnCache(kv_for_waiting)
-        self._drafts = Drafts(_FIXED.get(device.type, _FIXED_ELSEWHERE)) if drafts else None
         self._device = device
         self._next = NextWeights(self._decoder.weights, model_path)
         self.adopts = self._next.adopts
@@ -414,47 +406,34 @@ class TorchRolloutEngine(RolloutEngine):
         return bool(self._slots.count if self.held else self._groups) and self._level == Level.AWAKE
 
     def _step(self) -> None:
-        """Fill the free slots, then decode a token for every active one, or more where its draft is right."""
+        """Fill the free slots, then decode a token for every active one."""
         slots = self._slots
         while self._waiting and slots.free > (self._waiting[0].request.purpose != "probe") and not self.held:
             self._admit(self._waiting[0])
         slots.close_holes()
-        n = slots.count
-        if not n:
+        if not slots.count:
             return
         spans = slots.spans()
-        inputs, u, params, counts = slots.inputs(self._propose())
+        inputs, u, params = slots.inputs()
         key = params.tobytes()
         if key != self._sampling_key:
             self._sampling, self._sampling_key = RowSampling(params, self._device), key
         tokens_positions = self._to_device(inputs)
         self._routing.begin()
-        logits = self._decoder.decode(tokens_positions[0], tokens_positions[1], self._cache, spans, counts)
+        logits = self._decoder.decode(tokens_positions[0], tokens_positions[1], self._cache, spans)
         drawn = sample(logits, self._to_device(u), self._sampling)
         tokens, logprobs = to_host(drawn)
-        self._routing.note(slots.sequences(counts), inputs[1])
-        done, stopped, appended = slots.record(tokens, logprobs, self.version.pack(), sets_of(drawn.kept), counts)
+        self._routing.note(slots.sequences(), inputs[1])
+        done, stopped = slots.record(tokens, logprobs, self.version.pack(), sets_of(drawn.kept))
         self._stats.decode_steps += 1
-        self._stats.decode_tokens += appended
-        self._stats.drafted_tokens += len(tokens) - n
-        self._stats.accepted_tokens += appended - n
+        self._stats.decode_tokens += len(tokens)
         for slot, met_stop in zip(done.tolist(), stopped.tolist(), strict=True):
             group, index = slots.owner_of(slot)
             if group.request.keep and slots.computed(slot) == self.version.pack():
                 text = self._text(slot)
                 self._turn_cache.put(text, self._cache.held(slot, len(text)))
             taken = None if self._routing.of is None else self._routing.of[slots.sequences()[slot]]
-            done_sample = with_experts(slots.take(slot, met_stop), group.request, taken)
-            if self._drafts is not None:
-                self._drafts.finish(group.following[index], done_sample.tokens)
-            self._finish(group, index, done_sample)
-
-    def _propose(self) -> list[Sequence[int]]:
-        """The drafts of the next step, one for each slot; [] for none."""
-        if self._drafts is None or not self._drafts.follows(self._slots.count):
-            return []
-        running = [group.following[index] for group, index in self._slots.owners]
-        return self._drafts.propose(running, *self._slots.lengths(), self._slots.generated)
+            self._finish(group, index, with_experts(slots.take(slot, met_stop), group.request, taken))
 
     def _admit(self, group: _TorchGroup) -> None:
         """Give the next sample of the first waiting group a slot, unless its first token is its last."""
@@ -462,8 +441,6 @@ class TorchRolloutEngine(RolloutEngine):
             self._prefill()
         prefilled, request, index = group.prefilled, group.request, group.admitted
         assert prefilled is not None
-        if self._drafts is not None and not index:
-            group.following = self._drafts.begin(request.prompt, request.n)
         group.admitted += 1
         if group.admitted == request.n:
             self._waiting.popleft()
