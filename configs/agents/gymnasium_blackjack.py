@@ -1,6 +1,6 @@
 """Plays the episodes of configs/agent_gymnasium.yaml: Gymnasium's Blackjack, in text."""
 
-from sluice.agents import GymnasiumText
+from gymnasium_text import GymnasiumText
 
 
 class Blackjack(GymnasiumText):

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from sluice.agents import McpServer, ToolAgent
+from mcp_tools import McpServer
+
+from sluice.agents import ToolAgent
 
 
 def right(data, messages):

@@ -1,7 +1,7 @@
 """What an agent of your own is given, and what makes one of what you have already. The standard library alone: this is imported
 in the agent's own interpreter, where nothing of Sluice needs to be installed.
 
-Adapters are imported when they are first asked for, and the packages that they need when one is made.
+Classes that make an agent are imported when they are first asked for.
 """
 
 from __future__ import annotations
@@ -14,19 +14,13 @@ from sluice.agents.episode import DataError, Episode, EpisodeBranch, Infrastruct
 if TYPE_CHECKING:
     from sluice.agents.command import CommandAgent
     from sluice.agents.functions import ToolAgent, Toolset
-    from sluice.agents.gymnasium_text import GymnasiumText
-    from sluice.agents.mcp_tools import McpServer
-    from sluice.agents.openenv_client import OpenEnvClient
-    from sluice.agents.trl_environment import TrlEnvironment
-    from sluice.agents.verifiers_taskset import VerifiersTaskset
 
-_HOMES = {
-    "CommandAgent": "command",
+_HOMES = {"CommandAgent": "command", "ToolAgent": "functions", "Toolset": "functions"}
+# Adapters of earlier versions: the file of configs/agents of the source that has each now.
+_MOVED = {
     "GymnasiumText": "gymnasium_text",
     "McpServer": "mcp_tools",
     "OpenEnvClient": "openenv_client",
-    "ToolAgent": "functions",
-    "Toolset": "functions",
     "TrlEnvironment": "trl_environment",
     "VerifiersTaskset": "verifiers_taskset",
 }
@@ -36,19 +30,17 @@ __all__ = [
     "DataError",
     "Episode",
     "EpisodeBranch",
-    "GymnasiumText",
     "InfrastructureError",
-    "McpServer",
-    "OpenEnvClient",
     "PolicyRefused",
     "ToolAgent",
     "Toolset",
-    "TrlEnvironment",
-    "VerifiersTaskset",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        file = f"configs/agents/{_MOVED[name]}.py"
+        raise ImportError(f"{name} is no longer part of sluice.agents: copy {file} of Sluice's source beside your file")
     if name not in _HOMES:
         raise AttributeError(f"module 'sluice.agents' has no attribute {name!r}")
     return getattr(importlib.import_module(f"sluice.agents.{_HOMES[name]}"), name)

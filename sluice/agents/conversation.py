@@ -1,11 +1,9 @@
-"""A conversation with the policy, as the adapters hold it. The standard library alone."""
+"""A conversation with the policy, as agents hold it. The standard library alone."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
-import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -77,16 +75,6 @@ def opening(data: Mapping[str, Any], system: str = "") -> list[Message]:
 def told_by(system: str) -> list[Message]:
     """The system's message; none of an empty text."""
     return [{"role": "system", "content": system}] if system else []
-
-
-def package(module: str, requirement: str) -> Any:
-    """The module. Raises ImportError, which says what installs it, where it is missing."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
-            raise
-        raise ImportError(f"{module} is not installed: {sys.executable} -m pip install '{requirement}'") from None
 
 
 RUNNING: set[object] = set()  # calls in threads: also those that nobody waits for any more

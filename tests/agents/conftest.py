@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ PYTHON = ROOT / ".venv" / "bin" / "python"
 PATIENCE = 120.0  # seconds for an answer, on a busy machine
 MISSING = any(importlib.util.find_spec(name) is None for name in ("openai", "anthropic", "agents", "minisweagent"))
 collect_ignore_glob = ["test_*.py"] * MISSING
+sys.path.insert(0, str(ROOT / "configs" / "agents"))  # as for a file in it
 
 
 def pytest_configure() -> None:
@@ -101,4 +103,3 @@ def verifiers_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What it keeps in the home folder, elsewhere."""
     runtime = pytest.importorskip("verifiers.v1.runtimes.subprocess")
     monkeypatch.setattr(runtime, "CACHE_DIR", tmp_path / "cache")
-    monkeypatch.syspath_prepend(str(ROOT / "configs" / "agents"))

@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 
 import psutil
 import pytest
+from gymnasium_text import GymnasiumText
+from mcp_tools import McpServer, innermost, untitled
+from openenv_client import OpenEnvClient
+from trl_environment import TrlEnvironment
+from verifiers_taskset import VerifiersTaskset
 
 from sluice.agents import (
     CommandAgent,
     DataError,
-    GymnasiumText,
     InfrastructureError,
-    McpServer,
-    OpenEnvClient,
     ToolAgent,
-    TrlEnvironment,
-    VerifiersTaskset,
 )
 from tests.agents.adapters import play, played
 from tests.agents.conftest import PATIENCE, ROOT, Gateway
@@ -92,6 +92,19 @@ def told(data: dict[str, Any], messages: list[dict[str, Any]]) -> float:
     assert json.loads(converted)["target"]["datetime"].endswith("21:00:00+09:00")
     assert "Atlantis" in refused and "there is no tool 'sleep'; there are convert_time" in unknown
     return float(messages[-1]["content"] == "21:00")
+
+
+def test_titles_of_a_schema_go_and_the_first_of_a_group_of_exceptions_is_told() -> None:
+    schema = {
+        "title": "Args",
+        "properties": {"title": {"title": "Title", "type": "string"}, "many": {"anyOf": [{"title": "A"}]}},
+    }
+    assert untitled(schema) == {"properties": {"title": {"type": "string"}, "many": {"anyOf": [{}]}}}
+
+    class Group(Exception):
+        exceptions = (KeyError("x"),)
+
+    assert repr(innermost(Group())) == "KeyError('x')"
 
 
 @pytest.mark.parametrize("way", ["stdio", "streamable HTTP"])

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gymnasium_text import GymnasiumText
+from mcp_tools import McpServer
+from openenv_client import OpenEnvClient
+from verifiers_taskset import VerifiersTaskset
 
-from sluice.agents import GymnasiumText, McpServer, OpenEnvClient, ToolAgent, VerifiersTaskset
+from sluice.agents import ToolAgent
 from tests.agents.adapters import play
 from tests.agents.conftest import PYTHON, ROOT, Gateway
 from tests.agents.servers import openenv_echo

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import io
 import json
 import os
@@ -30,19 +29,23 @@ from runtime.errors import UserError
 from runtime.evaluation.generations import Generation
 from runtime.gateway.probes import conversations
 from sluice.agents.command import LONGEST, CommandAgent, filled, reward_of, variables
-from sluice.agents.conversation import opening, package
+from sluice.agents.conversation import opening
 from sluice.agents.episode import DataError, Episode
-from sluice.agents.mcp_tools import innermost, untitled
-from sluice.agents.trl_environment import methods_of, with_text
 from tests.unit import template_cases as cases
 from tests.unit.docs_blocks import read
 
 # ---- Parts of the adapters that need neither a gateway nor the packages that they are for
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("GymnasiumText", "McpServer", "OpenEnvClient", "VerifiersTaskset")
-EXAMPLES = sorted(file.name for file in (ROOT / "configs" / "agents").iterdir() if file.is_file() and file.name != "lookup.py")
-PACKAGES = {"GymnasiumText": "gymnasium", "McpServer": "mcp", "OpenEnvClient": "openenv", "VerifiersTaskset": "verifiers"}
+ADAPTERS = {
+    "GymnasiumText": "gymnasium_text.py",
+    "McpServer": "mcp_tools.py",
+    "OpenEnvClient": "openenv_client.py",
+    "TrlEnvironment": "trl_environment.py",
+    "VerifiersTaskset": "verifiers_taskset.py",
+}
+FILES = {file.name for file in (ROOT / "configs" / "agents").iterdir() if file.is_file()}
+EXAMPLES = sorted(FILES - {"lookup.py", *ADAPTERS.values()})
 
 
 def test_the_standard_library_is_enough_to_import_them_all() -> None:
@@ -50,19 +53,12 @@ def test_the_standard_library_is_enough_to_import_them_all() -> None:
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_missing_package_is_told_with_what_installs_it(name: str) -> None:
-    if importlib.util.find_spec(PACKAGES[name]):
-        pytest.skip(f"{PACKAGES[name]} is installed")
-    with pytest.raises(ImportError, match=rf" is not installed: {sys.executable} -m pip install '{PACKAGES[name]}"):
-        getattr(sluice.agents, name)("x")
-
-
-def test_what_a_package_itself_lacks_is_not_told_as_its_absence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lacking.py").write_text("import lacked")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ModuleNotFoundError, match="No module named 'lacked'"):
-        package("lacking", "lacking>=1")
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter_of_an_earlier_version_is_a_file_of_the_examples(name: str) -> None:
+    assert f"class {name}" in (ROOT / "configs" / "agents" / ADAPTERS[name]).read_text()
+    assert f"`configs/agents/{ADAPTERS[name]}`" in (ROOT / "docs" / "guides" / "environments.md").read_text()
+    with pytest.raises(ImportError, match=f"{name} is no longer part of sluice.agents: copy configs/agents/{ADAPTERS[name]} "):
+        getattr(sluice.agents, name)
 
 
 def test_what_a_conversation_begins_with() -> None:
@@ -91,7 +87,10 @@ class Machine:
     def _own(self) -> None: ...
 
 
-def test_the_public_methods_are_tools_and_what_reset_says_is_put_behind_the_task() -> None:
+def test_the_public_methods_are_tools_and_what_reset_says_is_put_behind_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "configs" / "agents"))
+    from trl_environment import methods_of, with_text
+
     assert [method.__name__ for method in methods_of(Machine())] == ["push"]
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]
     assert with_text(asked, " y") == [asked[0], {"role": "user", "content": "x y"}]
@@ -99,19 +98,6 @@ def test_the_public_methods_are_tools_and_what_reset_says_is_put_behind_the_task
     assert with_text(asked[:1], "y") == [asked[0], {"role": "user", "content": "y"}]
     with pytest.raises(DataError, match="reset gave none"):
         with_text(asked[:1], None)
-
-
-def test_titles_of_a_schema_go_and_the_first_of_a_group_of_exceptions_is_told() -> None:
-    schema = {
-        "title": "Args",
-        "properties": {"title": {"title": "Title", "type": "string"}, "many": {"anyOf": [{"title": "A"}]}},
-    }
-    assert untitled(schema) == {"properties": {"title": {"type": "string"}, "many": {"anyOf": [{}]}}}
-
-    class Group(Exception):
-        exceptions = (KeyError("x"),)
-
-    assert repr(innermost(Group())) == "KeyError('x')"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

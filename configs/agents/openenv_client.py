@@ -1,4 +1,4 @@
-"""An environment behind a server of OpenEnv's, as an agent."""
+"""An environment behind a server of OpenEnv's (openenv 0.10), as an agent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sluice.agents.conversation import Conversation, package, told_by
+import openenv
+
+from sluice.agents.conversation import Conversation, told_by
 from sluice.agents.episode import Episode, InfrastructureError
 
 CONVERSATION = ("prompt", "messages")  # columns that are no arguments of `reset`
@@ -18,13 +20,13 @@ class OpenEnvClient:
     where need be in `client`, how it is played in words."""
 
     def __init__(self, url: str = "", *, turns: int = 32, turn_rewards: bool = False, system: str = ""):
-        """`url`: of the server. The others as those of GymnasiumText. Raises ImportError where OpenEnv is missing."""
-        self._openenv, self._url = package("openenv", "openenv>=0.10"), url
+        """`url`: of the server. The others as those of GymnasiumText."""
+        self._url = url
         self._turns, self._turn_rewards, self._system = turns, turn_rewards, system
 
     def client(self) -> Any:
         """A client that is not connected yet, such as an environment's own class."""
-        return self._openenv.GenericEnvClient(base_url=self._url)
+        return openenv.GenericEnvClient(base_url=self._url)
 
     def action(self, reply: str) -> Any:
         """What a reply does: here its JSON. Raises ValueError for one that is no action: it ends the episode."""

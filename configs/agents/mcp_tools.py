@@ -1,4 +1,4 @@
-"""The tools of an MCP server, as an entry of an agent's `tools`."""
+"""The tools of an MCP server (mcp 2), as an entry of an agent's `tools`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from sluice.agents.conversation import package
+import mcp
+
 from sluice.agents.episode import InfrastructureError
 
 CLOSED = -32000  # MCP's code of a call whose connection has ended
@@ -23,12 +24,9 @@ class McpServer:
     """
 
     def __init__(self, *server: str, only: Collection[str] = (), env: Mapping[str, str] | None = None, shared: bool = False):
-        """Raises ImportError where the package mcp is missing, or is older than 2.0."""
         if not server:
             raise ValueError("McpServer: names neither a URL nor a command")
-        self._mcp, self._server = package("mcp", "mcp>=2"), server
-        if not hasattr(self._mcp, "Client"):
-            raise ImportError(f"mcp is older than 2.0: {sys.executable} -m pip install 'mcp>=2'")
+        self._server = server
         self._only, self._env, self._shared = only, env, shared
         self._connection: _McpConnection | None = None
 
@@ -38,7 +36,7 @@ class McpServer:
         if kept is not None and not await kept.answers():  # killed since, or its loop has ended
             await kept.leave()
             self._connection = None if self._connection is kept else self._connection
-        connection = self._connection or _McpConnection(self._mcp.Client(self._target()), self._mcp.MCPError, self._only)
+        connection = self._connection or _McpConnection(mcp.Client(self._target()), self._only)
         if self._shared:
             self._connection, connection.kept = connection, True
         try:
@@ -53,18 +51,17 @@ class McpServer:
         if command.startswith(("http://", "https://")):
             return command
         command = sys.executable if command == "python" else command
-        return self._mcp.StdioServerParameters(command=command, args=arguments, env=self._env)
+        return mcp.StdioServerParameters(command=command, args=arguments, env=self._env)
 
 
 class _McpConnection:
     """A session, in a task of its own: who enters a session must leave it. `schemas`: of its tools, once it is open. `kept`: it
     stays open while its process does."""
 
-    def __init__(self, client: Any, error: Any, only: Collection[str]):
-        """`error`: what a call raises that the server does not answer."""
+    def __init__(self, client: Any, only: Collection[str]):
         self.kept = False
         self.schemas: list[dict[str, Any]] = []
-        self._client, self._error, self._only = client, error, only
+        self._client, self._only = client, only
         self._ready, self._left = asyncio.Event(), asyncio.Event()
         self._task = asyncio.create_task(self._hold())
 
@@ -93,7 +90,7 @@ class _McpConnection:
         if self._ready.is_set() and not self._task.done():
             try:
                 await self._client.list_tools(cache_mode="bypass")
-            except self._error:
+            except mcp.MCPError:
                 return False
         return not self._task.done()
 
@@ -102,7 +99,7 @@ class _McpConnection:
         gone."""
         try:
             found = await self._client.call_tool(name, dict(arguments))
-        except self._error as error:
+        except mcp.MCPError as error:
             if error.code == CLOSED:
                 raise InfrastructureError("the MCP server has gone") from None
             raise ValueError(error.message) from None

@@ -1,10 +1,12 @@
-"""A Gymnasium environment as an agent: what is seen becomes the user's message, and the reply an action."""
+"""A Gymnasium environment (gymnasium 1) as an agent: what is seen becomes the user's message, and the reply an action."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sluice.agents.conversation import Conversation, package, told_by, value_of
+import gymnasium
+
+from sluice.agents.conversation import Conversation, told_by, value_of
 from sluice.agents.episode import Episode
 
 
@@ -15,15 +17,13 @@ class GymnasiumText:
 
     def __init__(self, id: str = "", *, turns: int = 32, turn_rewards: bool = False, system: str = "", **made: Any):
         """`id` and `made`: what `gymnasium.make` is given. `turns`: replies at most. `turn_rewards`: each turn is rewarded by
-        itself, rather than the episode with the sum. `system`: what the conversation begins with. Raises ImportError where
-        Gymnasium is missing."""
-        self._gymnasium = package("gymnasium", "gymnasium>=1")
+        itself, rather than the episode with the sum. `system`: what the conversation begins with."""
         self._id, self._made = id, made
         self._turns, self._turn_rewards, self._system = turns, turn_rewards, system
 
     def make(self, data: dict[str, Any]) -> Any:
         """The environment of a row."""
-        return self._gymnasium.make(self._id, **self._made)
+        return gymnasium.make(self._id, **self._made)
 
     def action(self, reply: str) -> Any:
         """What a reply does. Raises ValueError for one that is no action: it ends the episode."""

@@ -8,10 +8,13 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from sluice.agents.conversation import Conversation, package, told_by
+import verifiers.v1 as vf
+from mcp_tools import McpServer
+from verifiers.v1.dialects.chat import message_to_wire
+
+from sluice.agents.conversation import Conversation, told_by
 from sluice.agents.episode import DataError, Episode, InfrastructureError, PolicyRefused
 from sluice.agents.functions import Toolset, with_tools
-from sluice.agents.mcp_tools import McpServer
 
 HARNESS = "sluice_chat"  # by which verifiers finds the harness of this file
 TURNS = 1 << 30  # verifiers counts them itself: `max_turns` of an agent's config
@@ -27,25 +30,24 @@ class VerifiersTaskset:
     """
 
     def __init__(self, name: str, /, **config: Any):
-        """Raises ImportError where verifiers is missing, and what it raises itself for the configuration."""
-        self._vf = package("verifiers.v1", "verifiers>=0.4")
-        sys.modules.setdefault(HARNESS, harness_module(self._vf))
-        fields = self._vf.env_config_type(name).model_fields
-        roles = [role for role, field in fields.items() if isinstance(field.default, self._vf.AgentConfig)]
-        own = {"harness": {"id": HARNESS}} if self._vf.default_harness_id(name) == "bash" else {}
+        """Raises what verifiers does for the configuration."""
+        sys.modules.setdefault(HARNESS, harness_module())
+        fields = vf.env_config_type(name).model_fields
+        roles = [role for role, field in fields.items() if isinstance(field.default, vf.AgentConfig)]
+        own = {"harness": {"id": HARNESS}} if vf.default_harness_id(name) == "bash" else {}
         agents = {role: {"runtime": {"type": "subprocess"}, **own, **config.get(role, {})} for role in roles}
         config = {**config, **agents, "taskset": {**config.get("taskset", {}), "id": name}}
-        self._config = self._vf.resolve_env_config(config)
-        self._ahead = iter(self._vf.load_environment(self._config).taskset)
+        self._config = vf.resolve_env_config(config)
+        self._ahead = iter(vf.load_environment(self._config).taskset)
         self._tasks: list[Any] = []
 
     async def run(self, data: dict[str, Any], *, episode: Episode, **_: Any) -> float | None:
-        environment, task, name = self._vf.load_environment(self._config), self._task(data), f"SLUICE_KEY_{episode.id}"
+        environment, task, name = vf.load_environment(self._config), self._task(data), f"SLUICE_KEY_{episode.id}"
         os.environ[name] = episode.api_key  # where verifiers looks for it, before the first call
         try:
-            client = self._vf.EvalClientConfig(base_url=episode.base_url, api_key_var=name)
+            client = vf.EvalClientConfig(base_url=episode.base_url, api_key_var=name)
             async with environment.serving():
-                done = await environment.run_episode(task, self._vf.ModelContext(model="policy", client=client))
+                done = await environment.run_episode(task, vf.ModelContext(model="policy", client=client))
         finally:
             del os.environ[name]
         for trace in done.traces:
@@ -86,11 +88,10 @@ class _NoChannel:
         raise InfrastructureError(f"{what}: there is none within verifiers")
 
 
-def harness_module(vf: Any) -> types.ModuleType:
+def harness_module() -> types.ModuleType:
     """What verifiers imports by the name HARNESS."""
-    wire = package("verifiers.v1.dialects.chat", "verifiers>=0.4").message_to_wire
 
-    class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc, name-defined]
+    class ChatHarness(vf.Harness[vf.HarnessConfig]):
         """Asks the policy until it answers without a call of a tool, in this process, by way of verifiers' own server."""
 
         APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
@@ -100,7 +101,11 @@ def harness_module(vf: Any) -> types.ModuleType:
             self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Mapping[str, str], data: Any
         ) -> Any:
             system, prompt = self.resolve_prompt(data)
-            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [wire(each) for each in prompt or ()]
+            said = (
+                [{"role": "user", "content": prompt}]
+                if isinstance(prompt, str)
+                else [message_to_wire(each) for each in prompt or ()]
+            )
             tools = Toolset([McpServer(url) for url in mcp_urls.values()] if mcp_urls else (), self.config.tool_timeout)
             told = {"id": trace.id, "task": {}, "base_url": endpoint.removesuffix("/v1"), "api_key": secret, "seed": 0}
             policy = Episode({**told, "purpose": "", "call_seconds": self.config.tool_timeout}, _NoChannel())
@@ -115,5 +120,5 @@ def harness_module(vf: Any) -> types.ModuleType:
             return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     module = types.ModuleType(HARNESS)
-    module.ChatHarness, module.__all__ = ChatHarness, ["ChatHarness"]  # type: ignore[attr-defined]
+    module.ChatHarness, module.__all__ = ChatHarness, ["ChatHarness"]
     return module
