@@ -26,7 +26,6 @@ from runtime.telemetry.shown import say
 # By key: what a file that does not name it had in version 0.1.
 _IN_0_1 = {
     "checkpoint.every": 0,
-    "metrics.names": "mindspeed",
     "network.security": "none",
     "training.depth": "bound",
     "training.lr_staleness_power": 0.0,

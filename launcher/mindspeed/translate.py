@@ -261,7 +261,6 @@ def optimizer(keys: RoleSettings, role: str, path: str) -> None:
 
 
 def _trackers(keys: RoleSettings) -> None:
-    keys.put("metrics.names", "mindspeed")
     if keys.format != "current":
         return
     board, wandb, swanlab = (keys.of("rl_config", f"use_{name}") for name in ("tensorboard", "wandb", "swanlab"))

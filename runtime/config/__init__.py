@@ -15,10 +15,10 @@ from runtime.config.model import Lora, Model, Warmup
 from runtime.config.rewards import RemoteReward, RewardModel, Rewards, Rule
 from runtime.config.run import (
     Checkpoint,
+    Exposure,
     Ledger,
     LivePage,
     Logs,
-    MetricNames,
     Mismatch,
     Prometheus,
     Run,
@@ -84,7 +84,7 @@ class Config(Section, frozen=True):
     logs: Logs = Logs()
     network: Network = Network()
     deadlines: Deadlines = Deadlines()
-    metrics: MetricNames = MetricNames()
+    metrics: Exposure = Exposure()
     page: LivePage | None = None
     """Null: none; `{}`: one with the defaults below."""
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker(name="jsonl"), Tracker(name="tensorboard")])

@@ -60,6 +60,7 @@ _MINDSPEED = ("megatron_training", "actor_rollout_ref")  # sections of its two f
 _REMOVED = {
     "publication.staging": "there is one way now, what shadow was; leave the key out",
     "gateway.player": "write services.environment, whose agents are called, and given their episode's URL and key",
+    "metrics.names": "all trackers get the names of own (docs/metrics.md has MindSpeed-RL's beside them); leave the key out",
     "services.rollout.speculation": "replies are those of off, and no engine drafts tokens; leave the key out",
     "publication.overlap": "the trainer keeps a copy of what it sends in host memory, as true had it; leave the key out",
 }

@@ -121,12 +121,9 @@ class Prometheus(Section, frozen=True):
     whoever reaches a process may read its metrics; off this machine only with `network.security: none`."""
 
 
-class MetricNames(Section, frozen=True):
-    """What the figures of a step are called, and who may ask for them."""
+class Exposure(Section, frozen=True):
+    """Who may ask a run's processes for their figures."""
 
-    names: Literal["own", "mindspeed"] = "own"
-    """Under which names tensorboard, wandb, swanlab and mlflow get the figures: ours, or for dashboards made for it those of
-    MindSpeed-RL, where it has others. `metrics.jsonl` has ours always; `sluice report` reads it."""
     prometheus: Prometheus | None = None
     """Null: no process serves metrics; `{}`: each does, with the defaults below."""
 

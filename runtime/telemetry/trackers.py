@@ -31,7 +31,7 @@ from runtime.config import Config, Tracker
 from runtime.config.secret_values import without_secrets
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.process import disk
-from runtime.telemetry.metrics import Histogram, Metrics, mindspeed, score_prefixes
+from runtime.telemetry.metrics import Histogram, Metrics
 
 # ---- Event file
 #
@@ -380,7 +380,7 @@ class _Worker:
 
 
 class Trackers:
-    """All trackers of a run. `jsonl` has our names, the others those that `metrics.names` says.
+    """All trackers of a run.
 
     Raises UserError, saying what to install, when one of them needs a package that is not there."""
 
@@ -392,8 +392,6 @@ class Trackers:
             if (tracker.name, tracker.mode) == ("mlflow", "online") and not os.environ.get(_MLFLOW_SERVER):
                 raise UserError(f"tracker mlflow: mode online: {_MLFLOW_SERVER} is not set, which says where its server is")
         folder = Path(run_dir)
-        self._mindspeed = config.metrics.names == "mindspeed"
-        self._scores = score_prefixes(config)
         off = [each for each in config.trackers if (each.name, each.mode) == ("mlflow", "disabled")]  # the others know it
         self._workers = [_Worker(tracker, folder, config) for tracker in config.trackers if tracker not in off]
 
@@ -404,10 +402,9 @@ class Trackers:
         seconds.
         """
         now = time.time()
-        named = mindspeed(metrics, self._scores) if self._mindspeed else metrics
         for worker in self._workers:
             worker.check()
-            await worker.put((step, now, metrics if worker.name == "jsonl" else named), timeout)
+            await worker.put((step, now, metrics), timeout)
 
     @property
     def dropped(self) -> int:

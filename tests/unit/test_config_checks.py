@@ -212,6 +212,11 @@ def test_what_was_removed_says_what_to_write_now(given: dict[str, Any], told: st
     assert fault.startswith(told)
 
 
+def test_trackers_get_one_set_of_names() -> None:
+    faults = type_faults({"run": {"name": "x"}, "metrics": {"names": "mindspeed"}})
+    assert faults[-1].startswith("metrics.names: no longer a key: all trackers get the names of own ")
+
+
 def test_the_embedded_engine_drafts_no_tokens_any_more() -> None:
     faults = type_faults({"run": {"name": "x"}, "services": {"rollout": {"speculation": "auto"}}})
     told = "no longer a key: replies are those of off, and no engine drafts tokens; leave the key out"

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from runtime import timeouts
-from runtime.config import Config, Critic, Run
 from runtime.coordinator import metrics_recorder
 from runtime.coordinator.gateways import Load
 from runtime.coordinator.metrics_recorder import COUNTED, BusyMeter
@@ -27,9 +26,7 @@ from runtime.telemetry.metrics import (
     StepFigures,
     covered,
     intersection,
-    mindspeed,
     ours,
-    score_prefixes,
     step_metrics,
     union,
 )
@@ -104,14 +101,13 @@ def test_throughput_follows_from_the_sizes_that_are_logged() -> None:
     assert found["e2e_tps"] == pytest.approx((30 + 2) * 2 * 1.5 / 4 / 0.5, rel=1e-12)
 
 
-def test_names_of_mindspeed_rl_and_ours_name_the_same_numbers() -> None:
+def test_points_of_the_first_version_are_read_under_the_names_of_today() -> None:
     found = step_metrics(figures())
-    theirs = mindspeed(found, score_prefixes(Config(run=Run(name="a"), critic=Critic())))
-    for part in ("mean", "max", "min"):
-        assert theirs[f"grpo/score/{part}"] == theirs[f"critic/score/{part}"] == found[f"score/{part}"]
-    assert theirs["vllm_tps"] == found["rollout_tps"] and theirs["grad_norm"] == theirs["actor/grad_norm"] == 0.3
-    assert not any(name.startswith(("dapo/", "score/")) for name in theirs)
-    assert ours(theirs) == ours(found) == found
+    scores = {f"score/{part}": found[f"score/{part}"] for part in ("mean", "max", "min")}
+    former = {f"{prefix}/{name}": value for prefix in ("grpo", "critic") for name, value in scores.items()}
+    former |= {"vllm_tps": found["rollout_tps"], "grad_norm": 0.3, "actor/grad_norm": 0.3, "grpo/errors/timeout": 2.0}
+    assert ours(former) == {**scores, "rollout_tps": found["rollout_tps"], "actor/grad_norm": 0.3, "score/errors/timeout": 2.0}
+    assert ours(found) == found
 
 
 def test_samples_are_episodes_and_lengths_are_of_their_branches() -> None:

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from runtime import run_files, timeouts
-from runtime.config import Config, Critic, FromEnvironment, MetricNames, Rollout, Run, Services, Tracker, Training
+from runtime.config import Config, FromEnvironment, Rollout, Run, Services, Tracker, Training
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.telemetry import trackers
 from runtime.telemetry.metrics import Metrics
@@ -32,9 +32,8 @@ POINTS: list[tuple[int, Metrics]] = [
 ]
 
 
-def settings(*trackers: Tracker, names: Literal["own", "mindspeed"] = "own", **sections: Any) -> Config:
-    own = {"run": Run(name="a-run"), "training": Training(steps=2), "metrics": MetricNames(names=names)}
-    return Config(**own, trackers=[*trackers], **sections)
+def settings(*trackers: Tracker, **sections: Any) -> Config:
+    return Config(run=Run(name="a-run"), training=Training(steps=2), trackers=[*trackers], **sections)
 
 
 def run(configured: list[Tracker], folder: Path, points: Any = POINTS, timeout: float = 10.0, **rest: Any) -> None:
@@ -102,20 +101,6 @@ def test_a_resumed_run_goes_on_after_a_torn_line(tmp_path: Path) -> None:
     backend.log(1, 7.0, {"a": 2.0})
     backend.close()
     assert read_jsonl(path)[:2] == [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "time": 7.0, "a": 2.0, "b": 1.0}]
-
-
-def test_other_trackers_get_mindspeeds_names_where_the_configuration_says_so(tmp_path: Path) -> None:
-    point: Metrics = {"score/mean": 0.5, "score/errors/timeout": 1.0, "actor/grad_norm": 2.0, "rollout_tps": 3.0}
-    point["actor/lr"] = 4.0
-    run([Tracker(name="jsonl"), Tracker(name="tensorboard")], tmp_path, [(1, point)], names="mindspeed", critic=Critic())
-    (written_point,) = read_jsonl(tmp_path / run_files.METRICS)
-    assert {**point, "step": 1} == {name: value for name, value in written_point.items() if name != "time"}
-    (events,) = (tmp_path / run_files.TENSORBOARD).iterdir()
-    written = events.read_bytes()
-    for name in (b"grpo/score/mean", b"critic/score/mean", b"grpo/errors/timeout", b"vllm_tps", b"actor/lr"):
-        assert name in written
-    assert written.count(b"grad_norm") == 2  # alone, and the actor's
-    assert b"dapo/" not in written and b"rollout_tps" not in written
 
 
 def unmasked(crc: int) -> int:
