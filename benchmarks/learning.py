@@ -27,7 +27,7 @@ from benchmarks.staleness.runs import train_quickstart
 from benchmarks.worker import Worker
 from runtime import run_files
 from runtime.config import loading
-from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable
 
 SLUICE = "sluice train"

@@ -29,7 +29,7 @@ from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.ledger.reader import LedgerReader
 from runtime.simulation.calibration import Calibration, Observed, observe
 from runtime.simulation.simulate import simulated
-from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable
 from services.rpc.client import ContractDeadlines
 from sluice import start

@@ -30,7 +30,7 @@ from runtime import run_files
 from runtime.config import Config
 from runtime.errors import ServiceFault
 from runtime.status import Progress
-from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable
 
 ALONE = ("train", "generate", "reference")

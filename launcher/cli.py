@@ -272,7 +272,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "scale": _run_of("commands.scale"),
     "profile": _run_of("commands.profile"),
     "samples": _run_of("commands.samples"),
-    "report": _run_of("commands.report"),
+    "report": _run_of("page.report"),
     "why": _run_of("commands.why"),
     "trace": _run_of("commands.trace"),
     "page": _page,

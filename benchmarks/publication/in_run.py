@@ -17,7 +17,7 @@ from benchmarks.staleness.runs import train_to_its_end
 from runtime import run_files
 from runtime.config import Config, loading
 from runtime.errors import ServiceFault
-from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable
 from runtime.telemetry.summary import Summary
 

@@ -16,7 +16,7 @@ from launcher.node.topology import ProcessSpec
 from runtime import run_files, timeouts
 from runtime.config import Config, loading
 from runtime.errors import SluiceError, UserError
-from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.summary import Summary
 from sluice import start
 

@@ -95,7 +95,7 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
     page.add_argument("--port", type=int, default=0, metavar="N", help="(default: one that is free)")
     page.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="another than this machine's own wants a token")
 
-    report = commands.add_parser("report", help="a run as one HTML file: curves, tables, configuration")
+    report = commands.add_parser("report", help="the page of a run as one HTML file")
     report.add_argument("run", type=Path, help="a run's folder")
     report.add_argument("--output", type=Path, metavar="FILE", help="(default: report.html in the run's folder)")
 

@@ -22,7 +22,7 @@ from runtime.registry import OWN
 from runtime.simulation.calibration import LEAST, Calibration, assumed, calibrate
 from runtime.simulation.engine import Costs, Fixed
 from runtime.simulation.simulate import Prediction, refuse, simulated, variations
-from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.shown import LiteralTable, say
 from runtime.telemetry.startup import Startup, collect_rarely
 from services.rpc.client import ContractDeadlines

@@ -8,7 +8,6 @@ import math
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,13 @@ import msgspec
 from aiohttp import web
 
 from launcher.page.samples import SampleFilter, SampleReader
-from launcher.page.views import Mark, RunView, changed, lanes, marks, of_files
+from launcher.page.views import STATIC, THIS, Mark, RunView, changed, marks, of_files
 from runtime import run_files, timeouts
 from runtime.errors import SluiceError, UserError
 from runtime.process import network
 from runtime.process.http_server import Handler, HttpServer, bounded, let_in
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
-THIS = "_"  # the name of a run that is alone
 COOKIE = "sluice-page"
 CONNECTIONS, BACKLOG = 256, 32
 FOLLOWERS = 64  # pages that are told what changes
@@ -128,15 +126,11 @@ class PageRoutes:
 
     async def file(self, request: web.Request) -> web.Response:
         name = request.match_info.get("name") or "page.html"
-        if name == "plotly.js":
-            text = await asyncio.to_thread(_plotly)
-        else:
-            files = {each.name: each for each in (resources.files("launcher.page") / "static").iterdir()}
-            if name not in files:
-                raise web.HTTPNotFound(text="no such file\n")
-            text = files[name].read_text(encoding="utf-8")
-        headers = {"Cache-Control": "max-age=86400" if name == "plotly.js" else "no-cache"}
-        return web.Response(text=text, content_type=_TYPES[Path(name).suffix], headers=headers)
+        files = {each.name: each for each in STATIC.iterdir()}
+        if name not in files:
+            raise web.HTTPNotFound(text="no such file\n")
+        text = files[name].read_text(encoding="utf-8")
+        return web.Response(text=text, content_type=_TYPES[Path(name).suffix], headers={"Cache-Control": "no-cache"})
 
     async def runs(self, _: web.Request) -> web.Response:
         return await _answer(self._pages.list)
@@ -149,7 +143,9 @@ class PageRoutes:
             "curves": run.curves,
             "metric": lambda: run.metric(query.get("name", "")),
             "why": lambda: run.why(_whole(query, "from"), _whole(query, "to")),
-            "lanes": lambda: self._lanes(run, query),
+            "lanes": lambda: run.lanes(
+                _number(query, "start", None), _number(query, "end", None), min(4000, _whole(query, "pixels") or 1200)
+            ),
             "occupancy": run.occupancy,
             "weights": run.weights,
             "evaluations": run.evaluations,
@@ -166,14 +162,6 @@ class PageRoutes:
         if name not in views:
             raise web.HTTPNotFound(text=f"no view {name!r}\n")
         return await _answer(views[name])
-
-    def _lanes(self, run: RunView, query: Any) -> dict[str, Any]:
-        spans, first, last = run.lanes()
-        if not spans:
-            return {"first": 0, "last": 1, "start": 0, "end": 1, "lanes": []}
-        start, end = _number(query, "start", first), _number(query, "end", last)
-        shown = lanes(spans, start, end, min(4000, _whole(query, "pixels") or 1200))
-        return {"first": first, "last": last, "start": start, "end": end, "lanes": shown}
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """What of the run's files has changed, until the browser goes."""
@@ -207,12 +195,6 @@ async def _answer(work: Callable[[], Any]) -> web.Response:
     except ValueError as error:  # of what was asked for
         return web.json_response({"error": str(error)}, status=400)
     return web.Response(body=await asyncio.to_thread(msgspec.json.encode, made), content_type="application/json")
-
-
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return str(get_plotlyjs())
 
 
 def _whole(query: Any, name: str) -> int | None:

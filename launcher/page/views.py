@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from msgspec import Struct
 
 from launcher import run_folder
 from launcher.commands import why
+from launcher.page import panels, tables
 from runtime import run_files
 from runtime.config import Config, Run
 from runtime.config.secret_values import without_secrets
@@ -31,10 +33,8 @@ from runtime.evaluation import results as evaluation
 from runtime.ledger.reader import DATABASE, LedgerReader
 from runtime.ledger.states import Phase
 from runtime.process.spans import CALLS, OVERLAPPING, PUBLICATION, SpanFolder, SpanHeader, TracedSpan
-from runtime.telemetry import critical_path
-from runtime.telemetry.report import panels, record, tables
-from runtime.telemetry.report.record import RunRecord
-from runtime.telemetry.startup import Startup
+from runtime.telemetry import critical_path, record
+from runtime.telemetry.record import LoggedHistory, RunRecord
 from runtime.telemetry.summary import Summary
 
 # ---- Lanes
@@ -149,6 +149,8 @@ def changed(before: dict[str, tuple[Mark, ...]], after: dict[str, tuple[Mark, ..
     return [kind for kind in after if before.get(kind) != after[kind]]
 
 
+STATIC = resources.files("launcher.page") / "static"  # the page's own files
+THIS = "_"  # the name of a run that is alone
 POINTS = 1000  # of a curve over time
 NEWEST = 200  # steps
 LOG_LINES = 40
@@ -199,7 +201,15 @@ class RunView:
                 own += file.spans
             return found
 
-    def lanes(self) -> tuple[Mapping[str, Sequence[TracedSpan]], float, float]:
+    def lanes(self, start: float | None, end: float | None, pixels: int) -> dict[str, Any]:
+        """Those of a window of the run, of all of it where neither end is said."""
+        spans, first, last = self._every_lane()
+        if not spans:
+            return {"first": 0, "last": 1, "start": 0, "end": 1, "lanes": []}
+        start, end = first if start is None else start, last if end is None else end
+        return {"first": first, "last": last, "start": start, "end": end, "lanes": lanes(spans, start, end, pixels)}
+
+    def _every_lane(self) -> tuple[Mapping[str, Sequence[TracedSpan]], float, float]:
         """The spans of each process, and what the steps waited for; when the first begins, and the last ends. Made anew where
         spans have come since."""
         spans = self.spans()
@@ -255,7 +265,8 @@ class RunView:
             "name": found.settings.run.name or self.folder.resolve().name,
             "state": self._state(found),
             "under_way": run_folder.under_way(self.folder),
-            "facts": [[fact.name, fact.value, fact.detail] for fact in tables.facts(found, history)],
+            "facts": tables.facts(found, history),
+            "notes": self._notes(found, history),
             "steps": int(steps[-1]["step"]) if steps else 0,
             "of": found.settings.training.steps,
             "alarm": _alarm(found, steps),
@@ -266,16 +277,21 @@ class RunView:
             return "under way"
         return f"stopped: {found.ended.stop_reason}" if found.ended else "ended without a summary: it was killed, or failed"
 
-    def curves(self) -> dict[str, Any]:
-        """The report's panels, drawn as there."""
-        from runtime.telemetry.report.page import draw  # which loads plotly
+    def _notes(self, found: RunRecord, history: LoggedHistory) -> list[str]:
+        notes = []
+        if not (self.folder / run_files.METRICS).is_file():
+            notes.append(f"There is no {run_files.METRICS}: the run logged nothing yet, or has no tracker of that name.")
+        elif not history.steps:
+            notes.append("No training step has been logged.")
+        if found.torn:
+            notes.append(f"The last line of {run_files.METRICS} is not whole, and left out.")
+        if history.done_again:
+            notes.append(f"{history.done_again:,} steps were done again from a checkpoint, and are left out.")
+        return notes
 
+    def curves(self) -> dict[str, Any]:
         history = record.history(self.record().points)
-        drawn = [
-            [section.title, [[panel.title, draw(panel, history.returns) if panel.series else None] for panel in section.panels]]
-            for section in panels.sections(history)
-        ]
-        return {"sections": drawn}
+        return {"sections": panels.sections(history), "returns": history.returns, "lineages": tables.lineages(history)}
 
     def metric(self, name: str) -> dict[str, Any]:
         """One figure of each step, and of each evaluation."""
@@ -315,7 +331,7 @@ class RunView:
     def occupancy(self) -> dict[str, Any]:
         """Groups by state over time, ages of what was trained by step, and what was lost on the way by reason."""
         with self.ledger() as reader:
-            times, dropped = reader.times(), reader.dropped()
+            times, dropped, counts = reader.times(), reader.dropped(), reader.counts()
         training = self.record().settings.training
         history = record.history(self.record().points)
         bound = None if training.staleness is None else (training.staleness + 1) * (training.groups_per_step or 0)
@@ -327,6 +343,7 @@ class RunView:
             "steps": [point["step"] for point in history.steps],
             "ages": ages,
             "staleness": training.staleness,
+            "groups": {state: count for state, count in counts.items() if count},
             "dropped": dropped,
             "reasons": _reasons(history.steps),
         }
@@ -351,10 +368,9 @@ class RunView:
         return {"steps": rows, "replicas": replicas, "committed": committed, "disagree": _disagree(replicas)}
 
     def evaluations(self) -> dict[str, Any]:
-        table = tables.evaluations(self.record().evaluations)
         results = self.record().evaluations
         pairs = [_changed(self.folder, one.step, other.step) for one, other in pairwise(results[-4:])]
-        return {"table": None if table is None else {"head": table.head, "rows": table.rows}, "changed": pairs}
+        return {"table": tables.evaluations(results), "changed": pairs}
 
     def processes(self) -> dict[str, Any]:
         """Each process that kept spans, oldest first, and the last lines of every log."""
@@ -369,16 +385,14 @@ class RunView:
                 }
                 for file in self._spans.files.values()
             ]
-        started = Startup.read(self.folder)
         logs = {path.name: _tail(path) for path in sorted((self.folder / run_files.LOGS).glob("*.log")) if self._is_own(path)}
-        failures = tables.failures(record.history(self.record().points))
         summary = Summary.read(self.folder) if (self.folder / run_files.SUMMARY).is_file() else None
         return {
             "memory": {} if summary is None else summary.memory,
             "processes": rows,
-            "startup": {} if started is None else started.processes,
+            "startup": self.record().startup,
             "logs": logs,
-            "failures": [] if failures is None else failures.rows,
+            "failures": tables.failures(record.history(self.record().points)),
         }
 
     def _is_own(self, path: Path) -> bool:

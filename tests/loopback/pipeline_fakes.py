@@ -37,7 +37,7 @@ from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
 from runtime.process.aio import first_error
 from runtime.status import Loss, Progress, Status
-from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.summary import Summary
 from runtime.telemetry.trackers import Trackers
 from runtime.types import (

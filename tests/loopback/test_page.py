@@ -22,7 +22,7 @@ from aiohttp import ClientSession, CookieJar
 from yarl import URL
 
 from benchmarks.recorded_run import BEGAN, PROMPT, STEP, record, reply_of, reward_of
-from launcher.commands.report import report
+from launcher.page.report import report
 from launcher.page.server import CONNECTIONS, THIS, PageGuard, Pages, application, serve
 from runtime import run_files, timeouts
 from runtime.config import Config
@@ -93,7 +93,7 @@ def test_the_files_are_served_with_a_policy_that_lets_nothing_else_in(run: Path)
     (run / "secret.html").write_text("secret")
 
     async def use(client: ClientSession, address: str) -> None:
-        for path, kind in (("/", "html"), ("/static/page.js", "javascript"), ("/static/plotly.js", "javascript")):
+        for path, kind in (("/", "html"), ("/static/page.js", "javascript"), ("/static/charts.js", "javascript")):
             async with client.get(address + path) as answer:
                 assert (answer.status, answer.content_type) == (200, f"text/{kind}")
                 assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
@@ -215,7 +215,7 @@ def test_every_other_view_answers(run: Path) -> None:
     differs = {row[0]: row[1:] for row in asked(run, "configuration")["differs"]}
     assert differs["training.groups_per_step"][1] == str(GROUPS)
     assert "network.interface" not in differs
-    assert any(title == "Off-policy" for title, _ in asked(run, "curves")["sections"])
+    assert any(section["title"] == "Off-policy" for section in asked(run, "curves")["sections"])
     assert asked(run, "evaluations") == {"table": None, "changed": []}
     lanes = asked(run, "lanes?pixels=800")["lanes"]
     decoded = next(lane for lane in lanes if (lane["process"], lane["line"]) == ("rollout-0", "engine"))
@@ -295,7 +295,6 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 def test_a_report_is_drawn_without_a_complaint(tmp_path: Path) -> None:
     """Its scripts run, and every figure is drawn."""
-    pytest.importorskip("plotly", reason="needs plotly: make install")
     browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         pytest.skip(f"needs a browser, one of {', '.join(BROWSERS)}: apt-get install chromium")
@@ -306,14 +305,13 @@ def test_a_report_is_drawn_without_a_complaint(tmp_path: Path) -> None:
     command = [
         *(browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1400,4000"),
         *(f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000", "--enable-logging=stderr", "--v=0"),
-        *("--dump-dom", page.as_uri()),
+        *("--dump-dom", f"{page.as_uri()}#_/curves"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-    drawn = [classes for classes in re.findall(r'<div class="([^"]*)"', done.stdout) if "js-plotly-plot" in classes.split()]
-    assert len(drawn) == page.read_text(encoding="utf-8").count('<script type="application/json">') == 4
-    assert re.search(r'class="legendtext"[^>]*>&lt;b&gt;<', done.stdout)
+    assert re.findall(r'<canvas[^>]* data-drawn="(\d)"', done.stdout) == ["2", "4", "1", "2"], "with the means over curves"
+    assert re.search(r"</i>&lt;b&gt;</button>", done.stdout)
 
 
 PATIENCE = 60.0  # seconds for what another task has to do, on a busy machine

@@ -14,7 +14,7 @@ import pytest
 
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
-from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.record import read_jsonl
 from tests.system.runs import LONG, Live, check_gone, started, steps, summary
 from tests.system.test_takeover import OFTEN, kill_coordinator, others
 

@@ -12,7 +12,7 @@ import pytest
 from runtime.ledger.checkpoint import steps as checkpoints
 from runtime.ledger.reader import GroupRow, LedgerReader
 from runtime.ledger.states import Phase
-from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.record import read_jsonl
 from tests.system.conftest import make_tiny
 from tests.system.listeners import check_run
 from tests.system.runs import (

@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,10 +19,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-pytest.importorskip("plotly", reason="needs plotly: make install")
-
+from benchmarks.recorded_run import record, reply_of
 from launcher import cli
-from launcher.commands.report import report
+from launcher.page import panels
+from launcher.page.report import BYTES, report
 from runtime import config, run_files
 from runtime.config import loading
 from runtime.coordinator.buffer import Buffer
@@ -31,26 +30,14 @@ from runtime.errors import UserError
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.states import Mark
 from runtime.run_files import LOCK
-from runtime.telemetry.report import page as figures
-from runtime.telemetry.report import panels, published
-from runtime.telemetry.report.record import history
-from runtime.telemetry.shown import shown
-from tests.unit.model_dimensions import CONFIGS
+from runtime.telemetry.record import history
 from tests.unit.test_buffer import ticket
-from tests.unit.test_shown import FORBIDDEN
 
 HOSTILE = "</script><script>alert(1)</script><b>&amp;"
 
 
-@pytest.fixture(autouse=True)
-def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megabytes of plotly are in one page alone."""
-    if request.function is not test_only_its_own_scripts_may_run_and_they_send_nothing:
-        monkeypatch.setattr(figures, "get_plotlyjs", lambda: "plotly.js v0")
-
-
 class Elements(HTMLParser):
-    """Scripts by type, visible text, and every address that is named."""
+    """Scripts, visible text, what the script finds in place of a server, and every address that is named."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -59,6 +46,15 @@ class Elements(HTMLParser):
         self.policy = ""
         self.words: list[str] = []
         self.feed(text)
+        self.held = {
+            path.removeprefix("/api/run/_/"): found for path, found in json.loads(self.of_type("application/json")[0]).items()
+        }
+        self.facts = {name: " ".join(rest).strip() for name, *rest in self.held["summary"]["facts"]}
+        self.notes = self.held["summary"]["notes"]
+        self.panels = {each["title"]: each for section in self.held["curves"]["sections"] for each in section["panels"]}
+
+    def of_type(self, wanted: str) -> list[str]:
+        return [text for kind, text in self.scripts if kind == wanted]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         named = dict(attrs)
@@ -73,13 +69,6 @@ class Elements(HTMLParser):
             self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
         else:
             self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
-
-    def figures(self) -> list[dict[str, Any]]:
-        return [json.loads(script) for kind, script in self.scripts if kind == "application/json"]
 
 
 def step(number: int, **metrics: Any) -> dict[str, Any]:
@@ -117,53 +106,66 @@ def test_a_file_with_everything_in_it(tmp_path: Path, capsys: pytest.CaptureFixt
     assert ends(capsys, str(folder)) == (0, [])
     found = Elements((folder / "report.html").read_text(encoding="utf-8"))
     assert found.addresses == []
-    assert "arithmetic" in found.text and "train: train.jsonl" in found.text
-    assert "39 of 200" in found.text and "50.0% after step 0" in found.text
-    assert "Samples a second 16 19.5 s in 39 steps" in found.text
-    reward = found.figures()[0]
-    assert [trace["name"] for trace in reward["data"]] == ["mean of the batch, each step", "mean of the batch"]
+    assert found.held["summary"]["name"] == "arithmetic" and "train: train.jsonl" in found.held["configuration"]["text"]
+    assert found.facts["Steps"] == "39 of 200" and found.facts["Held-out accuracy"].startswith("50.0% after step 0")
+    assert found.facts["Samples a second"] == "16 19.5 s in 39 steps"
+    (reward,) = found.panels["Reward"]["series"]
+    assert reward["name"] == "mean of the batch" and len(reward["y"]) == len(reward["smooth"]) == 39
     assert report(folder, tmp_path / "mine.html") == tmp_path / "mine.html"
     assert not list(folder.glob("*.partial")) and not list(folder.glob(".*.partial"))
 
 
-def test_only_its_own_scripts_may_run_and_they_send_nothing(tmp_path: Path) -> None:
+def test_only_its_own_scripts_may_run(tmp_path: Path) -> None:
     found = read(made(tmp_path, [told(1)]))
-    scripts = [text for kind, text in found.scripts if kind == "text/javascript"]
-    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found.of_type("text/javascript")]
     rules = dict(rule.strip().split(" ", 1) for rule in found.policy.split(";"))
-    assert rules["default-src"] == "'none'"
+    assert rules["default-src"] == "'none'" and "connect-src" not in rules
     assert rules["script-src"].split() == [f"'sha256-{each}'" for each in hashes]
-    assert len(scripts) == 2 and "plotly.js v" in scripts[0][:100]
-    assert 'plotlyServerURL: ""' in scripts[1] and "modeBarButtons: buttons" in scripts[1]
 
 
-def test_nothing_that_a_run_names_acts_as_html_or_hides(tmp_path: Path) -> None:
-    hidden = "\u202ea\x1b[2J\u2066"
+def test_nothing_that_a_run_names_acts_as_html(tmp_path: Path) -> None:
+    """It stands in data alone, which the page shows as text."""
     scores = {f"{HOSTILE}_rewards/mean": 1.0, "acc_rewards/mean": 0.5, f"score/errors/{HOSTILE}": 1.0}
-    scores |= {f"{hidden}_rewards/mean": 1.0, f"score/errors/{hidden}": 1.0}
     folder = made(tmp_path, [told(n, **scores) for n in (1, 2)], run=config.Run(name=HOSTILE))
+    (folder / run_files.SUMMARY).write_text(json.dumps({"stop_reason": HOSTILE}))
+    (folder / run_files.LOGS).mkdir()
+    (folder / run_files.LOGS / f"{HOSTILE.replace('/', '|')}.log").write_text(HOSTILE)
     text = report(folder, None).read_text(encoding="utf-8")
-    assert "<script>alert" not in text and "</script><b>" not in text
+    plain = read(made(tmp_path / "plain", [told(1)]))
     found = Elements(text)
-    assert len([kind for kind, _ in found.scripts if kind == "text/javascript"]) == 2
-    assert HOSTILE in "".join(found.words)
-    names = {trace.get("name") or "" for figure in found.figures() for trace in figure["data"]}
-    assert any("&lt;script&gt;" in name for name in names) and not any("<" in name for name in names)
-    assert any(shown(hidden) in name for name in names) and not any(FORBIDDEN.search(name) for name in names)
-    assert not FORBIDDEN.search("".join(found.words))
-    (folder / run_files.SUMMARY).write_text(json.dumps({"stop_reason": HOSTILE + hidden}))
-    words = "".join(read(folder).words)
-    assert f"Stopped: {HOSTILE}{shown(hidden)}" in words and not FORBIDDEN.search(words)
+    assert "<script>alert" not in text and "</script><b>" not in text
+    assert found.of_type("text/javascript") == plain.of_type("text/javascript") and len(found.scripts) == len(plain.scripts)
+    assert found.words == plain.words and found.policy == plain.policy
+    assert found.held["summary"]["name"] == HOSTILE and found.held["summary"]["state"] == f"stopped: {HOSTILE}"
+    assert HOSTILE in {each["name"] for each in found.panels["Reward by rule, before weights"]["series"]}
+
+
+def test_a_text_that_is_no_unicode_is_one_line(tmp_path: Path) -> None:
+    folder = made(tmp_path, [told(1)])
+    (folder / run_files.CONFIG).write_text('run: {name: "\\ud800"}\n')
+    with pytest.raises(UserError, match="no Unicode"):
+        report(folder, None)
+
+
+def test_the_newest_samples_are_in_it_and_not_more_than_it_bears(tmp_path: Path) -> None:
+    folder = record(tmp_path / "run", 30, 2, 2)
+    found = read(folder)
+    groups = {name: each for name, each in found.held.items() if name.startswith("group?")}
+    assert found.held["samples"]["ids"] == [*range(10, 60)] and found.held["samples"]["of"] == 60
+    assert groups.keys() == {f"group?id={each}" for each in range(10, 60)}
+    assert groups["group?id=10"]["samples"][1]["reply"] == reply_of(10, 1)
+    large = read(record(tmp_path / "large", 1, 3, 1, ["y" * BYTES])).held["samples"]
+    assert (large["ids"], large["rows"], large["of"]) == ([1, 2], [1, 1], 3)
+    (folder / "tokenizer.json").unlink()
+    assert read(folder).held["samples"].keys() == {"error"}
 
 
 def test_a_run_that_was_resumed(tmp_path: Path) -> None:
     points = [*(told(n, incarnation=0.0) for n in range(1, 7)), *(told(n, incarnation=1.0) for n in range(5, 9))]
     found = read(made(tmp_path, points))
-    assert "2 steps were done again from a checkpoint, and are left out." in found.text
-    assert "Lineages" in found.text and "1 to 4" in found.text
-    for figure in found.figures():
-        marks = [shape["x0"] for shape in figure["layout"].get("shapes", [])]
-        assert marks == ([] if figure["data"][0]["type"] == "bar" else [4.5])
+    assert found.notes[0] == "2 steps were done again from a checkpoint, and are left out."
+    assert found.held["curves"]["returns"] == [4]
+    assert found.held["curves"]["lineages"]["rows"][0][:4] == ["0", "1 to 6", "1 to 4", "5 to 6"]
 
 
 def test_how_a_run_ended_is_said(tmp_path: Path) -> None:
@@ -171,34 +173,38 @@ def test_how_a_run_ended_is_said(tmp_path: Path) -> None:
     folder = made(tmp_path, [told(1, time=1e9), told(2, time=1e9 + 99)], tail='{"step":3,"timing/a')
     (folder / run_files.ADDRESS).write_text("127.0.0.1:1")
     (folder / LOCK).touch()
-    found = read(folder).text
-    assert "Ended without a summary" in found and "2 of 200" in found
-    assert "The last line of metrics.jsonl is not whole" in found
+    found = read(folder)
+    assert found.held["summary"]["state"].startswith("ended without a summary") and found.facts["Steps"] == "2 of 200"
+    assert found.notes[0] == "The last line of metrics.jsonl is not whole, and left out."
     (folder / run_files.SUMMARY).write_text('{"stop_reason": "2 hours are over", "of another": "version"}')
-    assert "Stopped: 2 hours are over" in read(folder).text
+    assert read(folder).held["summary"]["state"] == "stopped: 2 hours are over"
     os.utime(folder / run_files.SUMMARY, (1e9, 1e9))
-    assert "Ended without a summary" in read(folder).text
+    assert read(folder).held["summary"]["state"].startswith("ended without a summary")
     with (folder / LOCK).open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "Under way" in read(folder).text
+        assert read(folder).held["summary"]["state"] == "under way"
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     folder = made(tmp_path, [])
     found = read(folder)
-    assert "No training step has been logged." in found.text and found.figures() == []
+    assert found.notes[0] == "No training step has been logged."
+    assert not any(panel["series"] for panel in found.panels.values())
     (folder / run_files.METRICS).unlink()
-    assert "There is no metrics.jsonl" in read(folder).text
-    assert "0 of 200" in found.text and found.text.count("not measured") > 10
+    found = read(folder)
+    assert found.notes[0].startswith("There is no metrics.jsonl") and found.facts["Steps"] == "0 of 200"
+    assert [*found.facts.values()].count("not measured") >= 4
+    assert found.held["occupancy"].keys() == {"error"}
 
 
 def test_the_configuration_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:
     folder = made(tmp_path, [told(1)])
     (folder / run_files.CONFIG).write_text("run: {name: on, color: red}\ntraining: {steps: 7}\nnew: [1]\n")
     found = read(folder)
-    assert "on – Sluice" in found.text and "1 of 7" in found.text and "color: red" in found.text
+    assert found.held["summary"]["name"] == "on" and found.facts["Steps"] == "1 of 7"
+    assert "color: red" in found.held["configuration"]["text"]
     (folder / run_files.CONFIG).unlink()
-    assert "There is no config.yaml" in read(folder).text
+    assert read(folder).held["configuration"]["text"] == ""
 
 
 def test_values_of_environment_variables_stay_where_they_are(tmp_path: Path) -> None:
@@ -224,23 +230,11 @@ def test_groups_are_those_of_the_ledger(tmp_path: Path) -> None:
         await ledger.close()
 
     asyncio.run(keep())
-    assert re.search(r"admitted 1 .*dropped 2 dropped: no signal 1 dropped: run ended 1", read(folder).text)
+    found = read(folder).held["occupancy"]
+    assert found["groups"] == {"admitted": 1, "dropped": 2} and found["dropped"] == {"no signal": 1, "run ended": 1}
 
 
-def test_published_figures_stand_beside_those_of_the_same_model(tmp_path: Path) -> None:
-    folder = made(tmp_path, [told(1, e2e_tps=321.0)])
-    assert "Published" not in read(folder).text
-    (folder / run_files.MODEL).mkdir()
-    (folder / run_files.MODEL / "config.json").write_text(json.dumps(CONFIGS["qwen25_32b"]))
-    found = read(folder).text
-    rows = published.load()
-    for row in rows:
-        assert (row.name in found) == (row.model == "Qwen2.5-32B"), row.name
-    first = next(row for row in rows if row.model == "Qwen2.5-32B" and row.algorithm == "grpo")
-    assert f"this run {first.name} " in found and f"321 {first.e2e_tps_per_device:g} " in found
-
-
-POINTS = ("nonsense", '{"time": 1}', "[1]", '{"step": "x"}', '{"step": 1, "loss": [2]}', '{"step": 1e300}')
+POINTS: tuple[str, ...] = ("nonsense", '{"time": 1}', "[1]", '{"step": "x"}', '{"step": 1, "loss": [2]}', '{"step": 1e300}')
 POINTS += ('{"step": 1180591620717411303424}', '{"step": 1, "time": 1e30}', '{"step": 1, "time": {"a": 1}}')
 POINTS += ('{"step": 1, "staleness/histogram": 2}', '{"step": 1, "incarnation": {"a": 1}}')
 
@@ -286,15 +280,10 @@ def test_rates_are_over_all_steps_together(tmp_path: Path) -> None:
     points = [step(1, **first, **{"staleness/mean": 0.0, "staleness/max": 0.0})]
     points += [step(2, **second, **{"staleness/mean": 1.5, "staleness/max": 2.0})]
     evaluated = [{"step": at, "time": 1000.0 + at, "eval/accuracy": found} for at, found in ((0, 0.25), (2, 0.5))]
-    found = read(made(tmp_path, [evaluated[0], *points, evaluated[1]])).text
-    for said in (
-        "Samples a second 24 4.0 s in 2 steps",
-        "Tokens/s and accelerator 150 ",
-        "Trainer idle 20.0%",
-        "Staleness, mean 0.5 max 2, bound 2",
-        "50.0% after step 2; 25.0% after 0, best 50.0%",
-    ):
-        assert said in found
+    found = read(made(tmp_path, [evaluated[0], *points, evaluated[1]])).facts
+    assert found["Samples a second"] == "24 4.0 s in 2 steps" and found["Tokens/s and accelerator"] == "150 end to end"
+    assert found["Trainer idle"] == "20.0%" and found["Staleness, mean"] == "0.5 max 2, bound 2"
+    assert found["Held-out accuracy"] == "50.0% after step 2; 25.0% after 0, best 50.0%"
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["incarnations", "steps-counted-back"])

@@ -273,16 +273,16 @@ try:
     cli.main(['--help'])
 except SystemExit as end:
     assert end.code == 0
-from launcher.commands import evaluate, prepare, report, samples, score, status, train
+from launcher.commands import evaluate, prepare, samples, score, status, train
 import launcher.accept.checks, launcher.registered_names, launcher.node.environment
-import runtime.telemetry.report.page
+import launcher.page.report
 import benchmarks.command
 """
 
 
 def test_nothing_heavy_is_loaded() -> None:
     """By a role before it loads its model, nor by the names that users import; and nothing of pages."""
-    assert loaded(ROLES, "plotly", "launcher.config_reference") == []
+    assert loaded(ROLES, "launcher.page", "launcher.config_reference") == []
     assert loaded(COMMANDS) == []
     assert loaded("import sys, types; sys.modules['torch'] = types.ModuleType('torch')") == ["torch"], "the check can fail"
 

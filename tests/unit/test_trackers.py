@@ -21,7 +21,7 @@ from runtime.config import Config, FromEnvironment, Rollout, Run, Services, Trac
 from runtime.errors import DeadlineExceeded, UserError
 from runtime.telemetry import trackers
 from runtime.telemetry.metrics import Metrics
-from runtime.telemetry.report.record import read_jsonl
+from runtime.telemetry.record import read_jsonl
 from runtime.telemetry.startup import Memory
 from runtime.telemetry.summary import Summary, Totals, render
 from runtime.telemetry.trackers import Backend, EventFile, Trackers, masked_crc32c

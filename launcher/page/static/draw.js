@@ -1,4 +1,7 @@
 "use strict";
+// What a file of `sluice report` has in place of a server: by path what would be answered.
+const held = JSON.parse(document.getElementById("held")?.textContent ?? "null");
+
 // What all views draw with. Every text of a run becomes a text node, in which nothing is an order.
 const COLOURS = ["#1F86C9", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B8A800", "#999999", "#7B61C4", "#A65628", "#4C8C4A"];
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]/g;
@@ -52,32 +55,4 @@ const causeOf = (name) => KNOWN.find((cause) => name === cause || name.startsWit
 
 function ink(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-}
-
-// plotly is loaded with the first plot.
-let plotly = null;
-function loaded() {
-  plotly = plotly || new Promise((resolve, reject) => {
-    document.head.append(make("script", { src: "/static/plotly.js", onload: resolve, onerror: () => reject(new Error("no plotly.js")) }));
-  });
-  return plotly;
-}
-
-function coloured(layout) {
-  const axis = { gridcolor: ink("--line"), linecolor: ink("--line"), zerolinecolor: ink("--line"), automargin: true };
-  return {
-    autosize: true, height: 320, margin: { l: 56, r: 12, t: 30, b: 44 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: ink("--ink") }, hoverlabel: { bgcolor: ink("--card"), font: { color: ink("--ink") }, namelength: -1 },
-    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 }, ...layout, xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis },
-  };
-}
-
-async function plot(element, data, layout, clicked) {
-  await loaded();
-  const settings = { responsive: true, displaylogo: false, plotlyServerURL: "", modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["resetScale2d"]] };
-  await Plotly.react(element, data, coloured(layout), settings);
-  if (clicked && !element.dataset.clicks) {
-    element.dataset.clicks = "1";
-    element.on("plotly_click", (event) => clicked(event.points[0]));
-  }
 }

@@ -31,8 +31,8 @@ class Lanes {
     const data = await this.ask(this.start, this.end, Math.round(this.width));
     if (number !== this.asked) return; // it was asked again since
     this.data = data;
-    this.start = this.data.start;
-    this.end = this.data.end;
+    this.start ??= data.start; // a file has all of the run, whatever is asked for
+    this.end ??= data.end;
     this.draw();
   }
 

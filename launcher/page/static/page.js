@@ -5,7 +5,9 @@ const page = {
 
   async ask(view, query, run) {
     const given = Object.entries(query || {}).filter(([, value]) => value !== undefined && value !== null && value !== "");
-    const answer = await fetch(`/api/run/${encodeURIComponent(run || page.run)}/${view}?${new URLSearchParams(given)}`, { signal: leaving.signal });
+    const path = `/api/run/${encodeURIComponent(run || page.run)}/${view}`;
+    if (held) return heldAnswer(path, new URLSearchParams(given));
+    const answer = await fetch(`${path}?${new URLSearchParams(given)}`, { signal: leaving.signal });
     if (!answer.ok) {
       const told = await answer.text();
       throw new Error(told.startsWith("{") ? JSON.parse(told).error : told.slice(0, 500));
@@ -18,6 +20,14 @@ const page = {
 
   link(view, query) { return `#${encodeURIComponent(page.run)}/${view}?${new URLSearchParams(query || {})}`; },
 };
+
+function heldAnswer(path, query) {
+  const found = path.endsWith("/rows") ? query.get("groups").split(",").flatMap((id) => held[path.replace("rows", `group?id=${id}`)].samples) :
+    path.endsWith("/group") ? held[`${path}?${query}`] : held[path];
+  if (found === undefined) throw new Error("This is not in the file: `sluice page` shows all of a run.");
+  if (found.error) throw new Error(found.error);
+  return found;
+}
 
 const main = document.getElementById("main");
 let leaving = new AbortController(); // what a view that is left has asked for is not waited for
@@ -41,7 +51,7 @@ async function show(fresh) {
 }
 
 async function summarise() {
-  const found = await page.ask("summary").catch((error) => ({ name: page.run, state: error.name === "AbortError" ? "" : error.message, steps: 0, of: null, alarm: "" }));
+  const found = await page.ask("summary").catch((error) => ({ name: page.run, state: error.name === "AbortError" ? "" : error.message, steps: 0, of: null, alarm: "", facts: [], notes: [] }));
   const name = shown(page.called({ id: page.run, name: found.name }));
   document.title = `${name} – Sluice`;
   document.getElementById("name").textContent = name;
@@ -49,6 +59,8 @@ async function summarise() {
   const alarm = document.getElementById("alarm");
   alarm.hidden = !found.alarm;
   alarm.textContent = shown(found.alarm);
+  document.getElementById("notes").replaceChildren(...found.notes.map((note) => make("p", { class: "note" }, note)));
+  document.getElementById("facts").replaceChildren(...found.facts.map(([name, value, detail]) => make("div", { class: "fact" }, make("span", {}, name), make("b", {}, value), make("span", {}, detail))));
 }
 
 // Within a second, and not more often: who looks at a run is not to slow it down.
@@ -89,8 +101,11 @@ async function route() {
   const choice = document.getElementById("runs");
   choice.hidden = page.runs.length < 2;
   choice.replaceChildren(make("option", { value: "" }, "all runs"), ...page.runs.map((each) => make("option", { value: each.id, selected: each.id === page.run }, page.called(each))));
-  if (page.run !== null && page.run !== before) { follow(); await summarise(); }
-  if (page.run === null && events) { events.close(); events = null; }
+  if (page.run !== null && page.run !== before) { if (!held) follow(); await summarise(); }
+  if (page.run === null) {
+    if (events) { events.close(); events = null; }
+    for (const id of ["notes", "facts"]) document.getElementById(id).replaceChildren();
+  }
   await show(true);
 }
 
@@ -109,5 +124,6 @@ document.addEventListener("keydown", (event) => {
 window.addEventListener("hashchange", route);
 // What a view that was left had asked for is nobody's fault.
 window.addEventListener("unhandledrejection", (event) => { if (event.reason?.name === "AbortError") event.preventDefault(); });
-fetch("/api/runs").then((answer) => answer.json()).then((runs) => { page.runs = runs; return route(); })
+if (held) delete VIEWS.whatif; // which a server computes
+(held ? Promise.resolve(held["/api/runs"]) : fetch("/api/runs").then((answer) => answer.json())).then((runs) => { page.runs = runs; return route(); })
   .catch((error) => main.replaceChildren(make("p", { class: "note" }, error.message)));

@@ -12,7 +12,7 @@ class SampleList {
     this.told = make("p", { class: "faint", role: "status" });
     this.form = this.fields();
     const head = make("div", { class: "row head" }, ["group", "step", "reward", "tokens", "version", "reply"].map((name) => make("span", {}, name)));
-    this.element = make("div", {}, this.form, this.told, head, this.list);
+    this.element = make("div", {}, held ? null : this.form, this.told, head, this.list);
     this.list.addEventListener("keydown", (event) => this.key(event));
     this.selected = 0;
   }
@@ -40,7 +40,7 @@ class SampleList {
     const total = this.begins[this.begins.length - 1];
     this.inside.style.height = `${total * ROW}px`;
     this.inside.replaceChildren();
-    this.told.replaceChildren(`${number(total)} samples in ${number(this.ids.length)} groups `);
+    this.told.replaceChildren(`${number(total)} samples in ${number(this.ids.length)} groups${found.of > this.ids.length ? `, the newest of ${number(found.of)}` : ""} `);
     if (found.next !== null) this.told.append(make("button", { type: "button", onclick: () => this.search(found.next) }, "search on"));
     if (after === undefined) this.list.scrollTop = 0;
     this.selected = 0;
@@ -75,7 +75,7 @@ class SampleList {
 
   row(at, id, line) {
     const cells = line === null || line === undefined ? [id, "", "…"] :
-      [id, line.step ?? "", line.reward === null ? "–" : number(line.reward), line.tokens, line.versions[0], line.reply];
+      [id, line.step ?? "", line.reward === null ? "–" : number(line.reward), line.tokens, line.versions[0], line.reply.slice(0, 400)];
     return make("div", { class: "row", role: "option", style: `top:${at * ROW}px`, "aria-selected": at === this.selected ? "true" : undefined, onclick: () => this.choose(at) },
       cells.map((cell) => make("span", {}, String(cell))));
   }

@@ -33,26 +33,25 @@ async function showWhy(page, element) {
   const data = await page.ask("why", { from, to });
   const most = data.steps.length ? data.totals[0].cause : "";
   part(element, "verdict").replaceChildren(make("p", { class: "note" }, most ? `${data.steps.length} steps: ${data.verdict}. What changes it: ${data.causes[most][1]}` : data.verdict),
-    ...(data.steps.length && data.steps[0].step > 0 && from === undefined ? [make("p", { class: "faint" }, "The newest steps. ", make("a", { href: page.link("why", { from: 0 }) }, "all"))] : []));
+    ...(data.steps.length && data.steps[0].step > 0 && from === undefined && !held ? [make("p", { class: "faint" }, "The newest steps. ", make("a", { href: page.link("why", { from: 0 }) }, "all"))] : []));
   part(element, "waits").replaceChildren(...(data.waits.length ? [make("h2", {}, "Waited for now"), table(["group", "state", "at", "for"],
     data.waits.map((wait) => [String(wait.group), wait.state, wait.at, seconds(wait.seconds)]))] : []));
   if (!data.steps.length) return;
   const causes = data.totals.map((total) => [total.cause, total.process]);
   const names = [...new Set(causes.map(([cause, process]) => `${cause} ${process}`.trim()))];
   const seen = {};
-  const patterned = (cause) => { seen[cause] = (seen[cause] ?? -1) + 1; return { shape: ["", "/", "x", "-", "|", "+", "."][seen[cause] % 7] }; };
-  const traces = names.map((name) => ({
-    type: "bar", name, x: data.steps.map((step) => step.step), marker: { color: colour(causeOf(name)), pattern: patterned(causeOf(name)) },
+  const paler = (cause) => { seen[cause] = (seen[cause] ?? -1) + 1; return 0.8 ** (seen[cause] % 6); };
+  const bars = names.map((name) => ({
+    kind: "bar", name, x: data.steps.map((step) => step.step), colour: colour(causeOf(name)), strength: paler(causeOf(name)),
     y: data.steps.map((step) => step.parts.filter((one) => `${one[0]} ${one[3]}`.trim() === name).reduce((sum, one) => sum + one[2] - one[1], 0)),
   }));
   const shownStep = part(element, "bars");
-  const drawing = plot(plotIn(shownStep, "why", "Seconds of each step, by what it waited for; click one"), traces, { barmode: "stack", xaxis: { title: { text: "step, from 0" } }, yaxis: { title: { text: "seconds" } } },
-    (point) => showStep(page, part(element, "step"), data.steps.find((step) => step.step === point.x)));
+  plot(plotIn(shownStep, "why", "Seconds of each step, by what it waited for; click one"), bars, { x: "step, from 0", y: "seconds" },
+    (x) => showStep(page, part(element, "step"), data.steps.find((step) => step.step === x)));
   const all = data.steps.reduce((sum, step) => sum + step.end - step.start, 0);
   const inside = (total) => Object.entries(total.inside).sort((a, b) => b[1] - a[1]).slice(0, 3).map(([name, value]) => `${name} ${Math.round(100 * value / total.seconds)} %`).join(", ");
   part(element, "totals").replaceChildren(make("h2", {}, "What the steps waited for"), table(["waited for", "by", "seconds", "share", "which meanwhile was at", "what that is", "what changes it"],
     data.totals.filter((total) => total.seconds >= 0.005 * all).map((total) => [total.cause, total.process, total.seconds, `${Math.round(100 * total.seconds / all)} %`, inside(total), ...data.causes[total.cause]])));
-  await drawing;
 }
 
 function showStep(page, element, step) {
@@ -76,15 +75,14 @@ async function showLanes(page, element) {
 async function showOccupancy(page, element) {
   const data = await page.ask("occupancy");
   const lines = Object.entries(data.states).map(([name, counts]) => ({
-    x: data.seconds, y: counts, name, stackgroup: "groups", mode: "lines", line: { width: 0, shape: "hv" }, fillcolor: colour(name),
+    kind: "area", name, x: data.seconds, y: counts, colour: colour(name), hold: true,
   }));
-  const bound = data.bound === null ? [] : [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: data.bound, y1: data.bound, line: { dash: "dash", width: 1, color: ink("--ink") } }];
-  await plot(plotIn(element, "states", "Groups by state; dashed: as many as staleness allows"), lines, { shapes: bound, xaxis: { title: { text: "seconds" } }, yaxis: { rangemode: "tozero" } });
+  plot(plotIn(element, "states", "Groups by state; dashed: as many as staleness allows"), lines, { x: "seconds", y: "groups", bound: data.bound });
   const ages = [...new Set(data.ages.flatMap((each) => Object.keys(each)))].sort((a, b) => a - b);
-  const bars = ages.map((age) => ({ type: "bar", name: `${age} versions`, x: data.steps, y: data.ages.map((each) => each[age] || 0), marker: { color: colour(`age ${age}`) } }));
-  await plot(plotIn(element, "ages", `Samples by staleness, of at most ${data.staleness} versions`), bars, { barmode: "stack", xaxis: { title: { text: "steps done" } } });
+  const bars = ages.map((age) => ({ kind: "bar", name: `${age} versions`, x: data.steps, y: data.ages.map((each) => each[age] || 0), colour: colour(`age ${age}`) }));
+  plot(plotIn(element, "ages", `Samples by staleness, of at most ${data.staleness} versions`), bars, { x: "steps done", y: "samples" });
   const reasons = [...Object.entries(data.dropped).map(([why, count]) => [`groups dropped: ${why}`, count]), ...Object.entries(data.reasons)];
-  part(element, "reasons").replaceChildren(make("h2", {}, "Lost, cut off, left out, played again"), reasons.length ? table(["reason", "number"], reasons) : make("p", { class: "faint" }, "nothing"));
+  part(element, "reasons").replaceChildren(make("h2", {}, "Groups by state, now"), table(["state", "groups"], Object.entries(data.groups)), make("h2", {}, "Lost, cut off, left out, played again"), reasons.length ? table(["reason", "number"], reasons) : make("p", { class: "faint" }, "nothing"));
 }
 
 async function showSamples(page, element) {
@@ -103,14 +101,14 @@ async function showWeights(page, element) {
     data.replicas.map((each) => [each.rollout, make("span", { class: each.version < data.committed ? "bad" : "" }, `${each.version}${each.version < data.committed ? ` (behind: ${data.committed})` : ""}`),
       make("span", { class: data.disagree.includes(each.rollout) ? "bad" : "" }, `${each.checksum}${data.disagree.includes(each.rollout) ? " (others have another)" : ""}`), each.swaps, each.median === null ? "" : seconds(each.median), each.worst === null ? "" : seconds(each.worst)])));
   const steps = data.steps.map((row) => row.step);
-  const drawn = (key, title, axis, ...lines) => plot(plotIn(part(element, "plots"), key, title), lines.map(([name, label], at) => ({
-    x: steps, y: data.steps.map((row) => (axis.type === "log" ? row[name] || null : row[name])), name: label, mode: axis.type === "log" ? "lines+markers" : "lines", marker: { size: 4 }, line: { color: COLOURS[at] },
-  })), { xaxis: { title: { text: "steps done" } }, yaxis: axis });
+  const drawn = (key, title, options, ...lines) => plot(plotIn(part(element, "plots"), key, title), lines.map(([name, label], at) => ({
+    name: label, x: steps, y: data.steps.map((row) => row[name]), colour: COLOURS[at],
+  })), { x: "steps done", zero: true, ...options });
   part(element, "plots").className = "plots";
-  await drawn("seconds", "Publication, seconds", { rangemode: "tozero" }, ["publication/seconds", "from its start to the commit"], ["publication/pause_seconds", "longest pause of a rollout"]);
-  await drawn("bytes", "Bytes sent", { rangemode: "tozero" }, ["publication/bytes", "bytes"]);
-  await drawn("aborts", "Publications that were given up", { rangemode: "tozero" }, ["publication/aborts", "given up"]);
-  await drawn("mismatch", "Rollouts' log-probabilities beside the trainer's, |Δ log p|; none where they are equal", { type: "log" }, ["mismatch/abs_logprob", "mean"], ["mismatch/worst_rollout", "worst rollout"]);
+  drawn("seconds", "Publication, seconds", {}, ["publication/seconds", "from its start to the commit"], ["publication/pause_seconds", "longest pause of a rollout"]);
+  drawn("bytes", "Bytes sent", {}, ["publication/bytes", "bytes"]);
+  drawn("aborts", "Publications that were given up", {}, ["publication/aborts", "given up"]);
+  drawn("mismatch", "Rollouts' log-probabilities beside the trainer's, |Δ log p|; none where they are equal", { log: true }, ["mismatch/abs_logprob", "mean"], ["mismatch/worst_rollout", "worst rollout"]);
 }
 
 async function showEvaluations(page, element) {
@@ -119,21 +117,34 @@ async function showEvaluations(page, element) {
     table(["problem", "now", "before", "after"], pair.examples.map((each) => [each.problem, each.now ? "right" : "wrong", each.before, each.after]))]);
   const curve = await page.ask("metric", { name: "eval/accuracy" });
   part(element, "told").replaceChildren(data.table ? table(data.table.head, data.table.rows) : make("p", { class: "faint" }, "no evaluation yet"));
-  if (curve.steps.length) await plot(plotIn(element, "accuracy", "Accuracy, the mean of all sets"), [{ x: curve.steps, y: curve.values, mode: "lines+markers", line: { color: COLOURS[0] } }], { xaxis: { title: { text: "steps done" } } });
+  if (curve.steps.length) plot(plotIn(element, "accuracy", "Accuracy, the mean of all sets"), [{ name: "accuracy", x: curve.steps, y: curve.values, colour: COLOURS[0] }], { x: "steps done", share: true });
   part(element, "changed").replaceChildren(...changed.flat());
 }
 
 async function showCurves(page, element) {
   const data = await page.ask("curves");
-  for (const [title, panels] of data.sections) {
+  if (data.lineages) part(element, "lineages").replaceChildren(make("h2", {}, "Lineages"), table(data.lineages.head, data.lineages.rows),
+    make("p", { class: "faint" }, "Curves are of the steps that count; a dashed line marks where a later lineage went on."));
+  for (const { title, panels } of data.sections) {
     const section = part(element, title);
-    if (!section.childElementCount) section.append(make("h2", {}, title), make("div", { class: "plots" }));
-    for (const [name, figure] of panels) {
-      if (figure === null) continue;
-      const { data: traces, layout } = JSON.parse(figure);
-      await plot(plotIn(section.lastElementChild, name, name), traces, layout);
+    if (!section.childElementCount) section.append(make("h2", {}, title), make("div", { class: "plots" }), make("p", { class: "faint" }));
+    const marks = data.returns.map((step) => step + 0.5);
+    for (const panel of panels.filter((each) => each.series.length)) {
+      const { x, unit, log, share } = panel;
+      plot(plotIn(section.children[1], panel.title, panel.title), seriesOf(panel), { x, y: unit, log, share, zero: share, marks: panel.kind === "bars" ? [] : marks });
     }
+    const missing = panels.filter((each) => !each.series.length).map((each) => each.title);
+    section.lastElementChild.replaceChildren(missing.length ? `not measured: ${missing.join(", ")}` : "");
   }
+}
+
+// What is smooth over what is not.
+function seriesOf(panel) {
+  const last = panel.series.length - 1;
+  const named = panel.series.map(({ name, x, y, smooth }, at) => ({ name, x, y: smooth || y, colour: COLOURS[at % COLOURS.length], width: smooth ? 2.2 : 1.8 }));
+  if (panel.kind === "bars") return named.map((each) => ({ ...each, kind: "bar" }));
+  if (panel.kind === "stack") return named.map((each, at) => (at < last ? { ...each, kind: "area" } : { ...each, colour: ink("--ink"), dash: true }));
+  return [...named, ...panel.series.flatMap((each, at) => (each.smooth ? [{ ...named[at], y: each.y, width: 1, faint: true }] : []))];
 }
 
 async function showProcesses(page, element) {
@@ -144,7 +155,7 @@ async function showProcesses(page, element) {
   const age = (last) => (last === null ? "" : new Date(1000 * last).toLocaleTimeString());
   element.replaceChildren(make("h2", {}, "Processes"), table(["process", "rank", "incarnation", "pid", "host", "memory", "most memory", "cores used", "spans", "dropped", "last span"],
     data.processes.map((each) => [each.process, String(each.rank), String(each.incarnation), String(each.pid), each.host, mib(each.rss), mib(data.memory[each.process]?.rss_bytes), cores(each), each.spans, each.dropped, age(each.last)])),
-  ...(data.failures.length ? [make("h2", {}, "Failures of scorers"), table(["reason", "times"], data.failures)] : []), make("h2", {}, "Logs, their last lines"), ...logs);
+  ...(data.startup ? [make("p", { class: "faint" }, `Start-up: ${data.startup}`)] : []), ...(data.failures.length ? [make("h2", {}, "Failures of scorers"), table(["reason", "times"], data.failures)] : []), make("h2", {}, "Logs, their last lines"), ...logs);
 }
 
 async function showConfiguration(page, element) {
@@ -177,7 +188,7 @@ async function showRuns(page, element) {
   const usual = ["score/mean", "eval/accuracy", "staleness/mean", "timing/all", "response_length/mean", "actor/entropy", "actor/grad_norm"];
   const draw = async () => {
     const found = await Promise.all(page.runs.map((run) => page.ask("metric", { name: compared.value }, run.id).catch(() => ({ steps: [], values: [] }))));
-    await plot(plotIn(element, "compared"), found.map((curve, at) => ({ x: curve.steps, y: curve.values, name: page.called(page.runs[at]), mode: "lines" })), { xaxis: { title: { text: "steps done" } }, yaxis: { title: { text: compared.value } } });
+    plot(plotIn(element, "compared"), found.map((curve, at) => ({ name: page.called(page.runs[at]), x: curve.steps, y: curve.values, colour: COLOURS[at % COLOURS.length] })), { x: "steps done", y: compared.value });
   };
   compared.addEventListener("change", draw);
   const facts = [...new Set(page.runs.flatMap((run) => run.facts.map((fact) => fact[0])))];

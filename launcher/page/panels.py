@@ -1,10 +1,10 @@
-"""From a run's points to the curves that are drawn. Pure; `page` draws them."""
+"""From a run's points to the curves that are drawn. Pure; the page's script draws them."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -12,12 +12,12 @@ from typing import Literal
 import numpy as np
 
 from runtime.telemetry.metrics import WITHIN_UPDATE
-from runtime.telemetry.report.record import STEP_ENDED, LoggedHistory, Point
+from runtime.telemetry.record import STEP_ENDED, LoggedHistory, Point
 
 # ---- Thinning
 #
 # Long curves with fewer points, and the same look: a browser draws 2,000 points in the time of a blink, not 10,000 of sixty
-# curves. Pure.
+# curves.
 
 MOST_POINTS = 2000
 
@@ -64,23 +64,23 @@ _ENVIRONMENT = re.compile(r"environment/(?P<name>[^/]+)/(?P<figure>.+)")
 _COUNTED = {"left_out": "left out", "repeated": "played again"}
 _SET = re.compile(r"eval/(.+)/pass@1")
 
-Kind = Literal["curves", "sparse", "stack", "bars"]
+Kind = Literal["curves", "stack", "bars"]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: `steps` [N] (what lies on the x axis) and `values` [N], of which some may be NaN. `smooth` [N] is their moving
-    mean, where it is drawn."""
+    """One curve: `x` [N] and `y` [N], of which some may be NaN. `smooth` [N] is their moving mean, where it is drawn."""
 
     name: str
-    steps: np.ndarray
-    values: np.ndarray
-    smooth: np.ndarray | None = None
+    x: list[float]
+    y: list[float]
+    smooth: list[float] | None = None
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure. `share`: values are fractions, shown in per cent. Without `series` it says that nothing was measured."""
+    """One figure. `share`: values are fractions, shown in per cent. Without `series` nothing was measured. The last series
+    of a stack is a line."""
 
     title: str
     unit: str
@@ -250,25 +250,33 @@ class MetricColumns:
 def _panels(wanted: Sequence[_Wanted], columns: MetricColumns) -> list[Panel]:
     found = []
     for each in wanted:
-        curves = [_series(legend, columns.steps, columns[metric], each.smooth) for metric, legend in each.metrics.items()]
-        there = [curve for curve in curves if len(curve.steps)]
+        there = _curves((legend, columns.steps, columns[metric], each.smooth) for metric, legend in each.metrics.items())
         if there or each.needed:
-            log = each.log and any((curve.values > 0).any() for curve in there)  # it would show nothing
+            log = each.log and any(value > 0 for curve in there for value in curve.y)  # it would show nothing
             found.append(Panel(each.title, each.unit, there, log=log, share=each.share))
     return found
 
 
-def _series(name: str, steps: np.ndarray, values: np.ndarray, smooth: bool) -> Series:
-    """Thinned. NaNs at both ends are left out; those between are gaps."""
-    there = np.flatnonzero(~np.isnan(values))
-    if not len(there):
-        return Series(name, steps[:0], values[:0])
-    steps, values = steps[there[0] : there[-1] + 1], values[there[0] : there[-1] + 1]
-    kept = extremes(values)
-    if not smooth or len(values) < SMOOTHED_FROM:
-        return Series(name, steps[kept], values[kept])
-    mean = smoothed(values, max(WINDOW, len(values) // 50))
-    return Series(name, steps[kept], values[kept], mean[kept])
+def _curves(columns: Iterable[tuple[str, np.ndarray, np.ndarray, bool]]) -> list[Series]:
+    """Of names, steps, values, and whether a mean is drawn: each that has a value, thinned. NaNs at both ends are left out;
+    those between are gaps."""
+    found = []
+    for name, steps, values, smooth in columns:
+        there = np.flatnonzero(~np.isnan(values))
+        if not len(there):
+            continue
+        steps, values = steps[there[0] : there[-1] + 1], values[there[0] : there[-1] + 1]
+        kept = extremes(values)
+        mean = None
+        if smooth and len(values) >= SMOOTHED_FROM:
+            mean = _listed(smoothed(values, max(WINDOW, len(values) // 50))[kept])
+        found.append(Series(name, steps[kept].tolist(), _listed(values[kept]), mean))
+    return found
+
+
+def _listed(values: np.ndarray) -> list[float]:
+    """In as few digits as show no difference."""
+    return [float(f"{value:.6g}") for value in values.tolist()]
 
 
 def _accuracy(evaluations: Sequence[Point]) -> Panel:
@@ -276,23 +284,22 @@ def _accuracy(evaluations: Sequence[Point]) -> Panel:
     sets = {name: match[1] for name in columns.names if (match := _SET.fullmatch(name))}
     if len(sets) != 1:
         sets = {"eval/accuracy": "mean of the sets", **sets}
-    curves = [_series(legend, columns.steps, columns[name], smooth=False) for name, legend in sets.items()]
-    return Panel("Held-out accuracy", "pass@1", [curve for curve in curves if len(curve.steps)], kind="sparse", share=True)
+    curves = _curves((legend, columns.steps, columns[name], False) for name, legend in sets.items())
+    return Panel("Held-out accuracy", "pass@1", curves, share=True)
 
 
 def _rates(columns: MetricColumns) -> Panel:
     wall = columns[STEP_ENDED]
     rate = np.divide(columns["samples"], wall, out=np.full(len(wall), np.nan), where=wall > 0)
-    curve = _series("samples a second", columns.steps, rate, smooth=True)
-    return Panel("Samples a second", "samples/s", [curve] if len(curve.steps) else [])
+    return Panel("Samples a second", "samples/s", _curves([("samples a second", columns.steps, rate, True)]))
 
 
 def _histogram(points: Sequence[Point]) -> Panel:
     counts: Counter[int] = Counter()
     for point in points:
         counts.update({int(age): int(number) for age, number in (point.get("staleness/histogram") or {}).items()})
-    ages = np.array(sorted(counts), np.int64)
-    bars = [Series("samples", ages, np.array([counts[age] for age in ages.tolist()], np.float64))] if len(ages) else []
+    ages = sorted(counts)
+    bars = [Series("samples", [*ages], [counts[age] for age in ages])] if ages else []
     return Panel("Samples by staleness", "samples", bars, kind="bars", x="versions")
 
 
@@ -309,7 +316,7 @@ def _phases(columns: MetricColumns) -> Panel:
     if not len(columns.steps):
         return Panel("Time by phase", "seconds a step", [], kind="stack")
     window = max(1, len(columns.steps) // 50)
-    steps = means(columns.steps.astype(np.float64))
-    layers = [Series(name, steps, means(smoothed(values[name], window))) for name in ordered]
-    wall = means(smoothed(columns[STEP_ENDED], window))
+    steps = _listed(means(columns.steps.astype(np.float64)))
+    layers = [Series(name, steps, _listed(means(smoothed(values[name], window)))) for name in ordered]
+    wall = _listed(means(smoothed(columns[STEP_ENDED], window)))
     return Panel("Time by phase", "seconds a step", [*layers, Series("wall time", steps, wall)], kind="stack")

@@ -1,8 +1,7 @@
-"""What a run's folder holds, as far as a report tells of it: while the run is under way, after it, and after a kill."""
+"""What a run's folder holds besides its ledger: while the run is under way, after it, and after a kill."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,6 @@ from runtime.config.yaml_text import read_texts, write_texts
 from runtime.errors import UserError
 from runtime.evaluation import results as evaluation
 from runtime.evaluation.results import EvaluationResult
-from runtime.ledger import checkpoint
-from runtime.ledger.reader import LedgerDamaged, LedgerReader
 from runtime.telemetry import metrics, startup
 
 # ---- Lineages
@@ -94,24 +91,6 @@ class _Run(Struct):
     name: str = ""
 
 
-class _Model(Struct):
-    path: str = ""
-
-
-class _Data(Struct):
-    max_prompt_tokens: int | None = None
-
-
-class _Sampling(Struct):
-    group_size: int | None = None
-    max_new_tokens: int | None = None
-
-
-class _Algorithm(Struct):
-    advantage: str = ""
-    dynamic_sampling: bool = False
-
-
 class _RecordedTraining(Struct):
     steps: int | None = None
     groups_per_step: int | None = None
@@ -123,32 +102,23 @@ class _RecordedMismatch(Struct):
 
 
 class RecordedSettings(Struct):
-    """The keys of a resolved configuration that a report tells by name; others are not looked at, so that the runs of other
+    """The keys of a resolved configuration that a page tells by name; others are not looked at, so that the runs of other
     versions can be read."""
 
     run: _Run = msgspec.field(default_factory=_Run)
-    model: _Model = msgspec.field(default_factory=_Model)
-    data: _Data = msgspec.field(default_factory=_Data)
-    sampling: _Sampling = msgspec.field(default_factory=_Sampling)
-    algorithm: _Algorithm = msgspec.field(default_factory=_Algorithm)
     training: _RecordedTraining = msgspec.field(default_factory=_RecordedTraining)
     mismatch: _RecordedMismatch = msgspec.field(default_factory=_RecordedMismatch)
-    critic: dict[str, Any] | None = None
 
 
 class Ended(Struct):
-    """What a summary says that a report tells."""
+    """What a summary says that a page tells."""
 
     stop_reason: str
-    groups: dict[str, int] = {}
-    dropped: dict[str, int] = {}
 
 
 class RunRecord(Struct, kw_only=True):
-    """`ended` is None for a run without a summary, or that went on after it. `groups` and `dropped` (by reason) are the
-    ledger's, None where there is none to read. `described`: the model's config.json."""
+    """`ended` is None for a run without a summary, or that went on after it."""
 
-    folder: Path
     configuration: str  # as YAML, `without_secrets`; "" when there is none
     settings: RecordedSettings
     points: list[Point]  # as they were logged
@@ -156,9 +126,6 @@ class RunRecord(Struct, kw_only=True):
     ended: Ended | None
     startup: str
     evaluations: list[EvaluationResult]
-    groups: dict[str, int] | None
-    dropped: dict[str, int] | None
-    described: dict[str, Any] | None
 
 
 def read(folder: Path, points: PointFile | None = None) -> RunRecord:
@@ -171,10 +138,8 @@ def read(folder: Path, points: PointFile | None = None) -> RunRecord:
     settings = _settings(folder / run_files.CONFIG, configuration)
     points = points or PointFile(folder / run_files.METRICS)
     points.follow()
-    groups, dropped = _ledger(folder / run_files.LEDGER)
     started = startup.Startup.read(folder)
     return RunRecord(
-        folder=folder,
         configuration=_shown(configuration),
         settings=settings,
         points=points.points,
@@ -182,9 +147,6 @@ def read(folder: Path, points: PointFile | None = None) -> RunRecord:
         ended=_ended(folder / run_files.SUMMARY, points.points),
         startup=startup.line(started) if started else "",
         evaluations=evaluation.read(folder),
-        groups=groups,
-        dropped=dropped,
-        described=_described(folder, settings.model.path),
     )
 
 
@@ -296,28 +258,3 @@ def _ended(path: Path, points: list[Point]) -> Ended | None:
         raise UserError(f"{path}: not a summary: {error}") from error
     newest = points[-1].get("time") if points else None
     return ended if not isinstance(newest, float) or newest <= written + CLOCKS else None
-
-
-def _ledger(folder: Path) -> tuple[dict[str, int] | None, dict[str, int] | None]:
-    """Groups by state, and the dropped ones by reason. None where the run has not got as far as to have any tables."""
-    try:
-        with LedgerReader(folder) as reader:
-            return reader.counts(), reader.dropped()
-    except LedgerDamaged:
-        raise
-    except UserError:
-        return None, None
-
-
-def _described(folder: Path, model: str) -> dict[str, Any] | None:
-    """The policy's config.json: of the trained model, of a checkpoint, or of what training began with."""
-    checkpoints = [checkpoint.folder_for(folder, step) for step in reversed(checkpoint.steps(folder))]
-    places = [folder / run_files.MODEL, *(each / run_files.MODEL for each in checkpoints), *([Path(model)] if model else [])]
-    for place in places:
-        try:
-            found = json.loads(run_files.regular(place / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError, UserError):
-            continue  # the next place says the same
-        if isinstance(found, dict):
-            return found
-    return None
