@@ -206,7 +206,7 @@ def add_simulate(simulate: CommandParser) -> None:
     simulate.add_argument("--sweep", default="", metavar="key=a,b,c", help="these values, instead of the usual what-ifs")
     simulate.add_argument("--lend", nargs="?", action=Removed, const="no run lends devices", help=argparse.SUPPRESS)
     simulate.add_argument("--steps", type=int, default=40, metavar="N", help="of each configuration (default: 40)")
-    simulate.add_argument("--picture", type=Path, metavar="FILE.html", help="bars of all rows, also there")
+    simulate.add_argument("--picture", nargs="?", action=Removed, const="the table has the rows", help=argparse.SUPPRESS)
 
 
 def add_render(parser: CommandParser) -> None:

@@ -46,11 +46,9 @@ def run(options: argparse.Namespace) -> None:
 
 def simulate(options: argparse.Namespace) -> None:
     """Print the prediction and the table of what-ifs, or of a sweep. Raises ConfigError, UserError."""
-    steps, picture, source = options.steps, options.picture, options.source
+    steps, source = options.steps, options.source
     if steps < LEAST:
         raise UserError(f"--steps: {steps}; must be at least {LEAST}")
-    if picture is not None and not picture.parent.is_dir():
-        raise UserError(f"--picture: there is no folder {picture.parent}")
     collect_rarely()
     began, console = time.monotonic(), Console()
     config = loading.resolve(loading.load(options.config, options.overrides))
@@ -66,9 +64,6 @@ def simulate(options: argparse.Namespace) -> None:
     console.print(_table(rows))
     for line in (*_sure(calibration, source), _NOT_MODELLED):
         say(console, line)
-    if picture is not None:
-        _draw(rows, picture)
-        say(console, f"picture: {picture}")
     say(console, f"{steps} steps of {len(rows)} configurations in {time.monotonic() - began:.1f} s")
 
 
@@ -162,17 +157,3 @@ def _sure(calibration: Calibration, source: Path | None) -> Iterator[str]:
     yield f"calibrated on {source}: {measured.steps} steps, whose mean is known to ± {2 * measured.error:.1%}"
     gaps = [f"{phase} {simulated.seconds.get(phase, 0.0) / value - 1:+.1%}" for phase, value in measured.seconds.items()]
     yield f"simulated against that run: {', '.join(gaps)}; staleness {simulated.staleness:.2f} and {measured.staleness:.2f}"
-
-
-def _draw(rows: Sequence[Row], path: Path) -> None:
-    """Bars of throughput and idle shares, as an HTML file that asks no network for anything."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    shown = [(row.name, row.prediction.observed) for row in rows if row.prediction is not None]
-    names = [name for name, _ in shown]
-    figure = make_subplots(rows=2, cols=1, subplot_titles=("samples a second", "idle share"))
-    figure.add_bar(x=names, y=[seen.samples_per_second for _, seen in shown], name="samples/s", row=1, col=1)
-    for role in ("trainer", "rollout"):
-        figure.add_trace(go.Bar(x=names, y=[seen.idle[role] for _, seen in shown], name=f"idle {role}"), row=2, col=1)
-    path.write_text(figure.to_html(include_plotlyjs=True), encoding="utf-8")
