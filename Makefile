@@ -1,4 +1,4 @@
-# Everything a fresh machine needs besides Python >= 3.10, git and make is installed here, into .venv.
+# Everything a fresh machine needs besides Python >= 3.11, git and make is installed here, into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := .venv-vllm
@@ -92,7 +92,6 @@ lint: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/vermin --target=3.10- --no-tips --violations --backport typing --exclude-regex '_pb2' sluice runtime services launcher benchmarks
 
 # Of the page, for its guide: needs a browser.
 screenshots: install-dev

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from msgspec import Struct
@@ -29,7 +29,7 @@ class Measurement(Struct, frozen=True):
     @classmethod
     def here(cls) -> Measurement:
         """Of this machine, now."""
-        today = datetime.now(timezone.utc).date().isoformat()
+        today = datetime.now(UTC).date().isoformat()
         return cls(today, _commit(), len(os.sched_getaffinity(0)), platform.machine(), platform.python_version())
 
 

@@ -72,7 +72,7 @@ class Programs:
         except aiohttp.ClientResponseError as error:
             if error.status not in WITHDRAWN:
                 self.failures[f"{error.status}"] += 1
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        except (TimeoutError, aiohttp.ClientError) as error:
             self.failures[type(error).__name__] += 1
 
     async def _play(self, begun: dict[str, Any]) -> None:

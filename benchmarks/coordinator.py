@@ -104,7 +104,7 @@ async def _run(config: Config, replicas: int, settings: CoordinatorBenchSettings
         with (folder / "log").open("wb") as log:
             try:
                 return await asyncio.wait_for(_watched(config, folder, log.fileno(), settings), DEADLINE)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise DeadlineExceeded("coordinator", "run", f"{replicas} replicas did not end", DEADLINE) from None
             except ServiceFault as fault:
                 last = (folder / "log").read_text(errors="replace").strip().rpartition("\n")[2]

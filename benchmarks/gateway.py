@@ -132,7 +132,7 @@ async def _measured(
         )
         try:
             return await asyncio.wait_for(way(folder, trial, settings.group), START + DEADLINE)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise DeadlineExceeded(name, "load", "did not end", START + DEADLINE) from None
 
 

@@ -198,7 +198,7 @@ class Load:
     async def episode(self, index: int) -> None:
         try:
             await self._play(index)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self.failures["timed out"] += 1
         except aiohttp.ClientError as error:
             self.failures[type(error).__name__] += 1

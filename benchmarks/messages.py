@@ -160,7 +160,7 @@ async def _peer() -> AsyncIterator[_Peer]:
             yield _Peer(dict(zip((STREAM, TOKEN, TLS), sessions, strict=True)), raw, channel, PATH)
             for session in sessions:
                 await session.close()
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise DeadlineExceeded("messages_trial", "start", "did not begin to serve", START) from None
     finally:
         await end(process)

@@ -47,6 +47,6 @@ async def end(process: asyncio.subprocess.Process) -> None:
     process.stdin.close()
     try:
         await asyncio.wait_for(process.wait(), ENDING)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         process.kill()
         await process.wait()

@@ -145,7 +145,7 @@ async def _line(process: asyncio.subprocess.Process) -> bytes:
     assert process.stdout is not None
     try:
         line = await asyncio.wait_for(process.stdout.readline(), DEADLINE)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise ServiceFault("bench", "judge", "a trial does not answer", DEADLINE) from None
     if not line:
         raise ServiceFault("bench", "judge", "a trial ended early; its standard error says why")

@@ -104,7 +104,7 @@ async def _trial(replicas: int, steps: int) -> dict[str, float]:
     )
     try:
         said, _ = await asyncio.wait_for(child.communicate(), DEADLINE)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise DeadlineExceeded("bench", "scale", f"{replicas} replicas did not end", DEADLINE) from None
     finally:
         if child.returncode is None:

@@ -158,7 +158,7 @@ async def _run(folder: Path, changed: Mapping[str, str], lost_at: int = 0) -> Pa
     losing = asyncio.create_task(_lose(child.pid, run, lost_at)) if lost_at else None
     try:
         said, _ = await asyncio.wait_for(child.communicate(), DEADLINE)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise DeadlineExceeded("bench", "run", "did not end", DEADLINE) from None
     finally:
         if losing is not None:

@@ -93,7 +93,7 @@ async def _run(folder: Path, steps: int) -> RunStart:
     )
     try:
         said, _ = await asyncio.wait_for(child.communicate(), DEADLINE)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise DeadlineExceeded("quickstart", "run", "did not end", DEADLINE) from None
     finally:
         await _ended(child)
@@ -129,7 +129,7 @@ async def _idle_processes(system: str, count: int, errors: IO[bytes]) -> Start:
         found = Start(seconds=seconds, processes=len(pids), memory=startup.of(pids))
         child.stdin.close()
         await asyncio.wait_for(child.wait(), ENDING)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise DeadlineExceeded(system, "start", f"{count} processes did not start and end", DEADLINE) from None
     finally:
         await _ended(child)

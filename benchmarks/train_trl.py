@@ -75,7 +75,7 @@ async def trial(config: Config, python: str, threads: int, warm: int, steps: int
     try:
         asked = json.dumps(order(config, threads, warm, steps)).encode()
         out, errors = await asyncio.wait_for(process.communicate(asked), DEADLINE)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise ServiceFault("bench", "trl", f"did not end within {DEADLINE:g} s") from None
     finally:
         if process.returncode is None:

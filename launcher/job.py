@@ -63,7 +63,7 @@ async def warm_up(supervisor: Supervisor, config: Config, view: View) -> Config:
         deadline = settings.max_seconds + timeouts.WARM_UP_START
         try:
             await asyncio.wait_for(_follow(child, view), deadline)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise DeadlineExceeded(child.spec.name, "run", "did not end", deadline) from None
         if child.process.returncode:
             raise child.fault()
@@ -303,7 +303,7 @@ async def _read_line(descriptor: int, timeout: float) -> str:
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(descriptor, "rb"))
     try:
         line = await asyncio.wait_for(stream.readline(), timeout)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise DeadlineExceeded("coordinator", "start", "did not say its address", timeout) from None
     finally:
         transport.close()

@@ -261,7 +261,7 @@ class Nodes:
         """The others are compared with this node. Raises UserError when its agent does not come."""
         try:
             await asyncio.wait_for(self._own.wait(), self.config.deadlines.start)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise UserError(f"node {node.name}: the coordinator's own node has not come") from None
 
     async def _namesake(self, node: NodeRegistration) -> None:

@@ -112,7 +112,7 @@ async def _ran(timeout: float, *command: str) -> None:
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
     try:
         said, _ = await asyncio.wait_for(process.communicate(), timeout)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise UserError(f"py-spy has not ended within {timeout:g} s") from None
     finally:
         if process.returncode is None:

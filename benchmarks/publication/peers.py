@@ -87,7 +87,7 @@ class BenchPeer:
             raise self._gone(what)
         try:
             said = await asyncio.wait_for(answer, DEADLINE)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise DeadlineExceeded(self.name, what, "did not answer", DEADLINE) from None
         if said is None:
             raise self._gone(what)

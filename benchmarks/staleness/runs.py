@@ -154,7 +154,7 @@ async def train_to_its_end(name: str, config: Path, changes: Sequence[str], fold
         child = await supervisor.start(ProcessSpec(name=name, role="bench", command=command, env={}))
         try:
             await asyncio.wait_for(child.process.wait(), deadline)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise SluiceError(f"{name}: did not end within {deadline:g} s (log: {child.log})") from None
         if child.process.returncode:
             why = str(child.fault())

@@ -167,7 +167,7 @@ async def _spied(spy: str, pid: int) -> bytes:
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
     try:
         return (await asyncio.wait_for(process.communicate(), timeouts.STACKS))[0]
-    except asyncio.TimeoutError:
+    except TimeoutError:
         process.kill()
         await process.wait()
         return b""

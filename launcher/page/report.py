@@ -14,7 +14,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def held(folder: Path) -> dict[str, Any]:
     """What a server of this run would answer, by path. Raises UserError for what is no run's folder."""
     run = RunView(folder)
     told = run.summary()
-    told["notes"].append(f"Made {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC from {folder.resolve()}")
+    told["notes"].append(f"Made {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC from {folder.resolve()}")
     views: dict[str, Callable[[], Any]] = {
         "curves": run.curves,
         "metric": lambda: run.metric("eval/accuracy"),

@@ -35,7 +35,7 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import SUFFIX, HeldOut, Transcript, replies_to
 from runtime.evaluation.results import EvaluatedProblem, EvaluationResult, judge_of
 from runtime.process import disk
-from runtime.process.aio import TaskGroup, now
+from runtime.process.aio import now
 from runtime.status import Progress
 from runtime.types import GeneratedGroup, GroupPayload, SamplingParams, ScoreRequest, Scores
 
@@ -116,7 +116,7 @@ class Evaluator:
         await asyncio.to_thread(disk.until_done, lambda: folder.mkdir(parents=True, exist_ok=True), folder)
         under_way = await asyncio.to_thread(self._begin, folder, alone, progress)
         try:
-            async with TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as tasks:
                 for which, held_out in enumerate(self._sets):
                     for index in range(len(held_out.prompts.problems)):
                         tasks.create_task(self._problem(under_way, which, index))
@@ -148,7 +148,7 @@ class Evaluator:
 
     async def _problem(self, under_way: _EvaluationRun, which: int, index: int) -> None:
         samples, largest = self._sets[which].settings.samples, under_way.largest
-        async with TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:
             parts = [
                 tasks.create_task(self._part(under_way, which, index, first, min(largest, samples - first)))
                 for first in range(0, samples, largest)

@@ -26,7 +26,6 @@ from runtime.data.prompts import PromptStream
 from runtime.errors import Cancelled, Unreachable
 from runtime.ledger.records import Note, Ticket
 from runtime.ledger.states import Mark, Phase
-from runtime.process.aio import TaskGroup
 from runtime.telemetry.metrics import SpanClock
 from runtime.types import LogprobRequest, SamplingParams, ScoreRequest, ValueRequest
 
@@ -77,7 +76,7 @@ class GroupStage:
         self._lives: set[asyncio.Task[None]] = set()
         self._alarm: asyncio.TimerHandle | None = None  # when a group may be late
 
-    async def run(self, tasks: TaskGroup, taken_up: TakenUp | None = None) -> None:
+    async def run(self, tasks: asyncio.TaskGroup, taken_up: TakenUp | None = None) -> None:
         """Admit until cancelled, as far as the buffer's `last_step`. `taken_up`: by which groups are under way already."""
         buffer = self._buffer
         for group in list(buffer):
@@ -102,7 +101,7 @@ class GroupStage:
             self._hurry(tasks)
             await buffer.room_changed.wait()
 
-    def _hurry(self, tasks: TaskGroup) -> None:
+    def _hurry(self, tasks: asyncio.TaskGroup) -> None:
         """Have the gateways deal with the groups that the trainer waits for alone."""
         if not isinstance(self._pool, GatewayPool):
             return
@@ -182,7 +181,7 @@ class GroupStage:
         wanted = min(SAMPLES_PER_DISPATCH, self._pool.slots[rollout.name]) // self._size
         return max(1, min(wanted, self._max_groups(rollout) - self._pool.load(rollout) // self._size))
 
-    def _spawn(self, tasks: TaskGroup, life: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, tasks: asyncio.TaskGroup, life: Coroutine[Any, Any, None]) -> None:
         task = tasks.create_task(life)
         self._lives.add(task)
         task.add_done_callback(self._lives.discard)

@@ -373,7 +373,7 @@ class Probes:
             return (await asyncio.wait_for(self._pool.generate(rollout, request), self._seconds)).payload
         except InvariantViolated:
             raise
-        except (asyncio.TimeoutError, SluiceError) as error:
+        except (TimeoutError, SluiceError) as error:
             why = str(error) or f"no answer within {self._seconds:g} s (publication.commit_timeout)"
             log.warning("%s did not answer the probe of version %s: %s", rollout.name, version, why)
             return None

@@ -333,7 +333,7 @@ class Checkpoints:
         """Raises DeadlineExceeded when the file system does not answer within `deadlines.save`."""
         try:
             await asyncio.wait_for(work, self._seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise DeadlineExceeded("coordinator", "save", f"{folder}: the file system does not answer", self._seconds) from None
 
     def _entered(self, finishing: asyncio.Future[None] | None) -> asyncio.Future[Totals]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import Enum
+from enum import StrEnum
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,7 +36,7 @@ from runtime.errors import InvariantViolated, UserError
 ROLLOUT = "rollout"  # the role whose units join the sync group before they serve
 
 
-class UnitState(str, Enum):
+class UnitState(StrEnum):
     PLACED = "placed"
     STARTED = "started"
     REGISTERED = "registered"

@@ -62,7 +62,7 @@ from runtime.ledger.reader import LedgerReader
 from runtime.ledger.records import Note
 from runtime.ledger.states import Phase
 from runtime.process import disk
-from runtime.process.aio import TaskGroup, now
+from runtime.process.aio import now
 from runtime.status import Progress, RunFigures
 from runtime.telemetry import startup
 from runtime.telemetry.metrics import SpanClock
@@ -152,7 +152,7 @@ class Attempt:
 
         Raises ServiceFault, UserError (a full disk), InvariantViolated.
         """
-        async with TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self._beside = [tasks.create_task(self._context.ledger.run(self._config.ledger.tick))]
             if (loss := await self._recovery.run_until_lost(self._until_saved())) is not None:
@@ -206,7 +206,7 @@ class Attempt:
     async def _until_saved(self) -> None:
         """Everything that needs trainer and critic, from the first version to the last checkpoint."""
         history, config = self._history, self._config
-        async with TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:
             # Every rollout gets the first version; from then on the keeper brings newcomers the committed one.
             await self._begin()
             keeper = tasks.create_task(self.publisher.run())
@@ -244,7 +244,7 @@ class Attempt:
             self._context.startup.phases[startup.NOT_COUNTED] = now() - began
         return accuracy
 
-    async def _train(self, tasks: TaskGroup) -> None:
+    async def _train(self, tasks: asyncio.TaskGroup) -> None:
         """Admission and training until the last step."""
         history = self._history
         history.rl_began = history.rl_began or now()

@@ -24,7 +24,7 @@ from runtime.coordinator.recovery import Checkpoints
 from runtime.coordinator.weight_sync import WeightSync
 from runtime.ledger.checkpoint import Position
 from runtime.ledger.journal import LedgerWriter
-from runtime.process.aio import TaskGroup, now
+from runtime.process.aio import now
 from runtime.telemetry.metrics import UPDATE, UPDATE_CRITIC, PublicationFigures, SpanClock
 from runtime.types import PolicyVersion, StepResult, TrainGroup
 
@@ -73,7 +73,7 @@ class TrainLoop:
         self.first_applied = 0.0
         """When the first step was submitted whole, on the loop's clock."""
 
-    async def run(self, tasks: TaskGroup) -> None:
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Train until the buffer's `last_step`. A trainer's command that fails fails the task group."""
         # On shared devices: until the rollouts have generated all that the staleness bound admits.
         while self.next < self._buffer.step or await self._devices.next_lease():
@@ -85,7 +85,7 @@ class TrainLoop:
             if unpublished is not None:
                 await self._finished(replace(unpublished, publication=lease.figures))
 
-    async def _steps(self, tasks: TaskGroup, lease: Lease) -> TrainedStep | None:
+    async def _steps(self, tasks: asyncio.TaskGroup, lease: Lease) -> TrainedStep | None:
         """The steps of a lease. Returns the last of them where it is published only as the lease ends."""
         while (batch := await self._fill(tasks, self.next)) is not None:
             step, self.next = self.next, self.next + 1
@@ -121,7 +121,7 @@ class TrainLoop:
             return True
         return buffer.step < buffer.last_step and not self._observer.evaluates(buffer.step) and self._devices.have_batch()
 
-    async def _apply(self, tasks: TaskGroup, step: int) -> list[asyncio.Task[StepResult]]:
+    async def _apply(self, tasks: asyncio.TaskGroup, step: int) -> list[asyncio.Task[StepResult]]:
         """Order the update: the trainer's result, and others'."""
         if self._updates.alternating:
             await self.saved()  # it takes the devices as well
@@ -139,7 +139,7 @@ class TrainLoop:
         with self._spans.span("checkpoint"):
             await self._checkpoints.unless_full(step, saving)
 
-    async def _fill(self, tasks: TaskGroup, step: int) -> list[Group] | None:
+    async def _fill(self, tasks: asyncio.TaskGroup, step: int) -> list[Group] | None:
         """Take the groups of `step` as they become ready, and send them on; None when the run ends first."""
         buffer = self._buffer
         if batch := buffer.taken(step):  # by a coordinator before this one
@@ -179,7 +179,7 @@ class TrainLoop:
         trainer, *others = applying
         try:
             await trainer
-            async with TaskGroup() as both:  # the rollouts need not wait for the critic
+            async with asyncio.TaskGroup() as both:  # the rollouts need not wait for the critic
                 publishing = both.create_task(self._publish(sync))
                 result = await joined(trainer, others)
                 self._buffer.consume(step, result.seconds)
@@ -199,7 +199,7 @@ class TrainLoop:
 
     async def _finish_unpublished(
         self,
-        tasks: TaskGroup,
+        tasks: asyncio.TaskGroup,
         step: int,
         batch: list[Group],
         applying: list[asyncio.Task[StepResult]],
@@ -247,11 +247,11 @@ class ModelUpdates:
         self._critics = [] if critic is None else [critic]
         self._spans = spans
 
-    def begin(self, tasks: TaskGroup, step: int) -> None:
+    def begin(self, tasks: asyncio.TaskGroup, step: int) -> None:
         for model in (self._trainer, *self._critics):
             tasks.create_task(model.post(BeginStep(step)))
 
-    def accumulate(self, tasks: TaskGroup, step: int, groups: list[TrainGroup], last: bool) -> None:
+    def accumulate(self, tasks: asyncio.TaskGroup, step: int, groups: list[TrainGroup], last: bool) -> None:
         """A part of the step's batch; `last`: it completes it."""
         for model in (self._trainer, *self._critics):
             tasks.create_task(model.post(Accumulate(step, groups, last)))
@@ -261,7 +261,7 @@ class ModelUpdates:
         for model in (self._trainer, *self._critics):
             model.acknowledge(Apply(step))
 
-    async def apply(self, tasks: TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
+    async def apply(self, tasks: asyncio.TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
         """The trainer's command is on its way when this returns: its result, and the critic's if there is one."""
         applying = [(self._trainer.post(Apply(step, tuple(probes))), UPDATE)]
         applying += [(critic.post(Apply(step)), UPDATE_CRITIC) for critic in self._critics]
@@ -288,13 +288,13 @@ class AlternatingUpdates(ModelUpdates):
         self._critic = critic
         self._parts: list[tuple[list[TrainGroup], bool]] = []
 
-    def begin(self, tasks: TaskGroup, step: int) -> None:
+    def begin(self, tasks: asyncio.TaskGroup, step: int) -> None:
         self._parts = []
 
-    def accumulate(self, tasks: TaskGroup, step: int, groups: list[TrainGroup], last: bool) -> None:
+    def accumulate(self, tasks: asyncio.TaskGroup, step: int, groups: list[TrainGroup], last: bool) -> None:
         self._parts.append((groups, last))
 
-    async def apply(self, tasks: TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
+    async def apply(self, tasks: asyncio.TaskGroup, step: int, probes: Sequence[bytes]) -> list[asyncio.Task[StepResult]]:
         await self._trainer.call(Offload())  # behind what was ordered before: its newest version is gathered
         await self._critic.call(Onload())
         self._give(tasks, self._critic, step)
@@ -305,7 +305,7 @@ class AlternatingUpdates(ModelUpdates):
         self._give(tasks, self._trainer, step)
         return [tasks.create_task(self._applied(self._trainer.post(Apply(step, tuple(probes))), UPDATE)), critic]
 
-    def _give(self, tasks: TaskGroup, model: RolePort, step: int) -> None:
+    def _give(self, tasks: asyncio.TaskGroup, model: RolePort, step: int) -> None:
         """The batch that was kept."""
         tasks.create_task(model.post(BeginStep(step)))
         for groups, last in self._parts:

@@ -28,7 +28,7 @@ from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
 from runtime.gateway.conversation import TOO_LONG, Completion, Message, PolicyCall, Refused, Told
 from runtime.gateway.episode import Begun, GatewayEpisode, Playing, SharedCall, finished
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.process.aio import TaskGroup, done_within, first_error, now
+from runtime.process.aio import done_within, first_error, now
 from runtime.process.spans import POLICY
 from runtime.types import GeneratedGroup, PlayRequest
 
@@ -97,7 +97,7 @@ class Episodes:
         """By the environment that its task names. Raises what `players` does."""
         assert self.players is not None
         try:
-            async with TaskGroup() as together:
+            async with asyncio.TaskGroup() as together:
                 for index in range(group.request.n):
                     together.create_task(self.players(group, index))  # type: ignore[arg-type]  # a coroutine
             return await group.done
@@ -231,7 +231,7 @@ class Episodes:
         episode.calls_tools()
         try:
             completion = await asyncio.wait_for(self._answer(episode, call, told), episode.call_seconds)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self.counts["refused_408"] += 1
             raise Refused(408, f"no answer within {episode.call_seconds:g} s (budgets.call)") from None
         except Refused as error:

@@ -236,7 +236,7 @@ async def _read(request: web.Request) -> bytes:
         return await request.read()
     try:
         return await asyncio.wait_for(request.read(), timeouts.REQUEST_BODY)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise Refused(408, f"the body did not come within {timeouts.REQUEST_BODY:g} s") from None
 
 

@@ -13,7 +13,7 @@ them. Going back to a checkpoint begins a new lineage, and only that rewinds wha
 
 from __future__ import annotations
 
-from enum import Enum, IntFlag
+from enum import IntFlag, StrEnum
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from runtime.errors import InvariantViolated
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     ADMITTED = "admitted"
     GENERATING = "generating"
     GENERATED = "generated"

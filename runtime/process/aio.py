@@ -1,18 +1,10 @@
-"""asyncio's task groups on every supported Python, the one error out of them that matters, the loop's clock, and a wait."""
+"""What asyncio lacks: the first error out of a task group, the loop's clock, and waits that lose no cancellation."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from typing import Any, TypeVar
-
-if sys.version_info >= (3, 11):
-    from asyncio import TaskGroup  # novermin
-else:
-    from taskgroup import TaskGroup
-
-__all__ = ["TaskGroup", "done_within", "first_error", "now", "still_missing", "unless_failed"]
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from runtime.errors import ConfigError
 from runtime.process.network import Certificates, server_name
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the group of NIST P-256, FIPS 186-4 D.1.2.3
-_SINCE, _UNTIL = (datetime.datetime(year, 1, 1, tzinfo=datetime.timezone.utc) for year in (2000, 2100))
+_SINCE, _UNTIL = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in (2000, 2100))
 _NAME = 64  # characters of a common name, RFC 5280 appendix A
 
 
@@ -105,7 +105,7 @@ def check(files: Tls, read: Callable[[], Certificates]) -> None:
         private = serialization.load_pem_private_key(pem.key, None)
     except (ValueError, TypeError) as error:
         raise ConfigError([f"network.tls: a file is not PEM, or its key has a password: {error}"]) from None
-    now = datetime.datetime.now(datetime.timezone.utc)
+    now = datetime.datetime.now(datetime.UTC)
     if not own.not_valid_before_utc <= now <= own.not_valid_after_utc:
         span = f"from {own.not_valid_before_utc:%Y-%m-%d %H:%M} to {own.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
         faults.append(f"{where} is valid {span}, and it is {now:%Y-%m-%d %H:%M}")

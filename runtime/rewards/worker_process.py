@@ -160,7 +160,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
         """Wait until the rules are imported. Raises ServiceFault when they are not within timeouts.REWARD_WORKER_START."""
         try:
             await asyncio.wait_for(self._imported, timeouts.REWARD_WORKER_START)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise ServiceFault(
                 "reward", "start a worker", "its rules are still not imported", timeouts.REWARD_WORKER_START
             ) from error

@@ -272,7 +272,7 @@ class Box:
             with suppress(ConnectionError):  # what follows tells
                 self._process.stdin.write(message)
             finished = await asyncio.wait_for(self._answer(output), seconds + timeouts.SANDBOX_GRACE)
-        except (asyncio.IncompleteReadError, asyncio.TimeoutError):
+        except (TimeoutError, asyncio.IncompleteReadError):
             await self.close()
             return Finished(-9, reason="lost")
         self._usable = finished.reason != "lost"
@@ -298,7 +298,7 @@ class Box:
         process.stdin.close()
         try:
             await asyncio.wait_for(process.wait(), timeouts.SANDBOX_GRACE)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             await asyncio.to_thread(self._kill)
             await asyncio.wait_for(process.wait(), timeouts.SANDBOX_REAP)
 
@@ -368,7 +368,7 @@ class Box:
         except asyncio.IncompleteReadError:
             said = (await asyncio.wait_for(self._process.stderr.read(), timeouts.SANDBOX_START)).decode("utf-8", "replace")
             raise ServiceFault("sandbox", "start", " ".join(said.split())[-SHOWN:] or "it ended without a word") from None
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise ServiceFault("sandbox", "start", "it is not ready", timeouts.SANDBOX_START) from None
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -380,7 +380,7 @@ class Box:
         try:
             there, onward = await asyncio.wait_for(asyncio.open_connection(*self._gateway), timeouts.SANDBOX_START)
             await asyncio.gather(_copy(reader, onward), _copy(there, writer))
-        except (OSError, asyncio.TimeoutError):
+        except (TimeoutError, OSError):
             writer.close()
         finally:
             self._led -= 1

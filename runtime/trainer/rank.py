@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -221,7 +220,7 @@ class UpdateRank(GroupRank):
         try:
             if self._saving is not None:
                 self._saving.exception(timeout)
-        except FutureTimeout as error:
+        except TimeoutError as error:
             raise DeadlineExceeded(f"{self.role} rank {self.rank}", "save", "still writes the one before", timeout) from error
 
     @contextlib.contextmanager

@@ -63,7 +63,7 @@ class Channel:
         """Connect to the process called `name`. Raises DeadlineExceeded, which says what came of the last attempt."""
         try:
             await asyncio.wait_for(self.grpc.channel_ready(), timeout)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise errors.DeadlineExceeded(name, "connect", await self.why(), timeout) from None
 
     async def why(self) -> str:
@@ -504,7 +504,7 @@ class GroupClient(RoleClient):
         """Whether a rank is lost, now or within a moment: the failure of another may be known first."""
         try:
             await asyncio.wait_for(self._gone.wait(), timeouts.RANK_LOSS)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return False
         return True
 

@@ -152,7 +152,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpcio has no 
             self._strangers += 1
             try:
                 request = await asyncio.wait_for(context.read(), timeouts.HANDSHAKE)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 request = grpc.aio.EOF
             finally:
                 self._strangers -= 1

@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 from runtime.config import Tls
 
 PEM = serialization.Encoding.PEM
-NOW = datetime.datetime.now(datetime.timezone.utc)
+NOW = datetime.datetime.now(datetime.UTC)
 DAY = datetime.timedelta(days=1)
 
 
