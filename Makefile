@@ -178,7 +178,7 @@ environments: install-vllm install-agents .megatron-0.12/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .megatron-0.12 megatron-core==0.12.1
 	touch $@
 
-# On a machine with devices, in an environment of its own (docs/guides/ascend.md, cuda.md): SLUICE names its command.
+# On a machine with devices, in an environment of its own (docs/guides/ascend.md, docs/hardware.md): SLUICE names its command.
 SLUICE ?= sluice
 
 accept-ascend:
@@ -190,7 +190,7 @@ accept-cuda:
 accept-cpu: install
 	$(BIN)/sluice accept --device cpu
 
-# Three nodes on this machine, whose links are cut and which are killed (docs/guides/network.md). Takes root.
+# Three nodes on this machine, whose links are cut and which are killed (docs/guides/cluster.md). Takes root.
 cluster-demo: install-dev
 	$(TEST_ENV) $(BIN)/python -m tests.system.cluster_demo
 

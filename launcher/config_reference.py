@@ -29,7 +29,7 @@ _HEAD = """\
 # Configuration reference
 
 Every key of a configuration file: {keys} keys in {sections} sections. How the file is read, and what belongs together, is in
-[configuration](configuration.md), in Chinese in [配置](zh/configuration.md). `sluice schema` prints the same as a JSON Schema.
+[configuration](configuration.md). `sluice schema` prints the same as a JSON Schema.
 
 - `[]` stands for each item of a list: `rewards.rules[].name` is `rewards: {{rules: [{{name: ...}}]}}` in the file, and
   `rewards.rules.0.name=...` on the command line. `NAME` stands for each name of your own.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from launcher.importing import guide
+from launcher.importing import report
 from launcher.importing.keys import KeyTable, Translation
 from runtime.errors import ConfigError, UserError
 from runtime.telemetry.shown import LiteralTable, say
@@ -38,9 +38,9 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError([*faults, *error.faults, *_hint(TABLE, error.faults)]) from error
     if faults:
         raise ConfigError(faults)
-    written = {output: guide.configuration(file.name, translation)}
+    written = {output: report.configuration(file.name, translation)}
     if told is not None:
-        written[told] = guide.markdown(file.name, translation)
+        written[told] = report.markdown(file.name, translation)
     _write(written)
     _print(_console(), file, output, told, translation)
 
@@ -91,18 +91,18 @@ def _console() -> Console:
 def _print(console: Console, file: Path, output: Path, told: Path | None, translation: Translation) -> None:
     rows = LiteralTable(title=file.name, title_justify="left")
     rows.add_column(translation.program, overflow="fold", max_width=60)
-    for column in guide.COLUMNS:
+    for column in report.COLUMNS:
         rows.add_column(column, overflow="fold", max_width=_WIDEST.get(column))
-    brief = list(guide.brief(translation.rows))
+    brief = list(report.brief(translation.rows))
     for row in brief:
-        rows.add_row(*guide.cells(row))
+        rows.add_row(*report.cells(row))
     console.print(rows)
     if translation.carried:
         defaults = LiteralTable("left to its default", "there", "here", title_justify="left")
         for each in translation.carried:
             defaults.add_row(each.path, each.value, ", ".join(each.ours))
         console.print(defaults)
-    for line in (guide.totals(translation.rows), *translation.advice):
+    for line in (report.totals(translation.rows), *translation.advice):
         say(console, line)
     if len(brief) < len(translation.rows) and told is None:
         say(console, "each of the keys that are ignored alike: --report FILE")

@@ -5,7 +5,7 @@
     this process ── command line of the runtime ──►  keeper (process 1 of the sandbox)  ── fork ──►  a command
           │  Box: commands down a pipe, answers up ──────┘  looks at its limits, kills, answers          └─ its processes
 
-docs/guides/sandboxes.md says what each runtime holds back, and what it does not.
+docs/guides/rewards.md#sandboxes says what each runtime holds back, and what it does not.
 """
 
 from runtime.config.sandbox import Sandbox

@@ -34,7 +34,7 @@ from tests.loopback.certificate_files import write_certificates
 from tests.unit.reward_cases import make_request
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "docs" / "guides" / "remote-reward.md"
+GUIDE = (ROOT / "docs" / "guides" / "rewards.md").read_text().partition("\n## Remote rewards\n")[2].partition("\n## ")[0]
 PROTO = ROOT / "proto" / "remote_reward.proto"
 PATIENCE = 60.0  # seconds for a process to say something, on a busy machine
 
@@ -277,7 +277,7 @@ def test_the_check_at_the_start_says_what_is_wrong() -> None:
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
 
 
 @contextmanager
@@ -330,7 +330,7 @@ def test_the_guides_example_scores(tokenizer: Tokenizer, tmp_path: Path) -> None
 def test_the_guide_names_every_field_of_the_messages() -> None:
     request = contract.METHODS["RemoteReward", "Score"].request.message.DESCRIPTOR
     fields = [field.name for field in request.fields_by_name["items"].message_type.fields]
-    told = re.findall(r"^\| `(\w+)` \|", GUIDE.read_text(), re.MULTILINE)
+    told = re.findall(r"^\| `(\w+)` \|", GUIDE, re.MULTILINE)
     assert told == fields
 
 

@@ -76,8 +76,8 @@ def is_store(address: str, seconds: float = 2.0) -> bool:
 
 def documented() -> set[tuple[str, str, str]]:
     """(role, what for, address), by the table of the guide."""
-    guide = (ROOT / "docs" / "guides" / "network.md").read_text()
-    table = guide.partition("## What listens\n")[2].partition("\n## ")[0]
+    guide = (ROOT / "docs" / "guides" / "cluster.md").read_text()
+    table = guide.partition("### What listens\n")[2].partition("\n#")[0]
     return set(_rows(table))
 
 

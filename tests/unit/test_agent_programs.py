@@ -32,7 +32,6 @@ from sluice.agents.command import LONGEST, CommandAgent, filled, reward_of, vari
 from sluice.agents.conversation import opening
 from sluice.agents.episode import DataError, Episode
 from tests.unit import template_cases as cases
-from tests.unit.docs_blocks import read
 
 # ---- Parts of the adapters that need neither a gateway nor the packages that they are for
 
@@ -44,8 +43,6 @@ ADAPTERS = {
     "TrlEnvironment": "trl_environment.py",
     "VerifiersTaskset": "verifiers_taskset.py",
 }
-FILES = {file.name for file in (ROOT / "configs" / "agents").iterdir() if file.is_file()}
-EXAMPLES = sorted(FILES - {"lookup.py", *ADAPTERS.values()})
 
 
 def test_the_standard_library_is_enough_to_import_them_all() -> None:
@@ -98,13 +95,6 @@ def test_the_public_methods_are_tools_and_what_reset_says_is_put_behind_the_task
     assert with_text(asked[:1], "y") == [asked[0], {"role": "user", "content": "y"}]
     with pytest.raises(DataError, match="reset gave none"):
         with_text(asked[:1], None)
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_guide_has_the_examples_as_they_are(name: str) -> None:
-    page = ROOT / "docs" / "guides" / "environments.md"
-    assert (ROOT / "configs" / "agents" / name).read_text() in [block.text for block in read(page)]
-    assert f"`configs/agents/{name}`" in page.read_text()
 
 
 # ----

@@ -182,7 +182,7 @@ def test_every_cause_has_a_meaning_and_is_in_the_guide() -> None:
         for name in ["ADMIT", "DISPATCH", "GENERATE", "AGAIN", "TRAIN", "RESTART", "PROBE", "PUBLISH", "PLACE"]
     }
     assert episodes | own | {POLICY, TOOL} | set(critical_path.MARKS.values()) == CAUSES.keys()
-    guide = (Path(__file__).parents[2] / "docs" / "guides" / "slow-steps.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "observing.md").read_text()
     assert [cause for cause in CAUSES if f"`{cause}`" not in guide] == []
 
 

@@ -464,8 +464,7 @@ def test_every_link_leads_somewhere_and_every_table_is_one() -> None:
 def test_keys_that_are_named_exist() -> None:
     """A dotted name in code that begins with a section of the configuration is one of its keys, or a section.
 
-    The tables that are generated have MindSpeed-RL's names too; test_rules looks at ours in them. In the tables of
-    the page on verl and TRL the first column is theirs.
+    In the tables of the page on migration the first column is another system's.
     """
     parts = list(config_reference.parts())
     plain = {path.replace("[]", "") for part in parts for path in (part.path, *(key.path for key in part.keys))}
@@ -473,7 +472,7 @@ def test_keys_that_are_named_exist() -> None:
     others = ("model.embed_tokens.", "model.norm.", "model.safetensors", run_files.METRICS, "metrics.png")  # tensors, and files
     for page in (each for each in PAGES if each.name != "configuration-reference.md"):
         text = GENERATED.sub("", page.read_text(encoding="utf-8"))
-        if page.name == "verl-and-trl.md":
+        if page.name == "migration.md":
             text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
         named = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?=[`:=])", text))
         wrong = {name for name in named - plain if name.partition(".")[0] in sections}

@@ -21,7 +21,6 @@ from msgspec import inspect
 
 from launcher import cli
 from launcher.commands import options
-from launcher.importing import guide
 from launcher.importing.keys import FileEntry, Read, TranslatedKey, Translation
 from launcher.mindspeed.layout import ASCEND
 from launcher.mindspeed.reading import TABLE
@@ -37,7 +36,7 @@ from tests.unit.model_dimensions import CONFIGS
 
 FILES = Path(__file__).parent / "mindspeed"
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "docs" / "guides" / "mindspeed-rl.md"
+GUIDE = ROOT / "docs" / "guides" / "migration.md"
 EXPECTED = FILES / "expected"
 MODELS = {
     "grpo_qwen25_7b": "qwen25_7b",
@@ -520,9 +519,8 @@ def test_a_key_has_one_outcome_and_a_reason() -> None:
                 assert key.asks_for_nothing(key.default) and not key.asks_for_nothing("something else"), told
 
 
-def test_the_guide_has_the_table_the_options_and_configurations_of_the_schema() -> None:
+def test_the_guide_has_the_options_and_configurations_of_the_schema() -> None:
     page = GUIDE.read_text(encoding="utf-8")
-    assert page == guide.renewed(page), f"run python -m launcher.importing.guide {GUIDE.name}"
     blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert blocks
     for block in blocks:

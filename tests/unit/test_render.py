@@ -164,7 +164,7 @@ def test_alarms_and_panels_are_whole_and_in_the_guide() -> None:
     for rule in group["rules"]:
         assert rule["expr"] and rule["labels"]["severity"] in ("critical", "warning", "info")
         assert "{{ $labels.run }}" in rule["annotations"]["summary"]
-    guide = (ROOT / "docs" / "guides" / "monitoring.md").read_text().partition("\n## Alarms\n")[2]
+    guide = (ROOT / "docs" / "guides" / "observing.md").read_text().partition("\n### Alarms\n")[2]
     assert [line.split("`")[1] for line in guide.splitlines() if line.startswith("| `")] == names
     cells = []
     for panel in json.loads(files["grafana.json"])["panels"]:

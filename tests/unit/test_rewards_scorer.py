@@ -211,11 +211,12 @@ def test_outcome_of_a_returned_value(value: object, outcome: RuleOutcome) -> Non
 
 
 def test_the_rules_of_the_guide_are_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code of docs/guides/reward-rules.md, as a user would copy it."""
+    """The code of docs/guides/rewards.md, as a user would copy it."""
     monkeypatch.setitem(sys.modules, "httpx", types.SimpleNamespace(AsyncClient=lambda: None))  # the user's own choice
-    guide = Path(__file__).parents[2] / "docs" / "guides" / "reward-rules.md"
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "rewards.md"
     found: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL):
+    rules, _, _ = guide.read_text().partition("\n## Remote rewards\n")
+    for block in re.findall(r"```python\n(.*?)```", rules, re.DOTALL):
         exec(compile(block, str(guide), "exec"), found)
     assert attempt(found["brief"], "", "", RuleContext(tokens=150)) == RuleOutcome(0.5)
     assert find_rule("polite").screen is not None
