@@ -6,7 +6,7 @@ import argparse
 import secrets
 from pathlib import Path
 
-from launcher.render import compose, kubernetes, monitoring, slurm
+from launcher.render import files
 from launcher.render.plan import plan
 from runtime import run_files
 from runtime.config import Config, loading
@@ -28,12 +28,12 @@ def render(options: argparse.Namespace) -> list[Path]:
     made = plan(config, options.device, options.devices, getattr(options, "image", ""))
     private: dict[str, str] = {}
     if options.target == "slurm":
-        files = slurm.render(made)
+        texts = files.slurm(made)
     elif options.target == "kubernetes":
-        files, private = kubernetes.render(made, options.claim), kubernetes.secret(made, secrets.token_hex(keys.BYTES))
+        texts, private = files.kubernetes(made, options.claim), files.secret(made, secrets.token_hex(keys.BYTES))
     else:
-        files = compose.render(made)
-    return _write(files, private, options.output or Path("rendered") / options.target)
+        texts = files.compose(made)
+    return _write(texts, private, options.output or Path("rendered") / options.target)
 
 
 def _watched(config: Config) -> dict[str, str]:
@@ -41,12 +41,12 @@ def _watched(config: Config) -> dict[str, str]:
     settings, coordinator = config.metrics.prometheus, config.services.coordinator
     if settings is None or not settings.port:
         raise ConfigError(["metrics.prometheus.port: missing; must be a port at which Prometheus finds the coordinator"])
-    return monitoring.render(config, coordinator.host or own_address(config.network.interface))
+    return files.monitoring(config, coordinator.host or own_address(config.network.interface))
 
 
-def _write(files: dict[str, str], private: dict[str, str], folder: Path) -> list[Path]:
+def _write(texts: dict[str, str], private: dict[str, str], folder: Path) -> list[Path]:
     """What somebody may have changed is not written over; what is `private` stays as it was made first."""
-    paths = {folder / name: text for name, text in files.items()}
+    paths = {folder / name: text for name, text in texts.items()}
     try:
         for path, text in paths.items():
             if path.exists() and path.read_text() != text:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -51,9 +50,9 @@ class Plan(Struct, frozen=True, kw_only=True):
     image: str
 
     @property
-    def launcher(self) -> tuple[str, ...]:
+    def launcher(self) -> list[str]:
         """What starts an agent in one of the images."""
-        return ("with-cann", "torchrun") if self.device == "npu" else ("torchrun",)
+        return ["with-cann", "torchrun"] if self.device == "npu" else ["torchrun"]
 
     @property
     def start_seconds(self) -> float:
@@ -66,9 +65,9 @@ class Plan(Struct, frozen=True, kw_only=True):
         return self.config.run.resume == "auto"
 
     @property
-    def health(self) -> tuple[str, ...]:
+    def health(self) -> list[str]:
         """The command that asks a process for its health, at the address that is to follow."""
-        return ("python3", "-m", "sluice.health_check", "--run", str(HOME / self.config.run.dir))
+        return ["python3", "-m", "sluice.health_check", "--run", str(HOME / self.config.run.dir)]
 
     @property
     def variables(self) -> list[str]:
@@ -163,22 +162,3 @@ def shared_folder(config: Config) -> str:
     if ".." in folder.parts or folder in (HOME, *HOME.parents):
         raise ConfigError([f"run.dir: '{config.run.dir}' needs a folder of its own above it, which the nodes share: runs/NAME"])
     return str(folder)
-
-
-class _PlanDumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Files within files stay readable."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_PlanDumper.add_representer(str, _represent_text)
-
-
-def to_yaml(header: Sequence[str], *documents: dict[str, Any]) -> str:
-    """Documents of YAML below a comment of the lines `header`, keys in their order."""
-    comment = "".join(f"# {line}".rstrip() + "\n" for line in header)
-    return comment + yaml.dump_all(documents, Dumper=_PlanDumper, sort_keys=False, allow_unicode=True, width=120)

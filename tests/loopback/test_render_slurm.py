@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from launcher.render.files import slurm
 from launcher.render.plan import Plan
-from launcher.render.slurm import render
 from runtime.errors import ConfigError
 from tests.unit.render_cases import auto, listed, made, reloaded
 
@@ -60,7 +60,7 @@ def submit(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
 
     def run(plan: Plan, *nodes: str) -> subprocess.Popen[str]:
-        for name, text in render(plan).items():
+        for name, text in slurm(plan).items():
             (tmp_path / name).write_text(text)
         environment = {
             "PATH": f"{tools}:{os.environ['PATH']}",
@@ -85,7 +85,7 @@ def submit(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def test_the_scripts_are_well_formed(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.sbatch" for name in PLANS]
     for path, plan in zip(paths, PLANS.values(), strict=True):
-        path.write_text(render(plan)["sluice.sbatch"])
+        path.write_text(slurm(plan)["sluice.sbatch"])
     for command in (*(["bash", "-n", path] for path in paths), [SHELLCHECK, *paths]):
         found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert (found.returncode, found.stdout + found.stderr) == (0, "")
@@ -128,13 +128,13 @@ def test_one_node_needs_no_step(submit: Callable[..., subprocess.Popen[str]], tm
 
 def test_slurm_is_asked_for_the_nodes_and_their_devices(tmp_path: Path) -> None:
     """tests/unit/render has the whole of one script."""
-    script = render(PLANS["cuda"])
+    script = slurm(PLANS["cuda"])
     assert {"#SBATCH --nodes=3", "#SBATCH --gres=gpu:8"} <= set(script["sluice.sbatch"].splitlines())
-    assert "--gres" not in render(PLANS["one"])["sluice.sbatch"]
+    assert "--gres" not in slurm(PLANS["one"])["sluice.sbatch"]
     assert reloaded(script["config.yaml"], tmp_path).cluster.min_nodes == 3
 
 
 def test_nodes_that_one_script_cannot_ask_for_are_refused() -> None:
     with pytest.raises(ConfigError) as refused:
-        render(made("cuda", **listed(**{"a b": 8, "c": 4})))
+        slurm(made("cuda", **listed(**{"a b": 8, "c": 4})))
     assert [fault.partition(":")[0] for fault in refused.value.faults] == ["cluster.nodes", "cluster.nodes.0.name"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.render import compose, kubernetes, monitoring
+from launcher.render.files import compose, kubernetes, monitoring
 from tests.unit.render_cases import auto, listed, made
 
 PLANS = {"one": made(), "cuda": made("cuda", 2, **auto(3)), "named": made("npu", **listed(trains=2, generates=1))}
@@ -26,7 +26,7 @@ def check(*paths: Path) -> subprocess.CompletedProcess[str]:
 def test_compose_files_are_valid(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}.yaml" for name in PLANS]
     for path, plan in zip(paths, PLANS.values(), strict=True):
-        path.write_text(compose.render(plan)["compose.yaml"])
+        path.write_text(compose(plan)["compose.yaml"])
     assert (found := check(*paths)).returncode == 0, found.stdout
     paths[0].write_text(paths[0].read_text().replace("stop_grace_period", "stop_grace"))
     assert check(paths[0]).returncode == 1
@@ -34,7 +34,7 @@ def test_compose_files_are_valid(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "code"), [("localhost", 0), ("nowhere.invalid", 124)])
 def test_the_wait_for_a_name_ends_once_it_is_known_or_in_time(name: str, code: int) -> None:
-    *_, job = yaml.safe_load_all(kubernetes.render(PLANS["one"])["sluice.yaml"])
+    *_, job = yaml.safe_load_all(kubernetes(PLANS["one"])["sluice.yaml"])
     (wait,) = job["spec"]["template"]["spec"]["initContainers"]
     timeout, _, *command, _ = wait["command"]
     ended = subprocess.run([timeout, "2" if code else "40", *command, name], stdout=subprocess.DEVNULL, timeout=60, check=False)
@@ -44,7 +44,7 @@ def test_the_wait_for_a_name_ends_once_it_is_known_or_in_time(name: str, code: i
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Prometheus")
 def test_prometheus_takes_its_configuration_and_rules(tmp_path: Path) -> None:
     plan = made(metrics={"prometheus": {"token": {"from": "SCRAPED"}}})
-    for name, text in monitoring.render(plan.config, "host").items():
+    for name, text in monitoring(plan.config, "host").items():
         (tmp_path / name).write_text(text)
     (tmp_path / monitoring.TOKEN_FILE).write_text("token")
 

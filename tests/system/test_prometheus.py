@@ -27,7 +27,7 @@ from prometheus_client.samples import Sample
 from transformers import AutoModelForCausalLM
 
 from benchmarks import browser
-from launcher.render import monitoring
+from launcher.render.files import monitoring
 from runtime import run_files
 from runtime.errors import UserError
 from runtime.ledger.checkpoint import steps as checkpoints
@@ -229,7 +229,7 @@ def asked(expression: str) -> set[str]:
 
 def rendered() -> Iterator[str]:
     """Every expression of the alarms and of the dashboard."""
-    files = monitoring.render(made(network={"security": "none"}, metrics={"prometheus": {}}).config, "host")
+    files = monitoring(made(network={"security": "none"}, metrics={"prometheus": {}}).config, "host")
     for group in yaml.safe_load(files["alerts.yaml"])["groups"]:
         yield from (rule["expr"] for rule in group["rules"])
     for panel in json.loads(files["grafana.json"])["panels"]:

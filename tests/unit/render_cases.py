@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from launcher.render import compose, kubernetes, slurm
+from launcher.render.files import compose, kubernetes, slurm
 from launcher.render.plan import Device, Plan, plan
 from runtime.config import Config, loading
 
@@ -49,7 +49,7 @@ PLANS: dict[str, tuple[Any, Plan]] = {
 def rendered(name: str) -> str:
     """A file without the configuration, in which all defaults are."""
     target, plan = PLANS[name]
-    return re.sub(r"(?m)^( +)config.yaml: \|\n(?:\1 .*\n|\n)+", r"\1config.yaml: ...\n", target.render(plan)[name])
+    return re.sub(r"(?m)^( +)config.yaml: \|\n(?:\1 .*\n|\n)+", r"\1config.yaml: ...\n", target(plan)[name])
 
 
 if __name__ == "__main__":

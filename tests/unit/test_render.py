@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from launcher.cli import main
-from launcher.render import compose, kubernetes, monitoring, slurm
+from launcher.render.files import compose, kubernetes, monitoring, slurm
 from launcher.render.plan import Plan, label, shared_folder
 from runtime.errors import ConfigError
 from tests.unit.config_cases import cases
@@ -74,7 +74,7 @@ def test_what_cannot_be_planned_is_told(arguments: dict[str, Any], said: str) ->
 @pytest.mark.parametrize("target", [kubernetes, compose])
 def test_nodes_that_cannot_name_hosts_are_refused(target: Any) -> None:
     with pytest.raises(ConfigError) as refused:
-        target.render(made(cluster={"nodes": [{"name": "Node_1"}, {"name": "b"}, {"name": "c-"}]}))
+        target(made(cluster={"nodes": [{"name": "Node_1"}, {"name": "b"}, {"name": "c-"}]}))
     assert [fault.partition(":")[0] for fault in refused.value.faults] == ["cluster.nodes.0.name", "cluster.nodes.2.name"]
 
 
@@ -106,14 +106,14 @@ def test_what_is_rendered_is_what_was_read_and_kept(name: str) -> None:
 
 
 def services(plan: Plan) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = yaml.safe_load(compose.render(plan)["compose.yaml"])["services"]
+    found: dict[str, dict[str, Any]] = yaml.safe_load(compose(plan)["compose.yaml"])["services"]
     return found
 
 
 def test_services_of_compose_share_out_the_machines_devices_and_come_back_only_where_the_run_resumes(tmp_path: Path) -> None:
     (alone,) = services(made()).values()
     assert not {"environment", "depends_on", "deploy", "devices"} & alone.keys() and "--devices" not in alone["command"]
-    assert reloaded(compose.render(CUDA)["config.yaml"], tmp_path).services.coordinator.host == next(iter(services(CUDA)))
+    assert reloaded(compose(CUDA)["config.yaml"], tmp_path).services.coordinator.host == next(iter(services(CUDA)))
     resources = [service["deploy"]["resources"]["reservations"]["devices"] for service in services(CUDA).values()]
     assert [each[0]["device_ids"] for each in resources] == [["0", "1"], ["2", "3"], ["4", "5"]]
     assert {service["restart"] for service in services(CUDA).values()} == {"on-failure:3"}
@@ -135,29 +135,29 @@ def url(files: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("target", [slurm, kubernetes, compose])
 def test_nothing_is_written_for_a_prometheus_that_finds_nothing(target: Any) -> None:
-    assert not FILES & target.render(made(**auto(2))).keys()
-    assert target.render(made(**auto(2), **TOKEN)).keys() >= FILES
+    assert not FILES & target(made(**auto(2))).keys()
+    assert target(made(**auto(2), **TOKEN)).keys() >= FILES
 
 
 @pytest.mark.parametrize(("given", "port"), [(0, 28400), (9500, 9500)])
 def test_the_coordinator_serves_where_prometheus_looks(given: int, port: int, tmp_path: Path) -> None:
     plan = made(**auto(2), metrics={"prometheus": {"port": given, "token": {"from": "SCRAPED"}}})
-    files = compose.render(plan)
+    files = compose(plan)
     config = reloaded(files["config.yaml"], tmp_path)
     assert config.metrics.prometheus is not None and config.metrics.prometheus.port == port
     assert url(files) == f"http://{config.services.coordinator.host}:{port}/sd"
     expected = {"type": "Bearer", "credentials_file": "sluice.token"}
     assert job(files)["authorization"] == job(files)["http_sd_configs"][0]["authorization"] == expected
-    (configured,) = (each for each in yaml.safe_load_all(kubernetes.render(plan)["sluice.yaml"]) if each["kind"] == "ConfigMap")
+    (configured,) = (each for each in yaml.safe_load_all(kubernetes(plan)["sluice.yaml"]) if each["kind"] == "ConfigMap")
     host = reloaded(configured["data"]["config.yaml"], tmp_path).services.coordinator.host
-    assert url(kubernetes.render(plan)) == f"http://{host}:{port}/sd"
+    assert url(kubernetes(plan)) == f"http://{host}:{port}/sd"
     open_to_all = made(network={"security": "none"}, metrics={"prometheus": {"port": 1}})
-    files = monitoring.render(open_to_all.config, "fd00::1")
+    files = monitoring(open_to_all.config, "fd00::1")
     assert url(files) == "http://[fd00::1]:1/sd" and "authorization" not in job(files) and open_to_all.variables == []
 
 
 def test_alarms_and_panels_are_whole_and_in_the_guide() -> None:
-    files = monitoring.render(made(**TOKEN).config, "host")
+    files = monitoring(made(**TOKEN).config, "host")
     (group,) = yaml.safe_load(files["alerts.yaml"])["groups"]
     names = [rule["alert"] for rule in group["rules"]]
     assert len(set(names)) == len(names) >= 6

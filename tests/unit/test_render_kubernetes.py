@@ -9,8 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from launcher.render import kubernetes
-from launcher.render.kubernetes import render
+from launcher.render.files import kubernetes, secret
 from launcher.render.plan import Plan
 from runtime.errors import ConfigError
 from tests.unit.render_cases import auto, listed, made, reloaded
@@ -24,7 +23,7 @@ PLANS = {
 
 
 def documents(plan: Plan, claim: str = "") -> list[dict[str, Any]]:
-    (text,) = render(plan, claim).values()
+    (text,) = kubernetes(plan, claim).values()
     return list(yaml.load_all(text, yaml.CSafeLoader))
 
 
@@ -51,7 +50,7 @@ def test_agents_find_the_coordinator_by_the_name_of_the_first_pod_and_have_the_r
     served = (plan.config.services.coordinator.port or 29400,) * 2
     assert (config.services.coordinator.port, service["spec"]["ports"][0]["port"]) == served
     assert config.cluster.min_nodes == (0 if plan.named else sum(job["spec"]["completions"] for job in jobs))
-    given = yaml.safe_load(kubernetes.secret(plan, "ab")["secret.yaml"])
+    given = yaml.safe_load(secret(plan, "ab")["secret.yaml"])
     assert given["stringData"] == {"SLUICE_SECRET": "ab"}
     for job in jobs:
         (variable,) = (one for one in job["spec"]["template"]["spec"]["containers"][0]["env"] if one["name"] == "SLUICE_SECRET")
@@ -72,4 +71,4 @@ def test_what_other_plans_have_otherwise() -> None:
     probe = job["spec"]["template"]["spec"]["containers"][0]["startupProbe"]
     assert probe["failureThreshold"] * probe["periodSeconds"] == 600
     with pytest.raises(ConfigError, match=r"run\.name: too long"):
-        render(made(run={"name": "x" * 60}))
+        kubernetes(made(run={"name": "x" * 60}))
