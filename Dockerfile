@@ -17,7 +17,7 @@ FROM ${ASCEND_IMAGE} AS ascend
 # vllm-ascend's requirements name the pair; tests/contract reads these versions' wheels.
 ARG ASCEND_TORCH=2.10.0
 ARG ASCEND_TORCH_NPU=2.10.0.post4
-# The trainer's own pair. MindSpeed is declared for torch 2.7.1 on Python 3.10 (docs/guides/ascend.md).
+# The trainer's own pair. MindSpeed is declared for torch 2.7.1 (docs/guides/ascend.md).
 ARG ASCEND_TRAINER_TORCH=2.10.0
 ARG ASCEND_TRAINER_TORCH_NPU=2.10.0.post4
 ARG ASCEND_VLLM=0.23.0
