@@ -212,7 +212,7 @@ def _text(name: str, **values: Any) -> str:
     return _TEMPLATES.get_template(f"{name}.j2").render(values)
 
 
-class _Dumper(yaml.SafeDumper):
+class _FileDumper(yaml.SafeDumper):
     def ignore_aliases(self, data: object) -> bool:
         return True
 
@@ -222,11 +222,11 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _represent_text)
+_FileDumper.add_representer(str, _represent_text)
 
 
 def _yaml(name: str, **values: Any) -> str:
     text = _text(name, **values)
     comment = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     documents = yaml.safe_load_all(text)
-    return comment + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return comment + yaml.dump_all(documents, Dumper=_FileDumper, sort_keys=False, allow_unicode=True, width=120)

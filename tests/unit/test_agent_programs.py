@@ -53,7 +53,7 @@ def test_the_standard_library_is_enough_to_import_them_all() -> None:
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_an_adapter_of_an_earlier_version_is_a_file_of_the_examples(name: str) -> None:
     assert f"class {name}" in (ROOT / "configs" / "agents" / ADAPTERS[name]).read_text()
-    assert f"`configs/agents/{ADAPTERS[name]}`" in (ROOT / "docs" / "guides" / "environments.md").read_text()
+    assert f"`configs/agents/{ADAPTERS[name]}`" in (ROOT / "docs" / "guides" / "agents.md").read_text()
     with pytest.raises(ImportError, match=f"{name} is no longer part of sluice.agents: copy configs/agents/{ADAPTERS[name]} "):
         getattr(sluice.agents, name)
 
