@@ -7,11 +7,10 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from runtime.commands import AbortWeights, HostWeights, JoinWeights, ResendWeights, SendWeights, WeightsHosted, WeightsSent
+from runtime.commands import AbortWeights, HostWeights, JoinWeights, ResendWeights, WeightsHosted, WeightsSent
 from runtime.config import Config
-from services import process, weight_sending
+from services import process
 from services.model_service import SpmdService
-from services.weight_sending import Hosted, Hosting
 
 if TYPE_CHECKING:
     from runtime.trainer.rank import TrainRank
@@ -30,43 +29,30 @@ class TrainerService(SpmdService):
 
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__("trainer", make_rank, config, name, rank)
-        self._hosting = Hosting(config, name)
 
     async def close(self) -> None:
-        self._hosting.close()
         await super().close()
-        if (member := self._worker.member) is not None:
-            await asyncio.wrap_future(member.close())
+        if (sender := self._worker.sender) is not None:
+            await asyncio.wrap_future(sender.close())
 
     async def host_weights(self, command: HostWeights) -> WeightsHosted:
-        """Rank 0."""
-        worker, settings = self._worker, self.config.publication
-        assert worker.member is not None
-        full_every = settings.full_every if settings.encoding == "delta" else 0
-        hosted = Hosted(worker.manifest, worker.publication_backend, worker.senders, full_every)
-        return await self._hosting.host(command, worker.member, hosted)
+        """Rank 0, which always sends."""
+        assert self._worker.sender is not None
+        return await self._worker.sender.open(command)
 
     async def join_weights(self, command: JoinWeights) -> None:
-        """The ranks that send besides rank 0; the others are asked as well, and have nothing to do."""
-        from runtime.weights import rendezvous
-
-        member, address = self._worker.member, self._worker.address_of(command.address)
-        if member is not None:
-            await asyncio.wrap_future(member.open(address.epoch))
-            joining = member.connect(address.epoch, lambda: rendezvous.join(address, self.name))
-            await asyncio.shield(asyncio.wrap_future(joining))
-
-    def send_weights(self, command: SendWeights) -> asyncio.Future[WeightsSent]:
-        return asyncio.get_running_loop().create_task(weight_sending.sent(self.execute(command)))
+        """The ranks besides rank 0. Those that send nothing are asked as well, and have nothing to do."""
+        if (sender := self._worker.sender) is not None:
+            await sender.join(command.address)
 
     async def resend_weights(self, command: ResendWeights) -> WeightsSent:
-        member = self._worker.member
-        return WeightsSent(0, 0.0) if member is None else await weight_sending.resend(member, command)
+        sender = self._worker.sender
+        return WeightsSent(0, 0.0) if sender is None else await sender.send(command.version, command.epoch)
 
     async def abort_weights(self, command: AbortWeights) -> None:
-        member = self._worker.member
-        if member is not None and (left := member.leave(command.epoch)) is not None:
-            await asyncio.shield(asyncio.wrap_future(left))
+        if (sender := self._worker.sender) is not None:
+            # Answered once the group is left: the next epoch may then have the same port.
+            await asyncio.wrap_future(sender.close(command.epoch))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from runtime.commands import (
 from runtime.config import Config, Publication
 from runtime.errors import Cancelled, DeadlineExceeded, InvalidMessage, ServiceFault
 from runtime.process import spans
+from runtime.process.aio import in_thread
 from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from services.model_service import Request
@@ -182,7 +183,6 @@ class ReceivingMember:
     async def _meet(self, message: JoinWeights) -> None:
         from runtime.models.adapters import require_base
         from runtime.weights import rendezvous
-        from runtime.weights.sender import in_thread
 
         if base := message.manifest.base:
             await asyncio.to_thread(require_base, base, self._folder)

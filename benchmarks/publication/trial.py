@@ -92,8 +92,8 @@ class Sender(TrainerService):
 
     def views(self) -> list[torch.Tensor]:
         """The tensors in the buckets."""
-        assert self._worker.member is not None
-        return self._worker.member.sender._views
+        assert self._worker.sender is not None
+        return self._worker.sender.buffers._views
 
 
 class Receiver(RolloutService):

@@ -157,13 +157,16 @@ def publication(device: str, folder: Path) -> Figures:
     from runtime.process import platform as own
     from runtime.types import PolicyVersion
     from runtime.weights import rendezvous
-    from runtime.weights.sender import WeightSender
+    from runtime.weights.plan import GroupAddress
+    from runtime.weights.sender import SendBuffers
 
     where = own.device(device)
     backend = own.collective_backend("auto", where)
-    pending = rendezvous.host(1, 2, network.loopback(), backend, timeouts.ACCEPT_TRANSFER)
+    pending = rendezvous.host(
+        GroupAddress(epoch=1, world_size=2, backend=backend, timeout=timeouts.ACCEPT_TRANSFER), network.loopback()
+    )
     manifest = _manifest()
-    sender = WeightSender(manifest, pin=where.type == "cuda")
+    sender = SendBuffers(manifest, pin=where.type == "cuda")
     with _receiver(device, folder, pending.address) as receiver:
         began = time.monotonic()
         group = pending.connect()
@@ -171,11 +174,11 @@ def publication(device: str, folder: Path) -> Figures:
         rates = []
         for version in range(VERSIONS):
             _heard(receiver, "posted")
-            sender.begin(timeouts.ACCEPT_TRANSFER)
+            sender.begin(PolicyVersion(0, version), timeouts.ACCEPT_TRANSFER)
             sender.fill(torch.full((ELEMENTS,), float(version + index)) for index in range(TENSORS))
             sent = sender.send(group, PolicyVersion(0, version), timeouts.ACCEPT_TRANSFER).result(timeouts.ACCEPT_TRANSFER)
             _heard(receiver, "whole")
-            rates.append(sent.nbytes / sent.seconds / 1e6)
+            rates.append(sent.bytes / sent.seconds / 1e6)
         _heard(receiver, "posted")
         os.kill(receiver.pid, signal.SIGSTOP)
         seconds = _stalled(sender.send(group, PolicyVersion(0, VERSIONS), timeouts.ACCEPT_STALLED))

@@ -1,9 +1,12 @@
-"""What asyncio lacks: the first error out of a task group, the loop's clock, and waits that lose no cancellation."""
+"""What asyncio lacks: the first error out of a task group, the loop's clock, waits that lose no cancellation, threads."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+import traceback
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -60,3 +63,32 @@ async def still_missing(missing: Callable[[], Sequence[T]], changed: asyncio.Eve
         if not await done_within(changed.wait(), deadline - now()):
             break
     return found
+
+
+def in_thread(name: str, work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a thread of its own, which ends with it. Cancelling whoever awaits the future does not end the work."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    threading.Thread(target=_complete, args=(future, work), name=name, daemon=True).start()
+    return future
+
+
+def _complete(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001 - it is the caller's, through the future
+        drop_frames(error)
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+    del future, work  # the error's traceback holds this frame
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Empty the frames that `error` and its causes passed through.
+
+    Their locals hold stores and process groups, whose sockets would stay open as long as somebody keeps the error.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__

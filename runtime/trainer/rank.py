@@ -20,7 +20,19 @@ from msgspec.structs import replace
 
 from runtime import types
 from runtime.cluster.topology import alternates, takes_turns
-from runtime.commands import Accumulate, Apply, BeginStep, ComputeValues, Export, Offload, Onload, Restore, Save, SendWeights
+from runtime.commands import (
+    Accumulate,
+    Apply,
+    BeginStep,
+    ComputeValues,
+    Export,
+    Offload,
+    Onload,
+    Restore,
+    Save,
+    SendWeights,
+    WeightsSent,
+)
 from runtime.config import Config, Spread, Trainer
 from runtime.errors import DeadlineExceeded, ServiceFault, UserError
 from runtime.ledger import checkpoint, node_checkpoints
@@ -29,14 +41,15 @@ from runtime.models import limits
 from runtime.models.adapters import base_of
 from runtime.models.hf_config import read_raw
 from runtime.process import os_process, platform
+from runtime.process.aio import in_thread
 from runtime.trainer.backend import TrainedRole
 from runtime.trainer.collectives import RankInfo, _all_told, exchange
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import PolicyVersion, StepResult, snake
 from runtime.weights.authentication import AuthenticatedStore
 from runtime.weights.delta import ShardDelta, TensorChanges
-from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, roots
-from runtime.weights.sender import SendingMember, SendResult, WeightSender, in_thread
+from runtime.weights.plan import Manifest, TensorSpec, roots
+from runtime.weights.sender import SendBuffers, WeightSender
 
 
 class GroupRank:
@@ -263,31 +276,23 @@ class TrainRank(UpdateRank):
 
     def __init__(self, engine: ModelTrainer, config: Config):
         super().__init__(engine, config, takes_turns(config) or alternates(config))
-        device = self.backend.rank_info.device
-        # Members that share a device have neither NCCL nor HCCL.
-        backend = "gloo" if takes_turns(config) else config.publication.backend
-        self.publication_backend = platform.collective_backend(backend, device)
+        device, settings = self.backend.rank_info.device, config.publication
         ranks, specs = self._senders()
         base = base_of((spec.name for spec in specs), config.model.path)
-        self.manifest = Manifest(tuple(specs), config.publication.bucket_bytes, len(ranks), base)
-        self.senders = tuple(f"{self.role}-{sender}" for sender in ranks)
-        """What they are called, rank 0 first."""
+        self.manifest = Manifest(tuple(specs), settings.bucket_bytes, len(ranks), base)
         self._targets = [ranks[root] for root in roots(self.manifest)]
-        deltas = self.world_size > 1 and config.publication.encoding == "delta"
-        by_shard = deltas and self.backend.shards(self._targets) is not None
+        delta = settings.encoding == "delta"
+        by_shard = delta and self.world_size > 1 and self.backend.shards(self._targets) is not None
         self._delta = ShardDelta(self.rank, device, self._targets) if by_shard else None
-        self.member: SendingMember | None = None
-        """Of the weight sync's group, where this rank sends."""
+        self.sender: WeightSender | None = None
+        """None where this rank sends nothing."""
         if self.rank in ranks:
-            settings = config.publication
-            pin, number = device.type == "cuda", ranks.index(self.rank)
-            sender = WeightSender(self.manifest, number=number, pin=pin, told=by_shard)
-            self.member = SendingMember(sender, self.senders[number], settings.join_timeout, settings.transfer_timeout)
-
-    def address_of(self, address: GroupAddress) -> GroupAddress:
-        """Its own, in the group that rank 0 hosts."""
-        name = f"{self.role}-{self.rank}"
-        return replace(address, rank=self.senders.index(name)) if name in self.senders else address
+            number, names = ranks.index(self.rank), tuple(f"{self.role}-{sender}" for sender in ranks)
+            buffers = SendBuffers(self.manifest, number=number, pin=device.type == "cuda", told=by_shard)
+            # Members that share a device have neither NCCL nor HCCL.
+            backend = platform.collective_backend("gloo" if takes_turns(config) else settings.backend, device)
+            full_every = settings.full_every if delta else 0
+            self.sender = WeightSender(buffers, config, names[number], backend=backend, names=names, full_every=full_every)
 
     def _senders(self) -> tuple[list[int], list[TensorSpec]]:
         """The ranks that send, and the tensors as they are on the wire, with who can send each."""
@@ -306,7 +311,7 @@ class TrainRank(UpdateRank):
         gaps = self.engine.compare(command.probes) if command.probes else []
         return replace(super().apply(command), probes=gaps)
 
-    def send_weights(self, command: SendWeights) -> Future[SendResult] | None:
+    def send_weights(self, command: SendWeights) -> Future[WeightsSent] | WeightsSent:
         """Gather the weights, which takes every rank, and send this one's part as it becomes whole. Raises ServiceFault, phase
         "snapshot", for a version that the engine is past."""
         if command.version < self.version:
@@ -314,18 +319,18 @@ class TrainRank(UpdateRank):
             raise ServiceFault(name, phase, f"version {command.version} was not kept: {self.version} is there")
         self.version = command.version
         tensors = self._gathered()
-        if self.member is not None:
-            return self.member.gather(tensors, command.version, command.epoch)
+        if self.sender is not None:
+            return self.sender.gather(tensors, command.version, command.epoch)
         for _ in tensors:
             pass
-        return None
+        return WeightsSent(0, 0.0)
 
     def _gathered(self) -> Iterator[torch.Tensor] | Iterator[TensorChanges]:
         """Of the tensors that this rank sends, in their order, what changed since the last time, or the whole."""
         shards = self.backend.shards(self._targets) if self._delta is not None else None
         if self._delta is None or shards is None:
             return self.backend.gather(self._targets)
-        current = self.member is None or self.member.sender.filled
+        current = self.sender is None or self.sender.buffers.filled
         return self._delta.find(shards, current) or self.backend.gather(self._targets)
 
     def export(self, command: Export) -> None:

@@ -30,11 +30,11 @@ from msgspec import structs
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
+from runtime.process.aio import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights.delta import DeltaDecoder, DeltaEncoder, Positions, TensorReader, TensorWriter
 from runtime.weights.group import Deferred, PendingGroup, Transfer, WeightGroup, clear, tensors_in
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec, plan_buckets
-from runtime.weights.sender import in_thread
 
 # ---- Shared folder
 #

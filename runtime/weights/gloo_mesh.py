@@ -9,7 +9,6 @@ import select
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -100,16 +99,6 @@ def reason(error: BaseException) -> str:
     """One line of a torch error, without source position and advice."""
     line = str(error).strip().split("\n", 1)[0]
     return re.sub(r"^\[[^\]]*\]\s*", "", line).split(". This", 1)[0] or type(error).__name__
-
-
-def drop_frames(error: BaseException | None) -> None:
-    """Empty the frames that `error` and its causes passed through.
-
-    Their locals hold stores and process groups, whose sockets would stay open as long as somebody keeps the error.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
 
 
 def _let_go(ending: list[Any]) -> None:

@@ -63,13 +63,13 @@ class GroupAddress(Struct, frozen=True, kw_only=True):
     """Where one epoch's members meet. The first ranks are the senders, the others receive. Rank 0 leads."""
 
     epoch: int
-    host: str
-    port: int
-    rank: int
     world_size: int
     backend: str
     timeout: float  # of the rendezvous, in seconds
-    key: bytes  # of the group
+    host: str = ""  # "", as the port and the key: before it is hosted
+    port: int = 0
+    key: bytes = b""  # of the group
+    rank: int = 0
     transport: str = "collective"
     folder: str = ""  # of transport files
     full_every: int = 0  # of encoding delta; 0: every version is whole

@@ -23,13 +23,14 @@ import xxhash
 from runtime.commands import WeightsReceived
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault, SluiceError
 from runtime.process import spans
+from runtime.process.aio import in_thread
 from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import reason
 from runtime.weights.group import Taken, Transfer, WeightGroup, allocate, tensors_of, wait_until
 from runtime.weights.plan import TRAILER, Bucket, Manifest, plan_buckets
-from runtime.weights.sender import DEPTH, WeightSender, in_thread
+from runtime.weights.sender import DEPTH, SendBuffers
 
 Tensors = dict[str, torch.Tensor]
 BufferOf = Callable[[int], torch.Tensor]
@@ -143,7 +144,7 @@ class Staged:
         self._set = buckets
         self._receiver = receiver
         self._tags = tags
-        self._sender: WeightSender | None = None
+        self._sender: SendBuffers | None = None
 
     def tensors(self) -> Tensors:
         """Views into the staging buckets by Hugging Face name, for `RolloutEngine.stage`."""
@@ -157,7 +158,7 @@ class Staged:
         """Give the staging buckets back: after a swap that copied them (`held`), or to forget the version. Idempotent."""
         self._receiver._settle(self, adopted=False, held=held)
 
-    def sender(self) -> WeightSender:
+    def sender(self) -> SendBuffers:
         """What sends the version on, out of the buckets, to any number of groups. Raises RuntimeError, naming the first bucket
         that is not what was received."""
         if self._sender is None:
@@ -165,7 +166,7 @@ class Staged:
             for index, (bucket, buffer) in enumerate(zip(buckets, buffers, strict=True)):
                 if not self._tags.verify(index, bucket, buffer):
                     raise RuntimeError(f"bucket {index} of {len(buckets)} has changed in memory since it was received")
-            self._sender = WeightSender(self._receiver.manifest, whole=buffers)
+            self._sender = SendBuffers(self._receiver.manifest, whole=buffers, held=self.version)
         return self._sender
 
 

@@ -19,12 +19,13 @@ from msgspec import structs
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
+from runtime.process.aio import drop_frames
 from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.types import PolicyVersion
 from runtime.weights import collective, files, shared_memory
 from runtime.weights.authentication import AuthenticatedStore, new_key
 from runtime.weights.delta import DeltaLink
-from runtime.weights.gloo_mesh import SocketAddress, drop_frames, meet, reason, shut_down
+from runtime.weights.gloo_mesh import SocketAddress, meet, reason, shut_down
 from runtime.weights.group import Link, PendingGroup, Transfer, WeightGroup
 from runtime.weights.plan import GroupAddress
 
@@ -180,51 +181,23 @@ def _left(give_up: float) -> float:
     return max(give_up - time.monotonic(), timeouts.RENDEZVOUS_LEAST)
 
 
-def host(
-    epoch: int,
-    world_size: int,
-    interface: str,
-    backend: str,
-    timeout: float,
-    name: str = "sender",
-    transport: str = "collective",
-    folder: str = "",
-    full_every: int = 0,
-    port_range: PortRange | None = None,
-    names: Sequence[str] = (),
-    senders: int = 1,
-) -> PendingGroup:
-    """Open the rendezvous of `epoch` as rank 0, on a free port of `interface`, and of `port_range`; does not block.
+def host(address: GroupAddress, interface: str, port_range: PortRange | None = None, name: str = "sender") -> PendingGroup:
+    """Open the rendezvous of `address` as rank 0, on a free port of `interface`, and of `port_range`; does not block.
 
-    `timeout` is in seconds. The first `senders` of the `world_size` members send. Messages call the members by `names`, in the
-    order of ranks. Transport `files` meets in `folder`, and ignores interface and backend. With `full_every` = n > 0 versions
-    are deltas, except one of every n, which is whole. Raises UserError for an unknown interface, backend or transport, a range
-    without a free port, or a folder that cannot be written.
+    `address` lacks its host, its port and its key. Transport `files` meets in the folder, and ignores interface and backend.
+    With `full_every` = n > 0 versions are deltas, except one of every n, which is whole. Raises UserError for an unknown
+    interface, backend or transport, a range without a free port, or a folder that cannot be written.
     """
-    if backend not in BACKENDS:
-        raise UserError(f"publication.backend: {backend!r} is not one of {', '.join(BACKENDS)}")
-    if transport not in TRANSPORTS:
-        raise UserError(f"publication.transport: {transport!r} is not one of {', '.join(TRANSPORTS)}")
-    address = GroupAddress(
-        epoch=epoch,
-        host="",
-        port=0,
-        rank=0,
-        world_size=world_size,
-        backend=backend,
-        timeout=timeout,
-        transport=transport,
-        folder=folder,
-        full_every=full_every,
-        names=tuple(names),
-        senders=senders,
-        key=new_key(),
-    )
-    if transport == "files":
-        if senders > 1:
-            raise UserError(f"publication.senders: transport files has one sender, not {senders}; must be one")
+    if address.backend not in BACKENDS:
+        raise UserError(f"publication.backend: {address.backend!r} is not one of {', '.join(BACKENDS)}")
+    if address.transport not in TRANSPORTS:
+        raise UserError(f"publication.transport: {address.transport!r} is not one of {', '.join(TRANSPORTS)}")
+    address = structs.replace(address, key=new_key())
+    if address.transport == "files":
+        if address.senders > 1:
+            raise UserError(f"publication.senders: transport files has one sender, not {address.senders}; must be one")
         return files.host(address, name)
-    ip, patience = own_address(interface), timedelta(seconds=timeout)
+    ip, patience = own_address(interface), timedelta(seconds=address.timeout)
     with listen(ip, port_range, BACKLOG) as listener:
         port = listener.getsockname()[1]
         descriptor = listener.detach()

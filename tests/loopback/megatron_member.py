@@ -22,11 +22,11 @@ from runtime import types
 from runtime.cluster.topology import data_leaders
 from runtime.config import Config, Critic, CriticOptimizer, Moe, Parallel, Trainer
 from runtime.models.adapters import are_adapters
+from runtime.process.aio import in_thread
 from runtime.trainer import backend
 from runtime.trainer import rows as train_rows
 from runtime.trainer.step import critic_trainer, policy_trainer
 from runtime.types import GroupPayload, TrainGroup, ValueRequest
-from runtime.weights.sender import in_thread
 from tests.loopback.ranks import DEADLINE, FORKED, run_ranks
 from tests.unit.lora_cases import LORA, lora_config
 from tests.unit.training_cases import (

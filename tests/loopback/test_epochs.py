@@ -27,7 +27,7 @@ from runtime.trainer.rank import TrainRank
 from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult
 from runtime.weights import group, rendezvous
-from runtime.weights.plan import TensorSpec
+from runtime.weights.plan import GroupAddress, TensorSpec
 from runtime.weights.receiver import Reception
 from services.rollout import RolloutService
 from services.rpc.contract import Ranks, method_of
@@ -292,11 +292,10 @@ async def test_who_does_not_come_to_the_rendezvous_is_named_to_those_who_do() ->
 async def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     opening, may_open, host, opened = threading.Event(), threading.Event(), rendezvous.host, []
 
-    def slow(epoch: int, *arguments: Any) -> group.PendingGroup:
-        if epoch == 1:
-            opening.set()
-            assert may_open.wait(DEADLINE / 2)
-        opened.append(host(epoch, *arguments))
+    def slow(address: GroupAddress, *arguments: Any) -> group.PendingGroup:
+        opening.set()
+        assert may_open.wait(DEADLINE / 2)
+        opened.append(host(address, *arguments))
         return opened[-1]
 
     monkeypatch.setattr(rendezvous, "host", slow)
@@ -318,7 +317,7 @@ async def test_an_epoch_that_is_given_up_while_its_rendezvous_is_opened_is_not_b
 async def test_weights_that_changed_in_the_senders_memory_are_gathered_anew_before_they_are_sent_again() -> None:
     async with stage(COLLECTIVE) as here:
         await here.publish(1)
-        here.trainer.rank.member.sender._buffers[1][0] ^= 1
+        here.trainer.rank.sender.buffers._buffers[1][0] ^= 1
         await here.loses(here.rollouts[1])
         here.rollouts[0].service.weights.staging.receiver.held = None  # so that it is not the other one who sends it
         await here.newcomer("rollout-1", incarnation=1)
@@ -596,7 +595,7 @@ class TwoSenders(TrainerHere):
         return asyncio.ensure_future(answer())
 
     def senders(self) -> list[Any]:
-        return [service._worker.member.sender for service in self.services]
+        return [service._worker.sender.buffers for service in self.services]
 
     async def step(self, here: Stage, number: int) -> Any:
         """Train one step, and publish what it made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,11 +16,12 @@ from msgspec.structs import replace
 
 from runtime import config
 from runtime.cluster.topology import data_leaders
-from runtime.commands import Accumulate, Apply, BeginStep, Level, Move, SendWeights
+from runtime.commands import Accumulate, Apply, BeginStep, HostWeights, Level, Move, SendWeights
 from runtime.config import Config, Lora, Publication, Trainer
 from runtime.errors import UserError
 from runtime.models.adapters import merged
 from runtime.models.hf_weights import WeightFiles
+from runtime.process.aio import in_thread
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.trainer.megatron import facade
 from runtime.trainer.rank import TrainRank
@@ -29,8 +31,8 @@ from runtime.weights import delta as delta_module
 from runtime.weights.delta import Shard, ShardDelta, Span, TensorChanges, encode, words_of
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.receiver import WeightReceiver
-from runtime.weights.rendezvous import host, join
-from runtime.weights.sender import WeightSender, in_thread
+from runtime.weights.rendezvous import join
+from runtime.weights.sender import SendBuffers
 from services.rollout import RolloutService
 from services.trainer import TrainerService
 from tests.loopback.ranks import run_ranks, run_two
@@ -60,36 +62,33 @@ def config_of(folder: Path, split: str, processes: int, senders: Senders, **publ
 
 def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
     """What a receiver has of the weights as they are; every rank makes this call."""
-    command, count, member = SendWeights(PolicyVersion(0, version), version), len(rank.senders), rank.member
+    command, sender = SendWeights(PolicyVersion(0, version), version), rank.sender
+    several = rank.manifest.senders > 1
     if rank.rank:
-        if count > 1:
-            assert member is not None
-            address = rank.address_of(*of_rank_0(None))
-            member.open(version).result(DEADLINE)
-            member.connect(version, lambda: join(address))
+        if several:
+            assert sender is not None
+            asyncio.run(sender.join(*of_rank_0(None)))
             dist.barrier()
         sending = rank.execute(command)
-        if sending is not None:
+        if sender is not None:
             sending.result(DEADLINE)
-        if count > 1:
+        if several:
             dist.barrier()
         return {}
-    assert member is not None
-    pending = host(version, 1 + count, "127.0.0.1", "gloo", DEADLINE, names=rank.senders, senders=count)
-    joining = in_thread("join", lambda: join(replace(pending.address, rank=count)))
-    if count > 1:
-        of_rank_0(pending.address)
-    member.open(version).result(DEADLINE)
-    member.connect(version, pending.connect, pending.abort)
-    if count > 1:
+    assert sender is not None
+    hosted = asyncio.run(sender.open(HostWeights(version, 2, "collective", (rank.role, "rollout-0"))))
+    address = replace(hosted.address, rank=rank.manifest.senders)
+    joining = in_thread("join", lambda: join(address))
+    if several:
+        of_rank_0(hosted.address)
         dist.barrier()
     receiving = joining.result(DEADLINE)
-    reception = WeightReceiver(rank.manifest).receive(receiving, command.version, DEADLINE)
+    reception = WeightReceiver(hosted.manifest).receive(receiving, command.version, DEADLINE)
     rank.execute(command).result(DEADLINE)
     received = {name: tensor.clone() for name, tensor in reception.result(DEADLINE).tensors().items()}
     receiving.abort()
-    member.open(0).result(DEADLINE)
-    if count > 1:
+    sender.close().result(DEADLINE)
+    if several:
         dist.barrier()
     return received
 
@@ -129,11 +128,11 @@ def published(
         worker.execute(Accumulate(step, share[1:], True))
         worker.execute(Apply(step))
         found.append(publish(worker, step + 1))
-    if worker.member is not None:
-        worker.member.close().result(DEADLINE)
+    if worker.sender is not None:
+        worker.sender.close().result(DEADLINE)
     told = encoding == "delta" and processes > 1
     assert len(wholes) == (1 if told else len(found))
-    assert worker.member is None or worker.member.sender._told == told
+    assert worker.sender is None or worker.sender.buffers._told == told
     return found
 
 
@@ -249,7 +248,7 @@ def test_a_sender_that_is_told_what_changed_sends_that_and_keeps_no_copy(tmp_pat
     groups, receiver, sender = (
         connected(way, 2, folder=str(tmp_path)),
         WeightReceiver(manifest),
-        WeightSender(manifest, told=True),
+        SendBuffers(manifest, told=True),
     )
     random, wholes = np.random.default_rng(1), [torch.zeros(shape, dtype=torch.bfloat16) for shape in SHAPES]
     took = []
@@ -258,9 +257,9 @@ def test_a_sender_that_is_told_what_changed_sends_that_and_keeps_no_copy(tmp_pat
         for whole in wholes:
             bits(whole)[torch.from_numpy(random.integers(0, whole.numel(), 1 + version % 3))] += 1
         reception = receiver.receive(groups[1], PolicyVersion(0, version), PATIENCE)
-        sender.begin(PATIENCE)
+        sender.begin(PolicyVersion(0, version), PATIENCE)
         sender.fill(wholes if version in (0, 4) else [changed(*pair) for pair in zip(before, wholes, strict=True)])
-        took.append(sender.send(groups[0], PolicyVersion(0, version), PATIENCE).result(PATIENCE).nbytes)
+        took.append(sender.send(groups[0], PolicyVersion(0, version), PATIENCE).result(PATIENCE).bytes)
         staged = reception.result(PATIENCE)
         assert all(torch.equal(bits(got), bits(whole)) for got, whole in zip(staged.tensors().values(), wholes, strict=True))
         staged.release()

@@ -18,15 +18,16 @@ from msgspec.structs import replace
 from runtime import config
 from runtime.commands import AbortWeights, CommitWeights, JoinWeights, Level, Move, Priority, ReceiveWeights
 from runtime.errors import Cancelled, InvalidMessage, SluiceError
+from runtime.process.aio import in_thread
 from runtime.rollout.torch.engine import TorchRolloutEngine
 from runtime.types import GeneratedGroup, PolicyVersion
 from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, TensorSpec
 from runtime.weights.rendezvous import host
-from runtime.weights.sender import WeightSender, in_thread
+from runtime.weights.sender import SendBuffers
 from services.rollout import RolloutService
 from tests.closeness import LOGITS, assert_close, forward_terms
-from tests.loopback.weight_cases import settles
+from tests.loopback.weight_cases import settles, unhosted
 from tests.unit.actor_desk import running
 from tests.unit.rollout_cases import from_scratch, request, samples
 from tests.unit.test_rollout_in_flight import versions
@@ -51,8 +52,8 @@ class Models:
         named = [(name, tuple(each.shape)) for name, each in self.weights[0].named_parameters()]
         self.manifest = Manifest(tuple(TensorSpec(name, "float32", shape) for name, shape in named), BUCKET)
 
-    def gather(self, sender: WeightSender, step: int) -> None:
-        sender.begin(DEADLINE)
+    def gather(self, sender: SendBuffers, step: int) -> None:
+        sender.begin(version(step), DEADLINE)
         sender.fill(parameter.detach() for parameter in self.weights[step].parameters())
 
 
@@ -79,7 +80,7 @@ class Site:
         self._step, self._swap = self.engine._step, self.engine.swap
         self.engine._step, self.engine.swap = self._slow_step, self._swap_and_hurry  # type: ignore[method-assign]
         self.actor = self.service._actor
-        self.sender = WeightSender(models.manifest)
+        self.sender = SendBuffers(models.manifest)
         self.group: WeightGroup
         self.epoch = 0
         self._asked = 0
@@ -98,7 +99,8 @@ class Site:
     async def join(self, manifest: Manifest | None = None) -> None:
         """A new epoch."""
         self.epoch += 1
-        pending = host(self.epoch, 2, "127.0.0.1", "gloo", DEADLINE, "trainer", self.transport, self.folder, self.full_every)
+        told = {"transport": self.transport, "folder": self.folder, "full_every": self.full_every}
+        pending = host(unhosted(2, DEADLINE, epoch=self.epoch, **told), "127.0.0.1", name="trainer")
         joined = self.ask(JoinWeights(replace(pending.address, rank=1), manifest or self.models.manifest))
         self.group = await asyncio.wrap_future(in_thread("host", pending.connect))
         await joined
@@ -226,7 +228,7 @@ def test_another_dtype_is_received_into_one_set_of_buckets(models: Models) -> No
     manifest = replace(models.manifest, tensors=specs)
 
     async def test(site: Site) -> None:
-        site.sender = WeightSender(manifest)
+        site.sender = SendBuffers(manifest)
         await site.join(manifest)
         for step in (1, 2, 3):
             await site.publish(step)

@@ -21,7 +21,7 @@ import json
 import torch
 from runtime.process import platform
 from runtime.types import PolicyVersion
-from runtime.weights.sender import WeightSender
+from runtime.weights.sender import SendBuffers
 from tests.loopback.ranks import FRESH
 from tests.loopback.weight_cases import MANIFEST, gather
 from tests.loopback.weight_cases import Member, connect, leave, post
@@ -37,7 +37,7 @@ said = {"device": str(device)}
 try:
     group = connect(members, 1, 90.0, backend="hccl")
     said["link"] = type(group._links[0]).__name__
-    sender = WeightSender(MANIFEST)
+    sender = SendBuffers(MANIFEST)
     said["staged"] = []
     for version in range(2):
         post(members, version, 60.0)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserError
+from runtime.process.aio import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights import files, shared_memory
 from runtime.weights.authentication import AuthenticatedStore, BucketTags, ForgedValue, new_key
@@ -33,7 +34,7 @@ from runtime.weights.group import Link, PendingGroup, WeightGroup, arena, file_o
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import WeightReceiver
 from runtime.weights.rendezvous import host, join
-from runtime.weights.sender import WeightSender, in_thread
+from runtime.weights.sender import SendBuffers
 from tests.loopback.ranks import Helper
 from tests.loopback.weight_cases import (
     MANIFEST,
@@ -47,6 +48,7 @@ from tests.loopback.weight_cases import (
     settles,
     threads_and_files,
     transport_and_encoding,
+    unhosted,
 )
 
 LABELS = ("trainer", "rollout-0", "rollout-1")
@@ -325,7 +327,7 @@ def test_the_kernel_tells_a_process_of_another_user() -> None:
 
 # ------------------------------------------------------------------------------------------------ a shared folder
 def hosted(folder: Path, world_size: int = 2, timeout: float = PATIENCE, epoch: int = 1) -> PendingGroup:
-    return host(epoch, world_size, "lo", "gloo", timeout, "trainer", "files", str(folder))
+    return host(unhosted(world_size, timeout, epoch=epoch, transport="files", folder=str(folder)), "lo", name="trainer")
 
 
 def joined(address: GroupAddress, rank: int = 1) -> WeightGroup:
@@ -345,7 +347,7 @@ def groups(tmp_path: Path) -> Iterator[list[WeightGroup]]:
         assert not list(tmp_path.glob("epoch-*"))
 
 
-def publish(group: WeightGroup, sender: WeightSender, step: int) -> None:
+def publish(group: WeightGroup, sender: SendBuffers, step: int) -> None:
     gather(sender, step)
     sender.send(group, PolicyVersion(0, step), PATIENCE).result(PATIENCE)
 
@@ -360,14 +362,14 @@ def test_a_version_is_a_folder_that_transformers_loads(tmp_path: Path) -> None:
     state = LlamaForCausalLM(config).to(torch.bfloat16).state_dict()
     specs = tuple(TensorSpec(name, "bfloat16", tuple(tensor.shape)) for name, tensor in state.items())
     group = hosted(tmp_path, world_size=1).connect()
-    sender = WeightSender(Manifest(specs, 8192))
+    sender = SendBuffers(Manifest(specs, 8192))
     sender.fill(state.values())
     sent = sender.send(group, PolicyVersion(0, 7), PATIENCE).result(PATIENCE)
 
     (folder,) = tmp_path.glob("epoch-0001/*-version-0.7")
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) == len(sender.buckets) > 2
-    assert sent.nbytes == sum(file.stat().st_size for file in files)
+    assert sent.bytes == sum(file.stat().st_size for file in files)
     with safe_open(files[0], framework="pt") as file:
         assert file.metadata()["version"] == "0.7"
     (index,) = folder.glob("model.safetensors.index.json")
@@ -379,7 +381,7 @@ def test_a_version_is_a_folder_that_transformers_loads(tmp_path: Path) -> None:
 
 
 def test_two_versions_are_kept_and_nothing_after_the_end(groups: list[WeightGroup], tmp_path: Path) -> None:
-    sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
+    sender, receiver = SendBuffers(MANIFEST), WeightReceiver(MANIFEST)
     for step in range(4):
         publish(groups[0], sender, step)
         staged = receiver.receive(groups[1], PolicyVersion(0, step), PATIENCE).result(PATIENCE)
@@ -402,7 +404,7 @@ def test_two_versions_are_kept_and_nothing_after_the_end(groups: list[WeightGrou
     ],
 )
 def test_a_file_that_is_not_what_was_sent_is_refused(groups: list[WeightGroup], tmp_path: Path, damage: str, said: str) -> None:
-    publish(groups[0], WeightSender(MANIFEST), 1)
+    publish(groups[0], SendBuffers(MANIFEST), 1)
     files = sorted(tmp_path.glob("epoch-*/*/*.safetensors"))
     content, other = files[1].read_bytes(), files[2].read_bytes()
     start = content.index(b'"trailer":"') + len(b'"trailer":"')
@@ -416,7 +418,7 @@ def test_a_file_that_is_not_what_was_sent_is_refused(groups: list[WeightGroup], 
 
 def stick_within_a_write(connection: Any) -> None:
     """The sender: it says when it is to be met, and that it is within its write of one tensor, at which it stays."""
-    pending = host(1, 2, "lo", "gloo", PATIENCE, "trainer", "files", connection.recv()[0])
+    pending = hosted(connection.recv()[0])
     connection.send("hosted")
     group, write = pending.connect(), TensorWriter.write
 
@@ -427,7 +429,7 @@ def stick_within_a_write(connection: Any) -> None:
             connection.recv()
 
     TensorWriter.write = stuck
-    sender = WeightSender(MANIFEST)
+    sender = SendBuffers(MANIFEST)
     gather(sender, 1)
     sender.send(group, VERSION, 10 * PATIENCE).result()
 
@@ -499,7 +501,7 @@ def test_a_rendezvous_that_is_given_up_ends_for_everyone(tmp_path: Path) -> None
 
 
 def test_the_sender_sees_who_left(groups: list[WeightGroup]) -> None:
-    sender = WeightSender(MANIFEST)
+    sender = SendBuffers(MANIFEST)
     publish(groups[0], sender, 1)
     groups[1].abort()
     with pytest.raises(
@@ -523,7 +525,7 @@ def failing(code: int, name: str) -> Callable[..., None]:
 def test_a_write_that_fails_names_folder_and_bucket(
     groups: list[WeightGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[SluiceError]
 ) -> None:
-    sender = WeightSender(MANIFEST)
+    sender = SendBuffers(MANIFEST)
     gather(sender, 3)
     reception = WeightReceiver(MANIFEST).receive(groups[1], PolicyVersion(0, 3), 10 * PATIENCE)
     with monkeypatch.context() as patch:
@@ -534,13 +536,13 @@ def test_a_write_that_fails_names_folder_and_bucket(
     assert "\n" not in str(caught.value)
     with pytest.raises(ServiceFault, match=r"rollout-0: \w+: .* rank 0 left the group"):  # at once, not at its deadline
         reception.result(PATIENCE)
-    sender.begin(PATIENCE)
+    sender.begin(VERSION, PATIENCE)
 
 
 def test_an_epoch_removed_once_its_file_was_seen_is_one_that_left(
     groups: list[WeightGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = WeightSender(MANIFEST)
+    sender = SendBuffers(MANIFEST)
     gather(sender, 3)
 
     def late(path: Path) -> TensorReader:
@@ -562,7 +564,7 @@ def test_a_folder_that_cannot_be_is_a_users_mistake(tmp_path: Path) -> None:
             hosted(tmp_path / folder)
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"^publication\.folder: '' is no folder"):
-        host(1, 2, "lo", "gloo", 1.0, "trainer", "files")
+        host(unhosted(transport="files"), "lo")
 
 
 # ------------------------------------------------------------------------------------------------ how members meet
@@ -573,7 +575,8 @@ FORGED = "in the group's store was written by somebody who does not have the gro
 def test_the_rendezvous_names_who_is_missing(transport: str, tmp_path: Path) -> None:
     transport, full_every = transport_and_encoding(transport)
     names = ("trainer", "rollout-0", "rollout-1")
-    pending = host(1, 4, "127.0.0.1", "gloo", 2.0, "trainer", transport, str(tmp_path), full_every, names=names)
+    address = unhosted(4, 2.0, transport=transport, folder=str(tmp_path), full_every=full_every, names=names)
+    pending = host(address, "127.0.0.1", name="trainer")
     other = in_thread("join", lambda: join(msgspec.structs.replace(pending.address, rank=2, timeout=PATIENCE), "rollout-1"))
     with pytest.raises(ServiceFault, match=r"trainer: rendezvous: rank 1 \(rollout-0\), rank 3 did not join \(deadline 2 s\)"):
         pending.connect()
@@ -592,7 +595,7 @@ def test_nobody_at_the_address() -> None:
 
 
 def test_the_rendezvous_listens_on_the_given_interface_alone() -> None:
-    pending = host(1, 2, "lo", "gloo", 1.0)
+    pending = host(unhosted(), "lo")
     assert pending.address.host == "127.0.0.1"
     with socket.create_connection(("127.0.0.1", pending.address.port), 1.0):
         pass
@@ -604,8 +607,8 @@ def test_the_rendezvous_takes_a_port_of_the_range() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(UserError, match=f"^network.port_range: all ports from {port} to {port} are in use on 127.0.0.1$"):
-            host(1, 2, "lo", "gloo", 1.0, port_range=(port, port))
-    pending = host(1, 2, "lo", "gloo", 1.0, port_range=(port, port))
+            host(unhosted(), "lo", port_range=(port, port))
+    pending = host(unhosted(), "lo", port_range=(port, port))
     assert pending.address.port == port
     pending.abort()
 
@@ -615,7 +618,7 @@ def test_the_rendezvous_takes_a_port_of_the_range() -> None:
 )
 def test_a_user_mistake_is_one_line(interface: str, backend: str, fault: str) -> None:
     with pytest.raises(UserError, match=fault) as caught:
-        host(1, 2, interface, backend, 1.0)
+        host(unhosted(backend=backend), interface)
     assert "\n" not in str(caught.value)
 
 
@@ -634,7 +637,7 @@ def test_a_process_that_ends_as_it_leaves_its_groups_ends_well() -> None:
 # ------------------------------------------------------------------------------------------------ strangers
 @pytest.fixture(params=("collective", "shared_memory"))
 def pending(request: pytest.FixtureRequest) -> Iterator[PendingGroup]:
-    pending = host(1, 2, "127.0.0.1", "gloo", PATIENCE, "trainer", request.param)
+    pending = host(unhosted(transport=request.param), "127.0.0.1", name="trainer")
     yield pending
     pending.abort()
 
@@ -678,7 +681,7 @@ def test_what_a_stranger_sets_announces_nothing_and_the_next_comes(met: list[Wei
     for name in names(store):
         store.delete_key(name)
     assert not reception.done()
-    sender = WeightSender(MANIFEST)
+    sender = SendBuffers(MANIFEST)
     gather(sender, 1)
     sender.send(met[0], VERSION, PATIENCE).result(PATIENCE)
     assert same(reception.result(PATIENCE).tensors(), 1)
@@ -748,7 +751,7 @@ def test_a_bucket_that_was_tampered_with_or_is_another_is_refused() -> None:
 
 def test_a_bucket_of_another_epoch_is_refused_on_its_arrival(met: list[WeightGroup]) -> None:
     reception = WeightReceiver(MANIFEST).receive(met[1], VERSION, PATIENCE)
-    sender = WeightSender(MANIFEST)
+    sender = SendBuffers(MANIFEST)
     gather(sender, 1)
     met[0].tags = BucketTags(new_key())
     sender.send(met[0], VERSION, PATIENCE).result(PATIENCE)

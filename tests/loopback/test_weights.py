@@ -16,14 +16,16 @@ import msgspec
 import pytest
 import torch
 
+from runtime.commands import WeightsSent
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
+from runtime.process.aio import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights.authentication import BucketTags
 from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, plan_buckets, roots
 from runtime.weights.receiver import Staged, WeightReceiver
 from runtime.weights.rendezvous import host, join
-from runtime.weights.sender import SendResult, WeightSender, in_thread
+from runtime.weights.sender import SendBuffers
 from tests.loopback.ranks import Helper
 from tests.loopback.weight_cases import (
     MANIFEST,
@@ -42,6 +44,7 @@ from tests.loopback.weight_cases import (
     same,
     settles,
     threads_and_files,
+    unhosted,
 )
 
 TWO_WAYS = ("collective", "shared_memory+delta")
@@ -74,7 +77,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Weight
             group.abort()
 
 
-def send(group: WeightGroup, sender: WeightSender, step: int, deadline: float = PATIENCE) -> Future[SendResult]:
+def send(group: WeightGroup, sender: SendBuffers, step: int, deadline: float = PATIENCE) -> Future[WeightsSent]:
     gather(sender, step)
     return sender.send(group, PolicyVersion(0, step), deadline)
 
@@ -82,13 +85,13 @@ def send(group: WeightGroup, sender: WeightSender, step: int, deadline: float = 
 @pytest.mark.parametrize("transport", WAYS)
 def test_two_processes_receive_every_version_whole(members: list[Member], transport: str, tmp_path: Path) -> None:
     group = connect(members, 1, transport=transport, folder=str(tmp_path))
-    sender = WeightSender(MANIFEST)
+    sender = SendBuffers(MANIFEST)
     assert len(sender.buckets) > 3
     for version in range(4):
         post(members, version, PATIENCE)
         result = send(group, sender, version).result(PATIENCE)
         whole = sum(bucket.total_bytes for bucket in sender.buckets)
-        assert result.nbytes == whole if transport in ("collective", "shared_memory") else 0 < result.nbytes < 1.1 * whole
+        assert result.bytes == whole if transport in ("collective", "shared_memory") else 0 < result.bytes < 1.1 * whole
         assert [one.hear() for one in members] == [("staged", version, True)] * 2
     leave(members, group)
 
@@ -98,7 +101,7 @@ def test_a_corrupted_bucket_is_named(
     members: list[Member], transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = connect(members, 2, transport=transport, folder=str(tmp_path))
-    sender = WeightSender(MANIFEST)
+    sender = SendBuffers(MANIFEST)
     stamp = BucketTags.stamp
 
     def stamp_then_flip(tags: BucketTags, index: int, bucket: Any, buffer: torch.Tensor, version: PolicyVersion) -> int:
@@ -129,7 +132,7 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
             one.tell("counts")
         return [*threads_and_files(), *members[0].hear()[1], *members[1].hear()[1]]
 
-    sender = WeightSender(MANIFEST)
+    sender = SendBuffers(MANIFEST)
     leave(members, connect(members, 2, transport=transport))  # the first group of a process opens what the next ones use
     before = counts()
     group = connect(members, 3, transport=transport)
@@ -162,7 +165,7 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
 @pytest.mark.parametrize("transport", SOME_WAYS)
 def test_a_reception_waits_past_the_rendezvous_timeout_for_the_sender(transport: str, tmp_path: Path) -> None:
     timeout, groups = connected_in_little_time(transport, str(tmp_path))
-    sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
+    sender, receiver = SendBuffers(MANIFEST), WeightReceiver(MANIFEST)
     reception = receiver.receive(groups[1], VERSION, PATIENCE)
     with pytest.raises(TimeoutError):
         wait(reception, timeout + 0.3)
@@ -248,7 +251,7 @@ def test_who_leaves_frees_the_sender_of_a_broadcast_that_gloo_forgot(pair: list[
     begun, freed = threading.Event(), threading.Event()
     whole, mesh.pg = mesh.pg, Forgotten(begun, freed)
     try:
-        sending = send(pair[0], WeightSender(MANIFEST), 1, 10 * PATIENCE)
+        sending = send(pair[0], SendBuffers(MANIFEST), 1, 10 * PATIENCE)
         assert begun.wait(PATIENCE)
         pair[leaves].abort()
         with pytest.raises(ServiceFault, match=f"bucket 0 of .*: {said}"):
@@ -268,21 +271,21 @@ def test_a_lost_sender_is_noticed_before_it_announces(pair: list[WeightGroup]) -
 
 def test_another_version_than_the_announced_is_refused(pair: list[WeightGroup]) -> None:
     reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(1, 2), PATIENCE)
-    sender = WeightSender(MANIFEST)
+    sender = SendBuffers(MANIFEST)
     gather(sender, 1)
     sender.send(pair[0], PolicyVersion(1, 1), PATIENCE)
     with pytest.raises(ServiceFault, match=r"verify: version 1\.2: bucket 0 of \d+ is of version 1\.1"):
         reception.result(PATIENCE)
 
 
-def received(pair: list[WeightGroup], sender: WeightSender, receiver: WeightReceiver, version: int) -> Staged:
+def received(pair: list[WeightGroup], sender: SendBuffers, receiver: WeightReceiver, version: int) -> Staged:
     reception = receiver.receive(pair[1], PolicyVersion(0, version), PATIENCE)
     send(pair[0], sender, version)
     return reception.result(PATIENCE)
 
 
 def test_a_staged_version_is_not_overwritten_before_its_release(pair: list[WeightGroup]) -> None:
-    sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
+    sender, receiver = SendBuffers(MANIFEST), WeightReceiver(MANIFEST)
     for version in range(2):
         staged = received(pair, sender, receiver, version)
         with pytest.raises(InvariantViolated, match=rf"0\.{version} is still staged"):
@@ -293,7 +296,7 @@ def test_a_staged_version_is_not_overwritten_before_its_release(pair: list[Weigh
 
 @pytest.mark.parametrize("pair", TWO_WAYS, indirect=True)
 def test_an_adopted_version_stays_until_another_is_adopted(pair: list[WeightGroup]) -> None:
-    sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST, sets=2)
+    sender, receiver = SendBuffers(MANIFEST), WeightReceiver(MANIFEST, sets=2)
     first = received(pair, sender, receiver, 1)
     first.adopt()
     for version in (2, 3):  # as they are sent for others, or withdrawn
@@ -312,7 +315,7 @@ def test_an_adopted_version_stays_until_another_is_adopted(pair: list[WeightGrou
 
 @pytest.mark.parametrize("pair", TWO_WAYS[:1], indirect=True)
 def test_a_receiver_whose_sets_are_all_in_use_refuses(pair: list[WeightGroup]) -> None:
-    sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
+    sender, receiver = SendBuffers(MANIFEST), WeightReceiver(MANIFEST)
     received(pair, sender, receiver, 1).adopt()
     with pytest.raises(InvariantViolated, match=r"cannot receive 0\.2: every set of buckets is in use"):
         receiver.receive(pair[1], PolicyVersion(0, 2), PATIENCE)
@@ -320,14 +323,14 @@ def test_a_receiver_whose_sets_are_all_in_use_refuses(pair: list[WeightGroup]) -
 
 @pytest.mark.parametrize("pair", TWO_WAYS, indirect=True)  # by way of a folder the sender waits for nobody
 def test_a_snapshot_waits_for_the_transfer_before(pair: list[WeightGroup]) -> None:
-    sender, receiver = WeightSender(MANIFEST), WeightReceiver(MANIFEST)
+    sender, receiver = SendBuffers(MANIFEST), WeightReceiver(MANIFEST)
     sent = send(pair[0], sender, 1)
     with pytest.raises(DeadlineExceeded, match="sender: snapshot"):
-        sender.begin(0.1)
+        sender.begin(VERSION, 0.1)
     reception = receiver.receive(pair[1], VERSION, PATIENCE)
     gather(sender, 2)
     assert same(reception.result(PATIENCE).tensors(), 1)
-    assert sent.result(PATIENCE).nbytes > 0
+    assert sent.result(PATIENCE).bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -375,12 +378,12 @@ def share(manifest: Manifest, number: int, seed: int) -> list[torch.Tensor]:
 
 
 def send_all(
-    groups: Sequence[WeightGroup], senders: Sequence[WeightSender], manifest: Manifest, step: int
-) -> list[Future[SendResult]]:
+    groups: Sequence[WeightGroup], senders: Sequence[SendBuffers], manifest: Manifest, step: int
+) -> list[Future[WeightsSent]]:
     """Every sender fills its buckets and sends them."""
     sending = []
     for number, (group, sender) in enumerate(zip(groups, senders, strict=False)):
-        sender.begin(PATIENCE)
+        sender.begin(PolicyVersion(0, step), PATIENCE)
         sending.append(sender.send(group, PolicyVersion(0, step), LATER))
         in_thread("fill", lambda sender=sender, number=number: sender.fill(share(manifest, number, step)))
     return sending
@@ -405,7 +408,7 @@ def hears(group: WeightGroup) -> threading.Event:
 
 @pytest.mark.parametrize("manifest", [SHARED, STAGES, ONE], ids=["replicas", "stages", "all of one"])
 def test_two_senders_bring_what_one_brings(groups: list[WeightGroup], manifest: Manifest) -> None:
-    senders = [WeightSender(manifest, number=number) for number in range(2)]
+    senders = [SendBuffers(manifest, number=number) for number in range(2)]
     receivers = [WeightReceiver(manifest) for _ in range(2)]
     for step in (1, 2):
         version = PolicyVersion(0, step)
@@ -414,16 +417,16 @@ def test_two_senders_bring_what_one_brings(groups: list[WeightGroup], manifest: 
         staged = [reception.result(PATIENCE) for reception in receptions]
         assert all(same(each.tensors(), step) for each in staged)
         if manifest is ONE:
-            assert results[0].nbytes == results[1].nbytes  # what it tells is what all sent
+            assert results[0].bytes == results[1].bytes  # what it tells is what all sent
         else:
-            assert results[0].nbytes >= sum(bucket.total_bytes for bucket in senders[0].buckets) > results[1].nbytes > 0
+            assert results[0].bytes >= sum(bucket.total_bytes for bucket in senders[0].buckets) > results[1].bytes > 0
         for each in staged:
             each.release()
 
 
 def test_a_sender_that_is_late_is_named_at_the_deadline(groups: list[WeightGroup]) -> None:
     manifest = held((0,), (1,), (1,))
-    senders = [WeightSender(manifest, number=number) for number in range(2)]
+    senders = [SendBuffers(manifest, number=number) for number in range(2)]
     receptions = post_all(groups[2:], manifest, 0.5)
     senders[0].fill(share(manifest, 0, 1))
     sending = senders[0].send(groups[0], VERSION, 0.7)
@@ -435,7 +438,7 @@ def test_a_sender_that_is_late_is_named_at_the_deadline(groups: list[WeightGroup
 
 
 def test_rank_0_waits_for_the_parts_of_all_and_says_whose_was_not_taken(groups: list[WeightGroup]) -> None:
-    sender = WeightSender(ONE, number=0)
+    sender = SendBuffers(ONE, number=0)
     with pytest.raises(
         DeadlineExceeded, match=r"trainer: transfer: version 0\.1: the part of rank 1 \(trainer-1\) was not taken"
     ):
@@ -447,7 +450,7 @@ def test_a_corrupted_bucket_of_either_is_told(groups: list[WeightGroup]) -> None
     receptions, buckets = post_all(groups[2:], SHARED), plan_buckets(SHARED)
 
     def tampered(number: int) -> None:
-        sender = WeightSender(SHARED, number=number)
+        sender = SendBuffers(SHARED, number=number)
         sender.fill(share(SHARED, number, 1))
         groups[number].announce(VERSION)
         for (index, bucket), buffer in zip(sender._own, sender._buffers, strict=True):
@@ -467,7 +470,7 @@ def test_a_corrupted_bucket_of_either_is_told(groups: list[WeightGroup]) -> None
 def member(connection: Any) -> None:
     """Sender 1, which never gets further than a part of its share."""
     address, manifest, deadline = connection.recv()
-    sender = WeightSender(manifest, number=1)
+    sender = SendBuffers(manifest, number=1)
     sender.fill(share(manifest, 1, 1)[:-1])
     sending = sender.send(join(address, NAMES[1]), VERSION, deadline)
     connection.send("sending")
@@ -478,7 +481,7 @@ def member(connection: Any) -> None:
 @contextmanager
 def apart(transport: str, manifest: Manifest, deadline: float) -> Iterator[tuple[list[WeightGroup], Helper]]:
     """The other members, and sender 1, which is a process and sends."""
-    pending = host(1, 4, "127.0.0.1", "gloo", PATIENCE, "trainer-0", transport, names=NAMES, senders=len(NAMES))
+    pending = host(unhosted(4, transport=transport, names=NAMES, senders=len(NAMES)), "127.0.0.1", name="trainer-0")
     helper = Helper(member)
     try:
         helper.tell(msgspec.structs.replace(pending.address, rank=1), manifest, deadline)
@@ -500,7 +503,7 @@ def test_a_sender_that_is_killed_within_a_transfer_is_named_at_once(transport: s
     with apart(transport, SHARED, LATER) as (groups, helper):
         heard = [hears(group) for group in groups[1:]]
         receptions = post_all(groups[1:], SHARED)
-        sender = WeightSender(SHARED, number=0)
+        sender = SendBuffers(SHARED, number=0)
         sender.fill(share(SHARED, 0, 1))
         sending = sender.send(groups[0], VERSION, LATER)
         assert all(each.wait(PATIENCE) for each in heard)
@@ -517,4 +520,4 @@ def test_what_a_sender_says_of_its_failure_reaches_rank_0() -> None:
     with apart("collective", ONE, 0.3) as (groups, _):
         said = r"trainer-0: transfer: version 0\.1: rank 1 \(trainer-1\): bucket \d+ of \d+ .* was not taken"
         with pytest.raises(ServiceFault, match=said):
-            WeightSender(ONE, number=0).send(groups[0], VERSION, PATIENCE).result(PATIENCE)
+            SendBuffers(ONE, number=0).send(groups[0], VERSION, PATIENCE).result(PATIENCE)

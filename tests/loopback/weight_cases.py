@@ -20,12 +20,13 @@ from runtime.coordinator.pools import RolloutPool
 from runtime.coordinator.register import ROLLOUT
 from runtime.errors import Cancelled, ServiceFault
 from runtime.process import platform
+from runtime.process.aio import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup
-from runtime.weights.plan import Manifest, TensorSpec
+from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import Staged, WeightReceiver
 from runtime.weights.rendezvous import host, join
-from runtime.weights.sender import WeightSender, in_thread
+from runtime.weights.sender import SendBuffers
 from tests.loopback.ranks import FORKED, Helper, heard
 
 ROOT = Path(__file__).parents[2]
@@ -92,9 +93,9 @@ def expected(seed: int) -> dict[str, torch.Tensor]:
     return dict(zip((spec.name for spec in SPECS), tensors, strict=True))
 
 
-def gather(sender: WeightSender, seed: int) -> None:
+def gather(sender: SendBuffers, seed: int) -> None:
     """Another version is in the sender's buckets."""
-    sender.begin(PATIENCE)
+    sender.begin(PolicyVersion(0, seed), PATIENCE)
     sender.fill(expected(seed).values())
 
 
@@ -126,14 +127,19 @@ def settles(counts: Callable[[], list[int]], most: list[int]) -> bool:
     return True
 
 
+def unhosted(world_size: int = 2, timeout: float = PATIENCE, **more: Any) -> GroupAddress:
+    """The address of an epoch before its rendezvous is open."""
+    return GroupAddress(**{"epoch": 1, "world_size": world_size, "backend": "gloo", "timeout": timeout, **more})
+
+
 def connected(
     transport: str, world_size: int = 2, timeout: float = PATIENCE, folder: str = "", senders: Sequence[str] = ()
 ) -> list[WeightGroup]:
     """The members of one epoch, by rank, all in this process."""
     torch.set_num_threads(1)
     transport, full_every = transport_and_encoding(transport)
-    at = (1, world_size, "127.0.0.1", "gloo", timeout, "trainer", transport, folder, full_every)
-    pending = host(*at, names=senders, senders=len(senders) or 1)
+    told = {"transport": transport, "folder": folder, "full_every": full_every, "senders": len(senders) or 1}
+    pending = host(unhosted(world_size, timeout, names=senders, **told), "127.0.0.1", name="trainer")
     names = [*senders, *(f"rollout-{rank}" for rank in range(len(senders), world_size))]
     others = [
         in_thread("join", lambda rank=rank: join(msgspec.structs.replace(pending.address, rank=rank), names[rank]))
@@ -250,7 +256,8 @@ def connect(
         one.ready()
     names = ("trainer", *(one.name for one in members))
     transport, full_every = transport_and_encoding(transport)
-    pending = host(epoch, len(names), "127.0.0.1", backend, timeout, "trainer", transport, folder, full_every, names=names)
+    told = {"epoch": epoch, "backend": backend, "transport": transport, "folder": folder, "full_every": full_every}
+    pending = host(unhosted(len(names), timeout, names=names, **told), "127.0.0.1", name="trainer")
     for rank, one in enumerate(members, 1):
         one.tell("join", msgspec.structs.replace(pending.address, rank=rank), one.name)
     group = pending.connect()

@@ -46,10 +46,10 @@ from sluice import policy_loss
 @policy_loss("flips", zero_without_advantage=True)
 def flips(inputs, options):
     from runtime.algorithms.losses import ppo
-    from runtime.weights.sender import WeightSender
-    if not hasattr(WeightSender, "whole"):
-        WeightSender.whole = WeightSender._require_same
-        WeightSender._require_same = require_same
+    from runtime.weights.sender import SendBuffers
+    if not hasattr(SendBuffers, "whole"):
+        SendBuffers.whole = SendBuffers._require_same
+        SendBuffers._require_same = require_same
     return ppo(inputs, options)
 
 def require_same(self, index, digest, name):

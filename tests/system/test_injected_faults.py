@@ -47,15 +47,15 @@ def raise_faults():
 
 def patch():
     from torch.distributed import DistBackendError
-    from runtime.weights.sender import WeightSender
-    if hasattr(WeightSender, "whole") or not (Path(__file__).parent / "hccl").exists():  # in a trainer that lives on
+    from runtime.weights.sender import SendBuffers
+    if hasattr(SendBuffers, "whole") or not (Path(__file__).parent / "hccl").exists():  # in a trainer that lives on
         return
-    WeightSender.whole = WeightSender._send_all
+    SendBuffers.whole = SendBuffers._send_all
     def send_all(self, group, version, give_up):
         if once("sending"):
             raise DistBackendError("HCCL error in a publication, made up")
         self.whole(group, version, give_up)
-    WeightSender._send_all = send_all
+    SendBuffers._send_all = send_all
 """
 
 BUCKET = """
@@ -63,16 +63,16 @@ def raise_faults():
     pass
 
 def patch():
-    from runtime.weights.sender import WeightSender
-    if hasattr(WeightSender, "whole"):
+    from runtime.weights.sender import SendBuffers
+    if hasattr(SendBuffers, "whole"):
         return
-    WeightSender.whole = WeightSender._require_same
+    SendBuffers.whole = SendBuffers._require_same
     def require_same(self, index, digest, name):
         self.whole(index, digest, name)
         if once("flipped"):
             own = [number for number, _ in self._own]
             self._buffers[own.index(index)][0] ^= 1  # behind the checksum's back: receivers find it, then the sender
-    WeightSender._require_same = require_same
+    SendBuffers._require_same = require_same
 """
 
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.commands import WeightsSent
 from runtime.errors import DeadlineExceeded, ServiceFault
 from runtime.types import PolicyVersion
 from runtime.weights import receiver
@@ -23,7 +24,7 @@ from runtime.weights.delta import ENTRY_BYTES, HEADER, DeltaLink, decode, encode
 from runtime.weights.group import Link, Taken, WeightGroup, allocate, arena, populate, tensors_of
 from runtime.weights.plan import ITEM_BYTES, Bucket, BucketEntry, GroupAddress, Manifest, TensorSpec, plan_buckets
 from runtime.weights.receiver import Reception
-from runtime.weights.sender import SendResult, WeightSender
+from runtime.weights.sender import SendBuffers
 
 COUNT = 24
 MANIFEST = Manifest(tuple(TensorSpec(f"t{index}", "float32", (3, 5)) for index in range(COUNT)), 128)  # two to a bucket
@@ -81,7 +82,7 @@ def tensors(version: int = 1) -> list[torch.Tensor]:
     return [tensor(index, version) for index in range(COUNT)]
 
 
-def assert_sent(group: Memory, sender: WeightSender, version: int = 1) -> None:
+def assert_sent(group: Memory, sender: SendBuffers, version: int = 1) -> None:
     assert len(group.sent) == len(sender.buckets)
     for index, (bucket, buffer) in enumerate(zip(sender.buckets, group.sent, strict=True)):
         assert group.tags.verify(index, bucket, buffer)
@@ -91,19 +92,19 @@ def assert_sent(group: Memory, sender: WeightSender, version: int = 1) -> None:
 
 
 @pytest.fixture
-def sender() -> WeightSender:
-    return WeightSender(MANIFEST)
+def sender() -> SendBuffers:
+    return SendBuffers(MANIFEST)
 
 
-def sent(group: Memory, sender: WeightSender, given: Iterable[torch.Tensor], deadline: float = DEADLINE) -> Future[SendResult]:
+def sent(group: Memory, sender: SendBuffers, given: Iterable[torch.Tensor], deadline: float = DEADLINE) -> Future[WeightsSent]:
     """They are sent while they are gathered."""
-    sender.begin(DEADLINE)
+    sender.begin(VERSION, DEADLINE)
     sending = sender.send(group, VERSION, deadline)
     sender.fill(given)
     return sending
 
 
-def test_a_bucket_leaves_before_the_next_one_is_gathered(sender: WeightSender) -> None:
+def test_a_bucket_leaves_before_the_next_one_is_gathered(sender: SendBuffers) -> None:
     group = Memory(sender.buckets)
 
     def slowly() -> Iterator[torch.Tensor]:
@@ -112,11 +113,11 @@ def test_a_bucket_leaves_before_the_next_one_is_gathered(sender: WeightSender) -
                 assert group.gone[index // 2 - 1].wait(DEADLINE)
             yield one
 
-    assert sent(group, sender, slowly()).result(DEADLINE).nbytes == sum(bucket.total_bytes for bucket in sender.buckets)
+    assert sent(group, sender, slowly()).result(DEADLINE).bytes == sum(bucket.total_bytes for bucket in sender.buckets)
     assert_sent(group, sender)
 
 
-def test_a_bucket_with_a_buffer_of_its_own_leaves_before_those_before_it_are_taken(sender: WeightSender) -> None:
+def test_a_bucket_with_a_buffer_of_its_own_leaves_before_those_before_it_are_taken(sender: SendBuffers) -> None:
     group = Memory(sender.buckets)
     group.may_take.clear()
 
@@ -142,7 +143,7 @@ def test_a_bucket_waits_for_all_its_tensors_in_whatever_order_they_come(monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(sender_module, "plan_buckets", reversed_plan)
-        sender = WeightSender(MANIFEST)
+        sender = SendBuffers(MANIFEST)
         group = Memory(sender.buckets)
 
         def last_of_all() -> Iterator[torch.Tensor]:
@@ -154,7 +155,7 @@ def test_a_bucket_waits_for_all_its_tensors_in_whatever_order_they_come(monkeypa
         assert_sent(group, sender)
 
 
-def test_a_lost_receiver_ends_the_transfer_and_everything_is_gathered_all_the_same(sender: WeightSender) -> None:
+def test_a_lost_receiver_ends_the_transfer_and_everything_is_gathered_all_the_same(sender: SendBuffers) -> None:
     group = Memory(sender.buckets)
     group.may_take.clear()
     given = []
@@ -176,17 +177,17 @@ def test_a_lost_receiver_ends_the_transfer_and_everything_is_gathered_all_the_sa
     assert_sent(again, sender, 2)
 
 
-def test_a_gathering_that_ends_early_is_given_up_at_once(sender: WeightSender) -> None:
+def test_a_gathering_that_ends_early_is_given_up_at_once(sender: SendBuffers) -> None:
     group = Memory(sender.buckets)
     sending = sent(group, sender, tensors()[:5], 10 * DEADLINE)
     assert group.gone[1].wait(DEADLINE)
     sender.abort()
     with pytest.raises(ServiceFault, match=r"bucket [012] of 12 of version 0\.1 was not taken"):
         sending.result(DEADLINE)
-    sender.begin(DEADLINE)
+    sender.begin(VERSION, DEADLINE)
 
 
-def test_a_bucket_that_is_not_gathered_in_time_ends_the_transfer(sender: WeightSender) -> None:
+def test_a_bucket_that_is_not_gathered_in_time_ends_the_transfer(sender: SendBuffers) -> None:
     group = Memory(sender.buckets)
     sending = sent(group, sender, tensors()[:1], 0.1)
     with pytest.raises(DeadlineExceeded, match=r"bucket 0 of 12 of version 0\.1 was not taken: it was not gathered in time"):
@@ -194,8 +195,8 @@ def test_a_bucket_that_is_not_gathered_in_time_ends_the_transfer(sender: WeightS
     assert group.aborted
 
 
-def test_a_byte_that_changes_between_two_sends_is_found_before_it_is_sent(sender: WeightSender) -> None:
-    sender.begin(DEADLINE)
+def test_a_byte_that_changes_between_two_sends_is_found_before_it_is_sent(sender: SendBuffers) -> None:
+    sender.begin(VERSION, DEADLINE)
     sender.fill(tensors())
     for _ in range(2):
         group = Memory(sender.buckets)
@@ -205,16 +206,16 @@ def test_a_byte_that_changes_between_two_sends_is_found_before_it_is_sent(sender
     group = Memory(sender.buckets)
     with pytest.raises(ServiceFault, match=r"trainer: snapshot: bucket 3 of 12 has changed in memory since it was gathered"):
         sender.send(group, VERSION, DEADLINE).result(DEADLINE)
-    assert group.aborted and len(group.sent) == 3 and not sender.intact
-    sender.begin(DEADLINE)
+    assert group.aborted and len(group.sent) == 3 and sender.await_held(VERSION, 0.0) is None
+    sender.begin(PolicyVersion(0, 2), DEADLINE)
     sender.fill(tensors(2))
     again = Memory(sender.buckets)
     sender.send(again, PolicyVersion(0, 2), DEADLINE).result(DEADLINE)
     assert_sent(again, sender, 2)
-    assert sender.intact
+    assert sender.await_held(VERSION, 0.0) == PolicyVersion(0, 2)
 
 
-def test_what_is_gathered_is_taken_without_its_graph(sender: WeightSender) -> None:
+def test_what_is_gathered_is_taken_without_its_graph(sender: SendBuffers) -> None:
     sender.fill(tensor.requires_grad_() for tensor in tensors())
     assert not any(view.requires_grad for view in sender._views)
 
