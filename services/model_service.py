@@ -103,7 +103,8 @@ class SpmdService(process.Service):
         }
 
     def handler(self, method: contract.Method) -> Handler:
-        return getattr(self, method.handler, self.execute)
+        """The service itself answers control, beside the engine; the rank carries out everything else, in order."""
+        return super().handler(method) if method.priority is Priority.CONTROL else self.execute
 
     def execute(self, command: Any) -> asyncio.Future[Any]:
         """Put it in line now. The engine's answer; of one that goes on beside the next commands, what comes of it."""

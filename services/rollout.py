@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from runtime.cluster.topology import replicas, takes_turns
-from runtime.commands import Level, Move
+from runtime.commands import Level, WeightsCommitted
 from runtime.config import Config
-from runtime.errors import Cancelled, InvalidMessage, UserError
+from runtime.errors import Cancelled, InvalidMessage, ServiceFault, UserError
 from runtime.process import os_process
+from runtime.process.aio import now
 from runtime.status import State
-from runtime.types import GroupRequest, PolicyVersion
+from runtime.types import PolicyVersion
 from services import process
 from services.model_service import Actor, Request
 from services.rpc import contract
 from services.rpc.server import Handler
-from services.weight_receiving import ReceivingMember
 
 if TYPE_CHECKING:
     from runtime.rollout.engine import RolloutEngine
+    from runtime.weights.receiver import WeightReceiver
 
 
 def make_engine(config: Config, name: str) -> RolloutEngine:
@@ -71,19 +72,23 @@ class RolloutService(process.Service):
     def __init__(self, config: Config, name: str, rank: int):
         super().__init__(config, name, rank)
         self._engine: RolloutEngine
-        self.weights: ReceivingMember
+        self.weights: WeightReceiver
         self._level = Level.AWAKE
         self._actor = Actor(name, self, batch=1024)
         self._open: dict[int, Request] = {}
         self._withdrawn: list[int] = []
+        self._commit: tuple[Request, float] | None = None  # it waits for running sequences since this time
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def load(self) -> None:
         self.use(make_engine(self.config, self.name))
 
     def use(self, engine: RolloutEngine) -> None:
+        from runtime.weights.receiver import WeightReceiver
+
         shared = replicas(self.config)[self.name].engine == "vllm"
         self._engine = engine
-        self.weights = ReceivingMember(engine, self.config, self.name, shared)
+        self.weights = WeightReceiver(engine, self.config, self.name, shared=shared)
 
     async def start(self) -> None:
         """A rollout that takes turns with the trainer starts asleep: the coordinator tells it when it has the devices."""
@@ -97,7 +102,6 @@ class RolloutService(process.Service):
             await asyncio.gather(self.background, return_exceptions=True)
         if hasattr(self, "_engine"):
             self.weights.leave()
-            self.weights.peer_sender.close()
             await self._engine.close()
 
     @property
@@ -128,30 +132,14 @@ class RolloutService(process.Service):
         return partial(self._actor.send, priority=method.priority)
 
     async def receive(self, requests: Sequence[Request]) -> None:
-        message = requests[0].message
-        if isinstance(message, GroupRequest):
-            self._submit(requests)
-        elif isinstance(message, Move):
-            await self._move(Level(message.level), message.keeps)
-            requests[0].reply()
-        else:
-            try:
-                await self.weights.handle(requests[0])
-            except UserError as error:  # which would only happen again to whoever came in its place
-                os_process.end_at_once(str(error), os_process.MISTAKE)
+        """Between two steps of the engine: several of `generate`, or one of any other method, which is called by its name."""
+        method = contract.method_of(self.service, requests[0].message)
+        try:
+            await getattr(self, method.handler)(*requests)
+        except UserError as error:  # which would only happen again to whoever came in its place
+            os_process.end_at_once(str(error), os_process.MISTAKE)
 
-    async def advance(self, interrupted: Callable[[], bool]) -> None:
-        self._abort_withdrawn()
-        await self._generate(interrupted)
-        await self.weights.advanced()
-
-    async def _generate(self, interrupted: Callable[[], bool]) -> None:
-        for group in await self._engine.advance(lambda: interrupted() or bool(self._withdrawn)):
-            request = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
-            if request is not None:
-                request.reply(group)
-
-    def _submit(self, requests: Sequence[Request]) -> None:
+    async def generate(self, *requests: Request) -> None:
         for request in requests:
             group_id = request.message.group_id
             if group_id in self._open:
@@ -160,6 +148,70 @@ class RolloutService(process.Service):
             self._engine.submit([request.message])
             self._open[group_id] = request
             request.future.add_done_callback(partial(self._settled, group_id))
+
+    async def move(self, request: Request) -> None:
+        await self._move(Level(request.message.level), request.message.keeps)
+        request.reply()
+
+    async def join_weights(self, request: Request) -> None:
+        self._give_up_commit()
+        await self._beside(request, self.weights.join(request.message))
+
+    async def receive_weights(self, request: Request) -> None:
+        await self._beside(request, self.weights.receive(request.message))
+
+    async def host_weights(self, request: Request) -> None:
+        await self._beside(request, self.weights.host(request.message))
+
+    async def resend_weights(self, request: Request) -> None:
+        await self._beside(request, self.weights.resend(request.message))
+
+    async def abort_weights(self, request: Request) -> None:
+        if request.message.epoch == self.weights.epoch:
+            self._give_up_commit()
+        self.weights.leave(request.message.epoch)
+        request.reply()
+
+    async def commit_weights(self, request: Request) -> None:
+        """Not beside the actor: weights are swapped between two steps of the engine, at once or, with `drain`, by `advance`."""
+        if not self.weights.needs_swap(request.message):
+            request.reply(WeightsCommitted(0.0))
+        elif self.config.publication.in_flight == "drain" and self._engine.stats().running:
+            self._engine.held = True
+            self._commit = request, now()
+        else:
+            request.reply(await self._swapped(now()))
+
+    async def _beside(self, request: Request, work: Coroutine[Any, Any, Any]) -> None:
+        """Do `work` beside the actor, then answer the request."""
+        task = asyncio.create_task(request.answer(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # The work comes as far as what it awaits first: requests change what epoch this rollout is in, in their order.
+        await asyncio.sleep(0)
+
+    async def advance(self, interrupted: Callable[[], bool]) -> None:
+        self._abort_withdrawn()
+        await self._generate(interrupted)
+        if self._commit is not None and not self._engine.stats().running:
+            (request, since), self._commit = self._commit, None
+            self._engine.held = False
+            if not request.abandoned:  # at its deadline, or by an abort
+                await request.answer(self._swapped(since))
+
+    async def _swapped(self, since: float) -> WeightsCommitted:
+        await self.weights.swap()
+        return WeightsCommitted(now() - since)
+
+    def _give_up_commit(self) -> None:
+        if self._commit is not None:
+            self._commit[0].fail(ServiceFault(self.name, "commit", "was aborted while sequences were still running"))
+
+    async def _generate(self, interrupted: Callable[[], bool]) -> None:
+        for group in await self._engine.advance(lambda: interrupted() or bool(self._withdrawn)):
+            request = self._open.pop(group.group_id, None)  # None: withdrawn as it was finished
+            if request is not None:
+                request.reply(group)
 
     def _settled(self, group_id: int, future: asyncio.Future[Any]) -> None:
         if (future.cancelled() or future.exception() is not None) and self._open.pop(group_id, None) is not None:

@@ -228,15 +228,14 @@ def receiver(device: str) -> None:
     from runtime.types import PolicyVersion
     from runtime.weights import rendezvous
     from runtime.weights.plan import GroupAddress
-    from runtime.weights.receiver import WeightReceiver
+    from runtime.weights.receiver import StagedWeights
 
     own.device(device, 0 if device == "cpu" else 1)
     group = rendezvous.join(msgspec.json.decode(sys.stdin.readline(), type=GroupAddress))
-    receiving = WeightReceiver(_manifest())
+    staged = StagedWeights(_manifest())
     for version in range(VERSIONS + 1):
-        coming = receiving.receive(group, PolicyVersion(0, version), timeouts.ACCEPT_TRANSFER)
         print("posted", flush=True)
-        staged = coming.result()
+        staged.receive(group, PolicyVersion(0, version), timeouts.ACCEPT_TRANSFER)
         whole = all(
             torch.equal(tensor, torch.full_like(tensor, version + index))
             for index, tensor in enumerate(staged.tensors().values())
@@ -252,8 +251,8 @@ def rollout(device: str, folder: Path) -> Figures:
     import torch
 
     from runtime import types
-    from runtime.process import platform as own
     from runtime.models.hf_weights import WeightFiles
+    from runtime.process import platform as own
     from runtime.rollout.torch.engine import TorchRolloutEngine
     from runtime.types import GroupPayload, GroupRequest, PolicyVersion, SamplingParams
 
@@ -299,9 +298,8 @@ def trainer(device: str, folder: Path) -> Figures:
     """Two steps of the embedded trainer: loss and gradient norm are those of the CPU."""
     import torch
 
-    from launcher.accept.worker import draw_groups
-    from runtime.process import platform as own
     from runtime.config import Config
+    from runtime.process import platform as own
     from runtime.trainer.step import policy_trainer
 
     sections = {

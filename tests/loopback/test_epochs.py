@@ -28,7 +28,7 @@ from runtime.trainer.step import ModelTrainer
 from runtime.types import PolicyVersion, StepResult
 from runtime.weights import group, rendezvous
 from runtime.weights.plan import GroupAddress, TensorSpec
-from runtime.weights.receiver import Reception
+from runtime.weights.receiver import StagedWeights
 from services.rollout import RolloutService
 from services.rpc.contract import Ranks, method_of
 from services.trainer import TrainerService
@@ -319,7 +319,7 @@ async def test_weights_that_changed_in_the_senders_memory_are_gathered_anew_befo
         await here.publish(1)
         here.trainer.rank.sender.buffers._buffers[1][0] ^= 1
         await here.loses(here.rollouts[1])
-        here.rollouts[0].service.weights.staging.receiver.held = None  # so that it is not the other one who sends it
+        here.rollouts[0].service.weights.held.version = None  # so that it is not the other one who sends it
         await here.newcomer("rollout-1", incarnation=1)
         assert here.trainer.engine.gathered == [1, 1]
 
@@ -348,14 +348,14 @@ def yields(here: Stage, weights: Callable[[Iterable[torch.Tensor]], Iterator[tor
 @on_a_loop
 async def test_the_first_bucket_arrives_before_the_last_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     verified = threading.Semaphore(0)
-    faults = Reception._faults
+    faults = StagedWeights._faults
 
-    def seen(reception: Reception, index: int, *bucket: Any) -> list[str]:
-        found = faults(reception, index, *bucket)
+    def seen(staged: StagedWeights, index: int, *bucket: Any) -> list[str]:
+        found = faults(staged, index, *bucket)
         verified.release()
         return found
 
-    monkeypatch.setattr(Reception, "_faults", seen)
+    monkeypatch.setattr(StagedWeights, "_faults", seen)
 
     def late(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         *most, last = tensors
@@ -472,7 +472,7 @@ async def test_the_trainer_brings_it_where_the_peer_cannot(why: str) -> None:
     async with stage() as here:
         await here.publish(1)
         peer, lost = here.rollouts[0], why == "it dies"
-        receiver, begin = peer.service.weights.staging.receiver, peer.begin
+        held, begin = peer.service.weights.held, peer.begin
 
         def dies(command: Any) -> Any:
             if isinstance(command, ResendWeights):
@@ -482,9 +482,9 @@ async def test_the_trainer_brings_it_where_the_peer_cannot(why: str) -> None:
         if lost:
             peer.begin = dies
         elif why == "it keeps nothing":
-            receiver.held = None
+            held.version = None
         else:
-            receiver.held._set.buffers[1][0] ^= 1
+            held._buffers[1][0] ^= 1
         sends = counted(here)
         await here.newcomer()
         assert sends == [ResendWeights(PolicyVersion(0, 1), here.publisher.group.epoch.number)]

@@ -30,14 +30,14 @@ from runtime.types import PolicyVersion
 from runtime.weights import delta as delta_module
 from runtime.weights.delta import Shard, ShardDelta, Span, TensorChanges, encode, words_of
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec, plan_buckets
-from runtime.weights.receiver import WeightReceiver
+from runtime.weights.receiver import StagedWeights
 from runtime.weights.rendezvous import join
 from runtime.weights.sender import SendBuffers
 from services.rollout import RolloutService
 from services.trainer import TrainerService
 from tests.loopback.ranks import run_ranks, run_two
 from tests.loopback.test_epochs import PUBLICATION, Port, Stage, counted, stage
-from tests.loopback.weight_cases import PATIENCE, connected, on_a_loop
+from tests.loopback.weight_cases import PATIENCE, connected, on_a_loop, posted
 from tests.unit.lora_cases import lora_config
 from tests.unit.training_cases import make_config, make_groups, make_policy
 from tests.unit.training_steps import assert_same, run_step
@@ -83,7 +83,7 @@ def publish(rank: TrainRank, version: int) -> dict[str, torch.Tensor]:
         of_rank_0(hosted.address)
         dist.barrier()
     receiving = joining.result(DEADLINE)
-    reception = WeightReceiver(hosted.manifest).receive(receiving, command.version, DEADLINE)
+    reception = posted(StagedWeights(hosted.manifest), receiving, command.version, DEADLINE)
     rank.execute(command).result(DEADLINE)
     received = {name: tensor.clone() for name, tensor in reception.result(DEADLINE).tensors().items()}
     receiving.abort()
@@ -247,7 +247,7 @@ def test_a_sender_that_is_told_what_changed_sends_that_and_keeps_no_copy(tmp_pat
     manifest = Manifest(tuple(TensorSpec(str(place), "bfloat16", shape) for place, shape in enumerate(SHAPES)), 600)
     groups, receiver, sender = (
         connected(way, 2, folder=str(tmp_path)),
-        WeightReceiver(manifest),
+        StagedWeights(manifest),
         SendBuffers(manifest, told=True),
     )
     random, wholes = np.random.default_rng(1), [torch.zeros(shape, dtype=torch.bfloat16) for shape in SHAPES]
@@ -256,7 +256,7 @@ def test_a_sender_that_is_told_what_changed_sends_that_and_keeps_no_copy(tmp_pat
         before = [whole.clone() for whole in wholes]
         for whole in wholes:
             bits(whole)[torch.from_numpy(random.integers(0, whole.numel(), 1 + version % 3))] += 1
-        reception = receiver.receive(groups[1], PolicyVersion(0, version), PATIENCE)
+        reception = posted(receiver, groups[1], PolicyVersion(0, version), PATIENCE)
         sender.begin(PolicyVersion(0, version), PATIENCE)
         sender.fill(wholes if version in (0, 4) else [changed(*pair) for pair in zip(before, wholes, strict=True)])
         took.append(sender.send(groups[0], PolicyVersion(0, version), PATIENCE).result(PATIENCE).bytes)

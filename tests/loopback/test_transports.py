@@ -32,7 +32,7 @@ from runtime.weights.authentication import AuthenticatedStore, BucketTags, Forge
 from runtime.weights.delta import TensorReader, TensorWriter
 from runtime.weights.group import Link, PendingGroup, WeightGroup, arena, file_of, memory_file
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec
-from runtime.weights.receiver import WeightReceiver
+from runtime.weights.receiver import StagedWeights
 from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import SendBuffers
 from tests.loopback.ranks import Helper
@@ -44,6 +44,7 @@ from tests.loopback.weight_cases import (
     expected,
     gather,
     mappings,
+    posted,
     same,
     settles,
     threads_and_files,
@@ -381,12 +382,12 @@ def test_a_version_is_a_folder_that_transformers_loads(tmp_path: Path) -> None:
 
 
 def test_two_versions_are_kept_and_nothing_after_the_end(groups: list[WeightGroup], tmp_path: Path) -> None:
-    sender, receiver = SendBuffers(MANIFEST), WeightReceiver(MANIFEST)
+    sender, receiver = SendBuffers(MANIFEST), StagedWeights(MANIFEST)
     for step in range(4):
         publish(groups[0], sender, step)
-        staged = receiver.receive(groups[1], PolicyVersion(0, step), PATIENCE).result(PATIENCE)
+        staged = posted(receiver, groups[1], PolicyVersion(0, step), PATIENCE).result(PATIENCE)
         assert same(staged.tensors(), step)
-        for buffer in staged._set.buffers:
+        for buffer in staged._buffers:
             buffer.fill_(step + 1)  # what an engine leaves there
         staged.release()
     assert sorted(path.name for path in tmp_path.glob("epoch-0001/*version*")) == ["000003-version-0.2", "000004-version-0.3"]
@@ -412,7 +413,7 @@ def test_a_file_that_is_not_what_was_sent_is_refused(groups: list[WeightGroup], 
     changed = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
     files[1].write_bytes({"shorter": content[:-1], "another": other, "trailer": no_number, "byte": changed}[damage])
     with pytest.raises(ServiceFault, match=f"rollout-0: {said}"):
-        WeightReceiver(MANIFEST).receive(groups[1], VERSION, PATIENCE).result(PATIENCE)
+        posted(StagedWeights(MANIFEST), groups[1], VERSION, PATIENCE).result(PATIENCE)
     assert groups[1].aborted == (damage != "byte")
 
 
@@ -441,7 +442,7 @@ def test_a_sender_killed_within_a_write_leaves_only_whole_files_and_the_next_hos
         assert trainer.hear() == "hosted"
         told = ADDRESS | {"rank": 1, "backend": "", "key": b""}
         group = joined(GroupAddress(**told, transport="files", folder=str(tmp_path)))
-        reception = WeightReceiver(MANIFEST).receive(group, VERSION, 1.0)
+        reception = posted(StagedWeights(MANIFEST), group, VERSION, 1.0)
         assert trainer.hear() == "within"
     finally:
         trainer.end()
@@ -527,7 +528,7 @@ def test_a_write_that_fails_names_folder_and_bucket(
 ) -> None:
     sender = SendBuffers(MANIFEST)
     gather(sender, 3)
-    reception = WeightReceiver(MANIFEST).receive(groups[1], PolicyVersion(0, 3), 10 * PATIENCE)
+    reception = posted(StagedWeights(MANIFEST), groups[1], PolicyVersion(0, 3), 10 * PATIENCE)
     with monkeypatch.context() as patch:
         patch.setattr(files.TensorWriter, "write", failing(code, "layer.3"))
         words = rf"{tmp_path}/epoch-0001/000001-version-0\.3: bucket \d of {len(sender.buckets)} cannot be written: "
@@ -550,7 +551,7 @@ def test_an_epoch_removed_once_its_file_was_seen_is_one_that_left(
         return TensorReader(path)
 
     monkeypatch.setattr(files, "TensorReader", late)
-    reception = WeightReceiver(MANIFEST).receive(groups[1], PolicyVersion(0, 3), 10 * PATIENCE)
+    reception = posted(StagedWeights(MANIFEST), groups[1], PolicyVersion(0, 3), 10 * PATIENCE)
     with suppress(ServiceFault):  # all may be written before the first file is read
         sender.send(groups[0], PolicyVersion(0, 3), PATIENCE).result(PATIENCE)
     with pytest.raises(ServiceFault, match=r"rollout-0: transfer: .* rank 0 left the group"):
@@ -673,8 +674,8 @@ def appear(store: Any, before: frozenset[str] = frozenset()) -> frozenset[str]:
 
 
 def test_what_a_stranger_sets_announces_nothing_and_the_next_comes(met: list[WeightGroup], pending: PendingGroup) -> None:
-    receiver = WeightReceiver(MANIFEST)
-    reception = receiver.receive(met[1], VERSION, PATIENCE)
+    receiver = StagedWeights(MANIFEST)
+    reception = posted(receiver, met[1], VERSION, PATIENCE)
     store = stranger(pending.address)
     for name in ("transfer/1", "epoch/1/transfer/1", *names(store)):
         store.set(name, b"")
@@ -694,7 +695,7 @@ def test_an_announcement_that_was_overwritten_is_refused_by_name(met: list[Weigh
     (name,) = appear(store, before)  # another connection's words may come before it
     store.set(name, b"")
     with pytest.raises(ServiceFault, match=rf"rollout-0: announce: .*: epoch/1/transfer/1 {FORGED}"):
-        WeightReceiver(MANIFEST).receive(met[1], VERSION, PATIENCE).result(PATIENCE)
+        posted(StagedWeights(MANIFEST), met[1], VERSION, PATIENCE).result(PATIENCE)
 
 
 def test_a_member_that_a_stranger_planted_is_refused_by_name(pending: PendingGroup) -> None:
@@ -750,7 +751,7 @@ def test_a_bucket_that_was_tampered_with_or_is_another_is_refused() -> None:
 
 
 def test_a_bucket_of_another_epoch_is_refused_on_its_arrival(met: list[WeightGroup]) -> None:
-    reception = WeightReceiver(MANIFEST).receive(met[1], VERSION, PATIENCE)
+    reception = posted(StagedWeights(MANIFEST), met[1], VERSION, PATIENCE)
     sender = SendBuffers(MANIFEST)
     gather(sender, 1)
     met[0].tags = BucketTags(new_key())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -16,17 +17,19 @@ import msgspec
 import pytest
 import torch
 
-from runtime.commands import WeightsSent
+from runtime.commands import CommitWeights, ReceiveWeights, WeightsSent
+from runtime.config import Config, Run
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.process.aio import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights.authentication import BucketTags
 from runtime.weights.group import WeightGroup
 from runtime.weights.plan import Manifest, plan_buckets, roots
-from runtime.weights.receiver import Staged, WeightReceiver
+from runtime.weights.receiver import StagedWeights, WeightReceiver
 from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import SendBuffers
 from tests.loopback.ranks import Helper
+from tests.loopback.test_epochs import Held
 from tests.loopback.weight_cases import (
     MANIFEST,
     PATIENCE,
@@ -40,7 +43,9 @@ from tests.loopback.weight_cases import (
     expected,
     gather,
     leave,
+    on_a_loop,
     post,
+    posted,
     same,
     settles,
     threads_and_files,
@@ -165,8 +170,8 @@ def test_a_stopped_receiver_ends_everyone_in_time_and_leaves_nothing(members: li
 @pytest.mark.parametrize("transport", SOME_WAYS)
 def test_a_reception_waits_past_the_rendezvous_timeout_for_the_sender(transport: str, tmp_path: Path) -> None:
     timeout, groups = connected_in_little_time(transport, str(tmp_path))
-    sender, receiver = SendBuffers(MANIFEST), WeightReceiver(MANIFEST)
-    reception = receiver.receive(groups[1], VERSION, PATIENCE)
+    sender, receiver = SendBuffers(MANIFEST), StagedWeights(MANIFEST)
+    reception = posted(receiver, groups[1], VERSION, PATIENCE)
     with pytest.raises(TimeoutError):
         wait(reception, timeout + 0.3)
     send(groups[0], sender, 1).result(PATIENCE)
@@ -193,7 +198,7 @@ def wait(future: Future[Any], seconds: float) -> Any:
 
 
 def test_a_receptions_deadline_counts_from_the_announcement_and_ends_what_stalls(pair: list[WeightGroup]) -> None:
-    reception = WeightReceiver(MANIFEST).receive(pair[1], VERSION, 0.2)
+    reception = posted(StagedWeights(MANIFEST), pair[1], VERSION, 0.2)
     with pytest.raises(TimeoutError):
         wait(reception, 0.5)
     pair[0].announce(VERSION)
@@ -204,13 +209,12 @@ def test_a_receptions_deadline_counts_from_the_announcement_and_ends_what_stalls
 
 @pytest.mark.parametrize("announced", [False, True], ids=["before", "during"])
 def test_abort_frees_a_blocked_reception_at_once(pair: list[WeightGroup], announced: bool) -> None:
-    receiver = WeightReceiver(MANIFEST)
-    reception = receiver.receive(pair[1], VERSION, 10 * PATIENCE)
+    reception = posted(StagedWeights(MANIFEST), pair[1], VERSION, 10 * PATIENCE)
     if announced:
         pair[0].announce(VERSION)
     with pytest.raises(TimeoutError):
         wait(reception, 0.1)
-    receiver.abort()
+    pair[1].abort()
     with pytest.raises(Cancelled, match=r"version 0\.1 was withdrawn"):
         reception.result(PATIENCE)
 
@@ -262,7 +266,7 @@ def test_who_leaves_frees_the_sender_of_a_broadcast_that_gloo_forgot(pair: list[
 
 
 def test_a_lost_sender_is_noticed_before_it_announces(pair: list[WeightGroup]) -> None:
-    reception = WeightReceiver(MANIFEST).receive(pair[1], VERSION, 10 * PATIENCE)
+    reception = posted(StagedWeights(MANIFEST), pair[1], VERSION, 10 * PATIENCE)
     pair[0].abort()
     with pytest.raises((ServiceFault, Cancelled)) as caught:
         reception.result(PATIENCE)
@@ -270,7 +274,7 @@ def test_a_lost_sender_is_noticed_before_it_announces(pair: list[WeightGroup]) -
 
 
 def test_another_version_than_the_announced_is_refused(pair: list[WeightGroup]) -> None:
-    reception = WeightReceiver(MANIFEST).receive(pair[1], PolicyVersion(1, 2), PATIENCE)
+    reception = posted(StagedWeights(MANIFEST), pair[1], PolicyVersion(1, 2), PATIENCE)
     sender = SendBuffers(MANIFEST)
     gather(sender, 1)
     sender.send(pair[0], PolicyVersion(1, 1), PATIENCE)
@@ -278,56 +282,65 @@ def test_another_version_than_the_announced_is_refused(pair: list[WeightGroup]) 
         reception.result(PATIENCE)
 
 
-def received(pair: list[WeightGroup], sender: SendBuffers, receiver: WeightReceiver, version: int) -> Staged:
-    reception = receiver.receive(pair[1], PolicyVersion(0, version), PATIENCE)
+def received(pair: list[WeightGroup], sender: SendBuffers, receiver: StagedWeights, version: int) -> StagedWeights:
+    reception = posted(receiver, pair[1], PolicyVersion(0, version), PATIENCE)
     send(pair[0], sender, version)
     return reception.result(PATIENCE)
 
 
 def test_a_staged_version_is_not_overwritten_before_its_release(pair: list[WeightGroup]) -> None:
-    sender, receiver = SendBuffers(MANIFEST), WeightReceiver(MANIFEST)
+    sender, receiver = SendBuffers(MANIFEST), StagedWeights(MANIFEST)
     for version in range(2):
         staged = received(pair, sender, receiver, version)
         with pytest.raises(InvariantViolated, match=rf"0\.{version} is still staged"):
-            receiver.receive(pair[1], PolicyVersion(0, 9), PATIENCE)
+            posted(receiver, pair[1], PolicyVersion(0, 9), PATIENCE).result(PATIENCE)
         assert same(staged.tensors(), version)
         staged.release()
 
 
 @pytest.mark.parametrize("pair", TWO_WAYS, indirect=True)
-def test_an_adopted_version_stays_until_another_is_adopted(pair: list[WeightGroup]) -> None:
-    sender, receiver = SendBuffers(MANIFEST), WeightReceiver(MANIFEST, sets=2)
-    first = received(pair, sender, receiver, 1)
-    first.adopt()
-    for version in (2, 3):  # as they are sent for others, or withdrawn
-        forgotten = received(pair, sender, receiver, version)
-        assert same(first.tensors(), 1)
-        forgotten.release()
-        forgotten.release()
-    second = received(pair, sender, receiver, 4)
+@on_a_loop
+async def test_an_adopted_version_stays_until_another_is_adopted(pair: list[WeightGroup]) -> None:
+    sender, engine = SendBuffers(MANIFEST), Held()
+    receiver = WeightReceiver(engine, Config(run=Run(name="test")), "rollout-1")  # type: ignore[arg-type]
+    receiver.epoch, receiver.group = 1, pair[1]
+    receiver._prepare(MANIFEST)
+
+    async def receive(step: int) -> CommitWeights:
+        version = PolicyVersion(0, step)
+        receiving = asyncio.ensure_future(receiver.receive(ReceiveWeights(version, 1)))
+        await asyncio.sleep(0)
+        send(pair[0], sender, step)
+        await receiving
+        return CommitWeights(version, 1)
+
+    assert receiver.needs_swap(await receive(1)) and receiver.held is None
+    await receiver.swap()
+    first = receiver.held
+    for _ in range(2):  # as it is sent for others
+        assert not receiver.needs_swap(await receive(1))
+        assert first is receiver.held is receiver._adopted and same(first.tensors(), 1)
+    second = await receive(4)
+    with pytest.raises(InvariantViolated, match=r"cannot receive 0\.5: 0\.4 is still staged"):
+        await receiver.receive(ReceiveWeights(PolicyVersion(0, 5), 1))
     assert same(first.tensors(), 1)
-    second.adopt()
-    first.release()  # it is not what is staged any more
-    third = received(pair, sender, receiver, 5)
-    assert same(second.tensors(), 4)
-    assert third.tensors()["embed"].data_ptr() == first.tensors()["embed"].data_ptr()
-
-
-@pytest.mark.parametrize("pair", TWO_WAYS[:1], indirect=True)
-def test_a_receiver_whose_sets_are_all_in_use_refuses(pair: list[WeightGroup]) -> None:
-    sender, receiver = SendBuffers(MANIFEST), WeightReceiver(MANIFEST)
-    received(pair, sender, receiver, 1).adopt()
-    with pytest.raises(InvariantViolated, match=r"cannot receive 0\.2: every set of buckets is in use"):
-        receiver.receive(pair[1], PolicyVersion(0, 2), PATIENCE)
+    assert receiver.needs_swap(second)
+    await receiver.swap()
+    assert receiver.held is not first
+    third = await receive(5)
+    assert receiver.held is not None and same(receiver.held.tensors(), 4)
+    assert receiver.needs_swap(third)
+    await receiver.swap()
+    assert receiver.held is first and engine.swapped == [1, 4, 5]
 
 
 @pytest.mark.parametrize("pair", TWO_WAYS, indirect=True)  # by way of a folder the sender waits for nobody
 def test_a_snapshot_waits_for_the_transfer_before(pair: list[WeightGroup]) -> None:
-    sender, receiver = SendBuffers(MANIFEST), WeightReceiver(MANIFEST)
+    sender, receiver = SendBuffers(MANIFEST), StagedWeights(MANIFEST)
     sent = send(pair[0], sender, 1)
     with pytest.raises(DeadlineExceeded, match="sender: snapshot"):
         sender.begin(VERSION, 0.1)
-    reception = receiver.receive(pair[1], VERSION, PATIENCE)
+    reception = posted(receiver, pair[1], VERSION, PATIENCE)
     gather(sender, 2)
     assert same(reception.result(PATIENCE).tensors(), 1)
     assert sent.result(PATIENCE).bytes > 0
@@ -389,8 +402,8 @@ def send_all(
     return sending
 
 
-def post_all(groups: Sequence[WeightGroup], manifest: Manifest, deadline: float = LATER) -> list[Future[Staged]]:
-    return [WeightReceiver(manifest).receive(group, VERSION, deadline) for group in groups]
+def post_all(groups: Sequence[WeightGroup], manifest: Manifest, deadline: float = LATER) -> list[Future[StagedWeights]]:
+    return [posted(StagedWeights(manifest), group, VERSION, deadline) for group in groups]
 
 
 def hears(group: WeightGroup) -> threading.Event:
@@ -409,10 +422,10 @@ def hears(group: WeightGroup) -> threading.Event:
 @pytest.mark.parametrize("manifest", [SHARED, STAGES, ONE], ids=["replicas", "stages", "all of one"])
 def test_two_senders_bring_what_one_brings(groups: list[WeightGroup], manifest: Manifest) -> None:
     senders = [SendBuffers(manifest, number=number) for number in range(2)]
-    receivers = [WeightReceiver(manifest) for _ in range(2)]
+    receivers = [StagedWeights(manifest) for _ in range(2)]
     for step in (1, 2):
         version = PolicyVersion(0, step)
-        receptions = [receiver.receive(group, version, LATER) for group, receiver in zip(groups[2:], receivers, strict=True)]
+        receptions = [posted(receiver, group, version, LATER) for group, receiver in zip(groups[2:], receivers, strict=True)]
         results = [sending.result(PATIENCE) for sending in send_all(groups, senders, manifest, step)]
         staged = [reception.result(PATIENCE) for reception in receptions]
         assert all(same(each.tensors(), step) for each in staged)

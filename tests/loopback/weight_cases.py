@@ -24,7 +24,7 @@ from runtime.process.aio import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights.group import WeightGroup
 from runtime.weights.plan import GroupAddress, Manifest, TensorSpec
-from runtime.weights.receiver import Staged, WeightReceiver
+from runtime.weights.receiver import StagedWeights
 from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import SendBuffers
 from tests.loopback.ranks import FORKED, Helper, heard
@@ -148,12 +148,22 @@ def connected(
     return [pending.connect(), *(other.result(PATIENCE) for other in others)]
 
 
+def posted(staged: StagedWeights, group: WeightGroup, version: PolicyVersion, deadline: float) -> Future[StagedWeights]:
+    """A reception in a thread, which gives the buckets with the version in them."""
+
+    def receive() -> StagedWeights:
+        staged.receive(group, version, deadline)
+        return staged
+
+    return in_thread(f"receive-{version}", receive)
+
+
 class Aborts:
     """Epochs of a sender, or several, and two receivers, each of which is left before, or within, its transfer."""
 
     def __init__(self, transport: str, folder: str = "", senders: Sequence[str] = ()) -> None:
         self._transport, self._folder, self._senders = transport, folder, senders
-        self._receivers = [WeightReceiver(MANIFEST) for _ in range(2)]
+        self._receivers = [StagedWeights(MANIFEST) for _ in range(2)]
         self._number = 0
         threads, files = threads_and_files()
         for _ in range(2):
@@ -165,7 +175,7 @@ class Aborts:
         first = len(self._senders) or 1
         groups = connected(self._transport, first + 2, folder=self._folder, senders=self._senders)
         receptions = [
-            receiver.receive(group, VERSION, 60.0) for receiver, group in zip(self._receivers, groups[first:], strict=True)
+            posted(receiver, group, VERSION, 60.0) for receiver, group in zip(self._receivers, groups[first:], strict=True)
         ]
         self._number += 1
         if self._number % 2:
@@ -193,7 +203,7 @@ class Answers:
 def member(connection: Any) -> None:
     """Serve commands until the test ends; answers come as they are ready, the first once it serves."""
     platform.device()
-    answers, receiver = Answers(connection), WeightReceiver(MANIFEST)
+    answers, receiver = Answers(connection), StagedWeights(MANIFEST)
     answers.say("ready")
     group: WeightGroup | None = None
     for op, *rest in heard(connection):
@@ -204,7 +214,7 @@ def member(connection: Any) -> None:
         elif op == "receive":
             assert group is not None
             version, deadline = rest
-            receiver.receive(group, PolicyVersion(0, version), deadline).add_done_callback(partial(report, answers))
+            posted(receiver, group, PolicyVersion(0, version), deadline).add_done_callback(partial(report, answers))
             answers.say("posted", version)
         elif op == "leave":
             if group is not None:
@@ -214,7 +224,7 @@ def member(connection: Any) -> None:
             answers.say("counts", threads_and_files())
 
 
-def report(answers: Answers, future: Future[Staged]) -> None:
+def report(answers: Answers, future: Future[StagedWeights]) -> None:
     error = future.exception()
     if isinstance(error, ServiceFault):
         answers.say("fault", error.phase, str(error))

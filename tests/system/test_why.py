@@ -39,9 +39,9 @@ ROLLOUT = """
 import time
 from pathlib import Path
 from runtime.rollout.torch.engine import TorchRolloutEngine
-from runtime.weights.receiver import Reception
+from runtime.weights.receiver import StagedWeights
 
-step_, take_ = TorchRolloutEngine._step, Reception.take
+step_, take_ = TorchRolloutEngine._step, StagedWeights._take
 
 def step(self):
     began = time.monotonic()
@@ -52,9 +52,9 @@ def step(self):
 def take(self, *arguments):
     if Path(__file__).with_name("publish").exists():
         time.sleep(4)
-    take_(self, *arguments)
+    return take_(self, *arguments)
 
-TorchRolloutEngine._step, Reception.take = step, take
+TorchRolloutEngine._step, StagedWeights._take = step, take
 """
 
 

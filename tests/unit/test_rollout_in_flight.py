@@ -128,11 +128,7 @@ def test_a_held_engine_finishes_what_is_running_and_begins_nothing(models: Model
 class Stage:
     """Weights that were received whole."""
 
-    def __init__(self) -> None:
-        self.adopted = False
-
-    def adopt(self) -> None:
-        self.adopted = True
+    version = NEW
 
     def release(self) -> None:
         """To be forgotten."""
@@ -150,8 +146,7 @@ class Desk:
         self.stage = Stage()
         self._tensors = models.tensors
         self.service.weights.epoch, self.service.weights._received = 1, NEW
-        staging = self.service.weights.staging
-        staging._staged, staging._adopts = self.stage, True  # type: ignore[assignment]
+        self.service.weights._staged, self.service.weights._adopts = self.stage, True  # type: ignore[assignment]
         self.actor = self.service._actor
 
     def generate(self, *requests: GroupRequest) -> list[asyncio.Future[GeneratedGroup]]:
@@ -187,7 +182,7 @@ def busy(models: Models, in_flight: str, test: Callable[[Desk, Groups], Awaitabl
 def test_a_commit_swaps_at_once_where_samples_keep_or_recompute(models: Models, in_flight: str) -> None:
     async def test(desk: Desk, groups: Groups) -> None:
         await desk.commit()
-        assert (desk.stage.adopted, desk.service.version) == (True, NEW)
+        assert (desk.service.weights._adopted, desk.service.version) == (desk.stage, NEW)
         assert not any(group.done() for group in groups)
         (sample,) = samples(await groups[0])
         after = sample.versions == NEW.pack()
@@ -222,7 +217,7 @@ def test_a_draining_commit_waits_for_what_is_running_alone(models: Models) -> No
         late = desk.generate(request(4, n=1, limit=3))[0]  # short, but not begun when the commit came
         assert (await committing).pause_seconds > 0
         assert [group.done() for group in (first, second, waiting, late)] == [True, True, False, False]
-        assert (desk.stage.adopted, desk.service.version) == (True, NEW)
+        assert (desk.service.weights._adopted, desk.service.version) == (desk.stage, NEW)
         found = [versions(await group) for group in (first, second, waiting, late)]
         assert found == [[[0]], [[0], [0]], [[1]], [[1]]]
 

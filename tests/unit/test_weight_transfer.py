@@ -23,7 +23,7 @@ from runtime.weights.authentication import BucketTags, new_key
 from runtime.weights.delta import ENTRY_BYTES, HEADER, DeltaLink, decode, encode
 from runtime.weights.group import Link, Taken, WeightGroup, allocate, arena, populate, tensors_of
 from runtime.weights.plan import ITEM_BYTES, Bucket, BucketEntry, GroupAddress, Manifest, TensorSpec, plan_buckets
-from runtime.weights.receiver import Reception
+from runtime.weights.receiver import StagedWeights
 from runtime.weights.sender import SendBuffers
 
 COUNT = 24
@@ -268,11 +268,11 @@ def test_a_receptions_time_is_divided_whole(
     clock = Clock()
     monkeypatch.setattr(receiver, "time", clock)
     group: Any = Arrivals(clock, seconds)
-    buffers = allocate(group.buckets, pin=False)
-    reception = Reception(group, group.buckets, VERSION, 1e6)
-    reception.take(buffers.__getitem__)
-    spent = (reception.waiting, reception.copying, reception.hashing)
-    assert spent == pytest.approx([len(buffers) * each for each in expected])
+    staged = StagedWeights(NINE)
+    staged._buffers = allocate(group.buckets, pin=False)
+    took = staged._take(group, VERSION, 1e6)
+    spent = (took.wait_seconds, took.copy_seconds, took.hash_seconds)
+    assert spent == pytest.approx([len(group.buckets) * each for each in expected])
     assert clock.now - 100.0 == pytest.approx(sum(spent))
 
 
