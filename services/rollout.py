@@ -134,10 +134,7 @@ class RolloutService(process.Service):
     async def receive(self, requests: Sequence[Request]) -> None:
         """Between two steps of the engine: several of `generate`, or one of any other method, which is called by its name."""
         method = contract.method_of(self.service, requests[0].message)
-        try:
-            await getattr(self, method.handler)(*requests)
-        except UserError as error:  # which would only happen again to whoever came in its place
-            os_process.end_at_once(str(error), os_process.MISTAKE)
+        await getattr(self, method.handler)(*requests)
 
     async def generate(self, *requests: Request) -> None:
         for request in requests:
@@ -155,7 +152,7 @@ class RolloutService(process.Service):
 
     async def join_weights(self, request: Request) -> None:
         self._give_up_commit()
-        await self._beside(request, self.weights.join(request.message))
+        await self._beside(request, self.weights.join(request.message, self._require_base))
 
     async def receive_weights(self, request: Request) -> None:
         await self._beside(request, self.weights.receive(request.message))
@@ -180,7 +177,10 @@ class RolloutService(process.Service):
             self._engine.held = True
             self._commit = request, now()
         else:
-            request.reply(await self._swapped(now()))
+            try:
+                request.reply(await self._swapped(now()))
+            except UserError as error:  # which would only happen again to whoever came in its place
+                os_process.end_at_once(str(error), os_process.MISTAKE)
 
     async def _beside(self, request: Request, work: Coroutine[Any, Any, Any]) -> None:
         """Do `work` beside the actor, then answer the request."""
@@ -202,6 +202,11 @@ class RolloutService(process.Service):
     async def _swapped(self, since: float) -> WeightsCommitted:
         await self.weights.swap()
         return WeightsCommitted(now() - since)
+
+    def _require_base(self, base: str) -> None:
+        from runtime.models.adapters import require_base
+
+        require_base(base, self.config.model.path)
 
     def _give_up_commit(self) -> None:
         if self._commit is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -202,16 +203,15 @@ class WeightReceiver:
         kept = (each for each in (self._adopted, *self._sets) if each is not None and each.version == self._committed)
         return None if self._committed is None else next(kept, None)
 
-    async def join(self, command: JoinWeights) -> None:
-        """Join the group of an epoch. Leaves the epoch before, also the one in which this rollout sends."""
+    async def join(self, command: JoinWeights, require_base: Callable[[str], None]) -> None:
+        """Join the group of an epoch. Leaves the epoch before, also the one in which this rollout sends. `require_base` raises
+        for the fingerprint of a model to which adapters belong and which is not this rollout's."""
         self.leave()
         # Before anything is awaited: an abort of this epoch may come at any time, and names it.
         self.epoch = epoch = command.address.epoch
         timeout = command.address.timeout
         if base := command.manifest.base:
-            from runtime.models.adapters import require_base
-
-            await asyncio.to_thread(require_base, base, self._config.model.path)  # which reads the model's files
+            await asyncio.to_thread(require_base, base)  # in a thread: it reads the model's files
         # Of the epoch before: the groups are left, but threads may still use the buckets.
         for before in (self._reception, self._sending):
             if before is not None and not (await asyncio.wait({before}, timeout=timeout))[0]:

@@ -19,7 +19,6 @@ from msgspec import structs
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
-from runtime.process.aio import drop_frames
 from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.types import PolicyVersion
 from runtime.weights import collective, files, shared_memory
@@ -133,18 +132,11 @@ class PendingStoreGroup(PendingGroup):
         self._store: Any = store
         self._interface = interface
 
-    def connect(self) -> WeightGroup:
-        try:
-            return self._connect()
-        except ServiceFault as fault:
-            drop_frames(fault)
-            raise
-
     def abort(self) -> None:
         here = frozenset({(self.address.host, self.address.port)})
         shut_down(here, here)
 
-    def _connect(self) -> WeightGroup:
+    def connect(self) -> WeightGroup:
         address = self.address
         give_up = time.monotonic() + address.timeout
         labels = list(map(address.label, range(address.world_size)))
