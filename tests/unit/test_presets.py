@@ -43,7 +43,7 @@ DEVICES = {
 UNPUBLISHED = {"grpo_qwen25_7b_a2", "ppo_qwen25_32b_a2"}
 ROWS: dict[str, dict[str, Any]] = {
     row["name"]: row
-    for row in yaml.safe_load((ROOT / "runtime" / "telemetry" / "report" / "published.yaml").read_text(encoding="utf-8"))
+    for row in yaml.safe_load((ROOT / "tests" / "unit" / "mindspeed" / "published.yaml").read_text(encoding="utf-8"))
 }
 QWEN25_3B = CONFIGS["qwen25_1.5b"] | {"hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16}
 QWEN25_3B |= {"num_hidden_layers": 36}

@@ -91,9 +91,14 @@ def commands(folder: Path, output: Path) -> Iterator[list[str]]:
 
 def views(folder: Path) -> Iterator[Callable[[], Any]]:
     view, samples = RunView(folder), SampleReader(folder)
-    names = ("summary", "lanes", "occupancy", "weights", "evaluations", "processes", "waited", "spans")
+    names = ("summary", "occupancy", "weights", "evaluations", "processes", "waited", "spans")
     yield from (getattr(view, name) for name in names)
-    yield from (lambda: view.why(None, None), lambda: view.metric("score/mean"), lambda: view.configuration(None))
+    yield from (
+        lambda: view.why(None, None),
+        lambda: view.lanes(None, None, 100),
+        lambda: view.metric("score/mean"),
+        lambda: view.configuration(None),
+    )
     yield from (lambda: samples.index(SampleFilter()), lambda: samples.rows([0, 1]), lambda: samples.group(0))
 
 
