@@ -20,7 +20,7 @@ import torch
 from runtime.errors import ServiceFault
 from runtime.models.families import Family, Layout, Parameter
 from runtime.types import PolicyVersion
-from runtime.weights.authentication import BucketTags
+from runtime.weights.group import BucketTags
 from runtime.weights.plan import TRAILER, Bucket
 
 Bounds = tuple[tuple[int, int], ...]  # (first, last + 1) in every dimension of the whole tensor

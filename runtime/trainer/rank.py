@@ -46,8 +46,8 @@ from runtime.trainer.backend import TrainedRole
 from runtime.trainer.collectives import RankInfo, _all_told, exchange
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
 from runtime.types import PolicyVersion, StepResult, snake
-from runtime.weights.authentication import AuthenticatedStore
 from runtime.weights.delta import ShardDelta, TensorChanges
+from runtime.weights.group import AuthenticatedStore
 from runtime.weights.plan import Manifest, TensorSpec, roots
 from runtime.weights.sender import SendBuffers, WeightSender
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from runtime import timeouts
 from runtime.errors import ServiceFault
-from runtime.weights.authentication import ForgedValue
+from runtime.weights.group import ForgedValue
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What of its own sockets a process can find and shut down.

@@ -39,9 +39,8 @@ from runtime.process.aio import in_thread
 from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from runtime.weights import rendezvous
-from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import reason
-from runtime.weights.group import Taken, Transfer, WeightGroup, allocate, tensors_of, wait_until
+from runtime.weights.group import BucketTags, Taken, Transfer, WeightGroup, allocate, tensors_of, wait_until
 from runtime.weights.plan import TRAILER, Manifest, plan_buckets
 from runtime.weights.sender import DEPTH, SendBuffers, WeightSender
 

@@ -22,10 +22,9 @@ from runtime.errors import ServiceFault, UserError
 from runtime.process.network import AUTO, PortRange, listen, own_address
 from runtime.types import PolicyVersion
 from runtime.weights import collective, files, shared_memory
-from runtime.weights.authentication import AuthenticatedStore, new_key
 from runtime.weights.delta import DeltaLink
 from runtime.weights.gloo_mesh import SocketAddress, meet, reason, shut_down
-from runtime.weights.group import Link, PendingGroup, Transfer, WeightGroup
+from runtime.weights.group import AuthenticatedStore, Link, PendingGroup, Transfer, WeightGroup, new_key
 from runtime.weights.plan import GroupAddress
 
 BACKENDS = ("gloo", "nccl", "hccl")

@@ -30,10 +30,10 @@ from runtime.process.aio import in_thread
 from runtime.process.spans import PUBLICATION
 from runtime.types import PolicyVersion
 from runtime.weights import rendezvous
-from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import reason
 from runtime.weights.group import (
     AVAILABLE,
+    BucketTags,
     PendingGroup,
     Transfer,
     WeightGroup,

@@ -30,9 +30,8 @@ import torch
 
 from runtime import timeouts
 from runtime.errors import ServiceFault, UserError
-from runtime.weights.authentication import BucketTags
 from runtime.weights.gloo_mesh import card_of, meet
-from runtime.weights.group import AVAILABLE, Deferred, Link, Taken, Transfer, file_of, in_memory_file, memory_file
+from runtime.weights.group import AVAILABLE, BucketTags, Deferred, Link, Taken, Transfer, file_of, in_memory_file, memory_file
 from runtime.weights.plan import TRAILER, GroupAddress
 
 _RANK = struct.Struct("<I")  # a receiver's first message

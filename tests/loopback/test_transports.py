@@ -28,9 +28,19 @@ from runtime.errors import DeadlineExceeded, ServiceFault, SluiceError, UserErro
 from runtime.process.aio import in_thread
 from runtime.types import PolicyVersion
 from runtime.weights import files, shared_memory
-from runtime.weights.authentication import AuthenticatedStore, BucketTags, ForgedValue, new_key
 from runtime.weights.delta import TensorReader, TensorWriter
-from runtime.weights.group import Link, PendingGroup, WeightGroup, arena, file_of, memory_file
+from runtime.weights.group import (
+    AuthenticatedStore,
+    BucketTags,
+    ForgedValue,
+    Link,
+    PendingGroup,
+    WeightGroup,
+    arena,
+    file_of,
+    memory_file,
+    new_key,
+)
 from runtime.weights.plan import TRAILER, Bucket, GroupAddress, Manifest, TensorSpec
 from runtime.weights.receiver import StagedWeights
 from runtime.weights.rendezvous import host, join

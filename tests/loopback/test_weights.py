@@ -22,8 +22,7 @@ from runtime.config import Config, Run
 from runtime.errors import Cancelled, DeadlineExceeded, InvariantViolated, ServiceFault
 from runtime.process.aio import in_thread
 from runtime.types import PolicyVersion
-from runtime.weights.authentication import BucketTags
-from runtime.weights.group import WeightGroup
+from runtime.weights.group import BucketTags, WeightGroup
 from runtime.weights.plan import Manifest, plan_buckets, roots
 from runtime.weights.receiver import StagedWeights, WeightReceiver
 from runtime.weights.rendezvous import host, join

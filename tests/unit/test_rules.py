@@ -42,7 +42,7 @@ from tests.unit.source_tree import (
 
 PURE = (
     *("runtime/algorithms/", "runtime/models/families/", "runtime/models/rope.py"),
-    *(f"runtime/rewards/{name}.py" for name in ("accuracy", "extraction", "notation", "numeric", "rules")),
+    *(f"runtime/rewards/{name}.py" for name in ("accuracy", "extraction", "numeric", "rules")),
     "runtime/ledger/states.py",
     *("runtime/weights/plain_pickle.py", "runtime/weights/plan.py"),
     *(f"runtime/coordinator/{name}.py" for name in ("staleness", "weight_sync_protocol", "register", "device_schedule")),

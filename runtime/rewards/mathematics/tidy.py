@@ -10,8 +10,7 @@ import re
 
 from runtime.rewards.extraction import last_boxed
 from runtime.rewards.mathematics.lexer import NOT_PROSE
-from runtime.rewards.notation import uniform
-from runtime.rewards.numeric import SCALES
+from runtime.rewards.numeric import SCALES, uniform
 
 _COMMANDS = r"""
 \u00d7 \times|\u22c5 \cdot|\u00b7 \cdot|\u00f7 \div|\u03c0 \pi|\u03b8 \theta|\u221a \sqrt|\u221e \infty|\u00b0 ^\circ
