@@ -1,5 +1,7 @@
 """Transport `files`: versions as Hugging Face weights in a shared folder, for machines that reach each other by no port.
 
+Only `publication.transport: files` selects it: `auto` never does.
+
     FOLDER/epoch-0003/
       sluice-weights                        the marker, by which the others see that they share the folder
       member-1                              while rank 1 is in the group

@@ -295,10 +295,8 @@ class WeightReceiver:
     def leave(self, epoch: int | None = None) -> None:
         """Leave the group of `epoch`, or whatever there is, and forget the version that is under way; the engine's weights stay
         as they are. Idempotent."""
-        if self._peer is not None:
-            self._peer.close(epoch)
         if epoch in (None, self._hosting):
-            self._hosting = 0
+            self._stop_sending()
         if epoch not in (None, self.epoch):
             return
         self.epoch, self._received = 0, None
@@ -315,8 +313,7 @@ class WeightReceiver:
         held, backend = self.held, "gloo" if takes_turns(self._config) else self._settings.backend
         if held is None:
             raise ServiceFault(self._name, "snapshot", "no version that was received is kept")
-        if self._peer is not None:
-            self._peer.close()
+        self._stop_sending()
         self._hosting = command.epoch
         try:
             # In a thread, as all of the version is read. Nobody is asked to join before it has been.
@@ -336,6 +333,12 @@ class WeightReceiver:
         # As a reception: it goes on when the caller withdraws, and `join` waits for its end.
         self._sending = asyncio.create_task(self._peer.send(command.version, command.epoch))
         return await asyncio.shield(self._sending)
+
+    def _stop_sending(self) -> None:
+        self._hosting = 0
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
 
     def _has(self, version: PolicyVersion) -> bool:
         """Whether the engine has `version` already, which is then sent again for a newcomer."""
