@@ -1,6 +1,6 @@
 """The modules that samples pass, from their prompt to published weights: those with a function called while a run trains.
 
-`python -m tests.sample_path [key=value ...]` trains the quickstart for some steps in real processes, each of which notes its
+`python -m tests.sample_path [--most N] [key=value ...]` trains the quickstart for some steps in real processes, each of which notes its
 calls (`sys.setprofile`), and prints the modules of the product that were entered between the second step's end and the last's,
 with their lines. What only starts, ends or shows a run (`launcher/`, `runtime/telemetry/`) is not
 counted.
@@ -8,6 +8,7 @@ counted.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -60,12 +61,19 @@ def lines(file: Path) -> int:
 
 
 def main() -> None:
+    """Print the modules, and end with status 1 where they are more than `--most`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--most", type=int, default=sys.maxsize, metavar="N")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        names = sorted(entered(Path(folder), sys.argv[1:]))
+        names = sorted(entered(Path(folder), options.overrides))
     names = [name for name in names if name.startswith(("services/", "runtime/")) and "telemetry" not in name]
     for name in names:
         print(f"{lines(ROOT / name):5} {name}")
     print(f"{len(names)} modules, {sum(lines(ROOT / name) for name in names)} lines")
+    if len(names) > options.most:
+        sys.exit(f"a sample passes {len(names)} modules, where {options.most} are allowed")
 
 
 if __name__ == "__main__":

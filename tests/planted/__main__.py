@@ -1,8 +1,8 @@
 """Whether the tests find bugs: `python -m tests.planted [NAME ...] [--share WORD]`.
 
 Each bug of this folder is planted in a copy of the tree, and the tests that find the bug run there. A bug is a file NAME.patch:
-a line `bug:` that says what is wrong, a line `tests:` with the tests, and a diff of one module. No two bugs are in the same
-module. The exit code is 1 if a bug was not found.
+a line `bug:` that says what is wrong, a line `tests:` with the tests, and a diff of one module.
+The exit code is 1 if a bug was not found.
 """
 
 from __future__ import annotations
