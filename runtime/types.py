@@ -134,7 +134,7 @@ def encode_set(ids: np.ndarray, vocabulary: int) -> EncodedSet:
     return len(ids), np.packbits(chosen, bitorder="little")
 
 
-class KeptSets(msgspec.Struct, frozen=True, array_like=True):
+class TokenSets(msgspec.Struct, frozen=True, array_like=True):
     """Of each of n tokens, the set of those that the sampler's filters left to draw it from."""
 
     vocabulary: int
@@ -142,12 +142,12 @@ class KeptSets(msgspec.Struct, frozen=True, array_like=True):
     data: np.ndarray  # uint8, one set after the other, each as `encode_set` has it
 
     @classmethod
-    def of(cls, sets: Sequence[EncodedSet], vocabulary: int) -> KeptSets:
+    def of(cls, sets: Sequence[EncodedSet], vocabulary: int) -> TokenSets:
         data = np.concatenate([np.zeros(0, np.uint8), *(each for _, each in sets)])
         return cls(vocabulary, np.array([size for size, _ in sets], np.uint32), data)
 
     @classmethod
-    def joined(cls, parts: Sequence[KeptSets | None], lengths: Sequence[int]) -> KeptSets | None:
+    def joined(cls, parts: Sequence[TokenSets | None], lengths: Sequence[int]) -> TokenSets | None:
         """Those of `parts` with `lengths` tokens, one after the other; None: the whole vocabulary, which all are if all are."""
         known = [part for part in parts if part is not None]
         if not known:
@@ -157,21 +157,21 @@ class KeptSets(msgspec.Struct, frozen=True, array_like=True):
         ]
         return cls(known[0].vocabulary, np.concatenate(sizes), np.concatenate([part.data for part in known]))
 
-    def part(self, tokens: slice) -> KeptSets:
+    def part(self, tokens: slice) -> TokenSets:
         """Of some tokens that follow one another."""
         ends = np.append(0, np.cumsum(self._places()[1]))
         begin, end, _ = tokens.indices(len(self.sizes))
-        return KeptSets(self.vocabulary, self.sizes[tokens], self.data[ends[begin] : ends[max(begin, end)]])
+        return TokenSets(self.vocabulary, self.sizes[tokens], self.data[ends[begin] : ends[max(begin, end)]])
 
-    def among(self, chosen: np.ndarray) -> KeptSets:
+    def among(self, chosen: np.ndarray) -> TokenSets:
         """Of those tokens at which `chosen` (bool [n]) is true; the others have the whole vocabulary."""
-        return KeptSets(self.vocabulary, self.sizes[chosen], self.data)
+        return TokenSets(self.vocabulary, self.sizes[chosen], self.data)
 
-    def spread(self, among: np.ndarray) -> KeptSets:
+    def spread(self, among: np.ndarray) -> TokenSets:
         """These tokens are those at which `among` (bool) is true; the others have the whole vocabulary."""
         sizes = np.zeros(len(among), np.uint32)
         sizes[among] = self.sizes
-        return KeptSets(self.vocabulary, sizes, self.data)
+        return TokenSets(self.vocabulary, sizes, self.data)
 
     def bitmaps(self, which: np.ndarray) -> np.ndarray:
         """uint8 [len(which), ⌈vocabulary / 32⌉ · 4] of the tokens `which` (int64): a bit for each token of the vocabulary, the
@@ -412,7 +412,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: np.ndarray  # float32 [R], of the distribution sampled from
     versions: np.ndarray  # int64 [R], PolicyVersion.pack()
     finish_reason: FinishReason
-    kept: KeptSets | None = None  # [R], what each token was drawn from; None: from the whole vocabulary
+    kept: TokenSets | None = None  # [R], what each token was drawn from; None: from the whole vocabulary
     experts: RoutedExperts | None = None  # of the prompt from `experts_from` on, and of [R - 1]; None: not known
 
     def part(self, tokens: slice) -> Sample:
@@ -450,7 +450,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
     finish_reasons: list[FinishReason]  # [rows]
     rows: np.ndarray  # uint32 [n]: of each episode
     turn_rewards: list[TurnReward] = []
-    kept: KeptSets | None = None  # of those tokens whose mask is 1; None: the whole vocabulary
+    kept: TokenSets | None = None  # of those tokens whose mask is 1; None: the whole vocabulary
     experts: RoutedExperts | None = None  # of prompt and rows, as of `RoutedExperts.of_group`; None: not known
 
     @classmethod
@@ -473,7 +473,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
                         f"not {dtype} of shape {tokens.shape}"
                     )
         tokens, mask, logprobs, versions = (np.concatenate([np.zeros(0, _DTYPES[name]), *columns[name]]) for name in _DTYPES)
-        kept = KeptSets.joined([sample.kept for sample in samples], [len(sample.tokens) for sample in samples])
+        kept = TokenSets.joined([sample.kept for sample in samples], [len(sample.tokens) for sample in samples])
         known = all(sample.experts is not None or not sample.loss_mask.any() for sample in samples)
         if logprobs[mask == 0].any():
             raise InvalidMessage(f"group {group_id}: log-probabilities of tokens whose mask is 0")
@@ -529,7 +529,7 @@ class GroupPayload(msgspec.Struct, kw_only=True):
             logprobs[mask != 0] = self.logprobs
         return TokenColumns(self.tokens, mask, logprobs, self.versions.expand())
 
-    def kept_sets(self) -> KeptSets | None:
+    def kept_sets(self) -> TokenSets | None:
         """Of all T tokens; None where all were drawn from the whole vocabulary."""
         return None if self.kept is None else self.kept.spread(self.loss_mask.expand() != 0)
 

@@ -23,13 +23,13 @@ from runtime import run_files, timeouts
 from runtime.cluster.nodes import Death, NodePaths, Scale, Scaled
 from runtime.cluster.topology import is_group, shares_devices, slots
 from runtime.config import Config
-from runtime.coordinator import takeover
+from runtime.coordinator import failover
 from runtime.coordinator.evaluation import EvaluationRun, ServingRun
+from runtime.coordinator.failover import Failover, MembershipStore
 from runtime.coordinator.pools import wait_for
 from runtime.coordinator.register import Register, Unit, UnitChange, UnitState
 from runtime.coordinator.run import INTERRUPTED, TrainingRun, run_figures
 from runtime.coordinator.run_context import EvaluationContext, RunContext, RunHistory
-from runtime.coordinator.takeover import MembersKeeper, Takeover
 from runtime.data.prepared import check_environments, training_prompts
 from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, SluiceError, UserError
@@ -201,8 +201,8 @@ class CoordinatorProcess:
         self._follows = bool(address)
         self._ledger: LedgerWriter | None = None
         self._term = 1
-        self._left: Takeover | None = None  # by an earlier coordinator
-        self._keeper: MembersKeeper | None = None
+        self._left: Failover | None = None  # by an earlier coordinator
+        self._keeper: MembershipStore | None = None
         self._absent: list[Death] = []  # trainer and critic, which are started again once their devices are free
 
     async def serve(self, ready_fd: int | None) -> None:
@@ -221,7 +221,7 @@ class CoordinatorProcess:
         settings, network = self._config.services.coordinator, self._config.network
         try:
             if self._address:
-                await server.bind_again(self._address)
+                await server.rebind(self._address)
             else:
                 self._address = server.bind(settings.host or network.interface, settings.port, network.port_range)
         except UserError as error:
@@ -260,18 +260,18 @@ class CoordinatorProcess:
         """And see whether an earlier coordinator of this run has left processes to go on with."""
         folder, size = self._folder / run_files.LEDGER, self._config.ledger.segment_bytes
         opening = (
-            takeover.reopened(folder, size, self._config.deadlines.start) if self._follows else LedgerWriter.open(folder, size)
+            failover.reopened(folder, size, self._config.deadlines.start) if self._follows else LedgerWriter.open(folder, size)
         )
         self._ledger = await opening
         self._term = self._peers.term = await self._ledger.begin_term()
-        self._left = await takeover.left_by(self._ledger, run_files.run_id(self._folder))
+        self._left = await failover.left_by(self._ledger, run_files.run_id(self._folder))
         if self._left is not None:
             done, steps = self._left.course.history.version.step, self._config.training.steps
             self._progress = Progress(phase="recovering", step=done, steps=steps, detail="the coordinator was lost")
             self._nodes.take_up(self._left.members)
         began = self._term if self._left is None else self._left.members.began
         self._nodes.run = f"{run_files.run_id(self._folder)}.{began}"
-        self._keeper = MembersKeeper(self._register, self._ledger, self._nodes, began)
+        self._keeper = MembershipStore(self._register, self._ledger, self._nodes, began)
 
     async def _train(self) -> None:
         assert self._ledger is not None

@@ -34,7 +34,7 @@ from runtime.errors import InvalidMessage, ServiceFault, Unreachable, UserError
 from runtime.gateway.calls import PolicyCalls
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.http import server
-from runtime.gateway.players import Players
+from runtime.gateway.players import EpisodeRunner
 from runtime.gateway.rendering import renderer_of
 from runtime.models.limits import longest_text
 from runtime.process import keys, network
@@ -292,7 +292,7 @@ class GatewayService(process.Service):
         self._calls: PolicyCalls
         self._episodes: Episodes
         self._environments: EnvironmentChannels
-        self._players: Players
+        self._players: EpisodeRunner
         self.url = ""
 
     def load(self) -> None:
@@ -328,7 +328,7 @@ class GatewayService(process.Service):
         own = config.services.environment
         self._environments = EnvironmentChannels(config, self.keys)
         await self._environments.check()
-        self._players = Players(own, self.url, self._episodes, config.deadlines.start, config.deadlines.episode)
+        self._players = EpisodeRunner(own, self.url, self._episodes, config.deadlines.start, config.deadlines.episode)
         self._players.use(self._environments.by_name())
         self._episodes.players = self._players.play
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, NodePaths, NodeRegistration, Roster, Scale, Scaled, launches, path_faults
-from runtime.cluster.placement import Allowance, Placement, Seat, place
+from runtime.cluster.placement import Binding, Placement, RestartBackoff, place
 from runtime.cluster.topology import Instance, group_of, has_several_nodes, is_group, named_paths, shares_devices, with_rollouts
 from runtime.config import Config, Rollout, loading
+from runtime.coordinator.failover import Members, known_units
 from runtime.coordinator.register import Register, UnitState
-from runtime.coordinator.takeover import Members, known_units
 from runtime.errors import ConfigError, DeadlineExceeded, UserError
 from runtime.ledger import checkpoint, node_checkpoints
 from runtime.ledger.checkpoint import Position
@@ -46,7 +46,7 @@ class Nodes:
         self.roster = Roster(config)
         self._placement: Placement | None = None
         self._paths: dict[str, NodePaths] = {}
-        self._allowances: dict[str, Allowance] = {}  # of groups that span nodes
+        self._allowances: dict[str, RestartBackoff] = {}  # of groups that span nodes
         self._assignments: dict[str, Assignment] = {}  # the newest of each node
         self._streams: dict[str, asyncio.Event] = {}  # set when there is a newer one to tell the node
         self._own = asyncio.Event()  # the node of this process has said what it has
@@ -203,7 +203,7 @@ class Nodes:
         if self._register.is_followed(death):
             return True  # it told of what is ended already
         policy = getattr(self.config.services, role).restarts
-        delay = self._allowances.setdefault(role, Allowance(policy)).delay(time.monotonic())
+        delay = self._allowances.setdefault(role, RestartBackoff(policy)).delay(time.monotonic())
         if delay is None:
             return False
         self._place([Instance(role, death.name)])
@@ -232,7 +232,7 @@ class Nodes:
         mine = [seat.instance.name for seat in self._placement.on(name) if self._register.find(seat.instance.name) is unit]
         return unit is not None and running.get(mine[0], -1) >= unit.incarnation
 
-    def _place_beside(self, kept: Sequence[Seat], config: Config) -> Placement:
+    def _place_beside(self, kept: Sequence[Binding], config: Config) -> Placement:
         self._placement = place(config, self.roster.offers, kept, trains=self._trains, waits=True)
         return self._placement
 

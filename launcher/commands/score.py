@@ -53,7 +53,7 @@ class ScoreCase(Struct):
     fault: str = ""
 
 
-class Tally(Struct):
+class ScoreCounts(Struct):
     """What the summary says."""
 
     cases: Counter[str]  # by kind; those below too
@@ -176,9 +176,9 @@ def _rule_name(verifier: str, truth: str) -> str:
 
 async def _score(
     cases: Iterator[ScoreCase], rules: dict[str, RewardRule], workers: int, limits: Limits, cache_entries: int, sink: IO[str]
-) -> Tally:
+) -> ScoreCounts:
     """Judge the cases and write a line for each, in order. What is held meanwhile is bounded by WINDOW and WINDOW_BYTES."""
-    tally = Tally(Counter(), Counter(), Counter(), Counter(), [])
+    tally = ScoreCounts(Counter(), Counter(), Counter(), Counter(), [])
     pool = KillablePool(list(rules), workers, limits, cache_entries)
     window: deque[tuple[ScoreCase, asyncio.Future[Verdict]]] = deque()
     held = 0
@@ -216,7 +216,7 @@ async def _judged(case: ScoreCase, rules: dict[str, RewardRule], pool: KillableP
     return await pool.submit(task)
 
 
-async def _write(window: deque[tuple[ScoreCase, asyncio.Future[Verdict]]], sink: IO[str], tally: Tally) -> None:
+async def _write(window: deque[tuple[ScoreCase, asyncio.Future[Verdict]]], sink: IO[str], tally: ScoreCounts) -> None:
     """Write the first case of the window, once it is judged, and drop it."""
     case, judged = window[0]
     verdict = await judged
@@ -237,7 +237,7 @@ def _equal(outcome: RuleOutcome) -> bool | None:
     return None if outcome.value is None else outcome.value >= RIGHT
 
 
-def _summary(tally: Tally, seconds: float) -> Iterator[str]:
+def _summary(tally: ScoreCounts, seconds: float) -> Iterator[str]:
     total = sum(tally.cases.values())
     reasons = "; ".join(f"{reason} {count}" for reason, count in sorted(tally.errors.items())) or "none"
     unread = f"; lines that cannot be judged: {tally.bad_lines}" if tally.bad_lines else ""

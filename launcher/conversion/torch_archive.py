@@ -21,7 +21,7 @@ import torch
 
 from runtime.errors import UserError
 from runtime.weights import delta, plain_pickle
-from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Inert, Malformed, RefusedPickle, line, told
+from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Malformed, Opaque, RefusedPickle, line, told
 from runtime.weights.plan import ITEM_BYTES
 
 _LIMIT = 1 << 63
@@ -40,7 +40,7 @@ _STORAGES = {
     "BoolStorage": "bool",
 }
 # What Megatron's checkpoints mention, and nobody asks for: the state of generators, buffers of FP8, enumerations among the
-# arguments. Each becomes an `Inert`.
+# arguments. Each becomes an `Opaque`.
 _INERT = {
     *(f"builtins.{name}" for name in ("getattr", "dict", "list", "int", "bytearray", "complex", "slice", "range")),
     *("_codecs.encode", "_io.BytesIO", "io.BytesIO", "signal.Signals", "datetime.datetime", "datetime.timedelta"),
@@ -168,16 +168,16 @@ class _Archive:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return name
         if full in _INERT or full.partition(".")[0] in _INERT_PACKAGES:
-            return Function(full, lambda *_: Inert(full))
+            return Function(full, lambda *_: Opaque(full))
         raise RefusedPickle(full)
 
-    def outside(self, identity: Any) -> ArchiveMemory | Inert:
-        """A tensor's, by a persistent identity. That of a dtype which no model here has is `Inert`."""
+    def outside(self, identity: Any) -> ArchiveMemory | Opaque:
+        """A tensor's, by a persistent identity. That of a dtype which no model here has is `Opaque`."""
         if not isinstance(identity, tuple) or len(identity) != 5:
             raise Malformed(f"it wants {told(identity)} from outside")
         kind, dtype, key, _device, elements = identity
         if kind == "storage" and isinstance(dtype, Function):
-            return Inert(dtype.name)
+            return Opaque(dtype.name)
         known = isinstance(dtype, str) and dtype in ITEM_BYTES and isinstance(key, str)
         if kind != "storage" or not known or not isinstance(elements, int) or elements < 0:
             raise Malformed(f"it wants {told(kind)} from outside")
@@ -193,8 +193,8 @@ class _Archive:
         return ArchiveMemory(self._path, start, elements, dtype)
 
 
-def _tensor(memory: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> ArchiveTensor | Inert:
-    if isinstance(memory, Inert):
+def _tensor(memory: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> ArchiveTensor | Opaque:
+    if isinstance(memory, Opaque):
         return memory
     if not isinstance(memory, ArchiveMemory) or not isinstance(offset, int):
         raise Malformed("it has a tensor without memory")
@@ -207,8 +207,8 @@ def _sizes(sizes: Any = ()) -> tuple[int, ...]:
     return sizes
 
 
-def _same(tensor: Any, *_: Any) -> ArchiveTensor | Inert:
-    if not isinstance(tensor, (ArchiveTensor, Inert)):
+def _same(tensor: Any, *_: Any) -> ArchiveTensor | Opaque:
+    if not isinstance(tensor, (ArchiveTensor, Opaque)):
         raise Malformed(f"it has {told(tensor)} as a parameter")
     return tensor
 

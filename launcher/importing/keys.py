@@ -64,7 +64,7 @@ class TranslatedKey(Struct, frozen=True):
     reason: str = ""
 
 
-class Carried(Struct, frozen=True):
+class CarriedDefault(Struct, frozen=True):
     """A default of the other program's that is not ours, and was written because the file leaves its key to it."""
 
     path: str
@@ -233,9 +233,11 @@ class TranslatedSettings:
             return f"{others[-1].path} stands over it"
         return f"{entry.section} takes none of its own" if place not in (entry.section, "model") else "decides nothing here"
 
-    def carried(self) -> list[Carried]:
+    def carried(self) -> list[CarriedDefault]:
         """The program's defaults among what was written, by key."""
-        return [Carried(path, shown(value), tuple(dict.fromkeys(ours))) for path, (value, ours) in self._defaults.items()]
+        return [
+            CarriedDefault(path, shown(value), tuple(dict.fromkeys(ours))) for path, (value, ours) in self._defaults.items()
+        ]
 
 
 def _plain(name: str) -> str:
@@ -275,7 +277,7 @@ class Translation(Struct, frozen=True):
     command: str
     raw: dict[str, Any]
     rows: tuple[TranslatedKey, ...]
-    carried: tuple[Carried, ...]
+    carried: tuple[CarriedDefault, ...]
     advice: tuple[str, ...]
 
 
@@ -348,9 +350,9 @@ def _different(section: dict[str, Any], default: dict[str, Any]) -> dict[str, An
     return made
 
 
-def _written(carried: Carried) -> Carried:
+def _written(carried: CarriedDefault) -> CarriedDefault:
     """`carried` with what it wrote that is not our default anyway."""
-    return Carried(carried.path, carried.value, tuple(line for line in carried.ours if line not in _default_lines()))
+    return CarriedDefault(carried.path, carried.value, tuple(line for line in carried.ours if line not in _default_lines()))
 
 
 @functools.cache

@@ -44,7 +44,7 @@ from sluice import start
 _OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
 
 
-class FollowerNode:
+class WorkerNode:
     """A node without the coordinator."""
 
     def __init__(self, config: Config, here: LocalNode, verbose: bool):
@@ -175,7 +175,7 @@ def run_node(options: argparse.Namespace) -> int:
         raise UserError("services.coordinator.port: 0 is any free port, on one node; on several it must be named")
     if faults := list(environment.faults(config, here.machine)):
         raise ConfigError(faults)
-    asyncio.run(FollowerNode(config, here, options.verbose).run())
+    asyncio.run(WorkerNode(config, here, options.verbose).run())
     return 0
 
 

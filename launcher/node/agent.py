@@ -21,7 +21,7 @@ from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
 from runtime import run_files, timeouts
 from runtime.cluster.nodes import Assignment, Death, Launch, NodePaths, NodeRegistration, code
-from runtime.cluster.placement import Allowance
+from runtime.cluster.placement import RestartBackoff
 from runtime.cluster.topology import named_paths, shares_devices, warm_up_seconds
 from runtime.config import Config, Restarts, loading
 from runtime.errors import ConfigError, Forbidden, ServiceFault, UserError
@@ -56,7 +56,7 @@ class CoordinatorKeeper:
         start."""
         assert self.child is not None
         self._supervisor.followed = (again.name,)
-        allowance = Allowance(restarts)
+        allowance = RestartBackoff(restarts)
         while code := await self.child.process.wait():
             former, fault = self.child, self.child.fault()
             delay = allowance.delay(time.monotonic()) if code < 0 else None

@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from runtime.cluster.nodes import PORTS_PER_ROLE, SPANNING_ROLES, NodeRegistration
-from runtime.cluster.placement import NodeOffer, offers, place, table
+from runtime.cluster.placement import NodeResources, offers, place, table
 from runtime.cluster.topology import has_several_nodes, processes
 from runtime.config import Computing, Config, loading
 from runtime.errors import ConfigError, UserError
@@ -157,8 +157,8 @@ class LocalNode(Struct, frozen=True):
         return cls(name or alone or socket.gethostname(), machine, address, devices)
 
     @property
-    def offer(self) -> NodeOffer:
-        return NodeOffer(self.name, len(self.machine.devices) if self.devices is None else self.devices)
+    def offer(self) -> NodeResources:
+        return NodeResources(self.name, len(self.machine.devices) if self.devices is None else self.devices)
 
     def memory(self, config: Config) -> int | None:
         """Bytes that are available to a run on this machine's CPUs alone; None where it is to run elsewhere, or on devices."""
@@ -182,7 +182,7 @@ class LocalNode(Struct, frozen=True):
         )
 
 
-def placement_faults(config: Config, here: NodeOffer, trains: bool) -> list[str]:
+def placement_faults(config: Config, here: NodeResources, trains: bool) -> list[str]:
     """One line per role that cannot be placed, as far as that is known before the nodes have come."""
     try:
         place(config, offers(config, here), trains=trains, waits=bool(config.cluster.min_nodes))
@@ -191,7 +191,7 @@ def placement_faults(config: Config, here: NodeOffer, trains: bool) -> list[str]
     return []
 
 
-def placement_table(config: Config, here: NodeOffer) -> LiteralTable:
+def placement_table(config: Config, here: NodeResources) -> LiteralTable:
     """Which process is to be where, by node and device. Raises ConfigError."""
     nodes = offers(config, here)
     placed = place(config, nodes, waits=bool(config.cluster.min_nodes))

@@ -21,10 +21,10 @@ from typing import Any
 from launcher.node import local_node
 from launcher.node.child import Child
 from launcher.node.logs import LineView, Log
-from launcher.node.stalls import Beats, is_stopped, keep_stacks, stalled
 from launcher.node.topology import ProcessSpec
+from launcher.node.watchdog import HeartbeatMonitor, is_stopped, keep_stacks, stalled
 from runtime import timeouts
-from runtime.cluster.placement import Allowance
+from runtime.cluster.placement import RestartBackoff
 from runtime.config import Logs, Restarts
 from runtime.config.secret_values import resolved
 from runtime.errors import DeadlineExceeded, UserError
@@ -240,10 +240,10 @@ class Supervisor:
         self.stopping = False
         """The run is told to end: no other trainer or critic comes in the place of one that is lost, as no step follows."""
         self._ended_well = False
-        self._allowances: dict[str, Allowance] = {}
+        self._allowances: dict[str, RestartBackoff] = {}
         self._given_up: list[Child] = []
         self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
-        self._beats = Beats()
+        self._beats = HeartbeatMonitor()
         self._orphans = Orphans()
         self._processes: list[asyncio.subprocess.Process] = []  # all that may live
         self._kills = OomKills()
@@ -403,7 +403,11 @@ class Supervisor:
             self.on_exit(child)
             return True
         needless = self.stopping and child.spec.role in ("trainer", "critic")
-        delay = None if needless else self._allowances.setdefault(name, Allowance(self._restarts[name])).delay(time.monotonic())
+        delay = (
+            None
+            if needless
+            else self._allowances.setdefault(name, RestartBackoff(self._restarts[name])).delay(time.monotonic())
+        )
         if delay is None:
             if self._restarts[name].attempts and not needless:
                 child.last = f"; services.{child.spec.role}.restarts allows no further start"

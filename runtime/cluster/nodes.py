@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from runtime.cluster.placement import NodeOffer, Placement, Seat
+from runtime.cluster.placement import Binding, NodeResources, Placement
 from runtime.cluster.topology import is_group
 from runtime.config import Cluster, Config
 from runtime.errors import UserError
@@ -147,12 +147,12 @@ class Roster:
         return absent if len(self.nodes) < (least or len(nodes)) else []
 
     @property
-    def offers(self) -> list[NodeOffer]:
+    def offers(self) -> list[NodeResources]:
         """Those that count, in the order in which they are filled: as the configuration names them, or as they came."""
         if self._cluster.nodes == "auto":
-            return [NodeOffer(each.name, each.devices) for each in self.nodes.values()]
+            return [NodeResources(each.name, each.devices) for each in self.nodes.values()]
         return [
-            NodeOffer(node.name, self.nodes[node.name].devices if node.devices is None else node.devices, node.supernode)
+            NodeResources(node.name, self.nodes[node.name].devices if node.devices is None else node.devices, node.supernode)
             for node in self._cluster.nodes
             if node.name in self.nodes
         ]
@@ -225,7 +225,7 @@ def launches(
     """
     out: dict[str, list[Launch]] = {name: [] for name in roster}
     absent = {seat.instance.role for seat in placement.seats if seat.node not in roster}
-    groups: dict[str, dict[str, list[Seat]]] = {}
+    groups: dict[str, dict[str, list[Binding]]] = {}
     for seat in placement.seats:
         instance = seat.instance
         if seat.node not in roster or (instance.role in absent and is_group(config, instance.role)):
@@ -247,7 +247,7 @@ def launches(
 
 def _group(
     role: str,
-    parts: Mapping[str, Sequence[Seat]],
+    parts: Mapping[str, Sequence[Binding]],
     roster: Mapping[str, NodeRegistration],
     place: int,
     incarnation: int,

@@ -30,7 +30,7 @@ def backoff(settings: Restarts, before: int) -> float:
     return min(settings.backoff * 2.0 ** min(before, 30), max(settings.backoff, timeouts.LONGEST_BACKOFF))
 
 
-class Allowance:
+class RestartBackoff:
     """Of one process, by its role's settings."""
 
     def __init__(self, settings: Restarts):
@@ -50,7 +50,7 @@ class Allowance:
 Hosted = TypeVar("Hosted", bound=Computing)
 
 
-class NodeOffer(Struct, frozen=True):
+class NodeResources(Struct, frozen=True):
     """A node that is there, and how many accelerators it has."""
 
     name: str
@@ -58,7 +58,7 @@ class NodeOffer(Struct, frozen=True):
     supernode: str = ""
 
 
-class Seat(Struct, frozen=True):
+class Binding(Struct, frozen=True):
     """Where a process runs. `devices` count from 0 among those of its node."""
 
     instance: Instance
@@ -69,10 +69,10 @@ class Seat(Struct, frozen=True):
 class Placement(Struct, frozen=True):
     """`pending`: replicas for which no node has room."""
 
-    seats: tuple[Seat, ...]
+    seats: tuple[Binding, ...]
     pending: tuple[Instance, ...] = ()
 
-    def on(self, node: str) -> list[Seat]:
+    def on(self, node: str) -> list[Binding]:
         return [seat for seat in self.seats if seat.node == node]
 
 
@@ -80,17 +80,17 @@ class _NoRoom(Exception):
     """Why something cannot be placed. The message goes on after the role's path."""
 
 
-def offers(config: Config, here: NodeOffer) -> list[NodeOffer]:
+def offers(config: Config, here: NodeResources) -> list[NodeResources]:
     """The nodes that the configuration speaks of, before any has come. What it does not say of them is as `here`."""
     nodes = config.cluster.nodes
     if nodes == "auto":
         count = max(1, config.cluster.min_nodes)
-        return [here] if count == 1 else [NodeOffer(f"node-{index}", here.devices) for index in range(count)]
-    return [NodeOffer(node.name, here.devices if node.devices is None else node.devices, node.supernode) for node in nodes]
+        return [here] if count == 1 else [NodeResources(f"node-{index}", here.devices) for index in range(count)]
+    return [NodeResources(node.name, here.devices if node.devices is None else node.devices, node.supernode) for node in nodes]
 
 
 def place(
-    config: Config, nodes: Sequence[NodeOffer], kept: Sequence[Seat] = (), *, trains: bool = True, waits: bool = False
+    config: Config, nodes: Sequence[NodeResources], kept: Sequence[Binding] = (), *, trains: bool = True, waits: bool = False
 ) -> Placement:
     """A seat for every process that registers. `kept` stay where they are; `nodes` in the order in which they are filled.
 
@@ -149,12 +149,12 @@ def _devices_each(config: Config, instance: Instance) -> int:
 class _Table:
     """Who has what so far."""
 
-    def __init__(self, config: Config, nodes: Sequence[NodeOffer], kept: Sequence[Seat], waits: bool):
+    def __init__(self, config: Config, nodes: Sequence[NodeResources], kept: Sequence[Binding], waits: bool):
         self.seats = list(kept)
         self._config, self._waits = config, waits
         self._nodes = {node.name: node for node in nodes}
         self._accelerated = any(node.devices for node in nodes)
-        self._seats_of: dict[str, list[Seat]] = defaultdict(list)  # by the role's path
+        self._seats_of: dict[str, list[Binding]] = defaultdict(list)  # by the role's path
         self._owner: dict[tuple[str, int], str] = {}
         for seat in kept:
             self._seats_of[path_of(config, seat.instance)].append(seat)
@@ -246,12 +246,12 @@ class _Table:
     # ------------------------------------------------------------------------------------------ devices
 
     def _seat(self, path: str, instance: Instance, node: str, devices: Sequence[int]) -> None:
-        seat = Seat(instance, node, tuple(devices))
+        seat = Binding(instance, node, tuple(devices))
         self._take(seat)
         self.seats.append(seat)
         self._seats_of[path].append(seat)
 
-    def _take(self, seat: Seat) -> None:
+    def _take(self, seat: Binding) -> None:
         """Its devices are its own, unless they are its host's."""
         for device in seat.devices:
             self._owner.setdefault((seat.node, device), seat.instance.name)
@@ -327,7 +327,7 @@ def _of_blocks(block: int) -> str:
     return f" by {block} that have to be on one node" if block > 1 else ""
 
 
-def table(placement: Placement, nodes: Sequence[NodeOffer]) -> list[tuple[str, str, str]]:
+def table(placement: Placement, nodes: Sequence[NodeResources]) -> list[tuple[str, str, str]]:
     """Rows (node, device, processes) for people: each device of each node, then what runs on none."""
     rows: list[tuple[str, str, str]] = []
     for node in nodes:

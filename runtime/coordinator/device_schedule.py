@@ -58,7 +58,7 @@ class MemberLost(Struct, frozen=True):
     member: Member
 
 
-class Reached(Struct, frozen=True):
+class SleepLevelReached(Struct, frozen=True):
     """A rollout has reached `level`, as it was told."""
 
     member: Member
@@ -71,11 +71,11 @@ class GenerationDone(Struct, frozen=True):
     refers: bool = False
 
 
-class Moved(Struct, frozen=True):
+class ResidencyChanged(Struct, frozen=True):
     """Reference or trainer has brought its state to the devices, or off them, as it was told."""
 
 
-class Referred(Struct, frozen=True):
+class ReferenceDone(Struct, frozen=True):
     """The reference has no work any more."""
 
 
@@ -89,38 +89,40 @@ class VersionPublished(Struct, frozen=True):
     """The version counts."""
 
 
-Event = Arrived | MemberLost | Reached | GenerationDone | Moved | Referred | Trained | VersionPublished
+Event = (
+    Arrived | MemberLost | SleepLevelReached | GenerationDone | ResidencyChanged | ReferenceDone | Trained | VersionPublished
+)
 
 
-class TellLevel(Struct, frozen=True):
+class SetSleepLevel(Struct, frozen=True):
     member: Member
     level: Level
 
 
-class TellMove(Struct, frozen=True):
+class SetResidency(Struct, frozen=True):
     """Have `who` bring its state to the devices, or take it off them."""
 
     who: Literal["reference", "trainer"]
     command: Onload | Offload
 
 
-Action = TellLevel | TellMove
+Action = SetSleepLevel | SetResidency
 
 # What each event leads to, by the phase in which it is expected; a rollout may come, go or answer in any.
 _AFTER: dict[type, dict[Phase, Phase]] = {
     GenerationDone: {"asleep": "sleep", "generate": "sleep"},
-    Moved: {"ref_onload": "refer", "ref_offload": "onload", "onload": "train", "offload": "wake_kv"},
-    Referred: {"refer": "ref_offload"},
+    ResidencyChanged: {"ref_onload": "refer", "ref_offload": "onload", "onload": "train", "offload": "wake_kv"},
+    ReferenceDone: {"refer": "ref_offload"},
     Trained: {"train": "wake_weights"},
     VersionPublished: {"publish": "offload"},
 }
 # What follows once every rollout has reached the level of a phase.
 _REACHED: dict[Phase, Phase] = {"sleep": "onload", "wake_weights": "publish", "wake_kv": "generate"}
-_MOVES: dict[Phase, TellMove] = {
-    "ref_onload": TellMove("reference", Onload()),
-    "ref_offload": TellMove("reference", Offload()),
-    "onload": TellMove("trainer", Onload()),
-    "offload": TellMove("trainer", Offload()),
+_MOVES: dict[Phase, SetResidency] = {
+    "ref_onload": SetResidency("reference", Onload()),
+    "ref_offload": SetResidency("reference", Offload()),
+    "onload": SetResidency("trainer", Onload()),
+    "offload": SetResidency("trainer", Offload()),
 }
 _LEVEL: dict[Phase, Level] = {
     "wake_weights": Level.WEIGHTS,
@@ -164,7 +166,7 @@ class DeviceSchedule:
             self._levels[event.member] = Level.ASLEEP
         elif isinstance(event, MemberLost):
             self._remove(event.member)
-        elif isinstance(event, Reached):
+        elif isinstance(event, SleepLevelReached):
             if self._told.get(event.member) == event.level:
                 del self._told[event.member]
                 self._levels[event.member] = event.level
@@ -190,7 +192,7 @@ class DeviceSchedule:
         wanted = _LEVEL.get(self.phase, Level.ASLEEP)
         tell = [member for member, level in sorted(self._levels.items()) if level != wanted and member not in self._told]
         self._told |= dict.fromkeys(tell, wanted)
-        return [TellLevel(member, wanted) for member in tell]
+        return [SetSleepLevel(member, wanted) for member in tell]
 
     def _after(self, event: Event) -> Phase:
         """The phase that follows `event`."""

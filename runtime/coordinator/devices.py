@@ -34,12 +34,12 @@ from runtime.coordinator.device_schedule import (
     Event,
     GenerationDone,
     MemberLost,
-    Moved,
     Phase,
-    Reached,
-    Referred,
-    TellLevel,
-    TellMove,
+    ReferenceDone,
+    ResidencyChanged,
+    SetResidency,
+    SetSleepLevel,
+    SleepLevelReached,
     Trained,
     VersionPublished,
 )
@@ -241,7 +241,7 @@ class ColocatedDevices(Devices):
             self._reference_leases.set()
             await self._referred()
             self._reference_leases.clear()
-            self._handle(Referred())
+            self._handle(ReferenceDone())
             await self._until("onload", "train")
             # The trainer moves in.
             with self._spans.span(TO_TRAIN):
@@ -295,7 +295,7 @@ class ColocatedDevices(Devices):
         self._changed.set()
 
     def _carry_out(self, action: Action) -> Coroutine[Any, Any, None]:
-        return self._move(action.member, action.level) if isinstance(action, TellLevel) else self._have_moved(action)
+        return self._move(action.member, action.level) if isinstance(action, SetSleepLevel) else self._have_moved(action)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._calls.discard(task)
@@ -313,7 +313,7 @@ class ColocatedDevices(Devices):
     async def _move(self, member: Member, level: Level) -> None:
         """Tell a rollout to move to `level`. A rollout that fails to do so is lost, whatever the reason."""
         if await self._moved(member, level, self._partial):
-            self._handle(Reached(member, level))
+            self._handle(SleepLevelReached(member, level))
             self._join(member)
 
     async def _moved(self, member: Member, level: Level, keeps: bool = False) -> bool:
@@ -329,13 +329,13 @@ class ColocatedDevices(Devices):
             return False
         return True
 
-    async def _have_moved(self, action: TellMove) -> None:
+    async def _have_moved(self, action: SetResidency) -> None:
         if action.who == "reference":
             with self._spans.span(self.phase):
                 await self._roles.references.tell(action.command)
         elif self._onloads_trainer or isinstance(action.command, Offload):
             await self._roles.trainer.call(action.command)
-        self._handle(Moved())
+        self._handle(ResidencyChanged())
 
 
 def _lacks_reference(group: Group) -> bool:

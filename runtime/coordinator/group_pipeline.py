@@ -17,11 +17,11 @@ from runtime import types
 from runtime.commands import RolePort
 from runtime.coordinator.buffer import Buffer, DynamicSampling, Group
 from runtime.coordinator.devices import Devices
+from runtime.coordinator.failover import FailoverState
 from runtime.coordinator.gateways import GatewayPool, Load, concurrency_of, request_for
 from runtime.coordinator.pools import RewardScoring, Roles, RolloutPool
 from runtime.coordinator.register import member_of
 from runtime.coordinator.run_context import RunContext
-from runtime.coordinator.takeover import TakenUp
 from runtime.data.prompts import PromptStream
 from runtime.errors import Cancelled, Unreachable
 from runtime.ledger.records import Note, Ticket
@@ -76,7 +76,7 @@ class GroupStage:
         self._lives: set[asyncio.Task[None]] = set()
         self._alarm: asyncio.TimerHandle | None = None  # when a group may be late
 
-    async def run(self, tasks: asyncio.TaskGroup, taken_up: TakenUp | None = None) -> None:
+    async def run(self, tasks: asyncio.TaskGroup, taken_up: FailoverState | None = None) -> None:
         """Admit until cancelled, as far as the buffer's `last_step`. `taken_up`: by which groups are under way already."""
         buffer = self._buffer
         for group in list(buffer):
@@ -118,7 +118,7 @@ class GroupStage:
         if soonest < math.inf:
             self._alarm = asyncio.get_running_loop().call_later(soonest, self._buffer.room_changed.set)
 
-    def _former(self, group: Group, taken_up: TakenUp | None) -> RolePort | None:
+    def _former(self, group: Group, taken_up: FailoverState | None) -> RolePort | None:
         """The rollout that was asked for a group before this coordinator came, unless it is lost, or another by now."""
         rollout, bound = self._pool.find(group.replica), self._buffer.staleness
         if rollout is None or taken_up is None or group.deadline is None:

@@ -33,7 +33,7 @@ from runtime.config import Config
 from runtime.coordinator.buffer import Buffer
 from runtime.coordinator.pools import Roles, models, wait_for
 from runtime.coordinator.register import Register, UnitChange
-from runtime.coordinator.run_context import RunContext, RunHistory, write_course
+from runtime.coordinator.run_context import RunContext, RunHistory, save_run_state
 from runtime.data.prompts import PromptStream
 from runtime.errors import DeadlineExceeded, ServiceFault, StorageFull, Unreachable
 from runtime.ledger import checkpoint, node_checkpoints
@@ -320,7 +320,7 @@ class Checkpoints:
                         self._history.alarm = ""
         at = self._context.epoch + now()
         self._context.ledger.record(CheckpointSaved(step=step, incarnation=self._incarnation, path=str(folder), at=at))
-        write_course(self._context, self._roles, self._history)
+        save_run_state(self._context, self._roles, self._history)
         await self._context.ledger.flush()
         # Old checkpoints go, now that nobody would go back to one of them, and what the ledger keeps for them.
         best = self._best(self.accuracy.keys() & set(checkpoint.steps(self._folder))) if self._settings.keep_best else None

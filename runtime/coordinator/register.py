@@ -139,7 +139,7 @@ class Dismissed(UnitEvent, frozen=True):
     reason: str
 
 
-class Followed(UnitEvent, frozen=True):
+class Replaced(UnitEvent, frozen=True):
     """A later incarnation has a place."""
 
     incarnation: int
@@ -153,7 +153,7 @@ _TABLE: dict[type[UnitEvent], dict[UnitState, UnitState]] = {
     Served: {_S.JOINING: _S.SERVING},
     UnitLost: dict.fromkeys([state for state in _S if not state.over], _S.LOST),
     Dismissed: dict.fromkeys([state for state in _S if state is not _S.DISMISSED], _S.DISMISSED),
-    Followed: dict.fromkeys((_S.LOST, _S.DISMISSED), _S.PLACED),
+    Replaced: dict.fromkeys((_S.LOST, _S.DISMISSED), _S.PLACED),
 }
 
 
@@ -173,7 +173,7 @@ def apply(unit: Unit, event: UnitEvent) -> Unit:
         return replace(unit, state=state if unit.role == ROLLOUT else _S.SERVING, port=event.port, reason="")
     if isinstance(event, UnitLost | Dismissed):
         return replace(unit, state=state, port=None, reason=event.reason)
-    if isinstance(event, Followed):
+    if isinstance(event, Replaced):
         return replace(unit, state=state, incarnation=event.incarnation)
     return replace(unit, state=state)
 
@@ -328,7 +328,7 @@ class Register:
     def _follow(self, unit: Unit, incarnation: int) -> Unit:
         if not unit.state.over:
             unit = self._apply(unit, UnitLost(f"incarnation {incarnation} has come in its place"))
-        return self._apply(unit, Followed(incarnation))
+        return self._apply(unit, Replaced(incarnation))
 
     def _apply(self, unit: Unit, event: UnitEvent) -> Unit:
         after = apply(unit, event)

@@ -37,19 +37,19 @@ from runtime.chosen_algorithm import streams
 from runtime.cluster.topology import alternates, slots, takes_turns
 from runtime.commands import Export, Restore
 from runtime.config import Config
-from runtime.coordinator import takeover
+from runtime.coordinator import failover
 from runtime.coordinator.buffer import Buffer, DynamicSampling
 from runtime.coordinator.devices import ColocatedDevices, Devices
 from runtime.coordinator.evaluation import evaluator_of
+from runtime.coordinator.failover import FailoverState
 from runtime.coordinator.gateways import GatewayPool
 from runtime.coordinator.group_pipeline import STREAM, GroupStage
 from runtime.coordinator.metrics_recorder import BusyMeter, MetricsRecorder, Probes, TrainedStep, gap, line
 from runtime.coordinator.pools import Roles, RolloutPool, models
 from runtime.coordinator.recovery import Checkpoints, Recovery, models_back
 from runtime.coordinator.register import ROLLOUT, Register, UnitState
-from runtime.coordinator.run_context import Course, RunContext, RunHistory, needs, write_course
+from runtime.coordinator.run_context import RunContext, RunHistory, RunState, needs, save_run_state
 from runtime.coordinator.staleness import PipelineDepth, most_live
-from runtime.coordinator.takeover import TakenUp
 from runtime.coordinator.train_loop import AlternatingUpdates, ModelUpdates, TrainLoop
 from runtime.coordinator.weight_sync import WeightPublisher
 from runtime.data.prompts import PromptStream, StreamState
@@ -86,7 +86,7 @@ class Attempt:
     """`execute` runs the attempt; `stop` ends it in order."""
 
     def __init__(
-        self, context: RunContext, roles: Roles, pool: RolloutPool, history: RunHistory, taken_up: TakenUp | None = None
+        self, context: RunContext, roles: Roles, pool: RolloutPool, history: RunHistory, taken_up: FailoverState | None = None
     ):
         """`pool` and `history` belong to the run, and outlive the attempt. `taken_up`: it goes on where an earlier coordinator
         was cut off."""
@@ -109,7 +109,7 @@ class Attempt:
             depth=depth_of(config),
         )
         self.buffer.last_step = config.training.steps
-        history.goes_on_at(first)
+        history.resumes_at(first)
         self._checkpoints = Checkpoints(context, roles, self._stream, self.buffer, history)
         self._spans = SpanClock(now)
         self.publisher = WeightPublisher(roles.trainer, pool, config.publication, config.deadlines.train)
@@ -362,7 +362,7 @@ class Attempt:
             return Position(version=PolicyVersion(), stream=self._stream.state(), trained=[])
         return None
 
-    async def _take_up(self, found: TakenUp) -> None:
+    async def _take_up(self, found: FailoverState) -> None:
         """Go on with the groups as they are, in the same incarnation, after the step that was over last."""
         if (newest := await self._context.ledger.note(STREAM)) is not None:
             self._stream.restore(types.decode(StreamState, newest))
@@ -382,7 +382,7 @@ class Attempt:
         self._incarnation = self._training.incarnation = self.recorder.incarnation = incarnation
 
     def _write_course(self) -> None:
-        write_course(self._context, self._roles, self._history)
+        save_run_state(self._context, self._roles, self._history)
 
     async def _restore(self, position: Position) -> None:
         """Begin a new incarnation at `position`, with the ledger's groups that the checkpoint does not name as trained."""
@@ -455,7 +455,7 @@ class TrainingRun:
     """One run. `stop` ends it in order; everything else happens in `execute`."""
 
     def __init__(
-        self, context: RunContext, register: Register, history: RunHistory | None = None, taken_up: TakenUp | None = None
+        self, context: RunContext, register: Register, history: RunHistory | None = None, taken_up: FailoverState | None = None
     ):
         """`history`, `taken_up`: as an earlier coordinator has left it. Raises Unreachable when trainer or critic is lost."""
         config = context.config
@@ -469,13 +469,13 @@ class TrainingRun:
         self._interrupted = False
 
     @classmethod
-    async def taken_up(cls, context: RunContext, register: Register, course: Course) -> TrainingRun:
+    async def taken_up(cls, context: RunContext, register: Register, course: RunState) -> TrainingRun:
         """Go on after `course`; from the newest checkpoint where its trainer or critic is not there. Raises DeadlineExceeded
         when no other comes either."""
         config, history = context.config, course.history
         history.rl_began = now() - course.rl_seconds if course.rl_seconds else 0.0
         try:
-            found = await takeover.take_up(config, register, course)
+            found = await failover.take_up(config, register, course)
         except SluiceError as error:
             log.warning("the run goes back to its newest checkpoint: %s", error)
             for unit in models(register):
@@ -486,7 +486,7 @@ class TrainingRun:
             return cls(context, register, history)
         return cls(context, register, history, found)
 
-    def _begin(self, taken_up: TakenUp | None = None) -> Attempt:
+    def _begin(self, taken_up: FailoverState | None = None) -> Attempt:
         roles = Roles(self._register, self._config.deadlines.start)
         return Attempt(self._context, roles, self.pool, self._history, taken_up)
 

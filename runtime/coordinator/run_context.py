@@ -86,13 +86,13 @@ class RunHistory(Struct):
             self.alarm = alarm
             log.warning("%s", alarm)
 
-    def goes_on_at(self, step: int) -> None:
+    def resumes_at(self, step: int) -> None:
         """Another attempt begins at `step`."""
         for later in [known for known in self.accuracy if known > step]:
             del self.accuracy[later]
 
 
-class Course(Struct, kw_only=True):
+class RunState(Struct, kw_only=True):
     """How far the `run` is, with the `models` that its newest step was made by. `rl_seconds`: since the first prompt was
     admitted, 0 before that; not the time of day, which a machine may correct."""
 
@@ -102,10 +102,10 @@ class Course(Struct, kw_only=True):
     rl_seconds: float = 0.0
 
 
-def write_course(context: RunContext, roles: Roles, history: RunHistory) -> None:
+def save_run_state(context: RunContext, roles: Roles, history: RunHistory) -> None:
     models = [member_of(model) for model in (roles.trainer, roles.critic) if model is not None]
     seconds = now() - history.rl_began if history.rl_began else 0.0
-    course = Course(run=context.run, models=models, history=history, rl_seconds=seconds)
+    course = RunState(run=context.run, models=models, history=history, rl_seconds=seconds)
     context.ledger.record(Note(key=COURSE, value=types.encode(course)))
 
 

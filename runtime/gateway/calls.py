@@ -32,12 +32,12 @@ from runtime.gateway.tool_calls import without_start_of
 from runtime.types import (
     GATEWAY_GROUPS,
     GroupRequest,
-    KeptSets,
     PlayRequest,
     PolicyVersion,
     RoutedExperts,
     Sample,
     SamplingParams,
+    TokenSets,
 )
 
 T = TypeVar("T")
@@ -212,6 +212,6 @@ def _joined(parts: Sequence[Sample]) -> Sample:
         name: np.concatenate([getattr(part, name) for part in parts])
         for name in ("tokens", "loss_mask", "logprobs", "versions")
     }
-    kept = KeptSets.joined([part.kept for part in parts], [len(part.tokens) for part in parts])
+    kept = TokenSets.joined([part.kept for part in parts], [len(part.tokens) for part in parts])
     experts = RoutedExperts.joined([part.experts for part in parts])
     return Sample(**columns, finish_reason=parts[-1].finish_reason, kept=kept, experts=experts)

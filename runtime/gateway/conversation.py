@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from runtime.errors import SluiceError
-from runtime.types import KeptSets, RoutedExperts
+from runtime.types import RoutedExperts, TokenSets
 
 ReplyEnd = Literal["stop", "length", "tool_calls"]
 TOO_LONG = "context_length_exceeded"  # OpenAI's code of such an error
@@ -88,7 +88,7 @@ class PolicyReply(Struct, frozen=True, gc=False):
     versions: np.ndarray  # int64, PolicyVersion.pack()
     end: ReplyEnd
     stop: str = ""
-    kept: KeptSets | None = None  # as of `Sample`, and so are those
+    kept: TokenSets | None = None  # as of `Sample`, and so are those
     experts: RoutedExperts | None = None
 
 

@@ -36,7 +36,7 @@ class Begun(Struct, frozen=True):
 class GatewayEpisode:
     """One that is open, or was; or, open to nobody, that of a call which belongs to none."""
 
-    def __init__(self, renderer: TemplateRenderer, group: Playing | None = None, index: int = 0):
+    def __init__(self, renderer: TemplateRenderer, group: EpisodeRun | None = None, index: int = 0):
         """`group`: None where there is no run; `index`: in it."""
         self.id, self.key = secrets.token_hex(8), secrets.token_urlsafe(KEY_BYTES)
         self.graph = EpisodeGraph(renderer)
@@ -103,7 +103,7 @@ class GatewayEpisode:
         return LEFT_OUT + self.left_out if self.left_out else self.stop_reason
 
 
-class Playing:
+class EpisodeRun:
     """A group whose episodes are played."""
 
     def __init__(self, request: PlayRequest, done: asyncio.Future[GeneratedGroup]):

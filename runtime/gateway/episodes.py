@@ -26,7 +26,7 @@ from runtime import timeouts
 from runtime.environments.messages import STOP_REASONS
 from runtime.errors import Cancelled, DeadlineExceeded, SluiceError
 from runtime.gateway.conversation import TOO_LONG, Completion, Message, PolicyCall, Refused, Told
-from runtime.gateway.episode import Begun, GatewayEpisode, Playing, SharedCall, finished
+from runtime.gateway.episode import Begun, EpisodeRun, GatewayEpisode, SharedCall, finished
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process.aio import done_within, first_error, now
 from runtime.process.spans import POLICY
@@ -61,10 +61,10 @@ class Episodes:
         self.model, self.key = model, ""
         self._renderer, self._answer, self._most, self._seconds = renderer, answer, most, seconds
         self._name, self._serves, self._rewarded = name, serves, rewarded
-        self._waiting: deque[tuple[Playing, int]] = deque()  # tasks that nobody plays yet
+        self._waiting: deque[tuple[EpisodeRun, int]] = deque()  # tasks that nobody plays yet
         self._came = asyncio.Event()  # one of them
         self._asked = self._warns = False  # whether a program ever asked for one; whether the log will say that none did
-        self.players: Callable[[Playing, int], Awaitable[None]] | None = None
+        self.players: Callable[[EpisodeRun, int], Awaitable[None]] | None = None
         """Has one of a group's episodes played, where its task names an environment."""
         self._open: dict[str, GatewayEpisode] = {}
         self._by_key: dict[str, GatewayEpisode] = {}
@@ -77,7 +77,7 @@ class Episodes:
     async def play(self, request: PlayRequest) -> GeneratedGroup:
         """Answered once all its episodes are over. Raises DeadlineExceeded when no program asked for one of them in time."""
         loop = asyncio.get_running_loop()
-        group = Playing(request, loop.create_future())
+        group = EpisodeRun(request, loop.create_future())
         if request.task.environment:
             return await self._have_played(group)
         timer = loop.call_later(self._seconds, self._expire, group)
@@ -93,7 +93,7 @@ class Episodes:
             self._waiting = deque(each for each in self._waiting if each[0] is not group)
             self._leave_all(group)
 
-    async def _have_played(self, group: Playing) -> GeneratedGroup:
+    async def _have_played(self, group: EpisodeRun) -> GeneratedGroup:
         """By the environment that its task names. Raises what `players` does."""
         assert self.players is not None
         try:
@@ -106,7 +106,7 @@ class Episodes:
         finally:
             self._leave_all(group)
 
-    def _leave_all(self, group: Playing) -> None:
+    def _leave_all(self, group: EpisodeRun) -> None:
         for episode in group.episodes.values():
             self.close_one(episode, "cancelled")
         group.episodes.clear()  # which know the group: what knows itself is not freed at once
@@ -115,7 +115,7 @@ class Episodes:
         if not self._asked and self._waiting:
             log.warning("%d episodes wait, and no program has asked for one (POST /v1/episodes)", len(self._waiting))
 
-    def _expire(self, group: Playing) -> None:
+    def _expire(self, group: EpisodeRun) -> None:
         unasked = group.request.n - len(group.episodes)
         if unasked and not group.done.done():
             why = f"no program has asked for {unasked} of {group.request.n} episodes of group {group.request.group_id}"
@@ -123,7 +123,7 @@ class Episodes:
         for episode in list(group.episodes.values()):
             self.close_one(episode, "timeout")
 
-    def _finish(self, group: Playing) -> None:
+    def _finish(self, group: EpisodeRun) -> None:
         """All its episodes are over."""
         episodes = [group.episodes[index] for index in range(group.request.n)]
         # Where the run has rewards of its own those who play may give none at all; what is left out is left out all the same.
@@ -182,7 +182,7 @@ class Episodes:
         if not self._is_own(key):
             raise Refused(401, "needs the gateway's key")
 
-    def open_one(self, group: Playing, index: int) -> GatewayEpisode:
+    def open_one(self, group: EpisodeRun, index: int) -> GatewayEpisode:
         """One of a group's episodes."""
         group.episodes[index] = GatewayEpisode(self._renderer, group, index)
         return self._opened(group.episodes[index])

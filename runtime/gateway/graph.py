@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from runtime.gateway.conversation import TOO_LONG, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.types import GroupPayload, KeptSets, PolicyVersion, RoutedExperts, Sample, TurnReward, common
+from runtime.types import GroupPayload, PolicyVersion, RoutedExperts, Sample, TokenSets, TurnReward, common
 
 MOST_HELD, CALL = 1 << 24, 256  # tokens that an episode may hold, among which each call counts as some more
 NEW, EDITED, TOOLS = "new conversation", "history edited", "tools changed"
@@ -179,7 +179,7 @@ class EpisodeGraph:
 
     def _branch(self, path: Sequence[ReplyNode], trained: set[ReplyNode]) -> GraphBranch:
         mask, logprobs, versions = [], [], []
-        kept: list[KeptSets | None] = []
+        kept: list[TokenSets | None] = []
         rewards: dict[int, float] = {}
         length = 0
         for node in path:
@@ -199,7 +199,7 @@ class EpisodeGraph:
             logprobs=np.concatenate(logprobs),
             versions=np.concatenate(versions),
             finish_reason="length" if path[-1].reply.end == "length" else "stop",
-            kept=KeptSets.joined(kept, [len(part) for part in mask]),
+            kept=TokenSets.joined(kept, [len(part) for part in mask]),
             experts=RoutedExperts.joined([node.reply.experts for node in path]),
             sampled=len(path[0].given),
             rewards=rewards,

@@ -35,7 +35,7 @@ from runtime.environments.messages import (
 )
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
-from runtime.gateway.episode import GatewayEpisode, Playing
+from runtime.gateway.episode import EpisodeRun, GatewayEpisode
 from runtime.gateway.episodes import Episodes
 from runtime.process.aio import done_within, now
 from runtime.types import EpisodeTask
@@ -132,7 +132,7 @@ class _Attempt:
             await asyncio.gather(self._cancelling, return_exceptions=True)
 
 
-class Players:
+class EpisodeRunner:
     """All methods belong to one event loop."""
 
     def __init__(self, settings: Mapping[str, Environment], url: str, episodes: Episodes, silence: float, seconds: float):
@@ -166,7 +166,7 @@ class Players:
             if attempt.episode.request is not None and attempt.episode.request.group_id == group_id:
                 attempt.be_late()
 
-    async def play(self, group: Playing, index: int) -> None:
+    async def play(self, group: EpisodeRun, index: int) -> None:
         """One episode, until it is over. Raises ServiceFault when too many have failed in a row, or nobody is there to ask."""
         name, until = group.request.task.environment, now() + self._seconds
         settings, tried = self._settings[name], list[str]()

@@ -41,7 +41,7 @@ from runtime.process.aio import unless_failed
 #
 # ::
 #
-#     a thread or a task ── at("backward") ──►  what is open, since when  ──►  event loop ── Beat ──►  launcher/node/stalls.py
+#     a thread or a task ── at("backward") ──►  what is open, since when  ──►  event loop ── Beat ──►  launcher/node/watchdog.py
 #
 # A phase has a limit: `deadlines.stall`, or ten times the longest that it has taken here, 10 s at least. The agent ends a
 # process that is longer in a phase than its limit, but for that of a write, or whose event loop is silent for as long as
@@ -54,7 +54,7 @@ DISK = "disk"  # the phase of a write: a file system that does not answer is wai
 LEARNT = 10  # times that a phase is over before its limit is known from them: until then kernels may be compiled
 
 
-class Beat(Struct, frozen=True):
+class Heartbeat(Struct, frozen=True):
     """What is most overdue of what a process is at: `phase` for `seconds` of at most `limit`; "" when it is at nothing.
 
     `rank`: of the process that the agent started. `loop`: the limit of the event loop's own silence.
@@ -139,7 +139,7 @@ class Work:
                 began = now()
                 phase, detail, seconds, limit = self.most_overdue()
                 loads = phase == "load"  # what is imported holds the interpreter's lock
-                beat = Beat(rank, limit if loads else self.limit("loop"), phase, detail, seconds, limit, collectives())
+                beat = Heartbeat(rank, limit if loads else self.limit("loop"), phase, detail, seconds, limit, collectives())
                 with suppress(OSError):  # an agent that is away, or behind, hears the next one
                     agent.send(types.encode(beat))
                 await asyncio.sleep(timeouts.BEAT)

@@ -140,7 +140,7 @@ class KillablePool:
         await asyncio.gather(*(worker.kill() for worker in self._alive))
 
     def settle(self, job: WorkerTask, verdict: Verdict) -> None:
-        """As `Employer` says."""
+        """As `PoolCallbacks` says."""
         self._pace += (verdict.seconds - self._pace) / BATCH
         if verdict.outcome.value is not None:
             self._cache.put(job.key, verdict.outcome.value)
@@ -148,7 +148,7 @@ class KillablePool:
         job.settle(verdict)
 
     def take_back(self, jobs: Sequence[WorkerTask]) -> bool:
-        """As `Employer` says."""
+        """As `PoolCallbacks` says."""
         if self._workers > 1:
             self._first(jobs)
         return self._workers > 1

@@ -100,7 +100,7 @@ def _whole(value: Any) -> Any:
     return [_whole(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-class Employer(Protocol):
+class PoolCallbacks(Protocol):
     """Whom a worker reports to."""
 
     def settle(self, job: WorkerTask, verdict: Verdict) -> None:
@@ -116,7 +116,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
     The clock of a task starts when its predecessor's verdict arrived, so no task pays for those before it in its batch.
     """
 
-    def __init__(self, limits: Limits, employer: Employer):
+    def __init__(self, limits: Limits, employer: PoolCallbacks):
         self._loop = asyncio.get_running_loop()
         self._limits = limits
         self._employer = employer
@@ -140,7 +140,7 @@ class WorkerProcess(asyncio.SubprocessProtocol):
 
     @classmethod
     async def start(
-        cls, rules: Sequence[str], limits: Limits, employer: Employer, variables: Container[str] = ()
+        cls, rules: Sequence[str], limits: Limits, employer: PoolCallbacks, variables: Container[str] = ()
     ) -> WorkerProcess:
         """Start a process that finds modules where this one does, with `variables` of its environment. Raises OSError when the
         system gives none."""

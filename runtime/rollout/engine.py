@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from runtime import types
 from runtime.errors import InvalidMessage
-from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, KeptSets, PolicyVersion, Sample, outside
+from runtime.types import FinishReason, GeneratedGroup, GroupPayload, GroupRequest, PolicyVersion, Sample, TokenSets, outside
 
 if TYPE_CHECKING:
     import torch
@@ -189,7 +189,7 @@ def _check(request: GroupRequest, known: Container[int], context: int, vocabular
 
 
 def make_sample(
-    tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: FinishReason, kept: KeptSets | None = None
+    tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, reason: FinishReason, kept: TokenSets | None = None
 ) -> Sample:
     """A reply, all of it the model's."""
     return Sample(

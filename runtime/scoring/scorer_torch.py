@@ -26,7 +26,7 @@ from runtime.trainer.backend import confined, token_numbers
 from runtime.trainer.collectives import RankInfo
 from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
 from runtime.trainer.rows import Rows, ramps
-from runtime.types import GroupPayload, KeptSets, LogprobRequest, Logprobs
+from runtime.types import GroupPayload, LogprobRequest, Logprobs, TokenSets
 
 # ---- Scorer policy
 #
@@ -100,7 +100,7 @@ class _Row:
     replies: list[np.ndarray]
     offsets: list[int]
     temperature: float
-    kept: KeptSets | None  # of all replies of the request
+    kept: TokenSets | None  # of all replies of the request
 
     @property
     def length(self) -> int:
@@ -147,7 +147,7 @@ class TorchScorer:
         tokens, positions = np.zeros((2, len(batch), width), np.int64)
         segment = np.full((len(batch), width), -1)  # 0 the prompt, then the replies; -1 padding
         sources, targets, inverse = [], [], []
-        kept: list[KeptSets | None] = []
+        kept: list[TokenSets | None] = []
         for index, row in enumerate(batch):
             end = len(row.prompt)
             tokens[index, :end] = row.prompt
@@ -168,7 +168,7 @@ class TorchScorer:
             inverse.append(np.full(row.length - len(row.prompt), 1.0 / row.temperature, np.float32))
         allowed = self._allowed(segment) if len(batch[0].replies) > 1 else None
         hidden = self._decoder.forward(self._to_device(tokens), self._to_device(positions), allowed).flatten(0, 1)
-        sets = KeptSets.joined(kept, [len(reply) for reply in targets])
+        sets = TokenSets.joined(kept, [len(reply) for reply in targets])
         values = self._gather(hidden, *(np.concatenate(each) for each in (sources, targets, inverse)), kept=sets)
         place = 0
         for row in batch:
@@ -190,7 +190,7 @@ class TorchScorer:
         targets: np.ndarray,
         inverse: np.ndarray,
         *,
-        kept: KeptSets | None,
+        kept: TokenSets | None,
     ) -> np.ndarray:
         """Log-probability of token `targets[i]` predicted at `sources[i]`; logits exist for these positions alone."""
         values = []

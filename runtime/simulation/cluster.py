@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from runtime import timeouts, types
-from runtime.cluster.placement import Allowance
+from runtime.cluster.placement import RestartBackoff
 from runtime.cluster.topology import Instance, instances, is_group, settings_of, slots
 from runtime.commands import (
     AbortWeights,
@@ -662,14 +662,14 @@ class SimulatedCluster:
         self.progress = Progress()
         self._chance = random.Random(f"{seed}/cluster")
         self.slots = slots(config)
-        self._allowances: dict[str, Allowance] = {}
+        self._allowances: dict[str, RestartBackoff] = {}
         self._nodes: dict[str, str] = {}
         self.cores = {f"node-{number}": Cores(loop, costs.cores) for number in range(nodes)}
         self.coordinator_busy = 0.0  # seconds
         self._inbox: deque[tuple[float, Callable[[], None]]] = deque()  # that the coordinator has not looked at yet
         for number, unit in enumerate(self._units()):
             self._nodes[unit.name] = f"node-{number % nodes}"
-            self._allowances[unit.name] = Allowance(settings_of(config, unit).restarts)  # type: ignore[attr-defined]
+            self._allowances[unit.name] = RestartBackoff(settings_of(config, unit).restarts)  # type: ignore[attr-defined]
             self._spawn(unit.role, unit.name, 0)
         self.register.subscribe(self._look)
 

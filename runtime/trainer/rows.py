@@ -15,7 +15,7 @@ import numpy as np
 
 from runtime import types
 from runtime.errors import InvalidMessage
-from runtime.types import GroupPayload, KeptSets, LogprobRequest, Logprobs, TrainGroup, ValueRequest, Values, fed
+from runtime.types import GroupPayload, LogprobRequest, Logprobs, TokenSets, TrainGroup, ValueRequest, Values, fed
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Rows:
     rewards: np.ndarray  # float32 [B], of the row's episode
     truncated: np.ndarray  # bool [B], whether the reply was cut off by length
     valid: np.ndarray  # bool [B], whether the row's episode is
-    kept: KeptSets | None  # flat; None: all tokens were sampled from the whole vocabulary
+    kept: TokenSets | None  # flat; None: all tokens were sampled from the whole vocabulary
     proximal: np.ndarray | None = None  # float32 flat, by the weights at the step's start; None: of the loss's own pass
     experts: np.ndarray | None = None  # [flat, layers, k], of the tokens that are fed, 0 of a row's last; None: not replayed
     prompt_experts: np.ndarray | None = None  # [flat over groups, layers, k]
@@ -181,7 +181,7 @@ def _rows(
         rewards=np.repeat(_concatenate([group.rewards for group in groups], np.float32), branches),
         truncated=np.array([reason == "length" for payload in payloads for reason in payload.finish_reasons], bool),
         valid=valid,
-        kept=KeptSets.joined([payload.kept_sets() for payload in payloads], [len(payload.tokens) for payload in payloads]),
+        kept=TokenSets.joined([payload.kept_sets() for payload in payloads], [len(payload.tokens) for payload in payloads]),
         experts=np.concatenate([own for own, _ in routed]) if routed else None,
         prompt_experts=np.concatenate([prompt for _, prompt in routed]) if routed else None,
     )
@@ -201,7 +201,7 @@ def join(parts: Sequence[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
     joined = {field.name: [getattr(part, field.name) for part in parts] for field in fields(Rows)}
-    kept = KeptSets.joined(joined.pop("kept"), [len(tokens) for tokens in joined["tokens"]])
+    kept = TokenSets.joined(joined.pop("kept"), [len(tokens) for tokens in joined["tokens"]])
     # What points into other arrays moves by what lies before the part.
     sizes = {name: [len(array) for array in joined[name]] for name in ("prompts", "prompt_start", "tokens")}
     sizes["episodes"] = [int(part.episode.max(initial=-1)) + 1 for part in parts]

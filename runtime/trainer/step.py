@@ -42,7 +42,7 @@ from runtime.types import GroupPayload, StepResult, TrainGroup, ValueRequest, Va
 # What is kept of a step's tokens for whoever reads samples: collected on the device, written once the step is over.
 
 
-class KeptTokens:
+class TokenLog:
     """Of this rank, the first `mismatch.keep_tokens` of each step that it trains; none without a run's folder. No pass waits
     for it."""
 
@@ -139,7 +139,7 @@ class ModelTrainer:
         self._streams = streams(config)
         self._several_updates = updates_per_step(config) > 1
         self._rate = self._options.learning_rate
-        self._kept = KeptTokens(config, backend.rank_info.rank)
+        self._kept = TokenLog(config, backend.rank_info.rank)
         self._keeps: Rows | None = None  # the rows of the passes that are made
         self.step = 0
         """The step that comes next, or is under way: the weights are those of version `step`."""

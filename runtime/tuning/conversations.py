@@ -14,7 +14,7 @@ Render = Callable[[Sequence[Message], bool], str]
 """A conversation as text; with True, up to where the assistant's reply begins."""
 
 
-class TaughtRow(NamedTuple):
+class SftRow(NamedTuple):
     """One row of a batch. The last token is one that is taught."""
 
     tokens: np.ndarray  # int32 [T]
@@ -44,7 +44,7 @@ def turns(render: Render, conversation: Sequence[Message], origin: str) -> list[
     return rows
 
 
-def taught_row(parts: Sequence[Sequence[int]], stop_ids: Sequence[int]) -> TaughtRow:
+def taught_row(parts: Sequence[Sequence[int]], stop_ids: Sequence[int]) -> SftRow:
     """From the tokens of what the assistant is given and what it writes, in turn. What the template puts behind the token that
     ends a reply is given, as nobody generates it."""
     tokens: list[int] = []
@@ -55,4 +55,4 @@ def taught_row(parts: Sequence[Sequence[int]], stop_ids: Sequence[int]) -> Taugh
         tokens += part
         mask += [True] * taught + [False] * (len(part) - taught)
     end = len(mask) - mask[::-1].index(True) if True in mask else 0
-    return TaughtRow(np.array(tokens[:end], np.int32), np.array(mask[:end], bool))
+    return SftRow(np.array(tokens[:end], np.int32), np.array(mask[:end], bool))

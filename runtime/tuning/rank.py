@@ -48,7 +48,7 @@ from runtime.trainer.rank import join_group, require_memory
 from runtime.trainer.rows import Needs, Rows, balance
 from runtime.trainer.statistics import StepStatistics
 from runtime.trainer.step import ModelTrainer, model_trainer
-from runtime.tuning.conversations import TaughtRow, taught_row, turns
+from runtime.tuning.conversations import SftRow, taught_row, turns
 from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, TrainGroup
 
 # ---- Lessons
@@ -56,11 +56,11 @@ from runtime.types import GroupPayload, PolicyVersion, Sample, StepResult, Train
 # What `sluice tune` teaches: the conversations of `data.train`, rendered and encoded once, and which of them come when.
 
 
-class Lessons(NamedTuple):
+class SftDataset(NamedTuple):
     """Conversations, those of several sources one after the other, and the rows of each. `said`: what became of the files'."""
 
     problems: list[Problem]
-    rows: list[list[TaughtRow]]
+    rows: list[list[SftRow]]
     shares: list[Share]
     said: str
 
@@ -69,11 +69,11 @@ class Lessons(NamedTuple):
         return PromptStream(self.problems, config.run.seed, config.data.shuffle, self.shares, config.data.curriculum)
 
 
-def read_lessons(config: Config, tokenizer: Tokenizer) -> Lessons:
+def read_lessons(config: Config, tokenizer: Tokenizer) -> SftDataset:
     """All conversations of `data.train`: a row's prompt, or chat, and its label as the reply. Raises UserError."""
     data = config.data
     problems: list[Problem] = []
-    rows: list[list[TaughtRow]] = []
+    rows: list[list[SftRow]] = []
     shares: list[Share] = []
     dropped: Counter[str] = Counter()
     for key, source in sources(data):
@@ -92,10 +92,10 @@ def read_lessons(config: Config, tokenizer: Tokenizer) -> Lessons:
         rows += [encoded[at] for at in short]
         shares.append(Share(len(short), source.weight))
     left_out = {reason: count for reason, count in dropped.items() if count}
-    return Lessons(problems, rows, shares, report(len(problems) + sum(left_out.values()), len(problems), left_out))
+    return SftDataset(problems, rows, shares, report(len(problems) + sum(left_out.values()), len(problems), left_out))
 
 
-def _encoded(problems: list[Problem], tokenizer: Tokenizer) -> list[list[TaughtRow]]:
+def _encoded(problems: list[Problem], tokenizer: Tokenizer) -> list[list[SftRow]]:
     """The rows of each conversation."""
     template = tokenizer.template
 
@@ -152,7 +152,7 @@ def supervised_trainer(
     return model_trainer(SupervisedObjective, config, RankInfo(rank, world_size, torch.device(device)))
 
 
-def taught_group(number: int, rows: Sequence[TaughtRow], shared: int) -> TrainGroup:
+def taught_group(number: int, rows: Sequence[SftRow], shared: int) -> TrainGroup:
     """Rows whose first `shared` tokens are the same, of which none is taught: they are computed once."""
     samples = [
         Sample(

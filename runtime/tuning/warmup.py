@@ -31,7 +31,7 @@ from runtime.data.prepare import TOOL, lookups
 from runtime.data.templates import ChatTemplate, Message
 from runtime.errors import ConfigError, UserError
 from runtime.models import tiny_model
-from runtime.tuning.conversations import TaughtRow, taught_row, turns
+from runtime.tuning.conversations import SftRow, taught_row, turns
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ Progress = Callable[[dict[str, object]], None]
 Conversation = Sequence[dict[str, Any]]
 
 
-class TaughtProblem(arithmetic.Answered, Protocol):
+class SftProblem(arithmetic.Answered, Protocol):
     """One of a task's."""
 
     def conversation(self, careless: bool = False) -> list[dict[str, Any]]: ...
@@ -72,7 +72,7 @@ class TaughtRows(NamedTuple):
     shared: int  # tokens that all begin with: the tools
 
 
-def _task(settings: Warmup) -> tuple[Sequence[TaughtProblem], Sequence[TaughtProblem], list[dict[str, Any]]]:
+def _task(settings: Warmup) -> tuple[Sequence[SftProblem], Sequence[SftProblem], list[dict[str, Any]]]:
     """Problems to train on, held-out ones, and the tools that the assistant is told of."""
     if settings.task == "lookup":
         return *lookups(settings.eval_problems, settings.seed), [TOOL]
@@ -119,7 +119,7 @@ class Corpus:
     """The training problems, each draw of which may be careless."""
 
     def __init__(
-        self, tokenizer: Tokenizer, problems: Sequence[TaughtProblem], tools: list[dict[str, Any]], careless: float, seed: int
+        self, tokenizer: Tokenizer, problems: Sequence[SftProblem], tools: list[dict[str, Any]], careless: float, seed: int
     ):
         """`careless`: the probability of that."""
         import torch
@@ -145,7 +145,7 @@ class Examination:
     """What a model says to the held-out problems."""
 
     def __init__(
-        self, tokenizer: Tokenizer, held_out: Sequence[TaughtProblem], tools: list[dict[str, Any]], sampled: bool = False
+        self, tokenizer: Tokenizer, held_out: Sequence[SftProblem], tools: list[dict[str, Any]], sampled: bool = False
     ):
         """`sampled`: fluency is that of replies at temperature 1, otherwise of greedy ones."""
         slips = [wrong for p in held_out if (wrong := p.conversation(careless=True)) != p.conversation()]
@@ -247,7 +247,7 @@ def _predicted(model: torch.nn.Module, rows: TaughtRows) -> tuple[torch.Tensor, 
 
 def _taught(
     tokenizer: Tokenizer, conversations: Sequence[Conversation], tools: list[dict[str, Any]]
-) -> tuple[list[TaughtRow], int]:
+) -> tuple[list[SftRow], int]:
     """A row of each, and how many tokens all begin with: the tools."""
     template = ChatTemplate(tiny_model.CHAT_TEMPLATE, {}, "the tiny model")
 

@@ -1,7 +1,7 @@
 """Pickles of strangers as plain values. Nothing that they mention is imported, called or changed, but for what is told here.
 
 The opcodes are read by the standard library's `pickletools`, and carried out by a small machine of our own: its stack has plain
-values, and `Function`, `Inert` and `Attributes`, of which a pickle gets no attribute, and sets none. Python's unpickler is not
+values, and `Function`, `Opaque` and `Attributes`, of which a pickle gets no attribute, and sets none. Python's unpickler is not
 used: it sets attributes of whatever a function returned, hashes any key, and makes a memo as long as a pickle says.
 """
 
@@ -45,7 +45,7 @@ class Function:
         self.work = work
 
 
-class Inert:
+class Opaque:
     """What stands for an object of another program: nothing but its name there."""
 
     __slots__ = ("name",)
@@ -85,7 +85,7 @@ def line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if type(error).__module__ == "builtins" else text  # such as KeyError
 
 
-class Surroundings(Protocol):
+class UnpickleHooks(Protocol):
     """What a pickle refers to."""
 
     def named(self, full: str) -> Any:
@@ -95,7 +95,7 @@ class Surroundings(Protocol):
         """What a persistent identity stands for."""
 
 
-def load(code: bytes, surroundings: Surroundings, scale: int = 1) -> Any:
+def load(code: bytes, surroundings: UnpickleHooks, scale: int = 1) -> Any:
     """The value of a pickle, which may be `scale` times as long as others.
 
     Raises RefusedPickle as `surroundings` do, and what `FAULTS` lists for what is no pickle, or is too long.
@@ -122,7 +122,7 @@ def load(code: bytes, surroundings: Surroundings, scale: int = 1) -> Any:
 class _Machine:
     """The state of a pickle that is read. Each method carries out what `_STEPS` tells."""
 
-    def __init__(self, surroundings: Surroundings):
+    def __init__(self, surroundings: UnpickleHooks):
         self.stack: list[Any] = []
         self._below: list[list[Any]] = []  # what lies under each mark
         self._memo: dict[int, Any] = {}
@@ -183,7 +183,7 @@ class _Machine:
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(items)
-        elif not isinstance(target, Inert):
+        elif not isinstance(target, Opaque):
             raise Malformed(f"its pickle appends to {told(target)}")
 
     def set_item(self, _: None) -> None:
@@ -198,7 +198,7 @@ class _Machine:
         if isinstance(target, dict):
             for key, value in zip(items[::2], items[1::2], strict=True):
                 target[_key(key)] = value
-        elif not isinstance(target, Inert):
+        elif not isinstance(target, Opaque):
             raise Malformed(f"its pickle sets items of {told(target)}")
 
     def name(self, pair: str) -> None:
@@ -238,7 +238,7 @@ class _Machine:
             if type(state) is not type(target.values):
                 raise Malformed(f"its pickle has {told(state)} as attributes")
             target.values = state
-        elif not isinstance(target, (Inert, dict)):
+        elif not isinstance(target, (Opaque, dict)):
             raise Malformed(f"its pickle sets attributes of {told(target)}")
 
     def stored_outside(self, _: None) -> None:
@@ -259,7 +259,7 @@ def _key(key: Any) -> Any:
     elif isinstance(key, (str, bytes)):
         good = len(key) <= _LONGEST
     else:
-        good = key is None or isinstance(key, (Inert, Attributes)) or (isinstance(key, int) and abs(key) < 1 << 31)
+        good = key is None or isinstance(key, (Opaque, Attributes)) or (isinstance(key, int) and abs(key) < 1 << 31)
     if not good:
         raise Malformed(f"its pickle has {told(key)} as a key")
     return key

@@ -156,7 +156,7 @@ class Session:
         self._term = term
         self._channel = Channel(address, keys, process(name, incarnation), silence, token)
         self._ids = itertools.count(1)
-        self._outbox = stream.Outbox()
+        self._outbox = stream.SendQueue()
         self._waiting: dict[int, tuple[str, asyncio.Future[bytes]]] = {}  # the method's name, and the answer to come
         self._keys: dict[int, str] = {}  # of those that have one
         self._acknowledged: list[str] = []  # since the last frame
@@ -269,7 +269,7 @@ class Session:
             return  # the reader sees the same end, and says why
 
     async def _read(self, rpc: Any) -> None:
-        joiner = stream.Joiner()
+        joiner = stream.Reassembler()
         try:
             async for data in rpc:
                 for reply in contract.frame_of(common_pb2.ReplyFrame, data).replies:
@@ -285,7 +285,7 @@ class Session:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._break(f"{type(error).__name__}: {error}")
 
-    def _settle(self, reply: common_pb2.Reply, joiner: stream.Joiner) -> None:
+    def _settle(self, reply: common_pb2.Reply, joiner: stream.Reassembler) -> None:
         failed = reply.HasField("error")
         body = None if failed else joiner.add(reply.id, reply.body, reply.more)
         method_name, future = self._waiting.get(reply.id, ("", None))
@@ -313,7 +313,7 @@ class Session:
 UNDER_WAY = 2  # commands: one that is computed, and one that is there when it is done
 
 
-class Gathering:
+class RequestBatcher:
     """What is asked in one turn of the event loop, or while `UNDER_WAY` commands are on their way, is one command."""
 
     def __init__(self, client: GroupClient, method: Method):
@@ -465,9 +465,9 @@ class GroupClient(RoleClient):
         self._gone.set()
 
     @cached_property
-    def _gatherings(self) -> dict[Method, Gathering]:
+    def _gatherings(self) -> dict[Method, RequestBatcher]:
         rows = (row for (service, _), row in METHODS.items() if service == self._service and row.gathered)
-        return {row: Gathering(self, row) for row in rows}
+        return {row: RequestBatcher(self, row) for row in rows}
 
     def _posted(self, method: Method, command: Any) -> Coroutine[Any, Any, Any]:
         """The command, on its way to the ranks that it is for; what is returned waits for all of them."""

@@ -111,7 +111,7 @@ class Server:
         address = network.host_port(host, port)
         raise errors.UserError(f"cannot listen on {address}: the port is in use or the address is not ours")
 
-    async def bind_again(self, address: str) -> None:
+    async def rebind(self, address: str) -> None:
         """Listen on the address of a process that this one follows, by which others know it. Its port may be a connection's of
         another program's for a while. Raises UserError once `PORT_AGAIN` is over."""
         host, _, port = address.rpartition(":")
@@ -228,15 +228,18 @@ class _SessionHandler:
         self._handlers = handlers
         self._fence = fence
         self._running: dict[str, asyncio.Future[Any]] = {}  # calls that have a key, by it
-        self._kept = KeptAnswers(KEPT)
-        self._held = {True: stream.Held(), False: stream.Held()}  # of the coordinator's streams, and of all others'
+        self._kept = ReplyCache(KEPT)
+        self._held = {
+            True: stream.BufferedBytes(),
+            False: stream.BufferedBytes(),
+        }  # of the coordinator's streams, and of all others'
 
     async def serve(self, frames: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         try:
             security.check_certificate(context)
         except errors.Forbidden as error:  # before anything is read
             await _refuse(error, context)
-        outbox = stream.Outbox()
+        outbox = stream.SendQueue()
         answering: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # of each call its key, and the answer to come
         reader = asyncio.create_task(self._read(frames, outbox, answering))
         try:
@@ -255,10 +258,10 @@ class _SessionHandler:
     async def _read(
         self,
         frames: AsyncIterator[bytes],
-        outbox: stream.Outbox,
+        outbox: stream.SendQueue,
         answering: dict[int, tuple[str, asyncio.Future[Any]]],
     ) -> None:
-        joiner = stream.Joiner(self._held[security.is_coordinator()])
+        joiner = stream.Reassembler(self._held[security.is_coordinator()])
         try:
             async for data in frames:
                 frame = contract.frame_of(common_pb2.CallFrame, data)
@@ -290,7 +293,7 @@ class _SessionHandler:
         self,
         call: common_pb2.Call,
         body: bytes,
-        outbox: stream.Outbox,
+        outbox: stream.SendQueue,
         answering: dict[int, tuple[str, asyncio.Future[Any]]],
     ) -> None:
         """Hand a call over; its answer leaves when it is there. No task of its own: that would cost as much as the call."""
@@ -320,7 +323,7 @@ class _SessionHandler:
         id_: int,
         key: str,
         method: contract.Method,
-        outbox: stream.Outbox,
+        outbox: stream.SendQueue,
         answering: dict[int, tuple[str, asyncio.Future[Any]]],
         answer: asyncio.Future[Any],
     ) -> None:
@@ -340,16 +343,16 @@ class _SessionHandler:
             _put(outbox, id_, body, urgent=method.priority is contract.Priority.CONTROL)
 
 
-def _put(outbox: stream.Outbox, id_: int, body: Body, urgent: bool) -> None:
+def _put(outbox: stream.SendQueue, id_: int, body: Body, urgent: bool) -> None:
     for chunk, more in stream.split(body):
         outbox.put(common_pb2.Reply(id=id_, more=more), chunk, urgent)
 
 
-def _put_error(outbox: stream.Outbox, id_: int, error: BaseException) -> None:
+def _put_error(outbox: stream.SendQueue, id_: int, error: BaseException) -> None:
     outbox.put(common_pb2.Reply(id=id_, error=contract.error_to_wire(error)), urgent=True)
 
 
-class KeptAnswers:
+class ReplyCache:
     """Answers by the keys of their calls, until they are acknowledged. Of more than `most` bytes the oldest are dropped."""
 
     def __init__(self, most: int):

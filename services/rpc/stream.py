@@ -13,7 +13,7 @@ from runtime.types import SMALL, Body, Parts, parts_of
 
 CHUNK = 1 << 20  # bytes of one body that one frame carries
 FRAME = 4 << 20  # bytes after which a frame is full
-COMPANY = 32  # messages that fill one too: it leaves at once, and its peer works on them while the next are made
+MAX_BATCH = 32  # messages that fill one too: it leaves at once, and its peer works on them while the next are made
 LARGEST = 1 << 30  # bytes of one body
 UNFINISHED = 4  # bodies of one stream: who sends one puts all of it on its way before the next
 HELD = LARGEST + (64 << 20)  # bytes of unfinished bodies that one stream may leave here
@@ -40,7 +40,7 @@ def _varint(value: int) -> bytes:
     return bytes((*out, value))
 
 
-class Large(NamedTuple):
+class LargeBody(NamedTuple):
     """A Call or Reply with a large body, which is beside it."""
 
     head: Any
@@ -48,14 +48,14 @@ class Large(NamedTuple):
 
 
 def frame(head: Any, name: str, messages: Sequence[Any]) -> bytes:
-    """The serialized frame `head` with `messages`, as an `Outbox` gives them, in its field `name`. Large bodies are copied
+    """The serialized frame `head` with `messages`, as an `SendQueue` gives them, in its field `name`. Large bodies are copied
     here, and only here."""
-    if Large not in map(type, messages):
+    if LargeBody not in map(type, messages):
         getattr(head, name).extend(messages)
         return bytes(head.SerializeToString())
     number, parts = head.DESCRIPTOR.fields_by_name[name].number, [head.SerializeToString()]
     for message in messages:
-        if isinstance(message, Large):
+        if isinstance(message, LargeBody):
             body = field(message.head.BODY_FIELD_NUMBER, message.body)
             parts += field(number, [message.head.SerializeToString(), *body])
         else:
@@ -80,17 +80,17 @@ def split(body: Body) -> Iterator[tuple[Body, bool]]:
     yield chunk, False
 
 
-class Held:
+class BufferedBytes:
     """Bytes of unfinished bodies that a service holds for all its streams."""
 
     size = 0
 
 
-class Joiner:
+class Reassembler:
     """Puts cut-up bodies together again, by their id. `held` counts what it holds, until `close`."""
 
-    def __init__(self, held: Held | None = None):
-        self._held = held or Held()
+    def __init__(self, held: BufferedBytes | None = None):
+        self._held = held or BufferedBytes()
         self._bodies: dict[int, bytearray] = {}  # the unfinished ones
 
     def add(self, id_: int, chunk: bytes, more: bool) -> bytes | None:
@@ -129,13 +129,13 @@ class Joiner:
 
 def _fitting(messages: list[Any]) -> list[Any]:
     """The first of them, as many as a frame takes: small ones do not fill it."""
-    if Large not in map(type, messages):
+    if LargeBody not in map(type, messages):
         return messages
-    before = accumulate((size_of(each.body) if isinstance(each, Large) else 0 for each in messages), initial=0)
+    before = accumulate((size_of(each.body) if isinstance(each, LargeBody) else 0 for each in messages), initial=0)
     return [message for message, size in zip(messages, before, strict=False) if size < FRAME]
 
 
-class Outbox:
+class SendQueue:
     """Messages waiting for the next frame. Data waits up to `FRAME_WINDOW` for company, urgent messages leave at once."""
 
     def __init__(self) -> None:
@@ -150,9 +150,9 @@ class Outbox:
             message.body = body
             self._messages.append(message)
         else:
-            self._messages.append(Large(message, parts_of(body)))
+            self._messages.append(LargeBody(message, parts_of(body)))
         self._something.set()
-        if urgent or len(self._messages) >= COMPANY:
+        if urgent or len(self._messages) >= MAX_BATCH:
             self._urgent.set()
 
     def close(self) -> None:
@@ -162,14 +162,14 @@ class Outbox:
         self._urgent.set()
 
     async def frame(self) -> list[Any]:
-        """The messages of the next frame, at least one, those with large bodies as `Large`; empty when closed."""
+        """The messages of the next frame, at least one, those with large bodies as `LargeBody`; empty when closed."""
         await self._something.wait()
         if not self._urgent.is_set():
             loop = asyncio.get_running_loop()
             timer = loop.call_later(timeouts.FRAME_WINDOW, self._urgent.set)
             await self._urgent.wait()
             timer.cancel()
-        messages = _fitting(self._messages[:COMPANY])
+        messages = _fitting(self._messages[:MAX_BATCH])
         self._messages = self._messages[len(messages) :]
         if not self._messages and not self._closed:
             self._something.clear()

@@ -144,7 +144,7 @@ def main() -> None:
     if alone:
         work(made, own, int(per_process))
     else:
-        Nursery(own, made, (file, name, per_process)).run()
+        Zygote(own, made, (file, name, per_process)).run()
 
 
 def imported(file: str, name: str) -> Any:
@@ -187,7 +187,7 @@ def _prctl(option: int, value: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- the nursery
 
 
-class Nursery:
+class Zygote:
     """Told "fork" with a descriptor, it starts a worker on it and says its pid; told "kill PID", it ends that one. It says who
     ended, and how."""
 

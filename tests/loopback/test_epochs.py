@@ -40,7 +40,7 @@ PUBLICATION = config.Publication(join_timeout=600.0, transfer_timeout=600.0, com
 COLLECTIVE = replace(PUBLICATION, transport="collective")
 
 
-class Held:
+class BufferedBytes:
     """A rollout's engine: `swapped` are the versions that it took over, each of which has to be whole."""
 
     adopts = "float32"
@@ -155,7 +155,7 @@ class RolloutHere(Port):
     def __init__(self, name: str, settings: config.Publication = PUBLICATION, incarnation: int = 0):
         services = config.Services(rollout=config.Rollout(replicas=3))
         service = RolloutService(config.Config(run=config.Run(name="test"), publication=settings, services=services), name, 0)
-        self.engine = Held()
+        self.engine = BufferedBytes()
         service.use(self.engine)
         super().__init__(service, incarnation)
 

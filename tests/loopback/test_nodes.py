@@ -25,12 +25,12 @@ from launcher.node.local_node import Machine
 from launcher.node.supervisor import Supervisor
 from runtime import run_files, timeouts, types
 from runtime.cluster.nodes import Assignment, Death, NodePaths, NodeRegistration, Scale
-from runtime.cluster.placement import Seat
+from runtime.cluster.placement import Binding
 from runtime.cluster.topology import Instance
 from runtime.commands import Restore, Save
 from runtime.config import Config, loading
+from runtime.coordinator.failover import KnownUnit, Members
 from runtime.coordinator.register import Register, UnitState
-from runtime.coordinator.takeover import KnownUnit, Members
 from runtime.data.prompts import StreamState
 from runtime.errors import ConfigError, DeadlineExceeded, ServiceFault, UserError
 from runtime.ledger import checkpoint, node_checkpoints
@@ -294,7 +294,7 @@ async def test_a_node_that_comes_to_the_next_coordinator_first_keeps_its_ranks_o
     desk: Desk,
 ) -> None:
     ranks = ("trainer-0", "trainer-1")
-    seats = [Seat(Instance("trainer", name, rank), node) for rank, (name, node) in enumerate(zip(ranks, "ab", strict=True))]
+    seats = [Binding(Instance("trainer", name, rank), node) for rank, (name, node) in enumerate(zip(ranks, "ab", strict=True))]
     told = [Registration(role="trainer", name=name, address="127.0.0.1:1", pid=1, host="h", incarnation=1) for name in ranks]
     unit = KnownUnit("trainer", list(ranks), 1, told)
     desk.nodes.take_up(Members(run="r", began=1, rollouts=0, seats=seats, pending=[], units=[unit]))

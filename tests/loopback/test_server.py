@@ -170,7 +170,7 @@ async def test_the_port_of_whom_it_follows_is_waited_for(monkeypatch: pytest.Mon
     server, held = Server({"Reference": {"Logprobs": echo}}, {}), socket.create_server(("127.0.0.1", 0))
     port = held.getsockname()[1]
     monkeypatch.setattr(timeouts, "PORT_POLL", 0.0)
-    binding = asyncio.create_task(server.bind_again(f"127.0.0.1:{port}"))
+    binding = asyncio.create_task(server.rebind(f"127.0.0.1:{port}"))
     for _ in range(3):
         await asyncio.sleep(0)
     assert not binding.done()
@@ -181,7 +181,7 @@ async def test_the_port_of_whom_it_follows_is_waited_for(monkeypatch: pytest.Mon
     with socket.create_server(("127.0.0.1", port)):  # held for ever
         monkeypatch.setattr(timeouts, "PORT_AGAIN", 0.0)
         with pytest.raises(errors.UserError, match=f"^cannot listen on 127.0.0.1:{port}: the port is in use"):
-            await Server({"Reference": {"Logprobs": echo}}, {}).bind_again(f"127.0.0.1:{port}")
+            await Server({"Reference": {"Logprobs": echo}}, {}).rebind(f"127.0.0.1:{port}")
 
 
 @driven_by(run)

@@ -18,7 +18,7 @@ from services.model_service import Actor, Request
 from services.rpc import contract, server, stream
 from services.rpc.client import Channel, Session, call, watch
 from services.rpc.generated import common_pb2, reference_pb2
-from services.rpc.server import KeptAnswers, Server
+from services.rpc.server import ReplyCache, Server
 from tests.coroutines import driven_by
 from tests.loopback.session_peers import (
     LOGPROBS,
@@ -72,7 +72,7 @@ async def test_calls_posted_together_travel_in_few_frames() -> None:
     async with raw_peer(serve) as address, connected(address) as session:
         calls = [session.post(LOGPROBS, request(), PATIENCE) for _ in range(100)]
         assert await asyncio.gather(*calls) == [b"x"] * 100
-    assert frames == [stream.COMPANY] * 3 + [100 - 3 * stream.COMPANY]
+    assert frames == [stream.MAX_BATCH] * 3 + [100 - 3 * stream.MAX_BATCH]
 
 
 @driven_by(run)
@@ -435,14 +435,14 @@ async def test_what_is_acknowledged_or_has_no_key_is_done_again() -> None:
 @driven_by(run)
 async def test_a_session_acknowledges_what_it_is_told_to_and_what_it_withdrew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Along with its next call."""
-    kept: list[KeptAnswers] = []
+    kept: list[ReplyCache] = []
 
-    class Noted(KeptAnswers):
+    class Noted(ReplyCache):
         def __init__(self, most: int):
             super().__init__(most)
             kept.append(self)
 
-    monkeypatch.setattr(server, "KeptAnswers", Noted)
+    monkeypatch.setattr(server, "ReplyCache", Noted)
     peer = Peer()
 
     async def logprobs_of(message: LogprobRequest) -> bytes:
@@ -502,7 +502,7 @@ async def test_a_coordinator_in_whose_place_another_has_come_is_not_heeded() -> 
 
 
 def test_kept_answers_are_bounded_by_their_bytes() -> None:
-    answers = KeptAnswers(10)
+    answers = ReplyCache(10)
     for key, body in (("a", b"1234"), ("b", b"1234"), ("a", b"12"), ("c", b"1234")):
         answers.put(key, [body])
     assert [answers.get(key) for key in "abc"] == [[b"12"], [b"1234"], [b"1234"]]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from launcher.node.logs import Log
-from launcher.node.stalls import Heard, is_stopped, keep_stacks
+from launcher.node.watchdog import ReceivedHeartbeat, is_stopped, keep_stacks
 from runtime.config import Logs
 from runtime.process.os_process import find_program
-from runtime.process.spans import Beat
+from runtime.process.spans import Heartbeat
 from tests.system.runs import POLL
 
 SCRIPT = """
@@ -42,7 +42,7 @@ def test_py_spy_finds_the_stacks_of_a_process_that_is_stopped(tmp_path: Path) ->
             process.send_signal(signal.SIGSTOP)
             while not is_stopped(process.pid):  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(POLL)
-            await keep_stacks(log, {0: Heard(Beat(0, 10.0), process.pid, time.monotonic())})
+            await keep_stacks(log, {0: ReceivedHeartbeat(Heartbeat(0, 10.0), process.pid, time.monotonic())})
             return log.tail()
         finally:
             process.kill()

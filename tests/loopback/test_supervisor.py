@@ -23,7 +23,7 @@ from launcher.node.supervisor import Supervisor
 from launcher.node.topology import ProcessSpec
 from launcher.view import View
 from runtime import timeouts
-from runtime.cluster.placement import Allowance
+from runtime.cluster.placement import RestartBackoff
 from runtime.config import FromEnvironment, Logs, Restarts
 from runtime.errors import UserError
 from runtime.process.os_process import INCARNATION
@@ -41,11 +41,11 @@ DIES_FIRST = f"import os, time; os.environ['{INCARNATION}'] == '0' and os.abort(
 
 
 def test_an_allowance_grants_so_many_within_its_window_each_later_than_the_one_before() -> None:
-    allowance = Allowance(Restarts(attempts=2, window=100.0, backoff=0.5))
+    allowance = RestartBackoff(Restarts(attempts=2, window=100.0, backoff=0.5))
     assert [allowance.delay(now) for now in (0.0, 10.0, 20.0)] == [0.5, 1.0, None]
     assert allowance.delay(100.0) == 1.0  # the first is out of the window
     assert allowance.delay(105.0) is None
-    assert Allowance(Restarts(attempts=0)).delay(0.0) is None
+    assert RestartBackoff(Restarts(attempts=0)).delay(0.0) is None
 
 
 def spec(name: str, code: str, *arguments: str) -> ProcessSpec:

@@ -28,7 +28,7 @@ from runtime.trainer.backend import confined
 from runtime.trainer.fsdp import optimizers, sharding
 from runtime.trainer.megatron import passes
 from runtime.trainer.step import ModelTrainer, critic_trainer, policy_trainer
-from runtime.types import KeptSets, StepResult, TrainGroup, ValueRequest, encode_set
+from runtime.types import StepResult, TokenSets, TrainGroup, ValueRequest, encode_set
 from tests.closeness import BFLOAT16, STEP, assert_close
 from tests.loopback.megatron_equality import assert_equal
 from tests.loopback.megatron_member import Layout, train
@@ -557,7 +557,7 @@ def kept() -> torch.Tensor:
     """Of each token a set that it is in, as bits; of some in one rank's part alone, of one the whole vocabulary."""
     sets = ([0, 1], [0, 6, 7], [7, 10], [0, 1, 2, 3, 10], list(range(sum(SHARES))), [2, 8])
     encoded = [encode_set(np.array(each, np.int32), sum(SHARES)) for each in sets]
-    return torch.from_numpy(KeptSets.of(encoded, sum(SHARES)).bitmaps(np.arange(len(sets))))
+    return torch.from_numpy(TokenSets.of(encoded, sum(SHARES)).bitmaps(np.arange(len(sets))))
 
 
 def vocabulary_spread(rank: int) -> list[tuple[torch.Tensor, ...]]:

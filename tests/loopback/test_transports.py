@@ -154,7 +154,7 @@ def digest_of(buffer: torch.Tensor) -> int:
     return BucketTags(KEY).digest(Bucket((), buffer.numel() - TRAILER.size), buffer)
 
 
-class Held:
+class BufferedBytes:
     """Holds every copy of `nbytes` until it is let go."""
 
     def __init__(self, patch: pytest.MonkeyPatch, nbytes: int):
@@ -172,7 +172,7 @@ class Held:
 
 def test_a_bucket_counts_as_taken_after_those_before_it(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "LANES", 2)
-    held = Held(monkeypatch, 64)
+    held = BufferedBytes(monkeypatch, 64)
     sources = arena((64, 128))
     sent = [pair[0].send(index, buffer) for index, buffer in enumerate(sources)]
     copies = [pair[1].receive(index, torch.empty_like(buffer)) for index, buffer in enumerate(sources)]
@@ -187,7 +187,7 @@ def test_a_bucket_counts_as_taken_after_those_before_it(pair: list[Link], monkey
 
 
 def test_an_aborted_group_writes_into_no_buffer_any_more(pair: list[Link], monkeypatch: pytest.MonkeyPatch) -> None:
-    held, (buffer,) = Held(monkeypatch, 64), arena((64,))
+    held, (buffer,) = BufferedBytes(monkeypatch, 64), arena((64,))
     buffer.fill_(1)
     arrived = torch.zeros_like(buffer)
     pair[0].send(0, buffer)

@@ -28,7 +28,7 @@ from runtime.weights.receiver import StagedWeights, WeightReceiver
 from runtime.weights.rendezvous import host, join
 from runtime.weights.sender import SendBuffers
 from tests.loopback.ranks import Helper
-from tests.loopback.test_epochs import Held
+from tests.loopback.test_epochs import BufferedBytes
 from tests.loopback.weight_cases import (
     MANIFEST,
     PATIENCE,
@@ -300,7 +300,7 @@ def test_a_staged_version_is_not_overwritten_before_its_release(pair: list[Weigh
 @pytest.mark.parametrize("pair", TWO_WAYS, indirect=True)
 @on_a_loop
 async def test_an_adopted_version_stays_until_another_is_adopted(pair: list[WeightGroup]) -> None:
-    sender, engine = SendBuffers(MANIFEST), Held()
+    sender, engine = SendBuffers(MANIFEST), BufferedBytes()
     receiver = WeightReceiver(engine, Config(run=Run(name="test")), "rollout-1")  # type: ignore[arg-type]
     receiver.epoch, receiver.group = 1, pair[1]
     receiver._prepare(MANIFEST)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.coordinator.buffer import NO_SIGNAL, Buffer, DynamicSampling
+from runtime.coordinator.failover import FailoverState
 from runtime.coordinator.pools import RolloutLoads
 from runtime.coordinator.register import Member
 from runtime.coordinator.staleness import LATE, OpenGroup, PipelineDepth, select
-from runtime.coordinator.takeover import TakenUp
 from runtime.errors import InvariantViolated, ServiceFault
 from runtime.ledger.records import Change, Ticket
 from runtime.ledger.states import Mark, Phase
@@ -509,7 +509,7 @@ def test_the_least_loaded_is_the_one_that_a_search_finds() -> None:
 # -----------------------------------------------------------------------------------------------------------------------------
 COMMITTED = PolicyVersion(1, 7)
 LIVED, BEHIND, ANEW = Member("rollout-0", 0), Member("rollout-1", 0), Member("rollout-2", 1)
-FOUND = TakenUp(COMMITTED, {LIVED: COMMITTED, BEHIND: PolicyVersion(1, 6), ANEW: PolicyVersion()}, ahead=False)
+FOUND = FailoverState(COMMITTED, {LIVED: COMMITTED, BEHIND: PolicyVersion(1, 6), ANEW: PolicyVersion()}, ahead=False)
 
 
 def test_a_rollout_that_was_started_again_has_not_what_the_one_before_was_asked_for() -> None:

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as arrays
 
 from runtime import errors, timeouts, types
 from runtime.errors import InvalidMessage
-from runtime.types import GroupPayload, KeptSets, Runs, Sample, Scores, encode_set
+from runtime.types import GroupPayload, Runs, Sample, Scores, TokenSets, encode_set
 from services.rpc import stream
 from services.rpc.generated import common_pb2
 from tests.coroutines import driven_by
@@ -202,7 +202,7 @@ def test_no_damaged_message_does_worse_than_InvalidMessage(data: st.DataObject) 
 VOCABULARY = 75  # not a multiple of 8
 
 
-def made(sizes: list[int], vocabulary: int = VOCABULARY) -> tuple[KeptSets, np.ndarray, np.ndarray]:
+def made(sizes: list[int], vocabulary: int = VOCABULARY) -> tuple[TokenSets, np.ndarray, np.ndarray]:
     """Sets of random tokens, the masks that they are [n, vocabulary], and a token of each."""
     rng = np.random.default_rng(3)
     ids = [rng.permutation(vocabulary)[:size].astype(np.int32) for size in sizes]
@@ -210,10 +210,10 @@ def made(sizes: list[int], vocabulary: int = VOCABULARY) -> tuple[KeptSets, np.n
     for mask, each in zip(masks, ids, strict=True):
         mask[each] = True
     tokens = np.array([each[-1] for each in ids], np.int32)
-    return KeptSets.of([encode_set(each, vocabulary) for each in ids], vocabulary), masks, tokens
+    return TokenSets.of([encode_set(each, vocabulary) for each in ids], vocabulary), masks, tokens
 
 
-def unpacked(sets: KeptSets, which: np.ndarray) -> np.ndarray:
+def unpacked(sets: TokenSets, which: np.ndarray) -> np.ndarray:
     return np.unpackbits(sets.bitmaps(which), axis=1, bitorder="little")[:, : sets.vocabulary] != 0
 
 
@@ -222,7 +222,7 @@ SIZES = [1, 2, 3, VOCABULARY, 40, 74, 1, 2]
 
 def test_sets_of_all_sizes_come_out_as_they_were() -> None:
     sets, masks, tokens = made(SIZES)
-    read = types.decode(KeptSets, types.encode(sets))
+    read = types.decode(TokenSets, types.encode(sets))
     assert (unpacked(read, np.arange(len(SIZES))) == masks).all()
     some = np.array([7, 3, 5, 0])
     assert (unpacked(read, some) == masks[some]).all()
@@ -238,12 +238,12 @@ def test_a_set_takes_four_bytes_a_token_or_a_bit_a_token_of_the_vocabulary_and_n
 def test_parts_of_sets_join_to_what_they_were() -> None:
     sets, masks, _ = made(SIZES)
     parts = [sets.part(slice(0, 3)), None, sets.part(slice(3, None))]
-    joined = KeptSets.joined(parts, [3, 2, 5])
+    joined = TokenSets.joined(parts, [3, 2, 5])
     assert joined is not None
     found = unpacked(joined, np.arange(10))
     assert found[3:5].all()
     assert (np.delete(found, [3, 4], 0) == masks).all()
-    assert KeptSets.joined([None, None], [3, 2]) is None
+    assert TokenSets.joined([None, None], [3, 2]) is None
 
 
 def test_sets_are_spread_among_tokens_that_were_not_drawn() -> None:
@@ -264,8 +264,8 @@ def test_what_does_not_fit_is_a_fault() -> None:
     sets, _, tokens = made([3, 2])
     assert "the vocabulary has 80" in sets.fault(tokens, 80)
     assert "not 1 in" in sets.fault(tokens[:1], VOCABULARY)
-    assert "in 19 bytes" in KeptSets(VOCABULARY, sets.sizes, sets.data[:-1]).fault(tokens, VOCABULARY)
-    assert "outside of 0..74" in KeptSets.of([encode_set(np.array([3, 75], np.int32), VOCABULARY)], VOCABULARY).fault(
+    assert "in 19 bytes" in TokenSets(VOCABULARY, sets.sizes, sets.data[:-1]).fault(tokens, VOCABULARY)
+    assert "outside of 0..74" in TokenSets.of([encode_set(np.array([3, 75], np.int32), VOCABULARY)], VOCABULARY).fault(
         np.array([3], np.int32), VOCABULARY
     )
 
@@ -279,21 +279,21 @@ def test_a_body_is_cut_up_and_joined(size: int, chunks: int) -> None:
     pieces = [(b"".join(chunk), more) for chunk, more in stream.split([body[: size // 3], body[size // 3 :]])]
     assert [more for _, more in pieces] == [True] * (chunks - 1) + [False]
     assert all(len(chunk) <= stream.CHUNK for chunk, _ in pieces)
-    joiner = stream.Joiner()
+    joiner = stream.Reassembler()
     joined = [joiner.add(1, chunk, more) for chunk, more in pieces]
     assert joined[:-1] == [None] * (chunks - 1)
     assert joined[-1] == body
 
 
 def test_bodies_of_several_calls_may_interleave_and_a_forgotten_one_leaves_nothing() -> None:
-    joiner = stream.Joiner()
+    joiner = stream.Reassembler()
     assert joiner.add(1, b"a", True) is None
     assert joiner.add(2, b"x", True) is None
     assert joiner.add(3, b"whole", False) == b"whole"
     assert joiner.add(2, b"y", False) == b"xy"
     assert joiner.add(1, b"b", False) == b"ab"
     assert joiner.add(1, b"again", False) == b"again"
-    joiner = stream.Joiner()
+    joiner = stream.Reassembler()
     joiner.add(1, b"a", True)
     joiner.forget(1)
     joiner.forget(2)
@@ -302,7 +302,7 @@ def test_bodies_of_several_calls_may_interleave_and_a_forgotten_one_leaves_nothi
 
 def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "LARGEST", 10)
-    joiner = stream.Joiner()
+    joiner = stream.Reassembler()
     joiner.add(1, bytes(6), True)
     joiner.add(2, bytes(6), True)
     with pytest.raises(errors.InvalidMessage, match="more than 10 bytes"):
@@ -311,7 +311,7 @@ def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_stream_leaves_few_bodies_unfinished() -> None:
-    joiner = stream.Joiner()
+    joiner = stream.Reassembler()
     for number in range(stream.UNFINISHED):
         joiner.add(number, b"a", True)
     assert joiner.add(0, b"b", False) == b"ab"
@@ -323,7 +323,7 @@ def test_a_stream_leaves_few_bodies_unfinished() -> None:
 
 def test_a_stream_has_a_budget_of_unfinished_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "HELD", 10)
-    joiner = stream.Joiner()
+    joiner = stream.Reassembler()
     joiner.add(1, bytes(6), True)
     assert joiner.add(3, bytes(100), False) == bytes(100)  # what is whole at once is not held
     joiner.add(2, bytes(4), True)
@@ -347,7 +347,7 @@ def ids(calls: list[Any]) -> list[int]:
 @driven_by(run_by_clock)
 async def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
     bodies = [np.random.default_rng(number).bytes(size) for number in range(3)]
-    outbox = stream.Outbox()
+    outbox = stream.SendQueue()
     for number, body in enumerate(bodies):
         outbox.put(common_pb2.Reply(id=number), [memoryview(body)[:9], memoryview(body)[9:]] if number else body)
     messages = await outbox.frame()
@@ -359,7 +359,7 @@ async def test_a_frame_is_what_protobuf_would_write(size: int) -> None:
 @driven_by(run_by_clock)
 async def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 0.05)
-    loop, outbox = asyncio.get_running_loop(), stream.Outbox()
+    loop, outbox = asyncio.get_running_loop(), stream.SendQueue()
     before = loop.time()
     outbox.put(*call(1))
     loop.call_later(0.01, outbox.put, *call(2))
@@ -374,7 +374,7 @@ async def test_data_waits_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
 @driven_by(run_by_clock)
 async def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
-    outbox = stream.Outbox()
+    outbox = stream.SendQueue()
     outbox.put(*call(1))
     frame = asyncio.create_task(outbox.frame())
     await asyncio.sleep(0)
@@ -387,7 +387,7 @@ async def test_an_urgent_message_leaves_at_once_with_what_is_there(monkeypatch: 
 
 @driven_by(run_by_clock)
 async def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox = stream.Outbox()
+    outbox = stream.SendQueue()
     for number in range(5):
         outbox.put(*call(number, stream.CHUNK))
     assert ids(await outbox.frame()) == [0, 1, 2, 3]
@@ -398,23 +398,23 @@ async def test_a_full_frame_leaves_and_the_rest_follows_at_once(monkeypatch: pyt
 @driven_by(run_by_clock)
 async def test_as_many_messages_as_fill_a_frame_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
-    outbox = stream.Outbox()
-    for number in range(stream.COMPANY + 1):
+    outbox = stream.SendQueue()
+    for number in range(stream.MAX_BATCH + 1):
         outbox.put(*call(number))
-    assert ids(await outbox.frame()) == list(range(stream.COMPANY))
-    assert ids(await outbox.frame()) == [stream.COMPANY]
+    assert ids(await outbox.frame()) == list(range(stream.MAX_BATCH))
+    assert ids(await outbox.frame()) == [stream.MAX_BATCH]
 
 
 @driven_by(run_by_clock)
 async def test_a_closed_outbox_gives_what_it_has_and_then_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeouts, "FRAME_WINDOW", 60.0)
-    outbox = stream.Outbox()
+    outbox = stream.SendQueue()
     outbox.put(*call(1))
     outbox.close()
     assert ids(await outbox.frame()) == [1]
     assert await outbox.frame() == []
     assert await outbox.frame() == []
-    waiting = stream.Outbox()
+    waiting = stream.SendQueue()
     frame = asyncio.create_task(waiting.frame())
     await asyncio.sleep(0)
     waiting.close()

@@ -15,11 +15,11 @@ from runtime.coordinator.device_schedule import (
     Event,
     GenerationDone,
     MemberLost,
-    Moved,
-    Reached,
-    Referred,
-    TellLevel,
-    TellMove,
+    ReferenceDone,
+    ResidencyChanged,
+    SetResidency,
+    SetSleepLevel,
+    SleepLevelReached,
     Trained,
     VersionPublished,
 )
@@ -43,39 +43,39 @@ def settle(turns: DeviceSchedule, *events: Event) -> list[Action]:
 
 
 def answer(action: Action) -> Event:
-    if isinstance(action, TellLevel):
-        return Reached(action.member, action.level)
-    return Moved()
+    if isinstance(action, SetSleepLevel):
+        return SleepLevelReached(action.member, action.level)
+    return ResidencyChanged()
 
 
 def moves(level: Level, *members: Member) -> list[Action]:
-    return [TellLevel(member, level) for member in members]
+    return [SetSleepLevel(member, level) for member in members]
 
 
 def test_a_whole_round() -> None:
     turns = DeviceSchedule([ONE, TWO])
-    assert settle(turns, GenerationDone()) == [TellMove("trainer", Onload())]  # they are asleep at first
+    assert settle(turns, GenerationDone()) == [SetResidency("trainer", Onload())]  # they are asleep at first
     assert turns.phase == "train"
     assert settle(turns, Trained()) == moves(Level.WEIGHTS, ONE, TWO)
     assert turns.phase == "publish"
-    assert settle(turns, VersionPublished()) == [TellMove("trainer", Offload()), *moves(Level.AWAKE, ONE, TWO)]
+    assert settle(turns, VersionPublished()) == [SetResidency("trainer", Offload()), *moves(Level.AWAKE, ONE, TWO)]
     assert turns.phase == "generate"
-    assert settle(turns, GenerationDone()) == [*moves(Level.ASLEEP, ONE, TWO), TellMove("trainer", Onload())]
+    assert settle(turns, GenerationDone()) == [*moves(Level.ASLEEP, ONE, TWO), SetResidency("trainer", Onload())]
     # A turn without a step publishes nothing; and a reference has the devices between the others.
-    assert settle(turns, Trained(publishes=False)) == [TellMove("trainer", Offload()), *moves(Level.AWAKE, ONE, TWO)]
+    assert settle(turns, Trained(publishes=False)) == [SetResidency("trainer", Offload()), *moves(Level.AWAKE, ONE, TWO)]
     assert turns.phase == "generate"
-    assert settle(turns, GenerationDone(refers=True)) == [*moves(Level.ASLEEP, ONE, TWO), TellMove("reference", Onload())]
+    assert settle(turns, GenerationDone(refers=True)) == [*moves(Level.ASLEEP, ONE, TWO), SetResidency("reference", Onload())]
     assert turns.phase == "refer"
-    assert settle(turns, Referred()) == [TellMove("reference", Offload()), TellMove("trainer", Onload())]
+    assert settle(turns, ReferenceDone()) == [SetResidency("reference", Offload()), SetResidency("trainer", Onload())]
 
 
 def test_each_phase_waits_for_the_last_answer() -> None:
     turns = DeviceSchedule([ONE, TWO])
     settle(turns, GenerationDone(), Trained())
     turns.handle(VersionPublished())
-    turns.handle(Moved())
+    turns.handle(ResidencyChanged())
     assert turns.waiting_for == (ONE, TWO)
-    turns.handle(Reached(ONE, Level.AWAKE))
+    turns.handle(SleepLevelReached(ONE, Level.AWAKE))
     assert (turns.phase, turns.waiting_for) == ("wake_kv", (TWO,))
     turns.handle(MemberLost(TWO))
     assert turns.phase == "generate"
@@ -99,10 +99,10 @@ def test_one_that_is_on_its_way_is_told_otherwise_when_it_has_come() -> None:
     settle(turns, GenerationDone(), Trained(), VersionPublished())
     assert turns.handle(Arrived(TWO)) == moves(Level.AWAKE, TWO)
     assert turns.handle(GenerationDone()) == moves(Level.ASLEEP, ONE)
-    turns.handle(Reached(ONE, Level.ASLEEP))
+    turns.handle(SleepLevelReached(ONE, Level.ASLEEP))
     assert turns.phase == "sleep"
-    assert turns.handle(Reached(TWO, Level.AWAKE)) == moves(Level.ASLEEP, TWO)
-    assert turns.handle(Reached(TWO, Level.ASLEEP)) == [TellMove("trainer", Onload())]
+    assert turns.handle(SleepLevelReached(TWO, Level.AWAKE)) == moves(Level.ASLEEP, TWO)
+    assert turns.handle(SleepLevelReached(TWO, Level.ASLEEP)) == [SetResidency("trainer", Onload())]
 
 
 def test_who_is_lost_is_forgotten_whether_it_was_told_or_known_or_not() -> None:
@@ -111,7 +111,7 @@ def test_who_is_lost_is_forgotten_whether_it_was_told_or_known_or_not() -> None:
     turns.handle(GenerationDone())
     assert turns.handle(MemberLost(TWO)) == []
     assert turns.told(ONE)
-    assert turns.handle(MemberLost(ONE)) == [TellMove("trainer", Onload())]
+    assert turns.handle(MemberLost(ONE)) == [SetResidency("trainer", Onload())]
     assert not turns.told(ONE)
     assert not turns.members
 
@@ -121,14 +121,14 @@ def test_an_answer_to_what_is_no_longer_asked_is_not_taken_for_one() -> None:
     settle(turns, GenerationDone(), Trained(), VersionPublished())
     turns.handle(GenerationDone())
     assert (turns.told(ONE), turns.waiting_for) == (True, (ONE,))
-    assert turns.handle(Reached(ONE, Level.AWAKE)) == []
-    assert turns.handle(Reached(TWO, Level.ASLEEP)) == []  # nobody knows it
+    assert turns.handle(SleepLevelReached(ONE, Level.AWAKE)) == []
+    assert turns.handle(SleepLevelReached(TWO, Level.ASLEEP)) == []  # nobody knows it
     assert (turns.phase, turns.told(ONE), turns.members) == ("sleep", True, {ONE})
-    assert turns.handle(Reached(ONE, Level.ASLEEP)) == [TellMove("trainer", Onload())]
+    assert turns.handle(SleepLevelReached(ONE, Level.ASLEEP)) == [SetResidency("trainer", Onload())]
     assert (turns.told(ONE), turns.waiting_for) == (False, ())
 
 
-@pytest.mark.parametrize("event", [Trained(), VersionPublished(), Referred(), Moved()])
+@pytest.mark.parametrize("event", [Trained(), VersionPublished(), ReferenceDone(), ResidencyChanged()])
 def test_what_cannot_happen_is_a_fault(event: Event) -> None:
     turns = DeviceSchedule([ONE])
     settle(turns, GenerationDone(), Trained(), VersionPublished())
@@ -137,7 +137,7 @@ def test_what_cannot_happen_is_a_fault(event: Event) -> None:
 
 
 def _onloads(order: Action) -> bool:
-    return isinstance(order, TellMove) and isinstance(order.command, Onload)
+    return isinstance(order, SetResidency) and isinstance(order.command, Onload)
 
 
 class Devices(RuleBasedStateMachine):
@@ -158,7 +158,7 @@ class Devices(RuleBasedStateMachine):
     @rule(data=data())
     def carry_out(self, data) -> None:  # type: ignore[no-untyped-def]
         order = self.orders.pop(data.draw(integers(0, len(self.orders) - 1)))
-        if isinstance(order, TellLevel):
+        if isinstance(order, SetSleepLevel):
             if order.member not in self.rollouts:  # it died with the order
                 return
             self.rollouts[order.member] = order.level
@@ -193,14 +193,14 @@ class Devices(RuleBasedStateMachine):
     @precondition(lambda self: self.turns.phase in ("refer", "train", "publish"))
     @rule(publishes=booleans())
     def done(self, publishes: bool) -> None:
-        self.feed({"refer": Referred(), "train": Trained(publishes), "publish": VersionPublished()}[self.turns.phase])
+        self.feed({"refer": ReferenceDone(), "train": Trained(publishes), "publish": VersionPublished()}[self.turns.phase])
 
     @invariant()
     def at_most_one_has_the_devices(self) -> None:
         if not hasattr(self, "turns"):
             return
         having = set(self.there) | {order.who for order in self.orders if _onloads(order)}
-        waking = {order.member for order in self.orders if isinstance(order, TellLevel) and order.level == Level.AWAKE}
+        waking = {order.member for order in self.orders if isinstance(order, SetSleepLevel) and order.level == Level.AWAKE}
         if self.rollouts.keys() & (waking | {one for one, level in self.rollouts.items() if level == Level.AWAKE}):
             having.add("rollouts")
         assert len(having) <= 1, having
@@ -219,7 +219,7 @@ class Devices(RuleBasedStateMachine):
         if not hasattr(self, "turns"):
             return
         if self.turns.phase not in ("asleep", "generate", "refer", "train", "publish"):
-            assert any(not isinstance(order, TellLevel) or order.member in self.rollouts for order in self.orders)
+            assert any(not isinstance(order, SetSleepLevel) or order.member in self.rollouts for order in self.orders)
 
 
 Devices.TestCase.settings = settings(stateful_step_count=60)

@@ -14,7 +14,7 @@ from launcher.node.environment import faults, port_ranges
 from launcher.node.local_node import Machine, jemalloc_paths, this_machine
 from launcher.node.topology import service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, launches
-from runtime.cluster.placement import NodeOffer, place
+from runtime.cluster.placement import NodeResources, place
 from runtime.config import Config, loading
 from runtime.config.service_checks import device_faults, network_faults
 
@@ -31,7 +31,7 @@ def npus(count: int, **others: Any) -> Machine:
 
 def environments(machine: Machine, **sections: Any) -> dict[str, dict[str, Any]]:
     config, here = make(**sections), NodeRegistration(name="here", address="127.0.0.1")
-    placement = place(config, [NodeOffer("here", len(machine.devices))])
+    placement = place(config, [NodeResources("here", len(machine.devices))])
     started = launches(config, placement, {"here": here}, {}, b"")["here"]
     specs = service_specs(config, started, Path("c.yaml"), "python", "host:1", 8, machine)
     return {name: dict(spec.env) for name, spec in specs.items()}

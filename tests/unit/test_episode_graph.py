@@ -23,7 +23,7 @@ from runtime.gateway import graph as product
 from runtime.gateway.conversation import TOO_LONG, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
 from runtime.gateway.graph import EpisodeGraph, payload_of
 from runtime.gateway.rendering import TemplateRenderer
-from runtime.types import GroupPayload, KeptSets, PolicyVersion, encode_set
+from runtime.types import GroupPayload, PolicyVersion, TokenSets, encode_set
 from tests.unit import template_cases as cases
 
 TOOLS = (Tool("add", "Adds."), Tool("look_up", "Finds."))
@@ -55,7 +55,7 @@ class Engine:
         # Every other reply's tokens were drawn from two tokens each.
         vocabulary = self.renderer.tokenizer.vocab_size
         pairs = [encode_set(np.array([token, (token + 1) % vocabulary], np.int32), vocabulary) for token in ids]
-        sets = KeptSets.of(pairs, vocabulary) if len(self.served) % 2 else None
+        sets = TokenSets.of(pairs, vocabulary) if len(self.served) % 2 else None
         return PolicyReply(message, np.array(ids, np.int32), own, versions, reason, kept=sets)
 
     def answer(self, extension: Any, replies: Sequence[Sequence[int]], tools: Sequence[Tool] = ()) -> list[Message]:

@@ -18,7 +18,7 @@ from runtime.coordinator.pools import RewardScoring
 from runtime.errors import DeadlineExceeded, InvariantViolated
 from runtime.evaluation.results import judge_of
 from runtime.gateway.conversation import Completion, Message, PolicyCall, PolicyReply, Refused, Tool, ToolCall
-from runtime.gateway.episode import GatewayEpisode, Playing
+from runtime.gateway.episode import EpisodeRun, GatewayEpisode
 from runtime.gateway.episodes import Episodes
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.models import tiny_model
@@ -273,9 +273,9 @@ async def test_a_client_that_hangs_up_withdraws_its_call_and_leaves_the_episode(
 
 @scenario()
 async def test_what_an_environment_lost_is_played_again_from_the_task_on(episodes: Episodes, policy: ScriptedPolicy) -> None:
-    groups: list[Playing] = []
+    groups: list[EpisodeRun] = []
 
-    async def stay_away(group: Playing, index: int) -> None:
+    async def stay_away(group: EpisodeRun, index: int) -> None:
         groups.append(group)
 
     episodes.players = stay_away

@@ -25,7 +25,7 @@ from msgspec import Struct, structs
 
 from runtime import timeouts
 from runtime.coordinator.buffer import Buffer, restored
-from runtime.coordinator.takeover import reopened
+from runtime.coordinator.failover import reopened
 from runtime.errors import InvariantViolated, UserError
 from runtime.ledger import journal, payloads
 from runtime.ledger.journal import LedgerWriter

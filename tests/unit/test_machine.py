@@ -24,15 +24,15 @@ from hypothesis import strategies as st
 from launcher.node import local_node
 from launcher.node.environment import environment, faults
 from launcher.node.local_node import Machine, this_machine
-from launcher.node.stalls import Beats, Heard, stalled
 from launcher.node.topology import coordinator_spec, service_specs
+from launcher.node.watchdog import HeartbeatMonitor, ReceivedHeartbeat, stalled
 from runtime import run_files, timeouts, types
 from runtime.cluster.nodes import Launch
 from runtime.config import Config, Deadlines
 from runtime.errors import ServiceFault
 from runtime.process import disk, os_process, platform, spans
 from runtime.process.aio import done_within
-from runtime.process.spans import Beat, Work
+from runtime.process.spans import Heartbeat, Work
 from runtime.telemetry import startup
 from runtime.telemetry.startup import Memory, PeakMemory
 from runtime.telemetry.summary import TrainedTokenLog, TrainedTokens
@@ -240,15 +240,17 @@ def test_a_file_system_that_does_not_answer_is_waited_for_and_is_no_stall(tmp_pa
             assert writing.is_alive()
         phase, detail, _, limit = told
         assert detail == str(path)
-        assert stalled({0: Heard(Beat(0, 10.0, phase, detail, 1e9, limit), 0, 100.0)}, 100.0) is None
+        assert stalled({0: ReceivedHeartbeat(Heartbeat(0, 10.0, phase, detail, 1e9, limit), 0, 100.0)}, 100.0) is None
     finally:
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         writing.join()
         os.close(reader)
 
 
-def heard(rank: int, phase: str = "forward", seconds: float = 0.0, when: float = 100.0, **collectives: int) -> Heard:
-    return Heard(Beat(rank, 10.0, phase, "", seconds, 10.0 if phase else 0.0, collectives), 0, when)
+def heard(
+    rank: int, phase: str = "forward", seconds: float = 0.0, when: float = 100.0, **collectives: int
+) -> ReceivedHeartbeat:
+    return ReceivedHeartbeat(Heartbeat(rank, 10.0, phase, "", seconds, 10.0 if phase else 0.0, collectives), 0, when)
 
 
 def test_who_goes_on_has_not_stalled_but_a_silent_event_loop_and_a_long_phase_have() -> None:
@@ -265,11 +267,11 @@ def test_who_goes_on_has_not_stalled_but_a_silent_event_loop_and_a_long_phase_ha
 
 def test_what_a_signal_has_stopped_has_no_longer_to_load() -> None:
     """A process that has not told anything yet among them."""
-    loads = Heard(Beat(0, 180.0, "load", "", 5.0, 180.0), 0, 100.0)
+    loads = ReceivedHeartbeat(Heartbeat(0, 180.0, "load", "", 5.0, 180.0), 0, 100.0)
     assert stalled({0: loads}, 111.0) is None
     silent = "is stopped: its event loop has not run for 11.0 s (deadlines.stall.loop: 10 s)"
     assert stalled({0: loads}, 111.0, stopped={0}) == (0, silent)
-    beats = Beats()
+    beats = HeartbeatMonitor()
     beats.began("rollout-0", os.getpid())
     begun = beats.of("rollout-0")
     ((key, first),) = begun.items()
@@ -295,7 +297,7 @@ def named_sockets() -> list[str]:
     return [line for line in Path("/proc/net/unix").read_text().splitlines() if f"@sluice-{os.getpid()}" in line]
 
 
-async def heard_of(name: str, beats: Beats, rank: int = 0) -> None:
+async def heard_of(name: str, beats: HeartbeatMonitor, rank: int = 0) -> None:
     for _ in range(100_000):  # turns of the event loop
         if rank in beats.of(name):
             return
@@ -305,7 +307,7 @@ async def heard_of(name: str, beats: Beats, rank: int = 0) -> None:
 
 @driven_by(asyncio.run)
 async def test_the_agent_hears_beats_and_forgets_those_of_a_former_process() -> None:
-    beats = Beats()
+    beats = HeartbeatMonitor()
     work = Work(Deadlines(stall={"decode": 5.0}))
     work.begin("engine", "decode")
     try:
@@ -330,7 +332,7 @@ async def test_the_agent_hears_beats_and_forgets_those_of_a_former_process() -> 
 @driven_by(asyncio.run)
 async def test_what_is_no_beat_is_not_heeded_and_one_who_tells_too_much_delays_nobody() -> None:
     """Nor can it be told in the place of another, as its socket has no name."""
-    beats, loud, quiet = Beats(), "rollout-0", "rollout-1"
+    beats, loud, quiet = HeartbeatMonitor(), "rollout-0", "rollout-1"
     try:
         with beats.connected(loud) as shouting, beats.connected(quiet) as telling:
             assert isinstance(shouting, socket.socket)
@@ -341,11 +343,11 @@ async def test_what_is_no_beat_is_not_heeded_and_one_who_tells_too_much_delays_n
             with pytest.raises(BlockingIOError):
                 while shouting.send(b"\xff nonsense"):
                     pass
-            telling.send(types.encode(Beat(0, 10.0)))
+            telling.send(types.encode(Heartbeat(0, 10.0)))
             beats.take()
             with suppress(BlockingIOError):  # there is room again, but not for as much as there was
                 for left in range(1000):
-                    shouting.send(types.encode(Beat(left, 10.0)))
+                    shouting.send(types.encode(Heartbeat(left, 10.0)))
             assert not beats.of(loud)
             assert set(beats.of(quiet)) == {0}
             await heard_of(loud, beats)

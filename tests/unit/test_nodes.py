@@ -27,7 +27,7 @@ from launcher.node.supervisor import Supervisor
 from launcher.view import View
 from runtime import config
 from runtime.cluster.nodes import NodePaths, NodeRegistration, Rendezvous, Roster, code, launches, path_faults
-from runtime.cluster.placement import NodeOffer, place
+from runtime.cluster.placement import NodeResources, place
 from runtime.config import Config, Run
 from runtime.errors import UserError
 from runtime.process import network
@@ -72,10 +72,10 @@ def test_named_nodes_are_waited_for_in_the_configurations_order_and_with_auto_wh
     assert roster("b", nodes=NAMED, min_nodes=1).missing == []
     both = roster("b", "a", nodes=NAMED)
     assert both.missing == []
-    assert both.offers == [NodeOffer("a", 8, "s"), NodeOffer("b", 8)]
+    assert both.offers == [NodeResources("a", 8, "s"), NodeResources("b", 8)]
     assert roster().missing == ["1 of 1 nodes"]
     assert roster("z", min_nodes=3).missing == ["2 of 3 nodes"]
-    assert roster("z", "a", min_nodes=2).offers == [NodeOffer("z", 8), NodeOffer("a", 8)]
+    assert roster("z", "a", min_nodes=2).offers == [NodeResources("z", 8), NodeResources("a", 8)]
 
 
 def test_a_node_counts_once_it_has_told_its_paths_and_until_it_leaves() -> None:
@@ -127,7 +127,7 @@ def test_what_two_nodes_do_not_have_alike_is_a_line_for_each_path() -> None:
 
 
 OVER_TWO = make(services={"trainer": {"processes": 4}, "rollout": {"replicas": 2}})
-PLACED = place(OVER_TWO, [NodeOffer("a", 3), NodeOffer("b", 3)])
+PLACED = place(OVER_TWO, [NodeResources("a", 3), NodeResources("b", 3)])
 THERE = {"a": node("a", devices=3), "b": node("b", address="10.0.0.2", devices=3)}
 
 

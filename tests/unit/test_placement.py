@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from launcher.node.topology import ProcessSpec, coordinator_spec, restarts, service_specs
 from runtime.cluster.nodes import Launch, NodeRegistration, Rendezvous, launches
-from runtime.cluster.placement import NodeOffer, Placement, offers, place, table
+from runtime.cluster.placement import NodeResources, Placement, offers, place, table
 from runtime.cluster.topology import Instance, group_of, instances, replicas, sections, uses_reference
 from runtime.config import Config, Environment, RemoteServer, Rollout
 from runtime.coordinator.run_context import accelerators
@@ -28,15 +28,15 @@ def make(**sections: Any) -> Config:
     return msgspec.convert({"run": {"name": "a"}, "rewards": {"rules": [{"name": "gsm8k"}]}, **sections}, Config)
 
 
-def nodes(*devices: int, supernodes: str = "") -> list[NodeOffer]:
-    return [NodeOffer(f"n{index}", count, supernodes[index : index + 1]) for index, count in enumerate(devices)]
+def nodes(*devices: int, supernodes: str = "") -> list[NodeResources]:
+    return [NodeResources(f"n{index}", count, supernodes[index : index + 1]) for index, count in enumerate(devices)]
 
 
 def seats(placement: Placement, role: str) -> list[tuple[str, tuple[int, ...]]]:
     return [(seat.node, seat.devices) for seat in placement.seats if seat.instance.role == role]
 
 
-def refused(config: Config, offered: list[NodeOffer], **options: Any) -> list[str]:
+def refused(config: Config, offered: list[NodeResources], **options: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         place(config, offered, **options)
     return caught.value.faults
@@ -270,11 +270,11 @@ def test_replicas_that_are_spread_wait_for_the_nodes_that_are_named_and_others_d
 
 
 def test_nodes_are_those_of_the_configuration_or_as_this_one() -> None:
-    here = NodeOffer("here", 8)
+    here = NodeResources("here", 8)
     assert offers(make(), here) == [here]
-    assert offers(make(cluster={"min_nodes": 2}), here) == [NodeOffer("node-0", 8), NodeOffer("node-1", 8)]
+    assert offers(make(cluster={"min_nodes": 2}), here) == [NodeResources("node-0", 8), NodeResources("node-1", 8)]
     named = make(cluster={"nodes": [{"name": "a", "devices": 2, "supernode": "s"}, {"name": "b"}]})
-    assert offers(named, here) == [NodeOffer("a", 2, "s"), NodeOffer("b", 8)]
+    assert offers(named, here) == [NodeResources("a", 2, "s"), NodeResources("b", 8)]
 
 
 @given(
@@ -313,7 +313,7 @@ def test_every_process_has_devices_of_its_own_on_one_node(
 def started(config: Config, trains: bool = True) -> list[Launch]:
     """On a machine without accelerators, which is the only one."""
     here = NodeRegistration(name="here", address="127.0.0.1")
-    placement = place(config, [NodeOffer("here")], trains=trains)
+    placement = place(config, [NodeResources("here")], trains=trains)
     return launches(config, placement, {"here": here}, {}, b"")["here"]
 
 

@@ -17,7 +17,7 @@ from runtime.environments.messages import EnvironmentDescription, EpisodeEnd, Ep
 from runtime.errors import ServiceFault, Unreachable
 from runtime.gateway.conversation import Refused
 from runtime.gateway.episodes import Episodes
-from runtime.gateway.players import Late, Players, late
+from runtime.gateway.players import EpisodeRunner, Late, late
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.process import spans
 from runtime.process.spans import TracedSpan
@@ -91,7 +91,7 @@ async def hanging(environment: ScriptedEnvironment, request: EpisodeRequest) -> 
 
 
 class Played:
-    def __init__(self, episodes: Episodes, players: Players, policy: ScriptedPolicy):
+    def __init__(self, episodes: Episodes, players: EpisodeRunner, policy: ScriptedPolicy):
         self.episodes, self.players, self.policy = episodes, players, policy
 
     def group(self, n: int = 2, group_id: int = 7) -> Awaitable[GeneratedGroup]:
@@ -126,7 +126,7 @@ def play(
             serves=False,
             rewarded=rewarded,
         )
-        players = Players({"game": Environment(run="a.py:b", **settings)}, "http://gateway", episodes, 0.05, seconds)
+        players = EpisodeRunner({"game": Environment(run="a.py:b", **settings)}, "http://gateway", episodes, 0.05, seconds)
         players.use({"game": ports} if ports else {})
         episodes.players = players.play
         return await scenario(Played(episodes, players, policy))

@@ -15,7 +15,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import DeadlineExceeded, InvalidMessage, Unreachable
 from runtime.gateway.calls import PIECES, PolicyCalls
 from runtime.gateway.conversation import Completion, Message, PolicyCall, Refused, Tool
-from runtime.gateway.episode import GatewayEpisode, Playing
+from runtime.gateway.episode import EpisodeRun, GatewayEpisode
 from runtime.gateway.graph import payload_of
 from runtime.gateway.rendering import TemplateRenderer
 from runtime.types import EpisodeTask, GroupRequest, PlayRequest, PolicyVersion, RoutedExperts, Sample, SamplingParams
@@ -97,7 +97,7 @@ class Desk:
         self.calls = PolicyCalls(model="m", renderer=renderer, rollouts=self.port.generate, context=CONTEXT, run=run)
         task = EpisodeTask(messages=[{"role": "user", "content": "hello"}])
         asked = PlayRequest(group_id=1, task=task, n=1, seed=5, sampling=RUN, version=PolicyVersion(0, 4), purpose="eval")
-        group = None if run is None else Playing(asked, asyncio.get_running_loop().create_future())
+        group = None if run is None else EpisodeRun(asked, asyncio.get_running_loop().create_future())
         self.episode = GatewayEpisode(renderer, group)
 
     def say(self, text: str, ended: bool = True) -> list[int]:

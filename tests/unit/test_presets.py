@@ -12,7 +12,7 @@ import yaml
 
 from launcher import cli
 from launcher.node.local_node import LocalNode
-from runtime.cluster.placement import NodeOffer, offers, place
+from runtime.cluster.placement import NodeResources, offers, place
 from runtime.config import model_checks
 from runtime.config.loading import load, resolve
 from runtime.config.model_checks import memory_of_ranks, spread_models
@@ -112,7 +112,7 @@ def test_it_is_valid_fills_its_nodes_and_its_memory_is_that_of_the_page(
         assert f"{role}: about {held.total / 1e9:.1f} GB a rank" in said
         assert f"{role} {held.total / 1e9:.1f}" in told
     each, wanted = DEVICES[preset]
-    nodes = offers(config, NodeOffer("here", each))
+    nodes = offers(config, NodeResources("here", each))
     assert {node.devices for node in nodes} == {each}
     placed = place(config, nodes)
     used = {(seat.node, device) for seat in placed.seats for device in seat.devices}

@@ -16,11 +16,11 @@ from runtime.coordinator.register import (
     ROLLOUT,
     Connected,
     Dismissed,
-    Followed,
     Joined,
     Member,
     RankRegistered,
     Register,
+    Replaced,
     Served,
     Unit,
     UnitChange,
@@ -60,7 +60,7 @@ EVENTS: dict[str, tuple[UnitEvent, dict[str, str]]] = {
     "served": (Served(), {"joining": "serving"}),
     "lost": (UnitLost("why"), dict.fromkeys(ALIVE, "lost")),
     "dismissed": (Dismissed("why"), dict.fromkeys((*ALIVE, "lost"), "dismissed")),
-    "followed": (Followed(2), {"lost": "placed", "dismissed": "placed"}),
+    "followed": (Replaced(2), {"lost": "placed", "dismissed": "placed"}),
 }
 
 
@@ -92,7 +92,7 @@ def test_only_a_rollout_has_to_join_before_it_serves(role: str, state: str) -> N
 
 def test_why_it_was_lost_is_known_until_another_is_connected() -> None:
     unit = Unit(role="reward", ranks=("reward-0",), processes=(None,), state=UnitState.SERVING, port="port")
-    for event in (UnitLost("was killed"), Followed(1), RankRegistered(Member("reward-0", 1))):
+    for event in (UnitLost("was killed"), Replaced(1), RankRegistered(Member("reward-0", 1))):
         unit = apply(unit, event)
         assert unit.reason == "was killed"
     assert apply(unit, Connected("port")).reason == ""

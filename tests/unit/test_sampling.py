@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.rollout.torch.slots import RowSampling, as_row, sample, sets_of, uniforms
-from runtime.types import EncodedSet, KeptSets, SamplingParams
+from runtime.types import EncodedSet, SamplingParams, TokenSets
 from tests.closeness import assert_close
 
 pytestmark = pytest.mark.numeric
@@ -114,7 +114,7 @@ def test_the_kept_sets_are_the_tokens_that_can_be_drawn() -> None:
     tokens, _, sets = draw_with_sets(logits, rng.random(len(rows)), rows)
     assert sorted(sets) == [1, 4, 5]
     for index, found in sets.items():
-        bitmap = KeptSets.of([found], 300).bitmaps(np.array([0]))[0]
+        bitmap = TokenSets.of([found], 300).bitmaps(np.array([0]))[0]
         kept = np.flatnonzero(np.unpackbits(bitmap, bitorder="little")[:300])
         np.testing.assert_array_equal(kept, np.flatnonzero(reference(logits[index], rows[index])))
         assert tokens[index] in kept

@@ -25,7 +25,7 @@ import torch
 from launcher.conversion.torch_archive import ArchiveMemory, ArchiveTensor, read_archive
 from runtime.errors import UserError
 from runtime.weights import plain_pickle
-from runtime.weights.plain_pickle import Attributes, Inert
+from runtime.weights.plain_pickle import Attributes, Opaque
 
 BUFFER = torch.arange(100.0)
 TENSORS = {
@@ -91,7 +91,7 @@ def test_plain_values_and_what_megatron_saves_beside_them(protocol: int, tmp_pat
     }
     found = read_archive(write(tmp_path / "a.pt", saved, protocol))
     assert isinstance(found["args"], Attributes)
-    plain = {key: value for key, value in found["args"].values.items() if not isinstance(value, Inert)}
+    plain = {key: value for key, value in found["args"].values.items() if not isinstance(value, Opaque)}
     assert {key: list(value) if key == "few" else value for key, value in plain.items()} == {
         "layers": 4,
         "dtype": "bfloat16",
@@ -100,8 +100,8 @@ def test_plain_values_and_what_megatron_saves_beside_them(protocol: int, tmp_pat
     assert type(found["model"]) is dict
     assert torch.equal(found["model"]["weight"][:], torch.ones(2))
     assert list(found["ordered"]) == ["weight", "bias"]
-    assert isinstance(found["extra"], Inert)
-    assert isinstance(found["fp8"], Inert)
+    assert isinstance(found["extra"], Opaque)
+    assert isinstance(found["fp8"], Opaque)
     assert found["rng"][2:3] + found["rng"][4:] == [(1, 2), (1.5, None, "text")]
 
 
@@ -225,7 +225,7 @@ class TestNothingIsRun:
     )
     def test_known_names_are_not_followed(self, code: bytes, tmp_path: Path) -> None:
         """What is named like a part of Megatron is not imported, and getattr gets no attribute."""
-        assert isinstance(read_archive(raw(tmp_path / "a.pt", b"\x80\x02" + code + b".")), Inert)
+        assert isinstance(read_archive(raw(tmp_path / "a.pt", b"\x80\x02" + code + b".")), Opaque)
         assert "megatron.nothing" not in sys.modules
 
     @pytest.mark.parametrize(

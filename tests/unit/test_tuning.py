@@ -23,7 +23,7 @@ from runtime.data.tokenizer import Tokenizer
 from runtime.errors import UserError
 from runtime.models import tiny_model
 from runtime.trainer.step import ModelTrainer
-from runtime.tuning.conversations import TaughtRow, taught_row, turns
+from runtime.tuning.conversations import SftRow, taught_row, turns
 from runtime.tuning.rank import TuneRank, read_lessons, supervised_trainer, taught_group
 from tests.closeness import STEP, assert_close
 from tests.unit.training_cases import VOCAB, make_config
@@ -148,7 +148,7 @@ def test_several_files_are_mixed_by_weight(tmp_path: Path, tokenizer: Tokenizer)
 # ------------------------------------------------------------------------------------------------------------ its loss
 
 
-def random_rows(seed: int, count: int = 7, shared: int = 0) -> list[TaughtRow]:
+def random_rows(seed: int, count: int = 7, shared: int = 0) -> list[SftRow]:
     """With gaps; `shared` tokens that all begin with."""
     rng = np.random.default_rng(seed)
     first = rng.integers(0, VOCAB, shared)
@@ -157,7 +157,7 @@ def random_rows(seed: int, count: int = 7, shared: int = 0) -> list[TaughtRow]:
         given, *lengths = rng.integers(1, 6, 4)
         mask = np.repeat([False, True, False, True], [given, *lengths])
         tokens = np.concatenate([first, rng.integers(0, VOCAB, len(mask))]).astype(np.int32)
-        rows.append(TaughtRow(tokens, np.concatenate([np.zeros(shared, bool), mask])))
+        rows.append(SftRow(tokens, np.concatenate([np.zeros(shared, bool), mask])))
     return rows
 
 
@@ -165,7 +165,7 @@ def step(engine: ModelTrainer, *groups: Any) -> dict[str, float]:
     return run_step(engine, *groups).metrics
 
 
-def own_groups(rows: list[TaughtRow]) -> list[Any]:
+def own_groups(rows: list[SftRow]) -> list[Any]:
     return [taught_group(at, [row], int(row.mask.argmax())) for at, row in enumerate(rows)]
 
 

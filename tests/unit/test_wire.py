@@ -191,7 +191,7 @@ def test_a_payload_is_copied_once_into_its_frame(key: tuple[str, str], direction
         body = side.pack(value(payload))
         packed = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
-        messages = [stream.Large(common_pb2.Reply(id=1), chunk) for chunk, _ in stream.split(body)]
+        messages = [stream.LargeBody(common_pb2.Reply(id=1), chunk) for chunk, _ in stream.split(body)]
         frame = stream.frame(common_pb2.ReplyFrame(), "replies", messages)
         peak = tracemalloc.get_traced_memory()[1]
     finally:

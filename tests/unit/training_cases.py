@@ -12,11 +12,11 @@ from runtime import types
 from runtime.config import Algorithm, Config, Model, Optimizer, Run, Sampling, Training
 from runtime.types import (
     GroupPayload,
-    KeptSets,
     Logprobs,
     PolicyVersion,
     RoutedExperts,
     Sample,
+    TokenSets,
     TrainGroup,
     TurnReward,
     Values,
@@ -120,7 +120,7 @@ def with_sets(group: TrainGroup, rng: np.random.Generator) -> TrainGroup:
     for token in payload.tokens[payload.loss_mask.expand() != 0]:
         others = rng.permutation(np.delete(np.arange(VOCAB), token))[: rng.choice([0, 1, 5, 40, VOCAB - 1])]
         sets.append(encode_set(np.append(others, token).astype(np.int32), VOCAB))
-    return replace(group, payload=types.encode(replace(payload, kept=KeptSets.of(sets, VOCAB))))
+    return replace(group, payload=types.encode(replace(payload, kept=TokenSets.of(sets, VOCAB))))
 
 
 def with_swaps(group: TrainGroup) -> TrainGroup:

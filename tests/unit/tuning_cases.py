@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from runtime.config import Checkpoint, Config, Data, Model, Run, Services, Tracker, Trainer, Tune, TuneOptimizer
 from runtime.models import tiny_model
-from runtime.tuning.conversations import TaughtRow
+from runtime.tuning.conversations import SftRow
 from runtime.tuning.rank import TuneRank
 from tests.unit.test_warmup import settings
 
@@ -64,7 +64,7 @@ def points(config: Config) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def cross_entropy(model: Any, rows: Sequence[TaughtRow]) -> torch.Tensor:
+def cross_entropy(model: Any, rows: Sequence[SftRow]) -> torch.Tensor:
     """Of the taught tokens, their mean, each row by itself."""
     losses = []
     for row in rows:

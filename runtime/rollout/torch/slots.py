@@ -17,7 +17,7 @@ import torch
 
 from runtime.rollout.engine import make_sample
 from runtime.rollout.torch.decoder import LENGTH_STEP, KVCache, Span, round_up
-from runtime.types import EncodedSet, FinishReason, GroupRequest, KeptSets, Sample, SamplingParams, encode_set
+from runtime.types import EncodedSet, FinishReason, GroupRequest, Sample, SamplingParams, TokenSets, encode_set
 
 # ---- Sampling
 #
@@ -182,7 +182,7 @@ class FirstToken(NamedTuple):
     def alone(self, reason: FinishReason, vocabulary: int) -> Sample:
         """A reply that is this token."""
         arrays = np.array([self.token], np.int32), np.array([self.logprob], np.float32), np.array([self.version], np.int64)
-        return make_sample(*arrays, reason, None if self.kept is None else KeptSets.of([self.kept], vocabulary))
+        return make_sample(*arrays, reason, None if self.kept is None else TokenSets.of([self.kept], vocabulary))
 
 
 @dataclass
@@ -331,7 +331,7 @@ class Slots:
             self._logprobs[s, reply].copy(),
             self._versions[s, reply].copy(),
             "stop" if stopped else "length",
-            KeptSets.of(self._kept[s], self._vocabulary) if self._kept[s] else None,
+            TokenSets.of(self._kept[s], self._vocabulary) if self._kept[s] else None,
         )
         self._kept[s] = []
         self.release(slot)

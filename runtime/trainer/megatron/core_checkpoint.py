@@ -39,7 +39,7 @@ from runtime.models.families.naming import FUSED
 from runtime.run_files import read_object
 from runtime.weights import plain_pickle
 from runtime.weights.delta import TensorReader
-from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Inert, Malformed, RefusedPickle
+from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Malformed, Opaque, RefusedPickle
 from runtime.weights.plan import TensorSpec
 
 # ---- Core folder
@@ -212,7 +212,7 @@ class _Names:
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return name
         if full in _UNUSED:
-            return Function(full, lambda *_: Inert(full))
+            return Function(full, lambda *_: Opaque(full))
         raise RefusedPickle(full)
 
     def outside(self, identity: Any) -> Any:

@@ -30,7 +30,7 @@ from launcher.node.logs import Log
 from runtime import timeouts, types
 from runtime.errors import InvalidMessage
 from runtime.process.os_process import find_program
-from runtime.process.spans import Beat, described
+from runtime.process.spans import Heartbeat, described
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LARGEST = 4096  # bytes of a beat
@@ -38,15 +38,15 @@ _AT_ONCE = 64  # beats of a process, then it is the next one's turn
 _STARTED = -1  # in a rank's place, until one has told: the process that was started
 
 
-class Heard(Struct):
+class ReceivedHeartbeat(Struct):
     """The newest beat of a rank, and when it came. `pid`: of the process that sent it."""
 
-    beat: Beat
+    beat: Heartbeat
     pid: int
     when: float
 
 
-def stalled(ranks: Mapping[int, Heard], now: float, stopped: Collection[int] = ()) -> tuple[int, str] | None:
+def stalled(ranks: Mapping[int, ReceivedHeartbeat], now: float, stopped: Collection[int] = ()) -> tuple[int, str] | None:
     """Which of a group's ranks has stalled, and how; None while all go on. Pure.
 
     A rank that is silent holds the others up; one that a signal has `stopped` neither loads nor compiles meanwhile. Else one
@@ -73,7 +73,7 @@ def stalled(ranks: Mapping[int, Heard], now: float, stopped: Collection[int] = (
     return None
 
 
-def _missing(beat: Beat, furthest: Mapping[str, int]) -> str:
+def _missing(beat: Heartbeat, furthest: Mapping[str, int]) -> str:
     """The collective that others have entered, and this rank has not; "" where there is none."""
     for group, count in beat.collectives.items():
         if count < furthest[group]:
@@ -81,11 +81,11 @@ def _missing(beat: Beat, furthest: Mapping[str, int]) -> str:
     return ""
 
 
-class Beats:
+class HeartbeatMonitor:
     """What the processes of one node have told, each over a connection of its own."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, dict[int, Heard]] = {}
+        self._heard: dict[str, dict[int, ReceivedHeartbeat]] = {}
         self._connections: dict[str, socket.socket] = {}
 
     def connected(self, name: str) -> socket.socket | IO[bytes]:
@@ -117,9 +117,9 @@ class Beats:
 
     def began(self, name: str, pid: int) -> None:
         """The process called `name` was started. Before its first beat it can only have been stopped."""
-        self._heard[name] = {_STARTED: Heard(Beat(_STARTED, math.inf), pid, time.monotonic())}
+        self._heard[name] = {_STARTED: ReceivedHeartbeat(Heartbeat(_STARTED, math.inf), pid, time.monotonic())}
 
-    def of(self, name: str) -> Mapping[int, Heard]:
+    def of(self, name: str) -> Mapping[int, ReceivedHeartbeat]:
         return self._heard.get(name, {})
 
     def take(self) -> None:
@@ -137,10 +137,10 @@ class Beats:
                 self._disconnect(name)
                 return
             with suppress(InvalidMessage):
-                beat = types.decode(Beat, data)
+                beat = types.decode(Heartbeat, data)
                 ranks = self._heard.setdefault(name, {})
                 ranks.pop(_STARTED, None)  # which may be what has started the ranks, and tells of nothing
-                ranks[beat.rank] = Heard(beat, _CREDENTIALS.unpack(about[0][2])[0], time.monotonic())
+                ranks[beat.rank] = ReceivedHeartbeat(beat, _CREDENTIALS.unpack(about[0][2])[0], time.monotonic())
 
     def forgive(self, seconds: float) -> None:
         """This process itself has stood still for so long: what it has not taken meanwhile is nobody's silence."""
@@ -149,7 +149,7 @@ class Beats:
                 heard.when += seconds
 
 
-async def keep_stacks(log: Log, ranks: Mapping[int, Heard]) -> None:
+async def keep_stacks(log: Log, ranks: Mapping[int, ReceivedHeartbeat]) -> None:
     """Each of the ranks, one after the other, writes its stacks into their `log`, and its collectives beside it. Where py-spy
     is installed, the log has what that finds too: of a process that is stopped, it alone can tell."""
     spy = find_program("py-spy")

@@ -29,13 +29,13 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from runtime import timeouts, types
-from runtime.cluster.placement import Seat
+from runtime.cluster.placement import Binding
 from runtime.cluster.topology import Instance, takes_turns
 from runtime.commands import Level, Move, Offload
 from runtime.config import Config
 from runtime.coordinator.pools import models
 from runtime.coordinator.register import ROLLOUT, Member, Register, Unit, UnitState
-from runtime.coordinator.run_context import COURSE, Course
+from runtime.coordinator.run_context import COURSE, RunState
 from runtime.errors import InUse, ServiceFault, SluiceError, StorageFull
 from runtime.ledger.journal import LedgerWriter
 from runtime.ledger.records import Note
@@ -63,16 +63,16 @@ class Members(Struct, kw_only=True):
     run: str
     began: int
     rollouts: int
-    seats: list[Seat]
+    seats: list[Binding]
     pending: list[Instance]
     units: list[KnownUnit]
 
 
-class Takeover(Struct):
+class Failover(Struct):
     """What an earlier coordinator of this run has left."""
 
     members: Members
-    course: Course
+    course: RunState
 
 
 async def reopened(folder: Path, segment_bytes: int, patience: float) -> LedgerWriter:
@@ -92,12 +92,12 @@ async def reopened(folder: Path, segment_bytes: int, patience: float) -> LedgerW
         await asyncio.sleep(timeouts.DISK_RETRY)
 
 
-async def left_by(ledger: LedgerWriter, run: str) -> Takeover | None:
+async def left_by(ledger: LedgerWriter, run: str) -> Failover | None:
     """What an earlier coordinator of `run` has written; None where there was none, or none that had published a version."""
     members, course = await ledger.note(MEMBERS), await ledger.note(COURSE)
     if members is None or course is None:
         return None
-    found = Takeover(types.decode(Members, members), types.decode(Course, course))
+    found = Failover(types.decode(Members, members), types.decode(RunState, course))
     return found if found.members.run == found.course.run == run else None
 
 
@@ -116,7 +116,7 @@ class PlacedMembers(Protocol):
         """Who takes part now."""
 
 
-class MembersKeeper:
+class MembershipStore:
     """Writes the note of the members, once for all changes of a turn of the event loop."""
 
     def __init__(self, register: Register, ledger: LedgerWriter, placed: PlacedMembers, began: int):
@@ -142,7 +142,7 @@ class MembersKeeper:
         self._ledger.record(Note(key=MEMBERS, value=types.encode(self._placed.members(self._began))))
 
 
-class TakenUp(Struct, frozen=True):
+class FailoverState(Struct, frozen=True):
     """Where an attempt goes on: with the step after `version`. `told`: the version of each rollout. `ahead`: the trainer is
     past it already."""
 
@@ -161,7 +161,7 @@ class TakenUp(Struct, frozen=True):
         return who in self.told and self.told[who].step >= step
 
 
-async def take_up(config: Config, register: Register, course: Course) -> TakenUp:
+async def take_up(config: Config, register: Register, course: RunState) -> FailoverState:
     """Go on after `course` with the processes that live. Raises SluiceError where trainer or critic is not what it says."""
     version, ahead = course.history.version, False
     rollouts = register.units(ROLLOUT, UnitState.CONNECTED)
@@ -176,7 +176,7 @@ async def take_up(config: Config, register: Register, course: Course) -> TakenUp
             await unit.port.call(Offload())  # nobody has the devices at first
         ahead |= unit.role == "trainer" and ordered > version.step
     known = {unit.member: theirs for unit, theirs in zip(rollouts, told, strict=True) if theirs is not None}
-    return TakenUp(version, known, ahead)
+    return FailoverState(version, known, ahead)
 
 
 async def _version(config: Config, register: Register, unit: Unit) -> PolicyVersion | None:
