@@ -54,7 +54,7 @@ def test_the_numbers_are_those_of_the_ledger(long_run: Path) -> None:
     with served(long_run) as address, opened(address) as (page, faults):
         shows(page, "why", "{from: 0}")
         until(page, f"document.querySelector('[data-part=verdict]').innerText.includes('{STEPS} steps')")
-        page.wait_for_selector("[data-plot=why] .bars", timeout=WAIT)
+        page.wait_for_selector("[data-plot=why] canvas[data-drawn]", timeout=WAIT)
         told = page.inner_text("[data-part=totals]")
         # Of the four seconds of each step its last group is generated in 2 and scored in a half; training takes 1.
         for cause, process, seconds in (
