@@ -161,10 +161,16 @@ class Tokenizer:
         return self.encode_texts([self.template.render(messages, add_generation_prompt=False) for messages in conversations])
 
     def encode_texts(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 [P] of each rendered conversation; the library spreads them over its threads. Raises UserError."""
+        """Return the tokens of each rendered conversation, int32 [P]; the library spreads the texts over its threads.
+
+        Raises UserError. A regular expression of the folder may backtrack 10 million times in one match, which takes a second.
+        Then the Rust library panics, and a panic is no Exception.
+        """
         try:
             found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # the Rust library's, such as for a text without tokens where there is none for unknown text
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise UserError(f"{self._key}: {self.folder / 'tokenizer.json'} cannot encode a text: {error}") from error
         return [np.array(item.ids, np.int32) for item in found]
 

@@ -406,6 +406,9 @@ def test_mistakes_are_user_errors(folder: Path, tmp_path: Path) -> None:
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))
     words.save(str(folder / "tokenizer.json"))
     refused("cannot encode a text: WordLevel error: Missing")
+    words.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    words.save(str(folder / "tokenizer.json"))
+    refused("cannot encode a text: Onig: .*retry-limit", behind=[{"role": "user", "content": "a" * 64 + "b"}])
     (folder / "tokenizer.json").write_text("{}")
     refused("is not a tokenizer")
 
