@@ -17,6 +17,7 @@ from runtime.evaluation import results as evaluation
 from tests.pretrained import make_pretrained, smollm
 from tests.system.runs import VLLM_PYTHON, needs_vllm, started, steps, trained, write_config
 from tests.system.test_gateway import AGENT
+from tests.unit import test_convert as core
 from tests.unit.test_convert import load_folder, same
 from tests.unit.test_convert_classic import to_hf, to_megatron
 
@@ -163,7 +164,8 @@ def test_conversations_are_rendered_encoded_and_ended_as_transformers_does_it() 
 
 
 def test_the_folder_is_the_model_that_answers(tmp_path: Path) -> None:
-    """A matrix whose rows are in the order of another program gives no sentence. To Megatron's format and back, bit for bit."""
+    """A matrix whose rows are in the order of another program gives no sentence. The formats of Megatron-LM and of
+    megatron-core give the folder back bit for bit."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(smollm()), AutoTokenizer.from_pretrained(smollm())
     asked = [{"role": "user", "content": "What is 3 + 4? Answer with a number."}]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")
@@ -172,3 +174,6 @@ def test_the_folder_is_the_model_that_answers(tmp_path: Path) -> None:
     assert to_megatron(smollm(), tmp_path / "megatron", "--tensor-parallel 3 --pipeline-parallel 2") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "back", smollm()) == 0
     assert same(load_folder(tmp_path / "back"), load_folder(smollm()))
+    assert core.to_core(smollm(), tmp_path / "core", "--tensor-parallel", "3", "--pipeline-parallel", "2") == 0
+    assert core.to_hf(tmp_path / "core", tmp_path / "again") == 0
+    assert same(load_folder(tmp_path / "again"), load_folder(smollm()))
