@@ -15,7 +15,6 @@ from runtime.process import platform
 from runtime.scoring.scorer_torch import OffloadableScorer, score
 from runtime.trainer.backend import use_megatron
 from runtime.trainer.collectives import RankInfo
-from runtime.trainer.megatron.passes import MegatronPasses
 from runtime.trainer.micro_batch import Columns, MicroBatch, micro_batches
 from runtime.trainer.rank import GroupRank, join_group, require_memory
 from runtime.trainer.rows import Rows
@@ -35,6 +34,10 @@ class MegatronScorer:
 
     def __init__(self, config: Config, world_size: int, device: torch.device):
         """Load the reference's model. Raises UserError for what the configuration or the folder gets wrong."""
+        from runtime.trainer.megatron.passes import (
+            MegatronPasses,
+        )  # not before `prepare`, which imports MindSpeed first on NPUs
+
         settings = config.services.reference
         source = config.model.reference or config.model.path
         compute = platform.resolve_dtype(settings.dtype, device, config.model.dtype)
@@ -85,6 +88,4 @@ def make(config: Config, rank: int, world_size: int) -> ReferenceRank:
     device = join_group("reference", config.services.reference, world_size, config.deadlines.score)
     require_memory("reference", config, config.model.reference or config.model.path, device)
     use_megatron(config.services.reference, device)
-    from runtime.scoring.reference_rank import MegatronScorer
-
     return ReferenceRank(MegatronScorer(config, world_size, device), config, rank, world_size)

@@ -136,8 +136,6 @@ def main() -> None:
     try:
         made = imported(file, name)
     except BaseException as error:  # noqa: BLE001 - also SystemExit: whatever it raises is told
-        from sluice.agents.worker import told
-
         if not alone:
             own.send(json.dumps({"failed": told(error)}).encode())
         sys.exit(2)
@@ -150,7 +148,6 @@ def main() -> None:
 def imported(file: str, name: str) -> Any:
     """What `name` is in the file. Raises AttributeError, TypeError, and what the file does."""
     from sluice.agents.functions import Toolset
-    from sluice.agents.worker import import_all
 
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     assert spec is not None and spec.loader is not None
@@ -324,8 +321,6 @@ class _EpisodeWorker:
         self._http: Any = None
 
     async def run(self, own: socket.socket) -> None:
-        from sluice.agents.worker import http_client
-
         asyncio.get_running_loop().set_default_executor(self._threads)
         reader, self._writer = await asyncio.open_connection(sock=own, limit=LINE)
         self._http = http_client()
@@ -407,7 +402,6 @@ class _Play:
     async def outcome(self) -> dict[str, Any]:
         """As `ended` of proto/environment.proto, in JSON."""
         from sluice.agents.episode import DataError
-        from sluice.agents.worker import print_once, told
 
         try:
             found = await self._played()
