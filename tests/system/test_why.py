@@ -75,6 +75,11 @@ def blamed(run: Path, *options: str) -> tuple[str, str]:
     return first["cause"], first["process"]
 
 
+def published(run: Path, steps_: str) -> list[list[Any]]:
+    """Return the parts of these steps that were weight syncs."""
+    return [part for step in why(run, "--steps", steps_)["steps"] for part in step["parts"] if part[0] == "publish"]
+
+
 def delayed(run: Live, file: Path, named: str = "") -> str:
     """`--steps` of two steps that were slow from their beginning to their end. `named`: what the status says meanwhile."""
     file.touch()
@@ -95,6 +100,8 @@ def test_who_is_slow_is_named_and_a_run_whose_launcher_was_killed_is_explained(c
         run.reaches(1)
         score = delayed(run, tmp_path / "score", "(generated, reward-0, ")
         generate, publish = (delayed(run, tmp_path / name) for name in ("generate", "publish"))
+        # Spans are written once a second: a kill loses the newest, and with them the process that the last step waited for.
+        eventually(lambda: {each[3] for each in published(run.folder, publish)} == {"rollout-1"}, END, "the spans of rollout-1")
         family = everyone(run)
         assert len(family) >= 7  # itself, coordinator, rollouts, reward, ranks
         run.process.kill()
