@@ -1,10 +1,10 @@
-"""A machine's agent, one for each node of a run::
+"""Runs a machine's agent, one for each node of a run::
 
     torchrun --rdzv-backend sluice --nproc-per-node 1 --max-restarts 0 -m sluice.node CONFIG [--name NAME] [key=value ...]
 
-The node that has the address `services.coordinator.host` runs the coordinator, as `sluice train` does; the others do what it
-says. Where that node is lost, `services.coordinator.standby` runs the next one. Exit codes are those of `sluice`; torchrun
-makes 1 of whatever is not 0.
+The node with the address `services.coordinator.host` runs the coordinator, as `sluice train` does; the other nodes follow it.
+If that node is lost, `services.coordinator.standby` runs the next coordinator. Exit codes are those of `sluice`; torchrun
+turns every code but 0 into 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from runtime.process.command_line import CommandParser, ending_signals
 from services.rpc import client
 from sluice import start
 
-# What torchrun gives its worker, which this node's own groups must not take for theirs.
+# Variables that torchrun gives its worker. This node's own groups must not take them for theirs.
 _OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_")
 
 
@@ -60,13 +60,13 @@ class WorkerNode:
         self._agent = Agent(node, own, address, self._supervisor, here.machine, sys.executable)
         self._own_address = network.host_port(node.address, settings.port)
         self._coordinator = CoordinatorKeeper(self._supervisor)
-        self._told = asyncio.Event()  # to end
-        self._stopping = asyncio.Event()  # the whole run is
+        self._interrupted = asyncio.Event()  # this node was asked to end
+        self._stopping = asyncio.Event()  # the whole run ends
 
     async def run(self) -> None:
-        """Until the run ends, or this node is told to leave it; no process is left. Raises UserError, ServiceFault."""
+        """Run until the run ends or this node is asked to leave it; end all processes. Raises UserError, ServiceFault."""
         for number in ending_signals():
-            asyncio.get_running_loop().add_signal_handler(number, self._told.set)
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupted.set)
         lives: list[Coroutine[Any, Any, None]] = [self._agent.follow(), self._deaths(), self._course(), self._leaves()]
         if self._agent.config.services.coordinator.standby == self._here.name:
             lives.append(self._stand_by())
@@ -82,30 +82,31 @@ class WorkerNode:
             await self._supervisor.end_all(timeouts.FAILED_GRACE)
 
     async def _leaves(self) -> None:
-        """Until this node is told to end: alone, or with all others, whose run then saves with what is here."""
-        await self._told.wait()
+        """Wait until this node is asked to end. If all nodes end, stay while the run saves with the processes here."""
+        await self._interrupted.wait()
         self._coordinator.terminate()
-        # A coordinator that was started here has to begin before it can say so.
+        # A coordinator that was started here has to begin before it can announce the end.
         if self._coordinator.child is not None or await done_within(self._stopping.wait(), timeouts.LEAVE_NOTICE):
             await asyncio.sleep(max(timeouts.INTERRUPTED_GRACE, self._deadlines.stop))
 
     async def _deaths(self) -> None:
-        """Whoever dies and is not replaced is the coordinator's to judge."""
+        """Report each process that dies and is not replaced; the coordinator decides what follows."""
         while True:
             child = await self._supervisor.first_failure()
             self._supervisor.let_go(child)
             self._agent.report(child)
 
     async def _course(self) -> None:
-        """Until the run has ended, and with it this node's processes. Raises ServiceFault when it failed."""
+        """Wait until the run has ended, and this node's processes with it. Raises ServiceFault if the run failed."""
         if await self._last_phase() == "failed":
             raise ServiceFault("coordinator", "run", "the run failed; the coordinator's node and its log say why")
         await self._supervisor.finish(self._deadlines.stop)
 
     async def _stand_by(self) -> None:
-        """Once the node that leads the run is lost, this one starts the next coordinator, and leads it to its end."""
+        """Start the next coordinator once the node that leads the run is lost, and lead the run to its end."""
         folder = Path(self._agent.config.run.dir)
         lock: IO[bytes] | None = None
+        # The leader holds the lock of the run's folder; this node gets it once the leader is lost.
         while lock is None:
             await asyncio.sleep(timeouts.AGENT_RETRY)
             if self._agent.began:
@@ -114,16 +115,17 @@ class WorkerNode:
             self._view.say(f"the coordinator's node is lost: {self._here.name} leads the run, at {self._own_address}")
             config, where, machine = self._agent.config, ("--address", self._own_address), self._here.machine
             spec = coordinator_spec(config, self._agent.path, sys.executable, where, time.monotonic(), machine=machine)
-            former = len(list((folder / run_files.LOGS).glob("coordinator*.log")))  # whose logs stay
+            former = len(list((folder / run_files.LOGS).glob("coordinator*.log")))  # so that former logs stay
             await self._coordinator.start(spec, incarnation=former)
+            # Returns after the run's end, and over restarts of the coordinator. The node's other processes end after it.
             await self._coordinator.until_finished(spec, config.services.coordinator.restarts)
             await self._supervisor.finish(self._deadlines.stop)
 
     async def _last_phase(self) -> str:
-        """Heed the run's progress until its end, in spite of a connection that breaks: `follow` says for how long."""
+        """Apply the run's progress until its end, and return its last phase. Connections may break: `follow` limits that."""
         phase = ""
         while True:
-            with suppress(ServiceFault, Forbidden):  # it has not come yet, or this node has not seen its secret
+            with suppress(ServiceFault, Forbidden):  # no coordinator yet, or this node has not read its secret
                 async for progress in client.watch(self._agent.coordinator, self._deadlines.silence, self._agent.keys):
                     if self._coordinator.child is not None:
                         self._view.progress(progress)
@@ -152,15 +154,15 @@ def _parser() -> CommandParser:
 def main() -> None:
     options = _parser().parse_intermixed_args()
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("MASTER_ADDR") != start.RENDEZVOUS:
-        told = "this torchrun opened a store on every address, and may unpickle what is put there"
-        sys.stderr.write(f"warning: {told}: --rdzv-backend {start.RENDEZVOUS} opens none\n")
+        warning = "this torchrun opened a store on every address, and may unpickle what is put there"
+        sys.stderr.write(f"warning: {warning}: --rdzv-backend {start.RENDEZVOUS} opens none\n")
     for variable in [name for name in os.environ if name.startswith(_OF_TORCHRUN)]:
         del os.environ[variable]
     sys.exit(run_and_report(lambda: run_node(options)))
 
 
 def run_node(options: argparse.Namespace) -> int:
-    """The exit code. Raises SluiceError."""
+    """Run this node to its end. Return the exit code. Raises SluiceError."""
     os_process.close_to_others()
     config = loading.resolve(loading.load(options.config, options.overrides))
     here = LocalNode.of(config, options.name, options.address, options.devices)

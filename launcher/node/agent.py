@@ -1,4 +1,4 @@
-"""A node's end of the coordinator's word: what is to run here is started, and what is not any more is ended."""
+"""A node's side of the coordinator's assignments: starts what is to run on this node, and ends what is not to run any more."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from services.rpc import client, contract
 
 # ---- Coordinator
 #
-# The coordinator as a child of the node that leads the run: in place of one that is killed another comes, which takes up
-# what lives.
+# The coordinator as a child of the node that leads the run. A coordinator that is killed is replaced; the new one takes over
+# the processes that live.
 
 
 class CoordinatorKeeper:
-    """Of the newest coordinator that this node has started, `child`; None before there is one."""
+    """Keeps the coordinator of this node alive. `child`: the newest coordinator; None before the first start."""
 
     def __init__(self, supervisor: Supervisor):
         self.child: Child | None = None
@@ -52,8 +52,8 @@ class CoordinatorKeeper:
         return self.child
 
     async def until_finished(self, again: ProcessSpec, restarts: Restarts) -> None:
-        """`again`: how another is started. Raises the fault of one that fails, or is killed when `restarts` allow no further
-        start."""
+        """Wait until the coordinator has ended well; start it again with `again` if it is killed. Raises its fault if it fails,
+        or is killed when `restarts` allow no further start."""
         assert self.child is not None
         self._supervisor.followed = (again.name,)
         allowance = RestartBackoff(restarts)
@@ -68,17 +68,17 @@ class CoordinatorKeeper:
             await self.start(again, incarnation=former.incarnation + 1)
 
     def terminate(self) -> None:
-        """The run is to save and to end; if the coordinator is away, the next one is told."""
+        """Ask the run to save and to end. If the coordinator is away, the next one gets the signal."""
         self._stopping = self._supervisor.stopping = True
         if self.child is not None:
-            self.child.signal_group(signal.SIGTERM)  # which is kept for one that still begins
+            self.child.signal_group(signal.SIGTERM)  # a coordinator that still starts keeps the signal
 
 
 JOIN = contract.METHODS["Coordinator", "Join"]
 
 
 class Agent:
-    """Of one node. `follow` is its life; the processes are the supervisor's."""
+    """The agent of one node. Its task is `follow`; the supervisor has the processes."""
 
     def __init__(
         self,
@@ -89,18 +89,18 @@ class Agent:
         machine: Machine,
         python: str,
     ):
-        """`config`: what this node was started with, before the coordinator says it in full."""
+        """`config`: the configuration that this node was started with; the coordinator sends the full one later."""
         self._node = node
         self._own = self.config = config
-        """As the coordinator said it last."""
+        """The configuration that the coordinator sent last."""
         self.coordinator = coordinator
-        """The newest one's address."""
+        """The address of the newest coordinator."""
         self._supervisor = supervisor
         self._machine, self._python = machine, python
         self.path = Path(config.run.dir) / run_files.NODES / f"{node.name}.yaml"
         """The configuration as this node's processes read it."""
         self.keys: Keys | None = None
-        """Its own, once it has looked for the run's secret."""
+        """This node's keys, once it has read the run's secret."""
         self._assignment = Assignment(config="")
         self.began = False
         """Whether the run is under way."""
@@ -108,8 +108,11 @@ class Agent:
         supervisor.on_exit = self.report
 
     async def follow(self) -> None:
-        """Until cancelled. Raises UserError when the coordinator refuses the node, ServiceFault when it is not to be reached
-        for `deadlines.start` seconds at first, and those of a warm-up, and `deadlines.coordinator` once something runs here."""
+        """Follow the coordinator's assignments until cancelled. Raises UserError if the coordinator refuses the node.
+
+        Raises ServiceFault if the coordinator cannot be reached for `deadlines.coordinator` seconds once something runs here;
+        before that the limit is `deadlines.start` and the seconds of a warm-up."""
+        # Each turn of the loop is one connection. It ends with the stream of assignments, or by an error.
         loop = asyncio.get_running_loop()
         reached, said = loop.time(), False
         while True:
@@ -119,10 +122,10 @@ class Agent:
                 await asyncio.to_thread(self.look_for_keys)
                 async with client.Channel(self.coordinator, self.keys, silence=deadlines.silence) as channel:
                     patience = min(max(0.0, reached + timeout - loop.time()), timeouts.CONTROL_CALL)
-                    await channel.ready("coordinator", patience)  # which may have become another's, or have another secret
+                    await channel.ready("coordinator", patience)  # at the address may be another process, or another secret
                     refused = False
                     try:
-                        await self._obey(channel)
+                        await self._obey(channel)  # returns once the stream ends, as when the coordinator dies
                     except Forbidden:
                         refused = True
                         raise
@@ -137,19 +140,19 @@ class Agent:
                     self._supervisor.say(f"waits for the coordinator at {self.coordinator}, {timeout:g} s at most")
             await asyncio.sleep(timeouts.AGENT_RETRY)
             if self.config.services.coordinator.standby:
-                with suppress(OSError):  # it is away too, for as long as there is none
-                    told = await asyncio.to_thread((Path(self.config.run.dir) / run_files.ADDRESS).read_text)
-                    self.coordinator = told or self.coordinator
+                with suppress(OSError):  # the shared folder can be away too
+                    address = await asyncio.to_thread((Path(self.config.run.dir) / run_files.ADDRESS).read_text)
+                    self.coordinator = address or self.coordinator
 
     def look_for_keys(self) -> None:
-        """Each start of a run has a secret of its own. Raises Forbidden where it is not known, UserError for what is none."""
+        """Read the run's secret, which each start of a run makes anew. Raises Forbidden if it is unknown, UserError if bad."""
         secret, party = keys.known(Path(self._own.run.dir)), keys.node_agent(self._node.name)
         if self.keys is None or self.keys.secret != secret:
             self.keys = self._supervisor.keys = keys.holder(self._own.network, party, secret)
 
     def apply_progress(self, progress: Progress) -> None:
-        """What the run's progress means for this node's processes: once it is under way those that die are replaced, and those
-        that it does without are ended."""
+        """Apply the run's progress to this node's processes: once the run is under way, replace processes that die, and end
+        processes that the run does without."""
         self._supervisor.stopping |= progress.stopping
         if not self.began and progress.phase != "starting":
             self.began = True
@@ -163,7 +166,7 @@ class Agent:
         self._supervisor.enable_restarts(topology.restarts(self.config, launches), elsewhere)
 
     def report(self, child: Child) -> None:
-        """Tell the coordinator that a process died, and comes not again by itself."""
+        """Report to the coordinator that a process died and is not restarted by this node."""
         fault = child.fault()
         death = Death(
             node=self._node.name,
@@ -179,7 +182,7 @@ class Agent:
     def _reported(self, task: asyncio.Task[None]) -> None:
         self._reports.discard(task)
         if not task.cancelled():
-            task.exception()  # a coordinator that cannot be told loses sight of the whole node
+            task.exception()  # a failed report needs no handling: that coordinator loses the whole node
 
     async def _report(self, death: Death) -> None:
         async with client.Channel(self.coordinator, self.keys) as channel:
@@ -187,23 +190,24 @@ class Agent:
             await client.call(channel, "coordinator", method, death, self.config.deadlines.coordinator)
 
     async def _obey(self, channel: client.Channel) -> None:
-        """Until the stream ends."""
-        told_paths, launches = False, [launch.name for launch in self._assignment.launches]
+        """Apply each assignment until the stream ends."""
+        reported, launches = False, [launch.name for launch in self._assignment.launches]
         running = {name: number for name, number in self._supervisor.incarnations.items() if name in launches}
         node = replace(self._node, running=running)
         async with aclosing(client.items(channel, "coordinator", JOIN, node)) as assignments:
             async for assignment in assignments:
+                # In a thread, and again while the disk fails: the processes started below read this file.
                 await disk.done(partial(self._read, assignment), self.path, self._supervisor.say)
                 if assignment.run != self._assignment.run:
-                    await self._forget(assignment)
-                if told_paths:
+                    await self._forget(assignment)  # the former run's processes have ended after this
+                if reported:
                     await self._apply(assignment)
-                else:
-                    told_paths = True
-                    await self._tell_paths(channel)
+                else:  # the first assignment has no launches: they follow once this node has reported its paths
+                    reported = True
+                    await self._report_paths(channel)
 
     async def _forget(self, assignment: Assignment) -> None:
-        """All begin anew: the coordinator does not know what ran for the one before."""
+        """End all processes of the former run: the coordinator of the new run does not know them."""
         self._supervisor.stop_restarts()
         await asyncio.gather(
             *(self._supervisor.end(launch.name, timeouts.AGENT_END_GRACE) for launch in self._assignment.launches)
@@ -211,26 +215,26 @@ class Agent:
         self._assignment, self.began = replace(assignment, launches=[]), False
 
     def _read(self, assignment: Assignment) -> None:
-        """Write the configuration as this node's processes are to read it: the address is the node's own."""
+        """Write the configuration for this node's processes, with the node's own address as the interface."""
         run_files.make(Path(self._own.run.dir))
         for folder in (self.path.parent, Path(self._own.run.dir) / run_files.LOGS):
             folder.mkdir(parents=True, exist_ok=True)
-        told = self.path.with_suffix(".told")  # a process that is started again may read the other one at any time
-        run_files.write_private(told, assignment.config)
-        config = loading.load(told, ())
-        told.unlink()
+        received = self.path.with_suffix(".told")  # a restarted process may read `path` at any time
+        run_files.write_private(received, assignment.config)
+        config = loading.load(received, ())
+        received.unlink()
         own, others = code(self._own), code(config)
         if differing := [key for key in own | others if own.get(key) != others.get(key)]:
-            said = "the coordinator says something else than this node was started with; must be the same"
-            raise ConfigError([f"{key}: {said}" for key in differing])
+            fault = "the coordinator says something else than this node was started with; must be the same"
+            raise ConfigError([f"{key}: {fault}" for key in differing])
         self.config = replace(config, network=replace(config.network, interface=self._node.address))
         run_files.write_private(self.path, loading.to_yaml(self.config))
 
-    async def _tell_paths(self, channel: client.Channel) -> None:
+    async def _report_paths(self, channel: client.Channel) -> None:
         run_dir, whole = Path(self.config.run.dir), list[str]()
         files = {key: Path(path) for key, path in named_paths(self.config).items()} | {"run.dir": run_dir / run_files.LOCK}
         if not self.config.cluster.shared_folder:
-            del files["run.dir"]  # each has its own
+            del files["run.dir"]  # each node has its own
             whole = await asyncio.to_thread(node_checkpoints.whole, run_dir, self._node.name, not self.began)
         found = await asyncio.to_thread(lambda: {key: fingerprint(path) for key, path in files.items()})
         method = contract.METHODS["Coordinator", "ReportPaths"]
@@ -252,7 +256,7 @@ class Agent:
         ends = [name for name in former if name not in wanted or running.get(name, 0) < wanted[name].incarnation]
         await asyncio.gather(*(self._supervisor.end(name, timeouts.AGENT_END_GRACE) for name in ends))
         self._assignment = assignment
-        self._supervisor.respecify(specs)  # those that run, and are started again later, find the coordinator of now
+        self._supervisor.respecify(specs)  # a process that restarts later finds the present coordinator
         for name in sorted(wanted, key=lambda name: specs[name].role != "trainer"):  # the trainer loads the longest
             if name not in running:
                 await self._start(specs[name], wanted[name])
@@ -268,13 +272,13 @@ class Agent:
             raise
 
 
-WHOLE = 1 << 20  # bytes up to which a file is read as a whole; of a larger one as many at its beginning and its end
+WHOLE = 1 << 20  # bytes up to which a whole file is read; of a larger file, so many at its beginning and at its end
 
 
 def fingerprint(path: Path) -> str:
-    """A hash of a file, or of a folder's files with their names; "" where there is nothing.
+    """Return a hash of a file, or of a folder's files with their names; "" if there is no such path.
 
-    What is hidden does not count: a download keeps there when it was made.
+    Hidden files do not count: a download keeps its time in them.
     """
     digest = xxhash.xxh3_64()
     try:

@@ -18,7 +18,7 @@ FAULT = "error: "  # how a process begins the line that says why it ends
 
 
 class Child:
-    """A process that was started, and its log. `incarnation` counts those that were started under its name before."""
+    """A process that was started, and its log. `incarnation`: how many were started under its name before it."""
 
     def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process, output: Log, incarnation: int = 0):
         self.spec = spec
@@ -26,11 +26,11 @@ class Child:
         self.output = output
         self.log = output.path
         self.incarnation = incarnation
-        self.given_up = ""  # why it was ended from here, while the others go on
-        self.last = ""  # why no other comes in its place
-        self.starved = ""  # what the kernel says of its death, where that was for want of memory
-        self.advice = ""  # what the user can do about that
-        self.late = bool(incarnation)  # it was started when the run was under way
+        self.given_up = ""  # why this node killed it while the others go on
+        self.last = ""  # why it is not replaced
+        self.starved = ""  # what the kernel says, if it killed the process for want of memory
+        self.advice = ""  # what the user can do about the want of memory
+        self.late = bool(incarnation)  # whether it was started when the run was under way
 
     @property
     def pid(self) -> int:
@@ -42,28 +42,28 @@ class Child:
 
     @property
     def mistaken(self) -> bool:
-        """Whether it ended with what its user has to mend: it would only happen again."""
+        """Whether it ended with a mistake that the user has to mend: a restart would end in the same way."""
         return self.process.returncode == os_process.MISTAKE or bool(self.advice)
 
     def give_up(self, reason: str) -> None:
-        """End it, if it runs still. One whose end is only not known here yet says itself why it ended."""
+        """Kill the process if it still runs. If it has already ended, unnoticed here, its own log says why."""
         if self.running and not os_process.ended(self.pid):
             self.given_up = reason
-            self.process.kill()  # what it started ends with it
+            self.process.kill()  # the processes that it started end with it
 
     def signal_group(self, number: int) -> None:
         """Signal the process and all that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
-    def _log_of(self, told: str) -> Path:
-        """The newest log of the process that the line names first, where it has one here: it may say more than this one's."""
-        name = told.partition(":")[0]
-        theirs = self.log.parent.glob(f"{name}.*log") if re.fullmatch(r"[a-z]+-\d+", name) and name != self.spec.name else ()
-        return max(theirs, key=lambda path: path.stat().st_mtime, default=self.log)
+    def _log_of(self, line: str) -> Path:
+        """Return the newest log of the process that the line names first, if it has one here: it may say more than this log."""
+        name = line.partition(":")[0]
+        logs = self.log.parent.glob(f"{name}.*log") if re.fullmatch(r"[a-z]+-\d+", name) and name != self.spec.name else ()
+        return max(logs, key=lambda path: path.stat().st_mtime, default=self.log)
 
     def fault(self) -> SluiceError:
-        """Why it ended, in its own last word where it had one."""
+        """Return why the process ended, in its own last line where it wrote one."""
         code = self.process.returncode or 0
         if self.advice:
             return UserError(f"{self.spec.name}: {self.starved}, twice: {self.advice}")
@@ -76,7 +76,7 @@ class Child:
         lines = self.output.tail().strip().splitlines() or ["(empty log)"]
         own = [line.removeprefix(FAULT) for line in lines if line.startswith(FAULT)]
         if own and self.mistaken:
-            return UserError("\n".join(dict.fromkeys(own)))  # each rank tells it
+            return UserError("\n".join(dict.fromkeys(own)))  # each rank writes the line
         if own:
             return SluiceError(f"{own[-1]} (log: {self._log_of(own[-1])}){self.last}")
         return ServiceFault(self.spec.name, "run", f"ended with exit code {code}: {lines[-1]} (log: {self.log}){self.last}")

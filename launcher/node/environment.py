@@ -1,4 +1,4 @@
-"""The environment variables of each process, from the configuration and what the machine has. No I/O but in `faults`."""
+"""The environment variables of each process, from the configuration and the machine's resources. Only `faults` does I/O."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from runtime.cluster.topology import processes
 from runtime.config import Computing, Config, FromEnvironment, Network, Process, Spread
 from runtime.config.secret_values import missing, references
 
-# What torch reads once. On CPUs it asks for huge pages: the first to write to new memory waits a fifth of the time.
+# Variables that torch reads once. On CPUs they give huge pages: the first write to memory takes a fifth of the time.
 OF_TORCH = {"TORCH_CPP_LOG_LEVEL": "ERROR", "THP_MEM_ALLOC_ENABLE": "1"}
 HCCL_PORTS = 51  # as many as in the ranges of CANN's own examples, 60000-60050 and 61000-61050
-# torch's TCPStore looks up the name of every address that it connects to. Where no name server answers, that takes 5 s of each
-# rendezvous of the publication group, although nobody needs a name.
+# torch's TCPStore looks up the name of every address that it connects to. Without a name server that takes 5 s of each
+# rendezvous of the sync group, although torch does not need the name.
 _SHORT_LOOKUPS = {"RES_OPTIONS": f"timeout:{timeouts.NAME_LOOKUP} attempts:1"}
 
 
 def environment(role: Process, threads: int, machine: Machine, devices: Sequence[int] = ()) -> dict[str, str | FromEnvironment]:
-    """The role's own variables over Sluice's. `devices`: which of the machine's it gets; empty = those that it inherits.
-
-    Several pools of threads on the same cores slow each other down severely.
-    """
+    """Return the variables of the role's processes: its own over Sluice's. `devices`: the indices of the machine's devices for
+    the process; empty = the devices that it inherits. Thread counts are limited: several thread pools on the same cores slow
+    each other down severely."""
     count = str(role.threads or min(threads, len(affinity(role)) or threads))
     own: dict[str, str] = {}
     if isinstance(role, Spread) and max(role.parallel.tensor, role.parallel.context) > 1:
@@ -48,7 +47,7 @@ def environment(role: Process, threads: int, machine: Machine, devices: Sequence
 
 
 def affinity(role: Process) -> tuple[int, ...]:
-    """The processors that the role's processes may run on; () = those that the launcher has."""
+    """Return the processors that the role's processes may run on; () = the launcher's processors."""
     return local_node.parse_cpus(role.cpus) if role.cpus else ()
 
 
@@ -59,12 +58,12 @@ def _jemalloc(role: Process, machine: Machine) -> str:
 
 
 def hccl_ports(network: Network, used: Mapping[str, Sequence[int]], shared: bool = False) -> dict[str, dict[str, str]]:
-    """By process, the variables with the ports of HCCL. `used`: the NPUs that each process computes on. `shared`: whether, on
-    this node or another, what these start uses HCCL on one NPU with them.
+    """Return by process the variables with the ports of HCCL. `used`: the NPUs that each process computes on. `shared`: whether
+    child processes, on any node, use HCCL on the same NPU.
 
-    Where no NPU has two processes HCCL's defaults do, and there are none. Otherwise every process gets ranges of its own, since
-    all members of a communicator have to have them, and those of one NPU must not have the same. What a process starts takes
-    ports of the process's ranges.
+    No variables are needed if no NPU has two processes: HCCL's defaults do. Otherwise every process gets ranges of its own: all
+    members of a communicator must set ranges, and processes of one NPU must have different ranges. Child processes take ports
+    of their parent's ranges.
     """
     taken = [npu for npus in used.values() for npu in npus]
     if not used or (not shared and len(taken) == len(set(taken))):
@@ -78,9 +77,9 @@ def hccl_ports(network: Network, used: Mapping[str, Sequence[int]], shared: bool
 
 
 def port_ranges(ports: tuple[int, int], count: int) -> list[str]:
-    """`count` ranges FIRST-LAST beside each other from `ports` (first and last), equally long, of at most HCCL_PORTS.
+    """Return `count` adjacent ranges FIRST-LAST of equal length, at most HCCL_PORTS, from `ports` (first and last port).
 
-    Raises ValueError when there are fewer ports than ranges.
+    Raises ValueError if there are fewer ports than ranges.
     """
     first, last = ports
     size = min(HCCL_PORTS, (last - first + 1) // count)
@@ -90,11 +89,11 @@ def port_ranges(ports: tuple[int, int], count: int) -> list[str]:
 
 
 def faults(config: Config, machine: Machine) -> Iterator[str]:
-    """What the configuration asks of this machine that it has not, one line each."""
+    """Return one line for each thing that the configuration asks for and this machine lacks."""
     for path, role in processes(config).items():
         yield from _jemalloc_faults(f"{path}.jemalloc", role, machine)
         yield from _cpu_faults(f"{path}.cpus", role, machine)
-        if not config.services.coordinator.host:  # with it there may be other nodes, and the role on one of them
+        if not config.services.coordinator.host:  # with a host there may be other nodes, and the role may run there
             yield from (missing(key, name) for key, name in references(role, path).items() if name not in machine.variables)
 
 

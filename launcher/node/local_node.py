@@ -1,4 +1,4 @@
-"""This machine as a node of a run: its name, its address, and what it has."""
+"""This machine as a node of a run: its name, its address and its resources."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """The processors in a list of numbers and ranges, in order. Raises ValueError for what is no such list."""
+    """Return the processors in a list of numbers and ranges, sorted. Raises ValueError if the text is no such list."""
     found: set[int] = set()
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -45,7 +45,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 def shown_cpus(cpus: Iterable[int]) -> str:
-    """The shortest list of these processors."""
+    """Return the shortest list of these processors."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and cpu == runs[-1][1] + 1:
@@ -57,19 +57,19 @@ def shown_cpus(cpus: Iterable[int]) -> str:
 
 # ---- Machine
 #
-# What of this machine the processes' environment and placement depend on. Loads no torch.
+# The properties of this machine on which the environment and placement of processes depend. Loads no torch.
 
 Kind = Literal["npu", "cuda", "cpu"]
 
-# By kind: the variable that says which devices a process sees, and the device files that there are one each of.
+# By kind: the variable that says which devices a process sees, and the names of the device files, one for each device.
 VISIBLE: dict[Kind, str] = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 _FILES: dict[Kind, re.Pattern[str]] = {"npu": re.compile(r"davinci\d+"), "cuda": re.compile(r"nvidia\d+")}
 
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """`devices`: its accelerators of one kind, by the names that the kind's variable knows them by (indices as a rule): those
-    which the launcher's own environment leaves. `cpus`: those that processes may be given. `jemalloc`: the library's path, or
-    "". `variables`: the names of what is in the environment."""
+    """`devices`: accelerators of one kind that the launcher's environment allows, named as the kind's variable names them
+    (usually by index). `cpus`: processors for processes. `jemalloc`: the library's path, or "". `variables`: the names of the
+    environment's variables."""
 
     kind: Kind = "cpu"
     devices: tuple[str, ...] = ()
@@ -80,7 +80,7 @@ class Machine(Struct, frozen=True, kw_only=True):
 
 
 def this_machine(root: Path = Path("/")) -> Machine:
-    """Looks at device files and libraries below `root`, and at the launcher's environment."""
+    """Return this machine, from device files and libraries below `root` and from the launcher's environment."""
     folder = root / "dev"
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     found = [path for path in jemalloc_paths(platform.machine()) if (root / path.lstrip("/")).is_file()]
@@ -96,7 +96,7 @@ def this_machine(root: Path = Path("/")) -> Machine:
 
 
 def _devices(kind: Kind, names: list[str]) -> tuple[str, ...]:
-    """Those that the environment names, else all, in the order of their indices."""
+    """Return the devices that the environment names; without that variable, all in the order of their indices."""
     visible = os.environ.get(VISIBLE[kind])
     if visible is not None:
         return tuple(filter(None, (name.strip() for name in visible.split(","))))
@@ -105,9 +105,9 @@ def _devices(kind: Kind, names: list[str]) -> tuple[str, ...]:
 
 
 def on_this_machine(config: Config, address: str = "") -> Config:
-    """With this machine's own address as `network.interface`: `address` where it is given, else what fits that key.
+    """Return the configuration with this machine's address as `network.interface`: `address` if given, else what fits the key.
 
-    Raises UserError when there is none, or none that other nodes reach.
+    Raises UserError if there is no such address, or other nodes cannot reach it.
     """
     key, given = ("--address", address) if address else ("network.interface", config.network.interface)
     own = own_address(given, config.services.coordinator.host, key)
@@ -120,14 +120,14 @@ def on_this_machine(config: Config, address: str = "") -> Config:
 
 
 def check_secret(config: Config) -> None:
-    """Raises UserError where other nodes cannot know the secret of this one."""
+    """Raise UserError if the run has a secret that other nodes cannot know."""
     apart = has_several_nodes(config.cluster) and not config.cluster.shared_folder
     if apart and keys.security(config.network) != "none" and keys.SECRET not in os.environ:
         raise UserError(f"{keys.SECRET}: missing; cluster.shared_folder is false, so it must be set, to the same on all nodes")
 
 
 def jemalloc_paths(architecture: str) -> tuple[str, ...]:
-    """Where distributions put jemalloc: Debian and Ubuntu (libjemalloc2), openEuler (jemalloc), one's own build."""
+    """Return where jemalloc may be: from Debian and Ubuntu (libjemalloc2), openEuler (jemalloc), or the user's own build."""
     return (
         f"/usr/lib/{architecture}-linux-gnu/libjemalloc.so.2",
         "/usr/lib64/libjemalloc.so.2",
@@ -142,13 +142,13 @@ MEETINGS = len(SPANNING_ROLES) * PORTS_PER_ROLE
 class LocalNode(Struct, frozen=True):
     name: str
     machine: Machine
-    address: str = ""  # "" = as network.interface says
-    devices: int | None = None  # how many of the machine's are for the run; None = all
-    echo: float = 0.0  # seconds within which a signal that comes again is the same one
+    address: str = ""  # "" = from network.interface
+    devices: int | None = None  # how many of the machine's devices the run may use; None = all
+    echo: float = 0.0  # seconds within which a repeated signal counts as the same signal
 
     @classmethod
     def of(cls, config: Config, name: str = "", address: str = "", devices: int | None = None) -> LocalNode:
-        """Raises UserError for a number of devices that there is not. The only node of a configuration needs no name."""
+        """Return this node. Raises UserError if the machine has fewer devices. A single configured node gives its name."""
         machine = this_machine()
         if devices is not None and not 0 <= devices <= len(machine.devices):
             raise UserError(f"--devices: {devices}, but this machine has {len(machine.devices)}; must be from 0 to that")
@@ -161,14 +161,14 @@ class LocalNode(Struct, frozen=True):
         return NodeResources(self.name, len(self.machine.devices) if self.devices is None else self.devices)
 
     def memory(self, config: Config) -> int | None:
-        """Bytes that are available to a run on this machine's CPUs alone; None where it is to run elsewhere, or on devices."""
+        """Return the available bytes for a run on this machine's CPUs alone; None if it runs elsewhere or on devices."""
         on_devices = any(isinstance(role, Computing) and role.devices for role in processes(config).values())
         if self.machine.kind != "cpu" or on_devices or has_several_nodes(config.cluster):
             return None
         return None if any(node.devices for node in offers(config, self.offer)) else psutil.virtual_memory().available
 
     def registration(self, given: Config, own: Config) -> NodeRegistration:
-        """`given`: the configuration that this node was started with; `own`: with the node's address."""
+        """Return what this node registers. `given`: the configuration it was started with; `own`: with the node's address."""
         address = own.network.interface
         return NodeRegistration(
             name=self.name,
@@ -183,7 +183,7 @@ class LocalNode(Struct, frozen=True):
 
 
 def placement_faults(config: Config, here: NodeResources, trains: bool) -> list[str]:
-    """One line per role that cannot be placed, as far as that is known before the nodes have come."""
+    """Return one line per role that cannot be placed, as far as that is known before the nodes have joined."""
     try:
         place(config, offers(config, here), trains=trains, waits=bool(config.cluster.min_nodes))
     except ConfigError as error:
@@ -192,7 +192,7 @@ def placement_faults(config: Config, here: NodeResources, trains: bool) -> list[
 
 
 def placement_table(config: Config, here: NodeResources) -> LiteralTable:
-    """Which process is to be where, by node and device. Raises ConfigError."""
+    """Return the placement of processes by node and device. Raises ConfigError."""
     nodes = offers(config, here)
     placed = place(config, nodes, waits=bool(config.cluster.min_nodes))
     rows = LiteralTable("node", "device", "processes", title="coordinator: " + (config.services.coordinator.host or here.name))

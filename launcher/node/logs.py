@@ -1,7 +1,7 @@
-"""What a process writes to its standard output and error, kept in files that do not grow for ever.
+"""Keeps what a process writes to its standard output and error in files of limited size.
 
-A thread for each process carries it from a pipe to the file, whatever wrote it: Python, a C library, or another process that
-was started there. So nothing is lost when a file is full, and nothing waits for the launcher's event loop.
+A thread for each process carries the output from a pipe to the file, whether Python, a C library or a child process wrote it.
+So nothing is lost when a file is full, and nothing waits for the launcher's event loop.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from runtime import timeouts
 from runtime.config import Logs
 
 CHUNK = 1 << 16
-PIPE_BYTES = 1 << 20  # as much as Linux lets every user have: what a process can write before it waits for the thread
-TAIL_BYTES = 1 << 20  # of a log, its newest part: there stands why the process ended
+PIPE_BYTES = 1 << 20  # the most that Linux lets every user have: a process can write so much before it waits for the thread
+TAIL_BYTES = 1 << 20  # of the newest part of a log, which says why the process ended
 
 
 class LineView(Protocol):
-    """Where lines are shown, from any thread; `verbose`: those of the processes too."""
+    """Shows lines, from any thread; if `verbose`, also the lines that processes write."""
 
     verbose: bool
 
@@ -36,8 +36,8 @@ class LineView(Protocol):
 class Log:
     """The output of one process. `path` is the file being written; PATH.1 is the one before it, and so on.
 
-    `view` is told once when the file cannot be written, and, if it is verbose, every line with the process's `name`; both from
-    the log's own thread.
+    The log's own thread notifies `view` once when the file cannot be written. A verbose `view` gets every line with the
+    process's `name`.
     """
 
     def __init__(self, path: Path, settings: Logs, name: str, view: LineView | None = None):
@@ -46,10 +46,10 @@ class Log:
         self._name = name
         self._view = view
         self._shows = view is not None and view.verbose
-        self._unshown = b""  # of a line that is not whole yet
-        self._unkept = b""  # likewise: in the file it might be cut where the next file begins
-        self._lost = 0  # bytes since the file could be written last
-        self._lock = threading.Lock()  # who has it carries
+        self._unshown = b""  # the start of an incomplete line
+        self._unkept = b""  # the same for the file: the line might be cut where the next file begins
+        self._lost = 0  # bytes lost since the last successful write to the file
+        self._lock = threading.Lock()  # its holder alone reads the pipe
         for old in path.parent.glob(f"{path.name}.*"):
             old.unlink()
         self._file = path.open("wb", buffering=0)
@@ -58,10 +58,10 @@ class Log:
 
     @contextmanager
     def writer(self) -> Iterator[int]:
-        """The file descriptor that the process is to be started with."""
+        """Yield the file descriptor to start the process with, then begin to follow its output."""
         self._reader, writer = os.pipe()
         os.set_blocking(self._reader, False)
-        with suppress(OSError):  # this user's pipes hold as much as they may already
+        with suppress(OSError):  # this user's pipes already hold as much as allowed
             fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         try:
             yield writer
@@ -71,7 +71,7 @@ class Log:
             self._thread.start()
 
     def tail(self) -> str:
-        """The newest part, with everything that was written until now."""
+        """Return the newest part of the log, with everything that was written until now."""
         with self._lock:
             self._carry()
             self._keep_rest()
@@ -83,19 +83,19 @@ class Log:
         return data[-TAIL_BYTES:].decode(errors="replace")
 
     def add(self, data: bytes) -> None:
-        """Whole lines, as if the process had written them; a line that it is at comes after them."""
+        """Add whole lines as if the process had written them; a line that it is still writing comes after them."""
         with self._lock:
             self._carry()
             if self._reader >= 0:
                 self._keep(data)
 
     def close(self) -> None:
-        """Once the process is gone: what it wrote last is in the file."""
+        """Wait until the last output of a process that has ended is in the file."""
         if self._thread is not None:
             self._thread.join(timeouts.LOG_CLOSE)
 
     def _follow(self) -> None:
-        """Until nobody has the other end of the pipe any more."""
+        """Carry output until no process has the other end of the pipe open."""
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
         ended = False
@@ -106,13 +106,13 @@ class Log:
         with self._lock:
             self._keep_rest()
             if self._unshown:
-                self._tell(b"\n")
+                self._show(b"\n")
             os.close(self._reader)
             self._reader = -1
             self._file.close()
 
     def _carry(self) -> bool:
-        """Take all that lies in the pipe; whether it was the last."""
+        """Read all that is in the pipe; return whether its end was reached."""
         while self._reader >= 0:
             try:
                 data = os.read(self._reader, CHUNK)
@@ -121,19 +121,19 @@ class Log:
             if not data:
                 return True
             before, data = len(self._unkept), self._unkept + data
-            whole = data.rfind(b"\n") + 1 if len(data) < 2 * CHUNK else len(data)  # nobody writes lines as long as that
+            whole = data.rfind(b"\n") + 1 if len(data) < 2 * CHUNK else len(data)  # an overlong line is cut
             self._unkept = data[whole:]
             self._keep(data[:whole])
-            self._tell(data[before:])
+            self._show(data[before:])
         return True
 
     def _keep_rest(self) -> None:
-        """Of a line that is not whole yet."""
+        """Write the start of an incomplete line to the file."""
         data, self._unkept = self._unkept, b""
         self._keep(data)
 
     def _keep(self, data: bytes) -> None:
-        """In files of at most `max_bytes`, each of which ends with a whole line if there is one."""
+        """Write `data` to files of at most `max_bytes`. Each file ends with a whole line if it holds one."""
         if not data:
             return
         try:
@@ -148,7 +148,7 @@ class Log:
                 data = data[cut:]
                 self._rotate()
             self._write(data)
-        except OSError as error:  # the process shall go on
+        except OSError as error:  # the process must go on
             if not self._lost and self._view is not None:
                 self._view.say(f"{self.path}: {(error.strerror or str(error)).lower()}: output of this process is being lost")
             self._lost += len(data)
@@ -169,12 +169,12 @@ class Log:
     def _older(self, age: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{age}") if age else self.path
 
-    def _tell(self, data: bytes) -> None:
+    def _show(self, data: bytes) -> None:
         if self._view is None or not self._shows:
             return
         *lines, self._unshown = (self._unshown + data).split(b"\n")
         try:
             for line in lines:
                 self._view.output(self._name, line.decode(errors="replace"))
-        except (OSError, SystemExit):  # who reads the launcher's output has gone; rich ends the thread for it
+        except (OSError, SystemExit):  # the reader of the launcher's output has gone; rich ends the thread for it
             self._shows = False

@@ -1,11 +1,11 @@
-"""Starts the ranks of a group that are on this node, which live and die together. They meet in a store of torch.distributed::
+"""Starts the ranks of a group that are on this node. They live and die together, and meet in a store of torch.distributed::
 
-    socket on one address ──► rank 0 opens the store on it (`runtime.trainer.rank.join_group`) ◄── the others, on whatever node
+    socket on one address ──► rank 0 opens the store on it (`runtime.trainer.rank.join_group`) ◄── ranks on any node connect
 
-Where all ranks are on this node that address is loopback, and the port any free one. Nobody unpickles what the store holds. A
-rendezvous of torchrun listens on every address of the machine, and that of `--standalone` unpickles what anybody puts there.
-The ranks get the key of their group in the environment, whose variables no other user reads: that of `os_process.STORE_KEY`, or
-a new one where all ranks are on this node.
+If all ranks are on this node, the address is loopback, and the port any free one. No process unpickles what the store holds.
+A rendezvous of torchrun listens on every address of the machine; with `--standalone` it unpickles what any client puts there.
+The ranks get the key of their group in an environment variable, which no other user can read. The key is the value of
+`os_process.STORE_KEY`, or a new one if all ranks are on this node.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def arguments() -> argparse.Namespace:
 
 
 def opened(at: str, world: int) -> socket.socket:
-    """The socket of the store. Raises OSError."""
+    """Return the listening socket of the store. Raises OSError."""
     host, _, port = at.rpartition(":") if at else (network.loopback(), "", "0")
     return network.listener(host.strip("[]"), int(port), world)
 
 
 def start(options: argparse.Namespace) -> dict[int, tuple[int, subprocess.Popen[bytes]]]:
-    """The ranks, by their pid."""
+    """Start the ranks. Return by pid each rank and its process."""
     ranks, at = [int(rank) for rank in options.ranks.split(",")], options.at
     store = opened(at, options.world) if 0 in ranks else None
     if store is not None:
@@ -66,14 +66,14 @@ def start(options: argparse.Namespace) -> dict[int, tuple[int, subprocess.Popen[
         )
         started[process.pid] = rank, process
     if store is not None:
-        store.close()  # it is rank 0's
+        store.close()  # rank 0 has it
     return started
 
 
 def main() -> None:
     options = arguments()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # the ranks get it too, and say what comes of it
+        signal.signal(number, lambda *_: None)  # the ranks get the signal too, and report what follows from it
     left: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
 
     def hand_on(number: int, _: object) -> None:
@@ -87,7 +87,7 @@ def main() -> None:
         rank, _ = left.pop(pid)
         if code := os.waitstatus_to_exitcode(status):
             for _, process in left.values():
-                process.kill()  # whatever they say from now on comes of that rank's end
+                process.kill()  # any error that they report from now on follows from that rank's end
             if code < 0:
                 os_process.say_errors([f"{options.group}: run: rank {rank} was killed by {signal.Signals(-code).name}"])
             sys.exit(max(code, 1))

@@ -1,7 +1,7 @@
 """Starts a run's processes, watches them, and leaves none behind.
 
-Each process leads a process group of its own, so that Ctrl-C reaches only the launcher and a whole role can be ended at
-once; each writes to a log of its own.
+Each process leads a process group of its own: Ctrl-C reaches only the launcher, and one signal can end a whole role. Each
+process writes to a log of its own.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from runtime.rollout.vllm import leftovers
 
 # ---- Oom
 #
-# Which processes the kernel has killed for want of memory, by its own word.
+# Find which processes the kernel has killed for want of memory.
 #
-# The kernel's log names each, where it may be read. Elsewhere, as in a container, the counter of the control group says
-# that there was one.
+# The kernel's log names each process, where this process may read it. Elsewhere, as in a container, the counter of the control
+# group says only that the kernel killed some process.
 
 _LOG = Path("/dev/kmsg")
-_RECORD = 8192  # bytes of the longest
+_RECORD = 8192  # bytes of the longest record
 _KILLED = re.compile(rb"Killed process (\d+) .*?anon-rss:(\d+)kB")
 _GROUPS = Path("/sys/fs/cgroup")
 _COUNTERS = {"": "memory.events", "memory": "memory.oom_control"}  # by the controller, in cgroup v2 and v1
@@ -53,17 +53,17 @@ ADVICE = {
     "reward_model": "lower services.reward_model.max_tokens_per_microbatch",
     "reward": "lower rewards.workers, or see what the rules of rewards.rules keep",
 }
-"""What a user can do about a role that needs more memory than there is."""
+"""What a user can do about a role that needs more memory than the machine has."""
 
 
 class OomKills:
-    """Between `open` and `close`."""
+    """Processes that the kernel has killed between `open` and `close`."""
 
     def __init__(self) -> None:
         self._log = -1
         self._counter = _counter()
         self._counted = _count(self._counter)
-        self._killed: dict[int, int] = {}  # by pid, the bytes that it had
+        self._killed: dict[int, int] = {}  # by pid, the bytes that the process had
 
     def open(self) -> None:
         with suppress(OSError):  # not on Linux, or not allowed
@@ -76,7 +76,7 @@ class OomKills:
             self._log = -1
 
     def of(self, pids: Collection[int]) -> str:
-        """What is known of the death of a process that had these ids, a rank's among them; "" where nothing tells of memory."""
+        """Return what the kernel says of the death of a process with these pids (its ranks' included); "" if not for memory."""
         self._killed |= dict(self._news())
         counted, self._counted = self._counted, _count(self._counter)
         if known := [self._killed.pop(pid) for pid in pids if pid in self._killed]:
@@ -92,13 +92,13 @@ class OomKills:
             except BlockingIOError:
                 return
             except BrokenPipeError:
-                continue  # what was not read yet has been overwritten: the next record follows
+                continue  # the kernel has overwritten unread records: the next read returns the oldest that is left
             if found := _KILLED.search(record):
                 yield int(found[1]), int(found[2]) << 10
 
 
 def _counter() -> Path | None:
-    """The file with the count of this process's control group."""
+    """Return the file that counts the OOM kills of this process's control group."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, group = line.split(":", 2)
@@ -117,26 +117,26 @@ def _count(counter: Path | None) -> int:
 
 # ---- Orphans
 #
-# Ends what a node's processes leave behind: the programs of agents, say, once their environment has been killed.
+# End what a node's processes leave behind, such as the programs of agents after their environment was killed.
 #
-# These lead sessions of their own, which no signal to a process's group reaches. The kernel makes them children of the
-# agent, which knows them by a variable that all of its processes start with, and whatever they start.
+# Orphans lead sessions of their own, so no signal to a process group reaches them. The kernel makes them children of the
+# agent. The agent recognizes them by an environment variable that all of its processes and their children have.
 
 
 class Orphans:
-    """Children of this process that it has not started. They are told to end, and killed AGENT_END_GRACE later."""
+    """Children of this process that it has not started. Each gets SIGTERM, and SIGKILL AGENT_END_GRACE later."""
 
     def __init__(self) -> None:
         self.variable = f"{os.environ.get(os_process.AGENTS, '')} {os.getpid()}".strip()
-        """Of the processes: their agents, where one of them has started this one."""
+        """The variable's value: the pids of this process and of the agents, if any, that it was started by."""
         self._sessions = set[int]()  # that the node's processes have led
         self._seen = set[int]()
-        self._told: dict[int, float] = {}  # by pid, when
+        self._signaled: dict[int, float] = {}  # by pid, the time of its SIGTERM
         self._starting = 0
 
     @contextmanager
     def spared(self) -> Iterator[None]:
-        """Inside the block a process is started, whose pid is not known yet."""
+        """End no orphans inside the block: it starts a process whose pid is not known yet."""
         os_process.adopt(True)
         self._starting += 1
         try:
@@ -145,40 +145,40 @@ class Orphans:
             self._starting -= 1
 
     def end(self, known: Collection[int]) -> list[str]:
-        """Go on with the end of all that are not `known`, from the second look at them on: some end by themselves. Returns the
-        names of those that were told to end now."""
+        """Signal all children that are not `known` and were seen in the last call too, as some end by themselves. Return the
+        names of the children that get SIGTERM now."""
         self._sessions.update(known)
         others = set() if self._starting else _children().difference(known)
-        for pid in others - self._told.keys():
-            if _ended_in(pid) in self._sessions:  # no process that a caller of this one has started
+        for pid in others - self._signaled.keys():
+            if _ended_in(pid) in self._sessions:  # not a process that a caller of this one has started
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
         found = {pid for pid in others if self._is_ours(pid)}
-        seen_twice = found & self._seen - self._told.keys()
-        names = [_tell(pid) for pid in seen_twice]
-        self._told |= dict.fromkeys(seen_twice, time.monotonic())
+        seen_twice = found & self._seen - self._signaled.keys()
+        names = [_terminate(pid) for pid in seen_twice]
+        self._signaled |= dict.fromkeys(seen_twice, time.monotonic())
         self._seen = found
-        for pid, told in list(self._told.items()):
+        for pid, signaled in list(self._signaled.items()):
             try:
-                if time.monotonic() - told > timeouts.AGENT_END_GRACE:
+                if time.monotonic() - signaled > timeouts.AGENT_END_GRACE:
                     os.kill(pid, signal.SIGKILL)
                 ended = os.waitpid(pid, os.WNOHANG)[0]
             except (ProcessLookupError, ChildProcessError):
                 ended = pid
             if ended:
-                del self._told[pid]
+                del self._signaled[pid]
         return [name for name in names if name]
 
     @property
     def left(self) -> bool:
-        """Whether one of them lives."""
-        return bool(self._seen or self._told)
+        """Whether an orphan still lives."""
+        return bool(self._seen or self._signaled)
 
     def _is_ours(self, pid: int) -> bool:
         own = f"{os_process.AGENTS}=".encode()
         try:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended, or is another user's by now
+        except OSError:  # the process has ended, or belongs to another user by now
             return False
         return any(str(os.getpid()).encode() in each.removeprefix(own).split() for each in variables if each.startswith(own))
 
@@ -192,7 +192,7 @@ def _children() -> set[int]:
 
 
 def _ended_in(pid: int) -> int:
-    """Return the session of a process that has ended and is still waited for, else 0."""
+    """Return the session of a process that has ended and was not waited for; 0 for any other process."""
     try:
         state, _, _, session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
     except OSError:
@@ -200,8 +200,8 @@ def _ended_in(pid: int) -> int:
     return int(session) if state == "Z" else 0
 
 
-def _tell(pid: int) -> str:
-    """Its name; "" where it has ended meanwhile."""
+def _terminate(pid: int) -> str:
+    """Send SIGTERM to the process. Return its name; "" if it has ended meanwhile."""
     with suppress(OSError):
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         os.kill(pid, signal.SIGTERM)
@@ -218,55 +218,54 @@ class Supervisor:
         view: LineView | None = None,
         settings: Logs = Logs(),  # noqa: B008  immutable
     ):
-        """`view`: shows what became of processes, and, if it is verbose, every line that they write."""
-        os_process.raise_descriptor_limit()  # every child takes some of ours
+        """`view` shows what became of processes; if it is verbose, also every line that they write."""
+        os_process.raise_descriptor_limit()  # each child takes some descriptors of this process
         self._logs = logs
         self._view = view
         self._settings = settings
         self._outputs: list[Log] = []
         self.on_exit: Callable[[Child], None] = lambda child: None
-        """Told of each that died and is not started again from here."""
+        """Called for each process that died and that this supervisor does not start again."""
         self.keys: Keys | None = None
-        """Out of which those of the services are made; None where they need none."""
+        """The secret from which the keys of the services are made; None if they need no keys."""
         self.children: list[Child] = []
         self._started = asyncio.Event()
         self.incarnations: dict[str, int] = {}
-        """The newest of each name that is not ended; it may have died, or be about to be started."""
+        """By name, the newest incarnation that was not ended; it may have died, or be about to start."""
         self._restarts: Mapping[str, Restarts] = {}
         self._decided_elsewhere: Collection[str] = ()
         self.followed: Collection[str] = ()
-        """Who looks after what becomes of these when they are killed, is somebody else."""
+        """Names of processes that another part of this process looks after once they are killed."""
         self._under_way = False
         self.stopping = False
-        """The run is told to end: no other trainer or critic comes in the place of one that is lost, as no step follows."""
+        """Whether the run is ending: a lost trainer or critic is not replaced then, as no step follows."""
         self._ended_well = False
         self._allowances: dict[str, RestartBackoff] = {}
         self._given_up: list[Child] = []
-        self._starting: dict[asyncio.Task[Child], str] = {}  # in place of one that died, and its name
+        self._starting: dict[asyncio.Task[Child], str] = {}  # tasks that replace a process that died, with its name
         self._beats = HeartbeatMonitor()
         self._orphans = Orphans()
-        self._processes: list[asyncio.subprocess.Process] = []  # all that may live
+        self._processes: list[asyncio.subprocess.Process] = []  # all that may still live
         self._kills = OomKills()
-        self._starved: dict[str, float] = {}  # when a process of this name was killed for want of memory last
-        self._watch: asyncio.Task[None] | None = None  # for those that make no progress
+        self._starved: dict[str, float] = {}  # when the kernel last killed a process of this name for want of memory
+        self._watch: asyncio.Task[None] | None = None  # runs `_look_after`
 
     def say(self, line: str) -> None:
         if self._view is not None:
             self._view.say(line)
 
     def enable_restarts(self, restarts: Mapping[str, Restarts], decided_elsewhere: Collection[str] = ()) -> None:
-        """A process named here that dies is started again as its settings allow, while the others go on. What becomes of those
-        in `decided_elsewhere` is not this supervisor's to say: it calls `on_exit` with their death. One that makes no progress
-        is ended."""
+        """Start the processes named in `restarts` again when they die, as their settings allow; the others go on. Report the
+        death of a process in `decided_elsewhere` to `on_exit` instead. Kill a process that makes no progress."""
         self._restarts, self._decided_elsewhere = restarts, decided_elsewhere
         self._under_way = True
         if self._watch is None:
             self._kills.open()
             self._watch = asyncio.create_task(self._look_after())
-        self._started.set()  # `first_failure` waits for it as well
+        self._started.set()  # wakes `first_failure`, which then waits for the watch too
 
     def stop_restarts(self) -> None:
-        """From now on every death is a failure, and a process that was about to be started again is not."""
+        """Count every death as a failure from now on, and start no process again."""
         self._restarts, self._decided_elsewhere = {}, ()
         for task in self._starting:
             task.cancel()
@@ -277,7 +276,7 @@ class Supervisor:
             self._kills.close()
 
     async def _look_after(self) -> None:
-        """Until cancelled: whoever makes no progress is ended, with its stacks in its log, and so is what nobody owns."""
+        """Kill each process that makes no progress, with its stacks in its log, and end orphans; go on until cancelled."""
         while True:
             before = time.monotonic()
             await asyncio.sleep(timeouts.BEAT)
@@ -300,7 +299,7 @@ class Supervisor:
         return self._orphans.end({process.pid for process in self._processes})
 
     def give_up(self, name: str, incarnation: int, reason: str) -> None:
-        """End a process that the run does without, unless it is dying by itself: then its own end says more."""
+        """Kill a process that the run does without. A process that is dying by itself may do so: its own end says more."""
         for child in self.children:
             if (child.spec.name, child.incarnation) == (name, incarnation) and child not in self._given_up:
                 self._given_up.append(child)
@@ -309,13 +308,13 @@ class Supervisor:
     async def start(
         self, spec: ProcessSpec, pass_fds: Sequence[int] = (), capture: bool = False, incarnation: int = 0
     ) -> Child:
-        """Start one process; with `capture`, its standard output is the caller's to read. Raises UserError for an
-        interpreter that is not there, or processors or variables that are not."""
+        """Start one process. With `capture`, the caller reads its standard output. Raises UserError if the machine lacks the
+        interpreter, the processors or the variables."""
         path = self._logs / (f"{spec.name}.{incarnation}.log" if incarnation else f"{spec.name}.log")
         own = resolved(spec.env, os.environ, f"services.{spec.role}.env")
         output = await disk.done(partial(Log, path, self._settings, spec.name, self._view), path, self.say)
         with output.writer() as out, self._beats.connected(spec.name) as given, self._orphans.spared():
-            env = {**keys.inherited(), **own, **self._told(spec, incarnation)}
+            env = {**keys.inherited(), **own, **self._variables(spec, incarnation)}
             try:
                 process = await asyncio.create_subprocess_exec(
                     *spec.command,
@@ -329,7 +328,7 @@ class Supervisor:
                 )
             except (FileNotFoundError, PermissionError):
                 raise UserError(f"services.{spec.role}.python: no such interpreter: {spec.command[0]}") from None
-            except subprocess.SubprocessError:  # nothing else is done between fork and exec that may fail
+            except subprocess.SubprocessError:  # setting the processors is the only step between fork and exec that may fail
                 raise UserError(
                     f"services.{spec.role}.cpus: this machine gives none of {local_node.shown_cpus(spec.cpus)}"
                 ) from None
@@ -343,7 +342,7 @@ class Supervisor:
         self._beats.began(spec.name, process.pid)
         return child
 
-    def _told(self, spec: ProcessSpec, incarnation: int) -> dict[str, str]:
+    def _variables(self, spec: ProcessSpec, incarnation: int) -> dict[str, str]:
         own = keys.to_give(self.keys, spec.services, incarnation) if self.keys is not None and spec.services else {}
         return {
             os_process.INCARNATION: str(incarnation),
@@ -353,12 +352,12 @@ class Supervisor:
         }
 
     def cause_of_failure(self) -> Child | None:
-        """Of the children that ended badly: one that was killed, else one that its user can help, else the first."""
+        """Return the child to blame: one that a signal killed, else one with a user's mistake, else the first that failed."""
         failed = [(one.process.returncode, one) for one in self.children if one.process.returncode and not self._ended_well]
         return min(failed, key=lambda one: (one[0] > 0, not one[1].mistaken), default=(0, None))[1]
 
     async def first_failure(self) -> Child:
-        """Waits until a child ends otherwise than with exit code 0, and nobody comes in its place."""
+        """Wait until a child ends with an exit code other than 0 and is not replaced. Return that child."""
         waits: dict[asyncio.Task[Any], Child] = {}
         try:
             while True:
@@ -376,7 +375,7 @@ class Supervisor:
                 another.cancel()
                 for task in watch:
                     if task.done() and not task.cancelled():
-                        task.result()  # raises: nothing else ends it
+                        task.result()  # raises: the watch ends only by an error
                 waits = {task: child for task, child in waits.items() if not task.done()}
                 for started in [task for task in self._starting if task.done()]:
                     del self._starting[started]
@@ -386,7 +385,7 @@ class Supervisor:
                 task.cancel()
 
     def _replace(self, child: Child) -> bool:
-        """Whether the run goes on without this process, which died, and perhaps with another in its place."""
+        """Return whether the run goes on without this dead process. Start another in its place if that is allowed."""
         name = child.spec.name
         self._examine(child)
         if name in self.followed and (child.process.returncode or 0) < 0:
@@ -419,7 +418,7 @@ class Supervisor:
         return True
 
     def _examine(self, child: Child) -> None:
-        """Whether it was killed for want of memory; with advice the second time."""
+        """Note whether the kernel killed the process for want of memory; add advice the second time."""
         name, role = child.spec.name, child.spec.role
         if child.starved or child.given_up:
             return
@@ -435,25 +434,25 @@ class Supervisor:
         return await self.start(child.spec, incarnation=child.incarnation + 1)
 
     def respecify(self, specs: Mapping[str, ProcessSpec]) -> None:
-        """By name, how whoever runs is started when it is started again."""
+        """Replace the specifications, by name, with which running processes would be started again."""
         for child in self.children:
             child.spec = specs.get(child.spec.name, child.spec)
 
     def let_go(self, child: Child) -> None:
-        """Of one that is dead. What it left in its group ends in order: Python's resource tracker frees shared memory, and
-        heeds no SIGTERM."""
+        """Remove a dead child. SIGTERM ends what it left in its group, except Python's resource tracker, which ignores SIGTERM
+        and frees shared memory first."""
         child.signal_group(signal.SIGTERM)
         self.children.remove(child)
 
     async def end(self, name: str, grace: float) -> None:
-        """End the process of this name, if it runs, and whatever was to come in its place: SIGKILL after `grace` seconds."""
+        """End the process `name`, if it runs, and cancel its restart. Send SIGKILL after `grace` seconds."""
         self.incarnations.pop(name, None)
         self._restarts = {known: settings for known, settings in self._restarts.items() if known != name}
         for task in [task for task, starting in self._starting.items() if starting == name]:
             task.cancel()
             del self._starting[task]
         for child in [child for child in self.children if child.spec.name == name]:
-            self.children.remove(child)  # its end is nobody's failure
+            self.children.remove(child)  # so that its end is no failure
             child.signal_group(child.spec.ends_by)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(child.process.wait(), grace)
@@ -461,8 +460,8 @@ class Supervisor:
             await child.process.wait()
 
     async def finish(self, timeout: float) -> None:
-        """The run has ended well, and everything is saved: wait for every child to end. One that does not is killed, and told
-        of, as is one that ends badly."""
+        """Wait for every child to end once the run has ended well and all is saved. Kill and report a child that does not end
+        in time; also report a child that ends badly."""
         self.stop_restarts()
         self._ended_well = True
         for child in await self.wait_all(timeout):
@@ -472,10 +471,10 @@ class Supervisor:
             await child.process.wait()
 
     async def wait_all(self, timeout: float) -> list[Child]:
-        """Wait for every child to end. Returns those that did not.
+        """Wait for every child to end. Return the children that did not.
 
-        One that was started when the run was under way is killed, AGENT_END_GRACE after the others: those whom it should have
-        heard from may never have known it.
+        Kill a child that was started during the run AGENT_END_GRACE after the others: the processes that should have told it
+        to end may never have known it.
         """
         ends = {child: asyncio.create_task(child.process.wait()) for child in self.children}
         until = time.monotonic() + timeout
@@ -490,7 +489,7 @@ class Supervisor:
         return [child for child in self.children if child.running]
 
     async def end_all(self, grace: float) -> None:
-        """Whoever still runs is asked to end, SIGKILL after `grace` seconds; returns when every one is gone, and
+        """Ask every running child to end; send SIGKILL after `grace` seconds. Return when every child is gone, and with it
         what vLLM's processes leave in shared memory."""
         self.stop_restarts()
         for child in self.children:
@@ -505,7 +504,7 @@ class Supervisor:
         self._end_orphans()
         while self._orphans.left and time.monotonic() < until:
             await asyncio.sleep(timeouts.ORPHAN_POLL)
-            self._end_orphans()  # whose own become this process's
+            self._end_orphans()  # children of an ended orphan become children of this process
         os_process.adopt(False)
         self._beats.close()
         await asyncio.gather(*(asyncio.to_thread(output.close) for output in self._outputs))

@@ -1,4 +1,4 @@
-"""How each process of a run is started: from the configuration and what a node is to run to command lines. No I/O."""
+"""How each process of a run is started: turns the configuration and a node's launches into command lines. No I/O."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class ProcessSpec(Struct, frozen=True, kw_only=True):
     role: str
     command: tuple[str, ...]
     env: Mapping[str, str | FromEnvironment]
-    cpus: tuple[int, ...] = ()  # that it may run on; () = all
-    services: tuple[str, ...] = ()  # by name, those of the run in it, which are given keys
-    ends_by: int = signal.SIGTERM  # by which signal it is asked to end; a service waits at SIGTERM for the coordinator's word
-    signals_held: bool = False  # SIGTERM and SIGHUP are kept until it heeds them (`os_process.heed_signals`)
+    cpus: tuple[int, ...] = ()  # processors that it may run on; () = all
+    services: tuple[str, ...] = ()  # names of the run's services in it, which get keys
+    ends_by: int = signal.SIGTERM  # the signal that asks it to end; at SIGTERM a service waits for the coordinator's request
+    signals_held: bool = False  # SIGTERM and SIGHUP are kept until the process handles them (`os_process.heed_signals`)
 
 
 def coordinator_spec(
@@ -41,8 +41,8 @@ def coordinator_spec(
     trains: bool = True,
     machine: Machine = Machine(),  # noqa: B008  immutable
 ) -> ProcessSpec:
-    """The coordinator. `where`: `--ready-fd` and the descriptor on which it says its address, or `--address` and that of the
-    one in whose place it comes. `launched`: when the run was asked for."""
+    """Return how to start the coordinator. `where`: `--ready-fd` and the descriptor on which it reports its address, or
+    `--address` and the address of the coordinator that it replaces. `launched`: when the user asked for the run."""
     settings = config.services.coordinator
     arguments = ("--config", str(config_path), *where, *(() if trains else ("--evaluate",)))
     return ProcessSpec(
@@ -64,8 +64,7 @@ def service_specs(
     cores: int,
     machine: Machine = Machine(),  # noqa: B008
 ) -> dict[str, ProcessSpec]:
-    """By name, how each launch of a node is started. `cores` are shared out among the processes that compute, unless `threads`
-    is set."""
+    """Return by name how each launch of a node is started. Computing processes share `cores`, unless `threads` is set."""
     arguments = ("--config", str(config_path), "--coordinator", coordinator)
     roles = {launch.name: settings_of(config, Instance(launch.role, launch.name)) for launch in launches}
     computing = sum(len(launch.ranks) or 1 for launch in launches if isinstance(roles[launch.name], Computing))
@@ -91,18 +90,18 @@ def service_specs(
 
 
 def restarts(config: Config, launches: Sequence[Launch]) -> dict[str, Restarts]:
-    """By name, for what this node starts again by itself: all but its parts of groups that span nodes."""
+    """Return by name the settings of what this node restarts by itself: all but its parts of groups that span nodes."""
     own = [Instance(launch.role, launch.name) for launch in launches if launch.rendezvous is None]
     return {instance.name: settings_of(config, instance).restarts for instance in own}  # type: ignore[attr-defined]  # such roles' own
 
 
 def _key(launch: Launch) -> dict[str, str]:
-    """The variable with the key of a group that spans nodes. Command lines anybody reads, another's environment nobody."""
+    """Return the variable with the key of a group across nodes. Other users can read command lines, but not environments."""
     return {} if launch.rendezvous is None else {os_process.STORE_KEY: launch.rendezvous.key.hex()}
 
 
 def _command(launch: Launch, world: int, python: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Starts a process alone, or the ranks of a group of `world` that are on this node."""
+    """Return the command that starts a single process, or this node's ranks of a group of `world`."""
     service = (f"services.{launch.role}", "--name", launch.name, *arguments)
     meeting = launch.rendezvous
     if len(launch.ranks) < 2 and meeting is None:

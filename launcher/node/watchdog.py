@@ -1,11 +1,11 @@
-"""Which of a node's processes make no progress, by what they tell once a second.
+"""Finds the processes of a node that make no progress. Each process sends a heartbeat once a second.
 
 ::
 
-    Work.tell of each process ── Beat, a message ──►  Beats  ──►  stalled()  ──►  stacks into its log  ──►  Supervisor.give_up
+    heartbeats of each process ──►  HeartbeatMonitor  ──►  stalled()  ──►  stacks into its log  ──►  Supervisor.give_up
 
-Each process has a socket of its own for it, which it is started with as its standard input. It has no name: nobody else can
-fill it, or speak for that process. The kernel says which rank of a group has sent a beat.
+Each process sends over a socket of its own, which it gets as its standard input. The socket has no name: no other process can
+fill it, or speak for that process. The kernel says which rank of a group has sent a heartbeat.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from runtime.process.os_process import find_program
 from runtime.process.spans import Heartbeat, described
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-_LARGEST = 4096  # bytes of a beat
-_AT_ONCE = 64  # beats of a process, then it is the next one's turn
-_STARTED = -1  # in a rank's place, until one has told: the process that was started
+_LARGEST = 4096  # bytes of a heartbeat
+_AT_ONCE = 64  # heartbeats taken from one process before the next process gets its turn
+_STARTED = -1  # stands for the started process until a rank has sent a heartbeat
 
 
 class ReceivedHeartbeat(Struct):
-    """The newest beat of a rank, and when it came. `pid`: of the process that sent it."""
+    """The newest heartbeat of a rank, and when it came. `pid`: of the process that sent it."""
 
     beat: Heartbeat
     pid: int
@@ -47,11 +47,11 @@ class ReceivedHeartbeat(Struct):
 
 
 def stalled(ranks: Mapping[int, ReceivedHeartbeat], now: float, stopped: Collection[int] = ()) -> tuple[int, str] | None:
-    """Which of a group's ranks has stalled, and how; None while all go on. Pure.
+    """Return which rank of a group has stalled, and why; None if no rank has stalled. Pure.
 
-    A rank that is silent holds the others up; one that a signal has `stopped` neither loads nor compiles meanwhile. Else one
-    that has entered fewer of a group's collectives than others does: these wait for it, and are not overdue as long as it is
-    not; if it was given nothing to do, who has waited too long is.
+    A silent rank comes first: the other ranks wait for it. A rank that a signal has `stopped` neither loads nor compiles, so
+    its limit is lower. Next come ranks that have entered fewer collectives of a group than other ranks. The others wait for
+    these, and are not overdue until these are. If such a rank has no work, the rank that has waited too long has stalled.
     """
     for rank, heard in sorted(ranks.items()):
         limit = min(heard.beat.loop, timeouts.STALL_LEAST) if rank in stopped else heard.beat.loop
@@ -74,7 +74,7 @@ def stalled(ranks: Mapping[int, ReceivedHeartbeat], now: float, stopped: Collect
 
 
 def _missing(beat: Heartbeat, furthest: Mapping[str, int]) -> str:
-    """The collective that others have entered, and this rank has not; "" where there is none."""
+    """Return the collective that other ranks have entered and this rank has not; "" if there is none."""
     for group, count in beat.collectives.items():
         if count < furthest[group]:
             return f"collective {furthest[group]} of group {group}"
@@ -82,25 +82,25 @@ def _missing(beat: Heartbeat, furthest: Mapping[str, int]) -> str:
 
 
 class HeartbeatMonitor:
-    """What the processes of one node have told, each over a connection of its own."""
+    """The newest heartbeats of one node's processes. Each process has a connection of its own."""
 
     def __init__(self) -> None:
         self._heard: dict[str, dict[int, ReceivedHeartbeat]] = {}
         self._connections: dict[str, socket.socket] = {}
 
     def connected(self, name: str) -> socket.socket | IO[bytes]:
-        """The standard input of the process called `name`, of which is known from now on what it tells. Where there are no such
-        sockets it is empty: nothing is heard, and nobody is stalled."""
+        """Return the standard input for the process `name`, and take heartbeats from its other end. Without such sockets (not
+        Linux) the input is empty: no heartbeats come, and no process counts as stalled."""
         self.forget(name)
         if not sys.platform.startswith("linux"):
             return Path(os.devnull).open("rb")
-        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own.setblocking(False)
         own.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        own.shutdown(socket.SHUT_WR)  # who reads its standard input finds the end of it
+        own.shutdown(socket.SHUT_WR)  # a process that reads its standard input finds the end of it
         self._connections[name] = own
         asyncio.get_running_loop().add_reader(own, self._take, name, own)
-        return theirs
+        return other
 
     def forget(self, name: str) -> None:
         self._heard.pop(name, None)
@@ -116,14 +116,14 @@ class HeartbeatMonitor:
             own.close()
 
     def began(self, name: str, pid: int) -> None:
-        """The process called `name` was started. Before its first beat it can only have been stopped."""
+        """Note that the process `name` was started. Before its first heartbeat it can stall only if a signal stops it."""
         self._heard[name] = {_STARTED: ReceivedHeartbeat(Heartbeat(_STARTED, math.inf), pid, time.monotonic())}
 
     def of(self, name: str) -> Mapping[int, ReceivedHeartbeat]:
         return self._heard.get(name, {})
 
     def take(self) -> None:
-        """What has come until now."""
+        """Take all heartbeats that have come until now."""
         for name, own in list(self._connections.items()):
             self._take(name, own)
 
@@ -139,30 +139,30 @@ class HeartbeatMonitor:
             with suppress(InvalidMessage):
                 beat = types.decode(Heartbeat, data)
                 ranks = self._heard.setdefault(name, {})
-                ranks.pop(_STARTED, None)  # which may be what has started the ranks, and tells of nothing
+                ranks.pop(_STARTED, None)  # may be the parent of the ranks, which sends no heartbeats
                 ranks[beat.rank] = ReceivedHeartbeat(beat, _CREDENTIALS.unpack(about[0][2])[0], time.monotonic())
 
     def forgive(self, seconds: float) -> None:
-        """This process itself has stood still for so long: what it has not taken meanwhile is nobody's silence."""
+        """Move all arrival times by `seconds`. This process itself stood still for so long, so silence in it means nothing."""
         for ranks in self._heard.values():
             for heard in ranks.values():
                 heard.when += seconds
 
 
 async def keep_stacks(log: Log, ranks: Mapping[int, ReceivedHeartbeat]) -> None:
-    """Each of the ranks, one after the other, writes its stacks into their `log`, and its collectives beside it. Where py-spy
-    is installed, the log has what that finds too: of a process that is stopped, it alone can tell."""
+    """Make each rank in turn write its stacks and its collectives into `log`. Add the output of py-spy where it is installed:
+    only py-spy can show the stacks of a stopped process."""
     spy = find_program("py-spy")
     for heard in ranks.values():
         with suppress(ProcessLookupError):
             os.kill(heard.pid, signal.SIGUSR1)
-        await asyncio.sleep(timeouts.STACKS_WRITTEN)  # in pieces, which those of two ranks would tear
+        await asyncio.sleep(timeouts.STACKS_WRITTEN)  # a rank writes in pieces; two ranks at once would mix them
         if spy is not None:
             log.add(await _spied(spy, heard.pid))
 
 
 async def _spied(spy: str, pid: int) -> bytes:
-    """What py-spy finds the process at; nothing if it does not end within its deadline."""
+    """Return what py-spy prints of the process; nothing if py-spy does not end within its deadline."""
     command = (spy, "dump", "--nonblocking", "--pid", str(pid))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
     try:
@@ -174,7 +174,7 @@ async def _spied(spy: str, pid: int) -> bytes:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process."""
+    """Return whether a signal has stopped the process."""
     with suppress(psutil.Error):
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False
