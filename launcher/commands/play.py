@@ -1,4 +1,4 @@
-"""`sluice play`: one task of a configuration, played as in a run, and the conversation in the terminal."""
+"""`sluice play`: plays one task of a configuration as in a run, and prints the conversation."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from runtime.evaluation import results as evaluation
 from runtime.evaluation.generations import Generation
 
 FOLDER = "play"
-"""Where what is played lives in the folder of the run whose configuration it takes."""
+"""The folder of a played task, in the folder of the run whose configuration it takes."""
 SILENT = "(the model gave no reply)"
 
 
 async def play(config: Config, task: int, view: View) -> Generation:
-    """Task `task` of what there is to train on, counted from 0 over all sources. Raises as `evaluate` does, and UserError where
-    there are not so many."""
+    """Play task `task` of the training data, counted from 0 over all sources. Raises as `evaluate` does, and UserError if there
+    are fewer tasks."""
     config, data = own_folder(config, FOLDER), config.data
     held_out = data.eval or next((source.path for _, source in sources(data)), "")
-    config = replace(config, data=replace(data, eval=held_out))  # the one task takes its place
+    config = replace(config, data=replace(data, eval=held_out))  # the task replaces it
     playing = _OneTask(replace(config, run=replace(config.run, overwrite=True)), view, LocalNode.of(config))
     playing.task = task
     result = await playing.run()
@@ -40,7 +40,7 @@ async def play(config: Config, task: int, view: View) -> Generation:
 
 
 def shown(played: Generation) -> str:
-    """The conversation as the model saw and made it, branch by branch, and what came of it."""
+    """Return the conversation branch by branch as the model saw and wrote it, and its outcome."""
     earned = "no reward" if played.reward is None else f"reward {played.reward:g}"
     of = [f"{name} {value:g}" for name, value in played.rules.items() if value is not None]
     silent = bool(played.outcome) and played.logprob is None
@@ -54,7 +54,7 @@ class _OneTask(Evaluating):
     problem: str  # its id
 
     def chosen(self, config: Config) -> Config:
-        """With the one task as all that there is to evaluate."""
+        """Return the configuration with the task as its only evaluation set."""
         data, left = config.data, self.task
         if left < 0:
             raise UserError(f"--task: {left} is below 0")

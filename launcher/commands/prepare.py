@@ -17,7 +17,7 @@ def run(options: argparse.Namespace) -> None:
     settings = load(options.config, options.overrides)
     console = Console()
     began = time.monotonic()
-    with View(console, line_interval=0) as view:  # `log_interval` says how often
+    with View(console, line_interval=0) as view:  # `log_interval` limits the lines instead
         view.phase("prepare", detail=", ".join(settings.inputs))
 
         def progress(done: int, total: int) -> None:

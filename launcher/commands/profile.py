@@ -1,4 +1,4 @@
-"""`sluice profile RUN --role ROLE`: what processes of a run do, recorded while it goes on."""
+"""`sluice profile RUN --role ROLE`: records what processes of a run do while the run goes on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.telemetry.shown import shown
 from services.rpc import client, contract
 
 LONGEST = 1_000_000
-STEPS, SECONDS = 1, 5.0  # where the user does not say; a process takes what it is measured in
+STEPS, SECONDS = 1, 5.0  # defaults; a process takes the unit that it is measured in
 
 
 def run(options: argparse.Namespace) -> None:
@@ -24,14 +24,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 async def profile(options: argparse.Namespace) -> None:
-    """Print what was written. Raises UserError, a line for each process that wrote nothing, once all have answered."""
+    """Print what was written. Raises UserError with a line for each process that wrote nothing, once all have answered."""
     address, own = address_of(options.run, "profile"), keys.of_user(options.run)
     for option in ("steps", "seconds", "timeout"):
         if (value := getattr(options, option)) is not None and not 0 < value <= LONGEST:
             raise UserError(f"profile: --{option}: {value:g}; must be above 0 and at most {LONGEST}")
-    everybody = await processes_of(address, own, "profile")
-    wanted = chosen(everybody, options.role, options.process)
-    step = int((await asked(everybody[0], own)).gauges["step"])
+    processes = await processes_of(address, own, "profile")
+    wanted = chosen(processes, options.role, options.process)
+    step = int((await asked(processes[0], own)).gauges["step"])
     given = {"steps": options.steps, "seconds": options.seconds}
     if given == {"steps": None, "seconds": None}:
         given = {"steps": STEPS, "seconds": SECONDS}
@@ -48,7 +48,7 @@ async def profile(options: argparse.Namespace) -> None:
 
 
 def chosen(processes: Sequence[Registration], role: str | None, name: str | None) -> list[Registration]:
-    """Those of the role, or the one of the name. Raises UserError where there are none."""
+    """Return the processes of the role, or the process of the name. Raises UserError if there is none."""
     found = [one for one in processes if name in (None, one.name) and role in (None, one.role)]
     if not found:
         option = "process" if role is None else "role"
@@ -58,7 +58,7 @@ def chosen(processes: Sequence[Registration], role: str | None, name: str | None
 
 
 async def _of(process: Registration, request: Profile, own: Keys | None, timeout: float) -> Profiled:
-    """Raises what the process says, and ServiceFault where it is not there, ends meanwhile, or takes longer than `timeout`."""
+    """Let a process record. Raises its error, and ServiceFault if it is absent, ends, or takes longer than `timeout`."""
     async with client.Channel(process.address, own, party(process)) as channel:
         await channel.ready(process.name, timeouts.CONTROL_CALL)
         method = contract.METHODS["Process", "Profile"]

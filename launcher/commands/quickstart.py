@@ -1,6 +1,6 @@
-"""`sluice quickstart`: the configurations that come with the package, what they need, and what to look at once one has run.
+"""`sluice quickstart`: the packaged configurations, the files that they need, and what to look at after a run.
 
-The parser of the commands imports this module: what takes long to import is imported where it is used.
+The command parser imports this module, so slow imports are inside functions.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 FILE = Path(__file__).parents[1] / "quickstart.yaml"  # configs/quickstart.yaml of the source tree
 PRETRAINED = FILE.with_name("quickstart_pretrained.yaml")
-MODEL = Path("runs/.cache/smollm2-135m-instruct")  # as the configuration names these
+MODEL = Path("runs/.cache/smollm2-135m-instruct")  # these paths as in the configuration
 PROBLEMS = Path("runs/.cache/asked")
-LARGEST, HELD_OUT, SEED = 10, 96, 7  # of the problems' numbers; problems; of their order
-REPLIES = 3  # to show, of before and of after
+LARGEST, HELD_OUT, SEED = 10, 96, 7  # largest number in a problem; held-out problems; seed of their order
+REPLIES = 3  # shown from before and from after the training
 _WRITTEN = {
     run_files.MODEL: "the trained model, a Hugging Face folder",
     run_files.METRICS: "each step's figures",
@@ -42,9 +42,9 @@ _NEXT = {
 
 
 def prepare(config: Config, say: Callable[[str], None]) -> None:
-    """Write the problems, and make the model unless it is there, where `config` names those of PRETRAINED.
+    """Write the problems and make the model, unless it exists, if `config` names those of PRETRAINED.
 
-    Raises UserError where pip does not get the model's package, ServiceFault where the process that makes the model dies, and
+    Raises UserError if pip cannot get the model's package, ServiceFault if the process that makes the model dies, and
     DeadlineExceeded.
     """
     from runtime.data import arithmetic
@@ -61,15 +61,15 @@ def prepare(config: Config, say: Callable[[str], None]) -> None:
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=deadline)
         except subprocess.TimeoutExpired:
             raise DeadlineExceeded("smollm2", "make", "did not end", deadline) from None
-        told = done.stderr.strip().rpartition("\n")[2]
-        if done.returncode == 2:  # as of every command, a mistake that its user can mend
-            raise UserError(f"--pretrained: {told}")
+        last_line = done.stderr.strip().rpartition("\n")[2]
+        if done.returncode == 2:  # a mistake that the user can mend, as with every command
+            raise UserError(f"--pretrained: {last_line}")
         if done.returncode:
-            raise ServiceFault("smollm2", "make", told or f"ended with status {done.returncode}")
+            raise ServiceFault("smollm2", "make", last_line or f"ended with status {done.returncode}")
 
 
 def write(configuration: Path, file: Path, overrides: Sequence[str]) -> list[str]:
-    """Copy a configuration to `file`, which is new; returns what to say. Raises UserError."""
+    """Copy a configuration to the new file `file`. Return lines for the user. Raises UserError."""
     if overrides:
         raise UserError(f"--write: {overrides[0]} would not be in the file; must be without overrides")
     try:
@@ -91,9 +91,9 @@ def advice(folder: str, command: str) -> list[str]:
 
 
 def replies(config: Config) -> LiteralTable | None:
-    """The first REPLIES held-out problems of a run, with the replies before and after its training.
+    """Return the first REPLIES held-out problems of a run, with the replies before and after its training.
 
-    None where the run was not evaluated twice. Raises UserError for files that cannot be read.
+    Return None if the run was not evaluated twice. Raises UserError for files that cannot be read.
     """
     from runtime.data.handlers import load_problems
     from runtime.evaluation import generations, results

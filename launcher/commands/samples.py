@@ -1,4 +1,4 @@
-"""`sluice samples`: what the model was asked, what it replied, and what that earned."""
+"""`sluice samples`: the prompts of a run, the model's replies and their rewards."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from runtime.ledger.states import Phase
 from runtime.telemetry.shown import LiteralTable, literal, shown
 from runtime.types import GroupPayload, Sample
 
-GIVEN = "⟦⟧"  # around what is not trained: terminals without colours show it too
+GIVEN = "⟦⟧"  # around text that is not trained: terminals without colours show it too
 
 
 class Part(Struct):
-    """Of a branch, what one side said. `trained`: by the model, and trained in this branch; else what the environment said, or
-    an earlier branch has. `reward`: what a turn earned."""
+    """A stretch of a branch. `trained`: the model wrote it, and this branch trains it. Otherwise the environment wrote it, or
+    an earlier branch trains it. `reward`: the reward of a turn."""
 
     text: str
     trained: bool
@@ -42,36 +42,36 @@ class Part(Struct):
 
 
 class SampleRow(Struct, kw_only=True):
-    """One reply, or branch of an episode. `versions` are those of its oldest and newest token; `rules` each rule's value.
-    `parts`: the reply in parts, where it is not all trained or a turn of it was rewarded."""
+    """One reply, or one branch of an episode. `versions`: of its oldest and newest token. `rules`: each rule's value. `parts`:
+    the reply in parts, if not all of it is trained or a turn has a reward."""
 
     group: int | str
     sample: int  # the episode
-    branch: int = 0  # of that episode
+    branch: int = 0  # of the episode
     step: int | None
     state: str
-    why: str | None  # it was dropped
-    task: int | None = None  # its prompt's place in the training data, from 0
-    source: str = ""  # where that prompt is from
+    why: str | None  # why it was dropped
+    task: int | None = None  # the index of its prompt in the training data
+    source: str = ""  # of its prompt
     prompt: str
     reply: str
-    earlier: list[str] = []  # of an evaluation: the episode's branches before this one, the last
+    earlier: list[str] = []  # in an evaluation: the episode's branches before this last one
     parts: list[Part] = []
     label: str
     reward: float | None
     valid: bool | None
     rules: dict[str, float | None]  # None: the rule failed
     finish: str
-    outcome: str = ""  # of an episode: its stop reason, or why it is left out
+    outcome: str = ""  # of an episode: its stop reason, or why it was left out
     tokens: int
     versions: tuple[str, str]
-    logprob: float | None  # mean over the tokens that are trained; None: there are none
+    logprob: float | None  # mean over the trained tokens; None if there are none
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print a table for each group, or JSON lines; that there is none goes to standard error.
+    """Print a table for each group, or JSON lines. A note on standard error says if no group matches.
 
-    Raises UserError for a folder that is no run's, a run without samples, or a filter it cannot read.
+    Raises UserError if the folder is no run's, the run has no samples, or a filter is malformed.
     """
     if options.limit < 0:
         raise UserError(f"--limit: {options.limit} is negative; must be a number of groups, or 0 for all")
@@ -110,7 +110,7 @@ def _ranges(options: argparse.Namespace) -> tuple[tuple[int, int] | None, tuple[
 
 
 def _evaluated(options: argparse.Namespace) -> Iterator[SampleRow]:
-    """The replies of evaluations, those of one problem together."""
+    """Yield the replies of evaluations; replies to one problem come together."""
     steps, reward = _ranges(options)
     folders = evaluation.folders(options.run)
     if not folders:
@@ -128,7 +128,7 @@ def _evaluated(options: argparse.Namespace) -> Iterator[SampleRow]:
 
 
 def _earned(replies: list[Generation], bounds: tuple[float, float]) -> bool:
-    """Whether the mean reward of those that have one is within bounds."""
+    """Return whether the mean of the rewards, where there are any, is within `bounds`."""
     rewards = [each.reward for each in replies if each.reward is not None]
     return bool(rewards) and bounds[0] <= sum(rewards) / len(rewards) <= bounds[1]
 
@@ -205,7 +205,7 @@ def samples_of(reader: LedgerReader, group: GroupRow, tokenizer: Tokenizer) -> I
 
 
 def _parts(row: Sample, turns: Mapping[int, float], tokenizer: Tokenizer) -> list[Part]:
-    """Runs of tokens that are trained, and that are not. `turns`: what turns earned, by their last token."""
+    """Return the stretches of trained and of other tokens. `turns`: rewards of turns, by the turn's last token."""
     if row.loss_mask.all() and not turns:
         return []
     ends = [*(np.flatnonzero(np.diff(row.loss_mask)) + 1).tolist(), len(row.tokens)]
@@ -219,7 +219,7 @@ def _parts(row: Sample, turns: Mapping[int, float], tokenizer: Tokenizer) -> lis
 
 
 def _table(group: list[SampleRow]) -> LiteralTable:
-    """The samples of one group: what they have in common above, what differs below."""
+    """Return a table of one group's samples: shared values above, differing values below."""
     first = group[0]
     step = "" if first.step is None else f", step {first.step}"
     state = first.state if first.why is None else f"{first.state}: {first.why}"

@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 async def scale(run: str, wanted: str) -> str:
-    """What was done, for the user. Raises UserError, ServiceFault."""
+    """Ask the coordinator for a number of rollouts. Return what it did, for the user. Raises UserError, ServiceFault."""
     role, equals, number = wanted.partition("=")
     if role != "rollout" or not equals or not number.isdecimal():
         raise UserError(f"scale: '{wanted}' is not rollout=N, with N the number of rollouts there are to be")

@@ -1,9 +1,9 @@
-"""`sluice score FILE`: what a verifier says of each reply in a file of JSON lines, in the order read.
+"""`sluice score FILE`: judges each reply in a file of JSON lines with a verifier, in the order of the lines.
 
-A line has `id`, `prediction` and `truth`, and may have `extra`, the rule's `context.extra`; what is written for it has `id`,
-`score` (the verifier's value), `equal` (whether that is 1 or more), `error` and `seconds`. Cases are judged as in training: a
-screen first, then a pool of workers with the limits that a configuration has by default. A line that cannot be judged gets an
-error, and is named at the end.
+A line has `id`, `prediction` and `truth`, and may have `extra`, the rule's `context.extra`. Its output line has `id`, `score`
+(the verifier's value), `equal` (whether the value is 1 or more), `error` and `seconds`. Cases are judged as in training: first
+by a screen, then by a pool of workers with a configuration's default limits. A line that cannot be judged gets an error, and
+the last messages name it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from runtime.rewards.worker_process import Limits, withdraw
 from runtime.sandbox import check
 from runtime.telemetry.shown import shown
 
-FORMATS = ("think_answer", "think_prefix")  # what the truth of a case of kind `format` may name
+FORMATS = ("think_answer", "think_prefix")  # allowed truths of a case of kind `format`
 RIGHT = 1.0  # the value from which on a reply is right
-SANDBOX_SHARE = 0.8  # of a case's time that its program may take at most
-WINDOW = 4096  # cases that are held because an earlier one is not judged yet
-WINDOW_BYTES = 64 << 20  # and of their lines
-TURN = 64  # cases after which the pool is given a turn
-NAMED = 10  # lines that could not be judged, of which each is named
+SANDBOX_SHARE = 0.8  # of a case's time, the most that its program may take
+WINDOW = 4096  # cases held because an earlier case is not judged yet
+WINDOW_BYTES = 64 << 20  # bytes of their lines
+TURN = 64  # cases after which the pool gets a turn
+NAMED = 10  # lines named in messages, of all that cannot be judged
 
 
 class ScoreCase(Struct):
-    """One line. `fault`: why it cannot be judged."""
+    """One line of the file. `fault`: why it cannot be judged."""
 
     number: int  # of the line, from 1
     size: int  # bytes
@@ -54,9 +54,9 @@ class ScoreCase(Struct):
 
 
 class ScoreCounts(Struct):
-    """What the summary says."""
+    """The counts in the summary."""
 
-    cases: Counter[str]  # by kind; those below too
+    cases: Counter[str]  # by kind, including bad lines
     labelled: Counter[str]
     agreed: Counter[str]
     errors: Counter[str]  # by reason
@@ -81,10 +81,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def score(path: Path, verifier: str | None, workers: int | None, timeout: float | None, output: Path | None) -> None:
-    """Score the file and print a summary to standard error. `workers`: one a core when None.
+    """Score the file and print a summary to standard error. `workers`: one a core if None.
 
-    Raises UserError for an unknown verifier, one whose sandbox does not work here, files that cannot be opened, and, when all
-    the others are scored, for lines that cannot be judged. ServiceFault when no worker can be started.
+    Raises UserError for an unknown verifier, a verifier whose sandbox does not work here, or a file that cannot be opened; also
+    for lines that cannot be judged, after all others are scored. Raises ServiceFault if no worker can be started.
     """
     rules = _rules(verifier)
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
@@ -113,7 +113,7 @@ def score(path: Path, verifier: str | None, workers: int | None, timeout: float 
 
 
 def _rules(verifier: str | None) -> dict[str, RewardRule]:
-    """The verifiers that may be needed, by the names that tasks use."""
+    """Return the verifiers that may be needed, by the names that tasks use."""
     names = list(RULES) if verifier is None else [*FORMATS, verifier] if verifier == "format" else [verifier]
     rules = {name: find_rule(name, "--verifier") for name in names}
     single = {name: rule for name, rule in rules.items() if not rule.grouped}
@@ -136,7 +136,7 @@ def _cases(source: IO[bytes], verifier: str | None) -> Iterator[ScoreCase]:
 
 
 def _case(number: int, line: bytes, verifier: str | None) -> ScoreCase:
-    """What a line says. Bytes that are no UTF-8 are replaced, as a tokenizer would."""
+    """Return the case of a line. Bytes that are not UTF-8 are replaced, as a tokenizer would."""
     case = ScoreCase(number, len(line))
     try:
         fields = json.loads(line.decode("utf-8", "replace"))
@@ -177,17 +177,18 @@ def _rule_name(verifier: str, truth: str) -> str:
 async def _score(
     cases: Iterator[ScoreCase], rules: dict[str, RewardRule], workers: int, limits: Limits, cache_entries: int, sink: IO[str]
 ) -> ScoreCounts:
-    """Judge the cases and write a line for each, in order. What is held meanwhile is bounded by WINDOW and WINDOW_BYTES."""
+    """Judge the cases and write a line for each, in order. WINDOW and WINDOW_BYTES bound the cases held meanwhile."""
     tally = ScoreCounts(Counter(), Counter(), Counter(), Counter(), [])
     pool = KillablePool(list(rules), workers, limits, cache_entries)
     window: deque[tuple[ScoreCase, asyncio.Future[Verdict]]] = deque()
     held = 0
     try:
         for case in cases:
-            window.append((case, await _judged(case, rules, pool)))
+            window.append((case, await _judged(case, rules, pool)))  # waits while the pool's queue is full
             held += case.size
             if case.number % TURN == 0:
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # lets the pool's tasks run
+            # Write the judged cases at the front. A full window waits for its first case: a worker's verdict ends the wait.
             while window and (window[0][1].done() or len(window) >= WINDOW or held >= WINDOW_BYTES):
                 held -= window[0][0].size
                 await _write(window, sink, tally)
@@ -200,9 +201,9 @@ async def _score(
 
 
 async def _judged(case: ScoreCase, rules: dict[str, RewardRule], pool: KillablePool) -> asyncio.Future[Verdict]:
-    """The verdict: at once from the verifier's screen, or in time from the pool."""
+    """Return the verdict's future: done if the verifier's screen decides, else done later by the pool."""
     known: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-    task, case.task = case.task, None  # the pool holds its text as long as it is needed
+    task, case.task = case.task, None  # the pool keeps the text as long as needed
     if task is None:
         known.set_result(Verdict(RuleOutcome(error=case.fault)))
         return known
@@ -217,7 +218,7 @@ async def _judged(case: ScoreCase, rules: dict[str, RewardRule], pool: KillableP
 
 
 async def _write(window: deque[tuple[ScoreCase, asyncio.Future[Verdict]]], sink: IO[str], tally: ScoreCounts) -> None:
-    """Write the first case of the window, once it is judged, and drop it."""
+    """Write the first case of the window once it is judged, and drop it."""
     case, judged = window[0]
     verdict = await judged
     window.popleft()

@@ -1,4 +1,4 @@
-"""`sluice serve`: an endpoint that speaks OpenAI's and Anthropic's API, of a model as it is: gateways and rollouts alone."""
+"""`sluice serve`: an endpoint for a model that speaks OpenAI's and Anthropic's API. Runs only gateways and rollouts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from runtime.models.hf_config import read_raw
 from sluice import start
 
 PORT = 8000
-CONTEXT, SLOTS = 4096, 16  # tokens of a conversation, unless `gateway.context` says otherwise, or the model has fewer positions
+CONTEXT, SLOTS = 4096, 16  # tokens of a conversation, unless `gateway.context` is set or the model has fewer positions
 
 
 def config_for(model: str, overrides: Sequence[str]) -> Config:
-    """A configuration that serves `model`, a Hugging Face folder or a run's. Raises ConfigError."""
+    """Return a configuration that serves `model`, a Hugging Face folder or a run's. Raises ConfigError."""
     trained = Path(model) / run_files.MODEL
     path = str(trained if trained.is_dir() else model)
     context = min(CONTEXT, _positions(path))
@@ -39,7 +39,7 @@ def config_for(model: str, overrides: Sequence[str]) -> Config:
 
 
 def _positions(path: str) -> int:
-    """Of the model, where its folder says so."""
+    """Return the number of positions in the model's folder; CONTEXT if the folder does not have it."""
     with suppress(UserError):
         found = tiny_model.described(path) or read_raw(path)
         return int(found.get("max_position_embeddings", CONTEXT))
@@ -47,7 +47,7 @@ def _positions(path: str) -> int:
 
 
 class Serving(Job[None]):
-    """Until Ctrl-C."""
+    """Serves until Ctrl-C."""
 
     trains = False
     stopped_early = start.STOPPED["serve"]
@@ -59,7 +59,7 @@ class Serving(Job[None]):
         return self.config
 
     def began(self, phase: str) -> None:
-        """Once it serves: where, and with which key."""
+        """Print the address and the key once the endpoint serves."""
         if phase == "serving":
             for line in endpoint(self.folder):
                 self.view.say(line)
@@ -69,6 +69,6 @@ class Serving(Job[None]):
 
 
 async def serve(model: str, overrides: Sequence[str], view: View) -> None:
-    """Raises UserError for the user's mistakes, ServiceFault for a fault, Interrupted; no process is left either way."""
+    """Serve `model`. Raises UserError for a user's mistake, ServiceFault for a fault, Interrupted. Ends all processes."""
     config = config_for(model, overrides)
     await Serving(config, view, LocalNode.of(config)).run()

@@ -1,4 +1,4 @@
-"""`sluice simulate`: what a configuration would do, and what would change it, without starting anything."""
+"""`sluice simulate`: what a configuration would do, and what would change that. Starts no run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from runtime.telemetry.shown import LiteralTable, say
 from runtime.telemetry.startup import Startup, collect_rarely
 from services.rpc.client import ContractDeadlines
 
-STEPS = 40  # of a calibration, and of a prediction unless --steps says otherwise
+STEPS = 40  # of a calibration, and of a prediction without --steps
 _NOT_MODELLED = "not modelled: caches and memory, what else the machine does, and lengths that change as a policy learns"
 
 
 class Row(msgspec.Struct):
-    """One configuration: a name, and what it would do or why it would end."""
+    """One configuration: its name, and its prediction or the reason why the run would end."""
 
     name: str
     prediction: Prediction | None
@@ -68,7 +68,7 @@ def simulate(options: argparse.Namespace) -> None:
 
 
 def what_if(source: Path) -> tuple[list[Row], list[str]]:
-    """What would change a run, calibrated on its folder: "as it is" first; and how sure that is. Raises UserError."""
+    """Return what would change a run, calibrated on its folder, and how sure that is; "as it is" first. Raises UserError."""
     calibration, config = calibrated(source), loading.resolve(loading.load(source / run_files.CONFIG, ()))
     refuse(config)
     base = _row("as it is", config, calibration.costs, STEPS)
@@ -79,8 +79,9 @@ def what_if(source: Path) -> tuple[list[Row], list[str]]:
 
 
 def calibrated(source: Path, given: Config | None = None) -> Calibration:
-    """On a run's folder. Raises UserError where it holds too little, or is of another version; and where it names a function of
-    a file that `given`, a configuration of the user's, does not: nobody has it executed by looking at a folder."""
+    """Return a calibration on a run's folder. Raises UserError if the folder holds too little or is of another version.
+
+    Raises UserError also for a function of a user's file that `given` does not name: looking at a folder must run no code."""
     if not (source / run_files.CONFIG).is_file():
         raise UserError(f"--from {source}: not a run's folder: {run_files.CONFIG} is not in it")
     config = loading.resolve(loading.load(source / run_files.CONFIG, ()))
@@ -103,7 +104,7 @@ def _own_functions(config: Config) -> set[str]:
 
 
 def _assumed(config: Config) -> Costs:
-    """On this machine's processors, unless the configuration is for devices."""
+    """Return assumed costs: of this machine's processors, unless the configuration is for devices."""
     devices = config.services.platform or config.cluster.nodes != "auto"
     return assumed(config, "device", 0) if devices else assumed(config, "cpu", len(os.sched_getaffinity(0)))
 
@@ -149,7 +150,7 @@ def _table(rows: Sequence[Row]) -> LiteralTable:
 
 
 def _sure(calibration: Calibration, source: Path | None) -> Iterator[str]:
-    """What the costs are from, and how well they hold."""
+    """Yield lines on the origin of the costs and how well they hold."""
     measured, simulated = calibration.measured, calibration.simulated
     if measured is None or simulated is None:
         yield "calibrated on nothing: costs are assumed from the model's size. Compare rows; do not trust seconds (--from RUN)"

@@ -1,4 +1,4 @@
-"""`sluice status`: every process of a run, where it is and what it does."""
+"""`sluice status`: every process of a run, its address and its work."""
 
 from __future__ import annotations
 
@@ -30,10 +30,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 async def show(run: str, watch: bool, grpcurl: str = "", gateway: bool = False) -> None:
-    """Print the tables once, or keep it up to date; or what `grpcurl` needs to call the process of this name; or how agents
-    reach the run's gateways.
-
-    Raises UserError when no coordinator answers.
+    """Print the tables once, or keep them up to date. With `grpcurl` print what grpcurl needs to call the process of this name;
+    with `gateway`, how agents reach the run's gateways. Raises UserError if no coordinator answers.
     """
     address, own = address_of(run, "status"), keys.of_user(run)
     console = Console()
@@ -42,22 +40,23 @@ async def show(run: str, watch: bool, grpcurl: str = "", gateway: bool = False) 
             print(shown(line))
         return
     if grpcurl:
+        # Only the coordinator knows the addresses and incarnations that the lines below need.
         for line in for_grpcurl(await processes_of(address, own, "status"), grpcurl, own, Path(run) / run_files.CERTIFICATES):
             print(shown(line))
         return
-    tables = await _tables(address, own)
+    tables = await _tables(address, own)  # before `Live`: a first error is printed alone
     if not watch:
         console.print(tables)
         return
-    with Live(tables, console=console, auto_refresh=False) as live:
+    with Live(tables, console=console, auto_refresh=False) as live:  # until Ctrl-C, or until the coordinator is gone
         while True:
             await asyncio.sleep(timeouts.STATUS_REFRESH)
             live.update(await _tables(address, own), refresh=True)
 
 
 async def processes_of(address: str, own: Keys | None, command: str) -> list[Registration]:
-    """The coordinator first. Raises UserError, in the name of `command`."""
-    with _told(address, command):
+    """Return all processes, the coordinator first. Raises UserError in the name of `command`."""
+    with _user_errors(address, command):
         async with client.Channel(address, own) as channel:
             topology: Topology = await client.call(channel, "coordinator", contract.METHODS["Coordinator", "Processes"])
     coordinator = Registration(role="coordinator", name="coordinator", address=address, pid=0, host="")
@@ -65,15 +64,14 @@ async def processes_of(address: str, own: Keys | None, command: str) -> list[Reg
 
 
 def party(process: Registration) -> str:
-    """What its keys are made for."""
+    """Return the name that the process's keys are made for."""
     name, incarnation = process.name, process.incarnation
     return name if name == keys.COORDINATOR else keys.process(name, incarnation)
 
 
 def for_grpcurl(processes: Sequence[Registration], name: str, own: Keys | None, folder: Path) -> list[str]:
-    """Lines of a shell: the token as a variable, since command lines are everybody's to read; a function that calls with it.
-    With TLS the user's certificate, and its key, lie in `folder` afterwards. Raises UserError.
-    """
+    """Return lines of a shell: the token as a variable, as any user can read command lines, and a function that calls grpcurl.
+    With TLS, also write the user's certificate and its key to `folder`. Raises UserError."""
     found = next((one for one in processes if one.name == name), None)
     if found is None:
         raise UserError(f"--grpcurl: '{name}' is not one of {', '.join(one.name for one in processes)}")
@@ -85,7 +83,7 @@ def for_grpcurl(processes: Sequence[Registration], name: str, own: Keys | None, 
 
 
 def _over(own: Keys, called: str, folder: Path) -> list[str]:
-    """How grpcurl connects to `called`."""
+    """Return the options with which grpcurl connects to `called`."""
     if not own.tls:
         return ["-plaintext"]
     files, name_of_peer = own.files, []
@@ -99,7 +97,7 @@ def _over(own: Keys, called: str, folder: Path) -> list[str]:
 
 
 def endpoint(folder: Path) -> list[str]:
-    """What a program needs to reach the gateways of the run in `folder`, as lines of a shell. Raises UserError."""
+    """Return what a program needs to reach the gateways of the run in `folder`, as lines of a shell. Raises UserError."""
     places = sorted((folder / run_files.GATEWAYS).glob("*"))
     own = keys.of_user(str(folder))
     key = "" if own is None else keys.of_programs(own.secret)
@@ -111,7 +109,7 @@ def endpoint(folder: Path) -> list[str]:
 
 
 def _url(place: Path) -> str:
-    """Of a gateway, to be pasted into a shell whoever wrote the file. Raises UserError."""
+    """Return a gateway's URL, quoted: safe in a shell whatever the file holds. Raises UserError."""
     url = run_files.regular(place).read_text(encoding="utf-8", errors="replace").strip()
     scheme, _, address = url.partition("://")
     if scheme not in ("http", "https") or not is_host_port(address):
@@ -120,7 +118,7 @@ def _url(place: Path) -> str:
 
 
 def address_of(run: str, command: str) -> str:
-    """Of the coordinator of a run, given its folder or host:port. Raises UserError."""
+    """Return the address of a run's coordinator, given the run's folder or host:port. Raises UserError."""
     folder = Path(run)
     if not folder.is_dir():
         if is_host_port(run):
@@ -137,8 +135,8 @@ def address_of(run: str, command: str) -> str:
 
 
 @contextmanager
-def _told(address: str, command: str) -> Iterator[None]:
-    """What comes of the coordinator's not answering, as a UserError."""
+def _user_errors(address: str, command: str) -> Iterator[None]:
+    """Turn the error of a coordinator that does not answer into a UserError."""
     try:
         yield
     except Forbidden as error:
@@ -149,13 +147,13 @@ def _told(address: str, command: str) -> Iterator[None]:
 
 async def _tables(address: str, own: Keys | None) -> Group:
     coordinator, *others = await processes_of(address, own, "status")
-    with _told(address, "status"):
+    with _user_errors(address, "status"):
         answers = [await asked(coordinator, own), *await asyncio.gather(*(_status(process, own) for process in others))]
     return render(answers, [process.incarnation for process in (coordinator, *others)])
 
 
 def render(statuses: Sequence[Status], restarts: Sequence[int]) -> Group:
-    """Two tables that fit 80 columns, the coordinator's line first: where the processes are, and what they do."""
+    """Return two tables that fit 80 columns, the coordinator's line first: addresses of the processes, and their work."""
     processes = _columns(statuses[0].detail, ("process", "state", "version", "restarts", "pid", "address"))
     work = _columns("", ("process", "at", "open", "answered", "failed", "rates"))
     silent: list[Text] = []
@@ -181,13 +179,13 @@ def _columns(title: str, names: Sequence[str]) -> LiteralTable:
 
 def _rates(rates: Mapping[str, float]) -> str:
     busy = rates.get("busy_seconds")
-    told = [f"busy {busy:.0%}"] if busy is not None else []
+    shown_rates = [f"busy {busy:.0%}"] if busy is not None else []
     counts = {name: f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for name, value in sorted(rates.items()) if value > 0}
-    return ", ".join(told + [f"{name} {value}/s" for name, value in counts.items() if not name.endswith("_seconds")])
+    return ", ".join(shown_rates + [f"{name} {value}/s" for name, value in counts.items() if not name.endswith("_seconds")])
 
 
 async def asked(process: Registration, own: Keys | None) -> Status:
-    """Raises SluiceError."""
+    """Ask a process for its status. Raises SluiceError."""
     async with client.Channel(process.address, own, party(process)) as channel:
         answer: Status = await client.call(channel, process.name, contract.METHODS["Process", "Status"])
         return answer

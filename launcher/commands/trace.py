@@ -1,10 +1,8 @@
-"""`sluice trace`: a run as a trace of Chrome's format, which Perfetto, chrome://tracing and others show.
+"""`sluice trace`: a run as a trace of Chrome's format, for Perfetto, chrome://tracing and others.
 
-::
-
-    process (of each process of the run)     a thread for each line of spans; what overlaps, on as many as it needs
-    process "steps"                           the critical path of each step
-    flows                                     a group, from its generation by its scores to the step that trains on it
+A process of the trace is a process of the run, with a thread for each line of spans, or several where spans overlap. The
+process "steps" has the critical path of each step. A flow follows a group from generation over scores to the step that trains
+on it.
 
 The format is that of "Trace Event Format" (Google, 2016): times in microseconds, here from the first event on.
 """
@@ -34,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def trace(folder: Path, steps: str | None, output: Path | None) -> Path:
-    """Write the trace; returns its path. Raises UserError as `sluice why` does, and for a file that cannot be written."""
+    """Write the trace and return its path. Raises UserError as `sluice why` does, or if the file cannot be written."""
     spans = by_process(folder)
     found = explained(folder, steps, lambda: spans)
     path = output or folder / FILE
@@ -47,28 +45,28 @@ def trace(folder: Path, steps: str | None, output: Path | None) -> Path:
 
 
 def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]]) -> Iterator[Event]:
-    """Of what went on during `steps`."""
+    """Yield the trace's events during `steps`."""
     begin, end = steps[0].start, steps[-1].end
     shown = {name: [span for span in spans[name] if span.end > begin and span.start < end] for name in sorted(spans)}
     origin = min([begin, *(span.start for found in shown.values() for span in found)])
     yield from _named(0, STEPS, {0: "critical path"})
     for step in steps:
         for part in step.parts:
-            told = {"step": step.step, "group": part.group, "process": part.process}
-            yield _slice(f"{part.cause} {part.process}".strip(), (part.start - origin, part.end - origin), (0, 0), told)
+            arguments = {"step": step.step, "group": part.group, "process": part.process}
+            yield _slice(f"{part.cause} {part.process}".strip(), (part.start - origin, part.end - origin), (0, 0), arguments)
     flows: dict[int, list[Event]] = {}
     applied: set[int] = set()
     for pid, (process, within) in enumerate(shown.items(), start=1):
         threads, placed = _threads(within)
         yield from _named(pid, process, threads)
         for thread, span in placed:
-            told = {name: value for name, value in (("group", span.group), ("step", span.step)) if value >= 0}
-            told |= {"detail": span.detail} if span.detail else {}
-            yield (one := _slice(span.name, (span.start - origin, span.end - origin), (pid, thread), told))
+            arguments = {name: value for name, value in (("group", span.group), ("step", span.step)) if value >= 0}
+            arguments |= {"detail": span.detail} if span.detail else {}
+            yield (one := _slice(span.name, (span.start - origin, span.end - origin), (pid, thread), arguments))
             if span.line == CALLS and span.group >= 0:
                 flows.setdefault(span.group, []).append(one)
             elif process == TRAINER and span.name == "command" and span.detail == "Apply":
-                for group in _groups_of(steps, (span.start + span.end) / 2) - applied:  # its phases cut it into pieces
+                for group in _groups_of(steps, (span.start + span.end) / 2) - applied:  # phases cut "Apply" into pieces
                     flows.setdefault(group, []).append(one)
                     applied.add(group)
     for group, slices in flows.items():
@@ -76,7 +74,7 @@ def events(steps: Sequence[StepPath], spans: Mapping[str, Sequence[TracedSpan]])
 
 
 def _threads(spans: Iterable[TracedSpan]) -> tuple[dict[int, str], list[tuple[int, TracedSpan]]]:
-    """A thread's name by its number, and each span's thread: one for a line, of what overlaps the first that is free."""
+    """Return each thread's name by its number, and each span's thread. Overlapping spans go to the first free thread."""
     names: list[str] = []
     free_from: list[float] = []
     placed = []
@@ -96,11 +94,11 @@ def _groups_of(steps: Sequence[StepPath], moment: float) -> set[int]:
     return {group for step in steps if step.start <= moment < step.end for group in step.groups}
 
 
-def _slice(name: str, times: tuple[float, float], place: tuple[int, int], told: Mapping[str, Any]) -> Event:
+def _slice(name: str, times: tuple[float, float], place: tuple[int, int], arguments: Mapping[str, Any]) -> Event:
     start, end = (round(1e6 * each, 1) for each in times)
     pid, tid = place
     place_of = {"pid": pid, "tid": tid, "ts": start, "dur": end - start}
-    return {"ph": "X", "name": name, "cat": "sluice", **place_of, "args": dict(told)}
+    return {"ph": "X", "name": name, "cat": "sluice", **place_of, "args": dict(arguments)}
 
 
 def _named(pid: int, process: str, threads: Mapping[int, str]) -> Iterator[Event]:
@@ -115,7 +113,7 @@ def _middle(one: Event) -> float:
 
 
 def _flow(group: int, slices: Sequence[Event]) -> Iterator[Event]:
-    """Arrows from each slice to the next."""
+    """Yield arrows from each slice to the next."""
     for at, one in enumerate(slices if len(slices) > 1 else ()):
         phase = "s" if at == 0 else "f" if at == len(slices) - 1 else "t"
         arrow = {"ph": phase, "id": group, "name": "group", "cat": "group", "pid": one["pid"], "tid": one["tid"]}

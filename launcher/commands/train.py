@@ -1,4 +1,4 @@
-"""`sluice train`: the whole topology on this machine, from the configuration to the summary."""
+"""`sluice train`: a whole run on this machine, from the configuration to the summary."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from sluice import start
 
 
 async def train(config: Config, view: View, here: LocalNode | None = None, asked: float | None = None) -> Summary:
-    """Run to the end, with this machine as the coordinator's node; `asked`: when the run was, on the clock of time.monotonic,
-    if that is not when this process began. Raises UserError for the user's mistakes, ServiceFault for a fault; no process is
-    left either way."""
+    """Run to the end, with this machine as the coordinator's node. `asked`: when the user asked for the run, on the clock of
+    time.monotonic; None = when this process began. Raises UserError for a user's mistake, ServiceFault for a fault. Ends all
+    processes in every case."""
     job = _TrainJob(config, view, here or LocalNode.of(config))
     if asked is not None:
         job.started = job.launched = asked
@@ -53,7 +53,7 @@ class _TrainJob(Job[Summary]):
         return await super()._start(config)
 
     async def prepared(self) -> Config:
-        """After the warm-up if there is one to do; what an earlier run left is gone, unless this one resumes it."""
+        """Return the configuration, after the warm-up if there is one. Delete what an earlier run left, or resume it."""
         config = self.config
         self.check(config)
         if config.warmup is not None:
@@ -74,14 +74,14 @@ class _TrainJob(Job[Summary]):
         return summary
 
     def _names(self) -> dict[int, str]:
-        """By pid, once there are any."""
+        """Return the names of processes by pid; empty before the first start."""
         return {child.pid: child.spec.name for child in self.supervisor.children} if hasattr(self, "supervisor") else {}
 
     async def _watch_memory(self) -> None:
-        """No run ends for want of these figures."""
+        """Sample the memory of the processes. An error ends the sampling, not the run."""
         try:
             while True:
                 await asyncio.to_thread(self._memory.sample, self._names())
                 await asyncio.sleep(timeouts.MEMORY_INTERVAL)
-        except Exception as error:  # noqa: BLE001 - it is said
+        except Exception as error:  # noqa: BLE001 - it is reported
             self.view.say(f"the memory of the processes is not measured any more: {type(error).__name__}: {error}")

@@ -1,5 +1,5 @@
-"""`sluice tune`: supervised fine-tuning of a configuration's model on the replies of its data, by the trainer's ranks alone, on
-this machine."""
+"""`sluice tune`: supervised fine-tuning of a configuration's model on the replies of its data. Runs only the trainer's ranks,
+on this machine."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ NAME = "trainer-0"
 
 
 async def tune(config: Config, view: View) -> str:
-    """Tune in the folder `run.dir`, and say what came of it.
+    """Tune in the folder `run.dir`. Return lines that describe the result.
 
-    Raises UserError for the user's mistakes, ServiceFault for a fault, Interrupted; no process is left either way.
+    Raises UserError for a user's mistake, ServiceFault for a fault, Interrupted. Ends all processes in every case.
     """
     here, folder = LocalNode.of(config), Path(config.run.dir)
     faults = [*tune_faults(config, known_names(), here.memory(alone(config)))]
@@ -50,9 +50,9 @@ async def tune(config: Config, view: View) -> str:
         made = replace(made, run=replace(made.run, resume=resume))
         run_files.write_private(folder / run_files.CONFIG, loading.to_yaml(made))
         view.phase("starting")
-        told = await _followed(await supervisor.start(_spec(made, here), capture=True), view)
-        loss = f", loss {told['loss']:.4f}" if math.isfinite(told["loss"]) else ""
-        return f"data: {told['said']}\n{told['step']} of {told['steps']} steps{loss}\nmodel: {folder / run_files.MODEL}"
+        last = await _followed(await supervisor.start(_spec(made, here), capture=True), view)
+        loss = f", loss {last['loss']:.4f}" if math.isfinite(last["loss"]) else ""
+        return f"data: {last['said']}\n{last['step']} of {last['steps']} steps{loss}\nmodel: {folder / run_files.MODEL}"
     finally:
         await supervisor.end_all(timeouts.FAILED_GRACE)
         lock.close()
@@ -76,31 +76,31 @@ def _spec(config: Config, here: LocalNode) -> ProcessSpec:
 
 
 async def _followed(child: Child, view: View) -> dict[str, Any]:
-    """Show how far it is until it ends, with its last word: step, steps, loss, and what became of the data's rows. The first
-    signal lets it end in order, the second one at once."""
+    """Show the progress of the ranks until they end. Return their last message: step, steps, loss, and what became of the
+    data's rows. The first signal lets them end in order; the second ends them at once."""
     loop = asyncio.get_running_loop()
     signals: list[signal.Signals] = []
 
     def on_signal(number: signal.Signals) -> None:
         if number is signal.SIGHUP and signals:
-            return  # a lost terminal may tell so several times
+            return  # a lost terminal may send the signal several times
         signals.append(signal.SIGKILL if signals else signal.SIGTERM)
         view.phase("stopping (again to stop now)")
         child.signal_group(signals[-1])
 
     for number in ending_signals():
         loop.add_signal_handler(number, on_signal, number)
-    told: dict[str, Any] = {}
+    message: dict[str, Any] = {}
     assert child.process.stdout is not None
     async for line in child.process.stdout:
-        told = json.loads(line)
-        if told["event"] == "progress" and not signals:
-            view.phase("tuning", told["step"], told["steps"], f"loss {told['loss']:.4f}")
+        message = json.loads(line)
+        if message["event"] == "progress" and not signals:
+            view.phase("tuning", message["step"], message["steps"], f"loss {message['loss']:.4f}")
     await child.process.wait()
     if len(signals) > 1:
         raise Interrupted("stopped at once; the newest checkpoint stays", 130)
-    if signals and not told:
+    if signals and not message:
         raise Interrupted(start.STOPPED["tune"], 0)
     if child.process.returncode:
         raise child.fault()
-    return told
+    return message

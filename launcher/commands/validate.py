@@ -1,4 +1,4 @@
-"""`sluice validate`: every fault of a configuration that can be found without starting anything, and where its processes go."""
+"""`sluice validate`: all faults of a configuration that can be found without starting it, and where its processes go."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runtime.errors import ConfigError
 from runtime.models import tiny_model
 from runtime.telemetry.shown import say
 
-# By key: what a file that does not name it had in version 0.1.
+# By key: what version 0.1 did if a file did not name the key.
 _IN_0_1 = {
     "checkpoint.every": 0,
     "network.security": "none",
@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def validate(path: Path, overrides: Sequence[str], since: str | None = None) -> None:
-    """Print that the file is valid, what is made for it, the placement and the memory of ranks. `since`: the version for which
-    it was written; defaults that are others since then are printed as well.
+    """Print that the file is valid, its placement and the memory of ranks. `since`: the version that the file was written for;
+    also print defaults that have changed since then.
 
     Raises ConfigError, UserError.
     """
@@ -49,8 +49,8 @@ def validate(path: Path, overrides: Sequence[str], since: str | None = None) -> 
     if faults := faults or [*placement_faults(config, here.offer, trains=True), *faults_of_own_files(config)]:
         raise ConfigError(faults)
     if (model := config.model.path) and not model.startswith(tiny_model.PREFIX):
-        _ = Tokenizer.of(config).template  # which is refused where there is none, or no tokenizer
-    if not has_several_nodes(config.cluster):  # where there are several, this machine may be none of them
+        _ = Tokenizer.of(config).template  # raises if there is no template or no tokenizer
+    if not has_several_nodes(config.cluster):  # else this machine may be no node of the run
         on_this_machine(config)
     console = Console()
     say(console, f"{path}: valid")
@@ -67,7 +67,7 @@ def validate(path: Path, overrides: Sequence[str], since: str | None = None) -> 
 
 
 def _other_defaults(config: Config) -> Iterator[str]:
-    """Of keys that have another default than in version 0.1, and have it here."""
+    """Yield a line for each key that has its default here, if version 0.1 had another default."""
     for key, before in _IN_0_1.items():
         section, _, name = key.partition(".")
         settings = getattr(config, section)
@@ -76,7 +76,7 @@ def _other_defaults(config: Config) -> Iterator[str]:
 
 
 def _memory(config: Config, available: int | None) -> list[str]:
-    """What processes are known to hold. `available`: what they have, on CPUs; None where that is not known."""
+    """Return what processes are known to hold. `available`: the memory that they have, on CPUs; None if unknown."""
     caches = kv_caches(config, on_cpus=available is not None)
     lines = [f"{path}: about {size / 1e9:.1f} GB of KV cache a replica" for path, size in caches.items()]
     for role, held in memory_of_ranks(config, spread_models(config), on_cpus=available is not None).items():

@@ -1,4 +1,4 @@
-"""`sluice why`: what the steps of a run waited for, from its ledger and its processes' spans."""
+"""`sluice why`: what the steps of a run waited for, from the run's ledger and its processes' spans."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from runtime.telemetry.shown import LiteralTable, say
 
 # ---- Ranges
 #
-# Ranges on the command line: `a:b`, either end open, or one value.
+# Ranges on the command line: `a:b`, where either end may be left out, or one value.
 
 N = TypeVar("N", int, float)
 
 
 def range_of(option: str, text: str | None, kind: Callable[[str], N], most: N) -> tuple[N, N] | None:
-    """Both ends included; `most` stands for an open one. None where the option was not given. Raises UserError."""
+    """Return both ends, included; `most` replaces an end that is left out. None without the option. Raises UserError."""
     if text is None:
         return None
     low, colon, high = text.partition(":")
@@ -47,9 +47,9 @@ def steps_of(option: str, text: str | None) -> tuple[int, int] | None:
 
 
 SLOWEST = 5  # steps that are shown one by one
-INSIDE = 5  # phases of a process that are told
-LEAST = 0.005  # of the time: what took less is not shown
-CAUSES = {  # what each is, and what changes it
+INSIDE = 5  # phases of a process that are shown
+LEAST = 0.005  # share of the time from which on a cause is shown
+CAUSES = {  # each cause: what it is, and what changes it
     "admit": (
         "the step's last group was not begun: as many were under way as may be",
         "training.staleness or training.depth; with agents services.environment.NAME.concurrency",
@@ -99,7 +99,7 @@ CAUSES = {  # what each is, and what changes it
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print it. Raises UserError for what is no run's folder, and where none of these steps was made."""
+    """Print what the steps waited for. Raises UserError if the folder is no run's, or no such step was made."""
     found = explained(options.run, options.steps)
     if options.json:
         print(json.dumps(msgspec.to_builtins({"steps": found, "totals": critical_path.totals(found)})))
@@ -123,10 +123,10 @@ def by_process(folder: Path) -> Spans:
 
 
 def explained(folder: Path, steps: str | None = None, spans: Callable[[], Spans] | None = None) -> list[StepPath]:
-    """The critical path of each step; `spans`: what reads those of the run, where they are known."""
+    """Return the critical path of each step. `spans`: reads the run's spans, if the caller has them."""
     wanted = steps_of("--steps", steps)
     with LedgerReader(folder / run_files.LEDGER) as reader:
-        before = None if wanted is None else (max(0, wanted[0] - 1), wanted[1])  # which tells when the first one began
+        before = None if wanted is None else (max(0, wanted[0] - 1), wanted[1])  # its end is the first step's beginning
         found = critical_path.paths(reader.groups(steps=before))
     found = [step for step in found if wanted is None or step.step >= wanted[0]]
     if not found:
@@ -138,15 +138,15 @@ def explained(folder: Path, steps: str | None = None, spans: Callable[[], Spans]
 
 
 def verdict(steps: Sequence[StepPath]) -> str:
-    """In a sentence, what was waited for most; and how long in all for who that was."""
+    """Return a most on what the steps waited for most, and how long they waited for that process in all."""
     totals = critical_path.totals(steps)
-    if not totals:  # by a clock that was put back
+    if not totals:  # the clock was put back
         return "they took no time"
     first, whole = totals[0], sum(step.seconds for step in steps)
-    whom = f" by {first.process}" if first.process else ""
-    told = f"{first.seconds / whole:.0%} of the time went to {first.cause}{whom} – {CAUSES[first.cause][0]}"
+    process = f" by {first.process}" if first.process else ""
+    most = f"{first.seconds / whole:.0%} of the time went to {first.cause}{process} – {CAUSES[first.cause][0]}"
     others = sum(total.seconds for total in totals[1:] if total.process == first.process and first.process)
-    return told if others < 2 * LEAST * whole else f"{told}; in all {(first.seconds + others) / whole:.0%} to {first.process}"
+    return most if others < 2 * LEAST * whole else f"{most}; in all {(first.seconds + others) / whole:.0%} to {first.process}"
 
 
 def _totals(totals: Sequence[CauseTotal], seconds: float) -> LiteralTable:
