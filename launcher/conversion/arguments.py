@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments of a model, as its checkpoints hold them, beside the keys of a Hugging Face config.json. Pure."""
+"""Translates Megatron-LM's arguments of a model, as in its checkpoints, and the keys of a Hugging Face config.json. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from runtime.weights.plain_pickle import told
 
 # ---- Argument types
 #
-# Of what types and sizes Megatron-LM's arguments are, as far as a conversion reads them. Pure.
+# The types and sizes of the Megatron-LM arguments that a conversion reads. Pure.
 
 _MOST = 1 << 31
-_LISTED = 10_000  # layers, or experts of a layer: there are lists of them
+_LISTED = 10_000  # limit for layers, and experts of a layer, as there are lists of them
 
 
 class _Type(NamedTuple):
@@ -67,16 +67,16 @@ _TYPES: dict[str, _Type] = {
 
 
 def require_types(found: Mapping[str, Any], where: str, keys: Iterable[str] = _TYPES) -> None:
-    """Raises UserError for the first of `keys` that is of another type, or a size that is none.
+    """Check the types and sizes of the arguments `keys`. Raises UserError for the first wrong one.
 
-    An argument that is missing or None says nothing.
+    An argument that is missing or None is not checked.
     """
     for key in keys:
         if (value := found.get(key)) is not None and not _TYPES[key].suits(value):
             raise UserError(f"{where}: args.{key} is {told(value)}; must be {_TYPES[key].allowed}")
 
 
-# With a layout or parts of a model that have no mapping, unless they are one of these. MindSpeed-LLM's are among them.
+# Arguments for layouts or parts of a model without a mapping, with the values that are allowed. MindSpeed-LLM's included.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "mla_mm_split": (False,),
     "mtp_num_layers": (0,),
@@ -118,11 +118,11 @@ _CONFIG_KEYS = {
     "moe_router_topk_scaling_factor": "routed_scaling_factor",
     "moe_shared_expert_intermediate_size": "n_shared_experts",
 }
-_HEADS = ("kv_channels", "num_query_groups")  # which say nothing of latent attention
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")  # and these of other attention
-_PLAIN = {"rotary_percent": 1.0, "moe_router_score_function": "softmax"}  # others are told by config.json alone
-_UNTOLD = ("use_rope_scaling", "rope_scaling_type", "noop_layers", "norm_topk_prob", "window_size")
-# What all ranks of a checkpoint must say alike.
+_HEADS = ("kv_channels", "num_query_groups")  # without meaning for latent attention
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")  # and these for other attention
+_PLAIN = {"rotary_percent": 1.0, "moe_router_score_function": "softmax"}  # for other values only config.json suffices
+_NOT_ENOUGH = ("use_rope_scaling", "rope_scaling_type", "noop_layers", "norm_topk_prob", "window_size")
+# Arguments on which all ranks of a checkpoint must agree.
 DECISIVE = (
     *(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
     *("expert_tensor_parallel_size", "moe_tp_extend_ep", "noop_layers", "group_query_attention", "padded_vocab_size"),
@@ -133,7 +133,7 @@ DECISIVE = (
 
 
 def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What Megatron-LM's arguments say of the model that `config`, a Hugging Face config.json, describes."""
+    """Return Megatron-LM's arguments for the model that `config`, a Hugging Face config.json, describes."""
     config = {**family.defaults, **config}
     window = max(family.traits(config, family.shape, "config.json").get("windows", ()), default=0)
     shape, experts = family.shape, family.shape.experts
@@ -181,7 +181,7 @@ def arguments_of(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _latent(latent: LatentShape, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of latent attention. YaRN's arguments have other names in Megatron-LM than in MindSpeed-LLM."""
+    """Return the arguments of latent attention. YaRN's have other names in Megatron-LM than in MindSpeed-LLM."""
     found: dict[str, Any] = {
         "qk_layernorm": True,
         "q_lora_rank": latent.query_rank,
@@ -197,12 +197,12 @@ def _latent(latent: LatentShape, config: Mapping[str, Any]) -> dict[str, Any]:
     alike = {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
     alike["original_max_position_embeddings"] = scaling.original_max_position_embeddings
     betas = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
-    theirs = {f"rope_scaling_{key}": value for key, value in alike.items()}
-    return found | {"rope_type": "yarn", "rotary_scaling_factor": scaling.factor, **betas, **alike, **theirs}
+    prefixed = {f"rope_scaling_{key}": value for key, value in alike.items()}
+    return found | {"rope_type": "yarn", "rotary_scaling_factor": scaling.factor, **betas, **alike, **prefixed}
 
 
 def _corrected(experts: ExpertShape) -> dict[str, Any]:
-    """By what scores experts are chosen, and experts for all tokens."""
+    """Return the arguments for the scores that choose experts, and for experts of all tokens."""
     if not experts.corrected:
         return {"moe_router_score_function": "softmax"}
     grouped = experts.groups > 1
@@ -218,23 +218,23 @@ def _corrected(experts: ExpertShape) -> dict[str, Any]:
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` is transformers 5's key."""
+    """Return the arguments of the rotary embedding. `rope_parameters` is transformers 5's key."""
     rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.get("rope_type") or rope.get("type")
     return {
         "rotary_base": rope.get("rope_theta", 10000.0),
         "rotary_percent": config.get("partial_rotary_factor", 1.0),
         "rotary_interleaved": False,
-        "use_rope_scaling": kind == "llama3",  # Megatron-LM's; MindSpeed names the kind
+        "use_rope_scaling": kind == "llama3",  # Megatron-LM's argument; MindSpeed names the kind
         "rope_scaling_type": None if kind == "default" else kind,
         "rope_scaling_factor": rope.get("factor", 1.0),
     }
 
 
 def require_arguments(found: Mapping[str, Any], family: Family, config: Mapping[str, Any], where: str) -> None:
-    """Raises UserError unless the arguments `found` suit the model of `config`, by the first that does not, and both values.
+    """Check that the arguments `found` suit the model of `config`. Raises UserError with both values of a mismatch.
 
-    An argument that is missing or None says nothing. `where` is what messages call the checkpoint's file.
+    An argument that is missing or None is not checked. `where`: the name of the checkpoint's file in messages.
     """
     require_supported(found, where)
     needed = arguments_of(family, config)
@@ -245,12 +245,12 @@ def require_arguments(found: Mapping[str, Any], family: Family, config: Mapping[
             continue
         value, other = found.get(key), needed.get(key, 0)
         if value is not None and value != other and (value, key) != (False, "use_rope_scaling"):
-            told = config.get(name)
-            raise UserError(f"{where}: args.{key} is {value!r}; by config.json, {name} {told!r}, it is {other!r}")
+            declared = config.get(name)
+            raise UserError(f"{where}: args.{key} is {value!r}; by config.json, {name} {declared!r}, it is {other!r}")
 
 
 def require_supported(found: Mapping[str, Any], where: str) -> None:
-    """Raises UserError for an argument with which a checkpoint has no mapping."""
+    """Raise UserError for an argument whose value has no mapping."""
     for key, allowed in _UNSUPPORTED.items():
         if (value := found.get(key)) is not None and value not in allowed:
             raise UserError(f"{where}: args.{key} is {value!r}, which is not supported; must be {allowed[0]!r}")
@@ -259,22 +259,22 @@ def require_supported(found: Mapping[str, Any], where: str) -> None:
 
 
 def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A Hugging Face config.json from the arguments.
+    """Return a Hugging Face config.json made from the arguments.
 
-    Raises UserError where they cannot tell, by the first that is missing or of another type.
+    Raises UserError for the first argument that is missing, of another type, or does not suffice.
     """
     require_types(found, where)
     require_supported(found, where)
 
     def need(key: str) -> Any:
         if found.get(key) is None:
-            raise UserError(f"{where}: has no args.{key}; --hf-config DIR, the original Hugging Face folder, tells it")
+            raise UserError(f"{where}: has no args.{key}; needs --hf-config DIR, the original Hugging Face folder")
         return found[key]
 
-    # How MindSpeed's own argument of routing goes together with Megatron-LM's is its affair.
-    for key in ("multi_latent_attention", *_UNTOLD, *_PLAIN):
+    # How MindSpeed combines its own argument of routing with Megatron-LM's is not known here.
+    for key in ("multi_latent_attention", *_NOT_ENOUGH, *_PLAIN):
         if found.get(key) and found[key] != _PLAIN.get(key):
-            raise UserError(f"{where}: args.{key} is {found[key]!r}; --hf-config DIR, the original folder, tells all of it")
+            raise UserError(f"{where}: args.{key} is {found[key]!r}; needs --hf-config DIR, the original folder")
     heads = need("num_attention_heads")
     experts = found.get("num_experts")
     name = ("qwen3_moe" if experts else "qwen3") if found.get("qk_layernorm") else "qwen2" if need("add_qkv_bias") else "llama"
@@ -296,13 +296,13 @@ def config_of(found: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     if experts:
         if name != "qwen3_moe":
-            raise UserError(f"{where}: args.num_experts is {experts!r} without qk_layernorm; --hf-config DIR tells the family")
+            raise UserError(f"{where}: args.num_experts is {experts!r} without qk_layernorm; needs --hf-config DIR")
         config |= _experts_of(need, where)
     return config
 
 
 def noop_layers(found: Mapping[str, Any]) -> list[Any]:
-    """MindSpeed-LLM's layers that only pass tokens on, so that stages have equally many: counted, but without tensors."""
+    """Return MindSpeed-LLM's layers that only pass tokens on, to even out stages. They are counted, but have no tensors."""
     value = found.get("noop_layers")
     if isinstance(value, str):
         return [number for number in value.split(",") if number]
@@ -325,10 +325,10 @@ def _experts_of(need: Any, where: str) -> dict[str, Any]:
 
 
 def _groups(found: Mapping[str, Any]) -> Any:
-    """Key-value heads; None where the arguments do not tell.
+    """Return the number of key-value heads; None if the arguments do not have it.
 
-    Without grouped attention `num_query_groups` is 1, and unused. MindSpeed-LLM's converter always says that there is none; it
-    has Hugging Face's own key as well, which is right.
+    Without grouped attention `num_query_groups` is 1, and unused. MindSpeed-LLM's converter always writes that grouped
+    attention is off. Its checkpoint also has Hugging Face's own key, which is right.
     """
     if found.get("num_key_value_heads") is not None:
         return found["num_key_value_heads"]
@@ -336,7 +336,7 @@ def _groups(found: Mapping[str, Any]) -> Any:
 
 
 def _unused(key: str, family: Family) -> bool:
-    """Whether this model's tensors do not depend on the argument."""
+    """Return whether this model's tensors do not depend on the argument."""
     shape = family.shape
     if key in (_HEADS if shape.latent is not None else _LATENT):
         return True

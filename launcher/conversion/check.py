@@ -1,4 +1,4 @@
-"""Whether the two folders of a conversion hold the same, bit for bit."""
+"""Checks that the two folders of a conversion hold the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from runtime.models.families import Parameter
 from runtime.models.families.parameter import Sliceable
 from runtime.weights.plan import TensorSpec
 
-AT_ONCE = 16 << 20  # bytes that are compared
+AT_ONCE = 16 << 20  # bytes compared at once
 
 
 class ParameterReader(Protocol):
-    """Where a rank's parameters are read, by name."""
+    """Reads a rank's parameters by name."""
 
     @property
     def path(self) -> Path: ...
@@ -33,10 +33,10 @@ def require_same_bits(
     read: Callable[[str], Sliceable],
     checked: Callable[[str, int], None],
 ) -> None:
-    """Every piece of every rank, taken apart, is bit for bit what the Hugging Face tensors have there.
+    """Check that the blocks of every piece of every rank equal the Hugging Face tensors, bit for bit.
 
-    `checked` is told the phase, and the bytes of each. Raises UserError when ranks that should hold the same do not; otherwise
-    InvariantViolated, since no such piece was written.
+    Calls `checked` with the phase and the bytes of each piece. Raises UserError if ranks that should hold the same do not, and
+    InvariantViolated for any other difference, since the conversion has not written such a piece.
     """
     for parameter, reader in pieces:
         if (wrong := _first_difference(parameter, reader, read)) is not None:
@@ -48,7 +48,7 @@ def require_same_bits(
 
 
 def _first_difference(parameter: Parameter, reader: ParameterReader, read: Callable[[str], Sliceable]) -> str | None:
-    """The first source that differs from what the parameter has of it."""
+    """Return the name of the first source that differs from the parameter's block."""
     for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
         step = max(1, AT_ONCE * block.shape[0] // max(1, block.nbytes))
         for start in range(0, block.shape[0], step):
@@ -60,7 +60,7 @@ def _first_difference(parameter: Parameter, reader: ParameterReader, read: Calla
 
 
 def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """NaN is the same as NaN."""
+    """Return whether dtype, shape and bits are equal. Equal bits of NaN are equal here."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))

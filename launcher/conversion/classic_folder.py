@@ -1,11 +1,11 @@
-"""A checkpoint in the layout of Megatron-LM's own files, which MindSpeed-LLM's converter writes too; readable without megatron.
+"""Reads a checkpoint in the layout of Megatron-LM's own files, which MindSpeed-LLM's converter writes too. Needs no megatron.
 
 latest_checkpointed_iteration.txt                     the number of an iteration, or `release`
-iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt   of tensor rank TT, pipeline stage PPP and expert rank EEE, where there
+iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt   of tensor rank TT, pipeline stage PPP and expert rank EEE, if there
                                                       are several: args, iteration, `model`, or `model0`, `model1` ... with
-                                                      virtual stages; what else there is (optimizers, generators) is left
+                                                      virtual stages; the rest (optimizers, generators) is not read
 
-Chunk V of stage P of S is pipeline stage V · S + P of a layout without virtual stages, by the order in which tokens pass them.
+Chunk V of stage P of S is pipeline stage V · S + P of a layout without virtual stages, in the order in which tokens pass them.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from runtime.weights.plan import TensorSpec
 
 # ---- Classic ranks
 #
-# Which ranks have a file in a checkpoint of Megatron-LM's own layout, and what each of them holds.
+# The ranks with a file in a checkpoint of Megatron-LM's own layout, and what each of them holds.
 
 Coordinates = tuple[int, int, int]  # tensor rank, pipeline stage (not a virtual one), expert rank
 
 
 class ClassicGrid(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of parallelism, and where experts are."""
+    """Sizes of parallelism, and the distribution of experts."""
 
     tensor: int
     pipeline: int
     expert: int
-    expert_tensor: int  # over how many ranks an expert is cut: `tensor`, or 1
-    extended: bool = False  # MindSpeed's moe_tp_extend_ep: tensor ranks have different experts, whole ones
+    expert_tensor: int  # the number of ranks that share an expert: `tensor`, or 1
+    extended: bool = False  # MindSpeed's moe_tp_extend_ep: each tensor rank has whole experts of its own
 
     @property
     def whole_experts(self) -> bool:
@@ -55,17 +55,17 @@ class ClassicGrid(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def groups(self) -> int:
-        """That the experts of a layer are spread over."""
+        """The number of groups that the experts of a layer are spread over."""
         return self.expert * self.tensor if self.extended else self.expert
 
     @property
     def count(self) -> int:
-        """Ranks that have a file."""
+        """The number of ranks with a file."""
         return self.tensor * self.expert // self._step * self.pipeline
 
     def ranks(self) -> Iterator[Coordinates]:
-        """Those that have a file. Where experts are not cut over them, tensor ranks are counted along with expert ranks: rank r
-        is tensor rank r mod `tensor`, and expert rank r mod `expert`, which differ by multiples of what divides both."""
+        """Yield the ranks with a file. If experts are not cut, tensor and expert ranks are counted together: rank r is tensor
+        rank r mod `tensor` and expert rank r mod `expert`. These differ by multiples of the greatest common divisor."""
         for tensor in range(self.tensor):
             for expert in range(tensor % self._step, self.expert, self._step):
                 yield from ((tensor, stage, expert) for stage in range(self.pipeline))
@@ -75,28 +75,28 @@ class ClassicGrid(msgspec.Struct, frozen=True, kw_only=True):
         return math.gcd(self.tensor, self.expert) if self.whole_experts and not self.extended else 1
 
     def name(self, rank: Coordinates) -> str:
-        """Of the rank's folder."""
+        """Return the name of the rank's folder."""
         tensor, stage, expert = rank
         name = f"mp_rank_{tensor:02d}"
         name += f"_{stage:03d}" if self.pipeline > 1 else ""
         return name + (f"_{expert:03d}" if self.expert > 1 else "")
 
     def group(self, rank: Coordinates) -> int:
-        """Whose experts a rank has."""
+        """Return the group of experts that a rank holds."""
         return rank[2] * self.tensor + rank[0] if self.extended else rank[2]
 
     def holds(self, rank: Coordinates, part: CoreFile) -> bool:
-        """Whether a rank has a part of a layout with this grid's groups, of one of its own stages."""
+        """Return whether a rank holds the part. `part`: of a layout with this grid's groups, of a stage of this rank."""
         if part.expert is None:
             return part.tensor == rank[0]
         return part.expert == self.group(rank) and (self.whole_experts or part.tensor == rank[0])
 
-    def told(self) -> str:
+    def described(self) -> str:
         return f"{self.tensor} x {self.pipeline} x {self.expert}"
 
 
 def grid_of(arguments: Mapping[str, Any], found: Coordinates, where: str) -> ClassicGrid:
-    """By Megatron-LM's arguments; what they do not tell is as `found`. Raises UserError for sizes that are none."""
+    """Return the grid by Megatron-LM's arguments; missing ones are as `found`. Raises UserError for invalid sizes."""
     sizes = []
     for kind, other in zip(("tensor", "pipeline", "expert"), found, strict=True):
         key = f"{kind}_model_parallel_size"
@@ -121,17 +121,17 @@ def grid_of(arguments: Mapping[str, Any], found: Coordinates, where: str) -> Cla
 
 # ---- Classic checkpoint
 #
-# The model in a checkpoint of Megatron-LM's own layout: each parameter of each rank by the name that the table has for it.
+# The model in a checkpoint of Megatron-LM's own layout: each parameter of each rank by its name in the table.
 
 
 def has_value_head(ranks: RankFiles) -> bool:
-    """Whether the model gives one number a token: by MindSpeed's reward head, or in the place of the vocabulary's head."""
+    """Return whether the model gives one number a token: by MindSpeed's reward head, or instead of the vocabulary's head."""
     _, last = ranks.stored(0, ranks.stages - 1, 0)
     return REWARD_HEAD in last or (HEAD in last and last[HEAD].shape[:1] == (1,))
 
 
 def layout_of(ranks: RankFiles, vocab_size: int) -> Layout:
-    """Raises UserError when the layers have gaps, and when the vocabulary is larger than what is stored."""
+    """Return the layout of the files. Raises UserError if the layers have gaps, or the vocabulary has more rows than stored."""
     tensor = ranks.grid.tensor
     path, stored = ranks.stored(0, 0, 0)
     rows = stored[WORDS].shape[0] if WORDS in stored and stored[WORDS].shape else 0
@@ -151,10 +151,10 @@ def layout_of(ranks: RankFiles, vocab_size: int) -> Layout:
 
 
 class ClassicCheckpoint:
-    """All ranks' files, of which no tensor is read yet."""
+    """The files of all ranks. Their tensors are not read yet."""
 
     def __init__(self, ranks: RankFiles, family: Family):
-        """Raises UserError, naming the tensors, when a file is of another model, and for a reward head with a bias."""
+        """Find each part's ranks. Raises UserError, which names the tensors, for another model or a reward head's bias."""
         layout = layout_of(ranks, family.shape.vocab_size)
         layout.require(family.shape)
         _, last = ranks.stored(0, ranks.stages - 1, 0)
@@ -163,7 +163,7 @@ class ClassicCheckpoint:
         storage = _latent_storage(ranks, family)
         held = [_of_parts(column, lambda held: latent_stored(held, storage)) for column in columns(family, layout)]
         self.columns = [_of_parts(column, lambda held: list(map(reward_headed, held))) for column in held] if reward else held
-        self._holders: dict[str, list[RankReader]] = {}  # of each part, the ranks that have it
+        self._holders: dict[str, list[RankReader]] = {}  # by part, the ranks that hold it
         of_stages: dict[int, list[CoreFile]] = {}
         for column in self.columns:
             of_stages.setdefault(column.parts[0].stage, []).extend(column.parts)
@@ -180,7 +180,7 @@ class ClassicCheckpoint:
         return self._holders[part.name][0]
 
     def copies(self) -> Iterator[tuple[Parameter, ParameterReader]]:
-        """What further ranks hold of the same."""
+        """Yield the same parameters on further ranks."""
         for part in (part for column in self.columns for part in column.parts):
             for reader in self._holders[part.name][1:]:
                 yield from ((replace(parameter, copy=True), reader) for parameter in part.parameters)
@@ -191,7 +191,7 @@ def _of_parts(column: Column, change: Callable[[list[Parameter]], list[Parameter
 
 
 def _latent_storage(ranks: RankFiles, family: Family) -> LatentStorage:
-    """By the names and shapes of the first rank's tensors on the first stage that has layers."""
+    """Return the storage of latent attention, by the first rank's tensors on the first stage with layers."""
     latent = family.shape.latent
     for stage in range(ranks.stages if latent is not None else 0):
         _, stored = ranks.stored(0, stage, 0)
@@ -204,10 +204,10 @@ def _latent_storage(ranks: RankFiles, family: Family) -> LatentStorage:
 
 
 class RankReader:
-    """What one rank holds of one stage. Conversion asks for parameters by the table's names."""
+    """Reads one rank's parameters of one stage. Conversion asks for parameters by the table's names."""
 
     def __init__(self, path: Path, stored: dict[str, ArchiveTensor], parts: list[CoreFile], beside: set[str]):
-        """`beside`: names that there may be as well. Raises UserError, naming the tensors, unless they are those of `parts`."""
+        """Check that the tensors are those of `parts`. `beside`: further allowed names. Raises UserError with the names."""
         parameters = [parameter for part in parts for parameter in part.parameters]
         self.path = path
         self.specs: dict[str, TensorSpec] = {}
@@ -220,7 +220,7 @@ class RankReader:
             if place is None:
                 continue
             used.add(place.name)
-            count = experts[parameter.name.partition(".local_experts.")[0]] // 2  # two matrices each
+            count = experts[parameter.name.partition(".local_experts.")[0]] // 2  # an expert has two matrices
             tensor = stored[place.name] if place.expert is None else _expert(stored[place.name], place, count, parameter)
             found[parameter.name] = tensor.shape
             self._tensors[parameter.name] = tensor
@@ -233,7 +233,7 @@ class RankReader:
 
 
 def _expert(stored: ArchiveTensor, place: Place, count: int, parameter: Parameter) -> ArchiveTensor:
-    """One of the `count` experts of a rank, each of which has an equal part of the tensor's elements."""
+    """Return one of the `count` experts of a rank; each has an equal part of the tensor's elements."""
     rows, width = parameter.shape
     if stored.elements != count * rows * width:
         return stored
@@ -242,7 +242,7 @@ def _expert(stored: ArchiveTensor, place: Place, count: int, parameter: Paramete
 
 
 def _require_zero(path: Path, bias: ArchiveTensor | None) -> None:
-    """Hugging Face's classifiers have a head without a bias."""
+    """Raise UserError unless the bias is 0: the head of a Hugging Face classifier has no bias."""
     if bias is not None and bias.shape != (1,):
         raise UserError(f"{path}: {REWARD_BIAS} has the shape {list(bias.shape)}; must be [1]")
     if bias is not None and (value := bias[:].tolist()) != [0.0]:
@@ -255,21 +255,21 @@ FILE = "model_optim_rng.pt"
 VERSION = 3.0
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _CHUNK = re.compile(r"model(\d*)")
-_MOST_LISTED = 10_000  # ranks, to tell which files are missing
+_MOST_LISTED = 10_000  # ranks that are searched for missing files
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 class RankFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's."""
+    """The file of one rank."""
 
     path: Path
     arguments: dict[str, Any]
     iteration: Any
-    chunks: list[dict[str, ArchiveTensor]]  # by megatron-core's names; one, or those of virtual stages
+    chunks: list[dict[str, ArchiveTensor]]  # by megatron-core's names; one chunk for each virtual stage
 
 
 class RankFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """All ranks'."""
+    """The files of all ranks."""
 
     grid: ClassicGrid
     files: dict[Coordinates, RankFile]
@@ -280,17 +280,17 @@ class RankFiles(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stages(self) -> int:
-        """With the virtual ones."""
+        """The number of stages, including virtual stages."""
         return self.grid.pipeline * len(self.first.chunks)
 
     def stored(self, tensor: int, stage: int, expert: int) -> tuple[Path, dict[str, ArchiveTensor]]:
-        """What a rank holds of a stage, which may be a virtual one."""
+        """Return the file and the tensors of a rank on a stage, which may be a virtual stage."""
         chunk, real = divmod(stage, self.grid.pipeline)
         file = self.files[tensor, real, expert]
         return file.path, file.chunks[chunk]
 
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Raises UserError where a stage has gaps between its layers."""
+        """Return the number of layers on each stage. Raises UserError if a stage has gaps between its layers."""
         counts = []
         for stage in range(self.stages):
             path, stored = self.stored(0, stage, 0)
@@ -302,10 +302,10 @@ class RankFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rank_files(source: Path) -> RankFiles:
-    """The newest checkpoint in `source`, by its tracker; of tensors nothing is read yet.
+    """Read the newest checkpoint in `source`, by its tracker, without the tensors' data.
 
-    Raises UserError, naming the file, when it is no such folder, a rank's file is missing, torn, or holds more than tensors and
-    plain values, there is one too many, and when ranks disagree on the iteration or the arguments.
+    Raises UserError, which names the file, if the folder is no such checkpoint, a rank's file is missing, torn, or holds more
+    than tensors and plain values, there is one file too many, or ranks disagree on the iteration or the arguments.
     """
     folder = _newest(source)
     names = sorted(path.name for path in folder.iterdir() if _RANK.fullmatch(path.name))
@@ -314,14 +314,14 @@ def read_rank_files(source: Path) -> RankFiles:
         raise UserError(f"{folder}: has no rank's folder mp_rank_00 ...")
     first = _read(folder / names[0] / FILE)
     grid = grid_of(first.arguments, _found(names), str(first.path))
-    # The sizes are what the file says, and may be any.
+    # The file gives the sizes, so they may be huge.
     expected = {grid.name(rank): rank for rank in islice(grid.ranks(), max(len(names) + 1, _MOST_LISTED))}
     if missing := [name for name in expected if not (folder / name / FILE).is_file()]:
         count = len(missing) if len(expected) == grid.count else f"{len(missing)} or more"
         shown = ", ".join(f"{name}/{FILE}" for name in missing[:10])
-        raise UserError(f"{folder}: {count} ranks' files are missing, of {grid.told()} by args: {shown}")
+        raise UserError(f"{folder}: {count} ranks' files are missing, of {grid.described()} by args: {shown}")
     if more := [name for name in names if name not in expected]:
-        raise UserError(f"{folder}: {more[0]} is of no rank, of {grid.told()} (tensor, pipeline, expert) by args")
+        raise UserError(f"{folder}: {more[0]} is of no rank, of {grid.described()} (tensor, pipeline, expert) by args")
     files = {rank: first if name == names[0] else _read(folder / name / FILE) for name, rank in expected.items()}
     for file in files.values():
         _require_agreement(files[0, 0, 0], file)
@@ -329,7 +329,7 @@ def read_rank_files(source: Path) -> RankFiles:
 
 
 def _newest(source: Path) -> Path:
-    """The folder of the checkpoint that the tracker names."""
+    """Return the folder of the checkpoint that the tracker names."""
     for name in ("layout.json", "trainer.json"):
         if (source / name).exists():
             raise UserError(f"{source}: has {name}, which is for sluice convert mcore2hf")
@@ -344,7 +344,7 @@ def _newest(source: Path) -> Path:
         raise UserError(f"{tracker}: is {text[:40]!r}; must be the number of an iteration, or {RELEASE}")
     folder = source / (text if text == RELEASE else f"iter_{int(text):07d}")
     if not folder.is_dir():
-        raise UserError(f"{tracker}: names {folder.name}, of which there is no folder")
+        raise UserError(f"{tracker}: names {folder.name}, but there is no such folder")
     _refuse_distributed(folder)
     return folder
 
@@ -387,7 +387,7 @@ def _chunks(path: Path, found: Mapping[Any, Any]) -> list[dict[str, ArchiveTenso
 
 
 def _tensors(path: Path, key: str, model: Any) -> dict[str, ArchiveTensor]:
-    """Without what modules have besides: states of FP8, None, frequencies of the rotary embedding."""
+    """Return a model's tensors, without other state: states of FP8, None, frequencies of the rotary embedding."""
     if not isinstance(model, dict):
         raise UserError(f"{path}: {key} is no dictionary of tensors")
     found: dict[str, ArchiveTensor] = {}
@@ -403,19 +403,19 @@ def _tensors(path: Path, key: str, model: Any) -> dict[str, ArchiveTensor]:
 
 
 def _found(names: list[str]) -> Coordinates:
-    """Sizes of parallelism by the folders' names; of two numbers the second is a stage."""
+    """Return the sizes of parallelism by the folders' names. In a name with two numbers the second is a stage."""
     numbers = [_RANK.fullmatch(name) for name in names]
     sizes = [1 + max(int(number[group] or 0) for number in numbers if number is not None) for group in (1, 2, 3)]
     return sizes[0], sizes[1], sizes[2]
 
 
 def _layers(stored: Mapping[str, ArchiveTensor]) -> list[int]:
-    """Their numbers on the stage."""
+    """Return the numbers of the layers on the stage."""
     return sorted({int(layer[1]) for name in stored if (layer := LAYER.match(name)) is not None})
 
 
 def _without_gaps(stored: dict[str, ArchiveTensor]) -> dict[str, ArchiveTensor]:
-    """Layers numbered from 0 on: those that only pass tokens on have numbers, but no tensors."""
+    """Number the layers from 0 on: layers that only pass tokens on have numbers, but no tensors."""
     numbers = {number: index for index, number in enumerate(_layers(stored))}
     return {LAYER.sub(lambda layer: f"decoder.layers.{numbers[int(layer[1])]}.", name): t for name, t in stored.items()}
 

@@ -1,4 +1,4 @@
-"""A model as a checkpoint of Megatron-LM's own layout: a release, without optimizer and generators."""
+"""Writes a model as a checkpoint of Megatron-LM's own layout: a release, without optimizer and generators."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from runtime.models.families.shape import ModelShape
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be written."""
+    """The layout and the names of the checkpoint to write."""
 
     grid: ClassicGrid
-    layout: Layout  # by which a rank's parameters are cut: virtual stages are stages of it, and groups of experts expert ranks
+    layout: Layout  # cuts a rank's parameters: its stages are virtual stages, its expert ranks are groups of experts
     naming: Naming
-    noops: tuple[int, ...] = ()  # layers that only pass tokens on; counted among the others
-    each: int | None = None  # layers of a virtual stage, with those
+    noops: tuple[int, ...] = ()  # numbers of the layers that only pass tokens on
+    each: int | None = None  # layers of a virtual stage, including those that only pass tokens on
 
     @property
     def chunks(self) -> int:
-        """Stages of the layout that each rank holds."""
+        """The stages of the layout on each rank."""
         return self.layout.pipeline // self.grid.pipeline
 
 
@@ -53,8 +53,8 @@ def target_for(
     expert_tensor: int | None = None,
     extended: bool = False,
 ) -> Target:
-    """`layout` is what is asked for: its stages and expert ranks are those of processes. `expert_tensor`: None for as many as
-    tensor ranks. Raises UserError, naming the option, where they do not go together, or not with the model.
+    """Return the target. `layout` is the requested layout: its stages and expert ranks are processes. `expert_tensor`: None for
+    the number of tensor ranks. Raises UserError, which names the option, if options do not fit each other or the model.
     """
     latent = shape.latent
     if naming.latent is LatentStorage.JOINED and (naming.fused or latent is None or latent.query_rank is None):
@@ -89,22 +89,22 @@ def _require_options(
     msgspec.structs.replace(layout, whole_experts=whole, **({"pipeline": 1} if noops else {})).require(shape)
     total = shape.layers + len(noops)
     if noops:
-        told = f"--noop-layers: are {','.join(map(str, noops))}"
+        fault = f"--noop-layers: are {','.join(map(str, noops))}"
         if layout.layers_per_stage:
-            raise UserError(f"{told}; not together with --layers-per-stage")
+            raise UserError(f"{fault}; not together with --layers-per-stage")
         if len(set(noops)) < len(noops) or not all(0 <= number < total for number in noops):
-            raise UserError(f"{told}; must be different numbers from 0 to {total - 1}")
+            raise UserError(f"{fault}; must be different numbers from 0 to {total - 1}")
         if layout.pipeline < 1 or total % layout.pipeline:
-            raise UserError(f"{told}: {total} layers with them; must be a multiple of --pipeline-parallel {layout.pipeline}")
+            raise UserError(f"{fault}: {total} layers with them; must be a multiple of --pipeline-parallel {layout.pipeline}")
     if each is not None:
-        told = f"--layers-per-virtual-stage: is {each}"
+        fault = f"--layers-per-virtual-stage: is {each}"
         if layout.layers_per_stage:
-            raise UserError(f"{told}; not together with --layers-per-stage")
+            raise UserError(f"{fault}; not together with --layers-per-stage")
         if layout.pipeline < 2:
-            raise UserError(f"{told}; needs --pipeline-parallel of at least 2")
+            raise UserError(f"{fault}; needs --pipeline-parallel of at least 2")
         if each < 1 or total % (each * layout.pipeline) or total == each * layout.pipeline:
             raise UserError(
-                f"{told}; a multiple of it, 2 or more times, must be the layers of a stage ({total} / {layout.pipeline})"
+                f"{fault}; a multiple of it, 2 or more times, must be the layers of a stage ({total} / {layout.pipeline})"
             )
     if expert_tensor not in (None, 1, layout.tensor):
         raise UserError(f"--expert-tensor-parallel: is {expert_tensor}; must be 1, or --tensor-parallel {layout.tensor}")
@@ -116,12 +116,12 @@ def _require_options(
 
 
 def _stage_numbers(total: int, stages: int) -> list[range]:
-    """The layers of each stage, numbered in the model."""
+    """Return the layers of each stage, numbered in the model."""
     return [range(stage * (total // stages), (stage + 1) * (total // stages)) for stage in range(stages)]
 
 
 def rank_parameters(model: HfModel, target: Target, rank: Coordinates) -> list[list[Parameter]]:
-    """What a rank holds, of each of its virtual stages."""
+    """Return the parameters of a rank, for each of its virtual stages."""
     found = []
     for stage in range(rank[1], target.layout.pipeline, target.grid.pipeline):
         held = model.family.parameters(
@@ -133,7 +133,7 @@ def rank_parameters(model: HfModel, target: Target, rank: Coordinates) -> list[l
 
 
 def _with_gaps(held: list[Parameter], target: Target, stage: int, layers: int) -> list[Parameter]:
-    """Parameters whose layers leave out the numbers of those without any."""
+    """Renumber the parameters' layers to leave out the numbers of layers without parameters."""
     numbers = _stage_numbers(layers + len(target.noops), target.layout.pipeline)[stage]
     left = [local for local, number in enumerate(numbers) if number not in target.noops]
 
@@ -145,7 +145,7 @@ def _with_gaps(held: list[Parameter], target: Target, stage: int, layers: int) -
 
 
 def write_ranks(folder: Path, model: HfModel, target: Target, progress: ConversionProgress) -> None:
-    """All files; of a rank's tensors all are held at a time."""
+    """Write the files of all ranks. Memory holds all tensors of one rank at a time."""
     arguments = _arguments(model, target)
     for rank in target.grid.ranks():
         state: dict[str, Any] = {"args": arguments, "checkpoint_version": VERSION, "iteration": 0}
@@ -161,7 +161,7 @@ def write_ranks(folder: Path, model: HfModel, target: Target, progress: Conversi
 def _state(
     model: HfModel, naming: Naming, parameters: list[Parameter], progress: ConversionProgress
 ) -> dict[str, torch.Tensor]:
-    """By the names that the checkpoint is to have."""
+    """Return a rank's tensors by their names in the checkpoint."""
     names = {parameter.name for parameter in parameters}
     state: dict[str, torch.Tensor] = {}
     grouped: dict[str, list[torch.Tensor]] = {}
@@ -170,7 +170,7 @@ def _state(
         progress.add("converting", tensor.nbytes)
         where = place(parameter.name, naming, names)
         if where.expert is None:
-            # What torch saves of a tensor is all of its memory.
+            # torch saves the whole memory of a tensor.
             state[where.name] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
         else:
             grouped.setdefault(where.name, []).append(tensor)
@@ -184,7 +184,7 @@ def _state(
 
 
 def _arguments(model: HfModel, target: Target) -> argparse.Namespace:
-    """What Megatron-LM compares with its own arguments, or takes over with --use-checkpoint-args."""
+    """Return the arguments that Megatron-LM compares with its own, or takes over with --use-checkpoint-args."""
     grid = target.grid
     layout, shape = target.layout, model.family.shape
     embedding = next(p for p in model.family.parameters(Layout()) if p.sources[0].name == EMBEDDING)

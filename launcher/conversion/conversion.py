@@ -1,7 +1,7 @@
-"""Model folders between Hugging Face's layout and megatron-core's: a tensor at a time, checked before they get their name.
+"""Converts model folders between Hugging Face's layout and megatron-core's, one tensor at a time. Checks them before renaming.
 
-No more is held in memory than one parameter of one rank, or, of a layer's row-parallel matrix, the whole. A rank's file in
-Megatron-LM's own layout is held whole while it is written.
+Memory holds at most one parameter of one rank, or the whole of a layer's row-parallel matrix. In Megatron-LM's own layout it
+holds a rank's whole file while that is written.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ Pieces = list[tuple[Parameter, ParameterReader]]
 
 @dataclass(frozen=True)
 class _Core:
-    """A model in one of megatron-core's layouts, of which no tensor is read yet."""
+    """A model in one of megatron-core's layouts. Its tensors are not read yet."""
 
     family: Family
     columns: list[Column]
     source: CoreFolder | CoreCheckpoint | ClassicCheckpoint
-    describe: Callable[[Path, torch.dtype], None]  # writes what a Hugging Face folder has beside its weights, of a dtype
-    copies: Pieces = field(default_factory=list)  # what more ranks hold of the same
+    describe: Callable[[Path, torch.dtype], None]  # writes the other files of a Hugging Face folder, for weights of a dtype
+    copies: Pieces = field(default_factory=list)  # the same parameters on further ranks
     left_out: list[str] = field(default_factory=list)
 
     def pieces(self) -> Pieces:
-        """Every parameter of every file, and where it is read."""
+        """Return every parameter of every file, and its reader."""
         parts = [part for column in self.columns for part in column.parts]
         return [(parameter, self.source.part(part)) for part in parts for parameter in part.parameters] + self.copies
 
@@ -86,9 +86,9 @@ def to_core(
 ) -> ConversionReport:
     """Convert the Hugging Face folder `source` into the new folder `folder`, then check that it gives the source again.
 
-    The parameters get `dtype`; None: that of their tensors. `check_logits` needs memory for both models whole. Raises
-    UserError, before anything is allocated, for a model or layout that is not supported, tensors that are missing or too
-    many, a folder that exists, and too little room.
+    The parameters get `dtype`; None: the dtype of their tensors. `check_logits` needs memory for both models. Raises UserError,
+    before it allocates memory, for an unsupported model or layout, missing or unknown tensors, an existing folder, and too
+    little room.
     """
     require_new(folder)
     model = open_hf(source, dtype, value_head)
@@ -121,8 +121,8 @@ def to_megatron(
     show: Show,
     **options: Any,
 ) -> ConversionReport:
-    """As `to_core`, into a release in Megatron-LM's own layout, whose tensors are named by `naming`. `options` are those of
-    `target_for`."""
+    """Convert as `to_core` does, into a release in Megatron-LM's own layout. `naming` gives the tensors' names. `options` are
+    the options of `target_for`."""
     require_new(folder)
     model = open_hf(source, dtype, value_head)
     target = target_for(layout, model.family.shape, naming, **options)
@@ -138,11 +138,11 @@ def to_megatron(
 
 
 def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show) -> ConversionReport:
-    """Convert `source`, which is in any of megatron-core's layouts, or a checkpoint of the trainer on megatron-core, into the
-    new Hugging Face folder `folder`, and check it.
+    """Convert `source` into the new Hugging Face folder `folder`, and check it. `source` is in any of megatron-core's layouts,
+    or a checkpoint of the trainer on megatron-core.
 
-    Raises UserError, before anything is allocated, when a file of `source` is missing, torn or of another model, for a folder
-    that exists, and too little room; and afterwards when ranks that should hold the same do not.
+    Raises UserError, before it allocates memory, if a file of `source` is missing, torn or of another model, for an existing
+    folder, and too little room. Raises UserError later if ranks that should hold the same do not.
     """
     require_new(folder)
     if check_logits and is_checkpoint(source):
@@ -153,10 +153,10 @@ def to_hf(source: Path, folder: Path, *, check_logits: bool = False, show: Show)
 def megatron_to_hf(
     source: Path, folder: Path, hf_config: Path | None, *, check_logits: bool = False, show: Show
 ) -> ConversionReport:
-    """As `to_hf`, of a checkpoint in Megatron-LM's own layout. `hf_config` has the model's config.json and tokenizer; None:
-    config.json is made of the checkpoint's arguments, and there is no tokenizer.
+    """Convert as `to_hf` does, from a checkpoint in Megatron-LM's own layout. `hf_config` has the model's config.json and
+    tokenizer; None: config.json is made from the checkpoint's arguments, without a tokenizer.
 
-    Raises UserError as well when config.json and the arguments do not agree, or the latter do not tell enough.
+    Raises UserError also if config.json and the arguments disagree, or the arguments do not suffice.
     """
     require_new(folder)
     return _to_hf(_open_classic(source, hf_config), folder, check_logits, show)
@@ -173,7 +173,7 @@ def _from_hf(
     check_logits: bool,
     show: Show,
 ) -> ConversionReport:
-    """Write `files` files of `nbytes` bytes, and check them."""
+    """Write `files` files of `nbytes` bytes, and check them. Return the report."""
     if check_logits and model.config.get(quantized.KEY) is not None:
         raise UserError(f"--check-logits: the weights of {source} are quantised; must be a folder whose weights are not")
     if check_logits:
@@ -243,7 +243,7 @@ def _open_checkpoint(source: Path) -> _Core:
     core.require(family)
 
     def describe(folder: Path, dtype: torch.dtype) -> None:
-        # A trainer computes, and saves, in a dtype of its own.
+        # A trainer computes and saves in a dtype of its own.
         hf_policy.write_description(core.path, folder, dtype, but=(OWN,))
 
     return _Core(family, list(columns(family, Layout())), core, describe)
@@ -270,14 +270,14 @@ def _open_classic(source: Path, hf_config: Path | None) -> _Core:
 
 
 def _require_logits(family: Family) -> None:
-    """Raises UserError when they cannot be compared."""
+    """Raise UserError if the logits cannot be compared."""
     from runtime.trainer.megatron import logits
 
     logits.require(family)
 
 
 def _difference(core: _Core, hf: Path, show: Show) -> float:
-    """Of the logits."""
+    """Return the largest difference of the logits."""
     from runtime.trainer.megatron import logits
 
     show("comparing", 0, 0)
@@ -285,7 +285,7 @@ def _difference(core: _Core, hf: Path, show: Show) -> float:
 
 
 def _wholes(core: _Core) -> dict[str, torch.Tensor]:
-    """The Hugging Face tensors that the pieces of all ranks make."""
+    """Return the Hugging Face tensors, joined from the pieces of all ranks."""
     found: dict[str, torch.Tensor] = {}
     for row, readers in _rows(core):
         found.update(row[0].to_hf([reader.get(row[0].name)[:] for reader in readers[: row[0].pieces]]))
@@ -293,7 +293,7 @@ def _wholes(core: _Core) -> dict[str, torch.Tensor]:
 
 
 def _rows(core: _Core) -> Iterator[tuple[tuple[Parameter, ...], list[ParameterReader]]]:
-    """One parameter after the other, as each of the tensor ranks has it, and where it is read."""
+    """Yield each parameter as all tensor ranks have it, and the ranks' readers."""
     for column in core.columns:
         readers: list[ParameterReader] = [core.source.part(part) for part in column.parts]
         for row in column.rows():
@@ -301,7 +301,7 @@ def _rows(core: _Core) -> Iterator[tuple[tuple[Parameter, ...], list[ParameterRe
 
 
 def _hf_specs(family: Family, pieces: Pieces) -> list[TensorSpec]:
-    """The tensors that the pieces make. Raises UserError when those of one tensor are of several dtypes."""
+    """Return the specifications of the joined tensors. Raises UserError if the pieces of one tensor differ in dtype."""
     dtypes: dict[str, str] = {}
     for parameter, reader in pieces:
         dtype = reader.specs[parameter.name].dtype
@@ -312,10 +312,10 @@ def _hf_specs(family: Family, pieces: Pieces) -> list[TensorSpec]:
 
 
 def _join(core: _Core, writer: hf_policy.ShardWriter, progress: ConversionProgress) -> None:
-    """Write the Hugging Face tensors."""
+    """Join the pieces and write the Hugging Face tensors."""
     for row, readers in _rows(core):
         if row[0].split == 0 and not row[0].copy:
-            # Blocks that are rows of the whole need not meet the other ranks' pieces.
+            # Blocks of whole rows are written alone: they need no pieces of other ranks.
             for parameter, reader in zip(row, readers, strict=True):
                 for source, index, block in parameter.blocks(reader.get(parameter.name)[:]):
                     writer.write(source.name, block, index[0].start)

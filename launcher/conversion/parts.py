@@ -1,4 +1,4 @@
-"""What every conversion of a model folder needs: the Hugging Face side, progress, and room on the disk."""
+"""The shared parts of all conversions of model folders: the Hugging Face side, progress, and room on the disk."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ Show = Callable[[str, int, int], None]  # phase, bytes done, bytes in all
 
 
 class ConversionReport(msgspec.Struct, kw_only=True):
-    """`seconds` are of the conversion, without the check."""
+    """The result of a conversion. `seconds`: without the check."""
 
     nbytes: int
     files: int
-    tensors: int  # Hugging Face's, all of them checked
+    tensors: int  # Hugging Face's; all were checked
     seconds: float
-    left_out: list[str]  # tensors of the source that the target has no place for
-    difference: float | None  # of the logits, where they were compared
+    left_out: list[str]  # tensors of the source without a place in the target
+    difference: float | None  # of the logits, if they were compared
 
 
 @dataclass(frozen=True)
 class HfModel:
-    """A Hugging Face folder that was found to be a model of `family`."""
+    """A Hugging Face folder that was checked to be a model of `family`."""
 
     config: dict[str, Any]
     family: Family
@@ -46,7 +46,7 @@ class HfModel:
 
 
 def open_hf(source: Path, dtype: torch.dtype | None, value_head: bool) -> HfModel:
-    """Raises UserError for a model that is not supported, and for tensors that are missing or too many."""
+    """Open a Hugging Face folder. Raises UserError for an unsupported model, and missing or unknown tensors."""
     config = read_raw(source)
     family = family_for(config, str(source / "config.json"), value_head=value_head)
     tensors, files = TensorFolder(weight_paths(source)), WeightFiles(source)
@@ -60,8 +60,8 @@ def open_hf(source: Path, dtype: torch.dtype | None, value_head: bool) -> HfMode
 
 
 class HfTensors:
-    """A Hugging Face folder's tensors as they are to be stored: quantised ones in the dtype that config.json declares, unless
-    another one is asked for."""
+    """A Hugging Face folder's tensors as they are to be stored. A quantised tensor gets the requested dtype, else the dtype
+    that config.json declares."""
 
     def __init__(self, tensors: TensorFolder, files: WeightFiles, dtype: torch.dtype | None, config: Mapping[str, Any]):
         self._tensors, self._files, self._dtype = tensors, files, dtype
@@ -72,11 +72,11 @@ class HfTensors:
         }
 
     def spec(self, parameter: Parameter) -> TensorSpec:
-        """As megatron-core holds it. Raises UserError when what makes it is of several dtypes, and none is asked for."""
+        """Return megatron-core's specification. Raises UserError if sources differ in dtype and none was requested."""
         dtypes = {source.name: self._declared(source.name).dtype for source in parameter.sources}
         if self._dtype is None and len(set(dtypes.values())) > 1:
-            told = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-            raise UserError(f"{parameter.name} is made of tensors of several dtypes ({told}); --params-dtype makes them one")
+            listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+            raise UserError(f"{parameter.name} is made of tensors of several dtypes ({listed}); --params-dtype makes them one")
         asked = self._asked(parameter.sources[0].name)
         return TensorSpec(parameter.name, dtype_name(asked) if asked else dtypes.popitem()[1], parameter.shape)
 
@@ -95,12 +95,12 @@ class HfTensors:
         return None if self._dtype is None else dtype_of(name, self._dtype)
 
     def _declared(self, name: str) -> TensorSpec:
-        """A critic's head that the folder has not begins at 0, and is like the embedding otherwise."""
+        """Return the stored specification. A critic's head missing from the folder is like the embedding, and begins at 0."""
         return self.specs[name if name in self.specs else EMBEDDING]
 
 
 class _Cast:
-    """A tensor of which the parts that are taken have another dtype."""
+    """A tensor whose slices are cast to another dtype."""
 
     def __init__(self, tensor: Sliceable, dtype: torch.dtype | None):
         self._tensor = tensor
@@ -112,7 +112,7 @@ class _Cast:
 
 
 class ConversionProgress:
-    """Counts what was converted, then what was checked."""
+    """Counts the converted bytes, then the checked bytes."""
 
     def __init__(self, show: Show, total: int):
         self.total = total
@@ -128,17 +128,17 @@ class ConversionProgress:
 
 
 def require_new(folder: Path) -> None:
-    """Raises UserError when the folder exists."""
+    """Raise UserError if the folder exists."""
     if folder.exists():
         raise UserError(f"{folder}: exists; must be a new folder")
 
 
 def require_room(folder: Path, nbytes: int) -> None:
-    """Raises UserError when the disk of a new folder has no room for it."""
+    """Raise UserError if the disk of a new folder has no room for it."""
     there = next(parent for parent in folder.absolute().parents if parent.exists())
     free = shutil.disk_usage(there).free
     if free < nbytes:
-        raise UserError(f"{folder}: needs {nbytes / 1e9:.1f} GB, of which {free / 1e9:.1f} GB are free")
+        raise UserError(f"{folder}: needs {nbytes / 1e9:.1f} GB, but only {free / 1e9:.1f} GB are free")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,9 +1,9 @@
-"""Files of `torch.save`, of which nothing is run: plain values, and tensors that are read when they are asked for.
+"""Reads files of `torch.save` without running any of their code: plain values, and tensors that are read on demand.
 
-Such a file is a zip: `data.pkl`, a pickle of the values, and the tensors' memory beside it, none of it compressed. torch's
-loading of weights alone knows protocol 2 of pickle, and MindSpeed-LLM's converter writes protocol 4. `plain_pickle` reads both;
-whatever name a pickle mentions stands for something of this module, and never for what Python knows by it. Nothing is imported,
-and no name that is not in the tables below is taken.
+Such a file is a zip, not compressed: `data.pkl`, a pickle of the values, and the tensors' memory beside it. torch's loading of
+weights alone knows only protocol 2 of pickle, and MindSpeed-LLM's converter writes protocol 4. `plain_pickle` reads both. A
+name in a pickle stands for an entry in the tables below, never for the object of that name in Python. Nothing is imported, and
+other names are refused.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from runtime.weights.plain_pickle import FAULTS, Attributes, Function, Malformed
 from runtime.weights.plan import ITEM_BYTES
 
 _LIMIT = 1 << 63
-_MOST_DIMENSIONS = 64  # of a tensor, by torch
-_HEADER = struct.Struct("<26xHH")  # of an entry of a zip, before its name: the lengths of the name, and of what follows it
+_MOST_DIMENSIONS = 64  # of a tensor, in torch
+_HEADER = struct.Struct("<26xHH")  # of a zip's entry, before its name: the lengths of the name and of the extra field after it
 _STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -39,7 +39,7 @@ _STORAGES = {
     "ByteStorage": "uint8",
     "BoolStorage": "bool",
 }
-# What Megatron's checkpoints mention, and nobody asks for: the state of generators, buffers of FP8, enumerations among the
+# Names in Megatron's checkpoints that no conversion needs: the state of generators, buffers of FP8, enumerations among the
 # arguments. Each becomes an `Opaque`.
 _INERT = {
     *(f"builtins.{name}" for name in ("getattr", "dict", "list", "int", "bytearray", "complex", "slice", "range")),
@@ -52,10 +52,10 @@ _INERT_PACKAGES = {"megatron", "mindspeed", "mindspeed_llm", "mindspeed_rl", "nu
 
 
 class ArchiveTensor:
-    """A tensor in the file, or a part of one, of which nothing is read yet. `offset` and `stride` are in elements."""
+    """A tensor in the file, or a part of a tensor; its data is not read yet. `offset` and `stride` are in elements."""
 
     def __init__(self, memory: ArchiveMemory, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]):
-        """Raises ValueError when it lies beyond its `memory`."""
+        """Check that the tensor lies within `memory`. Raises ValueError if not."""
         self.path, self.dtype, self.shape = memory.path, memory.dtype, shape
         self._memory, self._offset, self._stride = memory, offset, stride
         if len(shape) != len(stride) or min((offset, *shape, *stride)) < 0 or offset + self._extent > memory.elements:
@@ -65,7 +65,7 @@ class ArchiveTensor:
 
     @property
     def _extent(self) -> int:
-        """Elements from the first to the last."""
+        """Elements from the first to the last in memory."""
         if 0 in self.shape:
             return 0
         return 1 + sum((length - 1) * step for length, step in zip(self.shape, self._stride, strict=True))
@@ -75,9 +75,9 @@ class ArchiveTensor:
         return math.prod(self.shape)
 
     def part(self, first: int, shape: tuple[int, ...], *, transposed: bool = False) -> ArchiveTensor:
-        """The elements from `first` on as a tensor of `shape`; `transposed`: of which the file has the transposed matrix.
+        """Return the elements from `first` on as a tensor of `shape`; `transposed`: the file has the transposed matrix.
 
-        Raises UserError where the file does not have the elements one after the other.
+        Raises UserError if the file does not have the elements one after the other.
         """
         if self._extent != self.elements or list(self._stride) != sorted(self._stride, reverse=True):
             raise UserError(f"{self.path}: a tensor {list(self.shape)} is not contiguous")
@@ -86,9 +86,9 @@ class ArchiveTensor:
         return ArchiveTensor(self._memory, self._offset + first, shape, stride)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """A new, contiguous tensor, all of which is read first.
+        """Return a new, contiguous tensor. The whole tensor is read first.
 
-        Raises UserError when the file ends within it, and when its elements share memory, and may so be without end.
+        Raises UserError if the file ends within the tensor, or its elements share memory, as their number has no bound then.
         """
         if self.elements > (size := self._memory.elements):
             raise UserError(f"{self.path}: a tensor {list(self.shape)} has {self.elements} elements in the memory of {size}")
@@ -105,10 +105,10 @@ class ArchiveTensor:
 
 
 def read_archive(path: Path) -> Any:
-    """The values of a file, tensors as `ArchiveTensor`.
+    """Return the values of a file, tensors as `ArchiveTensor`.
 
-    Raises UserError when the file is missing, torn or of another format, and when its pickle wants anything but tensors and
-    plain values, which it names.
+    Raises UserError if the file is missing, torn or of another format, or its pickle wants anything but tensors and plain
+    values; the message names the unwanted value.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
@@ -117,12 +117,12 @@ def read_archive(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
     except RefusedPickle as error:
         raise UserError(f"{path}: {error}") from error
-    except (zipfile.BadZipFile, struct.error, *FAULTS) as error:  # RuntimeError: also what zipfile does not know
+    except (zipfile.BadZipFile, struct.error, *FAULTS) as error:  # zipfile raises RuntimeError for unknown features
         raise UserError(f"{path}: is not a whole file of torch.save: {line(error)}") from error
 
 
 class ArchiveMemory(msgspec.Struct, frozen=True):
-    """A tensor's in the file: from byte `start` on `elements` of a dtype."""
+    """The memory of a tensor in the file: `elements` of a dtype, from byte `start` on."""
 
     path: Path
     start: int
@@ -131,7 +131,7 @@ class ArchiveMemory(msgspec.Struct, frozen=True):
 
 
 class _Archive:
-    """One file that is open."""
+    """One open file."""
 
     def __init__(self, path: Path, file: Any, archive: zipfile.ZipFile):
         self._path = path
@@ -140,7 +140,7 @@ class _Archive:
         self._size = os.fstat(file.fileno()).st_size
         self._entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         for info in archive.infolist():
-            # torch.save does neither; and of what is compressed a small file may hold any amount.
+            # torch.save does neither. A small compressed file may hold any amount of data.
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
                 raise Malformed(f"{told(info.filename)} is compressed or encrypted")
         if "data.pkl" not in self._entries:
@@ -158,13 +158,13 @@ class _Archive:
         return self._archive.read(info)
 
     def named(self, full: str) -> Any:
-        """What a name of a pickle stands for. Raises RefusedPickle."""
+        """Return the meaning of a name in a pickle. Raises RefusedPickle."""
         module, _, name = full.rpartition(".")
         if full in _KNOWN:
             return Function(full, _KNOWN[full])
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
-        # Not getattr, with which torch imports parts of itself.
+        # Not by getattr: torch imports parts of itself for it.
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return name
         if full in _INERT or full.partition(".")[0] in _INERT_PACKAGES:
@@ -172,7 +172,7 @@ class _Archive:
         raise RefusedPickle(full)
 
     def outside(self, identity: Any) -> ArchiveMemory | Opaque:
-        """A tensor's, by a persistent identity. That of a dtype which no model here has is `Opaque`."""
+        """Return a tensor's memory for a persistent identity; `Opaque` if no supported model uses its dtype."""
         if not isinstance(identity, tuple) or len(identity) != 5:
             raise Malformed(f"it wants {told(identity)} from outside")
         kind, dtype, key, _device, elements = identity
@@ -218,13 +218,13 @@ def _of_type(work: Any, _type: Any, arguments: Any, _state: Any) -> Any:
 
 
 def _listed(items: Any = (), *_: Any) -> list[Any]:
-    """Not a copy: a pickle can ask for many of a list."""
+    """Return the list itself, not a copy: a pickle can ask for many copies of one list."""
     if items and not isinstance(items, list):
         raise Malformed(f"it makes a set of {told(items)}")
     return items or []
 
 
-# None of them returns what a pickle could open, or keeps what it was given.
+# No function here returns an object that can open files, or keeps its arguments.
 _KNOWN: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_parameter": _same,
@@ -234,7 +234,7 @@ _KNOWN: dict[str, Callable[..., Any]] = {
     "argparse.Namespace": lambda *_: Attributes("argparse.Namespace", {}),
     "types.SimpleNamespace": lambda *_: Attributes("types.SimpleNamespace", {}),
     "collections.OrderedDict": lambda *_: {},
-    # MindSpeed-LLM's converter saves a model as one of these.
+    # MindSpeed-LLM's converter saves a model in a defaultdict.
     "collections.defaultdict": lambda *_: {},
     "collections.Counter": lambda *_: {},
     "collections.deque": _listed,

@@ -240,7 +240,7 @@ class TestRefusedToCore:
         write_folder(tmp_path / "hf", "qwen2")
         monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000}))
         assert to_core(tmp_path / "hf", tmp_path / "core") == 2
-        refused(capsys, tmp_path, "core: needs 0.0 GB, of which 0.0 GB are free")
+        refused(capsys, tmp_path, "core: needs 0.0 GB, but only 0.0 GB are free")
 
     def test_what_was_written_wrongly_is_found_and_removed(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
