@@ -1,4 +1,4 @@
-"""A page that a run has with it: a process of the launcher's that nothing waits for."""
+"""The page beside a run: a process of the launcher that nothing waits for."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LOG = "page.log"
 
 
 class PageBeside:
-    """`view` is told where the page is, or why there is none: the run goes on without it."""
+    """Starts and ends the page. `view` shows the page's address, or why there is no page: the run goes on without it."""
 
     def __init__(self, config: Config, view: View):
         self._config, self._view = config, view
         self._log = Path(config.run.dir) / run_files.LOGS / LOG
         self._process: asyncio.subprocess.Process | None = None
-        self._telling: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         page = self._config.page
@@ -41,15 +41,15 @@ class PageBeside:
         except OSError as error:
             self._view.say(f"page: not started: {error}")
             return
-        self._telling = asyncio.create_task(self._tell(self._process))
+        self._reporting = asyncio.create_task(self._report(self._process))
 
-    async def _tell(self, process: asyncio.subprocess.Process) -> None:
+    async def _report(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         if address := (await process.stdout.readline()).decode().strip():
             self._view.say(f"page: {address}")
         if await process.wait() > 0:
-            said = (await asyncio.to_thread(self._log.read_text, errors="replace")).strip()
-            self._view.say(f"page: {said.splitlines()[-1] if said else 'it has ended'} ({self._log})")
+            errors = (await asyncio.to_thread(self._log.read_text, errors="replace")).strip()
+            self._view.say(f"page: {errors.splitlines()[-1] if errors else 'it has ended'} ({self._log})")
 
     async def end(self) -> None:
         if self._process is None:
@@ -61,5 +61,5 @@ class PageBeside:
             await asyncio.wait_for(self._process.wait(), timeouts.PAGE_END)
         if self._process.returncode is None:
             self._process.kill()
-        if self._telling is not None:
-            self._telling.cancel()
+        if self._reporting is not None:
+            self._reporting.cancel()

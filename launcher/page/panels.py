@@ -1,4 +1,4 @@
-"""From a run's points to the curves that are drawn. Pure; the page's script draws them."""
+"""Turns a run's points into the curves that the page's script draws. Pure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from runtime.telemetry.record import STEP_ENDED, LoggedHistory, Point
 
 # ---- Thinning
 #
-# Long curves with fewer points, and the same look: a browser draws 2,000 points in the time of a blink, not 10,000 of sixty
+# Reduces long curves to fewer points that look the same: a browser is quick with 2,000 points, and not with 10,000 of sixty
 # curves.
 
 MOST_POINTS = 2000
 
 
 def extremes(values: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
-    """Indices, in order, of at most `most` of `values` [N]: the least and the greatest of each of nearly most / 2 equal parts,
-    and both ends, so that no spike is lost. NaNs are never chosen but at the ends."""
+    """Return at most `most` indices of `values` [N], in order: both ends, and the least and the greatest value of each of
+    nearly most / 2 equal parts. So no spike is lost. A NaN is chosen only at the ends."""
     count = len(values)
     if count <= most:
         return np.arange(count)
-    edges = np.linspace(0, count, most // 2).astype(np.int64)  # one part fewer, which leaves room for the ends
+    edges = np.linspace(0, count, most // 2).astype(np.int64)  # one part fewer, to leave room for the ends
     chosen = {0, count - 1}
     for begin, end in pairwise(edges.tolist()):
         part = values[begin:end]
@@ -38,7 +38,7 @@ def extremes(values: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
 
 
 def means(values: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
-    """[min(N, most)]: the mean of each of `most` equal parts of `values` [N]. For what is stacked, whose parts add up."""
+    """Return [min(N, most)]: the mean of each of `most` equal parts of `values` [N]. For stacked values, as means add up."""
     count = len(values)
     if count <= most:
         return values
@@ -47,7 +47,7 @@ def means(values: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
 
 
 def smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """The mean of each value and those before it, over a window; NaNs count for nothing."""
+    """Return the mean of each value and the values before it, over a window; NaNs do not count."""
     there = ~np.isnan(values)
     sums = np.cumsum(np.concatenate([[0.0], np.where(there, values, 0.0)]))
     counts = np.cumsum(np.concatenate([[0], there]))
@@ -57,7 +57,7 @@ def smoothed(values: np.ndarray, window: int) -> np.ndarray:
     return np.divide(sums[ends] - sums[starts], number, out=np.full(len(values), np.nan), where=number > 0)
 
 
-SMOOTHED_FROM = 30  # steps; below, a mean over several of them hides more than it shows
+SMOOTHED_FROM = 30  # steps; with fewer, a moving mean hides more than it shows
 WINDOW = 10
 _RULE = re.compile(r"(.+)_rewards/mean")
 _ENVIRONMENT = re.compile(r"environment/(?P<name>[^/]+)/(?P<figure>.+)")
@@ -69,7 +69,7 @@ Kind = Literal["curves", "stack", "bars"]
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: `x` [N] and `y` [N], of which some may be NaN. `smooth` [N] is their moving mean, where it is drawn."""
+    """One curve: `x` [N] and `y` [N], where `y` may have NaNs. `smooth` [N]: the moving mean, if it is drawn."""
 
     name: str
     x: list[float]
@@ -79,8 +79,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One figure. `share`: values are fractions, shown in per cent. Without `series` nothing was measured. The last series
-    of a stack is a line."""
+    """One figure. `share`: values are fractions, shown in per cent. Without `series` nothing was measured. The last series of a
+    stack is a line."""
 
     title: str
     unit: str
@@ -99,7 +99,7 @@ class PanelSection:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A panel of metrics by name, with their legends. `needed`: it is shown where nothing was measured, too."""
+    """A panel of metrics by name, with their legends. `needed`: show it even if nothing was measured."""
 
     title: str
     unit: str
@@ -188,7 +188,7 @@ _SPEED = (
 
 
 def sections(history: LoggedHistory) -> list[PanelSection]:
-    """All that is drawn of a run, in order."""
+    """Return all sections of a run's figures, in order."""
     columns = MetricColumns(history.steps)
     learning = _panels(_LEARNING, columns)
     learning[1:1] = [_accuracy(history.evaluations)]
@@ -209,33 +209,33 @@ def sections(history: LoggedHistory) -> list[PanelSection]:
 
 
 def _of_the_loss(columns: MetricColumns) -> list[_Wanted]:
-    """One panel for each metric of the policy that no other shows: what some losses report, one of the user's own too."""
+    """Return one panel for each other metric of the policy: metrics that some losses report, also a user's own loss."""
     shown = {metric for each in _OPTIMISATION for metric in each.metrics}
     own = (metric for metric in columns.names if metric.startswith("actor/") and metric not in shown)
     return [_Wanted(metric, "", {metric: metric.removeprefix("actor/")}) for metric in own]
 
 
 def _environments(columns: MetricColumns) -> list[PanelSection]:
-    """One section for each: what was earned, how episodes ended, and the figures that agents told."""
+    """Return one section for each environment: rewards, how episodes ended, and the figures that agents logged."""
     found = [match for metric in columns.names if (match := _ENVIRONMENT.fullmatch(metric))]
     sections = []
     for name in sorted({match["name"] for match in found}):
         own = {match["figure"]: match[0] for match in found if match["name"] == name}
         counted = {own[figure]: figure.removeprefix("ended/") for figure in own if figure.startswith("ended/")}
         counted |= {own[figure]: shown for figure, shown in _COUNTED.items() if figure in own}
-        told = [_Wanted(figure, "mean", {metric: figure}) for figure, metric in own.items() if figure.startswith("log/")]
+        logged = [_Wanted(figure, "mean", {metric: figure}) for figure, metric in own.items() if figure.startswith("log/")]
         wanted = [
             _Wanted("Reward", "reward", {f"environment/{name}/reward": "mean of what is trained on"}),
             _Wanted("How episodes ended", "episodes", counted, smooth=False),
             _Wanted("Calls of the policy", "calls", {f"environment/{name}/turns": "mean of an episode"}),
-            *told,
+            *logged,
         ]
         sections.append(PanelSection(f"Environment {name}", _panels(wanted, columns)))
     return sections
 
 
 class MetricColumns:
-    """Points by metric: [N] each, NaN where a point has no number."""
+    """Points by metric: [N] each, NaN where a point lacks the metric."""
 
     def __init__(self, points: Sequence[Point]):
         self._points = points
@@ -252,14 +252,14 @@ def _panels(wanted: Sequence[_Wanted], columns: MetricColumns) -> list[Panel]:
     for each in wanted:
         there = _curves((legend, columns.steps, columns[metric], each.smooth) for metric, legend in each.metrics.items())
         if there or each.needed:
-            log = each.log and any(value > 0 for curve in there for value in curve.y)  # it would show nothing
+            log = each.log and any(value > 0 for curve in there for value in curve.y)  # else the axis would be empty
             found.append(Panel(each.title, each.unit, there, log=log, share=each.share))
     return found
 
 
 def _curves(columns: Iterable[tuple[str, np.ndarray, np.ndarray, bool]]) -> list[Series]:
-    """Of names, steps, values, and whether a mean is drawn: each that has a value, thinned. NaNs at both ends are left out;
-    those between are gaps."""
+    """Return a thinned curve for each column that has a value. A column: name, steps, values, whether to draw a mean. NaNs at
+    both ends are left out; NaNs between are gaps."""
     found = []
     for name, steps, values, smooth in columns:
         there = np.flatnonzero(~np.isnan(values))
@@ -275,7 +275,7 @@ def _curves(columns: Iterable[tuple[str, np.ndarray, np.ndarray, bool]]) -> list
 
 
 def _listed(values: np.ndarray) -> list[float]:
-    """In as few digits as show no difference."""
+    """Return the values with as few digits as show no difference."""
     return [float(f"{value:.6g}") for value in values.tolist()]
 
 
@@ -304,7 +304,7 @@ def _histogram(points: Sequence[Point]) -> Panel:
 
 
 def _phases(columns: MetricColumns) -> Panel:
-    """Stacked, the one that took longest at the bottom; last the wall time, which is a line: phases overlap."""
+    """Return the stacked phases, the longest at the bottom, and the wall time last, as a line: phases overlap."""
     inside = {STEP_ENDED, *(f"timing/{phase}" for phase in WITHIN_UPDATE)}
     names = [
         name

@@ -1,10 +1,7 @@
-"""`sluice report`: the page of a run as one HTML file, at any time: while the run is under way, after it, after a kill.
+"""`sluice report`: the page of a run as one HTML file, at any time: during the run, after its end, after a kill.
 
-::
-
-    page.html, page.css, *.js ──┐
-                                ├──► report.html, whose script takes from `held` what it would ask a server for
-    views, lanes, samples ──────┘
+The file holds page.html, page.css, the scripts, and the data of views, lanes and samples. Its script takes from `held` what it
+would ask a server for.
 """
 
 from __future__ import annotations
@@ -25,8 +22,8 @@ from launcher.page.views import STATIC, THIS, RunView
 from runtime.errors import SluiceError, UserError
 
 FILE = "report.html"
-PIXELS = 4000  # of the lanes, which a file cannot ask for again when somebody looks closer
-GROUPS, BYTES = 50, 4 << 20  # of samples at most, the newest
+PIXELS = 4000  # of the lanes: a file cannot compute them again for a closer look
+GROUPS, BYTES = 50, 4 << 20  # limits of the samples; the newest groups are taken
 
 _SCRIPT = re.compile(r'<script src="/static/(\w+\.js)" defer></script>\n')
 _STYLE = re.compile(r'<link rel="stylesheet" href="/static/(\w+\.css)">\n')
@@ -37,8 +34,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def report(folder: Path, output: Path | None) -> Path:
-    """Write the file, whole or not at all; returns its path. Raises UserError for what is no run's folder, and for a file that
-    cannot be written."""
+    """Write the whole file or nothing. Return its path. Raises UserError if the folder is no run's, or the file cannot be
+    written."""
     path = output or folder / FILE
     try:
         content = text(held(folder))
@@ -57,10 +54,10 @@ def report(folder: Path, output: Path | None) -> Path:
 
 
 def held(folder: Path) -> dict[str, Any]:
-    """What a server of this run would answer, by path. Raises UserError for what is no run's folder."""
+    """Return the answers of a server for this run, by path. Raises UserError if the folder is no run's."""
     run = RunView(folder)
-    told = run.summary()
-    told["notes"].append(f"Made {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC from {folder.resolve()}")
+    summary = run.summary()
+    summary["notes"].append(f"Made {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC from {folder.resolve()}")
     views: dict[str, Callable[[], Any]] = {
         "curves": run.curves,
         "metric": lambda: run.metric("eval/accuracy"),
@@ -72,16 +69,16 @@ def held(folder: Path) -> dict[str, Any]:
         "processes": run.processes,
         "configuration": lambda: run.configuration(None),
     }
-    answers = {"summary": told, **{name: _answer(view) for name, view in views.items()}}
+    answers = {"summary": summary, **{name: _answer(view) for name, view in views.items()}}
     try:
         answers |= _samples(SampleReader(folder))
     except (SluiceError, OSError) as error:
         answers["samples"] = {"error": str(error)}
-    return {"/api/runs": [{"id": THIS, **told}], **{f"/api/run/{THIS}/{name}": found for name, found in answers.items()}}
+    return {"/api/runs": [{"id": THIS, **summary}], **{f"/api/run/{THIS}/{name}": found for name, found in answers.items()}}
 
 
 def _answer(view: Callable[[], Any]) -> Any:
-    """What cannot be read is said where it would be shown."""
+    """Return the view's data, or its error, which the page shows in the view's place."""
     try:
         return view()
     except (SluiceError, OSError) as error:
@@ -89,7 +86,7 @@ def _answer(view: Callable[[], Any]) -> Any:
 
 
 def _samples(samples: SampleReader) -> dict[str, Any]:
-    """The newest groups, each whole, and their list."""
+    """Return the newest groups, each whole, and their list."""
     index = samples.index(SampleFilter())
     groups: dict[str, Any] = {}
     room = BYTES
@@ -105,15 +102,15 @@ def _samples(samples: SampleReader) -> dict[str, Any]:
 
 
 def text(answers: dict[str, Any]) -> str:
-    """The page's files in one. A browser that keeps to its policy runs these scripts and no others, whatever a run has named
-    its rules, and loads nothing."""
+    """Return the page's files as one text. A browser that keeps to the policy runs only these scripts, and loads nothing: names
+    of a run's rules cannot add a script."""
     page = (STATIC / "page.html").read_text(encoding="utf-8")
     scripts = ["\n" + (STATIC / name).read_text(encoding="utf-8") for name in _SCRIPT.findall(page)]
     policy = (
         f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src 'unsafe-inline'; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
     )
-    # JSON that cannot end the element in which it stands.
+    # Escaped, so that the JSON cannot end its HTML element.
     data = msgspec.json.encode(answers).decode().replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     inside = [f'<script type="application/json" id="held">{data}</script>', *(f"<script>{each}</script>" for each in scripts)]
     head, _, tail = _STYLE.sub(_styled, _SCRIPT.sub("", page)).partition("</body>")

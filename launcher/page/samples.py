@@ -1,4 +1,4 @@
-"""What the page shows of samples: which there are, a few lines of each, and one group token by token."""
+"""The data for the page's samples: the list of groups, a few lines of each, and one group token by token."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from runtime.telemetry import summary
 from runtime.types import GroupPayload, Logprobs, PolicyVersion, Sample
 
 SHOWN = 400  # characters of a reply in the list
-EXAMINED = 2000  # groups whose texts are searched in one go
-TOKENS = 20_000  # of a reply, that are shown one by one
-OPEN = (-math.inf, math.inf)  # a range without ends, of which groups are too that have no such figure
+EXAMINED = 2000  # groups whose texts one request searches
+TOKENS = 20_000  # of a reply that are shown one by one
+OPEN = (-math.inf, math.inf)  # an open range, which also selects groups without the figure
 
 
 class SampleFilter(Struct, frozen=True):
-    """What is looked for; ranges include both ends. `after`: groups with a larger id alone, where a search for a text goes
-    on."""
+    """The groups to select; ranges include both ends. `after`: select only groups with a larger id, where a search for a text
+    goes on."""
 
     states: tuple[str, ...] = ()
     steps: tuple[Any, Any] = OPEN
@@ -43,7 +43,7 @@ class SampleFilter(Struct, frozen=True):
 
 
 class SampleReader:
-    """Of one run. Loads its tokenizer with the first text."""
+    """Reads the samples of one run. Loads the run's tokenizer with the first text."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -57,8 +57,8 @@ class SampleReader:
         return Tokenizer(self.config.model.path, self.config.model.chat_template)
 
     def index(self, wanted: SampleFilter) -> dict[str, Any]:
-        """The groups that `wanted` selects, as columns, oldest first. With a text those of the next EXAMINED groups that have
-        it; `next`: where to go on, None at the end."""
+        """Return the groups that `wanted` selects as columns, oldest first. With a text, search only the next EXAMINED groups;
+        `next`: the group to go on after, None at the end."""
         with LedgerReader(self._folder / run_files.LEDGER) as reader:
             rows = [row for row in self._selected(reader, wanted) if row.group_id > wanted.after]
             more = None
@@ -89,7 +89,7 @@ class SampleReader:
         return any(text in sample.reply or text in sample.prompt for sample in samples_of(reader, row, self.tokenizer))
 
     def rows(self, ids: list[int]) -> list[dict[str, Any]]:
-        """A line for each row of these groups."""
+        """Return a line for each row of these groups."""
         with LedgerReader(self._folder / run_files.LEDGER) as reader:
             rows = [row for group_id in ids for row in reader.groups(group_id=group_id)]
             return [line for row in rows for line in self._lines(reader, row)]
@@ -99,12 +99,12 @@ class SampleReader:
         return [{**line, "parts": [], "reply": line["reply"][:SHOWN], "prompt": line["prompt"][-SHOWN:]} for line in lines]
 
     def group(self, group_id: int) -> dict[str, Any] | None:
-        """All of one group: its life, and each row token by token. None where there is none."""
+        """Return all of one group: its history, and each row token by token. Return None if there is no such group."""
         with LedgerReader(self._folder / run_files.LEDGER) as reader:
             row = next(iter(reader.groups(group_id=group_id)), None)
             if row is None:
                 return None
-            told = {
+            found = {
                 **{name: getattr(row, name) for name in ("group_id", "step", "source", "label", "replica", "attempt", "why")},
                 "state": row.phase.value,
                 "times": row.times,
@@ -112,20 +112,20 @@ class SampleReader:
                 "samples": [],
             }
             if "payload" not in row.handles:
-                return told
-            told["samples"] = [msgspec.to_builtins(each) for each in samples_of(reader, row, self.tokenizer)]
+                return found
+            found["samples"] = [msgspec.to_builtins(each) for each in samples_of(reader, row, self.tokenizer)]
             trained = {} if row.step is None else _trained(self._folder, row.step, group_id)
             try:
                 payload = types.decode(GroupPayload, reader.read(row.handles["payload"]))
             except PayloadLost:
-                return told
+                return found
             reference = _reference(reader, row, payload)
-        for at, (line, sample) in enumerate(zip(told["samples"], payload.samples, strict=True)):
+        for at, (line, sample) in enumerate(zip(found["samples"], payload.samples, strict=True)):
             line["tokens_shown"] = self._tokens(sample, None if reference is None else reference[at], trained.get(at, {}))
-        return told
+        return found
 
     def _texts(self, ids: list[int]) -> list[str]:
-        """Of each token. A character that is made of several is that of the last of them."""
+        """Return the text of each token. A character of several tokens belongs to its last token."""
         texts, held = [], []
         for token in ids:
             held.append(token)
@@ -138,8 +138,8 @@ class SampleReader:
     def _tokens(
         self, sample: Sample, reference: np.ndarray | None, trained: Mapping[int, tuple[float, float]]
     ) -> list[list[Any]]:
-        """Of each token its text, log-probability as it was sampled, version, whether it is trained here, the reference's
-        log-probability, the trainer's and the advantage; None for what is not known."""
+        """Return for each token its text, log-probability as sampled, version, whether it is trained here, the
+        log-probabilities of reference and trainer, and the advantage; None for what is not known."""
         shown = slice(0, TOKENS)
         ids = sample.tokens[shown]
         texts = self._texts(ids.tolist())
@@ -151,11 +151,11 @@ class SampleReader:
         return [[*each, *more] for *each, more in zip(texts, sampled, versions, masks, others, own, strict=True)]
 
 
-CHARACTER = 8  # tokens that one character may be made of
+CHARACTER = 8  # most tokens of one character
 
 
 def _trained(folder: Path, step: int, group_id: int) -> dict[int, dict[int, tuple[float, float]]]:
-    """What the trainer kept of a group: by row and token its log-probability and the advantage."""
+    """Return what the trainer kept of a group: by row and token, its log-probability and the advantage."""
     found: dict[int, dict[int, tuple[float, float]]] = {}
     for kept in summary.read(folder, step):
         for at in np.flatnonzero(kept.group == group_id).tolist():
@@ -165,7 +165,7 @@ def _trained(folder: Path, step: int, group_id: int) -> dict[int, dict[int, tupl
 
 
 def _reference(reader: LedgerReader, row: GroupRow, payload: GroupPayload) -> Sequence[np.ndarray] | None:
-    """The reference's log-probabilities, float32 [R] of each row."""
+    """Return the reference's log-probabilities, float32 [R] of each row."""
     if "reference" not in row.handles:
         return None
     flat = types.decode(Logprobs, reader.read(row.handles["reference"])).values

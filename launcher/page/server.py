@@ -1,4 +1,4 @@
-"""The page's HTTP side: who may ask, which run is meant, and what has changed. It only reads, and keeps nothing."""
+"""The page's HTTP side: who may ask, which run a request means, and what has changed. Only reads, and keeps nothing."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from runtime.process.http_server import Handler, HttpServer, bounded, let_in
 LOCAL = ("127.0.0.1", "::1", "localhost")
 COOKIE = "sluice-page"
 CONNECTIONS, BACKLOG = 256, 32
-FOLLOWERS = 64  # pages that are told what changes
-LARGEST = 2**53  # that a query may name: of what is larger floats do not have each
+FOLLOWERS = 64  # pages that get events
+LARGEST = 2**53  # in a query; floats do not represent every larger integer
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -34,31 +34,31 @@ _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
 class Pages:
-    """The runs of a folder: itself, or those directly in it."""
+    """The runs of a folder: the folder itself, or the folders directly in it."""
 
     def __init__(self, root: Path):
-        """Raises UserError for a folder that is no run's and holds none."""
+        """Open the folder. Raises UserError if it is no run's, and has no run in it."""
         self.root = root
         self._views: dict[str, tuple[Mark | None, RunView, SampleReader]] = {}
         if not self.names():
             raise UserError(f"page: {root}: neither a run's folder nor a folder of runs")
 
     def names(self) -> list[str]:
-        """`THIS` for the folder itself."""
+        """Return the runs' names; `THIS` for the folder itself."""
         if _is_run(self.root):
             return [THIS]
         if not self.root.is_dir():
             return []
-        root = self.root.resolve()  # a link may name another run here, and nothing elsewhere
+        root = self.root.resolve()  # a link may lead to another run of this folder, not elsewhere
         return sorted(path.name for path in self.root.iterdir() if path.resolve().parent == root and _is_run(path))
 
     def of(self, name: str) -> tuple[RunView, SampleReader]:
-        """Raises HTTPNotFound for what is none of `names`."""
+        """Return a run's view and samples. Raises HTTPNotFound if the name is not one of `names`."""
         if name not in self.names():
             raise web.HTTPNotFound(text=f"no run {name!r} here")
         folder = self.root if name == THIS else self.root / name
         began = next(of_files([folder / run_files.CONFIG]), None)
-        if name not in self._views or self._views[name][0] != began:  # a run in the place of another
+        if name not in self._views or self._views[name][0] != began:  # a new run has replaced it
             self._views[name] = began, RunView(folder), SampleReader(folder)
         return self._views[name][1:]
 
@@ -81,16 +81,16 @@ def _is_run(folder: Path) -> bool:
 
 
 class PageGuard:
-    """Whoever shows the token may ask, once in the address and then by a cookie: others use this machine too. On a loopback
-    address the Host header has to name it besides, lest a page of another site, whose name leads here by now (DNS rebinding),
-    reads a run."""
+    """Admits requests with the token: in the address first, then in a cookie. Other users of this machine do not have it. On a
+    loopback address the Host header must be the page's own. Otherwise a page of another site, whose name now leads here (DNS
+    rebinding), could read a run."""
 
     def __init__(self, host: str, token: str):
         self._token, self._names = token, {*LOCAL, host} if host in LOCAL else None
 
     @web.middleware
     async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        cookie = f"{COOKIE}-{request.url.port}"  # cookies are a host's, whatever the port
+        cookie = f"{COOKIE}-{request.url.port}"  # a cookie is valid for all ports of a host
         given = request.query.get("token", request.cookies.get(cookie, ""))
         if self._names is not None and (request.url.host or "") not in self._names:
             raise web.HTTPForbidden(text=f"this page is not {request.host}: open it as localhost\n")
@@ -119,7 +119,7 @@ async def _sign(_: web.Request, response: web.StreamResponse) -> None:
 
 
 class PageRoutes:
-    """Each view in a thread, so that a long one delays no other's."""
+    """Answers requests. Each view is made in a thread, so that a slow view delays no other."""
 
     def __init__(self, pages: Pages):
         self._pages, self._followers = pages, 0
@@ -164,7 +164,7 @@ class PageRoutes:
         return await _answer(views[name])
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        """What of the run's files has changed, until the browser goes."""
+        """Send which of the run's files have changed, until the browser closes the connection."""
         if self._followers >= FOLLOWERS:
             raise web.HTTPServiceUnavailable(text=f"{FOLLOWERS} pages follow runs already\n")
         self._followers += 1
@@ -174,15 +174,17 @@ class PageRoutes:
             self._followers -= 1
 
     async def _follow(self, request: web.Request) -> web.StreamResponse:
+        # Files are read in threads: a slow disk must not stop the answers to other requests.
         folder = (await asyncio.to_thread(self._pages.of, request.match_info["run"]))[0].folder
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         before = await asyncio.to_thread(marks, folder)
         await answer.prepare(request)
-        with suppress(ConnectionResetError):
+        with suppress(ConnectionResetError):  # a write raises it once the browser has gone
             while True:
                 await asyncio.sleep(timeouts.PAGE_FOLLOW)
                 after = await asyncio.to_thread(marks, folder)
                 found, before = changed(before, after), after
+                # An empty comment while nothing changes: only a write notices that the browser has gone.
                 await answer.write(b"data: " + msgspec.json.encode(found) + b"\n\n" if found else b":\n\n")
         return answer
 
@@ -192,7 +194,7 @@ async def _answer(work: Callable[[], Any]) -> web.Response:
         made = await asyncio.to_thread(work)
     except (SluiceError, OSError) as error:
         return web.json_response({"error": str(error)}, status=404)
-    except ValueError as error:  # of what was asked for
+    except ValueError as error:  # a fault of the request
         return web.json_response({"error": str(error)}, status=400)
     return web.Response(body=await asyncio.to_thread(msgspec.json.encode, made), content_type="application/json")
 
@@ -257,7 +259,7 @@ def application(pages: Pages, guard: PageGuard) -> web.Application:
 
 
 async def serve(root: Path, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Until cancelled; `ready` is told the address. Raises UserError where the port is another's, or the folder no run's."""
+    """Serve until cancelled; call `ready` with the address. Raises UserError for a port in use, or a folder without a run."""
     token = secrets.token_urlsafe(24)
     server = HttpServer(application(Pages(root), PageGuard(host, token)), CONNECTIONS, timeouts.PAGE_GRACE)
     try:

@@ -1,4 +1,4 @@
-"""What a run came to in figures, its lineages, evaluations and scorers' failures. Pure: from what was read to text."""
+"""The figures of a run as text: results, lineages, evaluations and scorers' failures. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from runtime.telemetry.record import STEP_ENDED, LoggedHistory, Point, RunRecord
 NOT_MEASURED = "not measured"
 
 
-Table = dict[str, Any]  # its `head`, and `rows` of as many cells
-Fact = tuple[str, str, str]  # a name, its value, and in small letters what belongs to the value
+Table = dict[str, Any]  # `head`, and `rows` with as many cells
+Fact = tuple[str, str, str]  # a name, its value, and a note in small letters
 
 
 def facts(record: RunRecord, history: LoggedHistory) -> list[Fact]:
-    """Of the steps that count. What was not measured says so."""
+    """Return the facts of the steps that count. A fact without data says that it was not measured."""
     steps, planned = history.steps, record.settings.training.steps
     seconds = total(steps, STEP_ENDED)
     done = int(steps[-1]["step"]) if steps else 0
@@ -48,7 +48,7 @@ def facts(record: RunRecord, history: LoggedHistory) -> list[Fact]:
 
 
 def lineages(history: LoggedHistory) -> Table | None:
-    """None for a run that never went back to a checkpoint."""
+    """Return the lineages; None if the run never went back to a checkpoint."""
     if len(history.lineages) < 2:
         return None
     rows = []
@@ -61,7 +61,7 @@ def lineages(history: LoggedHistory) -> Table | None:
 
 
 def evaluations(results: Sequence[EvaluationResult]) -> Table | None:
-    """A row for each set of each evaluation; None when there are none in the run's folder."""
+    """Return a row for each set of each evaluation; None if the run's folder has no evaluation."""
     if not results:
         return None
     most = sorted({k for result in results for each in result.sets for k in each.pass_at})
@@ -90,12 +90,12 @@ def _evaluated(step: int, each: SetResult, most: Sequence[int], votes: Sequence[
 
 
 def failures(history: LoggedHistory) -> list[list[str]]:
-    """Why scorers failed, and how often, over all steps."""
+    """Return why scorers failed, and how often, over all steps."""
     names = sorted({name for point in history.steps for name in point if name.startswith(SCORE_ERRORS)})
     return [[name.removeprefix(SCORE_ERRORS), f"{total(history.steps, name):,.0f}"] for name in names]
 
 
-# ------------------------------------------------------------------------------------------ arithmetic and its words
+# ------------------------------------------------------------------------------------------ figures as text
 
 
 def total(steps: Sequence[Point], name: str) -> float:
@@ -103,7 +103,7 @@ def total(steps: Sequence[Point], name: str) -> float:
 
 
 def weighted(steps: Sequence[Point], name: str, by: str) -> float | None:
-    """The mean of `name` over steps, weighted by `by`; None when no step has both."""
+    """Return the mean of `name` over steps, weighted by `by`; None if no step has both."""
     both = [(point[name], point[by]) for point in steps if _has(point, name) and _has(point, by)]
     weight = math.fsum(weight for _, weight in both)
     return math.fsum(value * weight for value, weight in both) / weight if weight else None
@@ -114,7 +114,7 @@ def _has(point: Point, name: str) -> bool:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits below 1,000, whole numbers above."""
+    """Return the value with three significant digits below 1,000, and as a whole number above."""
     if value is None:
         return NOT_MEASURED
     if value == int(value) or abs(value) >= 1000:

@@ -1,4 +1,4 @@
-"""What the page shows of a run but for lanes and samples: each view as data for its script."""
+"""The data for the page's views of a run, except samples."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from runtime.telemetry.summary import Summary
 
 # ---- Lanes
 #
-# Each process over time, as far as a screen can show it. Pure, but for the spans that it is given.
+# Each process over time, at the resolution of a screen. Pure, except the spans.
 
-DENSE = "…"  # the name of what is too short to be seen one by one
-ROWS = 3  # of calls that overlap; where there are more at once, the last row has them over each other
+DENSE = "…"  # the name of several spans that are too short to draw
+ROWS = 3  # of overlapping calls; further calls overlap in the last row
 
 
 class LaneSlice(NamedTuple):
-    """`start`, `end`: seconds from the window's start. `number`: of spans that are one here."""
+    """`start`, `end`: seconds from the window's start. `number`: of the spans that it joins."""
 
     name: str
     start: float
@@ -58,7 +58,7 @@ class LaneSlice(NamedTuple):
 
 
 class Lane(Struct):
-    """What one line of a process was at; `depth`: which of the rows that overlapping calls need."""
+    """The slices of one line of a process. `depth`: its row, as overlapping calls need several."""
 
     process: str
     line: str
@@ -67,8 +67,8 @@ class Lane(Struct):
 
 
 def lanes(spans: Mapping[str, Sequence[TracedSpan]], start: float, end: float, pixels: int) -> list[Lane]:
-    """Of what went on between `start` and `end`, seconds since the epoch. Spans below a pixel's width that follow each other
-    are one, so that no lane has more than twice as many slices as there are pixels."""
+    """Return the lanes between `start` and `end`, seconds since the epoch. Join adjacent spans below a pixel's width, so that a
+    lane has at most two slices a pixel."""
     least = (end - start) / max(1, pixels)
     found = []
     for process in sorted(spans):
@@ -88,7 +88,7 @@ def lanes(spans: Mapping[str, Sequence[TracedSpan]], start: float, end: float, p
 
 
 def epochs(points: Sequence[Mapping[str, Any]]) -> list[TracedSpan]:
-    """Of the rollouts' membership, one after the other, with how many were lost; as the steps' figures tell."""
+    """Return the epochs of the rollouts' membership from the steps' figures, with the number of lost rollouts."""
     points = [point for point in points if point.get("time") is not None]
     found: list[TracedSpan] = []
     for before, point in pairwise(points):
@@ -116,7 +116,7 @@ def _thinned(row: Iterable[TracedSpan], start: float, end: float, least: float) 
 
 # ---- Follow
 #
-# What has changed in a run's folder: the sizes and times of its files, looked at again and again.
+# Detects changes in a run's folder by the sizes and times of its files.
 
 Mark = tuple[int, int]  # bytes, nanoseconds since the epoch
 
@@ -129,13 +129,13 @@ _FOLDERS = {"spans": run_files.SPANS, "evaluations": run_files.EVALUATIONS, "log
 
 
 def marks(folder: Path) -> dict[str, tuple[Mark, ...]]:
-    """By kind of file. A file that is not there, or goes away meanwhile, has none."""
+    """Return the marks by kind of file. A missing file has none."""
     found = {kind: tuple(of_files(folder / name for name in names)) for kind, names in _FILES.items()}
     return found | {kind: tuple(of_files(sorted((folder / name).glob("*")))) for kind, name in _FOLDERS.items()}
 
 
 def of_files(paths: Iterable[Path]) -> Iterator[Mark]:
-    """Of those that are there."""
+    """Yield the marks of the files that exist."""
     for path in paths:
         try:
             found = path.stat()
@@ -145,23 +145,23 @@ def of_files(paths: Iterable[Path]) -> Iterator[Mark]:
 
 
 def changed(before: dict[str, tuple[Mark, ...]], after: dict[str, tuple[Mark, ...]]) -> list[str]:
-    """The kinds that differ."""
+    """Return the kinds of file that differ."""
     return [kind for kind in after if before.get(kind) != after[kind]]
 
 
 STATIC = resources.files("launcher.page") / "static"  # the page's own files
-THIS = "_"  # the name of a run that is alone
+THIS = "_"  # the name of a run whose own folder was given
 POINTS = 1000  # of a curve over time
 NEWEST = 200  # steps
 LOG_LINES = 40
-STEPS, EPOCHS = " steps", " epochs"  # the first lanes, by their names
-STARTS = "starts"  # the line of what lies between a process's end and its next start
-CHANGED = 20  # examples of what two evaluations differ in
+STEPS, EPOCHS = " steps", " epochs"  # names that sort before all processes
+STARTS = "starts"  # the line for the time between a process's end and its next start
+CHANGED = 20  # examples of changed replies between two evaluations
 LIVE = (Phase.ADMITTED, Phase.GENERATING, Phase.GENERATED, Phase.READY, Phase.CONSUMED)
 
 
 class RunView:
-    """One run's folder. Its methods block, and may be called from any thread. Raises UserError for what is no run's."""
+    """One run's folder. Its methods block, and any thread may call them. Raises UserError if the folder is no run's."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -175,7 +175,7 @@ class RunView:
     # ------------------------------------------------------------------------------------------ what is read
 
     def record(self) -> RunRecord:
-        """Anew where something of it has changed."""
+        """Return the run's record; read it anew if its files have changed."""
         with self._lock:
             found = marks(self.folder)
             if self._record is None or set(changed(self._marks, found)) - {"spans", "logs"}:
@@ -188,7 +188,7 @@ class RunView:
             return self._spans.by_process()
 
     def spans(self) -> Mapping[str, Sequence[TracedSpan]]:
-        """By process and rank, those of all its incarnations; and between two of them that it was down."""
+        """Return spans by process and rank, over all incarnations. A span "down" fills the time between two incarnations."""
         with self._lock:
             self._spans.follow()
             found: dict[str, list[TracedSpan]] = {}
@@ -196,13 +196,13 @@ class RunView:
                 header = file.header
                 own = found.setdefault(header.process if not header.rank else f"{header.process}.{header.rank}", [])
                 if own and file.spans:
-                    ended = max(span.end for span in own[-100:])  # they are nearly in order
+                    ended = max(span.end for span in own[-100:])  # spans are nearly in order
                     own.append(TracedSpan("down", ended, file.spans[0].start, STARTS, detail=f"start {header.incarnation}"))
                 own += file.spans
             return found
 
     def lanes(self, start: float | None, end: float | None, pixels: int) -> dict[str, Any]:
-        """Those of a window of the run, of all of it where neither end is said."""
+        """Return the lanes of a window of the run. Without `start` and `end` the window is the whole run."""
         spans, first, last = self._every_lane()
         if not spans:
             return {"first": 0, "last": 1, "start": 0, "end": 1, "lanes": []}
@@ -210,8 +210,8 @@ class RunView:
         return {"first": first, "last": last, "start": start, "end": end, "lanes": lanes(spans, start, end, pixels)}
 
     def _every_lane(self) -> tuple[Mapping[str, Sequence[TracedSpan]], float, float]:
-        """The spans of each process, and what the steps waited for; when the first begins, and the last ends. Made anew where
-        spans have come since."""
+        """Return the spans of each process and of the steps' waits, and the times of the first and the last. Make them anew
+        if there are new spans."""
         spans = self.spans()
         number = sum(map(len, spans.values()))
         if number != self._lanes[0]:
@@ -222,7 +222,7 @@ class RunView:
         return self._lanes[1:]
 
     def _above(self) -> Mapping[str, Sequence[TracedSpan]]:
-        """Critical paths, and epochs."""
+        """Return critical paths and epochs, which the page shows above the processes."""
         try:
             paths = why.explained(self.folder, None, self.by_process)
         except UserError:  # no step yet
@@ -235,7 +235,7 @@ class RunView:
         return {STEPS: waited, EPOCHS: epochs(record.history(self.record().points).steps)}
 
     def waited(self) -> dict[str, Any]:
-        """Of the newest steps how long one took, and what for most: as the ledger alone knows it, which is quick."""
+        """Return the newest steps' mean time and what they waited for most. Reads only the ledger, which is quick."""
         newest = self.newest()
         try:
             found = why.explained(self.folder, f"{max(0, newest - NEWEST)}:{newest}", dict)
@@ -248,7 +248,7 @@ class RunView:
         }
 
     def newest(self) -> int:
-        """The newest step that was trained; 0 where there is none."""
+        """Return the newest trained step; 0 if there is none."""
         with self.ledger() as reader:
             return reader.newest_step() or 0
 
@@ -294,15 +294,15 @@ class RunView:
         return {"sections": panels.sections(history), "returns": history.returns, "lineages": tables.lineages(history)}
 
     def metric(self, name: str) -> dict[str, Any]:
-        """One figure of each step, and of each evaluation."""
+        """Return one figure of each step, and of each evaluation."""
         history = record.history(self.record().points)
         points = [point for point in [*history.steps, *history.evaluations] if isinstance(point.get(name), int | float)]
         points.sort(key=lambda point: point["step"])
         return {"steps": [point["step"] for point in points], "values": [point[name] for point in points]}
 
     def why(self, first: int | None, last: int | None) -> dict[str, Any]:
-        """The critical paths of the steps from `first` to `last`, of the newest alone where neither is said; and what the run
-        waits for now."""
+        """Return the critical paths of the steps from `first` to `last`, else of the NEWEST steps; and what the run waits for
+        now."""
         waits = self._waits()
         try:
             newest = self.newest()
@@ -311,11 +311,11 @@ class RunView:
         except UserError as none:
             return {"steps": [], "totals": [], "verdict": str(none), "waits": waits}
         totals = critical_path.totals(found)
-        told = {"totals": totals, "verdict": why.verdict(found), "waits": waits, "causes": why.CAUSES, "newest": newest}
-        return {"steps": found, **told}
+        shown = {"totals": totals, "verdict": why.verdict(found), "waits": waits, "causes": why.CAUSES, "newest": newest}
+        return {"steps": found, **shown}
 
     def _waits(self) -> list[dict[str, Any]]:
-        """The groups under way that have waited longest in their state; nothing of a run that is over."""
+        """Return the groups that have waited longest in their state; nothing if the run has ended."""
         if not run_folder.under_way(self.folder):
             return []
         now = time.time()
@@ -329,7 +329,7 @@ class RunView:
         ]
 
     def occupancy(self) -> dict[str, Any]:
-        """Groups by state over time, ages of what was trained by step, and what was lost on the way by reason."""
+        """Return groups by state over time, ages of trained tokens by step, and losses on the way by reason."""
         with self.ledger() as reader:
             times, dropped, counts = reader.times(), reader.dropped(), reader.counts()
         training = self.record().settings.training
@@ -349,7 +349,7 @@ class RunView:
         }
 
     def weights(self) -> dict[str, Any]:
-        """Publications by step, and of each rollout the newest version that it took over, with how long that took."""
+        """Return the weight syncs by step, and for each rollout the newest version in use and the time to receive it."""
         history = record.history(self.record().points)
         names = ["publication/seconds", "publication/pause_seconds", "publication/bytes", "publication/aborts"]
         names += ["mismatch/abs_logprob", "mismatch/worst_rollout"]
@@ -360,8 +360,8 @@ class RunView:
             if swaps:
                 receptions = [span.end - span.start for span in spans if span.line == PUBLICATION and span.name == "receive"]
                 newest = max(span.step for span in swaps)
-                told = [span.detail for span in spans if span.name == "verified" and span.step == newest]
-                checksum = told[-1] if told else ""
+                verified = [span.detail for span in spans if span.name == "verified" and span.step == newest]
+                checksum = verified[-1] if verified else ""
                 swapped = {"version": newest, "checksum": checksum, "swaps": len(swaps)}
                 replicas.append({"rollout": process, **swapped, **_spread(receptions)})
         committed = max((replica["version"] for replica in replicas), default=0)
@@ -373,7 +373,7 @@ class RunView:
         return {"table": tables.evaluations(results), "changed": pairs}
 
     def processes(self) -> dict[str, Any]:
-        """Each process that kept spans, oldest first, and the last lines of every log."""
+        """Return each process that kept spans, oldest first, and the last lines of every log."""
         with self._lock:
             self._spans.follow()
             rows = [
@@ -396,11 +396,11 @@ class RunView:
         }
 
     def _is_own(self, path: Path) -> bool:
-        """Whether it is a file of this folder, and not what a link in it leads to."""
+        """Return whether the file lies in this folder; a link in the folder may lead elsewhere."""
         return path.is_file() and path.resolve().is_relative_to(self.folder.resolve())
 
     def configuration(self, other: RunView | None) -> dict[str, Any]:
-        """As YAML, and what of it differs from the defaults, or from another run's."""
+        """Return the configuration as YAML, and its differences from the defaults or from another run's."""
         text = self.record().configuration
         base = _defaults() if other is None else _flat(read_texts(other.record().configuration) or {})
         own = _flat(read_texts(text) or {})
@@ -409,7 +409,7 @@ class RunView:
         return {"text": text, "differs": [[key, base.get(key), own.get(key)] for key in differing]}
 
     def what_if(self) -> dict[str, Any]:
-        """The simulator's, calibrated on this run. Raises UserError where that is not possible."""
+        """Return the simulator's predictions, calibrated on this run. Raises UserError if that is not possible."""
         from launcher.commands import simulate
 
         rows, sure = simulate.what_if(self.folder)
@@ -417,8 +417,8 @@ class RunView:
 
 
 def occupied(times: Mapping[str, np.ndarray], points: int) -> dict[str, Any]:
-    """How many groups are in each live state, at `points` moments. `times`: [groups] seconds since the epoch by state, NaN for
-    a state that a group never came to."""
+    """Count the groups in each live state at `points` moments. `times`: [groups] seconds since the epoch by state, NaN for a
+    state that a group never reached."""
     entered = [times[phase.value] for phase in LIVE]
     left = np.fmin(times[Phase.RETIRED.value], times[Phase.DROPPED.value])
     there = ~np.isnan(times[Phase.ADMITTED.value])
@@ -426,7 +426,7 @@ def occupied(times: Mapping[str, np.ndarray], points: int) -> dict[str, Any]:
         return {"start": 0.0, "seconds": [], "states": {}}
     start, end = np.nanmin(entered[0]), np.nanmax([np.nanmax(each) for each in [*entered, left] if not np.isnan(each).all()])
     moments = np.linspace(start, end, points)
-    # A group is past a state as soon as it is in any later one; NaN, never, sorts last.
+    # A group has left a state once it is in any later state; NaN, for never, sorts last.
     past = [np.sort(each) for each in _first_later([*entered, left])]
     since = [np.searchsorted(each[~np.isnan(each)], moments, side="right") for each in past]
     counts = {phase.value: (since[at] - since[at + 1]).tolist() for at, phase in enumerate(LIVE)}
@@ -434,7 +434,7 @@ def occupied(times: Mapping[str, np.ndarray], points: int) -> dict[str, Any]:
 
 
 def _first_later(times: list[np.ndarray]) -> list[np.ndarray]:
-    """For each state the moment from which a group is in it or a later one."""
+    """Return for each state the moments from which groups are in that state or a later one."""
     found = [times[-1]]
     for each in reversed(times[:-1]):
         found.append(np.fmin(each, found[-1]))
@@ -442,7 +442,7 @@ def _first_later(times: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _reasons(points: Sequence[record.Point]) -> dict[str, float]:
-    """What was cut off, left out or played again, over all steps."""
+    """Count what was cut off, left out or played again, over all steps."""
     found: dict[str, float] = {}
     for point in points:
         for name, value in point.items():
@@ -453,27 +453,27 @@ def _reasons(points: Sequence[record.Point]) -> dict[str, float]:
 
 
 def _alarm(found: RunRecord, steps: Sequence[record.Point]) -> str:
-    """Where a rollout may have other weights than the trainer, by the newest step's probes."""
+    """Return a warning if a rollout may have other weights than the trainer, by the newest step's probes; else ""."""
     limit = found.settings.mismatch.limit
     worst = steps[-1].get("mismatch/worst_rollout") if steps else None
     return f"a rollout's log-probabilities are {worst:.3g} from the trainer's" if limit and worst and worst > limit else ""
 
 
 def _disagree(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Those whose checksum of a version is another than that of others, in the same epoch."""
+    """Return the rollouts whose checksum of a version differs within an epoch."""
     sums = {(each["version"], *each["checksum"].split(": ")) for each in replicas if each["checksum"]}
     several = Counter((version, epoch) for version, epoch, _ in sums)
     return [each["rollout"] for each in replicas if several[each["version"], each["checksum"].partition(": ")[0]] > 1]
 
 
 def _alive(header: SpanHeader) -> dict[str, Any]:
-    """Of a process of this machine that is still there: its memory, bytes; the cores that it may use, and how many it has used,
-    on average since its start."""
+    """Return a living process's memory in bytes, its allowed cores, and the cores it has used on average since its start.
+    Empty if it has ended, or runs on another machine."""
     if header.host != socket.gethostname():
         return {}
     try:
         process = psutil.Process(header.pid)
-        if header.process not in " ".join(process.cmdline()):  # its number is another's by now
+        if header.process not in " ".join(process.cmdline()):  # another process has its pid by now
             return {}
         times, age = process.cpu_times(), max(1e-3, time.time() - process.create_time())
         return {
@@ -490,7 +490,7 @@ def _spread(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _changed(folder: Path, one: int, other: int) -> dict[str, Any]:
-    """The problems whose first reply was right in one of two evaluations alone."""
+    """Return the problems whose first reply was right in only one of two evaluations."""
     before, after = (_firsts(evaluation.folder_for(folder, step)) for step in (one, other))
     both = [key for key in before if key in after and before[key].correct != after[key].correct]
     shown = [
@@ -516,7 +516,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _flat(section: Any, path: str = "") -> dict[str, Any]:
-    """Every value by its key, with dots; lists as they are."""
+    """Return every value by its dotted key; lists stay whole."""
     if not isinstance(section, dict) or not section:
         return {path: section}
     found: dict[str, Any] = {}

@@ -1,18 +1,18 @@
 "use strict";
-// Figures on a canvas: lines over stacked areas and bars. Drag over a part to look closer, double-click for all of it, point at
-// what is to be told, click a name to hide what bears it.
+// Figures on a canvas: lines over stacked areas and bars. Drag over a part to zoom in, double-click to zoom out, point at a
+// value to show it, click a name to hide its series.
 //
 // A series: { name, x, y, kind: "line" (else "area" or "bar", which stack), colour, width, dash, faint (without a name), hold
-// (a value holds until the next), strength }. Options: { x, y (titles), zero, log, share, marks (at which x), bound (at which y) }.
+// (a value holds until the next one), strength }. Options: { x, y (titles), zero, log, share, marks (x), bound (y) }.
 const LEFT = 62, RIGHT = 12, TOP = 8, BOTTOM = 40;
 
 class Chart {
   constructor(element) {
     this.names = make("div", { class: "names" });
     this.canvas = make("canvas", { role: "img" });
-    this.told = make("p", { class: "faint" });
+    this.reading = make("p", { class: "faint" });
     this.hidden = new Set();
-    element.replaceChildren(this.names, this.canvas, this.told);
+    element.replaceChildren(this.names, this.canvas, this.reading);
     const listen = (name, work) => this.canvas.addEventListener(name, work);
     listen("pointerdown", (event) => { this.canvas.setPointerCapture(event.pointerId); this.from = event.offsetX; });
     listen("pointermove", (event) => { this.at = event.offsetX; this.draw(); });
@@ -48,7 +48,7 @@ class Chart {
   place(x) { return LEFT + (x - this.low) / (this.high - this.low) * this.width; }
   nearest(pixel) { return this.xs.reduce((best, x) => (Math.abs(x - this.value(pixel)) < Math.abs(best - this.value(pixel)) ? x : best)); }
 
-  // Each value with what it stands on: of areas and of bars those before it.
+  // Each value with its base: areas and bars stand on the series before them.
   stacked() {
     const below = { area: new Map(), bar: new Map() };
     return this.series.filter((each) => !this.hidden.has(each.name)).map((each) => {
@@ -56,13 +56,13 @@ class Chart {
       const points = each.x.map((x, at) => {
         const y = each.y[at], base = sums?.get(x) ?? 0;
         if (sums && y !== null) sums.set(x, base + y);
-        return { x, y: y === null || y === undefined || (this.options.log && y <= 0) ? null : sums ? base + y : y, base, told: y };
+        return { x, y: y === null || y === undefined || (this.options.log && y <= 0) ? null : sums ? base + y : y, base, value: y };
       });
       return { ...each, points };
     });
   }
 
-  // What is in sight, and between which values it lies.
+  // The visible points, and the range of their values.
   measure(drawn) {
     this.xs = [...new Set(drawn.flatMap((each) => each.x))].sort((a, b) => a - b);
     this.bar = this.xs.slice(1).reduce((least, x, at) => Math.min(least, x - this.xs[at]), this.xs.length > 1 ? Infinity : 1);
@@ -96,7 +96,7 @@ class Chart {
     pen.rect(LEFT, TOP, this.width, height);
     pen.clip();
     for (const each of drawn.filter((one) => one.kind !== "line")) this.fill(pen, each, rise, TOP + height);
-    for (const each of drawn.filter((one) => one.kind === "line").reverse()) this.line(pen, each, rise); // the first over the others
+    for (const each of drawn.filter((one) => one.kind === "line").reverse()) this.line(pen, each, rise); // the first on top
     pen.globalAlpha = 1;
     pen.fillStyle = pen.strokeStyle = ink("--faint");
     if (options.bound !== undefined && options.bound !== null) this.dashed(pen, LEFT, rise(options.bound), LEFT + this.width, rise(options.bound));
@@ -104,7 +104,7 @@ class Chart {
     pen.globalAlpha = 0.2;
     if (this.from !== undefined && this.at !== undefined) pen.fillRect(Math.min(this.from, this.at), TOP, Math.abs(this.at - this.from), height);
     pen.restore();
-    this.tell(pen, drawn, height);
+    this.describe(pen, drawn, height);
     canvas.dataset.drawn = String(drawn.length);
   }
 
@@ -133,7 +133,7 @@ class Chart {
     pen.globalAlpha = series.strength || 1;
     if (series.kind === "bar") {
       const width = Math.max(1, 0.8 * (this.place(this.bar) - this.place(0)));
-      for (const { x, y, base, told } of series.points) if (told) pen.fillRect(this.place(x) - width / 2, rise(y), width, rise(base) - rise(y));
+      for (const { x, y, base, value } of series.points) if (value) pen.fillRect(this.place(x) - width / 2, rise(y), width, rise(base) - rise(y));
       return;
     }
     const points = series.hold ? series.points.flatMap((point, at) => (at ? [{ ...series.points[at - 1], x: point.x }, point] : [point])) : series.points;
@@ -155,7 +155,7 @@ class Chart {
       pen.beginPath();
       for (const [x, y] of run) pen.lineTo(x, y);
       pen.stroke();
-      // No line shows a value between two gaps.
+      // A value between two gaps has no line, so it gets a point.
       if (few || run.length === 1) for (const [x, y] of run) { pen.beginPath(); pen.arc(x, y, 2.5, 0, 7); pen.fill(); }
       run = [];
     }
@@ -172,19 +172,19 @@ class Chart {
     pen.setLineDash([]);
   }
 
-  tell(pen, drawn, height) {
-    this.told.textContent = "";
+  describe(pen, drawn, height) {
+    this.reading.textContent = "";
     if (this.at === undefined || !this.xs.length) return;
     const x = this.nearest(this.at);
     pen.fillRect(this.place(x), TOP, 1, height);
-    const found = drawn.filter((each) => !each.faint).map((each) => [each.name, each.points.find((point) => point.x === x)?.told]);
-    this.told.textContent = shown(`${this.options.x || ""} ${number(x)}: ${found.filter(([, y]) => y !== null && y !== undefined).map(([name, y]) => `${name} ${this.worded(y)}`).join(", ")}`);
+    const found = drawn.filter((each) => !each.faint).map((each) => [each.name, each.points.find((point) => point.x === x)?.value]);
+    this.reading.textContent = shown(`${this.options.x || ""} ${number(x)}: ${found.filter(([, y]) => y !== null && y !== undefined).map(([name, y]) => `${name} ${this.worded(y)}`).join(", ")}`);
   }
 
   worded(y) { return this.options.share ? `${number(100 * y)} %` : y !== 0 && (Math.abs(y) < 1e-3 || Math.abs(y) >= 1e6) ? y.toExponential(2).replace(/\.?0+e/, "e") : number(y); }
 }
 
-// Round numbers between two, some `count` of them, not nearer to each other than `least`.
+// About `count` round numbers between two numbers, at least `least` apart.
 function ticks(low, high, count, least = 0) {
   const rough = Math.max(least, (high - low) / count), power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((each) => each * power >= rough);
@@ -193,7 +193,7 @@ function ticks(low, high, count, least = 0) {
   return found;
 }
 
-// From the logarithms of two numbers; with the halves between where there are few.
+// Round numbers between the logarithms of two numbers; with halves if there are few.
 function decades(least, most) {
   const factors = most - least < 1.5 ? [1, 2, 5] : [1], found = [];
   for (let power = Math.floor(least); power <= most; power += Math.ceil((most - least) / 8)) {

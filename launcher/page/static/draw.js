@@ -1,12 +1,12 @@
 "use strict";
-// What a file of `sluice report` has in place of a server: by path what would be answered.
+// The answers of a server by path, which a file of `sluice report` has in place of a server.
 const held = JSON.parse(document.getElementById("held")?.textContent ?? "null");
 
-// What all views draw with. Every text of a run becomes a text node, in which nothing is an order.
+// Helpers of all views. Every text of a run becomes a text node, so that the browser runs nothing in it.
 const COLOURS = ["#1F86C9", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#B8A800", "#999999", "#7B61C4", "#A65628", "#4C8C4A"];
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]/g;
 
-// As `sluice samples` shows it: control characters and those that change the direction of writing by their code.
+// Text as `sluice samples` shows it: control characters and changes of the writing direction by their code.
 function shown(text) {
   return String(text).replace(CONTROL, (found) => {
     const code = found.charCodeAt(0);
@@ -14,7 +14,7 @@ function shown(text) {
   });
 }
 
-// An element with attributes and children; a child that is no element is a text.
+// An element with attributes and children; any other child is a text.
 function make(name, attributes, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(attributes || {})) {
@@ -42,7 +42,7 @@ function number(value) {
 
 const seconds = (value) => (value >= 100 ? `${Math.round(value)} s` : value >= 0.1 ? `${value.toFixed(2)} s` : `${(1000 * value).toFixed(1)} ms`);
 
-// The same name has the same colour everywhere: causes and phases that are known one of their own, others by their letters.
+// A name has the same colour everywhere: known causes and phases have their own, other names one by their letters.
 const KNOWN = ["train", "generate", "score", "publish", "reference", "probe", "admit", "dispatch", "agent", "policy", "tool"];
 function colour(name) {
   if (name === "down") return ink("--bad");
@@ -50,7 +50,7 @@ function colour(name) {
   return COLOURS[(at >= 0 ? at : [...name].reduce((sum, letter) => (31 * sum + letter.charCodeAt(0)) % 9973, 7)) % COLOURS.length];
 }
 
-// Of "CAUSE PROCESS", where a cause may be two words.
+// The cause in "CAUSE PROCESS"; a cause may be two words.
 const causeOf = (name) => KNOWN.find((cause) => name === cause || name.startsWith(`${cause} `)) || name;
 
 function ink(name) {

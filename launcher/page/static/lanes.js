@@ -1,11 +1,11 @@
 "use strict";
-// Each process over time, on a canvas: drag to move, wheel or +/- to zoom, click a slice for what it was.
+// Each process over time, on a canvas: drag to move, wheel or +/- to zoom, click a slice for its details.
 class Lanes {
   constructor(ask) {
     this.ask = ask; // (start, end, pixels) → the data of `lanes.py`
     this.canvas = make("canvas", { tabindex: "0", role: "img", "aria-label": "what each process did over time" });
-    this.told = make("p", { class: "faint lanes-told" }, "Drag to move, Ctrl and the wheel (or + and -) to zoom, point at a slice.");
-    this.element = make("div", {}, this.told, this.canvas);
+    this.details = make("p", { class: "faint lanes-details" }, "Drag to move, Ctrl and the wheel (or + and -) to zoom, point at a slice.");
+    this.element = make("div", {}, this.details, this.canvas);
     this.start = this.end = null;
     this.canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey) return;
@@ -15,7 +15,7 @@ class Lanes {
     this.canvas.addEventListener("pointerdown", (event) => { this.canvas.setPointerCapture(event.pointerId); this.from = [event.offsetX, this.start, this.end]; this.moved = false; });
     this.canvas.addEventListener("pointermove", (event) => this.drag(event));
     this.canvas.addEventListener("pointerup", () => { if (this.from && this.moved) this.load(); this.from = null; });
-    this.canvas.addEventListener("click", (event) => { if (!this.moved) this.tell(event); });
+    this.canvas.addEventListener("click", (event) => { if (!this.moved) this.describe(event); });
     this.canvas.addEventListener("keydown", (event) => {
       const moves = { "+": () => this.zoom(1 / 1.5), "-": () => this.zoom(1.5), ArrowLeft: () => this.shift(-0.2), ArrowRight: () => this.shift(0.2), "0": () => this.whole() };
       if (moves[event.key]) { event.preventDefault(); moves[event.key](); }
@@ -29,9 +29,9 @@ class Lanes {
   async load() {
     const number = this.asked = (this.asked || 0) + 1;
     const data = await this.ask(this.start, this.end, Math.round(this.width));
-    if (number !== this.asked) return; // it was asked again since
+    if (number !== this.asked) return; // a newer request is under way
     this.data = data;
-    this.start ??= data.start; // a file has all of the run, whatever is asked for
+    this.start ??= data.start; // a file has the whole run for any window
     this.end ??= data.end;
     this.draw();
   }
@@ -56,7 +56,7 @@ class Lanes {
   }
 
   drag(event) {
-    if (!this.from) { this.tell(event); return; }
+    if (!this.from) { this.describe(event); return; }
     this.moved = this.moved || Math.abs(event.offsetX - this.from[0]) > 3;
     const by = (this.from[0] - event.offsetX) * (this.from[2] - this.from[1]) / this.width;
     this.start = this.from[1] + by;
@@ -105,11 +105,11 @@ class Lanes {
     });
   }
 
-  tell(event) {
+  describe(event) {
     const found = (this.boxes || []).findLast(([x, right, y]) => event.offsetX >= x - 1 && event.offsetX <= right + 1 && event.offsetY >= y && event.offsetY < y + 18);
     if (!found) return;
     const slice = found[3];
     const more = [slice.number > 1 ? `${slice.number} of them` : "", slice.group >= 0 ? `group ${slice.group}` : "", slice.step >= 0 ? `step or version ${slice.step}` : "", slice.detail];
-    this.told.textContent = shown([`${slice.process}: ${slice.name}, ${seconds(slice.seconds)}`, ...more.filter(Boolean)].join(", "));
+    this.details.textContent = shown([`${slice.process}: ${slice.name}, ${seconds(slice.seconds)}`, ...more.filter(Boolean)].join(", "));
   }
 }

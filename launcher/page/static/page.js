@@ -1,5 +1,5 @@
 "use strict";
-// Which run and view are shown (by the address: #RUN/VIEW?key=value), and following them live.
+// Shows a run's view (by the address: #RUN/VIEW?key=value), and follows the run live.
 const page = {
   runs: [], run: null, view: null, shown: null, query: {}, search: null,
 
@@ -9,13 +9,13 @@ const page = {
     if (held) return heldAnswer(path, new URLSearchParams(given));
     const answer = await fetch(`${path}?${new URLSearchParams(given)}`, { signal: leaving.signal });
     if (!answer.ok) {
-      const told = await answer.text();
-      throw new Error(told.startsWith("{") ? JSON.parse(told).error : told.slice(0, 500));
+      const body = await answer.text();
+      throw new Error(body.startsWith("{") ? JSON.parse(body).error : body.slice(0, 500));
     }
     return answer.json();
   },
 
-  // A run's folder tells it from others of its name.
+  // Runs of the same name differ by their folders.
   called(run) { return this.runs.length > 1 && run.id !== run.name ? `${run.id} (${run.name})` : run.name; },
 
   link(view, query) { return `#${encodeURIComponent(page.run)}/${view}?${new URLSearchParams(query || {})}`; },
@@ -30,7 +30,7 @@ function heldAnswer(path, query) {
 }
 
 const main = document.getElementById("main");
-let leaving = new AbortController(); // what a view that is left has asked for is not waited for
+let leaving = new AbortController(); // aborts the requests of a view that the user leaves
 let busy = false, again = false, events = null;
 
 async function show(fresh) {
@@ -63,18 +63,18 @@ async function summarise() {
   document.getElementById("facts").replaceChildren(...found.facts.map(([name, value, detail]) => make("div", { class: "fact" }, make("span", {}, name), make("b", {}, value), make("span", {}, detail))));
 }
 
-// Within a second, and not more often: who looks at a run is not to slow it down.
+// At most once a second: a look at a run must not slow it down.
 let due = null, last = 0;
 const pending = new Set();
 function soon(kinds) {
   kinds.forEach((kind) => pending.add(kind));
   due = due || setTimeout(() => {
     const shows = page.view !== null && VIEWS[page.view].follows.some((kind) => pending.has(kind));
-    const tells = pending.has("metrics") || pending.has("state");
+    const summary = pending.has("metrics") || pending.has("state");
     pending.clear();
     due = null;
     last = performance.now();
-    if (tells) summarise();
+    if (summary) summarise();
     if (shows) show("data");
   }, Math.max(0, last + 900 - performance.now()));
 }
@@ -122,8 +122,8 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "/" && page.search) { event.preventDefault(); page.search(); }
 });
 window.addEventListener("hashchange", route);
-// What a view that was left had asked for is nobody's fault.
+// An aborted request of a former view is no error.
 window.addEventListener("unhandledrejection", (event) => { if (event.reason?.name === "AbortError") event.preventDefault(); });
-if (held) delete VIEWS.whatif; // which a server computes
+if (held) delete VIEWS.whatif; // needs a server
 (held ? Promise.resolve(held["/api/runs"]) : fetch("/api/runs").then((answer) => answer.json())).then((runs) => { page.runs = runs; return route(); })
   .catch((error) => main.replaceChildren(make("p", { class: "note" }, error.message)));

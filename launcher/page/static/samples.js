@@ -1,7 +1,7 @@
 "use strict";
-// Samples: a list of which only the rows in sight exist, and one group with its siblings, token by token.
+// Samples: a list where only the visible rows exist, and one group with its siblings, token by token.
 const ROW = 26; // pixels of a row
-const CHUNK = 20; // groups asked for at once
+const CHUNK = 20; // groups in one request
 
 class SampleList {
   constructor(ask, open) {
@@ -9,10 +9,10 @@ class SampleList {
     this.open = open; // (group id)
     this.inside = make("div", {});
     this.list = make("div", { class: "list", tabindex: "0", role: "listbox", "aria-label": "samples", onscroll: () => this.paint() }, this.inside);
-    this.told = make("p", { class: "faint", role: "status" });
+    this.status = make("p", { class: "faint", role: "status" });
     this.form = this.fields();
     const head = make("div", { class: "row head" }, ["group", "step", "reward", "tokens", "version", "reply"].map((name) => make("span", {}, name)));
-    this.element = make("div", {}, held ? null : this.form, this.told, head, this.list);
+    this.element = make("div", {}, held ? null : this.form, this.status, head, this.list);
     this.list.addEventListener("keydown", (event) => this.key(event));
     this.selected = 0;
   }
@@ -40,14 +40,14 @@ class SampleList {
     const total = this.begins[this.begins.length - 1];
     this.inside.style.height = `${total * ROW}px`;
     this.inside.replaceChildren();
-    this.told.replaceChildren(`${number(total)} samples in ${number(this.ids.length)} groups${found.of > this.ids.length ? `, the newest of ${number(found.of)}` : ""} `);
-    if (found.next !== null) this.told.append(make("button", { type: "button", onclick: () => this.search(found.next) }, "search on"));
+    this.status.replaceChildren(`${number(total)} samples in ${number(this.ids.length)} groups${found.of > this.ids.length ? `, the newest of ${number(found.of)}` : ""} `);
+    if (found.next !== null) this.status.append(make("button", { type: "button", onclick: () => this.search(found.next) }, "search on"));
     if (after === undefined) this.list.scrollTop = 0;
     this.selected = 0;
     this.paint();
   }
 
-  // The index of the group that has row `at`.
+  // The index of the group with row `at`.
   groupAt(at) {
     let low = 0, high = this.ids.length - 1;
     while (low < high) {
@@ -111,10 +111,10 @@ class SampleList {
   }
 }
 
-// Between the log-probability as sampled and as the trainer computed it, of a token of which both are known.
+// The difference between the sampled log-probability and the trainer's, if both are known.
 const gapOf = (token) => (token[3] && token[5] !== null ? Math.abs(token[1] - token[5]) : 0);
 
-// How a token is coloured: by one of its figures, each with what it means.
+// The figures by which tokens are coloured, each with its meaning.
 const FIGURES = {
   "log-probability as sampled": (token) => -token[1] / 5,
   "gap to the trainer": (token) => 10 * gapOf(token),
@@ -152,7 +152,7 @@ function groupView(group) {
     make("p", { class: "form" }, choice, sorting), siblings);
 }
 
-// What several rows of an episode begin with is there once; where they part, each goes on as a branch.
+// The common beginning of an episode's rows is shown once; where the rows differ, each goes on as a branch.
 function treeOf(rows, at = 0) {
   let end = at;
   while (rows.every((row) => end < row.length && row[end][0] === rows[0][end][0])) end += 1;
@@ -164,11 +164,11 @@ function treeOf(rows, at = 0) {
 
 function tokenView(token, strength) {
   const known = [["trained", 5], ["reference", 4], ["advantage", 6]].filter(([, at]) => token[at] !== null).map(([name, at]) => `, ${name} ${token[at]}`);
-  const told = `log p ${token[1]}, version ${token[2]}${known.join("")}${token[3] ? "" : ", not trained here"}`;
-  return make("span", { class: token[3] ? "token" : "token given", title: told, style: `background:rgba(213,94,0,${(0.75 * strength).toFixed(2)})` }, token[0]);
+  const details = `log p ${token[1]}, version ${token[2]}${known.join("")}${token[3] ? "" : ", not trained here"}`;
+  return make("span", { class: token[3] ? "token" : "token given", title: details, style: `background:rgba(213,94,0,${(0.75 * strength).toFixed(2)})` }, token[0]);
 }
 
-// One sample; of an episode with branches all its rows, as the tree of its conversation.
+// One sample; for an episode with branches all its rows, as the tree of its conversation.
 function episodeView(rows, figure, gap) {
   const all = rows.map((row) => row.tokens_shown || []);
   const versions = [...new Set(all.flat().map((token) => token[2]))].sort();

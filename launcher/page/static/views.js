@@ -13,7 +13,7 @@ const VIEWS = {
   whatif: { title: "What if", follows: [], show: showWhatIf },
 };
 
-// A plot that stays where it is, so that what was zoomed stays zoomed.
+// A plot that is kept over updates, so that its zoom is kept too.
 function plotIn(element, key, title) {
   const found = element.querySelector(`[data-plot="${key}"]`);
   if (found) return found;
@@ -116,7 +116,7 @@ async function showEvaluations(page, element) {
   const changed = data.changed.map((pair) => [make("h2", {}, `From step ${pair.from} to ${pair.to}: ${pair.number} problems changed`),
     table(["problem", "now", "before", "after"], pair.examples.map((each) => [each.problem, each.now ? "right" : "wrong", each.before, each.after]))]);
   const curve = await page.ask("metric", { name: "eval/accuracy" });
-  part(element, "told").replaceChildren(data.table ? table(data.table.head, data.table.rows) : make("p", { class: "faint" }, "no evaluation yet"));
+  part(element, "results").replaceChildren(data.table ? table(data.table.head, data.table.rows) : make("p", { class: "faint" }, "no evaluation yet"));
   if (curve.steps.length) plot(plotIn(element, "accuracy", "Accuracy, the mean of all sets"), [{ name: "accuracy", x: curve.steps, y: curve.values, colour: COLOURS[0] }], { x: "steps done", share: true });
   part(element, "changed").replaceChildren(...changed.flat());
 }
@@ -138,7 +138,7 @@ async function showCurves(page, element) {
   }
 }
 
-// What is smooth over what is not.
+// Smoothed curves over the plain curves.
 function seriesOf(panel) {
   const last = panel.series.length - 1;
   const named = panel.series.map(({ name, x, y, smooth }, at) => ({ name, x, y: smooth || y, colour: COLOURS[at % COLOURS.length], width: smooth ? 2.2 : 1.8 }));
